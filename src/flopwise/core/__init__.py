@@ -1,0 +1,1 @@
+"""What flows through flopwise: frozen descriptions, units, errors, the catalogue."""

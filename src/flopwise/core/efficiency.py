@@ -1,0 +1,100 @@
+"""How much of a device's peak its kernels reach, as data in the hardware file.
+
+Everything here is a small set of constants per device; nothing is keyed by a particular shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flopwise.core.errors import FlopwiseError
+
+
+def _share(name: str, value: float, *, most: float = 1.0) -> None:
+    if not 0 < value <= most:
+        raise FlopwiseError(f"{name} must be a share above 0 and at most {most:g}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """An output tile that the matrix-product library may give to one unit."""
+
+    rows: int
+    columns: int
+    share: float
+    """Rate of a unit busy with such tiles, as a share of the sustained rate."""
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.columns < 1:
+            raise FlopwiseError(f"a tile has positive sides, got {self.rows} × {self.columns}")
+        _share("tile share", self.share)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmEfficiency:
+    """Matrix products."""
+
+    source: str
+    sustained: float
+    """Share of the peak that large, deep, aligned products keep up, clocks under the power cap included."""
+    tiles: tuple[Tile, ...]
+    fill_depth: float
+    """Depth (elements of k) that filling and draining a tile's pipeline costs, once per tile."""
+
+    def __post_init__(self) -> None:
+        _share("sustained", self.sustained)
+        if not self.tiles:
+            raise FlopwiseError("gemm.tiles must list at least one tile")
+        if self.fill_depth < 0:
+            raise FlopwiseError(f"fill_depth cannot be negative, got {self.fill_depth!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionEfficiency:
+    """Flash attention: share of the peak by sequence length, between the points linear in log2(length)."""
+
+    source: str
+    forward: tuple[tuple[float, float], ...]
+    """(tokens, share) for a head dimension of 128."""
+    backward: tuple[tuple[float, float], ...]
+    head_dim_64: float = 1.0
+    """Factor for a head dimension of 64 and less."""
+
+    def __post_init__(self) -> None:
+        for name, points in (("forward", self.forward), ("backward", self.backward)):
+            if not points or list(points) != sorted(points):
+                raise FlopwiseError(f"attention.{name} must list (tokens, share) by rising tokens")
+            for _, share in points:
+                _share(f"attention.{name}", share)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEfficiency:
+    """Kernels that are bound by bytes."""
+
+    source: str
+    dram: float
+    """Share of the DRAM bandwidth that long streaming kernels reach."""
+    half_bytes: float = 0.0
+    """Bytes at which a kernel reaches half of that rate (start-up and tail)."""
+
+    def __post_init__(self) -> None:
+        _share("memory.dram", self.dram)
+        if self.half_bytes < 0:
+            raise FlopwiseError(f"half_bytes cannot be negative, got {self.half_bytes!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Efficiency:
+    """What a device's kernels reach of its peaks."""
+
+    source: str
+    launch_s: float
+    """Device time that a kernel costs at the least, launches queued ahead."""
+    gemm: GemmEfficiency
+    attention: AttentionEfficiency
+    memory: MemoryEfficiency
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.launch_s < 1:
+            raise FlopwiseError(f"launch_s must lie between 0 and 1 s, got {self.launch_s!r}")

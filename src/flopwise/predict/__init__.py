@@ -1,0 +1,1 @@
+"""Description → prediction. Pure: no files, no clock, no formatting, no torch."""
