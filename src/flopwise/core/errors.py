@@ -46,8 +46,6 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, hint: str) -> Fl
     names = sorted(known)
     close = nearest(name, names)
     if close:
-        return FlopwiseError(
-            f"no {kind} is called {name!r}", why=f"did you mean {' or '.join(close)}?", hint=hint
-        )
+        return FlopwiseError(f"no {kind} is called {name!r}", why=f"did you mean {' or '.join(close)}?", hint=hint)
     shown = ", ".join(names[:8]) + (f", … ({len(names)} in all)" if len(names) > 8 else "")
     return FlopwiseError(f"no {kind} is called {name!r}", why=f"known: {shown}", hint=hint)

@@ -1,0 +1,160 @@
+"""The operators that a model is made of, and what one of them costs.
+
+Every shape is for one sequence, so that a batch of b sequences is b times the work of one, exactly; only the
+weights do not grow with the batch. FLOPs are exact integers: a matrix product of (m × k)·(k × n) is 2·m·k·n.
+
+Two conventions for counting *model* FLOPs, because published figures use both:
+
+`causal`  matrix products only, and of attention's square only the half that a causal mask leaves (all of it
+          for a bidirectional model). What the mathematics needs.
+`palm`    2 FLOPs per parameter and token, embeddings and norms included, and attention's full square. For
+          training this is 6·N + 12·L·d·S per token, as in the PaLM paper's appendix B and in most training logs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from math import prod
+from typing import Literal
+
+Convention = Literal["causal", "palm"]
+CONVENTIONS: tuple[Convention, ...] = ("causal", "palm")
+
+AttentionKernel = Literal["flash", "eager"]
+"""flash: tiles, skips what the mask hides, recomputes the scores in backward. eager: the full square, kept."""
+
+
+class SaveLevel(IntEnum):
+    """What a block keeps for its backward, each level with all of those before it."""
+
+    INPUT = 0
+    CONTEXT = 1
+    ATTENTION = 2
+    EVERYTHING = 3
+    TRANSIENT = 4
+    """Cheap to make again without a matrix product: kept only when nothing at all is recomputed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """A value that operators hand on, for one sequence and one call."""
+
+    name: str
+    elements: int
+    level: SaveLevel = SaveLevel.TRANSIENT
+    format: Literal["compute", "fp32", "index"] = "compute"
+    """`compute`: the format of the activations. `fp32`: statistics. `index`: 4-byte integers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weight:
+    """A trained tensor of one copy of an operator."""
+
+    name: str
+    shape: tuple[int, ...]
+    owned: bool = True
+    """False for the second use of a tied matrix, so that it is counted once."""
+    active: tuple[int, int] = (1, 1)
+    """Numerator and denominator of the share that one token uses (experts)."""
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """An operator: its place in the model, the tensors it touches, the weights it holds."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    """Tensors that its backward reads, beside the gradients of its outputs."""
+    weights: tuple[Weight, ...] = ()
+    layers: int = 1
+    """Copies, each with weights of its own."""
+    calls: int = 1
+    """How often each copy runs in one pass: 1, but the time steps of a recurrent cell."""
+    in_block: bool = True
+    """Part of the repeated block, so recomputed under checkpointing; embedding and head are not."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of all copies; a tied matrix counts where it is owned."""
+        return self.layers * sum(weight.elements for weight in self.weights if weight.owned)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token uses, in all copies."""
+        return self.layers * sum(
+            weight.elements * weight.active[0] // weight.active[1] for weight in self.weights if weight.owned
+        )
+
+    def forward_flops(self, pairs: Literal["mask", "full"] = "mask") -> int:  # noqa: ARG002 - for attention only
+        """Matrix FLOPs of one forward pass over one sequence, all copies and calls."""
+        return 0
+
+    def backward_flops(self, kernel: AttentionKernel, pairs: Literal["mask", "full"] = "mask") -> int:  # noqa: ARG002
+        """Matrix FLOPs that the backward executes: gradient of the input and of the weights."""
+        return 2 * self.forward_flops(pairs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemm(Op):
+    """`groups` products (rows/groups × depth)·(depth × columns), rows summed over the groups."""
+
+    rows: int
+    depth: int
+    columns: int
+    groups: int = 1
+
+    def forward_flops(self, pairs: Literal["mask", "full"] = "mask") -> int:  # noqa: ARG002
+        return 2 * self.rows * self.depth * self.columns * self.layers * self.calls
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention(Op):
+    """softmax(q·kᵀ)·v over one sequence: two products forward, four backward, one more where flash redoes q·kᵀ."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    window: int | None = None
+
+    def twice_pairs(self, pairs: Literal["mask", "full"]) -> int:
+        """Twice the number of (query, key) pairs of a head: S² under a causal mask, 2·S² without one.
+
+        The diagonal is halved too: the usual S²/2 and not S·(S+1)/2, a difference of 1/S.
+        """
+        if pairs == "full":
+            return 2 * self.tokens**2
+        reach = self.tokens if self.window is None else min(self.window, self.tokens)
+        hidden = (self.tokens - reach) ** 2
+        return self.tokens**2 - hidden if self.causal else 2 * (self.tokens**2 - hidden)
+
+    def forward_flops(self, pairs: Literal["mask", "full"] = "mask") -> int:
+        return 2 * self.twice_pairs(pairs) * self.heads * self.head_dim * self.layers * self.calls
+
+    def backward_flops(self, kernel: AttentionKernel, pairs: Literal["mask", "full"] = "mask") -> int:
+        forward = self.forward_flops(pairs)
+        return 2 * forward + (forward // 2 if kernel == "flash" else 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Streaming(Op):
+    """An operator bound by the bytes it moves: norms, activations, rotary, residual sums, look-ups, losses."""
+
+    kind: Literal["norm", "pointwise", "embedding", "cross_entropy"] = "pointwise"
+    eager_kernels: int = 1
+    """Kernels, each reading and writing whole tensors, that unfused code takes for it."""
+
+
+def kind_of(op: Op) -> str:
+    """The operator's kind in one word, as tables print it."""
+    if isinstance(op, Streaming):
+        return op.kind
+    return "gemm" if isinstance(op, Gemm) else "attention"
