@@ -17,11 +17,12 @@ $(VENV)/.created:
 
 # The demo needs no torch, so it gets by with the base install.
 $(VENV)/.base: $(VENV)/.created pyproject.toml constraints.txt
-	$(INSTALL) -e .
+	$(INSTALL) hatchling editables
+	$(INSTALL) --no-build-isolation -e .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(INSTALL) -e '.[dev,train]'
+	$(INSTALL) --no-build-isolation -e '.[dev,train]'
 	touch $@
 
 demo: $(VENV)/.base  ## predict three models on three devices and on this machine

@@ -151,6 +151,8 @@ class Streaming(Op):
     kind: Literal["norm", "pointwise", "embedding", "cross_entropy"] = "pointwise"
     eager_kernels: int = 1
     """Kernels, each reading and writing whole tensors, that unfused code takes for it."""
+    pairwise: bool = False
+    """Output i follows from input i alone, so that one can be made again without the others."""
 
 
 def kind_of(op: Op) -> str:

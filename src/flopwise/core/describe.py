@@ -1,0 +1,22 @@
+"""From a model to its work: the one door that prediction, planning and training come through."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from flopwise.core.lstm import Lstm
+from flopwise.core.lstm_ops import lstm_work
+from flopwise.core.model import Model
+from flopwise.core.op import AttentionKernel
+from flopwise.core.transformer import check_positive
+from flopwise.core.transformer_ops import transformer_work
+from flopwise.core.work import Work
+
+
+@lru_cache(maxsize=1024)
+def describe(model: Model, sequence_tokens: int, kernel: AttentionKernel = "flash") -> Work:
+    """The operators of `model` for one sequence of `sequence_tokens` tokens."""
+    check_positive(model.name, sequence_tokens=sequence_tokens)
+    if isinstance(model, Lstm):
+        return lstm_work(model, sequence_tokens)
+    return transformer_work(model, sequence_tokens, kernel)

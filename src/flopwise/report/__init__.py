@@ -1,0 +1,1 @@
+"""Records → people: published tables in, readable tables and files out."""
