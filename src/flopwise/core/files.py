@@ -1,0 +1,157 @@
+"""Files as data: TOML and JSON read into frozen dataclasses with checks, and written whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from flopwise.core.errors import FlopwiseError, nearest
+
+LARGEST_FILE_BYTES = 8 * 2**20
+"""Descriptions are kilobytes; a larger file is something else, such as weights."""
+
+Described = TypeVar("Described")
+
+
+def read_text(path: Path) -> str:
+    """The text of a description, or an error that says why it cannot be one."""
+    try:
+        if path.stat().st_size > LARGEST_FILE_BYTES:
+            raise FlopwiseError(
+                f"{path} is too large for a description",
+                why=f"it has {path.stat().st_size:,} bytes, at most {LARGEST_FILE_BYTES:,} are read",
+                hint="name the model's config.json, not its weights",
+            )
+        return path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise FlopwiseError(f"there is no file {path}", hint="check the path, or name a catalogue entry") from None
+    except IsADirectoryError:
+        raise FlopwiseError(f"{path} is a folder, not a file") from None
+    except UnicodeDecodeError as error:
+        raise FlopwiseError(f"{path} is not text", why=f"byte {error.start} is not UTF-8") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise FlopwiseError(f"{path} cannot be read", why=reason) from None
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The top-level table of a TOML or JSON file."""
+    text = read_text(path)
+    try:
+        table = msgspec.json.decode(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, msgspec.DecodeError, RecursionError) as error:
+        kind = "JSON" if path.suffix.lower() == ".json" else "TOML"
+        raise FlopwiseError(
+            f"{path} is not valid {kind}", why=str(error), hint="`flopwise show NAME` prints one"
+        ) from None
+    if not isinstance(table, dict):
+        raise FlopwiseError(f"{path} does not hold a table", why=f"its top level is a {type(table).__name__}")
+    return table
+
+
+def decode(table: dict[str, Any], kind: type[Described], where: str) -> Described:
+    """A table as a checked dataclass; `where` names the file in an error."""
+    try:
+        check_keys(table, kind, where)
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as error:
+        cause = error.__cause__
+        if isinstance(cause, FlopwiseError):
+            raise cause.within(where) from None
+        what, _, place = str(error).partition(" - at ")
+        field = place.strip("`").removeprefix("$").removeprefix(".")
+        raise FlopwiseError(
+            f"{where}: {what}" + (f" in {field}" if field else ""), hint=_field_hint(kind, field)
+        ) from None
+    except (OverflowError, RecursionError) as error:
+        raise FlopwiseError(f"{where}: a value is out of range", why=str(error)) from None
+
+
+def _field_hint(kind: type[Any], field: str) -> str:
+    if field:
+        return f"correct `{field}`; `flopwise show NAME` prints an example"
+    required = [
+        item.name
+        for item in dataclasses.fields(kind)
+        if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+    ]
+    return f"required: {', '.join(required)}; `flopwise show NAME` prints an example"
+
+
+def check_keys(value: object, kind: object, where: str) -> None:
+    """Refuse keys that the description does not have, anywhere below: a typing mistake must not pass unseen."""
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        for choice in arguments:
+            if dataclasses.is_dataclass(choice) or typing.get_origin(choice):
+                check_keys(value, choice, where)
+    elif origin is tuple and isinstance(value, list):
+        for index, item in enumerate(value):
+            check_keys(item, arguments[0], f"{where}[{index}]")
+    elif origin is dict and isinstance(value, dict):
+        for key, item in value.items():
+            check_keys(item, arguments[1], f"{where}: {key}")
+    elif dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
+        hints = typing.get_type_hints(kind)
+        for key, item in value.items():
+            if key not in hints:
+                close = nearest(str(key), hints)
+                why = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(hints)}"
+                raise FlopwiseError(f"{where}: there is no field {key!r}", why=why)
+            check_keys(item, hints[key], f"{where}: {key}")
+
+
+def plain(value: object) -> dict[str, Any]:
+    """A dataclass as tables, lists and numbers, without the fields that are None."""
+    table = _without_none(msgspec.to_builtins(value))
+    assert isinstance(table, dict)
+    return table
+
+
+def _without_none(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(item) for item in value]
+    return value
+
+
+def to_toml(value: object) -> str:
+    """A dataclass as TOML, which `decode` reads back equal."""
+    import tomli_w
+
+    return tomli_w.dumps(plain(value))
+
+
+def to_json(value: object) -> str:
+    """A value as indented JSON; None stays, as null."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write beside the target and rename into place, so that no reader ever sees half of it."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise FlopwiseError(f"cannot write {path}", why=error.strerror) from None
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except OSError as error:
+        raise FlopwiseError(f"cannot write {path}", why=error.strerror) from None
+    finally:
+        temporary.unlink(missing_ok=True)

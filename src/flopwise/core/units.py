@@ -1,0 +1,127 @@
+"""Quantities as people write them, both ways: `40GiB`, `64k` tokens, `1.5e12`.
+
+Bytes have binary (KiB, MiB, GiB, TiB) and decimal units (kB, MB, GB, TB), and a bare `G` is refused because both
+are in use. For tokens and sequences k, M and G are powers of 1,024, as sequence lengths are written.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from flopwise.core.errors import FlopwiseError
+
+BINARY_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
+DECIMAL_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
+TOKEN_UNITS = {"": 1, "k": 2**10, "M": 2**20, "G": 2**30}
+LARGEST_COUNT = 2**53
+"""Beyond this a float no longer holds every whole number; no batch is that large."""
+
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*", re.ASCII)
+
+
+def _split(text: str, what: str, example: str) -> tuple[float, str]:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise FlopwiseError(f"cannot read {text!r} as {what}", why="a number with a unit is expected", hint=example)
+    number = float(match[1].replace("_", "").replace(",", ""))
+    if not math.isfinite(number):
+        raise FlopwiseError(f"{text!r} is too large", hint=example)
+    if number < 0:
+        raise FlopwiseError(f"{what} cannot be negative, got {text!r}", hint=example)
+    return number, match[2]
+
+
+def parse_bytes(text: str | float) -> int:
+    """Bytes from `40GiB`, `80 GB`, `1.5e12` or a plain number."""
+    example = "for instance 40GiB (2^30 bytes each) or 40GB (10^9)"
+    number, unit = _split(str(text), "a size in bytes", example)
+    units = {name.lower(): size for name, size in (*BINARY_UNITS.items(), *DECIMAL_UNITS.items())}
+    if unit and unit.lower() not in units:
+        bare = unit.lower().rstrip("b")
+        why = f"{unit!r} is not a unit of bytes"
+        if bare in ("k", "m", "g", "t", "p"):
+            why = f"{unit!r} may mean {bare.upper()}iB (binary) or {bare.upper()}B (decimal)"
+        raise FlopwiseError(f"cannot read {text!r} as a size in bytes", why=why, hint=example)
+    size = number * units[unit.lower()] if unit else number
+    if size > LARGEST_COUNT:
+        raise FlopwiseError(f"{text!r} is more than any machine holds", hint=example)
+    return round(size)
+
+
+def parse_tokens(text: str | int) -> int:
+    """A count of tokens: `8192`, `8k` (8,192), `2M` (2,097,152)."""
+    return _parse_whole(text, "a number of tokens", "for instance 8192, 8k (8,192) or 2M (2,097,152)")
+
+
+def parse_sequences(text: str | int) -> int:
+    """A count of sequences, in the units of tokens: `48`, `2k`."""
+    return _parse_whole(text, "a number of sequences", "for instance 48 or 2k (2,048)")
+
+
+def _parse_whole(text: str | int, what: str, example: str) -> int:
+    number, unit = _split(str(text), what, example)
+    units = {name.lower(): size for name, size in TOKEN_UNITS.items()}
+    if unit.lower() not in units:
+        raise FlopwiseError(f"cannot read {text!r} as {what}", why=f"{unit!r} is not k, M or G", hint=example)
+    count = number * units[unit.lower()]
+    if count != int(count) or count < 1:
+        raise FlopwiseError(f"{what} must be a whole number of at least 1, got {text!r}", hint=example)
+    if count > LARGEST_COUNT:
+        raise FlopwiseError(f"{text!r} is too large for {what}", hint=example)
+    return int(count)
+
+
+def exact_bytes(size: int) -> str:
+    """Bytes as `parse_bytes` reads them back without loss: the largest binary unit that divides evenly."""
+    unit, scale = next((unit, scale) for unit, scale in reversed(BINARY_UNITS.items()) if size % scale == 0 and size)
+    return f"{size // scale}{unit}"
+
+
+def exact_tokens(count: int) -> str:
+    """A count of tokens as `parse_tokens` reads it back without loss: 8192 is `8k`, 8000 is `8000`."""
+    unit, scale = next((unit, scale) for unit, scale in reversed(TOKEN_UNITS.items()) if count % scale == 0)
+    return f"{count // scale}{unit}"
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """A number for a person: `digits` significant digits, thousands separated, never 1e+03."""
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else str(value)
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    rounded = f"{value:,.{decimals}f}"
+    # 9.996 rounds to 10.00 with three digits asked for: one decimal too many.
+    if decimals and float(rounded.replace(",", "")) >= 10 ** (digits - decimals):
+        rounded = f"{value:,.{decimals - 1}f}"
+    return rounded
+
+
+def show_bytes(size: float) -> str:
+    """Bytes for a person, in binary units: `83.1 GiB`."""
+    unit, scale = "B", 1
+    for name, candidate in BINARY_UNITS.items():
+        if abs(size) >= candidate:
+            unit, scale = name, candidate
+    return f"{significant(size / scale)} {unit}"
+
+
+def show_count(count: float, unit: str = "") -> str:
+    """A large count in decimal prefixes: `8.03 G`, `1.23 PFLOP`."""
+    prefix, scale = "", 1.0
+    for name, candidate in (("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12), ("P", 1e15), ("E", 1e18), ("Z", 1e21)):
+        if abs(count) >= candidate:
+            prefix, scale = name, candidate
+    return f"{significant(count / scale)} {prefix}{unit}".rstrip()
+
+
+def show_seconds(seconds: float) -> str:
+    """A time for a person: `17.4 s`, `3.21 ms`, `45.0 µs`, `2.1 h`."""
+    for limit, scale, unit in ((1e-3, 1e-6, "µs"), (1.0, 1e-3, "ms"), (600.0, 1.0, "s"), (36_000.0, 60.0, "min")):
+        if seconds < limit:
+            return f"{significant(seconds / scale)} {unit}"
+    return f"{significant(seconds / 3600)} h" if seconds < 172_800 else f"{significant(seconds / 86_400)} days"
+
+
+def show_share(share: float) -> str:
+    """A share for a person: `58.8 %`."""
+    return f"{100 * share:.1f} %"
