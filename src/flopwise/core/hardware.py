@@ -121,10 +121,10 @@ class Network:
     """One level of connection between devices, the nearest first: inside a node, between nodes, beyond."""
 
     name: str
-    devices: int
-    """How many devices this level joins."""
     bandwidth_bytes_per_s: Fact
     """Each way, for one device."""
+    devices: int | None = None
+    """How many devices this level joins; None: as many as are bought."""
     latency_s: Fact | None = None
     topology: Topology = "fully-connected"
 

@@ -171,7 +171,7 @@ class Only:
             raise FlopwiseError(
                 f"{inside.owner}: {self.key} = {_shown(value)} cannot be described",
                 why=self.why,
-                hint=f"set it to {_shown(self.accepted[0])} for the nearest model that can",
+                hint=f"leave {self.key} out for the nearest model that can",
             )
 
 

@@ -1,0 +1,47 @@
+"""MFU and HFU of the 198 published MPT rows, counted again: `python -m benchmarks.mpt_table [FILE.md]`.
+
+Prints, per table, how far our figures are from the printed ones, and what the `causal` convention makes of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+
+from flopwise.core.catalog import load_hardware, load_model
+from flopwise.report.benchmark_tables import BenchmarkRow, read_benchmark_tables
+from flopwise.report.utilization import Recounted, recount
+
+TABLES = Path(__file__).parents[1] / "tests" / "data" / "mpt_tables.md"
+HARDWARE = {"h100_80gb": "h100-sxm", "a100_80gb": "a100-80gb", "a100_40gb": "a100-40gb"}
+
+
+def peak_flops(row: BenchmarkRow) -> float:
+    """The catalogue's dense peak for the row's device and number format."""
+    number_format = row.precision.removeprefix("amp_")
+    return load_hardware(HARDWARE[row.device]).device.peak_flops[number_format].value
+
+
+def recounted(path: Path = TABLES) -> list[tuple[BenchmarkRow, Recounted]]:
+    """Every row of the document with its figures counted again."""
+    rows = read_benchmark_tables(path.read_text(encoding="utf-8"))
+    return [(row, recount(row, load_model(f"mpt-{row.model}"), peak_flops(row))) for row in rows]
+
+
+def main() -> None:
+    pairs = recounted(Path(sys.argv[1]) if len(sys.argv) > 1 else TABLES)
+    print(f"{len(pairs)} rows; deviations in percentage points, ratios as causal ÷ printed\n")
+    print(f"{'table':<55}{'rows':>5}{'MFU':>8}{'HFU':>8}{'params':>8}{'causal MFU ratio: min, median, max':>37}")
+    for table in dict.fromkeys(row.table for row, _ in pairs):
+        group = [(row, again) for row, again in pairs if row.table == table]
+        mfu = max(abs(again.mfu_palm - row.mfu) for row, again in group) * 100
+        hfu = max(abs(again.hfu_printed - row.hfu) for row, again in group) * 100
+        exact = sum(again.parameters == row.parameters for row, again in group)
+        ratios = sorted(again.mfu_causal / row.mfu for row, again in group)
+        spread = f"{ratios[0]:.3f}, {statistics.median(ratios):.3f}, {ratios[-1]:.3f}"
+        print(f"{table:<55}{len(group):>5}{mfu:>8.4f}{hfu:>8.4f}{exact:>8}{spread:>37}")
+
+
+if __name__ == "__main__":
+    main()

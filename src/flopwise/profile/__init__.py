@@ -1,0 +1,1 @@
+"""Measurements and traces → facts about a machine. Today: what this machine is."""

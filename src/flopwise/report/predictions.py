@@ -1,0 +1,213 @@
+"""Predictions for people and for programs: a page of text, markdown, CSV, JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from flopwise.core.files import to_json
+from flopwise.core.prediction import DeviceBytes, Prediction
+from flopwise.core.units import show_bytes, show_count, show_seconds, show_share, significant
+
+OPTIMIZER_TITLES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
+
+
+def prediction_page(prediction: Prediction, title: str) -> RenderableType:
+    """One prediction: the set-up, memory by owner, time by operator, the answer."""
+    parts: list[RenderableType] = [_heading(prediction, title), "", _memory(prediction), "", _operators(prediction), ""]
+    parts += [_answer(prediction)]
+    parts += [Text(f"note       {note}", style="cyan") for note in prediction.notes]
+    return Group(*parts)
+
+
+def _heading(prediction: Prediction, title: str) -> Text:
+    active = prediction.n_active_params
+    parameters = f"{show_count(prediction.n_params)} parameters"
+    if active != prediction.n_params:
+        parameters += f", {show_count(active)} active"
+    lines = [
+        f"{prediction.model} · 1 × {title} · sequence {prediction.sequence_tokens:,}"
+        f" · {OPTIMIZER_TITLES[prediction.optimizer]} · {prediction.precision}",
+        f"{parameters} · batch {prediction.batch_sequences:,} = {prediction.batch_tokens:,} tokens"
+        f" · micro-batch {prediction.micro_batch_sequences:,} × {prediction.accumulation_steps:,}"
+        f" · recompute {prediction.recompute}",
+    ]
+    return Text("\n".join(lines))
+
+
+def _memory(prediction: Prediction) -> Table:
+    table = _table("memory", "device")
+    table.add_column("")
+    memory = prediction.device_bytes
+    for owner in owners():
+        table.add_row(owner, show_bytes(getattr(memory, owner)), "")
+    spare = prediction.device_capacity_bytes - memory.total
+    if prediction.fits:
+        tight = spare < 0.05 * prediction.device_capacity_bytes
+        style, verdict = ("yellow", "✓ fits, tight:") if tight else ("green", "✓ fits,")
+        verdict = f"{verdict} {show_bytes(spare)} of {show_bytes(prediction.device_capacity_bytes)} spare"
+    else:
+        style, verdict = "red", f"✗ does not fit: {show_bytes(prediction.device_capacity_bytes)} there"
+    table.add_row("total", show_bytes(memory.total), Text(verdict, style=style))
+    return table
+
+
+def owners() -> list[str]:
+    """The owners of device memory, in the record's order."""
+    return [field.name for field in fields(DeviceBytes) if field.name != "total"]
+
+
+def _operators(prediction: Prediction) -> Table:
+    table = _table("operator", "FLOP", "bytes", "time", "share")
+    table.add_column("bound by")
+    for op in prediction.ops:
+        flops = show_count(op.flops) if op.flops else "-"
+        table.add_row(op.name, flops, show_bytes(op.bytes), show_seconds(op.time_s), show_share(op.share), op.bound)
+    return table
+
+
+def _answer(prediction: Prediction) -> Text:
+    text = Text()
+    text.append(f"step       {show_seconds(prediction.step_s)}   bound by {prediction.bound}\n")
+    text.append(f"speed      {significant(prediction.tokens_per_s)} tok/s", style="bold")
+    text.append(f"   {show_share(prediction.mfu)} MFU · {show_share(prediction.hfu)} HFU\n")
+    text.append(
+        f"against    {show_count(prediction.peak_flops)}FLOP/s dense {prediction.peak_format}"
+        f" ({prediction.peak_source}), FLOPs counted {prediction.convention}"
+    )
+    return text
+
+
+def _table(first: str, *numbers: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(first, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+# -- several predictions, one row each ------------------------------------------------------------------------------
+
+COMPARED = (
+    "model",
+    "hardware",
+    "seq",
+    "batch",
+    "micro",
+    "recompute",
+    "memory",
+    "fits",
+    "step",
+    "tok/s",
+    "MFU",
+    "bound by",
+)
+
+
+def compared_rows(predictions: Sequence[Prediction]) -> list[list[str]]:
+    """One row of words per prediction, under `COMPARED`."""
+    return [
+        [
+            prediction.model,
+            prediction.hardware,
+            f"{prediction.sequence_tokens:,}",
+            f"{prediction.batch_sequences:,}",
+            f"{prediction.micro_batch_sequences:,}",
+            prediction.recompute,
+            show_bytes(prediction.device_bytes.total),
+            "✓" if prediction.fits else "✗",
+            show_seconds(prediction.step_s),
+            significant(prediction.tokens_per_s),
+            show_share(prediction.mfu),
+            prediction.bound,
+        ]
+        for prediction in predictions
+    ]
+
+
+_WORDS = {"model", "hardware", "recompute", "fits", "bound by"}
+
+
+def compared_table(predictions: Sequence[Prediction]) -> Table:
+    """Several predictions in a table for a terminal."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name in COMPARED:
+        table.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=True)
+    for prediction, row in zip(predictions, compared_rows(predictions), strict=True):
+        table.add_row(*row, style=None if prediction.fits else "red")
+    return table
+
+
+def predictions_markdown(predictions: Sequence[Prediction]) -> str:
+    """The rows as a markdown table that pastes into an issue; one prediction brings its operators too."""
+    parts = [markdown_table(COMPARED, compared_rows(predictions), _WORDS)]
+    if len(predictions) == 1:
+        names = ("operator", "FLOP", "bytes", "time", "share", "bound by")
+        rows = [
+            [
+                op.name,
+                show_count(op.flops),
+                show_bytes(op.bytes),
+                show_seconds(op.time_s),
+                show_share(op.share),
+                op.bound,
+            ]
+            for op in predictions[0].ops
+        ]
+        parts.append(markdown_table(names, rows, {"operator", "bound by"}))
+        memory = predictions[0].device_bytes
+        parts.append(
+            markdown_table(
+                ("memory", "device"),
+                [[owner, show_bytes(getattr(memory, owner))] for owner in (*owners(), "total")],
+                {"memory"},
+            )
+        )
+    return "\n".join(parts)
+
+
+def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]], words: set[str]) -> str:
+    """A markdown table with its columns lined up; `words` are the columns that stand left."""
+    widths = [max(3, len(name), *(len(row[index]) for row in rows)) for index, name in enumerate(names)]
+
+    def line(cells: Sequence[str]) -> str:
+        shown = [
+            cell.ljust(width) if name in words else cell.rjust(width)
+            for cell, width, name in zip(cells, widths, names, strict=True)
+        ]
+        return "| " + " | ".join(shown) + " |\n"
+
+    rule = [
+        "-" * width if name in words else "-" * (width - 1) + ":" for name, width in zip(names, widths, strict=True)
+    ]
+    return line(names) + line(rule) + "".join(line(row) for row in rows)
+
+
+def flat_row(prediction: Prediction) -> dict[str, object]:
+    """Every figure of a prediction in one row, at full precision; memory by owner as `device_bytes_…`."""
+    row = {field.name: getattr(prediction, field.name) for field in fields(Prediction)}
+    memory = row.pop("device_bytes")
+    for name in ("ops", "notes"):
+        del row[name]
+    return {**row, **{f"device_bytes_{owner}": size for owner, size in asdict(memory).items()}}
+
+
+def predictions_csv(predictions: Sequence[Prediction]) -> str:
+    """One row per prediction, full precision, the unit in the column's name."""
+    rows = [flat_row(prediction) for prediction in predictions]
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
+
+
+def predictions_json(predictions: Sequence[Prediction]) -> str:
+    """One object, or a list of them when several were asked for."""
+    return to_json(predictions[0] if len(predictions) == 1 else list(predictions))
