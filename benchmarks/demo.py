@@ -1,0 +1,24 @@
+"""`make demo`: three models on three devices and on this machine, from their names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+COMMANDS = (
+    "predict llama-3-8b,qwen3-8b,mpt-7b --on h100-sxm,h200,rtx-4090 --seq 2k",
+    "predict llama-3-8b --on h200 --seq 8k --batch 16",
+    "predict gpt2,bert-base,llama-3-1b --on this-machine --seq 512 --batch 8",
+)
+
+
+def main() -> None:
+    for command in COMMANDS:
+        print(f"$ flopwise {command}", flush=True)
+        subprocess.run([sys.executable, "-m", "flopwise", *command.split()], check=True)
+        print(flush=True)
+    print("next: flopwise predict MODEL --on HARDWARE, with a name of `flopwise ls models` or your own config.json")
+
+
+if __name__ == "__main__":
+    main()
