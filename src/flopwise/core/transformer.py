@@ -116,13 +116,13 @@ class Transformer:
     def _check_options(self) -> None:
         if self.position_rows is not None:
             check_positive(self.name, position_rows=self.position_rows)
+        if min(self.experts, self.experts_per_token, self.token_types) < 0:
+            raise FlopwiseError(f"{self.name}: experts, experts_per_token and token_types cannot be negative")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             raise FlopwiseError(
                 f"{self.name}: {self.experts_per_token} of {self.experts} experts per token is not possible",
                 hint="experts_per_token between 1 and experts",
             )
-        if min(self.experts, self.experts_per_token, self.token_types) < 0:
-            raise FlopwiseError(f"{self.name}: experts, experts_per_token and token_types cannot be negative")
         if self.head == "classifier":
             if self.labels is None:
                 raise FlopwiseError(f"{self.name}: a classifier needs `labels`, the number of its classes")
