@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from flopwise.core.errors import FlopwiseError
     from flopwise.core.hardware import Hardware
@@ -29,6 +29,7 @@ app = typer.Typer(
 
 NARROWEST_TABLE = 80
 WIDTH_WITHOUT_TERMINAL = 120
+NARROWEST_TITLE = 24
 
 
 def main() -> None:
@@ -317,18 +318,25 @@ def _changes(texts: list[str]) -> dict[str, Any]:
 # -- from values to the terminal -------------------------------------------------------------------------------------
 
 
-def _console() -> Console:
-    from rich.console import Console
+def _width() -> int:
+    """Columns to write in: the terminal's, or what COLUMNS says, or enough for every table; never under 80."""
+    import shutil
 
-    if sys.stdout.isatty():
-        return Console(highlight=False)
-    # Into a file or a pipe: wide enough for every table, whatever the terminal that started it.
-    width = int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS", "").isdigit() else WIDTH_WITHOUT_TERMINAL
-    return Console(highlight=False, width=max(width, NARROWEST_TABLE))
+    return max(shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns, NARROWEST_TABLE)
 
 
 def _show(page: RenderableType) -> None:
-    _console().print(page)
+    import io
+
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        Console(highlight=False, width=_width()).print(page)
+        return
+    # Into a file or a pipe: without the blanks that pad a terminal's lines.
+    text = io.StringIO()
+    Console(highlight=False, width=_width(), file=text).print(page)
+    typer.echo("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
 
 
 def _print_rows(columns: tuple[str, ...], rows: list[list[str]], words: set[str], form: str) -> None:
@@ -343,14 +351,21 @@ def _print_rows(columns: tuple[str, ...], rows: list[list[str]], words: set[str]
     elif form == "md":
         typer.echo(markdown_table(columns, rows, words), nl=False)
     else:
-        from rich.table import Table
+        _show_listing(columns, rows, words)
 
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for name in columns:
-            table.add_column(name, justify="left" if name in words else "right", no_wrap=name != "title")
-        for row in rows:
-            table.add_row(*row)
-        _show(table)
+
+def _show_listing(columns: tuple[str, ...], rows: list[list[str]], words: set[str]) -> None:
+    """Rows in columns; the title, which comes last, gives way in a terminal that has no room for it."""
+    from rich.table import Table
+
+    widths = [max(len(cells[index]) for cells in (columns, *rows)) + 2 for index in range(len(columns))]
+    shown = len(columns) if _width() - sum(widths[:-1]) >= NARROWEST_TITLE else len(columns) - 1
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in columns[:shown]:
+        table.add_column(name, justify="left" if name in words else "right", no_wrap=name != "title")
+    for row in rows:
+        table.add_row(*row[:shown])
+    _show(table)
 
 
 def _show_config(chosen: Any, request: Request, model: str, hardware: str) -> None:  # noqa: ANN401

@@ -21,6 +21,7 @@ class Tile:
 
     rows: int
     columns: int
+    """Which side is which does not matter: the longer one is laid along the longer side of the product."""
     share: float
     """Rate of a unit busy with such tiles, as a share of the sustained rate."""
 
@@ -40,32 +41,50 @@ class GemmEfficiency:
     tiles: tuple[Tile, ...]
     fill_depth: float
     """Depth (elements of k) that filling and draining a tile's pipeline costs, once per tile."""
+    quantisation: float = 1.0
+    """Share of a last, partly filled wave of tiles that is lost. 1: every wave takes its full time. 0: the work is
+    spread evenly, as by kernels that split the last tiles, or on a card that its power cap slows down anyway."""
+    exposed_output: float = 0.5
+    """Share of the time for moving the output that is not hidden behind the multiplication."""
 
     def __post_init__(self) -> None:
         _share("sustained", self.sustained)
+        for name, value in (("quantisation", self.quantisation), ("exposed_output", self.exposed_output)):
+            if not 0 <= value <= 1:
+                raise FlopwiseError(f"gemm.{name} must lie between 0 and 1, got {value!r}")
         if not self.tiles:
             raise FlopwiseError("gemm.tiles must list at least one tile")
-        if self.fill_depth < 0:
-            raise FlopwiseError(f"fill_depth cannot be negative, got {self.fill_depth!r}")
+        if not 0 <= self.fill_depth < float("inf"):
+            raise FlopwiseError(f"fill_depth must be finite and not negative, got {self.fill_depth!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionEfficiency:
-    """Flash attention: share of the peak by sequence length, between the points linear in log2(length)."""
+    """Flash attention: share of the peak by sequence length, between the points linear in log2(length).
+
+    The lengths are of causal sequences; a full square of n tokens counts as 2 n, since it has as many keys per query.
+    """
 
     source: str
     forward: tuple[tuple[float, float], ...]
     """(tokens, share) for a head dimension of 128."""
     backward: tuple[tuple[float, float], ...]
     head_dim_64: float = 1.0
-    """Factor for a head dimension of 64 and less."""
+    """Factor for a head dimension of 64 and less; between 64 and 128 it is interpolated."""
+    tail: float = 0.5
+    """Share of the longest tile's time that the even spread of the work leaves over at the end."""
 
     def __post_init__(self) -> None:
+        _share("attention.head_dim_64", self.head_dim_64)
+        if not 0 <= self.tail <= 1:
+            raise FlopwiseError(f"attention.tail must lie between 0 and 1, got {self.tail!r}")
         for name, points in (("forward", self.forward), ("backward", self.backward)):
             if not points or list(points) != sorted(points):
                 raise FlopwiseError(f"attention.{name} must list (tokens, share) by rising tokens")
-            for _, share in points:
+            for tokens, share in points:
                 _share(f"attention.{name}", share)
+                if not 0 < tokens < float("inf"):
+                    raise FlopwiseError(f"attention.{name} needs lengths above 0, got {tokens!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +99,8 @@ class MemoryEfficiency:
 
     def __post_init__(self) -> None:
         _share("memory.dram", self.dram)
-        if self.half_bytes < 0:
-            raise FlopwiseError(f"half_bytes cannot be negative, got {self.half_bytes!r}")
+        if not 0 <= self.half_bytes < float("inf"):
+            raise FlopwiseError(f"half_bytes must be finite and not negative, got {self.half_bytes!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -106,7 +106,9 @@ def check_keys(value: object, kind: object, where: str) -> None:
             if key not in hints:
                 close = nearest(str(key), hints)
                 why = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(hints)}"
-                raise FlopwiseError(f"{where}: there is no field {key!r}", why=why)
+                raise FlopwiseError(
+                    f"{where}: there is no field {key!r}", why=why, hint="`flopwise show NAME` prints every field"
+                )
             check_keys(item, hints[key], f"{where}: {key}")
 
 

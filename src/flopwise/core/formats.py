@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import msgspec
+from dataclasses import dataclass, replace
 
 from flopwise.core.errors import FlopwiseError, unknown_name
 
@@ -97,11 +95,11 @@ def parse_formats(text: str) -> Formats:
     }
     for change in changes:
         key, _, value = change.partition("=")
-        if key not in values or not value:
+        if key not in ROLES or not value:
             raise FlopwiseError(
                 f"cannot read {change!r} in --precision {text}",
-                why=f"a change is one of {', '.join(values)} followed by = and a number format",
+                why=f"a change is one of {', '.join(ROLES)} followed by = and a number format",
                 hint="--precision bf16,gradients=fp32",
             )
         values[key] = None if (key, value) == ("master", "none") else value
-    return msgspec.convert({**values, "name": text if changes else head}, Formats)
+    return replace(base, **values, name=text if changes else head)

@@ -60,6 +60,9 @@ class AttentionCall:
     tokens: int
     heads: int
     head_dim: int
+    area_share: float
+    """Part of the tokens × tokens square that is computed."""
+    number_format: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +175,24 @@ class _Lister:
         backward = op.backward_flops("flash") / copies
         read = forward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence
         gradients = backward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence
+        area = op.twice_pairs("mask") / op.twice_pairs("full")
         calls = [(Phase.FORWARD, forward, read), (Phase.BACKWARD, backward, gradients)]
         if again:
             calls.append((Phase.RECOMPUTE, forward, read))
         for phase, flops, moved in calls:
             self.attentions.append(
-                AttentionCall(index, phase, copies, flops, float(moved), op.tokens, op.heads, op.head_dim)
+                AttentionCall(
+                    index,
+                    phase,
+                    copies,
+                    flops,
+                    float(moved),
+                    op.tokens,
+                    op.heads,
+                    op.head_dim,
+                    area,
+                    self.formats.compute,
+                )
             )
 
     def _eager_attention(self, index: int, op: Attention, again: Fraction) -> None:

@@ -94,24 +94,12 @@ def _table(first: str, *numbers: str) -> Table:
 
 # -- several predictions, one row each ------------------------------------------------------------------------------
 
-COMPARED = (
-    "model",
-    "hardware",
-    "seq",
-    "batch",
-    "micro",
-    "recompute",
-    "memory",
-    "fits",
-    "step",
-    "tok/s",
-    "MFU",
-    "bound by",
-)
+COMPARED = ("model", "hardware", "seq", "batch", "micro", "recompute", "memory", "step", "tok/s", "MFU", "bound by")
+_WORDS = {"model", "hardware", "recompute", "bound by"}
 
 
 def compared_rows(predictions: Sequence[Prediction]) -> list[list[str]]:
-    """One row of words per prediction, under `COMPARED`."""
+    """One row of words per prediction, under `COMPARED`; the sign before the memory says whether it fits."""
     return [
         [
             prediction.model,
@@ -120,8 +108,7 @@ def compared_rows(predictions: Sequence[Prediction]) -> list[list[str]]:
             f"{prediction.batch_sequences:,}",
             f"{prediction.micro_batch_sequences:,}",
             prediction.recompute,
-            show_bytes(prediction.device_bytes.total),
-            "✓" if prediction.fits else "✗",
+            f"{'✓' if prediction.fits else '✗'} {show_bytes(prediction.device_bytes.total)}",
             show_seconds(prediction.step_s),
             significant(prediction.tokens_per_s),
             show_share(prediction.mfu),
@@ -131,17 +118,21 @@ def compared_rows(predictions: Sequence[Prediction]) -> list[list[str]]:
     ]
 
 
-_WORDS = {"model", "hardware", "recompute", "fits", "bound by"}
-
-
-def compared_table(predictions: Sequence[Prediction]) -> Table:
-    """Several predictions in a table for a terminal."""
+def compared_table(predictions: Sequence[Prediction]) -> RenderableType:
+    """Several predictions in a table for a terminal; what is the same in every row is said once, above it."""
+    rows = compared_rows(predictions)
+    shared = {"seq": "sequence", "batch": "batch"}
+    same = [index for index, name in enumerate(COMPARED) if name in shared and len({row[index] for row in rows}) == 1]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for name in COMPARED:
-        table.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=True)
-    for prediction, row in zip(predictions, compared_rows(predictions), strict=True):
-        table.add_row(*row, style=None if prediction.fits else "red")
-    return table
+    for index, name in enumerate(COMPARED):
+        if index not in same:
+            folds = name in ("model", "hardware")
+            table.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=not folds, overflow="fold")
+    for prediction, row in zip(predictions, rows, strict=True):
+        cells = [cell for index, cell in enumerate(row) if index not in same]
+        table.add_row(*cells, style=None if prediction.fits else "red")
+    heading = " · ".join([*(f"{shared[COMPARED[index]]} {rows[0][index]}" for index in same), "1 device"])
+    return Group(Text(heading), "", table)
 
 
 def predictions_markdown(predictions: Sequence[Prediction]) -> str:

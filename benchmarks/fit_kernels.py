@@ -1,0 +1,155 @@
+"""Fit a device's efficiency constants to its measured kernels: `python -m benchmarks.fit_kernels`.
+
+Matrix products: per chip four constants of its kernels (how much slower small tiles are, fill_depth, quantisation,
+exposed_output), and per set of rows the `sustained` share, since cards of one chip differ in their power cap and a
+locked clock has none. Small tiles follow one law, share ∝ 1 / (1 + slope · (1/rows + 1/columns)): the operand bytes
+that a tile needs per FLOP. Rows whose sides are multiples of 64, one product each, weigh 1 when every side is at
+least 1024 and 0.3 otherwise.
+
+Attention: per direction the share of endless sequences, top, and the keys that a tile's start and end cost, start:
+share = top / (1 + 2 · start / tokens), listed at five lengths; a factor for heads of 64 and the tail. Where rows of
+one length only are published, `start` is the H200's.
+
+What is minimised is the mean |ln(predicted / measured)|, by differential evolution (Storn & Price 1997) with a fixed
+seed. Bytes per second and launch times are not fitted here: they are read off the streaming rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.kernel_rows import (
+    AttentionRows,
+    Floats,
+    GemmRows,
+    load_attentions,
+    load_gemms,
+    predict_attentions,
+    predict_gemms,
+)
+from flopwise.core.catalog import load_hardware
+from flopwise.core.efficiency import Efficiency, Tile
+
+CHIPS: dict[str, tuple[tuple[str, str], ...]] = {
+    "A100": (("llmcompass", "a100-80gb"), ("simumax", "a100-pcie-80gb"), ("nsight", "a100-pcie-80gb")),
+    "MI210": (("llmcompass", "mi210"),),
+    "H200": (("flopwise", "h200"),),
+    "B200": (("simumax", "b200"),),
+}
+"""Chip → (source, device) of the sets of matrix products that its constants are fitted to."""
+TILES = ((256, 128), (128, 128), (128, 64), (64, 64))
+KERNEL_BOUNDS = ((0.0, 60.0), (0.0, 300.0), (0.0, 1.0), (0.0, 1.0))
+SUSTAINED_BOUNDS = (0.3, 1.0)
+LENGTHS = (256.0, 1024.0, 4096.0, 16384.0, 65536.0)
+START_OF_H200 = (209.0, 433.0)
+"""Keys, forward and backward, from the H200's rows over nine lengths."""
+
+
+def fit_gemms(sets: Sequence[GemmRows]) -> list[Efficiency]:
+    """The efficiency of each set's device, with constants fitted to the rows of all sets together."""
+    hardware = [load_hardware(rows.device) for rows in sets]
+    fitted = [rows.where(_fit_for(rows)) for rows in sets]
+    weights = [np.where(rows.large, 1.0, 0.3) for rows in fitted]
+
+    def loss(constants: Floats) -> float:
+        candidates = _gemm_efficiencies([item.efficiency for item in hardware], constants)
+        total = 0.0
+        for rows, item, efficiency, weight in zip(fitted, hardware, candidates, weights, strict=True):
+            ratio = np.log(predict_gemms(rows, item, efficiency) / rows.seconds)
+            total += float(np.average(np.abs(ratio), weights=weight))
+        return total
+
+    bounds = np.array([*KERNEL_BOUNDS, *[SUSTAINED_BOUNDS] * len(sets)])
+    return _gemm_efficiencies([item.efficiency for item in hardware], minimise(loss, bounds))
+
+
+def fit_attentions(rows: AttentionRows) -> Efficiency:
+    """The efficiency of the rows' device, with constants of attention fitted to them."""
+    hardware = load_hardware(rows.device)
+    lengths = len(np.unique(rows.tokens)) > 3
+
+    def candidate(constants: Floats) -> Efficiency:
+        starts = (float(constants[4]), float(constants[5])) if lengths else START_OF_H200
+        narrow = float(constants[3]) if rows.value_dim.min() <= 64 else hardware.efficiency.attention.head_dim_64
+        attention = replace(
+            hardware.efficiency.attention,
+            forward=_by_length(float(constants[0]), starts[0]),
+            backward=_by_length(float(constants[1]), starts[1]),
+            tail=round(float(constants[2]), 2),
+            head_dim_64=round(narrow, 3),
+        )
+        return replace(hardware.efficiency, attention=attention)
+
+    def loss(constants: Floats) -> float:
+        return float(np.mean(np.abs(np.log(predict_attentions(rows, hardware, candidate(constants)) / rows.seconds))))
+
+    bounds = np.array([(0.1, 1.0), (0.1, 1.0), (0.0, 1.0), (0.5, 1.0), (50.0, 800.0), (50.0, 800.0)])
+    return candidate(minimise(loss, bounds))
+
+
+def minimise(loss: Callable[[Floats], float], bounds: Floats, *, members: int = 40, generations: int = 90) -> Floats:
+    """Differential evolution, rand-to-best/1/bin, reproducible."""
+    random = np.random.default_rng(20240607)
+    low, high = bounds[:, 0], bounds[:, 1]
+    population = low + random.random((members, len(bounds))) * (high - low)
+    losses = np.array([loss(member) for member in population])
+    for _ in range(generations):
+        for index in range(members):
+            best = population[int(np.argmin(losses))]
+            one, two = population[random.choice(members, 2, replace=False)]
+            step = population[index] + 0.7 * (best - population[index]) + random.uniform(0.3, 0.9) * (one - two)
+            kept = random.random(len(bounds)) < 0.2
+            trial = np.clip(np.where(kept, population[index], step), low, high)
+            value = loss(trial)
+            if value < losses[index]:
+                population[index], losses[index] = trial, value
+    return np.asarray(population[int(np.argmin(losses))])
+
+
+def _gemm_efficiencies(devices: Sequence[Efficiency], constants: Floats) -> list[Efficiency]:
+    slope, fill, quantisation, exposed, *sustained = (float(value) for value in constants)
+    rates = [1.0 / (1.0 + slope * (1.0 / rows + 1.0 / columns)) for rows, columns in TILES]
+    tiles = tuple(
+        Tile(rows=rows, columns=columns, share=round(rate / max(rates), 3))
+        for (rows, columns), rate in zip(TILES, rates, strict=True)
+    )
+    return [
+        replace(
+            device,
+            gemm=replace(
+                device.gemm,
+                sustained=round(share, 4),
+                tiles=tiles,
+                fill_depth=round(fill),
+                quantisation=round(quantisation, 2),
+                exposed_output=round(exposed, 2),
+            ),
+        )
+        for device, share in zip(devices, sustained, strict=True)
+    ]
+
+
+def _by_length(top: float, start: float) -> tuple[tuple[float, float], ...]:
+    return tuple((length, round(top / (1.0 + 2.0 * start / length), 3)) for length in LENGTHS)
+
+
+def _fit_for(rows: GemmRows) -> NDArray[np.bool_]:
+    sides = np.stack([rows.m, rows.k, rows.n])
+    return np.all(sides % 64 == 0, axis=0) & (rows.groups == 1)
+
+
+def main() -> None:
+    gemms = {(rows.source, rows.device): rows for rows in load_gemms()}
+    for chip, keys in CHIPS.items():
+        for key, efficiency in zip(keys, fit_gemms([gemms[key] for key in keys]), strict=True):
+            print(chip, *key, efficiency.gemm, "", sep="\n")
+    for rows in load_attentions():
+        print(rows.source, rows.device, fit_attentions(rows).attention, "", sep="\n")
+
+
+if __name__ == "__main__":
+    main()

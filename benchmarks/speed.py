@@ -1,0 +1,72 @@
+"""Speed of the predictor: `python -m benchmarks.speed`. Nothing here is a test; absolute times are this machine's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from flopwise.core.catalog import hardware_names, load_hardware, load_model, model_names
+from flopwise.core.formats import POLICIES
+from flopwise.core.hardware import Hardware
+from flopwise.core.model import Model
+from flopwise.core.workload import Workload
+from flopwise.predict import Request, step
+from flopwise.predict.grid import step_grid
+from flopwise.predict.step import calls_for
+
+BATCHES = tuple(range(1, 65))
+
+
+def catalogue() -> tuple[list[Model], list[Hardware]]:
+    models = [load_model(name) for name in model_names()]
+    devices = [load_hardware(name) for name in hardware_names()]
+    return models, [device for device in devices if "bf16" in device.device.peak_flops]
+
+
+def grid_rate(batches: tuple[int, ...]) -> float:
+    """(model, device, batch) combinations a second of processor time, kernels listed anew for every model."""
+    models, devices = catalogue()
+    models = [model for model in models if model.context >= 512]
+    workload = Workload(sequence_tokens=512, batch_sequences=1, micro_batch_sequences=1, formats=POLICIES["bf16"])
+    started = time.process_time()
+    calls_for.cache_clear()
+    grid = step_grid(models, devices, batches, workload)
+    return grid.step_s.size / (time.process_time() - started)
+
+
+def single_rate() -> float:
+    """Whole predictions a second, operator by operator, as `predict` makes them."""
+    models, devices = catalogue()
+    started = time.process_time()
+    request = Request(sequence_tokens=20, batch_sequences=8)
+    count = 0
+    for model in models:
+        for device in devices:
+            step(model, device, request)
+            count += 1
+    return count / (time.process_time() - started)
+
+
+def command_seconds(*arguments: str) -> float:
+    """Wall time of a command, the best of five."""
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "flopwise", *arguments], check=True, capture_output=True)
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def main() -> None:
+    print(f"{'what':<58}{'measured':>12}")
+    print(f"{'grid, 64 batches: combinations a second on one core':<58}{grid_rate(BATCHES):>12,.0f}")
+    print(f"{'grid, 16 batches: combinations a second on one core':<58}{grid_rate(BATCHES[:16]):>12,.0f}")
+    print(f"{'single predictions a second on one core':<58}{single_rate():>12,.0f}")
+    print(f"{'flopwise --help, seconds':<58}{command_seconds('--help'):>12.3f}")
+    command = ("predict", "llama-3-8b", "--on", "h100-sxm")
+    print(f"{'flopwise predict llama-3-8b --on h100-sxm, seconds':<58}{command_seconds(*command):>12.3f}")
+
+
+if __name__ == "__main__":
+    main()

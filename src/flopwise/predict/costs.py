@@ -1,0 +1,146 @@
+"""What a step's kernels cost on a device: seconds by cause, for any number of micro-batch sizes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.formats import WIDTH_BYTES
+from flopwise.core.hardware import Hardware
+from flopwise.predict.attention import CAUSES as ATTENTION_CAUSES
+from flopwise.predict.attention import attention_times
+from flopwise.predict.calls import AttentionCall, Floats, GemmCall, Phase, StreamingCall
+from flopwise.predict.gemm import CAUSES as GEMM_CAUSES
+from flopwise.predict.gemm import gemm_times
+from flopwise.predict.streaming import CAUSES as STREAMING_CAUSES
+from flopwise.predict.streaming import streaming_times
+
+CAUSES = ("compute", "dram", "l2", "launch")
+"""What a kernel waits for: arithmetic, the device's main memory, its last cache, its own start."""
+
+BOUND_NAMES = {"compute": "compute", "dram": "memory", "l2": "cache", "launch": "launch"}
+"""The same in the words that people read."""
+
+
+class Call(Protocol):
+    """What every kind of call has."""
+
+    @property
+    def op(self) -> int: ...
+    @property
+    def phase(self) -> Phase: ...
+    @property
+    def count(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Cost of kernel calls; two-dimensional arrays are calls × micro-batch sizes, all copies together."""
+
+    op: NDArray[np.intp]
+    phase: NDArray[np.intp]
+    seconds: Floats
+    bytes: Floats
+    cause: NDArray[np.intp]
+    """Index into `CAUSES`."""
+
+
+def peak_flops(hardware: Hardware, number_format: str) -> float:
+    """The device's dense peak in a format, or an error that names the formats it has."""
+    peaks = hardware.device.peak_flops
+    if number_format not in peaks:
+        instead = {"bf16": "fp16-mixed or fp32", "fp16": "bf16 or fp32", "tf32": "fp32", "fp8": "bf16"}
+        raise FlopwiseError(
+            f"{hardware.name} has no peak for {number_format} matrix products",
+            why=f"its description has {', '.join(peaks)}",
+            hint=f"--precision {instead.get(number_format, 'auto')}",
+        )
+    return peaks[number_format].value
+
+
+def _column(values: Sequence[float]) -> Floats:
+    """One value per call, as a column that broadcasts over the micro-batch sizes."""
+    return np.array(values, dtype=np.float64)[:, None]
+
+
+def _linear(pairs: Sequence[tuple[float, float]], sequences: Floats) -> Floats:
+    return _column([constant for constant, _ in pairs]) + _column([slope for _, slope in pairs]) * sequences
+
+
+def _costs(
+    calls: Sequence[Call], seconds: Floats, moved: Floats, bound: NDArray[np.intp], causes: Sequence[str]
+) -> Costs:
+    counts = _column([call.count for call in calls])
+    return Costs(
+        op=np.array([call.op for call in calls], dtype=np.intp),
+        phase=np.array([call.phase for call in calls], dtype=np.intp),
+        seconds=seconds * counts,
+        bytes=moved * counts,
+        cause=np.array([CAUSES.index(cause) for cause in causes], dtype=np.intp)[bound],
+    )
+
+
+def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats) -> Costs:
+    """Matrix products; a side below one row (few tokens, many experts) is one row."""
+    peaks = {name: peak_flops(hardware, name) for name in {call.number_format for call in calls}}
+    times = gemm_times(
+        hardware.device,
+        hardware.efficiency,
+        np.maximum(_linear([call.rows for call in calls], sequences), 1.0),
+        np.maximum(_linear([call.depth for call in calls], sequences), 1.0),
+        _column([call.columns for call in calls]),
+        peak_flops=_column([peaks[call.number_format] for call in calls]),
+        groups=_column([call.groups for call in calls]),
+        operand_bytes=_column([WIDTH_BYTES[call.number_format] for call in calls]),
+        output_bytes=_column([call.output_bytes for call in calls]),
+        accumulate=_column([call.accumulate for call in calls]),
+    )
+    return _costs(calls, times.seconds, times.dram_bytes, times.bound(), GEMM_CAUSES)
+
+
+def attention_costs(calls: Sequence[AttentionCall], hardware: Hardware, sequences: Floats) -> Costs:
+    """Flash attention; its curves differ by direction, so each direction is timed at once."""
+    forward = [call for call in calls if call.phase != Phase.BACKWARD]
+    backward = [call for call in calls if call.phase == Phase.BACKWARD]
+    parts = []
+    for direction, group in (("forward", forward), ("backward", backward)):
+        moved = _column([call.bytes for call in group]) * sequences
+        times = attention_times(
+            hardware.device,
+            hardware.efficiency,
+            "forward" if direction == "forward" else "backward",
+            flops=_column([call.flops for call in group]) * sequences,
+            moved_bytes=moved,
+            heads=_column([call.heads for call in group]) * sequences,
+            tokens=_column([call.tokens for call in group]),
+            head_dim=_column([call.head_dim for call in group]),
+            peak_flops=_column([peak_flops(hardware, call.number_format) for call in group]),
+            area_share=_column([call.area_share for call in group]),
+        )
+        parts.append(_costs(group, times.seconds, moved, times.bound(), ATTENTION_CAUSES))
+    return joined(parts)
+
+
+def streaming_costs(calls: Sequence[StreamingCall], hardware: Hardware, sequences: Floats) -> Costs:
+    """Kernels bound by bytes."""
+    moved = _linear([call.bytes for call in calls], sequences)
+    times = streaming_times(
+        hardware.device, hardware.efficiency, moved, kernels=_column([call.kernels for call in calls])
+    )
+    return _costs(calls, times.seconds, moved, times.bound(), STREAMING_CAUSES)
+
+
+def joined(parts: Sequence[Costs]) -> Costs:
+    """Several lists of costs as one."""
+    return Costs(
+        op=np.concatenate([part.op for part in parts]),
+        phase=np.concatenate([part.phase for part in parts]),
+        seconds=np.concatenate([part.seconds for part in parts]),
+        bytes=np.concatenate([part.bytes for part in parts]),
+        cause=np.concatenate([part.cause for part in parts]),
+    )

@@ -1,0 +1,76 @@
+"""Many steps at once: every model on every device at every batch size, as arrays.
+
+The kernels of a model are listed once; a device then costs them for all batch sizes in one pass of numpy. It is the
+same code that `step` runs for a single prediction, so the two cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flopwise.core.describe import describe
+from flopwise.core.hardware import Hardware
+from flopwise.core.model import Model
+from flopwise.core.op import Convention
+from flopwise.core.workload import Workload
+from flopwise.predict.calls import Floats
+from flopwise.predict.costs import peak_flops
+from flopwise.predict.memory import device_bytes
+from flopwise.predict.step import calls_for, step_costs
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Predictions over models × devices × batches."""
+
+    step_s: Floats
+    tokens_per_s: Floats
+    mfu: Floats
+    device_bytes: Floats
+    """Total; the same on every device."""
+    fits: NDArray[np.bool_]
+
+
+def step_grid(
+    models: Sequence[Model],
+    devices: Sequence[Hardware],
+    batches: Sequence[int],
+    workload: Workload,
+    convention: Convention = "causal",
+) -> Grid:
+    """Predict one step of each batch (sequences, as one micro-batch); all else is as in `workload`."""
+    sequences = np.array(batches, dtype=np.float64)
+    tokens = sequences * workload.sequence_tokens
+    shape = (len(models), len(devices), len(batches))
+    step_s, flops = np.empty(shape), np.empty((len(models), 1, len(batches)))
+    memory = np.empty((len(models), 1, len(batches)))
+    for row, model in enumerate(models):
+        calls = calls_for(model, workload)
+        work = describe(model, workload.sequence_tokens, workload.attention)
+        flops[row, 0] = sequences * float(work.model_flops(convention))
+        memory[row, 0] = _memory(model, workload, sequences)
+        for column, hardware in enumerate(devices):
+            step_s[row, column] = step_costs(calls, hardware, sequences).seconds.sum(axis=0)
+    peaks = np.array([peak_flops(hardware, workload.formats.matrix) for hardware in devices])[None, :, None]
+    capacity = np.array([hardware.device.dram.size_bytes.value for hardware in devices])[None, :, None]
+    return Grid(
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        mfu=flops / (step_s * peaks),
+        device_bytes=np.broadcast_to(memory, shape),
+        fits=memory <= capacity,
+    )
+
+
+def _memory(model: Model, workload: Workload, sequences: Floats) -> Floats:
+    """Total bytes for each batch: a constant and a part for each sequence, so two points tell all."""
+    work = describe(model, workload.sequence_tokens, workload.attention)
+    one, two = (
+        device_bytes(work, replace(workload, batch_sequences=count, micro_batch_sequences=count)).total
+        for count in (1, 2)
+    )
+    return one + (sequences - 1) * (two - one)
