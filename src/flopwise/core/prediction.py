@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flopwise.core.op import Convention
 from flopwise.core.work import Recompute
@@ -74,5 +74,7 @@ class Prediction:
     device_capacity_bytes: int
     fits: bool
     ops: tuple[OpPrediction, ...]
+    chosen: dict[str, str] = field(default_factory=dict)
+    """Settings that were left open → why they have the value they have."""
     notes: tuple[str, ...] = ()
-    """What was chosen for the user, and what a reader should know before trusting the figures."""
+    """What a reader should know before trusting the figures."""

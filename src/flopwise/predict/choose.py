@@ -47,8 +47,7 @@ class Chosen:
 
 
 def choose(model: Model, hardware: Hardware, request: Request) -> Chosen:
-    """Complete a request: the widest format the device multiplies in, the least recompute that fits, the largest
-    micro-batch that fits."""
+    """Complete a request: the usual number format, the least recompute that fits, the largest micro-batch that fits."""
     reasons: dict[str, str] = {}
     formats = request.formats or _formats(hardware, reasons)
     sequence = request.sequence_tokens or _sequence(model, reasons)
@@ -76,12 +75,12 @@ def capacity_bytes(hardware: Hardware, request: Request) -> int:
 def _formats(hardware: Hardware, reasons: dict[str, str]) -> Formats:
     peaks = hardware.device.peak_flops
     name = "bf16" if "bf16" in peaks else "fp16-mixed" if "fp16" in peaks else "fp32"
-    reasons["precision"] = f"the widest-used that {hardware.name} has a peak for"
+    reasons["precision"] = f"the first of bf16, fp16 and fp32 that {hardware.name} has a peak for"
     return POLICIES[name]
 
 
 def _sequence(model: Model, reasons: dict[str, str]) -> int:
-    reasons["sequence_tokens"] = f"the model's own {model.context:,}, at most {DEFAULT_SEQUENCE_TOKENS:,}"
+    reasons["sequence_tokens"] = f"the model's {model.context:,}, at most {DEFAULT_SEQUENCE_TOKENS:,}"
     return min(model.context, DEFAULT_SEQUENCE_TOKENS)
 
 
@@ -118,10 +117,11 @@ def _fit(work: Work, base: Workload, request: Request, capacity: int, reasons: d
         if device_bytes(work, workload).total <= capacity:
             break
     else:
-        reasons["recompute"] = "nothing fits; this takes the least memory"
+        if request.recompute is None:
+            reasons["recompute"] = "nothing fits; this takes the least memory"
         return workload
     if request.recompute is None:
-        reasons["recompute"] = "the least that fits" if workload.recompute != "none" else "everything fits"
+        reasons["recompute"] = "the least that fits"
     if request.micro_batch_sequences is None:
         reasons["micro_batch_sequences"] = "the largest that fits"
     return workload

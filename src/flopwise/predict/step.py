@@ -34,7 +34,8 @@ def step(
 ) -> Prediction:
     """Predict one optimizer step; what the request leaves open is chosen, and noted."""
     request = request or Request()
-    workload = choose(model, hardware, request).workload
+    choice = choose(model, hardware, request)
+    workload = choice.workload
     work = describe(model, workload.sequence_tokens, workload.attention)
     ops = _operators(model, work, workload, hardware, convention)
     step_s = sum(op.time_s for op in ops)
@@ -74,6 +75,7 @@ def step(
         device_capacity_bytes=capacity,
         fits=memory.total <= capacity,
         ops=ops,
+        chosen=choice.reasons,
         notes=_notes(hardware, workload),
     )
 

@@ -20,10 +20,21 @@ OPTIMIZER_TITLES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
 
 def prediction_page(prediction: Prediction, title: str) -> RenderableType:
     """One prediction: the set-up, memory by owner, time by operator, the answer."""
-    parts: list[RenderableType] = [_heading(prediction, title), "", _memory(prediction), "", _operators(prediction), ""]
-    parts += [_answer(prediction)]
-    parts += [Text(f"note       {note}", style="cyan") for note in prediction.notes]
-    return Group(*parts)
+    return Group(
+        _heading(prediction, title), "", _memory(prediction), "", _operators(prediction), "", _answer(prediction)
+    )
+
+
+def _chosen(prediction: Prediction) -> str:
+    """What `auto` stood for, and why."""
+    shown = {
+        "precision": f"precision {prediction.precision}",
+        "sequence_tokens": f"sequence {prediction.sequence_tokens:,}",
+        "batch_sequences": f"batch {prediction.batch_sequences:,}",
+        "micro_batch_sequences": f"micro-batch {prediction.micro_batch_sequences:,}",
+        "recompute": f"recompute {prediction.recompute}",
+    }
+    return " · ".join(f"{shown[setting]} ({reason})" for setting, reason in prediction.chosen.items())
 
 
 def _heading(prediction: Prediction, title: str) -> Text:
@@ -34,8 +45,8 @@ def _heading(prediction: Prediction, title: str) -> Text:
     lines = [
         f"{prediction.model} · 1 × {title} · sequence {prediction.sequence_tokens:,}"
         f" · {OPTIMIZER_TITLES[prediction.optimizer]} · {prediction.precision}",
-        f"{parameters} · batch {prediction.batch_sequences:,} = {prediction.batch_tokens:,} tokens"
-        f" · micro-batch {prediction.micro_batch_sequences:,} × {prediction.accumulation_steps:,}"
+        f"{parameters} · batch {prediction.batch_sequences:,} = {prediction.batch_tokens:,} tokens",
+        f"micro-batch {prediction.micro_batch_sequences:,}, {prediction.accumulation_steps:,} a step"
         f" · recompute {prediction.recompute}",
     ]
     return Text("\n".join(lines))
@@ -53,7 +64,11 @@ def _memory(prediction: Prediction) -> Table:
         style, verdict = ("yellow", "✓ fits, tight:") if tight else ("green", "✓ fits,")
         verdict = f"{verdict} {show_bytes(spare)} of {show_bytes(prediction.device_capacity_bytes)} spare"
     else:
-        style, verdict = "red", f"✗ does not fit: {show_bytes(prediction.device_capacity_bytes)} there"
+        state = memory.weights + memory.gradients + memory.optimizer
+        verdict = f"✗ does not fit {show_bytes(prediction.device_capacity_bytes)}"
+        if state > prediction.device_capacity_bytes:
+            verdict += f"; the state alone is {show_bytes(state)}"
+        style = "red"
     table.add_row("total", show_bytes(memory.total), Text(verdict, style=style))
     return table
 
@@ -72,16 +87,22 @@ def _operators(prediction: Prediction) -> Table:
     return table
 
 
-def _answer(prediction: Prediction) -> Text:
-    text = Text()
-    text.append(f"step       {show_seconds(prediction.step_s)}   bound by {prediction.bound}\n")
-    text.append(f"speed      {significant(prediction.tokens_per_s)} tok/s", style="bold")
-    text.append(f"   {show_share(prediction.mfu)} MFU · {show_share(prediction.hfu)} HFU\n")
-    text.append(
-        f"against    {show_count(prediction.peak_flops)}FLOP/s dense {prediction.peak_format}"
-        f" ({prediction.peak_source}), FLOPs counted {prediction.convention}"
+def _answer(prediction: Prediction) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column()
+    table.add_column()
+    table.add_row("step", f"{show_seconds(prediction.step_s)}, bound by {prediction.bound}")
+    speed = f"{significant(prediction.tokens_per_s)} tok/s"
+    table.add_row(
+        "speed", f"{speed} · {show_share(prediction.mfu)} MFU · {show_share(prediction.hfu)} HFU", style="bold"
     )
-    return text
+    peak = f"{show_count(prediction.peak_flops)}FLOP/s dense {prediction.peak_format}"
+    table.add_row("against", f"{peak} ({prediction.peak_source}), FLOPs counted {prediction.convention}")
+    if prediction.chosen:
+        table.add_row("chosen", _chosen(prediction))
+    for note in prediction.notes:
+        table.add_row("note", note, style="cyan")
+    return table
 
 
 def _table(first: str, *numbers: str) -> Table:
@@ -184,7 +205,7 @@ def flat_row(prediction: Prediction) -> dict[str, object]:
     """Every figure of a prediction in one row, at full precision; memory by owner as `device_bytes_…`."""
     row = {field.name: getattr(prediction, field.name) for field in fields(Prediction)}
     memory = row.pop("device_bytes")
-    for name in ("ops", "notes"):
+    for name in ("ops", "chosen", "notes"):
         del row[name]
     return {**row, **{f"device_bytes_{owner}": size for owner, size in asdict(memory).items()}}
 

@@ -1,0 +1,80 @@
+"""The README tells the truth: its commands run, and print what it shows; its Python runs; its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def console_blocks() -> list[tuple[str, str]]:
+    """(command, shown output) of every `$ flopwise …` in a console block."""
+    found = []
+    for block in re.findall(r"```console\n(.*?)```", README, re.DOTALL):
+        for command, output in re.findall(r"^\$ flopwise (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
+            found.append((command, output))
+    return found
+
+
+@pytest.mark.parametrize(("command", "shown"), console_blocks(), ids=[command for command, _ in console_blocks()])
+def test_commands_print_what_is_shown(command: str, shown: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "flopwise", *shlex.split(command)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "120"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == shown.strip()
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(console_blocks()) >= 2
+
+
+def test_python_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=60, check=False)
+        assert result.returncode == 0, result.stderr
+
+
+def test_named_targets_files_and_commands_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"make (\w+)", README):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert link.startswith("http") or (ROOT / link).exists(), link
+    for command in re.findall(r"`flopwise (\w+)", README):
+        help_text = subprocess.run(
+            [sys.executable, "-m", "flopwise", command, "--help"], capture_output=True, timeout=60, check=False
+        )
+        assert help_text.returncode == 0, command
+
+
+def test_layout_page_names_every_module() -> None:
+    page = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
+    for path in (ROOT / "src" / "flopwise").rglob("*.py"):
+        assert path.name.startswith("__") or path.name in page, path.name
+
+
+def test_files_and_functions_stay_small() -> None:
+    import ast
+
+    for folder in ("src", "tests", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            assert text.count("\n") < 500, path
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef):
+                    assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name}"

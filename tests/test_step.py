@@ -1,0 +1,214 @@
+"""A whole predicted step: sums, orders, and the plain loop that the vectorised path must equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flopwise.core.catalog import hardware_names, load_hardware, load_model, model_names
+from flopwise.core.describe import describe
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.files import decode, plain
+from flopwise.core.formats import POLICIES
+from flopwise.core.hardware import Hardware
+from flopwise.core.model import Model
+from flopwise.core.prediction import Prediction
+from flopwise.core.transformer import Transformer
+from flopwise.core.work import RECOMPUTE_POLICIES, Recompute
+from flopwise.core.workload import Workload
+from flopwise.predict import Request, step
+from flopwise.predict.choose import choose
+from flopwise.predict.grid import step_grid
+from flopwise.predict.memory import device_bytes
+
+from .strategies import recurrent, transformers
+
+SMALL = Request(sequence_tokens=128, batch_sequences=4)
+
+
+def check_sums(prediction: Prediction) -> None:
+    assert sum(op.time_s for op in prediction.ops) == pytest.approx(prediction.step_s)
+    assert sum(op.share for op in prediction.ops) == pytest.approx(1)
+    assert sum(op.flops for op in prediction.ops) == prediction.hardware_flops
+    assert sum(op.model_flops for op in prediction.ops) == prediction.model_flops
+    for op in prediction.ops:
+        phases = op.forward_s + op.backward_s + op.recompute_s
+        assert phases == pytest.approx(op.time_s) or op.name == "optimizer"
+        assert op.time_s > 0
+        assert op.bytes >= 0
+        assert op.bound in ("compute", "memory", "cache", "launch")
+    memory = prediction.device_bytes
+    owners = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.logits, memory.workspace)
+    assert memory.total == sum(owners)
+    assert all(size > 0 for size in owners if size != memory.optimizer)
+    assert prediction.fits == (memory.total <= prediction.device_capacity_bytes)
+    assert 0 < prediction.mfu <= prediction.hfu * (1 + 1e-12)
+    assert prediction.hfu < 1
+
+
+@pytest.mark.parametrize("device", hardware_names())
+def test_every_device_predicts_and_sums(device: str) -> None:
+    for name in ("llama-3-8b", "bert-base", "mixtral-8x7b"):
+        check_sums(step(load_model(name), load_hardware(device), SMALL))
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_model_predicts_and_sums(name: str) -> None:
+    model = load_model(name)
+    request = Request(sequence_tokens=min(model.context, 512), batch_sequences=3)
+    check_sums(step(model, load_hardware("h200"), request))
+    check_sums(step(model, load_hardware("v100"), request, convention="palm"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=transformers() | recurrent(),
+    device=st.sampled_from(["h200", "mi300x", "v100", "tpu-v5e"]),
+    batch=st.integers(1, 9),
+    micro=st.integers(1, 9),
+    recompute=st.sampled_from([None, *RECOMPUTE_POLICIES]),
+    attention=st.sampled_from(["flash", "eager"]),
+    fusion=st.sampled_from(["fused", "eager"]),
+    optimizer=st.sampled_from(["adamw", "lion", "sgd"]),
+)
+def test_any_small_request_predicts_and_sums(
+    model: Model, device: str, batch: int, micro: int, recompute: Recompute | None, **choices: Any
+) -> None:
+    request = Request(
+        sequence_tokens=8,
+        batch_sequences=batch,
+        micro_batch_sequences=min(micro, batch),
+        recompute=recompute,
+        **choices,
+    )
+    check_sums(step(model, load_hardware(device), request))
+
+
+def test_uneven_micro_batches_add_up() -> None:
+    """48 in elevens: four steps of 11 and one of 4, and one update."""
+    model, hardware = load_model("llama-3-1b"), load_hardware("h200")
+
+    def timed(batch: int, micro: int) -> tuple[float, float]:
+        request = Request(sequence_tokens=512, batch_sequences=batch, micro_batch_sequences=micro, recompute="none")
+        ops = step(model, hardware, request).ops
+        update = next(op.time_s for op in ops if op.name == "optimizer")
+        return sum(op.time_s for op in ops) - update, update
+
+    whole, update = timed(48, 11)
+    eleven, four = timed(11, 11), timed(4, 4)
+    assert whole == pytest.approx(4 * eleven[0] + four[0])
+    assert update == eleven[1] == four[1]
+
+
+def test_the_grid_equals_single_predictions() -> None:
+    models = [load_model(name) for name in ("llama-3-8b", "mixtral-8x7b", "bert-base", "mpt-125m")]
+    devices = [load_hardware(name) for name in ("h200", "rtx-4090", "trn1")]
+    batches = (1, 3, 7, 64)
+    for policy in ("none", "context", "full"):
+        workload = Workload(
+            sequence_tokens=257,
+            batch_sequences=1,
+            micro_batch_sequences=1,
+            formats=POLICIES["bf16"],
+            recompute=policy,
+        )
+        grid = step_grid(models, devices, batches, workload)
+        for row, model in enumerate(models):
+            for column, hardware in enumerate(devices):
+                for place, batch in enumerate(batches):
+                    request = Request(
+                        sequence_tokens=257,
+                        batch_sequences=batch,
+                        micro_batch_sequences=batch,
+                        formats=POLICIES["bf16"],
+                        recompute=policy,
+                    )
+                    single = step(model, hardware, request)
+                    assert grid.step_s[row, column, place] == pytest.approx(single.step_s, rel=1e-12)
+                    assert grid.tokens_per_s[row, column, place] == pytest.approx(single.tokens_per_s)
+                    assert grid.mfu[row, column, place] == pytest.approx(single.mfu)
+                    assert grid.device_bytes[row, column, place] == single.device_bytes.total
+                    assert grid.fits[row, column, place] == single.fits
+
+
+def faster(hardware: Hardware, *path: str | int, factor: float = 1.7) -> Hardware:
+    """The same machine with one number larger."""
+    table: Any = plain(hardware)
+    place = table
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]]["value"] *= factor
+    return decode(table, Hardware, "test")
+
+
+@pytest.mark.parametrize("name", ["h200", "a100-80gb", "mi210", "b200"])
+@settings(max_examples=15, deadline=None)
+@given(model=transformers(), batch=st.integers(1, 40), tokens=st.sampled_from([1, 7, 32]))
+def test_a_better_device_is_never_slower(name: str, model: Transformer, batch: int, tokens: int) -> None:
+    hardware = load_hardware(name)
+    request = Request(sequence_tokens=tokens, batch_sequences=batch, micro_batch_sequences=batch, recompute="full")
+    before = step(model, hardware, request).step_s
+    last = len(hardware.device.memory) - 1
+    better = [
+        faster(hardware, "device", "peak_flops", "bf16"),
+        faster(hardware, "device", "memory", last, "bandwidth_bytes_per_s"),
+    ]
+    for machine in better:
+        assert step(model, machine, request).step_s <= before * (1 + 1e-9)
+
+
+def test_time_is_never_below_the_peak() -> None:
+    for name in hardware_names():
+        prediction = step(load_model("llama-3-8b"), load_hardware(name), SMALL)
+        for op in prediction.ops:
+            if op.kind in ("gemm", "attention"):
+                assert op.time_s >= op.flops / prediction.peak_flops
+
+
+def test_recompute_costs_time_and_saves_memory() -> None:
+    model, hardware = load_model("llama-3-8b"), load_hardware("h200")
+    found = [
+        step(model, hardware, Request(batch_sequences=2, micro_batch_sequences=2, recompute=policy))
+        for policy in RECOMPUTE_POLICIES
+    ]
+    times = [prediction.step_s for prediction in found]
+    assert times == sorted(times)
+    totals = [prediction.device_bytes.activations for prediction in found]
+    assert totals == sorted(totals, reverse=True)
+
+
+def test_auto_takes_the_least_recompute_and_the_largest_micro_batch_that_fit() -> None:
+    model, hardware = load_model("llama-3-8b"), load_hardware("h100-sxm")
+    chosen = choose(model, hardware, Request(batch_sequences=64)).workload
+    work = describe(model, chosen.sequence_tokens)
+    capacity = hardware.device.dram.size_bytes.value
+    assert device_bytes(work, chosen).total <= capacity
+    larger = replace(chosen, micro_batch_sequences=chosen.micro_batch_sequences + 1)
+    assert device_bytes(work, larger).total > capacity
+    lesser = RECOMPUTE_POLICIES[RECOMPUTE_POLICIES.index(chosen.recompute) - 1]
+    assert device_bytes(work, replace(chosen, recompute=lesser, micro_batch_sequences=1)).total > capacity
+
+
+def test_number_formats_change_memory_and_peak() -> None:
+    model, hardware = load_model("llama-3-8b"), load_hardware("h200")
+    parameters = 8_030_261_248
+    for name, per_parameter in (("bf16", 8), ("bf16-mixed", 16), ("fp32", 16)):
+        memory = step(model, hardware, replace(SMALL, formats=POLICIES[name])).device_bytes
+        assert memory.weights + memory.gradients + memory.optimizer == per_parameter * parameters
+    fast = step(model, hardware, Request(sequence_tokens=4096, batch_sequences=8, formats=POLICIES["fp8"]))
+    slow = step(model, hardware, Request(sequence_tokens=4096, batch_sequences=8, formats=POLICIES["bf16"]))
+    assert fast.peak_flops == 2 * slow.peak_flops
+    assert fast.step_s < slow.step_s
+    with pytest.raises(FlopwiseError, match="no peak for fp8"):
+        step(model, load_hardware("a100-80gb"), replace(SMALL, formats=POLICIES["fp8"]))
+
+
+def test_python_has_the_same_words() -> None:
+    from flopwise import hardware, model, predict
+
+    answer = predict.step(model("gpt2"), hardware("h200"), predict.Request(sequence_tokens=1024, batch_sequences=8))
+    assert answer.n_params == 124_439_808
