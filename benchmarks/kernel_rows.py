@@ -8,10 +8,9 @@ one carry a constant of the method: the host's synchronisation (`llmcompass`), c
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +26,7 @@ Table = Literal["gemm", "attention", "streaming"]
 
 FOLDER = Path(__file__).parent / "data" / "kernels"
 ONE_BY_ONE = ("llmcompass", "nsight")
-LOCKED_CLOCK_SHARE = 0.984
+LOCKED_CLOCK_SHARE = 0.987
 """Share of the peak at the clock in force that large products reach when the clock is locked below what the power
 cap would allow; fitted to the `nsight` rows. It stands in for `sustained`, which includes the power cap."""
 
@@ -42,8 +41,8 @@ class Rows:
 
     def where(self, mask: NDArray[np.bool_]) -> Self:
         """The rows of the mask."""
-        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
-        return type(self)(**{name: value if isinstance(value, str) else value[mask] for name, value in arrays.items()})
+        arrays: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: value[mask] for name, value in arrays.items() if not isinstance(value, str)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,8 @@ def efficiency_for(rows: GemmRows, hardware: Hardware) -> Efficiency:
     """The catalogue's constants; where the clock was locked, without the power cap in them."""
     if np.isnan(rows.clock_hz).any():
         return hardware.efficiency
-    return with_gemm(hardware.efficiency, sustained=LOCKED_CLOCK_SHARE)
+    unthrottled = replace(hardware.efficiency.gemm, sustained=LOCKED_CLOCK_SHARE)
+    return replace(hardware.efficiency, gemm=unthrottled)
 
 
 def predict_gemms(rows: GemmRows, hardware: Hardware, efficiency: Efficiency) -> Floats:
@@ -176,12 +176,6 @@ def predict_streams(rows: StreamingRows, hardware: Hardware, efficiency: Efficie
 def errors(predicted: Floats, measured: Floats) -> Floats:
     """|predicted / measured − 1|"""
     return np.abs(predicted / measured - 1.0)
-
-
-def with_gemm(efficiency: Efficiency, **changes: object) -> Efficiency:
-    """The same device with other constants for its matrix products."""
-    change: Callable[..., object] = replace
-    return replace(efficiency, gemm=change(efficiency.gemm, **changes))  # type: ignore[arg-type]
 
 
 def _with_overhead(rows: Rows, seconds: Floats) -> Floats:

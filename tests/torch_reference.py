@@ -141,7 +141,7 @@ class Block(nn.Module):
 
 
 class Reference(nn.Module):
-    """The whole network, from token ids to the sum of its outputs (any loss has the same matrix products)."""
+    """The whole network, from token ids to the sum of its logits (any loss has the same matrix products)."""
 
     def __init__(self, model: Transformer, tokens: int, attend: Attend) -> None:
         super().__init__()
@@ -165,7 +165,11 @@ class Reference(nn.Module):
                 self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        value = self.embedding(ids)
+        return self.logits(self.hidden(ids)).sum()
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Everything but the head, whose input this is."""
+        value: Tensor = self.embedding(ids)
         if self.positions is not None:
             value = value + self.positions(torch.zeros_like(ids))
         if self.types is not None:
@@ -173,12 +177,16 @@ class Reference(nn.Module):
         value = self.embedding_norm(value)
         for block in self.blocks:
             value = block(value)
-        value = self.final_norm(value)
+        result: Tensor = self.final_norm(value)
+        return result
+
+    def logits(self, value: Tensor) -> Tensor:
+        """The head's result for the last hidden state."""
         if self.model.head == "classifier":
             value = self.pooler(value[:, 0]).tanh()
         elif self.model.head == "masked":
             value = self.transform(value)
-        result: Tensor = self.head(value).sum()
+        result: Tensor = self.head(value)
         return result
 
 

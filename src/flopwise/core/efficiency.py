@@ -62,7 +62,7 @@ class GemmEfficiency:
 class AttentionEfficiency:
     """Flash attention: share of the peak by sequence length, between the points linear in log2(length).
 
-    The lengths are of causal sequences; a full square of n tokens counts as 2 n, since it has as many keys per query.
+    The lengths are of causal sequences; `predict.attention` says how others compare.
     """
 
     source: str
@@ -71,11 +71,15 @@ class AttentionEfficiency:
     backward: tuple[tuple[float, float], ...]
     head_dim_64: float = 1.0
     """Factor for a head dimension of 64 and less; between 64 and 128 it is interpolated."""
+    head_dim_64_backward: float | None = None
+    """The same for the backward pass; None: as forward."""
     tail: float = 0.5
     """Share of the longest tile's time that the even spread of the work leaves over at the end."""
 
     def __post_init__(self) -> None:
         _share("attention.head_dim_64", self.head_dim_64)
+        if self.head_dim_64_backward is not None:
+            _share("attention.head_dim_64_backward", self.head_dim_64_backward)
         if not 0 <= self.tail <= 1:
             raise FlopwiseError(f"attention.tail must lie between 0 and 1, got {self.tail!r}")
         for name, points in (("forward", self.forward), ("backward", self.backward)):

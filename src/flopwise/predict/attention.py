@@ -3,12 +3,16 @@
 The FLOPs and bytes are the caller's, so the area of the score matrix that is computed (half of the square when
 causal) and the FLOP convention are too; here they turn into time:
 
-    share      of the peak, interpolated in log2 of the length 2 · keys per query (a causal sequence's own length),
-               times a factor for narrow heads
+    share      of the peak, interpolated in log2 of the equivalent causal length, times a factor for narrow heads
     even       FLOPs / (peak · share): the work spread over all units
     longest    the tile of 128 queries with the most keys, alone on one unit
     compute    even + tail · longest
     time       kernels · launch + max(compute, bytes / (share of the DRAM bandwidth))
+
+What lowers the share of short sequences is a tile's start and end, and the halves of tiles that the diagonal of the
+mask cuts off. Bidirectional attention has twice the keys and no such halves: the rows of an H200 place n tokens at
+about 3 n causal ones. A window has two cut edges. Both, and n itself for the causal area of a half, are met by
+area · n · (1 + 2 · area).
 
 `longest` is what limits few heads or short batches: with fewer tiles than units (sequences · heads · ⌈tokens/128⌉
 below `units`) the time no longer falls with the work. Tiles of 128 queries are those of FlashAttention-2 (Dao,
@@ -76,7 +80,7 @@ def attention_times(
     """
     work, length = np.asarray(flops, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
     area = np.asarray(area_share, dtype=np.float64)
-    share = attention_share(efficiency, direction, 2.0 * area * length, head_dim)
+    share = attention_share(efficiency, direction, area * length * (1.0 + 2.0 * area), head_dim)
     even_s = work / (np.asarray(peak_flops, dtype=np.float64) * share)
     # Of one head's work: its part of the queries times how much longer than the mean its row of keys is.
     longest = np.minimum(np.minimum(TILE_QUERIES / length, 1.0) * np.minimum(1.0 / area, 2.0), 1.0)
@@ -91,11 +95,14 @@ def attention_times(
 
 def attention_share(efficiency: Efficiency, direction: Direction, tokens: ArrayLike, head_dim: ArrayLike) -> Floats:
     """Share of the peak that causal sequences of `tokens` reach with enough heads to fill the device."""
-    points = efficiency.attention.forward if direction == "forward" else efficiency.attention.backward
+    attention = efficiency.attention
+    points, narrow = attention.forward, attention.head_dim_64
+    if direction == "backward":
+        points, narrow = attention.backward, attention.head_dim_64_backward or narrow
     share = np.interp(
         np.log2(np.asarray(tokens, dtype=np.float64)),
         np.log2([length for length, _ in points]),
         [value for _, value in points],
     )
-    factor = np.interp(np.asarray(head_dim, dtype=np.float64), [64.0, 128.0], [efficiency.attention.head_dim_64, 1.0])
+    factor = np.interp(np.asarray(head_dim, dtype=np.float64), [64.0, 128.0], [narrow, 1.0])
     return np.asarray(share * factor, dtype=np.float64)

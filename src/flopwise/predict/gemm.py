@@ -11,13 +11,14 @@ longer side of the output) on U units:
     DRAM       (reads + output) / (share of the DRAM bandwidth)
     time       launch + max(compute + exposed output, L2 + exposed output, DRAM)
 
-The U tiles in flight form one super-tile of P × Q outputs (P·Q = U·R·C, as square as the product allows), whose
-operands come from DRAM once: reads = groups · k · bytes · (long · max(1, short/Q) + short · max(1, long/P)). The
-parts of a split are summed through L2 in fp32. The tile is the fastest of the device's menu.
+Of the U tiles in flight half find each other's operands in L2. They form a super-tile of P × Q outputs (P·Q = U·R·C/2,
+as square as the product allows), whose operands come from DRAM once: reads = groups · k · bytes · (long · max(1,
+short/Q) + short · max(1, long/P)). The parts of a split are summed through L2 in fp32. The tile is the fastest of the
+device's menu.
 
 The idea (traffic at every level from a tile of that level's size, the slowest level decides) is that of DeepFlow
 (Ardalani et al., arXiv 2211.03309); waves and fill follow NVIDIA's guide "Matrix Multiplication Background". Against
-the counters of 42 products on an A100 the L2 reads come out 5 % low and the DRAM reads within 50 %.
+@@
 
 Left out: leading dimensions that are not multiples of 128 bytes (products then lose up to a fifth), operands that
 an earlier kernel left in L2, the moments after an idle phase in which the clock is still high, and what the library's
@@ -40,6 +41,8 @@ Floats = NDArray[np.float64]
 CAUSES = ("compute", "dram", "l2", "launch")
 SPLIT_DEPTH = 512.0
 """Libraries do not split the depth into shallower parts; 512 fits the small grids timed on an A100 and an H200."""
+SHARED_TILES = 0.5
+"""Share of the tiles in flight that meet in L2: they drift apart, and the A100's and H100's L2 are two halves."""
 PARTIAL_BYTES = 8.0
 """An fp32 partial sum is written once and read once."""
 
@@ -199,7 +202,7 @@ def _costs(
     l2_s = waves * depth * (products.operand_bytes * (rows + columns) * (units / rates.l2)) + tail_s
 
     # The super-tile in flight is a square unless the product is narrower than that.
-    area = units * rows * columns
+    area = SHARED_TILES * units * rows * columns
     held_long = np.minimum(padded_long, np.maximum(np.sqrt(area), area / padded_short))
     held_short = area / held_long
     again_long = np.maximum(products.short / held_short, 1.0)
