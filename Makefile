@@ -42,8 +42,9 @@ format: $(VENV)/.dev  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.dev  ## errors on published kernels, speed of the predictor, start-up times
+bench: $(VENV)/.base  ## errors on published kernels and measured steps, speed of the predictor
 	$(BIN)/python -m benchmarks.kernels
+	$(BIN)/python -m benchmarks.steps
 	$(BIN)/python -m benchmarks.mpt_table
 	$(BIN)/python -m benchmarks.speed
 

@@ -3,8 +3,8 @@
 Matrix products: per chip three constants of its kernels (fill_depth, quantisation, exposed_output), and per set of
 rows the `sustained` share, since cards of one chip differ in their power cap and a locked clock has none. Small tiles
 follow one law for all chips, share ∝ 1 / (1 + 25 · (1/rows + 1/columns)), in which 1/rows + 1/columns are the operand
-bytes that a tile needs per FLOP; 25 was fitted to the A100, and every chip is within 0.1 % of its best with it. Rows
-whose sides are multiples of 64, one product each, weigh 1 when every side is at least 1024 and 0.3 otherwise.
+bytes that a tile needs per FLOP; 25 was fitted to the A100, and costs every other chip less than 0.1 points of error.
+Rows whose sides are multiples of 64, one product each, weigh 1 when every side is at least 1024 and 0.3 otherwise.
 
 Attention, heads whose queries and values are equally wide: per direction the share of endless sequences,
 top, and the keys that a tile's start and end cost, start: share = top / (1 + 2 · start / tokens), listed at five

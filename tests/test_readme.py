@@ -51,7 +51,8 @@ def test_python_runs() -> None:
 
 def test_named_targets_files_and_commands_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"make (\w+)", README):
+    for indented, quoted in re.findall(r"^ +make (\w+)|`make (\w+)`", README, re.MULTILINE):
+        target = indented or quoted
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for link in re.findall(r"\]\(([^)#]+)\)", README):
         assert link.startswith("http") or (ROOT / link).exists(), link

@@ -23,7 +23,7 @@ from flopwise.core.workload import Workload
 from flopwise.predict import Request, step
 from flopwise.predict.choose import choose
 from flopwise.predict.grid import step_grid
-from flopwise.predict.memory import device_bytes
+from flopwise.predict.memory import RESERVED_BYTES, device_bytes, usable_bytes
 
 from .strategies import recurrent, transformers
 
@@ -185,12 +185,21 @@ def test_auto_takes_the_least_recompute_and_the_largest_micro_batch_that_fit() -
     model, hardware = load_model("llama-3-8b"), load_hardware("h100-sxm")
     chosen = choose(model, hardware, Request(batch_sequences=64)).workload
     work = describe(model, chosen.sequence_tokens)
-    capacity = hardware.device.dram.size_bytes.value
+    capacity = usable_bytes(hardware)
     assert device_bytes(work, chosen).total <= capacity
     larger = replace(chosen, micro_batch_sequences=chosen.micro_batch_sequences + 1)
     assert device_bytes(work, larger).total > capacity
     lesser = RECOMPUTE_POLICIES[RECOMPUTE_POLICIES.index(chosen.recompute) - 1]
     assert device_bytes(work, replace(chosen, recompute=lesser, micro_batch_sequences=1)).total > capacity
+
+
+def test_a_cap_is_taken_as_it_is_and_a_device_keeps_a_reserve() -> None:
+    model, hardware = load_model("llama-3-1b"), load_hardware("h200")
+    whole = step(model, hardware, SMALL)
+    assert whole.device_capacity_bytes == hardware.device.dram.size_bytes.value - RESERVED_BYTES
+    exact = replace(SMALL, device_memory_bytes=whole.device_bytes.total, micro_batch_sequences=4, recompute="none")
+    assert step(model, hardware, exact).fits
+    assert not step(model, hardware, replace(exact, device_memory_bytes=whole.device_bytes.total - 1)).fits
 
 
 def test_number_formats_change_memory_and_peak() -> None:

@@ -72,6 +72,7 @@ class Prediction:
     bound: str
     device_bytes: DeviceBytes
     device_capacity_bytes: int
+    """The user's cap, or the device's memory less a reserve for driver and allocator."""
     fits: bool
     ops: tuple[OpPrediction, ...]
     chosen: dict[str, str] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from flopwise.core.op import AttentionKernel
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import RECOMPUTE_POLICIES, Recompute, Work
 from flopwise.core.workload import Fusion, Optimizer, Workload
-from flopwise.predict.memory import device_bytes
+from flopwise.predict.memory import device_bytes, usable_bytes
 
 DEFAULT_SEQUENCE_TOKENS = 8192
 DEFAULT_BATCH_TOKENS = 2**19
@@ -68,8 +68,8 @@ def choose(model: Model, hardware: Hardware, request: Request) -> Chosen:
 
 
 def capacity_bytes(hardware: Hardware, request: Request) -> int:
-    """The device's memory, or the user's cap on it."""
-    return request.device_memory_bytes or int(hardware.device.dram.size_bytes.value)
+    """The user's cap, taken as it is, or the device's memory less a reserve."""
+    return usable_bytes(hardware) if request.device_memory_bytes is None else request.device_memory_bytes
 
 
 def _formats(hardware: Hardware, reasons: dict[str, str]) -> Formats:

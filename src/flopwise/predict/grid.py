@@ -19,7 +19,7 @@ from flopwise.core.op import Convention
 from flopwise.core.workload import Workload
 from flopwise.predict.calls import Floats
 from flopwise.predict.costs import peak_flops
-from flopwise.predict.memory import device_bytes
+from flopwise.predict.memory import device_bytes, usable_bytes
 from flopwise.predict.step import calls_for, step_costs
 
 
@@ -56,7 +56,7 @@ def step_grid(
         for column, hardware in enumerate(devices):
             step_s[row, column] = step_costs(calls, hardware, sequences).seconds.sum(axis=0)
     peaks = np.array([peak_flops(hardware, workload.formats.matrix) for hardware in devices])[None, :, None]
-    capacity = np.array([hardware.device.dram.size_bytes.value for hardware in devices])[None, :, None]
+    capacity = np.array([usable_bytes(hardware) for hardware in devices])[None, :, None]
     return Grid(
         step_s=step_s,
         tokens_per_s=tokens / step_s,

@@ -2,12 +2,13 @@
 
 What is counted is what the description says is alive at the worst moment: the start of the last block's backward,
 with every kept tensor of the micro-batch, plus the temporaries of one block's backward.
-Left out: the driver's context (about half a GiB on a GPU), the allocator's fragmentation, the data loader.
+Left out by owner, and kept free as a reserve instead: the driver's context, the allocator's fragmentation.
 """
 
 from __future__ import annotations
 
 from flopwise.core.formats import WIDTH_BYTES, Formats
+from flopwise.core.hardware import Hardware
 from flopwise.core.op import Attention, Gemm
 from flopwise.core.prediction import DeviceBytes
 from flopwise.core.traffic import saved_bytes, tensor_bytes
@@ -16,6 +17,14 @@ from flopwise.core.workload import MOMENTS, Fusion, Workload
 
 LIBRARY_WORKSPACE_BYTES = 32 * 2**20
 """What PyTorch gives cuBLAS on Hopper; other devices take 8 MiB or less."""
+
+RESERVED_BYTES = 2**30
+"""Of a device's memory: the driver's context takes about half a GiB, an allocator loses as much to fragments."""
+
+
+def usable_bytes(hardware: Hardware) -> int:
+    """What a program can plan with of the device's memory."""
+    return max(0, int(hardware.device.dram.size_bytes.value) - RESERVED_BYTES)
 
 
 def device_bytes(work: Work, workload: Workload) -> DeviceBytes:
