@@ -293,4 +293,4 @@ def test_parts_are_halves_of_their_chips() -> None:
     )
     assert 2 * core.dram.size_bytes.value == chip.dram.size_bytes.value
     assert "one GCD of two" in load("mi250x").title
-    assert "half" in load("trn1-core").title
+    assert "one NeuronCore of two" in load("trn1-core").title
