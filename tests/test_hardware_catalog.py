@@ -115,7 +115,7 @@ GOLDEN_MEMORY = [
     ("a100-pcie-40gb", 40 * GIB, 1555),
     ("a100-pcie-80gb", 80 * GIB, 1935),
     ("h100-sxm", 81559 * MIB, 3350),
-    ("h100-pcie", 81559 * MIB, 2000),
+    ("h100-pcie", 81559 * MIB, 2039),
     ("h100-nvl", 94 * GIB, 3900),
     ("h200", 150_109_880_320, 4800),
     ("b200", 180 * GIB, 7700),
@@ -260,8 +260,8 @@ def test_peak_is_the_published_one(name: str, format_name: str, tera: float) -> 
 @pytest.mark.parametrize(("name", "size_bytes", "giga"), GOLDEN_MEMORY)
 def test_main_memory_is_the_published_one(name: str, size_bytes: int, giga: float) -> None:
     dram = load(name).device.dram
-    # Drivers show up to 7 % less than the nominal size: error correction and their own share.
-    assert 0.93 * size_bytes <= dram.size_bytes.value <= size_bytes
+    # Programs see up to 8 % less than the nominal size: error correction and their own share.
+    assert 0.92 * size_bytes <= dram.size_bytes.value <= size_bytes
     assert dram.bandwidth_bytes_per_s is not None
     assert dram.bandwidth_bytes_per_s.value == pytest.approx(giga * 1e9, rel=0.01)
 
