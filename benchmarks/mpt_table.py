@@ -1,6 +1,7 @@
 """MFU and HFU of the 198 published MPT rows, counted again: `python -m benchmarks.mpt_table [FILE.md]`.
 
-Prints, per table, how far our figures are from the printed ones, and what the `causal` convention makes of them.
+Prints, per table, how far our figures are from the printed ones, what the `causal` convention makes of them, and, for
+the rows on eight GPUs, what share of the speed predicted for one device without communication they reached.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 from flopwise.core.catalog import load_hardware, load_model
+from flopwise.predict import Request, step
 from flopwise.report.benchmark_tables import BenchmarkRow, read_benchmark_tables
 from flopwise.report.utilization import Recounted, recount
 
@@ -29,10 +31,25 @@ def recounted(path: Path = TABLES) -> list[tuple[BenchmarkRow, Recounted]]:
     return [(row, recount(row, load_model(f"mpt-{row.model}"), peak_flops(row))) for row in rows]
 
 
+def reached(row: BenchmarkRow) -> float:
+    """Published MFU as a share of that predicted for one device with the row's own micro-batch."""
+    request = Request(
+        sequence_tokens=row.sequence_tokens,
+        batch_sequences=row.micro_batch * row.accumulation_steps,
+        micro_batch_sequences=row.micro_batch,
+        formats="bf16-amp",
+        recompute="full" if row.activation_checkpointing else "none",
+    )
+    model, hardware = load_model(f"mpt-{row.model}"), load_hardware(HARDWARE[row.device])
+    return row.mfu / step(model, hardware, request, convention="palm").mfu
+
+
 def main() -> None:
     pairs = recounted(Path(sys.argv[1]) if len(sys.argv) > 1 else TABLES)
     print(f"{len(pairs)} rows; deviations in percentage points, ratios as causal ÷ printed\n")
-    print(f"{'table':<55}{'rows':>5}{'MFU':>8}{'HFU':>8}{'params':>8}{'causal MFU ratio: min, median, max':>37}")
+    print(
+        f"{'table':<26}{'rows':>5}{'MFU':>8}{'HFU':>8}{'params':>8}{'causal MFU: min, median, max':>31}{'reached':>9}"
+    )
     for table in dict.fromkeys(row.table for row, _ in pairs):
         group = [(row, again) for row, again in pairs if row.table == table]
         mfu = max(abs(again.mfu_palm - row.mfu) for row, again in group) * 100
@@ -40,7 +57,9 @@ def main() -> None:
         exact = sum(again.parameters == row.parameters for row, again in group)
         ratios = sorted(again.mfu_causal / row.mfu for row, again in group)
         spread = f"{ratios[0]:.3f}, {statistics.median(ratios):.3f}, {ratios[-1]:.3f}"
-        print(f"{table:<55}{len(group):>5}{mfu:>8.4f}{hfu:>8.4f}{exact:>8}{spread:>37}")
+        shares = [reached(row) for row, _ in group if row.devices == 8 and not row.precision.endswith("fp8")]
+        median = f"{statistics.median(shares):.2f}" if shares else "-"
+        print(f"{table[:24]:<26}{len(group):>5}{mfu:>8.4f}{hfu:>8.4f}{exact:>8}{spread:>31}{median:>9}")
 
 
 if __name__ == "__main__":

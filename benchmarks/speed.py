@@ -12,8 +12,8 @@ from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
 from flopwise.core.workload import Workload
 from flopwise.predict import Request, step
+from flopwise.predict.calls import calls_for
 from flopwise.predict.grid import step_grid
-from flopwise.predict.step import calls_for
 
 BATCHES = tuple(range(1, 65))
 

@@ -1,8 +1,9 @@
 """Predicted against measured training steps: `python -m benchmarks.steps`.
 
 The measured rows are those of `benchmarks.gpu_steps` on one H200. No constant was fitted to them: the device's
-efficiencies come from single kernels. Memory is compared with the peak that torch allocated; torch frees activations
-while gradients grow, so its peak lies below the sum of the owners, which is what is predicted.
+efficiencies come from single kernels. Memory is compared with the peak that torch allocated: torch frees activations
+while gradients grow, which takes less than the sum of the owners, and its plain loss keeps copies of the logits, which
+takes more than a fused one.
 """
 
 from __future__ import annotations

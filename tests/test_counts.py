@@ -204,15 +204,28 @@ def test_policies_order_for_any_model(model: Transformer, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "state", "update"),
+    ("policy", "update"),
     [
-        ("bf16", 8, 2 + 8 + 2 + 2),
-        ("bf16-mixed", 16, 2 + 16 + 2 + 8),
-        ("bf16-amp", 16, 4 + 16 + 4 + 4),
-        ("fp32", 16, 4 + 16 + 4 + 4),
+        ("bf16", 2 + 8 + 2 + 2),
+        ("bf16-mixed", 2 + 16 + 2 + 8),
+        ("bf16-amp", 4 + 16 + 4 + 4),
+        ("fp32", 4 + 16 + 4 + 4),
     ],
 )
-def test_bytes_per_parameter(policy: str, state: int, update: int) -> None:
-    """AdamW's state as ZeRO's paper counts it (2 + 2 + 12), and what an update reads and writes, by hand."""
-    assert POLICIES[policy].bytes_per_parameter(2) == state
+def test_bytes_of_an_update(policy: str, update: int) -> None:
+    """AdamW by hand: gradient read; both moments and the master read and written; weight (read and) written."""
     assert update_bytes_per_parameter(POLICIES[policy], 2) == update
+
+
+def test_palm_reaches_as_far_as_the_window() -> None:
+    """12·h·d·min(w, S) FLOPs per token and layer for training, not 12·h·d·S."""
+    attention = next(op for op in describe(load_model("mistral-7b"), 32_768).ops if isinstance(op, Attention))
+    assert 3 * attention.forward_flops("reach") == 32 * 12 * 4096 * 4096 * 32_768
+
+
+def test_eager_scores_alone_are_half_of_attention() -> None:
+    """Level `attention` keeps the result: of the two products only the scores are made again."""
+    work = describe(load_model("mpt-7b"), 2048, "eager")
+    assert work.recomputed("attention")["attention"] == Fraction(1, 2)
+    assert work.recomputed("context")["attention"] == 1
+    assert units(work, "attention")[0] == 6 + Fraction(1)

@@ -13,11 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flopwise.core.catalog import ROOT, hardware_names, load_hardware, load_model, model_names
+from flopwise.core.catalog import (
+    ROOT,
+    hardware_names,
+    load_description,
+    load_hardware,
+    load_model,
+    model_names,
+    model_table,
+)
 from flopwise.core.errors import FlopwiseError, nearest
 from flopwise.core.files import decode, plain, read_table, to_json, to_toml, write_whole
 from flopwise.core.hardware import Hardware
-from flopwise.core.lstm import Lstm
 from flopwise.core.model import ARCHITECTURES
 from flopwise.core.transformer import Transformer
 
@@ -27,10 +34,9 @@ from .strategies import transformers
 @pytest.mark.parametrize("name", model_names())
 def test_models_are_written_and_read_back_equal(name: str, tmp_path: Path) -> None:
     model = load_model(name)
-    architecture = "lstm" if isinstance(model, Lstm) else "transformer"
     for text, ending in ((to_toml, "toml"), (to_json, "json")):
         path = tmp_path / f"mine.{ending}"
-        write_whole(path, text({"architecture": architecture, **plain(model)}))
+        write_whole(path, text(model_table(model)))
         assert load_model(str(path)) == model
 
 
@@ -92,17 +98,30 @@ def llama_table() -> dict[str, Any]:
         ({"positions": "sideways"}, ["positions"]),
         ({"tied": 1}, ["tied"]),
         ({"experts": 8, "experts_per_token": 9}, ["9 of 8"]),
-        ({"experts": -1}, ["negative"]),
+        ({"experts": -1}, ["experts", "at least 1"]),
         ({"head": "classifier"}, ["labels"]),
         ({"window": 0}, ["window"]),
         ({"layers": 3.5}, ["layers"]),
         ({"architecture": "rnn"}, ["architecture"]),
+        ({"architecture": ["transformer"]}, ["architecture is a list of 1"]),
+        ({"experts": 2**31, "experts_per_token": 1}, ["experts", "too large"]),
+        ({"experts_per_token": 2}, ["without experts"]),
+        ({"token_types": -1}, ["token_types"]),
+        ({"token_types": 2**31}, ["token_types", "too large"]),
+        ({"labels": 0}, ["labels", "at least 1"]),
+        ({"position_rows": 8}, ["learned"]),
+        ({"activation": "sillu"}, ["activation", "did you mean silu"]),
+        ({"name": ""}, ["cannot be called ''"]),
+        ({"name": "  "}, ["cannot be called"]),
+        ({"name": "two\nlines"}, [r"two\nlines"]),
+        ({"name": "\x1b[31m"}, ["control characters"]),
     ],
 )
 def test_impossible_models_are_answered(change: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text(json.dumps({**llama_table(), **change}))
     error = message(load_model, str(path))
+    assert error.hint
     for word in words:
         assert word in str(error)
 
@@ -126,12 +145,18 @@ def test_missing_fields_are_named(missing: str, tmp_path: Path) -> None:
         ("empty.toml", b"", ["not the description of a model"]),
         ("deep.json", b"[" * 100_000, ["not valid JSON"]),
         ("other.json", b'{"model_type": "mamba"}', ["mamba"]),
+        ("digits.toml", b"layers = " + b"9" * 5000, ["not valid TOML"]),
+        ("digits.json", b'{"layers": ' + b"9" * 5000 + b"}", ["not valid JSON"]),
+        ("deep.toml", b"a = " + b"[" * 100_000, ["not valid TOML"]),
+        ("json.txt", b'{"layers": }', ["not valid JSON"]),
+        ("hardware.toml", b"[device]", ["describes hardware, not a model", "--on "]),
     ],
 )
 def test_unreadable_files_are_answered(name: str, content: bytes, words: list[str], tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     error = message(load_model, str(path))
+    assert error.hint
     assert all(word in str(error) for word in words)
 
 
@@ -143,6 +168,41 @@ def test_missing_file_folder_and_oversized_file(tmp_path: Path) -> None:
         stream.truncate(2**30)
     assert "too large" in str(message(load_model, str(large)))
     assert str(message(load_model, "a\0b.toml"))
+
+
+def test_what_is_no_regular_file_is_answered_at_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero"), Path("/dev/urandom")):
+        for load in (load_model, load_hardware):
+            error = message(load, str(path))
+            assert "not a file" in error.what
+            assert error.hint
+    # Called a regular file, and yet a reader would wait for the kernel's next word.
+    assert message(load_model, "/proc/kmsg").hint
+
+
+def test_names_that_no_file_system_takes_and_closed_folders_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no model" in message(load_model, "x" * 5000).what
+    assert len(str(message(load_model, "x" * 5000))) < 500
+    assert "cannot be read" in message(load_model, "./" + "x" * 5000).what
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    for load in (load_model, load_hardware):
+        assert message(load, str(tmp_path / "closed.toml")).why == "Permission denied"
+
+
+def test_byte_order_mark_and_suffix_do_not_matter(tmp_path: Path) -> None:
+    model = load_model("llama-3-8b")
+    text = to_json(model_table(model))
+    for name, content in (("a.toml", text), ("b", text), ("c.json", f"\ufeff\n{text}")):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        assert load_model(tmp_path / name) == model
 
 
 def test_folder_with_a_configuration(tmp_path: Path) -> None:
@@ -163,6 +223,40 @@ def test_folder_with_a_configuration(tmp_path: Path) -> None:
     assert (model.name, model.layers, model.hidden) == ("my-llama", 2, 64)
     assert load_model(str(folder / "config.json")) == model
     assert load_model(str(folder), {"layers": 5}).layers == 5
+    assert load_model(folder) == model
+    assert load_description(str(folder)) == model
+    assert "describes a model, not hardware" in message(load_hardware, str(folder)).what
+    printed = tmp_path / "printed.toml"
+    printed.write_text(to_toml(model_table(model)))
+    for change in ({"heads": 2}, {"hidden": 32, "heads": 8}, {"kv_heads": 4}, {"heads": 2, "kv_heads": 1}):
+        assert load_model(printed, change) == load_model(folder, change)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "qwen3-8b", "mixtral-8x7b"])
+@pytest.mark.parametrize("change", [{"heads": 8}, {"hidden": 512, "heads": 8}, {"layers": 2}])
+def test_a_change_means_the_same_in_the_catalogue_and_in_the_printed_file(
+    name: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "printed.toml"
+    path.write_text(to_toml(model_table(load_model(name))))
+    changed = load_model(name, change)
+    assert load_model(path, change) == changed
+    assert changed.name == "+".join([name, *(f"{key}={value}" for key, value in change.items())])
+
+
+def test_a_changed_model_says_so_in_its_name() -> None:
+    assert load_model("gpt2", {"tied": False}).name == "gpt2+tied=false"
+    assert load_model("gpt2", {"layers": 2, "name": "mine"}).name == "mine"
+    assert load_model("gpt2", {"title": "Another title"}).name == "gpt2"
+    assert message(load_model, "llama-3-8b", {"layers": 0}).what.count("llama-3-8b") == 1
+
+
+def test_a_model_is_told_from_hardware() -> None:
+    assert "--on h100-sxm" in str(message(load_model, "H100-SXM").hint)
+    assert "--on h100-sxm" in str(message(load_model, "h100").hint)
+    assert "is a model" in message(load_hardware, "llama-3-8b").what
+    assert "this-cpu" in str(message(load_hardware, "cpu").why)
+    assert str(message(load_model, "gpt-3").why).startswith("did you mean gpt-3-175b")
 
 
 def test_hardware_facts_need_their_source(tmp_path: Path) -> None:
@@ -182,7 +276,9 @@ def test_impossible_facts_are_answered(key: str, value: object, tmp_path: Path) 
     table["device"]["peak_flops"]["bf16"][key] = value
     path = tmp_path / "bad.toml"
     path.write_text(to_toml(table))
-    message(load_hardware, str(path))
+    error = message(load_hardware, str(path))
+    assert "peak_flops" in error.what, "the place is told"
+    assert error.hint
 
 
 json_values = st.recursive(
@@ -200,6 +296,7 @@ def test_any_value_in_any_field_of_a_model_decodes_or_is_answered(field: str, va
         decode({**table, field: value}, ARCHITECTURES["transformer"], "text")
     except FlopwiseError as error:
         assert error.what
+        assert error.hint
 
 
 @settings(max_examples=200)
@@ -219,6 +316,7 @@ def test_any_value_anywhere_in_hardware_decodes_or_is_answered(data: st.DataObje
         decode(table, Hardware, "text")
     except FlopwiseError as error:
         assert error.what
+        assert error.hint
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

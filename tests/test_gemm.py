@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -63,6 +63,9 @@ def machine(
     peak: float = 40e12,
     dram: float = 1e12,
     l2: float | None = 4e12,
+    l2_size: float = 4e7,
+    shared_size: float = 4e6,
+    kind: Literal["gpu", "accelerator"] = "gpu",
     launch_s: float = 3e-6,
     gemm: GemmEfficiency | None = None,
 ) -> Machine:
@@ -72,11 +75,12 @@ def machine(
     device = Device(
         vendor="test",
         architecture="test",
-        kind="gpu",
+        kind=kind,
         units=fact(units),
         peak_flops={"bf16": fact(peak)},
         memory=(
-            MemoryLevel(name="l2", size_bytes=fact(4e7), bandwidth_bytes_per_s=None if l2 is None else fact(l2)),
+            MemoryLevel(name="shared", size_bytes=fact(shared_size)),
+            MemoryLevel(name="l2", size_bytes=fact(l2_size), bandwidth_bytes_per_s=None if l2 is None else fact(l2)),
             MemoryLevel(name="dram", size_bytes=fact(8e10), bandwidth_bytes_per_s=fact(dram)),
         ),
     )
@@ -124,6 +128,9 @@ def machines(draw: st.DrawFn) -> Machine:
         peak=draw(st.floats(1e11, 5e15)),
         dram=draw(st.floats(1e10, 1e13)),
         l2=draw(st.one_of(st.none(), st.floats(1e11, 5e13))),
+        l2_size=draw(st.floats(1e4, 1e9)),
+        shared_size=draw(st.floats(1e4, 1e8)),
+        kind=draw(st.sampled_from(["gpu", "accelerator"])),
         launch_s=draw(st.floats(0, 1e-4)),
         gemm=gemm,
     )
@@ -156,9 +163,16 @@ def plain_seconds(on: Machine, product: Product) -> float:
     l2 = l2_level.bandwidth_bytes_per_s.value if l2_level.bandwidth_bytes_per_s else None
     long, short = max(product.m, product.n), min(product.m, product.n)
     written = product.output_bytes * product.groups * product.m * product.n * (2 if product.accumulate else 1)
+    shared_level = on.device.level("shared")
+    assert shared_level is not None
+    gpu = on.device.kind == "gpu"
+    smallest = min(gemm.tiles, key=lambda tile: tile.rows * tile.columns)
     best = math.inf
     for tile in gemm.tiles:
         rows, columns = max(tile.rows, tile.columns), min(tile.rows, tile.columns)
+        stages = [32 * (rows + columns) * product.operand_bytes] * 2
+        if gpu and tile is not smallest and sum(stages) > shared_level.size_bytes.value / units:
+            continue
         down = sum(1 for _ in range(0, long, rows))
         across = sum(1 for _ in range(0, short, columns))
         tiles = product.groups * down * across
@@ -178,6 +192,11 @@ def plain_seconds(on: Machine, product: Product) -> float:
         compute = waves * (depth + gemm.fill_depth) * 2 * rows * columns / rate + end
         through_l2 = waves * depth * (rows + columns) * product.operand_bytes / (l2 / units) + end if l2 else 0.0
         area = units * rows * columns / 2
+        if gpu:
+            side = l2_level.size_bytes.value / (2 * 512 * product.operand_bytes)
+            area = min(area, side**2)
+        else:
+            area = max(area, shared_level.size_bytes.value / (3 * product.operand_bytes))
         held_long = min(down * rows, max(math.sqrt(area), area / (across * columns)))
         held_short = area / held_long
         passes_long, passes_short = max(1.0, short / held_short), max(1.0, long / held_long)
@@ -189,6 +208,17 @@ def plain_seconds(on: Machine, product: Product) -> float:
 @given(machines(), products())
 def test_arrays_agree_with_plain_python(on: Machine, product: Product) -> None:
     assert seconds(on, product) == pytest.approx(plain_seconds(on, product), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["gpu", "accelerator"])
+def test_larger_memories_never_move_more_and_sizes_matter(kind: Literal["gpu", "accelerator"]) -> None:
+    moved = []
+    for scale in (1e-3, 1e-2, 1.0, 100.0):
+        on = machine(kind=kind, l2_size=4e7 * scale, shared_size=4e6 * scale)
+        times = gemm_times(on.device, on.efficiency, 8192, 8192, 8192, peak_flops=on.peak_flops)
+        moved.append(float(times.dram_bytes))
+    assert moved == sorted(moved, reverse=True)
+    assert moved[0] > 2 * moved[-1]
 
 
 @given(machines(), products())

@@ -144,7 +144,7 @@ def without(config: Config, *keys: str) -> Config:
 
 def shape(model: Transformer) -> dict[str, object]:
     """Everything but the words."""
-    words = ("name", "title", "source")
+    words = ("name", "title", "source", "note")
     return {field: value for field, value in dataclasses.asdict(model).items() if field not in words}
 
 
@@ -199,6 +199,7 @@ def test_words_name_the_file_and_the_family() -> None:
     assert model.name == "mine"
     assert model.title == "mine (Llama)"
     assert model.source == 'Hugging Face config.json, model_type "llama"'
+    assert model.note is None
 
 
 @pytest.mark.parametrize(
@@ -254,11 +255,15 @@ def test_options_and_defaults_are_those_of_transformers(config: Config, expected
         (without(BERT, "architectures"), "the file names no head; a classifier of 2 labels is assumed"),
         (BERT | {"architectures": ["BertModel"]}, "BertModel names no head; a classifier of 2 labels is assumed"),
         (LLAMA | {"architectures": ["LlamaModel"]}, "LlamaModel has no head; a language head is assumed"),
+        (BERT | {"architectures": ["BertForSequenceClassification"]}, "names no labels; 2 are assumed"),
         (MPT | {"no_bias": False}, "as in llm-foundry"),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config is ignored"),
     ],
 )
-def test_source_tells_what_was_assumed(config: Config, words: str) -> None:
-    assert words in from_config(config, "mine").source
+def test_note_tells_what_was_assumed(config: Config, words: str) -> None:
+    model = from_config(config, "mine")
+    assert words in str(model.note)
+    assert words not in model.source
 
 
 def test_mpt_with_biases_and_learned_positions_is_that_of_the_benchmarks() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,8 @@ from benchmarks.fit_kernels import CHIPS, fit_gemms
 from benchmarks.kernel_rows import (
     LOCKED_CLOCK_SHARE,
     AttentionRows,
-    GemmRows,
     StreamingRows,
+    efficiency_for,
     errors,
     load_attentions,
     load_gemms,
@@ -39,10 +41,13 @@ LARGE_GEMMS = {
     ("simumax-grouped", "b200"): 0.15,
 }
 
+# Median error of the calls whose queries and values are equally wide.
+ATTENTION = {("simumax", "a100-pcie-80gb"): 0.04, ("simumax", "b200"): 0.16, ("flopwise", "h200"): 0.04}
+
 
 def test_every_set_has_a_bound() -> None:
     assert set(LARGE_GEMMS) == set(GEMMS)
-    assert all(bound <= 0.15 for bound in LARGE_GEMMS.values())
+    assert set(ATTENTION) == set(ATTENTIONS)
 
 
 @pytest.mark.parametrize(("key", "bound"), LARGE_GEMMS.items())
@@ -54,13 +59,12 @@ def test_large_products(key: tuple[str, str], bound: float) -> None:
 
 @pytest.mark.parametrize("device", sorted({device for _, device in GEMMS}))
 def test_large_products_per_device(device: str) -> None:
+    """All sets of a device together; not implied by the bounds of its sets, which for the B200 are looser."""
     found = [gemm_errors(rows)[rows.large] for rows in GEMMS.values() if rows.device == device]
-    assert np.median(np.concatenate(found)) <= 0.15
+    assert np.median(np.concatenate(found)) <= 0.05
 
 
-@pytest.mark.parametrize(
-    ("key", "bound"), [(("simumax", "a100-pcie-80gb"), 0.04), (("simumax", "b200"), 0.16), (("flopwise", "h200"), 0.04)]
-)
+@pytest.mark.parametrize(("key", "bound"), ATTENTION.items())
 def test_attention(key: tuple[str, str], bound: float) -> None:
     rows: AttentionRows = ATTENTIONS[key]
     rows = rows.where(rows.query_dim == rows.value_dim)
@@ -104,15 +108,28 @@ def test_large_streams_stay_below_the_bandwidth() -> None:
         bandwidth = load_hardware(rows.device).device.dram.bandwidth_bytes_per_s
         assert bandwidth is not None
         large = rows.bytes >= 2**28
+        assert large.any() or rows.kernel == "launch"
         assert np.all(rows.bytes[large] / rows.seconds[large] < bandwidth.value)
 
 
-def test_one_by_one_sources_get_a_constant_and_no_more() -> None:
-    rows: GemmRows = GEMMS["llmcompass", "a100-80gb"]
+@pytest.mark.parametrize("key", GEMMS)
+def test_one_by_one_sources_get_a_constant_and_no_more(key: tuple[str, str]) -> None:
+    """Predictions with and without the constant of a source's way of measuring, against the size of such a constant.
+
+    It is that of a host's synchronisation or of flushed caches, the same for all rows, and the large products are
+    within their bound without it: it explains the short kernels and carries no other result.
+    """
+    rows = GEMMS[key]
     hardware = load_hardware(rows.device)
-    alone = predict_gemms(rows, hardware, hardware.efficiency)
-    shortest = int(np.argmin(rows.seconds))
-    assert alone[shortest] == pytest.approx(rows.seconds[shortest])
+    efficiency = efficiency_for(rows, hardware)
+    alone = predict_gemms(replace(rows, source="back to back"), hardware, efficiency)
+    constant = predict_gemms(rows, hardware, efficiency) - alone
+    assert np.ptp(constant) <= 1e-9
+    if rows.source in ("llmcompass", "nsight"):
+        assert 1e-6 < constant[0] < 50e-6
+    else:
+        assert np.all(constant == 0)
+    assert np.median(errors(alone, rows.seconds)[rows.large]) <= LARGE_GEMMS[key]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from importlib import resources
 import msgspec
 import pytest
 
+from flopwise.core.describe import describe
 from flopwise.core.lstm import Lstm
 from flopwise.core.model import ARCHITECTURES, Model
 from flopwise.core.transformer import Transformer
@@ -161,6 +162,20 @@ def test_parameters_are_the_published_ones(name: str) -> None:
 def test_mpt_parameters_grow_with_the_sequence_as_published(name: str) -> None:
     model = transformer(name)
     assert (transformer_parameters(model, 2048), transformer_parameters(model, 65536)) == MPT_PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_described_work_has_the_published_parameters(name: str) -> None:
+    """What the operators hold, from which every prediction starts, against the released weights."""
+    model = catalogue_model(name)
+    assert describe(model, model.context).parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", MPT)
+def test_described_mpt_has_the_published_parameters(name: str) -> None:
+    """The same for the tables' NumParams column, which grows with the sequence."""
+    model = catalogue_model(name)
+    assert (describe(model, 2048).parameters, describe(model, 65536).parameters) == MPT_PUBLISHED[name]
 
 
 def test_gpt3_has_the_parameters_of_its_name() -> None:

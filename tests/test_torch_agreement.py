@@ -58,8 +58,8 @@ def described(work: Work, batch: int) -> tuple[int, int]:
     forward = total = 0
     for op in work.ops:
         assert not op.forward_flops() or isinstance(op, Gemm | Attention)
-        forward += batch * op.forward_flops("full")
-        total += batch * (op.forward_flops("full") + op.backward_flops(work.kernel, "full"))
+        forward += batch * op.forward_flops("square")
+        total += batch * (op.forward_flops("square") + op.backward_flops(work.kernel, "square"))
     return forward, total
 
 

@@ -23,6 +23,9 @@ from flopwise.core.errors import FlopwiseError
         ("1,024 KiB", 2**20),
         ("7B", 7),
         ("2TB", 2 * 10**12),
+        ("40gb", 40 * 10**9),
+        ("1_000_000", 10**6),
+        ("1,024.5KiB", 1_049_088),
     ],
 )
 def test_bytes(text: str, size: int) -> None:
@@ -31,7 +34,16 @@ def test_bytes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("8k", 8192), ("8K", 8192), ("2M", 2_097_152), ("8192", 8192), ("1.5k", 1536), ("64k", 65536), ("1e3", 1000)],
+    [
+        ("8k", 8192),
+        ("8K", 8192),
+        ("2M", 2_097_152),
+        ("8192", 8192),
+        ("1.5k", 1536),
+        ("64k", 65536),
+        ("1e3", 1000),
+        ("8,192", 8192),
+    ],
 )
 def test_tokens(text: str, count: int) -> None:
     assert units.parse_tokens(text) == count
@@ -39,12 +51,27 @@ def test_tokens(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["40G", "40g", "40 Gb/s", "forty", "", "-1GiB", "1e400", "1e30GiB", "GiB", "0x10", "١GiB"]
+    "text",
+    ["40G", "40g", "40 Gb/s", "forty", "", "-1GiB", "1e400", "1e30GiB", "GiB", "0x10", "١GiB", "3,5GiB", "1__0", "_1"],
 )
 def test_bad_bytes_are_answered(text: str) -> None:
     with pytest.raises(FlopwiseError) as caught:
         units.parse_bytes(text)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["512,1024", "8,16", "8,5k", "1,2", "1,000_000", ",", "8,192,"])
+def test_a_comma_between_values_is_not_a_thousand(text: str) -> None:
+    for parse in (units.parse_bytes, units.parse_tokens, units.parse_sequences):
+        with pytest.raises(FlopwiseError) as caught:
+            parse(text)
+        assert "several values are not supported here yet; run it once for each" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("text", ["40Gb", "40Gib", "512 Mb", "1Tb"])
+def test_a_capital_prefix_with_a_small_b_is_bits(text: str) -> None:
+    with pytest.raises(FlopwiseError, match="bits"):
+        units.parse_bytes(text)
 
 
 def test_a_bare_g_is_ambiguous() -> None:

@@ -12,17 +12,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flopwise.core.catalog import load_hardware as hardware
+    from flopwise import predict
     from flopwise.core.catalog import load_model as model
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.profile.this_machine import find_hardware as hardware
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "hardware", "model"]
+__all__ = ["FlopwiseError", "__version__", "hardware", "model", "predict"]
 
 
 def __getattr__(name: str) -> object:
     """Import on first use, so that `flopwise --help` does not read what it does not need."""
-    if name in ("hardware", "model"):
-        from flopwise.core import catalog
+    import importlib
 
-        return getattr(catalog, f"load_{name}")
+    places = {
+        "FlopwiseError": ("flopwise.core.errors", "FlopwiseError"),
+        "hardware": ("flopwise.profile.this_machine", "find_hardware"),
+        "model": ("flopwise.core.catalog", "load_model"),
+    }
+    if name == "predict":
+        return importlib.import_module("flopwise.predict")
+    if name in places:
+        module, attribute = places[name]
+        return getattr(importlib.import_module(module), attribute)
     raise AttributeError(f"module 'flopwise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import typer
+try:
+    import typer
+except KeyboardInterrupt:
+    # Most of a short run goes by here, before `main` could answer.
+    sys.exit(130)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from rich.console import RenderableType
 
     from flopwise.core.errors import FlopwiseError
     from flopwise.core.hardware import Hardware
+    from flopwise.core.model import Model
     from flopwise.core.prediction import Prediction
     from flopwise.predict.choose import Request
 
@@ -25,30 +32,48 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 NARROWEST_TABLE = 80
 WIDTH_WITHOUT_TERMINAL = 120
-NARROWEST_TITLE = 24
+LEAST_DEVICE_BYTES = 2**20
+"""Less than this is a forgotten unit: no device is that small."""
+FORMS = ("table", "md", "csv", "json")
 
 
 def main() -> None:
     """Run the command line; a user's mistake is told in words and exits with 2."""
+    try:
+        _run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run() -> None:
     from flopwise.core.errors import FlopwiseError
 
+    if sys.stderr is None:
+        # Closed by the caller (`2>&-`): what would be said there goes nowhere.
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - open as long as we run
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that is not UTF-8 shows ? for a sign it lacks; better than no answer.
+        sys.stdout.reconfigure(errors="replace")
     try:
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         app()
     except FlopwiseError as error:
         _fail(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader has gone (`flopwise ls models | head`); a second complaint at exit helps nobody.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    except OSError as error:
+        # Files are read with answers of their own, so it is the output that failed. What is still in its buffer
+        # must go somewhere, or the interpreter complains once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        why = error.strerror or str(error)
+        _fail(FlopwiseError("the answer cannot be written", why=why, hint="check where the output goes"), exit_code=1)
 
 
-def _fail(error: FlopwiseError) -> NoReturn:
+def _fail(error: FlopwiseError, exit_code: int | None = None) -> NoReturn:
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     red, cyan, plain = ("\033[31m", "\033[36m", "\033[0m") if colour else ("", "", "")
     lines = [f"{red}error:{plain} {error.what}"]
@@ -57,7 +82,7 @@ def _fail(error: FlopwiseError) -> NoReturn:
     if error.hint:
         lines += ["", f"{cyan}hint:{plain} {error.hint}"]
     typer.echo("\n".join(lines), err=True)
-    sys.exit(error.exit_code)
+    sys.exit(error.exit_code if exit_code is None else exit_code)
 
 
 def _version(wanted: bool) -> None:
@@ -79,6 +104,7 @@ def _root(
 
 @app.command()
 def predict(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="Catalogue name, config.json or its folder, or a TOML; several with commas.")
     ],
@@ -114,16 +140,16 @@ def predict(
     """Predict a training step: time, tokens per second, MFU, HFU, memory by owner, what binds each operator."""
     from flopwise.core.catalog import load_model
     from flopwise.predict import step
-    from flopwise.predict.choose import choose
 
-    form = _one_of(output, ("table", "md", "csv", "json"), "--output")
+    form = _one_of(output, FORMS, "--output")
     request = _request(locals())
     counting = _one_of(convention, ("causal", "palm"), "--convention")
     changes = _changes(change or [])
     models = [load_model(name, changes) for name in _names(model, "a model")]
     machines = [_hardware(name) for name in _names(on, "a device (--on)")]
     if show_config:
-        _show_config(choose(models[0], machines[0], request), request, models[0].name, machines[0].name)
+        settings = [_settings(context, one, machine, request) for one in models for machine in machines]
+        _print_settings(settings, form)
         return
     predictions = [step(one, machine, request, convention=counting) for one in models for machine in machines]
     _print_predictions(predictions, {machine.name: machine.title for machine in machines}, form)
@@ -134,16 +160,19 @@ def _print_predictions(predictions: list[Prediction], titles: dict[str, str], fo
 
     if form == "json":
         typer.echo(written.predictions_json(predictions))
-    elif form == "csv":
+        return
+    if form == "csv":
         typer.echo(written.predictions_csv(predictions), nl=False)
     elif form == "md":
         typer.echo(written.predictions_markdown(predictions), nl=False)
     elif len(predictions) == 1:
         _show(written.prediction_page(predictions[0], titles[predictions[0].hardware]))
+        return
     else:
-        _show(written.compared_table(predictions))
-        for note in dict.fromkeys(note for prediction in predictions for note in prediction.notes):
-            typer.echo(f"note: {note}", err=True)
+        _show(written.compared_table(predictions, _width()))
+    # A page and JSON hold their notes; beside rows they are talk.
+    for note in dict.fromkeys(note for prediction in predictions for note in prediction.notes):
+        typer.echo(f"note: {note}", err=True)
 
 
 @app.command("ls")
@@ -155,9 +184,11 @@ def list_catalogue(
     from flopwise.core.catalog import hardware_names, load_hardware, load_model, model_names
     from flopwise.core.files import to_json
     from flopwise.report import listings
+    from flopwise.report.tables import csv_text, fitting_columns, markdown_table, text_table
 
     kind = _one_of(what, ("models", "hardware"), "what to list")
-    form = _one_of(output, ("table", "md", "csv", "json"), "--output")
+    form = _one_of(output, FORMS, "--output")
+    columns: tuple[str, ...]
     if kind == "models":
         models = [load_model(name) for name in model_names()]
         records = [listings.model_record(model) for model in models]
@@ -168,8 +199,13 @@ def list_catalogue(
         columns, rows = listings.HARDWARE_COLUMNS, listings.hardware_rows(devices)
     if form == "json":
         typer.echo(to_json(records))
+    elif form == "csv":
+        typer.echo(csv_text([listings.flat_record(record) for record in records]), nl=False)
+    elif form == "md":
+        typer.echo(markdown_table(columns, rows, listings.WORDS), nl=False)
     else:
-        _print_rows(columns, rows, listings.WORDS, form)
+        shown = fitting_columns(columns, rows, _width(), listings.GIVING_WAY)
+        _show(text_table(columns, rows, listings.WORDS, shown=shown))
 
 
 @app.command()
@@ -178,39 +214,14 @@ def show(
     output: Annotated[str, typer.Option("--output", "-o", help="toml or json.")] = "toml",
 ) -> None:
     """Print the description of a model or a device, with the source of each fact; a file of your own starts here."""
-    from flopwise.core.catalog import hardware_aliases, hardware_names, model_names
-    from flopwise.core.errors import unknown_name
+    from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, load_description, model_table
     from flopwise.core.files import plain, to_json, to_toml
-    from flopwise.profile.this_machine import THIS_CPU, THIS_MACHINE
+    from flopwise.core.hardware import Hardware
 
     form = _one_of(output, ("toml", "json"), "--output")
-    lowered = name.lower()
-    table: dict[str, Any]
-    if lowered in (*hardware_names(), THIS_CPU, THIS_MACHINE):
-        table = plain(_hardware(lowered))
-    elif lowered in model_names() or "/" in name or "." in name:
-        table = _described_file(name)
-    elif lowered in hardware_aliases():
-        table = plain(_hardware(lowered))
-    else:
-        known = (*model_names(), *hardware_names(), THIS_CPU, THIS_MACHINE)
-        raise unknown_name("model or hardware", name, known, hint="`flopwise ls models` or `flopwise ls hardware`")
+    found = _hardware(name) if name.lower() in (THIS_CPU, THIS_MACHINE) else load_description(name)
+    table = plain(found) if isinstance(found, Hardware) else model_table(found)
     typer.echo(to_json(table) if form == "json" else to_toml(table), nl=form == "json")
-
-
-def _described_file(name: str) -> dict[str, Any]:
-    """A model of the catalogue, or a file that holds either kind of description."""
-    from pathlib import Path
-
-    from flopwise.core.catalog import load_hardware, load_model
-    from flopwise.core.files import plain, read_table
-    from flopwise.core.lstm import Lstm
-
-    path = Path(name)
-    if path.is_file() and "device" in read_table(path):
-        return plain(load_hardware(name))
-    model = load_model(name)
-    return {"architecture": "lstm" if isinstance(model, Lstm) else "transformer", **plain(model)}
 
 
 @app.command()
@@ -253,65 +264,96 @@ def _one_of(value: str, choices: Iterable[str], what: str) -> Any:  # noqa: ANN4
 
 
 def _hardware(name: str) -> Hardware:
-    from flopwise.core.catalog import load_hardware
-    from flopwise.profile import this_machine
+    """A device by name or file; what was odd about looking for it is told beside the answer."""
+    import warnings
 
-    if name.lower() == this_machine.THIS_MACHINE:
-        return this_machine.this_machine()
-    if name.lower() == this_machine.THIS_CPU:
-        return this_machine.this_cpu()
-    return load_hardware(name)
+    from flopwise.profile.this_machine import find_hardware
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = find_hardware(name)
+    for warning in told:
+        typer.echo(f"note: {warning.message}", err=True)
+    return found
 
 
 def _request(words: dict[str, Any]) -> Request:
     """The options of `predict` as a request; `auto` leaves a choice to flopwise."""
     from flopwise.core.errors import FlopwiseError
     from flopwise.core.formats import parse_formats
-    from flopwise.core.units import parse_bytes, parse_sequences, parse_tokens
+    from flopwise.core.units import parse_sequences, parse_tokens
     from flopwise.core.work import RECOMPUTE_POLICIES
     from flopwise.core.workload import MOMENTS
     from flopwise.predict.choose import Request
 
     def given(option: str, parse: Any) -> Any:  # noqa: ANN401 - a parser and what it returns
         text = words[option]
-        if text == "auto":
+        if text.lower() == "auto":
             return None
         try:
             return parse(text)
         except FlopwiseError as error:
             raise error.within(f"--{option.replace('_', '-')}") from None
 
+    recompute = _one_of(words["recompute"], ("auto", *RECOMPUTE_POLICIES), "--recompute")
     return Request(
         sequence_tokens=given("seq", parse_tokens),
         batch_sequences=given("batch", parse_sequences),
         batch_tokens=given("batch_tokens", parse_tokens),
         micro_batch_sequences=given("micro", parse_sequences),
-        formats=given("precision", parse_formats),
-        recompute=given("recompute", lambda text: _one_of(text, RECOMPUTE_POLICIES, "--recompute")),
+        formats=given("precision", lambda text: parse_formats(text.lower())),
+        recompute=None if recompute == "auto" else recompute,
         attention=_one_of(words["attention"], ("flash", "eager"), "--attention"),
         fusion=_one_of(words["fusion"], ("fused", "eager"), "--fusion"),
         optimizer=_one_of(words["optimizer"], tuple(MOMENTS), "--optimizer"),
-        device_memory_bytes=given("device_mem", parse_bytes),
+        device_memory_bytes=given("device_mem", _device_bytes),
     )
+
+
+def _device_bytes(text: str) -> int:
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.units import parse_bytes
+
+    size = parse_bytes(text)
+    if size < LEAST_DEVICE_BYTES:
+        unit_forgotten = text.strip().isdecimal() and size
+        raise FlopwiseError(
+            f"{size:,} bytes are no device's memory",
+            why="a number without a unit counts bytes" if unit_forgotten else f"at least {LEAST_DEVICE_BYTES:,} are",
+            hint=f"--device-mem {size if unit_forgotten else 40}GiB",
+        )
+    return size
 
 
 def _changes(texts: list[str]) -> dict[str, Any]:
     """`layers=16` as a TOML value; a bare word is a string."""
     import tomllib
 
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.errors import FlopwiseError, shown
 
-    changes = {}
+    changes: dict[str, Any] = {}
     for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip():
+        key, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not key or not text.isprintable():
             raise FlopwiseError(
-                f"cannot read --set {text!r}", why="a field, = and a value are expected", hint="--set layers=16"
+                f"cannot read --set {shown(text)}",
+                why="a field, = and a value are expected, on one line",
+                hint="--set layers=16",
+            )
+        if key in changes:
+            raise FlopwiseError(
+                f"--set gives {shown(key)} twice", why="one value would be lost", hint=f"keep one --set {key}=…"
             )
         try:
-            changes[key.strip()] = tomllib.loads(f"value = {value}")["value"]
-        except (tomllib.TOMLDecodeError, RecursionError):
-            changes[key.strip()] = value.strip()
+            changes[key] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            changes[key] = value
+        except (ValueError, RecursionError):
+            raise FlopwiseError(
+                f"cannot read --set {shown(text)}",
+                why="the number has too many digits, or the lists are too deep",
+                hint="--set layers=16",
+            ) from None
     return changes
 
 
@@ -326,69 +368,90 @@ def _width() -> int:
 
 
 def _show(page: RenderableType) -> None:
-    import io
-
     from rich.console import Console
 
+    # Names may hold [brackets] and :colons:, which are not ours to interpret.
+    plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "width": _width()}
     if sys.stdout.isatty():
-        Console(highlight=False, width=_width()).print(page)
+        Console(**plain).print(page, crop=False)
         return
     # Into a file or a pipe: without the blanks that pad a terminal's lines.
     text = io.StringIO()
-    Console(highlight=False, width=_width(), file=text).print(page)
+    Console(**plain, file=text).print(page, crop=False)
     typer.echo("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
 
 
-def _print_rows(columns: tuple[str, ...], rows: list[list[str]], words: set[str], form: str) -> None:
-    import csv
-
-    from flopwise.report.predictions import markdown_table
-
-    if form == "csv":
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(rows)
-    elif form == "md":
-        typer.echo(markdown_table(columns, rows, words), nl=False)
-    else:
-        _show_listing(columns, rows, words)
+# -- every setting and where it came from ----------------------------------------------------------------------------
 
 
-def _show_listing(columns: tuple[str, ...], rows: list[list[str]], words: set[str]) -> None:
-    """Rows in columns; the title, which comes last, gives way in a terminal that has no room for it."""
-    from rich.table import Table
+def _settings(context: typer.Context, model: Model, hardware: Hardware, request: Request) -> dict[str, dict[str, Any]]:
+    """Setting → its value and its origin: the argument, a flag, a default, or `auto` and the reason."""
+    from flopwise.predict.choose import capacity_bytes, choose
 
-    widths = [max(len(cells[index]) for cells in (columns, *rows)) + 2 for index in range(len(columns))]
-    shown = len(columns) if _width() - sum(widths[:-1]) >= NARROWEST_TITLE else len(columns) - 1
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in columns[:shown]:
-        table.add_column(name, justify="left" if name in words else "right", no_wrap=name != "title")
-    for row in rows:
-        table.add_row(*row[:shown])
-    _show(table)
-
-
-def _show_config(chosen: Any, request: Request, model: str, hardware: str) -> None:  # noqa: ANN401
-    """Every setting, its value, and whether it was given, chosen (and why) or a default."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("setting", "value", "from"):
-        table.add_column(name)
-    table.add_row("model", model, "argument")
-    table.add_row("hardware", hardware, "--on")
+    chosen = choose(model, hardware, request)
     workload = chosen.workload
-    for field in ("sequence_tokens", "batch_sequences", "micro_batch_sequences", "recompute"):
-        asked = getattr(request, field) is not None or (field == "batch_sequences" and request.batch_tokens is not None)
-        table.add_row(
-            field, str(getattr(workload, field)), "flag" if asked else f"auto: {chosen.reasons.get(field, '')}"
-        )
-    table.add_row(
-        "precision", workload.formats.name, "flag" if request.formats else f"auto: {chosen.reasons['precision']}"
-    )
-    for field in ("attention", "fusion", "optimizer"):
-        table.add_row(field, str(getattr(workload, field)), "flag or default")
-    _show(table)
+
+    def origin(option: str, setting: str = "") -> str:
+        if setting in chosen.reasons:
+            return f"auto: {chosen.reasons[setting]}"
+        source = context.get_parameter_source(option)
+        return "flag" if source is not None and source.name == "COMMANDLINE" else "default"
+
+    batch = "batch" if request.batch_tokens is None else "batch_tokens"
+    settings: dict[str, tuple[object, str]] = {
+        "model": (model.name, "argument"),
+        "hardware": (hardware.name, origin("on")),
+        "sequence_tokens": (workload.sequence_tokens, origin("seq", "sequence_tokens")),
+        "batch_sequences": (workload.batch_sequences, origin(batch, "batch_sequences")),
+        "micro_batch_sequences": (workload.micro_batch_sequences, origin("micro", "micro_batch_sequences")),
+        "precision": (workload.formats.name, origin("precision", "precision")),
+        "recompute": (workload.recompute, origin("recompute", "recompute")),
+        "device_memory_bytes": (
+            capacity_bytes(hardware, request),
+            "auto: the device's memory less a reserve" if request.device_memory_bytes is None else "flag",
+        ),
+        "optimizer": (workload.optimizer, origin("optimizer")),
+        "attention": (workload.attention, origin("attention")),
+        "fusion": (workload.fusion, origin("fusion")),
+        "convention": (context.params["convention"].lower(), origin("convention")),
+        "set": (_changes(context.params["change"] or []), origin("change")),
+    }
+    return {name: {"value": value, "from": where} for name, (value, where) in settings.items()}
+
+
+def _print_settings(settings: Sequence[dict[str, dict[str, Any]]], form: str) -> None:
+    from rich.table import Table
+
+    from flopwise.core.files import to_json
+    from flopwise.report.tables import csv_text, markdown_table
+
+    columns = ("model", "hardware", "setting", "value", "from")
+    rows = [
+        [found["model"]["value"], found["hardware"]["value"], name, _setting_words(item["value"]), item["from"]]
+        for found in settings
+        for name, item in found.items()
+    ]
+    if form == "json":
+        typer.echo(to_json(settings[0] if len(settings) == 1 else settings))
+    elif form == "csv":
+        typer.echo(csv_text([dict(zip(columns, row, strict=True)) for row in rows]), nl=False)
+    elif form == "md":
+        typer.echo(markdown_table(columns, rows, columns), nl=False)
+    else:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for name in columns[2:]:
+            table.add_column(name, no_wrap=name == "setting", overflow="fold")
+        for row in rows:
+            if row[2] == "model" and table.row_count:
+                table.add_row()
+            table.add_row(*row[2:])
+        _show(table)
+
+
+def _setting_words(value: object) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{key}={item}" for key, item in value.items()) or "-"
+    return str(value)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flopwise.core.errors import FlopwiseError, unknown_name
-from flopwise.core.files import decode, read_table
+from flopwise.core.errors import FlopwiseError, shown, unknown_name
+from flopwise.core.files import decode, entry_kind, plain, read_table
 from flopwise.core.hardware import Hardware
+from flopwise.core.lstm import Lstm
 from flopwise.core.model import ARCHITECTURES, Model
+from flopwise.core.transformer import Transformer
 
 ROOT = Path(__file__).parent.parent / "catalog"
+THIS_MACHINE = "this-machine"
+THIS_CPU = "this-cpu"
+"""Names of hardware that is measured where we run instead of read from a file."""
 
 
 @cache
@@ -27,44 +33,83 @@ def hardware_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (ROOT / "hardware").glob("*.toml")))
 
 
-def load_model(name: str, changes: Mapping[str, Any] | None = None) -> Model:
+def load_model(name: str | Path, changes: Mapping[str, Any] | None = None) -> Model:
     """A model by catalogue name, by the path of a TOML or JSON file, or by a Hugging Face config.json or its folder.
 
-    `changes` replace fields of the description before it is checked.
+    `changes` replace fields of the description before it is checked; the model's name then tells them.
     """
-    if name.lower() in model_names():
-        path = ROOT / "models" / f"{name.lower()}.toml"
-        return _decode_model(read_table(path), name.lower(), changes)
-    if not _is_path(name):
-        raise unknown_name(
-            "model", name, model_names(), hint="`flopwise ls models`, or the path of a config.json or TOML"
-        )
-    path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            raise FlopwiseError(
-                f"the folder {name} holds no config.json", hint="name the file itself, or another folder"
-            )
+    if isinstance(name, str):
+        if name.lower() in model_names():
+            path = ROOT / "models" / f"{name.lower()}.toml"
+            return _decode_model(read_table(path), name.lower(), changes)
+        if not _is_path(name):
+            raise _no_model(name)
+    path = description_file(Path(name))
     return _decode_model(read_table(path), str(path), changes)
 
 
-def load_hardware(name: str) -> Hardware:
+def _no_model(name: str) -> FlopwiseError:
+    device = hardware_aliases().get(name.lower(), name.lower())
+    if device in (*hardware_names(), THIS_CPU, THIS_MACHINE):
+        return FlopwiseError(
+            f"{name!r} is hardware, not a model",
+            why="the model comes first, the hardware after --on",
+            hint=f"`flopwise predict llama-3-8b --on {device}`",
+        )
+    return unknown_name("model", name, model_names(), hint="`flopwise ls models`, or the path of a config.json or TOML")
+
+
+def load_hardware(name: str | Path) -> Hardware:
     """A device by catalogue name or alias, or by the path of a TOML or JSON file."""
-    if name.lower() in hardware_names():
-        path = ROOT / "hardware" / f"{name.lower()}.toml"
-        return decode(read_table(path), Hardware, name.lower())
-    if _is_path(name):
-        return decode(read_table(Path(name)), Hardware, name)
-    aliases = hardware_aliases()
-    if name.lower() in aliases:
-        return load_hardware(aliases[name.lower()])
-    raise unknown_name(
+    if isinstance(name, str):
+        lowered = name.lower()
+        if lowered in hardware_names():
+            return decode(read_table(ROOT / "hardware" / f"{lowered}.toml"), Hardware, lowered)
+        if not _is_path(name):
+            aliases = hardware_aliases()
+            if lowered not in aliases:
+                raise _no_hardware(name)
+            return load_hardware(aliases[lowered])
+    path = description_file(Path(name))
+    table = read_table(path)
+    if "architecture" in table or "model_type" in table:
+        raise FlopwiseError(
+            f"{path} describes a model, not hardware",
+            why="the model comes first, the hardware after --on",
+            hint=f"`flopwise predict {name} --on h100-sxm`",
+        )
+    return decode(table, Hardware, str(path))
+
+
+def _no_hardware(name: str) -> FlopwiseError:
+    if name.lower() in model_names():
+        return FlopwiseError(
+            f"{name!r} is a model, not hardware",
+            why="the model comes first, the hardware after --on",
+            hint=f"`flopwise predict {name.lower()} --on h100-sxm`",
+        )
+    return unknown_name(
         "hardware",
         name,
-        {*hardware_names(), *aliases},
+        {*hardware_names(), *hardware_aliases(), THIS_CPU, THIS_MACHINE},
         hint="`flopwise ls hardware`, or the path of a TOML that describes it (`flopwise show h100-sxm` prints one)",
     )
+
+
+def load_description(name: str) -> Model | Hardware:
+    """A model or a device, whichever the name or the file describes."""
+    lowered = name.lower()
+    if lowered in model_names():
+        return load_model(name)
+    if lowered in hardware_names():
+        return load_hardware(name)
+    if _is_path(name):
+        path = description_file(Path(name))
+        return load_hardware(path) if "device" in read_table(path) else load_model(path)
+    if lowered in hardware_aliases():
+        return load_hardware(name)
+    known = (*model_names(), *hardware_names(), THIS_CPU, THIS_MACHINE)
+    raise unknown_name("model or hardware", name, known, hint="`flopwise ls models` or `flopwise ls hardware`")
 
 
 @cache
@@ -78,12 +123,32 @@ def hardware_aliases() -> dict[str, str]:
 
 
 def _is_path(name: str) -> bool:
-    return "/" in name or name.endswith((".toml", ".json")) or name in (".", "..") or Path(name).exists()
+    explicit = "/" in name or name.endswith((".toml", ".json")) or name in (".", "..")
+    return explicit or entry_kind(Path(name)) != "nothing"
+
+
+def description_file(path: Path) -> Path:
+    """The file that a path stands for: a folder stands for the Hugging Face configuration in it."""
+    if entry_kind(path) != "folder":
+        return path
+    if entry_kind(path / "config.json") == "nothing":
+        raise FlopwiseError(f"the folder {path} holds no config.json", hint="name the file itself, or another folder")
+    return path / "config.json"
+
+
+def model_table(model: Model) -> dict[str, Any]:
+    """A model as the table of a file. Sizes that follow from others stay out, so that a change moves them along."""
+    table = {"architecture": "lstm" if isinstance(model, Lstm) else "transformer", **plain(model)}
+    if isinstance(model, Transformer):
+        if model.kv_heads == model.heads:
+            del table["kv_heads"]
+        if model.head_dim * model.heads == model.hidden:
+            del table["head_dim"]
+    return table
 
 
 def _decode_model(table: dict[str, Any], where: str, changes: Mapping[str, Any] | None) -> Model:
     if "model_type" in table and "architecture" not in table:
-        from flopwise.core.files import plain
         from flopwise.core.huggingface import from_config
 
         try:
@@ -92,18 +157,39 @@ def _decode_model(table: dict[str, Any], where: str, changes: Mapping[str, Any] 
             raise error.within(where) from None
         if not changes:
             return found
-        table = {"architecture": "transformer", **plain(found)}
+        table = model_table(found)
     architecture = table.get("architecture")
-    if architecture not in ARCHITECTURES:
-        raise FlopwiseError(
-            f"{where}: this is not the description of a model",
-            why="it has neither `architecture` (ours) nor `model_type` (Hugging Face)"
-            if architecture is None
-            else f"architecture is {architecture!r}",
-            hint=f"architecture = {' or '.join(ARCHITECTURES)}; `flopwise show llama-3-8b` prints one",
-        )
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        raise _no_description(table, where)
     fields = {key: value for key, value in table.items() if key != "architecture"}
-    return decode({**fields, **(changes or {})}, ARCHITECTURES[architecture], where)
+    model = decode({**fields, **(changes or {})}, ARCHITECTURES[architecture], where)
+    return _renamed(model, changes or {})
+
+
+def _no_description(table: dict[str, Any], where: str) -> FlopwiseError:
+    if "device" in table:
+        return FlopwiseError(
+            f"{where} describes hardware, not a model",
+            why="the model comes first, the hardware after --on",
+            hint=f"`flopwise predict llama-3-8b --on {where}`",
+        )
+    why = "it has neither `architecture` (ours) nor `model_type` (Hugging Face)"
+    if "architecture" in table:
+        why = f"architecture is {shown(table['architecture'])}"
+    return FlopwiseError(
+        f"{where}: this is not the description of a model",
+        why=why,
+        hint=f"architecture = {' or '.join(ARCHITECTURES)}; `flopwise show llama-3-8b` prints one",
+    )
+
+
+def _renamed(model: Model, changes: Mapping[str, Any]) -> Model:
+    """`llama-3-8b+layers=2`: a changed model must not pass for the one that it was made from."""
+    told = {key: value for key, value in changes.items() if key not in ("title", "source", "note")}
+    if not told or "name" in told:
+        return model
+    words = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in told.items()]
+    return replace(model, name="+".join([model.name, *words]))
 
 
 def _configuration_name(where: str) -> str:

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 from flopwise.core.errors import FlopwiseError
 
+LEAST_SHARE = 1e-3
+"""A kernel that reaches less than a thousandth of the peak is described wrongly."""
+
 
 def _share(name: str, value: float, *, most: float = 1.0) -> None:
-    if not 0 < value <= most:
-        raise FlopwiseError(f"{name} must be a share above 0 and at most {most:g}, got {value!r}")
+    if not LEAST_SHARE <= value <= most:
+        raise FlopwiseError(f"{name} must be a share between {LEAST_SHARE:g} and {most:g}, got {value!r}", hint="0.7")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +57,8 @@ class GemmEfficiency:
                 raise FlopwiseError(f"gemm.{name} must lie between 0 and 1, got {value!r}")
         if not self.tiles:
             raise FlopwiseError("gemm.tiles must list at least one tile")
-        if not 0 <= self.fill_depth < float("inf"):
-            raise FlopwiseError(f"fill_depth must be finite and not negative, got {self.fill_depth!r}")
+        if not 0 <= self.fill_depth <= 1e6:
+            raise FlopwiseError(f"fill_depth must lie between 0 and 1e6, got {self.fill_depth!r}", hint="100")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,8 +106,8 @@ class MemoryEfficiency:
 
     def __post_init__(self) -> None:
         _share("memory.dram", self.dram)
-        if not 0 <= self.half_bytes < float("inf"):
-            raise FlopwiseError(f"half_bytes must be finite and not negative, got {self.half_bytes!r}")
+        if not 0 <= self.half_bytes <= 1e12:
+            raise FlopwiseError(f"half_bytes must lie between 0 and 1e12, got {self.half_bytes!r}", hint="0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,57 +3,106 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
+import re
+import stat
 import tempfile
 import tomllib
 import types
 import typing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from flopwise.core.errors import FlopwiseError, nearest
+from flopwise.core.errors import FlopwiseError, nearest, shown
 
 LARGEST_FILE_BYTES = 8 * 2**20
 """Descriptions are kilobytes; a larger file is something else, such as weights."""
 
+LONGEST_PATH = 200
+"""Characters of a path that an error repeats."""
+READABLE_HINT = "name a TOML or JSON file that can be read, or a catalogue entry"
+WRITABLE_HINT = "check the folder, its permissions and the space left on it"
+
 Described = TypeVar("Described")
+
+
+def entry_kind(path: Path) -> Literal["file", "folder", "other", "nothing"]:
+    """What lies at a path; `other` also for what is there but may not be looked at."""
+    try:
+        mode = path.stat().st_mode
+    except PermissionError:
+        return "other"
+    except (OSError, ValueError):
+        # No such entry, a name that is too long, a null character: nothing can be there.
+        return "nothing"
+    if stat.S_ISDIR(mode):
+        return "folder"
+    return "file" if stat.S_ISREG(mode) else "other"
 
 
 def read_text(path: Path) -> str:
     """The text of a description, or an error that says why it cannot be one."""
     try:
-        if path.stat().st_size > LARGEST_FILE_BYTES:
-            raise FlopwiseError(
-                f"{path} is too large for a description",
-                why=f"it has {path.stat().st_size:,} bytes, at most {LARGEST_FILE_BYTES:,} are read",
-                hint="name the model's config.json, not its weights",
-            )
-        return path.read_bytes().decode("utf-8")
+        mode = path.stat().st_mode
+        content = _first_bytes(path, LARGEST_FILE_BYTES + 1) if stat.S_ISREG(mode) else None
     except FileNotFoundError:
         raise FlopwiseError(f"there is no file {path}", hint="check the path, or name a catalogue entry") from None
-    except IsADirectoryError:
-        raise FlopwiseError(f"{path} is a folder, not a file") from None
-    except UnicodeDecodeError as error:
-        raise FlopwiseError(f"{path} is not text", why=f"byte {error.start} is not UTF-8") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise FlopwiseError(f"{path} cannot be read", why=reason) from None
+        raise FlopwiseError(f"{_named(path)} cannot be read", why=reason, hint=READABLE_HINT) from None
+    if content is None:
+        kind = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
+        raise FlopwiseError(f"{path} is {kind}, not a file", hint=READABLE_HINT)
+    if len(content) > LARGEST_FILE_BYTES:
+        raise FlopwiseError(
+            f"{path} is too large for a description",
+            why=f"at most {LARGEST_FILE_BYTES:,} bytes are read",
+            hint="name the model's config.json, not its weights",
+        )
+    try:
+        # Some editors begin a file with a byte-order mark; it is no part of the text.
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FlopwiseError(f"{path} is not text", why=f"byte {error.start} is not UTF-8", hint=READABLE_HINT) from None
+
+
+def _first_bytes(path: Path, limit: int) -> bytes:
+    # Some files of /proc are called regular and still wait for a writer: never wait with them.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
+        content: bytes | None = stream.read(limit)
+    if content is None:
+        raise BlockingIOError(errno.EAGAIN, "it has nothing to read yet")
+    return content
+
+
+def _named(path: Path) -> str:
+    """A path for an error, cut where it is beyond reading."""
+    text = str(path)
+    return text if len(text) <= LONGEST_PATH and text.isprintable() else shown(text)
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The top-level table of a TOML or JSON file."""
+    """The top-level table of a TOML or JSON file; what begins with a brace is JSON whatever the file is called."""
     text = read_text(path)
+    is_json = path.suffix.lower() == ".json" or text.lstrip().startswith("{")
     try:
-        table = msgspec.json.decode(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, msgspec.DecodeError, RecursionError) as error:
-        kind = "JSON" if path.suffix.lower() == ".json" else "TOML"
+        table = msgspec.json.decode(text) if is_json else tomllib.loads(text)
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        # A plain ValueError comes from tomllib too, for integers of thousands of digits.
         raise FlopwiseError(
-            f"{path} is not valid {kind}", why=str(error), hint="`flopwise show NAME` prints one"
+            f"{path} is not valid {'JSON' if is_json else 'TOML'}",
+            why=str(error),
+            hint="`flopwise show NAME` prints one",
         ) from None
     if not isinstance(table, dict):
-        raise FlopwiseError(f"{path} does not hold a table", why=f"its top level is a {type(table).__name__}")
+        raise FlopwiseError(
+            f"{path} does not hold a table",
+            why=f"its top level is a {type(table).__name__}",
+            hint="`flopwise show NAME` prints one",
+        )
     return table
 
 
@@ -63,16 +112,20 @@ def decode(table: dict[str, Any], kind: type[Described], where: str) -> Describe
         check_keys(table, kind, where)
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
-        cause = error.__cause__
+        message, cause = str(error), error.__cause__
+        place = re.search(r" - at `\$\.?(.*)`$", message)
+        field = place[1] if place else ""
         if isinstance(cause, FlopwiseError):
-            raise cause.within(where) from None
-        what, _, place = str(error).partition(" - at ")
-        field = place.strip("`").removeprefix("$").removeprefix(".")
+            inner = cause.within(field) if field else cause
+            raise inner.within(where, hint=_field_hint(kind, field)) from None
+        what = message[: place.start()] if place else message
         raise FlopwiseError(
             f"{where}: {what}" + (f" in {field}" if field else ""), hint=_field_hint(kind, field)
         ) from None
     except (OverflowError, RecursionError) as error:
-        raise FlopwiseError(f"{where}: a value is out of range", why=str(error)) from None
+        raise FlopwiseError(
+            f"{where}: a value is out of range", why=str(error), hint="`flopwise show NAME` prints an example"
+        ) from None
 
 
 def _field_hint(kind: type[Any], field: str) -> str:
@@ -144,7 +197,7 @@ def write_whole(path: Path, text: str) -> None:
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
-        raise FlopwiseError(f"cannot write {path}", why=error.strerror) from None
+        raise FlopwiseError(f"cannot write {path}", why=error.strerror, hint=WRITABLE_HINT) from None
     temporary = Path(name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
@@ -154,6 +207,6 @@ def write_whole(path: Path, text: str) -> None:
         temporary.chmod(0o644)
         temporary.replace(path)
     except OSError as error:
-        raise FlopwiseError(f"cannot write {path}", why=error.strerror) from None
+        raise FlopwiseError(f"cannot write {path}", why=error.strerror, hint=WRITABLE_HINT) from None
     finally:
         temporary.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ class Formats:
 
     name: str
     matrix: str
-    """What the matrix products of the blocks multiply in; embedding, head and attention use `compute`."""
+    """What matrix products multiply in. fp8 is for the blocks' alone: attention and head keep to `compute`."""
     compute: str
     """Activations."""
     weights: str
@@ -34,16 +34,21 @@ class Formats:
             value = getattr(self, field)
             if value is not None and value not in WIDTH_BYTES:
                 raise unknown_name(f"number format (for {field})", value, WIDTH_BYTES, hint=f"--precision {field}=bf16")
+        if WIDTH_BYTES[self.matrix] > WIDTH_BYTES[self.compute]:
+            raise FlopwiseError(
+                f"products in {self.matrix} cannot read activations in {self.compute}",
+                why="a product multiplies what the activations hold, or fewer bits of it",
+                hint=f"matrix={self.compute}, or compute={self.matrix}",
+            )
 
     @property
     def compute_bytes(self) -> int:
         return WIDTH_BYTES[self.compute]
 
-    def bytes_per_parameter(self, moments: int) -> int:
-        """Bytes of state that a parameter takes: weight, gradient, moments and the master copy."""
-        master = WIDTH_BYTES[self.master] if self.master else 0
-        state = WIDTH_BYTES[self.weights] + WIDTH_BYTES[self.gradients]
-        return state + moments * WIDTH_BYTES[self.moments] + master
+    @property
+    def sensitive(self) -> str:
+        """What attention and the products outside the blocks multiply in."""
+        return self.compute if self.matrix == "fp8" else self.matrix
 
 
 def _policy(name: str, **formats: str) -> Formats:
@@ -82,7 +87,7 @@ POLICIES: dict[str, Formats] = {
 
 def parse_formats(text: str) -> Formats:
     """A policy by name (`bf16-mixed`), or a policy with changes: `bf16,gradients=fp32,master=fp32`."""
-    head, *changes = [part.strip() for part in text.split(",")]
+    head, *changes = [part.strip().lower() for part in text.split(",")]
     if "=" in head:
         head, changes = "bf16", [head, *changes]
     if head not in POLICIES:

@@ -39,8 +39,12 @@ class Fact:
     source: str
 
     def __post_init__(self) -> None:
-        if not 0 <= self.value < float("inf"):
-            raise FlopwiseError(f"a fact must be a finite number that is not negative, got {self.value!r}")
+        if not 1e-15 <= self.value <= 1e24:
+            raise FlopwiseError(
+                f"a fact must be a positive number of plausible size, got {self.value!r}",
+                why="bytes, bytes per second, FLOP/s, hertz, watts and seconds all lie between 1e-15 and 1e24",
+                hint="leave out what is not known",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +88,23 @@ class Device:
             raise FlopwiseError("the last memory level must be `dram`, the device's main memory")
         if self.memory[-1].bandwidth_bytes_per_s is None:
             raise FlopwiseError("the `dram` level needs its bandwidth_bytes_per_s")
-        if self.units.value < 1:
-            raise FlopwiseError(f"a device has at least one unit, got {self.units.value:g}")
+        if self.units.value < 1 or self.units.value % 1 or self.units.value > 1e6:
+            raise FlopwiseError(
+                f"a device has a whole number of units, got {self.units.value:g}",
+                hint="132 SMs of an H100, for example",
+            )
+        if not self.peak_flops or min(fact.value for fact in self.peak_flops.values()) < 1e6:
+            raise FlopwiseError(
+                "peak_flops must give the dense matrix FLOP/s of at least one number format",
+                why="a peak below 1e6 is not one of today's devices",
+                hint='bf16 = { value = 989.5e12, source = "datasheet" }',
+            )
+        for level in self.memory:
+            if level.size_bytes.value < 2**10 or (level.name == "dram" and level.size_bytes.value < 2**20):
+                raise FlopwiseError(
+                    f"the {level.name} memory of {level.size_bytes.value:g} bytes is too small to be one",
+                    hint="sizes are in bytes: 80 GiB is 85899345920",
+                )
 
     def level(self, name: str) -> MemoryLevel | None:
         """The memory level of that name, or None."""
@@ -127,6 +146,12 @@ class Network:
     """How many devices this level joins; None: as many as are bought."""
     latency_s: Fact | None = None
     topology: Topology = "fully-connected"
+
+    def __post_init__(self) -> None:
+        if self.devices is not None and self.devices < 2:
+            raise FlopwiseError(
+                f"the network {self.name!r} joins {self.devices} devices", hint="at least 2, or leave `devices` out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,11 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flopwise.core.errors import FlopwiseError
+from flopwise.core.errors import FlopwiseError, shown
 from flopwise.core.transformer import LARGEST_SIDE, Transformer
-
-LONGEST_SHOWN = 60
-"""Characters of a value that an error repeats."""
 
 ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), "silu"),
@@ -34,7 +31,7 @@ def from_config(config: dict[str, object], name: str) -> Transformer:
     """Describe the model of a `config.json`, already parsed, under the name `name`.
 
     Whatever the file holds, the only exception is `FlopwiseError`. A choice that the file leaves open, such as the
-    head of a bare encoder, is told in the description's `source`.
+    head of a bare encoder, is told in the description's `note`.
     """
     settings = Settings(config, name)
     model_type, family = _family(settings)
@@ -42,11 +39,12 @@ def from_config(config: dict[str, object], name: str) -> Transformer:
         only.check(settings)
     head = family.head(settings, family)
     fields = {field: rule(settings) for field, rule in family.rules.items()}
-    notes = [note for note in (head.note, family.note(settings)) if note]
+    notes = [note for note in (head.note, family.note(settings), _quantisation_note(settings)) if note]
     return Transformer(
         name=name,
         title=f"{name} ({family.title})",
-        source="; ".join([f'Hugging Face config.json, model_type "{model_type}"', *notes]),
+        source=f'Hugging Face config.json, model_type "{model_type}"',
+        note="; ".join(notes) or None,
         **{**fields, **head.fields},
     )
 
@@ -75,8 +73,9 @@ class Settings:
             raise self._wrong(key, "a whole number", value)
         if not least <= value <= LARGEST_SIDE:
             raise FlopwiseError(
-                f"{self.owner}: {key} must be between {least} and {LARGEST_SIDE:,}, got {_shown(value)}",
+                f"{self.owner}: {key} must be between {least} and {LARGEST_SIDE:,}, got {shown(value)}",
                 why="it counts layers, heads, tokens or channels",
+                hint=f"correct {key} in the config.json",
             )
         return value
 
@@ -114,30 +113,18 @@ class Settings:
         close = difflib.get_close_matches(key, self.table, n=1, cutoff=0.8)
         return FlopwiseError(
             f"{self.owner}: {key} is missing",
-            why=f"there is {_shown(close[0])}; is that a misspelling?" if close else "the shape depends on it",
+            why=f"there is {shown(close[0])}; is that a misspelling?" if close else "the shape depends on it",
             hint="the config.json that `save_pretrained` writes holds every size of the model",
         )
 
     def _wrong(self, key: str, expected: str, value: object) -> FlopwiseError:
         numeric = isinstance(value, str) and value.isascii() and value.isdigit()
         return FlopwiseError(
-            f"{self.owner}: {key} must be {expected}, got {_shown(value)}",
-            hint=f"write {value} without quotation marks" if numeric and expected == "a whole number" else None,
+            f"{self.owner}: {key} must be {expected}, got {shown(value)}",
+            hint=f"write {value} without quotation marks"
+            if numeric and expected == "a whole number"
+            else f"correct {key}",
         )
-
-
-def _shown(value: object) -> str:
-    """A JSON value as an error repeats it: short, whatever its size."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int) and abs(value) >= 10**18:
-        # Python refuses to print integers of several thousand digits.
-        return "a number of more than 18 digits"
-    if isinstance(value, str):
-        return repr(value) if len(value) <= LONGEST_SHOWN else f"{value[:LONGEST_SHOWN]!r}…"
-    if isinstance(value, list | tuple):
-        return f"a list of {len(value)}"
-    return "an object" if isinstance(value, dict) else str(value)[:LONGEST_SHOWN]
 
 
 # -- the parts of a family's table ------------------------------------------------------------------------------------
@@ -169,7 +156,7 @@ class Only:
         value = inside.table.get(self.key, self.accepted[0])
         if value is not None and value not in self.accepted:
             raise FlopwiseError(
-                f"{inside.owner}: {self.key} = {_shown(value)} cannot be described",
+                f"{inside.owner}: {self.key} = {shown(value)} cannot be described",
                 why=self.why,
                 hint=f"leave {self.key} out for the nearest model that can",
             )
@@ -182,7 +169,7 @@ def _architecture(settings: Settings) -> str:
 
 def _no_such_head(settings: Settings, architecture: str, hint: str) -> FlopwiseError:
     return FlopwiseError(
-        f"{settings.owner}: the head of {_shown(architecture)} cannot be described",
+        f"{settings.owner}: the head of {shown(architecture)} cannot be described",
         why="there are language models, masked language models (BERT) and sequence classifiers (BERT)",
         hint=hint,
     )
@@ -227,7 +214,7 @@ def _activation(key: str, absent: str) -> Rule:
         written = settings.text(key, absent)
         if written not in ACTIVATIONS:
             raise FlopwiseError(
-                f"{settings.owner}: {key} = {_shown(written)} is no activation of transformers",
+                f"{settings.owner}: {key} = {shown(written)} is no activation of transformers",
                 hint=f"one of {', '.join(sorted(ACTIVATIONS))}",
             )
         return ACTIVATIONS[written]
@@ -245,10 +232,14 @@ def _family(settings: Settings) -> tuple[str, Family]:
     model_type = settings.table.get("model_type")
     known = ", ".join(sorted(FAMILIES))
     if model_type is None:
-        raise FlopwiseError(f"{settings.owner}: model_type is missing", why=f"it names the family: {known}")
+        raise FlopwiseError(
+            f"{settings.owner}: model_type is missing",
+            why=f"it names the family: {known}",
+            hint='"model_type": "llama"',
+        )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise FlopwiseError(
-            f"{settings.owner}: no family of models is known for model_type {_shown(model_type)}",
+            f"{settings.owner}: no family of models is known for model_type {shown(model_type)}",
             why=f"known: {known}",
             hint="describe the model in a TOML file, with the fields of the models in the catalogue",
         )
@@ -264,8 +255,14 @@ def _bert_head(settings: Settings, family: Family) -> Head:
     labels = _labels(settings)
     fields = {"head": "classifier", "labels": labels}
     if architecture == "BertForSequenceClassification":
-        return Head(fields)
+        told = settings.table.get("id2label") is not None or settings.table.get("num_labels") is not None
+        return Head(fields, "" if told else f"the file names no labels; {labels} are assumed")
     return Head(fields, f"{architecture or 'the file'} names no head; a classifier of {labels} labels is assumed")
+
+
+def _quantisation_note(settings: Settings) -> str:
+    given = settings.table.get("quantization_config") is not None
+    return "quantization_config is ignored; training in the chosen precision is assumed" if given else ""
 
 
 def _labels(settings: Settings) -> int:

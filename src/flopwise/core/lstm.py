@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flopwise.core.transformer import check_positive
+from flopwise.core.transformer import check_name, check_positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,11 @@ class Lstm:
     """What the softmax reads. The reference analytical model holds a projection, but its softmax reads the
     hidden state; a network with a bottleneck reads the projection."""
 
+    note: str | None = None
+    """What a reader of a prediction should know, such as what had to be assumed."""
+
     def __post_init__(self) -> None:
+        check_name(self.name)
         check_positive(self.name, layers=self.layers, hidden=self.hidden, vocab=self.vocab, context=self.context)
         if self.projection or self.head_input == "projection":
             check_positive(self.name, projection=self.projection)

@@ -24,7 +24,7 @@ def lstm_work(model: Lstm, sequence_tokens: int) -> Work:
             Streaming(
                 name="embedding",
                 inputs=("ids",),
-                outputs=("below",),
+                outputs=("embedded",),
                 needs=("ids",),
                 weights=(Weight(name="embedding.weight", shape=(model.vocab, hidden)),),
                 in_block=False,
@@ -65,6 +65,7 @@ def _tensors(model: Lstm, tokens: int) -> dict[str, Tensor]:
     hidden = model.hidden
     all_of_them = [
         Tensor(name="ids", elements=tokens, format="index"),
+        Tensor(name="embedded", elements=tokens * hidden),
         Tensor(name="below", elements=hidden, level=SaveLevel.INPUT),
         Tensor(name="state", elements=hidden, level=SaveLevel.EVERYTHING),
         Tensor(name="memory", elements=hidden, level=SaveLevel.EVERYTHING),

@@ -25,6 +25,13 @@ AttentionKernel = Literal["flash", "eager"]
 """flash: tiles, skips what the mask hides, recomputes the scores in backward. eager: the full square, kept."""
 
 
+Pairs = Literal["mask", "reach", "square"]
+"""Which (query, key) pairs count. mask: those that the mask leaves. reach: as far as the window reaches, both ways,
+as `palm` counts. square: all of them, as eager kernels compute."""
+
+StreamingKind = Literal["norm", "pointwise", "residual", "embedding", "cross_entropy"]
+
+
 class SaveLevel(IntEnum):
     """What a block keeps for its backward, each level with all of those before it."""
 
@@ -92,11 +99,11 @@ class Op:
             weight.elements * weight.active[0] // weight.active[1] for weight in self.weights if weight.owned
         )
 
-    def forward_flops(self, pairs: Literal["mask", "full"] = "mask") -> int:  # noqa: ARG002 - for attention only
+    def forward_flops(self, pairs: Pairs = "mask") -> int:  # noqa: ARG002 - for attention only
         """Matrix FLOPs of one forward pass over one sequence, all copies and calls."""
         return 0
 
-    def backward_flops(self, kernel: AttentionKernel, pairs: Literal["mask", "full"] = "mask") -> int:  # noqa: ARG002
+    def backward_flops(self, kernel: AttentionKernel, pairs: Pairs = "mask") -> int:  # noqa: ARG002
         """Matrix FLOPs that the backward executes: gradient of the input and of the weights."""
         return 2 * self.forward_flops(pairs)
 
@@ -110,7 +117,7 @@ class Gemm(Op):
     columns: int
     groups: int = 1
 
-    def forward_flops(self, pairs: Literal["mask", "full"] = "mask") -> int:  # noqa: ARG002
+    def forward_flops(self, pairs: Pairs = "mask") -> int:  # noqa: ARG002
         return 2 * self.rows * self.depth * self.columns * self.layers * self.calls
 
 
@@ -125,21 +132,23 @@ class Attention(Op):
     causal: bool
     window: int | None = None
 
-    def twice_pairs(self, pairs: Literal["mask", "full"]) -> int:
+    def twice_pairs(self, pairs: Pairs) -> int:
         """Twice the number of (query, key) pairs of a head: S² under a causal mask, 2·S² without one.
 
-        The diagonal is halved too: the usual S²/2 and not S·(S+1)/2, a difference of 1/S.
+        The diagonal is halved too: the usual S²/2 and not S·(S+1)/2, a difference of 1/S. A window w leaves the
+        band w·S − w²/2 of a causal square.
         """
-        if pairs == "full":
+        if pairs == "square":
             return 2 * self.tokens**2
         reach = self.tokens if self.window is None else min(self.window, self.tokens)
-        hidden = (self.tokens - reach) ** 2
-        return self.tokens**2 - hidden if self.causal else 2 * (self.tokens**2 - hidden)
+        if pairs == "reach" or not self.causal:
+            return 2 * self.tokens * reach
+        return self.tokens**2 - (self.tokens - reach) ** 2
 
-    def forward_flops(self, pairs: Literal["mask", "full"] = "mask") -> int:
+    def forward_flops(self, pairs: Pairs = "mask") -> int:
         return 2 * self.twice_pairs(pairs) * self.heads * self.head_dim * self.layers * self.calls
 
-    def backward_flops(self, kernel: AttentionKernel, pairs: Literal["mask", "full"] = "mask") -> int:
+    def backward_flops(self, kernel: AttentionKernel, pairs: Pairs = "mask") -> int:
         forward = self.forward_flops(pairs)
         return 2 * forward + (forward // 2 if kernel == "flash" else 0)
 
@@ -148,7 +157,7 @@ class Attention(Op):
 class Streaming(Op):
     """An operator bound by the bytes it moves: norms, activations, rotary, residual sums, look-ups, losses."""
 
-    kind: Literal["norm", "pointwise", "embedding", "cross_entropy"] = "pointwise"
+    kind: StreamingKind = "pointwise"
     eager_kernels: int = 1
     """Kernels, each reading and writing whole tensors, that unfused code takes for it."""
     pairwise: bool = False

@@ -33,12 +33,15 @@ class OpPrediction:
     model_flops: int
     bytes: int
     """Moved to and from the device's main memory."""
+    least_bytes: int
+    """What perfect caching would move: every operand read once, every result written once."""
     time_s: float
     share: float
     bound: str
     forward_s: float
     backward_s: float
     recompute_s: float
+    update_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ class Traffic:
     """Bytes of one call of one copy: those that grow with the batch, and the weights' that do not."""
 
     per_sequence: int
-    fixed: int
+    fixed: int = 0
 
 
 def tensor_bytes(tensor: Tensor, formats: Formats) -> int:
@@ -28,58 +28,69 @@ def tensor_bytes(tensor: Tensor, formats: Formats) -> int:
     return tensor.elements * width
 
 
-def forward_traffic(work: Work, op: Op, formats: Formats, *, fused: bool) -> Traffic:
-    """Bytes that one call reads and writes going forward."""
-    moved = _sizes(work, op.outputs, formats)
-    if isinstance(op, Streaming):
-        return _streaming_forward(work, op, formats, fused=fused, written=moved)
-    return Traffic(moved + _sizes(work, op.inputs, formats), _weight_bytes(op, formats.compute))
+def forward_traffic(
+    work: Work, op: Op, formats: Formats, *, fused: bool, after: frozenset[str] | None = None
+) -> Traffic:
+    """Bytes that one call reads and writes going forward.
+
+    `after` names the operators that run before it when a forward is made again in part; None: all of them do.
+    """
+    written = _sizes(work, op.outputs, formats)
+    if not isinstance(op, Streaming):
+        return Traffic(written + _sizes(work, op.inputs, formats), _weight_bytes(op, formats.compute))
+    if op.kind == "embedding":
+        # One row read of each table for every row written.
+        return Traffic((1 + len(op.weights)) * written)
+    read = _sizes(work, op.inputs, formats)
+    if op.kind == "cross_entropy":
+        # One pass for maximum and sum; the gradient is written over the logits in backward.
+        return Traffic(read * (1 if fused else 2 * op.eager_kernels))
+    if not fused:
+        return Traffic((read + written) * op.eager_kernels)
+    # What the kernel before has just made stays in registers when both are one kernel.
+    before = _streaming_before(work, op)
+    if before is not None and (after is None or before.name in after):
+        read -= _sizes(work, tuple(name for name in op.inputs if name in before.outputs), formats)
+    return Traffic(read + written)
 
 
 def backward_traffic(work: Work, op: Op, formats: Formats, *, fused: bool) -> Traffic:
     """Bytes that one call reads and writes going backward.
 
     Gradients of the outputs and what was kept are read, gradients of the inputs written. A matrix product does
-    this in two kernels, each reading the output's gradient; the weight gradient is read and written (summed).
+    this in two kernels, each reading the output's gradient; the weights' gradient is not in it, since all calls of
+    a layer share one. By-products that no operator reads, such as a norm's statistics, have no gradient.
     """
-    inputs, outputs = _sizes(work, op.inputs, formats), _sizes(work, op.outputs, formats)
-    kept = _sizes(work, op.needs, formats)
+    inputs, kept = _sizes(work, op.inputs, formats), _sizes(work, op.needs, formats)
+    # The block's output is read by the next block, which the list of one block's operators does not show.
+    used = {name for other in work.ops for name in other.inputs} | {"output"}
+    outputs = _sizes(work, tuple(name for name in op.outputs if name in used), formats)
     if isinstance(op, Gemm):
-        summed = 2 * _weight_bytes(op, formats.gradients)
-        return Traffic(inputs + kept + 2 * outputs, _weight_bytes(op, formats.compute) + summed)
-    if isinstance(op, Streaming):
-        return _streaming_backward(work, op, formats, fused=fused)
-    return Traffic(inputs + outputs + kept, 0)
-
-
-def _streaming_forward(work: Work, op: Streaming, formats: Formats, *, fused: bool, written: int) -> Traffic:
-    if op.kind == "embedding":
-        # One row read of each table for every row written.
-        return Traffic((1 + len(op.weights)) * written, 0)
-    if op.kind == "cross_entropy":
-        # One pass for maximum and sum; the gradient is written over the logits in backward.
-        return Traffic(_sizes(work, op.inputs, formats) * (1 if fused else 2 * op.eager_kernels), 0)
-    read = _sizes(work, op.inputs, formats)
-    if fused:
-        # What the kernel before has just made stays in registers when both are one kernel.
-        before = _streaming_before(work, op)
-        read -= _sizes(work, tuple(name for name in op.inputs if before and name in before.outputs), formats)
-        return Traffic(read + written, 0)
-    return Traffic((read + written) * op.eager_kernels, 0)
-
-
-def _streaming_backward(work: Work, op: Streaming, formats: Formats, *, fused: bool) -> Traffic:
-    inputs, outputs = _sizes(work, op.inputs, formats), _sizes(work, op.outputs, formats)
-    kept = _sizes(work, op.needs, formats)
+        return Traffic(inputs + kept + 2 * outputs, _weight_bytes(op, formats.compute))
+    if not isinstance(op, Streaming):
+        return Traffic(inputs + outputs + kept)
     if op.kind == "embedding":
         # Each row of the gradient is read and added to a row of the table.
-        return Traffic(3 * outputs, 0)
+        return Traffic(3 * _sizes(work, op.outputs, formats))
     if op.kind == "cross_entropy":
-        return Traffic(2 * inputs if fused else 3 * inputs, 0)
-    if op.name.startswith("residual"):
+        return Traffic(2 * inputs if fused else 3 * inputs)
+    if op.kind == "residual":
         # The gradient passes through; only its sum with the other branch's is work, part of the norm when fused.
-        return Traffic(outputs if fused else 3 * outputs, 0)
-    return Traffic((inputs + outputs + kept) * (1 if fused else op.eager_kernels), 0)
+        return Traffic(outputs if fused else 3 * outputs)
+    return Traffic((inputs + outputs + kept) * (1 if fused else op.eager_kernels))
+
+
+def least_bytes(work: Work, op: Op, formats: Formats, sequences: int, again: Fraction) -> int:
+    """Bytes of one operator for `sequences` sequences at once: forward, backward and what is made again.
+
+    The weights' gradient is written once for each layer.
+    """
+    forward = forward_traffic(work, op, formats, fused=True)
+    backward = backward_traffic(work, op, formats, fused=True)
+    once = sequences * forward.per_sequence + forward.fixed
+    total = once + int(once * again) + sequences * backward.per_sequence + backward.fixed
+    gradient = _weight_bytes(op, formats.gradients) if isinstance(op, Gemm) else 0
+    return op.layers * (op.calls * total + gradient)
 
 
 def _streaming_before(work: Work, op: Op) -> Streaming | None:
@@ -93,7 +104,8 @@ def _sizes(work: Work, names: tuple[str, ...], formats: Formats) -> int:
 
 
 def _weight_bytes(op: Op, number_format: str) -> int:
-    return sum(weight.elements for weight in op.weights) * WIDTH_BYTES[number_format]
+    """Of the matrices; a bias is added on the way out and is not worth a line of traffic."""
+    return sum(weight.elements for weight in op.weights if len(weight.shape) > 1) * WIDTH_BYTES[number_format]
 
 
 def saved_bytes(work: Work, policy: Recompute, formats: Formats) -> int:
@@ -105,6 +117,21 @@ def block_saved_bytes(work: Work, policy: Recompute, formats: Formats) -> int:
     """The same for one layer of the block alone."""
     inside = {name for op in work.ops if op.in_block for name in (*op.inputs, *op.outputs)}
     return sum(tensor_bytes(tensor, formats) for tensor in work.saved(policy) if tensor.name in inside)
+
+
+def cast_bytes(op: Op, formats: Formats) -> Traffic:
+    """Bytes of bringing a product's operands into the format it multiplies in, one copy, forward.
+
+    Weights in a wider format are cast once for all calls of a layer (`fixed`); fp8 takes the activations too.
+    """
+    weights = sum(weight.elements for weight in op.weights)
+    fixed = per_sequence = 0
+    if WIDTH_BYTES[formats.weights] > formats.compute_bytes:
+        fixed += weights * (WIDTH_BYTES[formats.weights] + formats.compute_bytes)
+    if formats.matrix == "fp8" and op.in_block and isinstance(op, Gemm):
+        fixed += weights * (formats.compute_bytes + 1)
+        per_sequence += op.rows * op.depth * (formats.compute_bytes + 1)
+    return Traffic(per_sequence, fixed)
 
 
 def update_bytes_per_parameter(formats: Formats, moments: int) -> int:

@@ -5,10 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flopwise.core.errors import FlopwiseError
+from flopwise.core.errors import FlopwiseError, shown, unknown_name
 
 LARGEST_SIDE = 2**31 - 1
 """Shapes beyond this overflow the 32-bit sizes of today's kernels; such a number is a typing mistake."""
+
+ACTIVATIONS = ("silu", "gelu", "relu", "relu2", "relu6", "leaky_relu", "mish", "sigmoid", "tanh", "linear")
+"""Activations that a feed-forward part may have; all read and write the same bytes."""
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that a table or a file could not print."""
+    if not name.strip() or not name.isprintable():
+        raise FlopwiseError(
+            f"a model cannot be called {shown(name)}",
+            why="a name is printed in tables: it has letters, and no line breaks or control characters",
+            hint='name = "my-model"',
+        )
 
 
 def check_positive(owner: str, **numbers: int) -> None:
@@ -16,12 +29,13 @@ def check_positive(owner: str, **numbers: int) -> None:
     for field, number in numbers.items():
         if number < 1:
             raise FlopwiseError(
-                f"{owner}: {field} must be at least 1, got {number}",
+                f"{owner}: {field} must be at least 1, got {shown(number)}",
                 why="a size counts layers, heads, tokens or channels",
+                hint=f"{field} = 1 or more",
             )
         if number > LARGEST_SIDE:
             raise FlopwiseError(
-                f"{owner}: {field} = {number:,} is too large",
+                f"{owner}: {field} = {shown(number)} is too large",
                 why=f"a side of a tensor is at most {LARGEST_SIDE:,}",
                 hint="check the number for a digit too many",
             )
@@ -78,8 +92,11 @@ class Transformer:
     labels: int | None = None
     """Classes of a classifier."""
     token_types: int = 0
+    note: str | None = None
+    """What a reader of a prediction should know, such as what had to be assumed."""
 
     def __post_init__(self) -> None:
+        check_name(self.name)
         # A frozen dataclass with derived defaults: set once, here, before anybody sees it.
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)
@@ -108,25 +125,47 @@ class Transformer:
             )
         if self.positions == "rotary" and self.head_dim % 2:
             raise FlopwiseError(
-                f"{self.name}: rotary positions turn pairs of channels, so head_dim = {self.head_dim} must be even"
+                f"{self.name}: rotary positions turn pairs of channels, so head_dim = {self.head_dim} must be even",
+                hint=f"head_dim = {self.head_dim + 1}, or other positions",
             )
         if self.window is not None:
             check_positive(self.name, window=self.window)
 
     def _check_options(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise unknown_name(
+                "activation", self.activation, ACTIVATIONS, hint=f"activation is one of {', '.join(ACTIVATIONS)}"
+            ).within(self.name)
         if self.position_rows is not None:
             check_positive(self.name, position_rows=self.position_rows)
-        if min(self.experts, self.experts_per_token, self.token_types) < 0:
-            raise FlopwiseError(f"{self.name}: experts, experts_per_token and token_types cannot be negative")
+            if self.positions != "learned":
+                raise FlopwiseError(
+                    f"{self.name}: position_rows is for learned positions, and these are {self.positions}",
+                    hint='leave out position_rows, or positions = "learned"',
+                )
+        if self.token_types:
+            check_positive(self.name, token_types=self.token_types)
+        self._check_experts()
+        if self.labels is not None:
+            check_positive(self.name, labels=self.labels)
+        elif self.head == "classifier":
+            raise FlopwiseError(
+                f"{self.name}: a classifier needs `labels`, the number of its classes", hint="labels = 2"
+            )
+
+    def _check_experts(self) -> None:
+        if self.experts:
+            check_positive(self.name, experts=self.experts)
+        if not self.experts and self.experts_per_token:
+            raise FlopwiseError(
+                f"{self.name}: experts_per_token = {shown(self.experts_per_token)} without experts",
+                hint="give `experts`, or leave out experts_per_token",
+            )
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             raise FlopwiseError(
-                f"{self.name}: {self.experts_per_token} of {self.experts} experts per token is not possible",
+                f"{self.name}: {shown(self.experts_per_token)} of {self.experts} experts per token is not possible",
                 hint="experts_per_token between 1 and experts",
             )
-        if self.head == "classifier":
-            if self.labels is None:
-                raise FlopwiseError(f"{self.name}: a classifier needs `labels`, the number of its classes")
-            check_positive(self.name, labels=self.labels)
 
     @property
     def query_width(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from flopwise.core.op import Attention, AttentionKernel, Gemm, Op, SaveLevel, Streaming, Tensor, Weight
+from flopwise.core.op import Attention, AttentionKernel, Gemm, Op, SaveLevel, Streaming, StreamingKind, Tensor, Weight
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import Work
 
@@ -90,7 +90,7 @@ class _Builder:
         inputs: tuple[str, ...],
         outputs: tuple[str, ...],
         *,
-        kind: Literal["norm", "pointwise", "embedding", "cross_entropy"] = "pointwise",
+        kind: StreamingKind = "pointwise",
         needs: tuple[str, ...] = (),
         weights: tuple[Weight, ...] = (),
         eager_kernels: int = 1,
@@ -166,12 +166,12 @@ class _Builder:
         if model.norm_place == "post":
             self.attention("input")
             self.tensor("middle_sum", width, SaveLevel.EVERYTHING)
-            self.streaming("residual1", ("input", "projected"), ("middle_sum",))
-            self.tensor("middle", width, SaveLevel.EVERYTHING)
+            self.streaming("residual1", ("input", "projected"), ("middle_sum",), kind="residual")
+            self.tensor("middle", width)
             self.norm("norm1", "middle_sum", "middle")
             self.feed_forward("middle")
             self.tensor("output_sum", width, SaveLevel.EVERYTHING)
-            self.streaming("residual2", ("middle", "fed"), ("output_sum",))
+            self.streaming("residual2", ("middle", "fed"), ("output_sum",), kind="residual")
             self.tensor("output", width)
             self.norm("norm2", "output_sum", "output")
         else:
@@ -183,21 +183,23 @@ class _Builder:
                 self.norm("norm2", "input", "normed2")
                 self.feed_forward("normed2")
                 self.tensor("output", width)
-                self.streaming("residual", ("input", "projected", "fed"), ("output",), eager_kernels=2)
+                branches = ("input", "projected", "fed")
+                self.streaming("residual", branches, ("output",), kind="residual", eager_kernels=2)
             else:
                 self.tensor("middle", width, SaveLevel.EVERYTHING)
-                self.streaming("residual1", ("input", "projected"), ("middle",))
+                self.streaming("residual1", ("input", "projected"), ("middle",), kind="residual")
                 self.norm("norm2", "middle", "normed2")
                 self.feed_forward("normed2")
                 self.tensor("output", width)
-                self.streaming("residual2", ("middle", "fed"), ("output",))
+                self.streaming("residual2", ("middle", "fed"), ("output",), kind="residual")
         self.layers, self.in_block = 1, False
 
     def attention(self, source: str) -> None:
         model, tokens = self.model, self.tokens
         query_size, kv_size = tokens * model.query_width, tokens * model.kv_width
         rotary = model.positions == "rotary"
-        self.tensor("query", query_size, SaveLevel.EVERYTHING)
+        # With a norm on the queries, what the product wrote is kept, and the queries follow from it without one.
+        self.tensor("query", query_size, SaveLevel.TRANSIENT if model.qk_norm else SaveLevel.EVERYTHING)
         self.tensor("key", kv_size, SaveLevel.CONTEXT)
         self.tensor("value", kv_size, SaveLevel.CONTEXT)
         query, key = "query", "key"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 
-from flopwise.core.errors import FlopwiseError
+from flopwise.core.errors import FlopwiseError, shown
 
 BINARY_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 DECIMAL_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
@@ -17,13 +17,23 @@ TOKEN_UNITS = {"": 1, "k": 2**10, "M": 2**20, "G": 2**30}
 LARGEST_COUNT = 2**53
 """Beyond this a float no longer holds every whole number; no batch is that large."""
 
-_QUANTITY = re.compile(r"\s*([+-]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*", re.ASCII)
+_WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?:_\d{3})+|\d+)"
+"""Digits, in groups of three where they are grouped: `512,1024` is two numbers, not one."""
+_QUANTITY = re.compile(rf"\s*([+-]?(?:{_WHOLE}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*", re.ASCII)
 
 
 def _split(text: str, what: str, example: str) -> tuple[float, str]:
     match = _QUANTITY.fullmatch(text)
     if match is None:
-        raise FlopwiseError(f"cannot read {text!r} as {what}", why="a number with a unit is expected", hint=example)
+        if "," in text:
+            raise FlopwiseError(
+                f"cannot read {shown(text)} as {what}",
+                why="a comma only groups thousands, as in 8,192",
+                hint=f"several values are not supported here yet; run it once for each ({example})",
+            )
+        raise FlopwiseError(
+            f"cannot read {shown(text)} as {what}", why="a number with a unit is expected", hint=example
+        )
     number = float(match[1].replace("_", "").replace(",", ""))
     if not math.isfinite(number):
         raise FlopwiseError(f"{text!r} is too large", hint=example)
@@ -37,6 +47,12 @@ def parse_bytes(text: str | float) -> int:
     example = "for instance 40GiB (2^30 bytes each) or 40GB (10^9)"
     number, unit = _split(str(text), "a size in bytes", example)
     units = {name.lower(): size for name, size in (*BINARY_UNITS.items(), *DECIMAL_UNITS.items())}
+    if re.fullmatch(r"[KMGTP]i?b", unit):
+        raise FlopwiseError(
+            f"cannot read {text!r} as a size in bytes",
+            why=f"{unit!r} means bits: a byte is a capital B",
+            hint=f"{number:g}{unit[:-1]}B, or {example}",
+        )
     if unit and unit.lower() not in units:
         bare = unit.lower().rstrip("b")
         why = f"{unit!r} is not a unit of bytes"

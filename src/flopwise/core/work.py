@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
 
-from flopwise.core.op import Attention, AttentionKernel, Convention, Op, SaveLevel, Streaming, Tensor
+from flopwise.core.op import Attention, AttentionKernel, Convention, Op, Pairs, SaveLevel, Streaming, Tensor
 
 Recompute = Literal["none", "everything", "attention", "context", "input", "full"]
 RECOMPUTE_POLICIES: tuple[Recompute, ...] = ("none", "everything", "attention", "context", "input", "full")
 """From the most memory to the least.
 
 none        keep all that backward reads; nothing is made again
-everything  keep every matrix product's and attention's result; norms and activations are made again
+everything  keep what only a matrix product or attention could make again; norms and activations are made again
 attention   keep the block's input, keys, values and attention's result
 context     keep the block's input, keys and values
-input       keep the block's input; make again what backward reads, and not the last product, which it does not
-full        keep the block's input and run the whole block again, as plain checkpointing does
+input       keep the block's input and make again what backward reads: not the last product. torch's checkpoint does so
+full        keep the block's input and run the whole block again, as checkpointing without an early stop does
 """
 
 _LEVEL: dict[Recompute, SaveLevel] = {
@@ -65,7 +65,7 @@ class Work:
         if convention == "causal":
             return op.forward_flops("mask")
         if isinstance(op, Attention):
-            return op.forward_flops("full")
+            return op.forward_flops("reach")
         return 2 * op.active_parameters * self.sequence_tokens
 
     def model_flops(self, convention: Convention) -> int:
@@ -82,7 +82,8 @@ class Work:
         forward = self.forward_flops(op, convention)
         backward = 2 * forward
         if isinstance(op, Attention):
-            pairs: Literal["mask", "full"] = "mask" if convention == "causal" and self.kernel == "flash" else "full"
+            counted: Pairs = "mask" if convention == "causal" else "reach"
+            pairs: Pairs = counted if self.kernel == "flash" else "square"
             forward = op.forward_flops(pairs)
             backward = op.backward_flops(self.kernel, pairs)
         return forward + backward + int(forward * again)
@@ -129,6 +130,9 @@ class Work:
         return inside, {name for op in self.ops if not op.in_block for name in op.needs}
 
     def _share_made(self, op: Op, made: set[str]) -> Fraction:
+        if isinstance(op, Attention):
+            # Eager attention is two products: scores, and their sum with the values. The scores alone are half.
+            return Fraction(1) if self.kernel == "flash" or "attended" in made else Fraction(1, 2)
         main = [name for name in op.outputs if self.tensors[name].format == "compute"] or list(op.outputs)
         again = sum(self.tensors[name].elements for name in main if name in made)
         # Only a by-product (a norm's statistics) is missing: it costs the whole kernel all the same.

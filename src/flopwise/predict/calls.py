@@ -9,15 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flopwise.core.describe import describe
 from flopwise.core.formats import WIDTH_BYTES, Formats
-from flopwise.core.op import Attention, Gemm, Op, Streaming, kind_of
-from flopwise.core.traffic import Traffic, backward_traffic, forward_traffic, scaled, update_bytes_per_parameter
+from flopwise.core.model import Model
+from flopwise.core.op import Attention, AttentionKernel, Gemm, Op, Streaming, kind_of
+from flopwise.core.traffic import (
+    Traffic,
+    backward_traffic,
+    cast_bytes,
+    forward_traffic,
+    scaled,
+    update_bytes_per_parameter,
+)
 from flopwise.core.work import Recompute, Work
-from flopwise.core.workload import MOMENTS, Fusion, Optimizer
+from flopwise.core.workload import MOMENTS, Fusion, Optimizer, Workload
 
 Floats = NDArray[np.float64]
 
@@ -87,12 +97,33 @@ class StepCalls:
     streams: tuple[StreamingCall, ...]
 
 
-def step_calls(work: Work, formats: Formats, policy: Recompute, fusion: Fusion, optimizer: Optimizer) -> StepCalls:
-    """List the kernels of a step, operators first in the model's order and the optimizer's update last."""
-    lister = _Lister(work, formats, fusion)
-    again = work.recomputed(policy)
+@lru_cache(maxsize=512)
+def calls_for(
+    model: Model,
+    *,
+    sequence_tokens: int,
+    kernel: AttentionKernel,
+    formats: Formats,
+    policy: Recompute,
+    fusion: Fusion,
+    optimizer: Optimizer,
+    accumulate: bool,
+) -> StepCalls:
+    """`step_calls`, remembered."""
+    work = describe(model, sequence_tokens, kernel)
+    return step_calls(work, formats, policy, fusion, optimizer, accumulate=accumulate)
+
+
+def step_calls(
+    work: Work, formats: Formats, policy: Recompute, fusion: Fusion, optimizer: Optimizer, *, accumulate: bool = True
+) -> StepCalls:
+    """List the kernels of a micro-batch, operators first in the model's order and the optimizer's update last.
+
+    `accumulate`: gradients are added to those of an earlier micro-batch, so they are read too.
+    """
+    lister = _Lister(work, formats, fusion, work.recomputed(policy), accumulate)
     for index, op in enumerate(work.ops):
-        lister.add(index, op, again.get(op.name, Fraction(0)))
+        lister.add(index, op)
     update = StreamingCall(
         len(work.ops),
         Phase.UPDATE,
@@ -108,16 +139,35 @@ def step_calls(work: Work, formats: Formats, policy: Recompute, fusion: Fusion, 
     )
 
 
+def calls_of(model: Model, workload: Workload) -> StepCalls:
+    """The kernels of a workload's micro-batch; its size and that of the batch do not change them."""
+    return calls_for(
+        model,
+        sequence_tokens=workload.sequence_tokens,
+        kernel=workload.attention,
+        formats=workload.formats,
+        policy=workload.recompute,
+        fusion=workload.fusion,
+        optimizer=workload.optimizer,
+        accumulate=workload.accumulation_steps > 1,
+    )
+
+
 class _Lister:
-    def __init__(self, work: Work, formats: Formats, fusion: Fusion) -> None:
+    def __init__(
+        self, work: Work, formats: Formats, fusion: Fusion, again: dict[str, Fraction], accumulate: bool
+    ) -> None:
         self.work = work
         self.formats = formats
         self.fused = fusion == "fused"
+        self.again = again
+        self.accumulate = accumulate
         self.gemms: list[GemmCall] = []
         self.attentions: list[AttentionCall] = []
         self.streams: list[StreamingCall] = []
 
-    def add(self, index: int, op: Op, again: Fraction) -> None:
+    def add(self, index: int, op: Op) -> None:
+        again = self.again.get(op.name, Fraction(0))
         if isinstance(op, Gemm):
             self._gemm(index, op, again)
         elif isinstance(op, Attention) and self.work.kernel == "flash":
@@ -130,15 +180,16 @@ class _Lister:
     def _gemm(self, index: int, op: Gemm, again: Fraction) -> None:
         rows, depth, columns = op.rows / op.groups, op.depth, op.columns
         count = op.layers * op.calls
-        # The blocks multiply in the matrix format; embedding and head are left in that of the activations.
-        number_format = self.formats.matrix if op.in_block else self.formats.compute
+        number_format = self.formats.matrix if op.in_block else self.formats.sensitive
         width = self.formats.compute_bytes
 
-        def call(phase: Phase, m: tuple[float, float], k: tuple[float, float], n: float, *, times: int = count) -> None:
-            self.gemms.append(GemmCall(index, phase, times, m, k, n, op.groups, number_format, width))
+        def call(phase: Phase, inner: float, outer: float) -> None:
+            self.gemms.append(
+                GemmCall(index, phase, count, (0.0, rows), (inner, 0.0), outer, op.groups, number_format, width)
+            )
 
-        call(Phase.FORWARD, (0.0, rows), (depth, 0.0), columns)
-        call(Phase.BACKWARD, (0.0, rows), (columns, 0.0), depth)
+        call(Phase.FORWARD, depth, columns)
+        call(Phase.BACKWARD, columns, depth)
         # The weight gradient sums over all calls of a layer: one product over the time steps of a recurrent cell.
         self.gemms.append(
             GemmCall(
@@ -151,23 +202,24 @@ class _Lister:
                 op.groups,
                 number_format,
                 WIDTH_BYTES[self.formats.gradients],
-                accumulate=True,
+                self.accumulate,
             )
         )
         if again:
-            call(Phase.RECOMPUTE, (0.0, rows), (depth, 0.0), columns * float(again))
-        if number_format == "fp8":
-            self._casts(index, op)
+            call(Phase.RECOMPUTE, depth, columns * float(again))
+        self._casts(index, op)
 
     def _casts(self, index: int, op: Gemm) -> None:
-        """To fp8 and its scale: read in the activations' format, write one byte; input and weight, then gradient."""
-        width = self.formats.compute_bytes + 1
-        count = op.layers * op.calls
-        weights = sum(weight.elements for weight in op.weights) * width
-        self.streams.append(
-            StreamingCall(index, Phase.FORWARD, count, (float(weights), float(op.rows * op.depth * width)), 2)
-        )
-        self.streams.append(StreamingCall(index, Phase.BACKWARD, count, (0.0, float(op.rows * op.columns * width)), 1))
+        """Operands into the products' format: weights once a layer, and for fp8 what goes in and comes back."""
+        cast = cast_bytes(op, self.formats)
+        if cast.fixed:
+            self.streams.append(StreamingCall(index, Phase.FORWARD, op.layers, (float(cast.fixed), 0.0)))
+        if cast.per_sequence:
+            width = self.formats.compute_bytes + 1
+            count = op.layers * op.calls
+            gradient = float(op.rows * op.columns * width)
+            self.streams.append(StreamingCall(index, Phase.FORWARD, count, (0.0, float(cast.per_sequence))))
+            self.streams.append(StreamingCall(index, Phase.BACKWARD, count, (0.0, gradient)))
 
     def _flash(self, index: int, op: Attention, again: Fraction) -> None:
         copies = op.layers * op.calls
@@ -175,7 +227,7 @@ class _Lister:
         backward = op.backward_flops("flash") / copies
         read = forward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence
         gradients = backward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence
-        area = op.twice_pairs("mask") / op.twice_pairs("full")
+        area = op.twice_pairs("mask") / op.twice_pairs("square")
         calls = [(Phase.FORWARD, forward, read), (Phase.BACKWARD, backward, gradients)]
         if again:
             calls.append((Phase.RECOMPUTE, forward, read))
@@ -191,46 +243,51 @@ class _Lister:
                     op.heads,
                     op.head_dim,
                     area,
-                    self.formats.compute,
+                    self.formats.sensitive,
                 )
             )
 
     def _eager_attention(self, index: int, op: Attention, again: Fraction) -> None:
-        """Scores, a masked softmax over the whole square, and the weighted sum; each a kernel of its own."""
+        """Scores, a masked softmax over the whole square, and the weighted sum; each a kernel of its own.
+
+        The softmax's scale, mask, maximum-and-sum and quotient are two passes of a read and a write; its backward
+        reads the probabilities and their gradient and writes that of the scores.
+        """
         tokens, dim, width = float(op.tokens), float(op.head_dim), self.formats.compute_bytes
-        copies, compute = op.layers * op.calls, self.formats.compute
-        square = float(op.tokens) ** 2 * op.heads * width
-        phases = [(Phase.FORWARD, 1, 4), (Phase.BACKWARD, 2, 3)]
+        copies, square = op.layers * op.calls, float(op.tokens) ** 2 * op.heads * width
+        scores, summed = (dim, tokens), (tokens, dim)
+        phases = [(Phase.FORWARD, [scores, summed], 4), (Phase.BACKWARD, [scores, summed] * 2, 3)]
         if again:
-            phases.append((Phase.RECOMPUTE, 1, 4))
-        for phase, times, passes in phases:
-            for depth, columns in ((dim, tokens), (tokens, dim)):
+            phases.append((Phase.RECOMPUTE, [scores] if again < 1 else [scores, summed], 4))
+        for phase, products, passes in phases:
+            for depth, columns in products:
                 # The heads of all sequences are groups of one batched product: rows grow, groups stay.
                 self.gemms.append(
                     GemmCall(
                         index,
                         phase,
-                        copies * times,
+                        copies,
                         (0.0, tokens),
                         (depth, 0.0),
                         columns,
                         op.heads,
-                        compute,
+                        self.formats.sensitive,
                         width,
                     )
                 )
-            self.streams.append(StreamingCall(index, phase, copies, (0.0, square * passes), passes))
+            self.streams.append(StreamingCall(index, phase, copies, (0.0, square * passes), 2))
 
     def _streaming(self, index: int, op: Op, again: Fraction) -> None:
         assert isinstance(op, Streaming)
         kernels = 1 if self.fused else op.eager_kernels
-        forward = forward_traffic(self.work, op, self.formats, fused=self.fused)
         phases: list[tuple[Phase, Traffic]] = [
-            (Phase.FORWARD, forward),
+            (Phase.FORWARD, forward_traffic(self.work, op, self.formats, fused=self.fused)),
             (Phase.BACKWARD, backward_traffic(self.work, op, self.formats, fused=self.fused)),
         ]
         if again:
-            phases.append((Phase.RECOMPUTE, scaled(forward, again)))
+            made = frozenset(self.again)
+            remade = forward_traffic(self.work, op, self.formats, fused=self.fused, after=made)
+            phases.append((Phase.RECOMPUTE, scaled(remade, again)))
         for phase, traffic in phases:
             self.streams.append(
                 StreamingCall(

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import get_args
+
+import numpy as np
 
 from flopwise.core.describe import describe
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.formats import POLICIES, Formats
+from flopwise.core.errors import FlopwiseError, unknown_name
+from flopwise.core.formats import POLICIES, Formats, parse_formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
 from flopwise.core.op import AttentionKernel
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import RECOMPUTE_POLICIES, Recompute, Work
-from flopwise.core.workload import Fusion, Optimizer, Workload
+from flopwise.core.workload import MOMENTS, Fusion, Optimizer, Workload
+from flopwise.predict.calls import calls_of
+from flopwise.predict.costs import repeated, step_costs
 from flopwise.predict.memory import device_bytes, usable_bytes
+
+AUTO_POLICIES = tuple(policy for policy in RECOMPUTE_POLICIES if policy != "full")
+"""`full` takes the memory of `input` and more time, so it is only ever asked for."""
 
 DEFAULT_SEQUENCE_TOKENS = 8192
 DEFAULT_BATCH_TOKENS = 2**19
@@ -23,18 +31,37 @@ DEFAULT_CLASSIFIER_SEQUENCES = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What was asked for; None where flopwise is to choose."""
+    """What was asked for; None where flopwise is to choose. `formats` may be a policy's name."""
 
     sequence_tokens: int | None = None
     batch_sequences: int | None = None
     batch_tokens: int | None = None
     micro_batch_sequences: int | None = None
-    formats: Formats | None = None
+    formats: Formats | str | None = None
     recompute: Recompute | None = None
     attention: AttentionKernel = "flash"
     fusion: Fusion = "fused"
     optimizer: Optimizer = "adamw"
     device_memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = ("sequence_tokens", "batch_sequences", "batch_tokens", "micro_batch_sequences", "device_memory_bytes")
+        for field in counts:
+            value = getattr(self, field)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise FlopwiseError(f"{field} must be a whole number of at least 1, got {value!r}", hint="None: auto")
+        words = {
+            "recompute": RECOMPUTE_POLICIES,
+            "attention": get_args(AttentionKernel),
+            "fusion": get_args(Fusion),
+            "optimizer": tuple(MOMENTS),
+        }
+        for field, known in words.items():
+            value = getattr(self, field)
+            if value not in known and not (field == "recompute" and value is None):
+                raise unknown_name(field, str(value), known, hint=f"one of {', '.join(known)}")
+        if isinstance(self.formats, str):
+            object.__setattr__(self, "formats", parse_formats(self.formats))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +74,10 @@ class Chosen:
 
 
 def choose(model: Model, hardware: Hardware, request: Request) -> Chosen:
-    """Complete a request: the usual number format, the least recompute that fits, the largest micro-batch that fits."""
+    """Complete a request: the usual number format, the fastest recompute and micro-batch that fit."""
     reasons: dict[str, str] = {}
     formats = request.formats or _formats(hardware, reasons)
+    assert isinstance(formats, Formats)  # Request has turned a name into its policy
     sequence = request.sequence_tokens or _sequence(model, reasons)
     batch = _batch(model, request, sequence, reasons)
     base = Workload(
@@ -62,14 +90,21 @@ def choose(model: Model, hardware: Hardware, request: Request) -> Chosen:
         fusion=request.fusion,
         optimizer=request.optimizer,
     )
-    work = describe(model, sequence, request.attention)
-    capacity = capacity_bytes(hardware, request)
-    return Chosen(workload=_fit(work, base, request, capacity, reasons), reasons=reasons)
+    return Chosen(workload=_fit(model, hardware, base, request, reasons), reasons=reasons)
 
 
 def capacity_bytes(hardware: Hardware, request: Request) -> int:
     """The user's cap, taken as it is, or the device's memory less a reserve."""
-    return usable_bytes(hardware) if request.device_memory_bytes is None else request.device_memory_bytes
+    cap, there = request.device_memory_bytes, int(hardware.device.dram.size_bytes.value)
+    if cap is None:
+        return usable_bytes(hardware)
+    if cap > there:
+        raise FlopwiseError(
+            f"a cap of {cap / 2**30:,.1f} GiB is more than {hardware.name} has",
+            why=f"it has {there / 2**30:,.1f} GiB of device memory",
+            hint="a smaller --device-mem, or leave it out to use all there is",
+        )
+    return cap
 
 
 def _formats(hardware: Hardware, reasons: dict[str, str]) -> Formats:
@@ -80,7 +115,8 @@ def _formats(hardware: Hardware, reasons: dict[str, str]) -> Formats:
 
 
 def _sequence(model: Model, reasons: dict[str, str]) -> int:
-    reasons["sequence_tokens"] = f"the model's {model.context:,}, at most {DEFAULT_SEQUENCE_TOKENS:,}"
+    own = model.context <= DEFAULT_SEQUENCE_TOKENS
+    reasons["sequence_tokens"] = "the model's own" if own else f"the model's own is {model.context:,}"
     return min(model.context, DEFAULT_SEQUENCE_TOKENS)
 
 
@@ -108,23 +144,35 @@ def _batch(model: Model, request: Request, sequence: int, reasons: dict[str, str
     return max(1, DEFAULT_BATCH_TOKENS // sequence)
 
 
-def _fit(work: Work, base: Workload, request: Request, capacity: int, reasons: dict[str, str]) -> Workload:
-    policies = (request.recompute,) if request.recompute else RECOMPUTE_POLICIES
+def _fit(model: Model, hardware: Hardware, base: Workload, request: Request, reasons: dict[str, str]) -> Workload:
+    """The fastest of the recompute policies, each with the largest micro-batch that fits."""
+    capacity = capacity_bytes(hardware, request)
+    work = describe(model, base.sequence_tokens, base.attention)
+    policies = (request.recompute,) if request.recompute else AUTO_POLICIES
+    found = []
     for policy in policies:
         workload = replace(base, recompute=policy)
         if request.micro_batch_sequences is None:
             workload = replace(workload, micro_batch_sequences=max(1, largest_micro_batch(work, workload, capacity)))
         if device_bytes(work, workload).total <= capacity:
-            break
-    else:
-        if request.recompute is None:
-            reasons["recompute"] = "nothing fits; this takes the least memory"
-        return workload
+            found.append(workload)
+    fits = bool(found)
+    # Of equally fast ones the first recomputes the least.
+    chosen = min(found, key=lambda one: step_seconds(model, hardware, one)) if fits else workload
     if request.recompute is None:
-        reasons["recompute"] = "the least that fits"
+        reasons["recompute"] = "the fastest that fits" if fits else "nothing fits; this takes the least memory"
     if request.micro_batch_sequences is None:
-        reasons["micro_batch_sequences"] = "the largest that fits"
-    return workload
+        whole = chosen.micro_batch_sequences == chosen.batch_sequences
+        largest = "the whole batch" if whole else "the largest that fits"
+        reasons["micro_batch_sequences"] = largest if fits else "the smallest there is"
+    return chosen
+
+
+def step_seconds(model: Model, hardware: Hardware, workload: Workload) -> float:
+    """Predicted time of a step."""
+    sizes = workload.micro_batches()
+    costs = step_costs(calls_of(model, workload), hardware, np.array([float(sequences) for sequences, _ in sizes]))
+    return float(repeated(costs, sizes)[0].sum())
 
 
 def largest_micro_batch(work: Work, workload: Workload, capacity: int) -> int:

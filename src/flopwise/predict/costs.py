@@ -14,7 +14,7 @@ from flopwise.core.formats import WIDTH_BYTES
 from flopwise.core.hardware import Hardware
 from flopwise.predict.attention import CAUSES as ATTENTION_CAUSES
 from flopwise.predict.attention import attention_times
-from flopwise.predict.calls import AttentionCall, Floats, GemmCall, Phase, StreamingCall
+from flopwise.predict.calls import AttentionCall, Floats, GemmCall, Phase, StepCalls, StreamingCall
 from flopwise.predict.gemm import CAUSES as GEMM_CAUSES
 from flopwise.predict.gemm import gemm_times
 from flopwise.predict.streaming import CAUSES as STREAMING_CAUSES
@@ -54,11 +54,12 @@ def peak_flops(hardware: Hardware, number_format: str) -> float:
     """The device's dense peak in a format, or an error that names the formats it has."""
     peaks = hardware.device.peak_flops
     if number_format not in peaks:
-        instead = {"bf16": "fp16-mixed or fp32", "fp16": "bf16 or fp32", "tf32": "fp32", "fp8": "bf16"}
+        policies = {"bf16": "bf16", "fp16": "fp16-mixed", "tf32": "tf32", "fp32": "fp32"}
+        possible = [policy for name, policy in policies.items() if name in peaks]
         raise FlopwiseError(
             f"{hardware.name} has no peak for {number_format} matrix products",
             why=f"its description has {', '.join(peaks)}",
-            hint=f"--precision {instead.get(number_format, 'auto')}",
+            hint=f"--precision {' or '.join(possible)}" if possible else "another device",
         )
     return peaks[number_format].value
 
@@ -86,16 +87,18 @@ def _costs(
 
 
 def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats) -> Costs:
-    """Matrix products; a side below one row (few tokens, many experts) is one row."""
+    """Matrix products; with fewer tokens than experts, as many experts work as there are tokens, on one each."""
     peaks = {name: peak_flops(hardware, name) for name in {call.number_format for call in calls}}
+    rows = _linear([call.rows for call in calls], sequences)
+    depth = _linear([call.depth for call in calls], sequences)
     times = gemm_times(
         hardware.device,
         hardware.efficiency,
-        np.maximum(_linear([call.rows for call in calls], sequences), 1.0),
-        np.maximum(_linear([call.depth for call in calls], sequences), 1.0),
+        np.maximum(rows, 1.0),
+        np.maximum(depth, 1.0),
         _column([call.columns for call in calls]),
         peak_flops=_column([peaks[call.number_format] for call in calls]),
-        groups=_column([call.groups for call in calls]),
+        groups=_column([call.groups for call in calls]) * np.minimum(np.minimum(rows, depth), 1.0),
         operand_bytes=_column([WIDTH_BYTES[call.number_format] for call in calls]),
         output_bytes=_column([call.output_bytes for call in calls]),
         accumulate=_column([call.accumulate for call in calls]),
@@ -144,3 +147,23 @@ def joined(parts: Sequence[Costs]) -> Costs:
         bytes=np.concatenate([part.bytes for part in parts]),
         cause=np.concatenate([part.cause for part in parts]),
     )
+
+
+def step_costs(calls: StepCalls, hardware: Hardware, sequences: Floats) -> Costs:
+    """Cost of each kernel for micro-batches of `sequences` sequences."""
+    parts = [gemm_costs(calls.gemms, hardware, sequences), streaming_costs(calls.streams, hardware, sequences)]
+    if calls.attentions:
+        parts.append(attention_costs(calls.attentions, hardware, sequences))
+    return joined(parts)
+
+
+def repeated(costs: Costs, micro_batches: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
+    """Seconds and bytes of each call over a step whose micro-batches are (sequences, how many).
+
+    A micro-batch's kernels run once for each; the update runs once a step, whatever the micro-batches.
+    """
+    repeats = np.array([float(count) for _, count in micro_batches])
+    once = np.zeros_like(repeats)
+    once[0] = 1.0
+    weights = np.where((costs.phase == Phase.UPDATE)[:, None], once, repeats)
+    return costs.seconds * weights, costs.bytes * weights

@@ -13,8 +13,11 @@ longer side of the output) on U units:
 
 Of the U tiles in flight half find each other's operands in L2. They form a super-tile of P × Q outputs (P·Q = U·R·C/2,
 as square as the product allows), whose operands come from DRAM once: reads = groups · k · bytes · (long · max(1,
-short/Q) + short · max(1, long/P)). The parts of a split are summed through L2 in fp32. The tile is the fastest of the
-device's menu.
+short/Q) + short · max(1, long/P)). The parts of a split are summed through L2 in fp32.
+
+The levels' sizes decide what is possible: a tile's operands, two stages deep, must fit a GPU unit's shared memory; the
+super-tile's operands must fit the L2; an accelerator's buffer or a CPU's cache holds a square of outputs with its two
+operands, P·Q = size / (3 · bytes). The tile is the fastest of the device's menu that fits.
 
 The idea (traffic at every level from a tile of that level's size, the slowest level decides) is that of DeepFlow
 (Ardalani et al., arXiv 2211.03309); waves and fill follow NVIDIA's guide "Matrix Multiplication Background". The
@@ -44,6 +47,10 @@ SPLIT_DEPTH = 512.0
 """Libraries do not split the depth into shallower parts; 512 fits the small grids timed on an A100 and an H200."""
 SHARED_TILES = 0.5
 """Share of the tiles in flight that meet in L2: they drift apart, and the A100's and H100's L2 are two halves."""
+DRIFT_DEPTH = 512.0
+"""Depth over which a super-tile's operands stay in L2, so that its tiles need not run in step."""
+STAGED_DEPTH = 64.0
+"""Depth of a tile's operands that a unit holds at once: two stages of 32."""
 PARTIAL_BYTES = 8.0
 """An fp32 partial sum is written once and read once."""
 
@@ -93,6 +100,12 @@ class _Rates:
     partial: float
     """Where partial sums go: L2, or DRAM when the L2's bandwidth is unknown."""
     gemm: GemmEfficiency
+    shared_bytes: float
+    """What one unit can hold of its tile's operands; infinite when unknown or not managed by tile."""
+    l2_bytes: float
+    """What the super-tile's operands may take; infinite when unknown."""
+    store_bytes: float
+    """On-chip memory that a program lays its operands out in by itself: an accelerator's buffer, a CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +167,17 @@ def _fastest(products: _Products, rates: _Rates) -> _Costs:
     costs = _costs(products, rates, *sides[0], tiles[0].share)
     if len(tiles) == 1:
         return costs
-    seconds = costs.slowest()
+    smallest = min(range(len(tiles)), key=lambda index: sides[index][0] * sides[index][1])
+
+    def slowest(index: int, found: _Costs) -> Floats:
+        staged = STAGED_DEPTH * sum(sides[index]) * products.operand_bytes
+        # A tile whose operands a unit cannot hold is no choice; the smallest always is one.
+        return np.where((staged > rates.shared_bytes) & (index != smallest), np.inf, found.slowest())
+
+    seconds = slowest(0, costs)
     chosen = np.zeros(seconds.shape, dtype=np.intp)
     for index in range(1, len(tiles)):
-        other = _costs(products, rates, *sides[index], tiles[index].share).slowest()
+        other = slowest(index, _costs(products, rates, *sides[index], tiles[index].share))
         np.copyto(chosen, index, where=other < seconds)
         seconds = np.minimum(seconds, other)
     # Costing the winners once more is cheaper than carrying four arrays through the search.
@@ -167,14 +187,18 @@ def _fastest(products: _Products, rates: _Rates) -> _Costs:
 
 def _rates(device: Device, efficiency: Efficiency) -> _Rates:
     dram = dram_bytes_per_s(device, efficiency)
-    level = device.level("l2")
+    level, shared = device.level("l2"), device.level("shared")
     known = level.bandwidth_bytes_per_s if level is not None else None
+    gpu, nearest = device.kind == "gpu", device.memory[0]
     return _Rates(
         units=device.units.value,
         dram=dram,
         l2=known.value if known else float("inf"),
         partial=known.value if known else dram,
         gemm=efficiency.gemm,
+        shared_bytes=shared.size_bytes.value / device.units.value if gpu and shared is not None else float("inf"),
+        l2_bytes=level.size_bytes.value if gpu and level is not None else float("inf"),
+        store_bytes=0.0 if gpu or nearest is device.dram else nearest.size_bytes.value,
     )
 
 
@@ -202,8 +226,11 @@ def _costs(
     compute_s = waves * (depth + gemm.fill_depth) * (2.0 * rows * columns / unit_flops) + tail_s
     l2_s = waves * depth * (products.operand_bytes * (rows + columns) * (units / rates.l2)) + tail_s
 
-    # The super-tile in flight is a square unless the product is narrower than that.
-    area = SHARED_TILES * units * rows * columns
+    # The super-tile that meets in L2 is a square unless the product is narrower than that. Where the program lays
+    # tiles out itself, two operands and the result share the store.
+    fitting = rates.l2_bytes / (2.0 * DRIFT_DEPTH * products.operand_bytes)
+    area = np.minimum(SHARED_TILES * units * rows * columns, fitting * fitting)
+    area = np.maximum(area, rates.store_bytes / (3.0 * products.operand_bytes))
     held_long = np.minimum(padded_long, np.maximum(np.sqrt(area), area / padded_short))
     held_short = area / held_long
     again_long = np.maximum(products.short / held_short, 1.0)

@@ -17,10 +17,9 @@ from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
 from flopwise.core.op import Convention
 from flopwise.core.workload import Workload
-from flopwise.predict.calls import Floats
-from flopwise.predict.costs import peak_flops
+from flopwise.predict.calls import Floats, calls_of
+from flopwise.predict.costs import peak_flops, step_costs
 from flopwise.predict.memory import device_bytes, usable_bytes
-from flopwise.predict.step import calls_for, step_costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ def step_grid(
     step_s, flops = np.empty(shape), np.empty((len(models), 1, len(batches)))
     memory = np.empty((len(models), 1, len(batches)))
     for row, model in enumerate(models):
-        calls = calls_for(model, workload)
+        calls = calls_of(model, workload)
         work = describe(model, workload.sequence_tokens, workload.attention)
         flops[row, 0] = sequences * float(work.model_flops(convention))
         memory[row, 0] = _memory(model, workload, sequences)

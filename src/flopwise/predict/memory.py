@@ -1,8 +1,9 @@
 """Device memory by owner, for one device that holds everything.
 
-What is counted is what the description says is alive at the worst moment: the start of the last block's backward,
-with every kept tensor of the micro-batch, plus the temporaries of one block's backward.
-Left out by owner, and kept free as a reserve instead: the driver's context, the allocator's fragmentation.
+What is counted is what the description says is alive at the worst moment of backward: the state, every kept tensor of
+the micro-batch, and either the logits or the temporaries of one block, whichever is more, since the logits are gone
+when the blocks' backward begins. State and gradients are all there from the start, as a trainer that preallocates them
+has it. Left out by owner, and kept free as a reserve: the driver's context, the allocator's fragmentation.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ def device_bytes(work: Work, workload: Workload) -> DeviceBytes:
     formats, sequences = workload.formats, workload.micro_batch_sequences
     master = WIDTH_BYTES[formats.master] if formats.master else 0
     moments = MOMENTS[workload.optimizer] * WIDTH_BYTES[formats.moments]
+    logits = sequences * logits_bytes(work, formats, workload.fusion)
+    # The blocks' temporaries take the logits' place; only what goes beyond it is memory of its own.
+    beyond = max(0, sequences * temporary_bytes(work, workload.recompute, formats) - logits)
     owners = {
         "weights": work.parameters * WIDTH_BYTES[formats.weights],
         "gradients": work.parameters * WIDTH_BYTES[formats.gradients],
         "optimizer": work.parameters * (moments + master),
         "activations": sequences * saved_bytes(work, workload.recompute, formats),
-        "logits": sequences * logits_bytes(work, formats, workload.fusion),
-        "workspace": workspace_bytes(work, workload.recompute, formats, sequences),
+        "logits": logits,
+        "workspace": beyond + cast_copy_bytes(work, formats) + LIBRARY_WORKSPACE_BYTES,
     }
     return DeviceBytes(**owners, total=sum(owners.values()))
 
@@ -54,25 +58,28 @@ def logits_bytes(work: Work, formats: Formats, fusion: Fusion) -> int:
     return tensor_bytes(logits, formats) + logits.elements * extra
 
 
-def workspace_bytes(work: Work, policy: Recompute, formats: Formats, sequences: int) -> int:
-    """Bytes of what lives only inside one block's backward.
+def temporary_bytes(work: Work, policy: Recompute, formats: Formats) -> int:
+    """Bytes of one sequence that live only inside one block's backward.
 
-    The tensors that are made again, the gradients of one operator's inputs and outputs beside the residual
-    stream's, flash attention's fp32 query gradient, and the libraries' scratch. Weights kept in a wider format
-    than the products' are cast once for the step, as torch.autocast caches them.
+    The tensors that are made again (those of every time step, for a recurrent layer), the gradients of one operator's
+    inputs and outputs beside the residual stream's, and flash attention's fp32 gradient of the queries.
     """
     kept = {tensor.name for tensor in work.saved(policy)}
-    again = {name for op in work.ops if op.in_block for name in op.needs} - kept
-    made = sum(tensor_bytes(work.tensors[name], formats) for name in again)
+    again = {name: op.calls for op in work.ops if op.in_block for name in op.needs if name not in kept}
+    made = sum(calls * tensor_bytes(work.tensors[name], formats) for name, calls in again.items())
     gradients = max(
-        sum(tensor_bytes(work.tensors[name], formats) for name in (*op.inputs, *op.outputs) if name != "logits")
+        sum(tensor_bytes(work.tensors[name], formats) for name in (*op.inputs, *op.outputs))
         for op in work.ops
+        if op.in_block
     )
-    stream = max(tensor_bytes(work.tensors[name], formats) for name in ("input", "last") if name in work.tensors)
-    query = max((4 * work.tensors["query"].elements for op in work.ops if isinstance(op, Attention)), default=0)
-    cast = 0
-    if WIDTH_BYTES[formats.weights] > formats.compute_bytes:
-        elements = sum(op.layers * weight.elements for op in work.ops if isinstance(op, Gemm) for weight in op.weights)
-        cast = elements * formats.compute_bytes
-    per_sequence = made + gradients + stream + (query if work.kernel == "flash" else 0)
-    return sequences * per_sequence + cast + LIBRARY_WORKSPACE_BYTES
+    stream = next(tensor_bytes(work.tensors[name], formats) for name in ("input", "below") if name in work.tensors)
+    flash = work.kernel == "flash" and any(isinstance(op, Attention) for op in work.ops)
+    return made + gradients + stream + (4 * work.tensors["query"].elements if flash else 0)
+
+
+def cast_copy_bytes(work: Work, formats: Formats) -> int:
+    """Bytes of the weights' copy in the products' format, kept for the step as torch.autocast caches it."""
+    if WIDTH_BYTES[formats.weights] <= formats.compute_bytes:
+        return 0
+    elements = sum(op.layers * weight.elements for op in work.ops if isinstance(op, Gemm) for weight in op.weights)
+    return elements * formats.compute_bytes

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from functools import lru_cache
 
 import numpy as np
 
 from flopwise.core.describe import describe
+from flopwise.core.errors import unknown_name
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
-from flopwise.core.op import Convention
+from flopwise.core.op import CONVENTIONS, Convention
 from flopwise.core.prediction import OpPrediction, Prediction
+from flopwise.core.traffic import least_bytes
 from flopwise.core.work import Work
 from flopwise.core.workload import Workload
-from flopwise.predict.calls import Floats, Phase, StepCalls, step_calls
+from flopwise.predict.calls import Phase, calls_of
 from flopwise.predict.choose import Request, capacity_bytes, choose
-from flopwise.predict.costs import (
-    BOUND_NAMES,
-    CAUSES,
-    Costs,
-    attention_costs,
-    gemm_costs,
-    joined,
-    peak_flops,
-    streaming_costs,
-)
+from flopwise.predict.costs import BOUND_NAMES, CAUSES, peak_flops, repeated, step_costs
 from flopwise.predict.memory import device_bytes
+
+PALM_NOTE_MFU = 0.75
+"""Above this, `palm` shares say more about the convention than about the device."""
 
 
 def step(
@@ -34,6 +29,8 @@ def step(
 ) -> Prediction:
     """Predict one optimizer step; what the request leaves open is chosen, and noted."""
     request = request or Request()
+    if convention not in CONVENTIONS:
+        raise unknown_name("convention", str(convention), CONVENTIONS, hint=f"one of {', '.join(CONVENTIONS)}")
     choice = choose(model, hardware, request)
     workload = choice.workload
     work = describe(model, workload.sequence_tokens, workload.attention)
@@ -76,47 +73,29 @@ def step(
         fits=memory.total <= capacity,
         ops=ops,
         chosen=choice.reasons,
-        notes=_notes(hardware, workload),
+        notes=_notes(model, hardware, workload, model_flops / (step_s * peak), convention),
     )
-
-
-@lru_cache(maxsize=512)
-def calls_for(model: Model, workload: Workload) -> StepCalls:
-    """The kernels of a workload's micro-batch; the sizes of batch and micro-batch do not change them."""
-    work = describe(model, workload.sequence_tokens, workload.attention)
-    return step_calls(work, workload.formats, workload.recompute, workload.fusion, workload.optimizer)
-
-
-def step_costs(calls: StepCalls, hardware: Hardware, sequences: Floats) -> Costs:
-    """Cost of each kernel for micro-batches of `sequences` sequences."""
-    parts = [gemm_costs(calls.gemms, hardware, sequences), streaming_costs(calls.streams, hardware, sequences)]
-    if calls.attentions:
-        parts.append(attention_costs(calls.attentions, hardware, sequences))
-    return joined(parts)
 
 
 def _operators(
     model: Model, work: Work, workload: Workload, hardware: Hardware, convention: Convention
 ) -> tuple[OpPrediction, ...]:
-    calls = calls_for(model, workload)
+    calls = calls_of(model, workload)
     sizes = workload.micro_batches()
     costs = step_costs(calls, hardware, np.array([float(sequences) for sequences, _ in sizes]))
-    # A micro-batch's kernels run once for each; the update runs once a step, whatever the micro-batches.
-    repeats = np.array([float(count) for _, count in sizes])
-    once = np.zeros_like(repeats)
-    once[0] = 1.0
-    weights = np.where((costs.phase == Phase.UPDATE)[:, None], once, repeats)
-    seconds, moved = costs.seconds * weights, costs.bytes * weights
+    seconds, moved = repeated(costs, sizes)
     step_s = float(seconds.sum())
     again = work.recomputed(workload.recompute)
     found = []
     for index, name in enumerate(calls.names):
         mine = costs.op == index
         flops = model_flops = 0
+        least = round(float(moved[mine].sum()))
         if index < len(work.ops):
-            op = work.ops[index]
-            flops = work.hardware_flops(op, convention, again.get(name, Fraction(0)))
+            op, share = work.ops[index], again.get(name, Fraction(0))
+            flops = work.hardware_flops(op, convention, share)
             model_flops = 3 * work.forward_flops(op, convention)
+            least = sum(count * least_bytes(work, op, workload.formats, size, share) for size, count in sizes)
         causes = [float(seconds[mine][costs.cause[mine] == cause].sum()) for cause in range(len(CAUSES))]
         by_phase = [float(seconds[mine & (costs.phase == phase)].sum()) for phase in Phase]
         time_s = float(seconds[mine].sum())
@@ -127,12 +106,14 @@ def _operators(
                 flops=workload.batch_sequences * flops,
                 model_flops=workload.batch_sequences * model_flops,
                 bytes=round(float(moved[mine].sum())),
+                least_bytes=least,
                 time_s=time_s,
                 share=time_s / step_s,
                 bound=BOUND_NAMES[CAUSES[int(np.argmax(causes))]],
                 forward_s=by_phase[Phase.FORWARD],
                 backward_s=by_phase[Phase.BACKWARD],
                 recompute_s=by_phase[Phase.RECOMPUTE],
+                update_s=by_phase[Phase.UPDATE],
             )
         )
     return tuple(found)
@@ -142,8 +123,12 @@ def _source_kind(hardware: Hardware, key: str) -> str:
     return hardware.sources[key].kind
 
 
-def _notes(hardware: Hardware, workload: Workload) -> tuple[str, ...]:
-    notes = []
+def _notes(model: Model, hardware: Hardware, workload: Workload, mfu: float, convention: Convention) -> tuple[str, ...]:
+    notes = [model.note] if model.note else []
+    if workload.sequence_tokens > model.context:
+        notes.append(
+            f"{model.name} is made for sequences of {model.context:,} tokens, not {workload.sequence_tokens:,}"
+        )
     efficiency = hardware.efficiency
     parts = {
         "matrix products": efficiency.gemm.source,
@@ -155,4 +140,6 @@ def _notes(hardware: Hardware, workload: Workload) -> tuple[str, ...]:
         notes.append(f"efficiency of {', '.join(estimated)} on {hardware.name} is estimated, not measured")
     if workload.fusion == "eager":
         notes.append("activations are counted for fused kernels; plain code keeps more")
+    if convention == "palm" and mfu > PALM_NOTE_MFU:
+        notes.append("palm also counts look-ups and the masked half of attention, which are not executed")
     return tuple(notes)

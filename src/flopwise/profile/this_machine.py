@@ -11,20 +11,26 @@ import re
 import shutil
 import subprocess
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from flopwise.core.catalog import hardware_aliases, hardware_names, load_hardware
+from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names, load_hardware
 from flopwise.core.efficiency import AttentionEfficiency, Efficiency, GemmEfficiency, MemoryEfficiency, Tile
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.hardware import Device, Fact, Hardware, Host, MemoryLevel, Source
 
-THIS_MACHINE = "this-machine"
-THIS_CPU = "this-cpu"
-
 _FALLBACK_CACHE_BYTES = 32 * 2**20
+
+
+def find_hardware(name: str | Path) -> Hardware:
+    """A device by name or file; `this-machine` and `this-cpu` are what we run on."""
+    measured = {THIS_MACHINE: this_machine, THIS_CPU: this_cpu}
+    if isinstance(name, str) and name.lower() in measured:
+        return measured[name.lower()]()
+    return load_hardware(name)
 
 
 def this_machine() -> Hardware:
@@ -44,7 +50,7 @@ def this_machine() -> Hardware:
 
 
 def gpu_name() -> str | None:
-    """What nvidia-smi calls the first GPU, or None."""
+    """What nvidia-smi calls the first GPU, or None; a warning where it is there and cannot say."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -56,7 +62,10 @@ def gpu_name() -> str | None:
             timeout=10,
             check=True,
         )
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError) as error:
+        warnings.warn(
+            f"nvidia-smi does not name a GPU, so this is taken for a machine without one: {error}", stacklevel=2
+        )
         return None
     return answer.stdout.strip().splitlines()[0] if answer.stdout.strip() else None
 
@@ -182,4 +191,8 @@ def memory_bytes() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    raise FlopwiseError("cannot find out how much memory this machine has", why="/proc/meminfo does not say")
+    raise FlopwiseError(
+        "cannot find out how much memory this machine has",
+        why="/proc/meminfo does not say",
+        hint="name hardware of the catalogue: --on h100-sxm",
+    )

@@ -1,18 +1,20 @@
-"""The catalogue for people and for programs: one row per model or device."""
+"""What the catalogue holds: a record and a row of words per model or device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from flopwise.core.describe import describe
-from flopwise.core.hardware import Hardware
+from flopwise.core.hardware import NUMBER_FORMATS, Device, Hardware
 from flopwise.core.model import Model
 from flopwise.core.transformer import Transformer
 from flopwise.core.units import exact_tokens, show_bytes, show_count
 
 MODEL_COLUMNS = ("model", "parameters", "layers", "hidden", "heads", "context", "title")
-HARDWARE_COLUMNS = ("hardware", "bf16", "fp8", "memory", "bandwidth", "power", "title")
-WORDS = {"model", "hardware", "title"}
+HARDWARE_COLUMNS = ("hardware", "matrix peak", "fp8", "memory", "bandwidth", "power", "efficiency", "title")
+GIVING_WAY = ("title", "power", "fp8", "bandwidth")
+"""Columns that leave a narrow terminal's table, the first one first."""
+WORDS = {"model", "hardware", "efficiency", "title"}
 
 
 def model_record(model: Model) -> dict[str, object]:
@@ -40,10 +42,29 @@ def hardware_record(hardware: Hardware) -> dict[str, object]:
         "memory_bytes": int(device.dram.size_bytes.value),
         "bandwidth_bytes_per_s": bandwidth.value if bandwidth else None,
         "power_w": device.power_w.value if device.power_w else None,
-        "efficiency": hardware.sources[hardware.efficiency.gemm.source].kind,
+        "efficiency": efficiency_kind(hardware),
         "aliases": list(hardware.aliases),
         "title": hardware.title,
     }
+
+
+def efficiency_kind(hardware: Hardware) -> str:
+    """How the efficiencies of the kernels came about: measured, estimated, or in part each."""
+    efficiency = hardware.efficiency
+    keys = (efficiency.gemm.source, efficiency.attention.source, efficiency.memory.source)
+    estimated = [hardware.sources[key].kind == "estimated" for key in keys]
+    return "estimated" if all(estimated) else "partly measured" if any(estimated) else "measured"
+
+
+def flat_record(record: Mapping[str, object]) -> dict[str, object]:
+    """A record as one line of CSV: a column for each number format, aliases in one cell."""
+    flat: dict[str, object] = {}
+    for key, value in record.items():
+        if key == "peak_flops" and isinstance(value, dict):
+            flat.update({f"peak_{name}_flops": value.get(name) for name in NUMBER_FORMATS})
+        else:
+            flat[key] = " ".join(value) if isinstance(value, list) else value
+    return flat
 
 
 def model_rows(models: Sequence[Model]) -> list[list[str]]:
@@ -55,17 +76,8 @@ def model_rows(models: Sequence[Model]) -> list[list[str]]:
             grouped = model.kv_heads != model.heads
             heads = f"{model.heads}/{model.kv_heads}" if grouped else str(model.heads)
         count = show_count(describe(model, model.context).parameters)
-        rows.append(
-            [
-                model.name,
-                count,
-                str(model.layers),
-                str(model.hidden),
-                heads,
-                exact_tokens(model.context),
-                model.title,
-            ]
-        )
+        context = exact_tokens(model.context)
+        rows.append([model.name, count, str(model.layers), str(model.hidden), heads, context, model.title])
     return rows
 
 
@@ -74,19 +86,27 @@ def hardware_rows(devices: Sequence[Hardware]) -> list[list[str]]:
     rows = []
     for hardware in devices:
         device = hardware.device
-        peaks = [
-            f"{show_count(device.peak_flops[name].value)}FLOP/s" if name in device.peak_flops else "-"
-            for name in ("bf16", "fp8")
-        ]
         bandwidth = device.dram.bandwidth_bytes_per_s
         rows.append(
             [
                 hardware.name,
-                *peaks,
+                _matrix_peak(device),
+                _peak(device, "fp8") if "fp8" in device.peak_flops else "-",
                 show_bytes(device.dram.size_bytes.value),
                 f"{show_count(bandwidth.value)}B/s" if bandwidth else "-",
                 f"{device.power_w.value:.0f} W" if device.power_w else "-",
+                efficiency_kind(hardware),
                 hardware.title,
             ]
         )
     return rows
+
+
+def _matrix_peak(device: Device) -> str:
+    """The peak that training is measured against, with its format: bf16, or what an older device has instead."""
+    name = next((name for name in ("bf16", "fp16", "fp32") if name in device.peak_flops), None)
+    return f"{_peak(device, name)} {name}" if name else "-"
+
+
+def _peak(device: Device, name: str) -> str:
+    return f"{show_count(device.peak_flops[name].value)}FLOP/s"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 
@@ -14,6 +12,7 @@ from rich.text import Text
 from flopwise.core.files import to_json
 from flopwise.core.prediction import DeviceBytes, Prediction
 from flopwise.core.units import show_bytes, show_count, show_seconds, show_share, significant
+from flopwise.report.tables import csv_text, fitting_columns, markdown_table, text_table
 
 OPTIMIZER_TITLES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
 
@@ -21,7 +20,13 @@ OPTIMIZER_TITLES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
 def prediction_page(prediction: Prediction, title: str) -> RenderableType:
     """One prediction: the set-up, memory by owner, time by operator, the answer."""
     return Group(
-        _heading(prediction, title), "", _memory(prediction), "", _operators(prediction), "", _answer(prediction)
+        _heading(prediction, title),
+        "",
+        _memory(prediction),
+        "",
+        text_table(OPERATOR_COLUMNS, _operator_rows(prediction), WORDS),
+        "",
+        _answer(prediction),
     )
 
 
@@ -78,13 +83,22 @@ def owners() -> list[str]:
     return [field.name for field in fields(DeviceBytes) if field.name != "total"]
 
 
-def _operators(prediction: Prediction) -> Table:
-    table = _table("operator", "FLOP", "bytes", "time", "share")
-    table.add_column("bound by")
-    for op in prediction.ops:
-        flops = show_count(op.flops) if op.flops else "-"
-        table.add_row(op.name, flops, show_bytes(op.bytes), show_seconds(op.time_s), show_share(op.share), op.bound)
-    return table
+OPERATOR_COLUMNS = ("operator", "FLOP", "bytes", "time", "share", "bound by")
+
+
+def _operator_rows(prediction: Prediction) -> list[list[str]]:
+    """One row of words per operator, under `OPERATOR_COLUMNS`."""
+    return [
+        [
+            op.name,
+            show_count(op.flops) if op.flops else "-",
+            show_bytes(op.bytes),
+            show_seconds(op.time_s),
+            show_share(op.share),
+            op.bound,
+        ]
+        for op in prediction.ops
+    ]
 
 
 def _answer(prediction: Prediction) -> Table:
@@ -115,8 +129,13 @@ def _table(first: str, *numbers: str) -> Table:
 
 # -- several predictions, one row each ------------------------------------------------------------------------------
 
-COMPARED = ("model", "hardware", "seq", "batch", "micro", "recompute", "memory", "step", "tok/s", "MFU", "bound by")
-_WORDS = {"model", "hardware", "recompute", "bound by"}
+COMPARED = (
+    *("model", "hardware", "precision", "seq", "batch", "micro", "recompute"),
+    *("memory", "step", "tok/s", "MFU", "bound by"),
+)
+GIVING_WAY = ("bound by", "batch", "micro", "seq", "recompute")
+"""Columns that leave a narrow terminal's table, the first one first: names are never folded."""
+WORDS = {"model", "hardware", "precision", "recompute", "bound by", "operator"}
 
 
 def compared_rows(predictions: Sequence[Prediction]) -> list[list[str]]:
@@ -125,6 +144,7 @@ def compared_rows(predictions: Sequence[Prediction]) -> list[list[str]]:
         [
             prediction.model,
             prediction.hardware,
+            prediction.precision,
             f"{prediction.sequence_tokens:,}",
             f"{prediction.batch_sequences:,}",
             f"{prediction.micro_batch_sequences:,}",
@@ -139,66 +159,33 @@ def compared_rows(predictions: Sequence[Prediction]) -> list[list[str]]:
     ]
 
 
-def compared_table(predictions: Sequence[Prediction]) -> RenderableType:
-    """Several predictions in a table for a terminal; what is the same in every row is said once, above it."""
+def compared_table(predictions: Sequence[Prediction], width: int) -> RenderableType:
+    """Several predictions in a table `width` wide; what is the same in every row is said once, above it."""
     rows = compared_rows(predictions)
-    shared = {"seq": "sequence", "batch": "batch"}
-    same = [index for index, name in enumerate(COMPARED) if name in shared and len({row[index] for row in rows}) == 1]
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for index, name in enumerate(COMPARED):
-        if index not in same:
-            folds = name in ("model", "hardware")
-            table.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=not folds, overflow="fold")
-    for prediction, row in zip(predictions, rows, strict=True):
-        cells = [cell for index, cell in enumerate(row) if index not in same]
-        table.add_row(*cells, style=None if prediction.fits else "red")
-    heading = " · ".join([*(f"{shared[COMPARED[index]]} {rows[0][index]}" for index in same), "1 device"])
-    return Group(Text(heading), "", table)
+    titles = {"precision": "", "seq": "sequence ", "batch": "batch "}
+    same = {
+        name: rows[0][index]
+        for index, name in enumerate(COMPARED)
+        if name in titles and len({row[index] for row in rows}) == 1
+    }
+    places = [index for index, name in enumerate(COMPARED) if name not in same]
+    columns = [COMPARED[index] for index in places]
+    cells = [[row[index] for index in places] for row in rows]
+    shown = fitting_columns(columns, cells, width, GIVING_WAY)
+    styles = ["" if prediction.fits else "red" for prediction in predictions]
+    heading = " · ".join([*(f"{titles[name]}{value}" for name, value in same.items()), "1 device"])
+    return Group(Text(heading), "", text_table(columns, cells, WORDS, shown=shown, styles=styles))
 
 
 def predictions_markdown(predictions: Sequence[Prediction]) -> str:
     """The rows as a markdown table that pastes into an issue; one prediction brings its operators too."""
-    parts = [markdown_table(COMPARED, compared_rows(predictions), _WORDS)]
+    parts = [markdown_table(COMPARED, compared_rows(predictions), WORDS)]
     if len(predictions) == 1:
-        names = ("operator", "FLOP", "bytes", "time", "share", "bound by")
-        rows = [
-            [
-                op.name,
-                show_count(op.flops),
-                show_bytes(op.bytes),
-                show_seconds(op.time_s),
-                show_share(op.share),
-                op.bound,
-            ]
-            for op in predictions[0].ops
-        ]
-        parts.append(markdown_table(names, rows, {"operator", "bound by"}))
         memory = predictions[0].device_bytes
-        parts.append(
-            markdown_table(
-                ("memory", "device"),
-                [[owner, show_bytes(getattr(memory, owner))] for owner in (*owners(), "total")],
-                {"memory"},
-            )
-        )
+        owned = [[owner, show_bytes(getattr(memory, owner))] for owner in (*owners(), "total")]
+        parts.append(markdown_table(OPERATOR_COLUMNS, _operator_rows(predictions[0]), WORDS))
+        parts.append(markdown_table(("memory", "device"), owned, {"memory"}))
     return "\n".join(parts)
-
-
-def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]], words: set[str]) -> str:
-    """A markdown table with its columns lined up; `words` are the columns that stand left."""
-    widths = [max(3, len(name), *(len(row[index]) for row in rows)) for index, name in enumerate(names)]
-
-    def line(cells: Sequence[str]) -> str:
-        shown = [
-            cell.ljust(width) if name in words else cell.rjust(width)
-            for cell, width, name in zip(cells, widths, names, strict=True)
-        ]
-        return "| " + " | ".join(shown) + " |\n"
-
-    rule = [
-        "-" * width if name in words else "-" * (width - 1) + ":" for name, width in zip(names, widths, strict=True)
-    ]
-    return line(names) + line(rule) + "".join(line(row) for row in rows)
 
 
 def flat_row(prediction: Prediction) -> dict[str, object]:
@@ -212,12 +199,7 @@ def flat_row(prediction: Prediction) -> dict[str, object]:
 
 def predictions_csv(predictions: Sequence[Prediction]) -> str:
     """One row per prediction, full precision, the unit in the column's name."""
-    rows = [flat_row(prediction) for prediction in predictions]
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return stream.getvalue()
+    return csv_text([flat_row(prediction) for prediction in predictions])
 
 
 def predictions_json(predictions: Sequence[Prediction]) -> str:
