@@ -89,6 +89,9 @@ def test_csv_and_markdown_carry_the_same_rows() -> None:
     markdown = run(*arguments, "-o", "md").stdout.splitlines()
     assert len({len(line) for line in markdown}) == 1, "columns line up"
     assert sum("bert-base" in line for line in markdown) == 2
+    assert sum("fp16-mixed" in line for line in markdown) == 2
+    for form in ("md", "csv"):
+        assert run(*arguments, "-o", form).stderr.startswith("note: efficiency of ")
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -103,6 +106,22 @@ def test_tables_fit_the_terminal(columns: int) -> None:
         assert result.returncode == 0, result.stderr
         assert max(map(len, result.stdout.splitlines())) <= columns, arguments
         assert "…" not in result.stdout, f"nothing is cut off in {arguments}"
+    for line in run(
+        "predict", "gpt-neox-20b,mpt-7b", "--on", "a100-pcie-80gb,v100-16gb", columns=columns
+    ).stdout.splitlines()[3:]:
+        assert line.startswith(("gpt-neox-20b  ", "mpt-7b  ")), "names are never folded"
+
+
+def test_columns_leave_a_narrow_table_in_order() -> None:
+    arguments = ("predict", "gpt-neox-20b,gpt2", "--on", "a100-pcie-80gb,v100-16gb")
+    wide = run(*arguments, columns=160).stdout.splitlines()[2]
+    assert all(name in wide for name in ("precision", "micro", "seq", "recompute", "bound by"))
+    narrow = run(*arguments, columns=80).stdout.splitlines()[2]
+    assert "bound by" not in narrow
+    assert all(name in narrow for name in ("model", "hardware", "precision", "memory", "step", "tok/s", "MFU"))
+    same = run("predict", "gpt2,bert-base", "--on", "h200", columns=160).stdout.splitlines()
+    assert "bf16" in same[0]
+    assert "precision" not in same[2]
 
 
 def test_does_not_fit_is_an_answer() -> None:
@@ -125,7 +144,22 @@ BAD = [
     (["predict", "llama-3-8b", "--on", "h200", "--precision", "bf16,weights"], "--precision"),
     (["predict", "llama-3-8b", "--on", "h200", "--precision", "bf16,weights=fp7"], "fp7"),
     (["predict", "llama-3-8b", "--on", "v100", "--precision", "bf16"], "fp16"),
-    (["predict", "llama-3-8b", "--on", "h200", "--recompute", "some"], "none, everything"),
+    (["predict", "llama-3-8b", "--on", "h200", "--recompute", "some"], "error: no value of --recompute is called"),
+    (["predict", "llama-3-8b", "--on", "h200", "--device-mem", "40"], "--device-mem 40GiB"),
+    (["predict", "llama-3-8b", "--on", "h200", "--device-mem", "0"], "--device-mem"),
+    (["predict", "llama-3-8b", "--on", "h200", "--device-mem", "40Gb"], "bits"),
+    (["predict", "llama-3-8b", "--on", "h200", "--seq", "512,1024"], "run it once for each"),
+    (["predict", "llama-3-8b", "--on", "h200", "--set", "layers=2", "--set", "layers =3"], "twice"),
+    (["predict", "llama-3-8b", "--on", "h200", "--set", "layers=2\nhidden=3"], "on one line"),
+    (["predict", "llama-3-8b", "--on", "h200", "--set", "layers=" + "9" * 5000], "too many digits"),
+    (["predict", "llama-3-8b", "--on", "h200", "--set", "layers=" + "[" * 5000], "--set"),
+    (["predict", "llama-3-8b", "--on", "h200", "--set", "name="], "cannot be called"),
+    (["predict", "gpt-3", "--on", "h200"], "did you mean gpt-3-175b"),
+    (["predict", "h100-sxm"], "--on h100-sxm"),
+    (["predict", "gpt2", "--on", "cpu"], "this-cpu"),
+    (["predict", "gpt2", "--on", "bert-base"], "is a model"),
+    (["predict", "x" * 5000, "--on", "h200"], "no model"),
+    (["predict", "/dev/zero", "--on", "h200"], "not a file"),
     (["predict", "llama-3-8b", "--on", "h200", "--device-mem", "40G"], "40GiB"),
     (["predict", "llama-3-8b", "--on", "h200", "-o", "xml"], "json"),
     (["predict", "llama-3-8b", "--on", "h200", "--set", "layers"], "--set"),
@@ -141,7 +175,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "words"), BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
+@pytest.mark.parametrize(("arguments", "words"), BAD, ids=[" ".join(arguments)[:80] for arguments, _ in BAD])
 def test_mistakes_are_answered(arguments: list[str], words: str) -> None:
     result = run(*arguments)
     assert result.returncode == 2, result.stdout
@@ -157,6 +191,20 @@ def test_listings_name_everything() -> None:
         records = json.loads(run("ls", kind, "-o", "json").stdout)
         key = "model" if kind == "models" else "hardware"
         assert tuple(record[key] for record in records) == names
+
+
+def test_hardware_is_listed_with_its_own_format_and_with_full_values() -> None:
+    lines = {line.split()[0]: line for line in run("ls", "hardware").stdout.splitlines()}
+    assert "125 TFLOP/s fp16" in lines["v100"]
+    assert "TFLOP/s bf16" in lines["h200"]
+    assert "estimated" in lines["v100"]
+    rows = {row["hardware"]: row for row in csv.DictReader(io.StringIO(run("ls", "hardware", "-o", "csv").stdout))}
+    records = {record["hardware"]: record for record in json.loads(run("ls", "hardware", "-o", "json").stdout)}
+    assert float(rows["h200"]["peak_bf16_flops"]) == records["h200"]["peak_flops"]["bf16"]
+    assert int(rows["h200"]["memory_bytes"]) == records["h200"]["memory_bytes"]
+    assert rows["v100"]["peak_bf16_flops"] == ""
+    models = {row["model"]: row for row in csv.DictReader(io.StringIO(run("ls", "models", "-o", "csv").stdout))}
+    assert int(models["llama-3-8b"]["parameters"]) == 8_030_261_248
 
 
 def test_show_prints_a_file_that_predict_takes(tmp_path: Path) -> None:
@@ -176,11 +224,36 @@ def test_env_tells_versions() -> None:
 
 
 def test_show_config_says_where_each_value_came_from() -> None:
-    result = run("predict", "llama-3-8b", "--on", "h200", "--seq", "4k", "--show-config")
+    result = run("predict", "llama-3-8b", "--on", "h200", "--seq", "4k", "--micro", "AUTO", "--show-config")
     assert result.returncode == 0
     lines = {line.split()[0]: line for line in result.stdout.splitlines()}
-    assert "flag" in lines["sequence_tokens"]
+    assert lines["sequence_tokens"].endswith("flag")
+    assert lines["optimizer"].endswith("default")
     assert "auto: " in lines["micro_batch_sequences"]
+    assert "auto: " in lines["device_memory_bytes"]
+    assert {"model", "hardware", "precision", "recompute", "convention", "set"} <= set(lines)
+
+
+def test_show_config_tells_every_pair_in_every_form() -> None:
+    arguments = [
+        *("predict", "gpt2,llama-3-8b", "--on", "h200,v100", "--set", "layers=2", "--device-mem", "30GiB"),
+        *("--batch-tokens", "64k", "--convention", "palm", "--show-config"),
+    ]
+    told = json.loads(run(*arguments, "-o", "json").stdout)
+    assert [(one["model"]["value"], one["hardware"]["value"]) for one in told] == [
+        ("gpt2+layers=2", "h200"),
+        ("gpt2+layers=2", "v100"),
+        ("llama-3-8b+layers=2", "h200"),
+        ("llama-3-8b+layers=2", "v100"),
+    ]
+    assert told[0]["device_memory_bytes"] == {"value": 30 * 2**30, "from": "flag"}
+    assert told[0]["set"] == {"value": {"layers": 2}, "from": "flag"}
+    assert told[0]["convention"] == {"value": "palm", "from": "flag"}
+    assert told[0]["batch_sequences"] == {"value": 64, "from": "flag"}
+    assert told[1]["precision"]["from"].startswith("auto: ")
+    rows = list(csv.DictReader(io.StringIO(run(*arguments, "-o", "csv").stdout)))
+    assert len(rows) == 4 * len(told[0])
+    assert run(*arguments).stdout.count("gpt2+layers=2") == 2
 
 
 def test_this_cpu_is_described_and_predicted_on() -> None:

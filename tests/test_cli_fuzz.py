@@ -32,7 +32,9 @@ OPTIONS = {
     "--fusion": st.sampled_from(["fused", "eager"]),
     "--convention": st.sampled_from(["causal", "palm", "half"]),
     "--set": st.builds(
-        "{}={}".format, st.sampled_from(["layers", "hidden", "heads", "window", "tied", "x"]), quantities
+        "{}={}".format,
+        st.sampled_from(["layers", "hidden", "heads", "window", "tied", "experts", "labels", "name", "x"]),
+        quantities,
     ),
     "-o": st.sampled_from(["table", "md", "csv", "json", "xml"]),
 }
@@ -46,7 +48,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     words = ["predict", model, "--on", device]
     for option in chosen:
         words += [option, draw(OPTIONS[option])]
-    return words
+    return [*words, "--show-config"] if draw(st.integers(0, 9)) == 0 else words
 
 
 def answered(words: list[str]) -> tuple[int, str, str]:
@@ -73,6 +75,9 @@ def answered(words: list[str]) -> tuple[int, str, str]:
 @example(["predict", "llama-3-8b", "--on", "h200", "--device-mem", "0"])
 @example(["predict", "\x00", "--on", "\x00/x.toml"])
 @example(["predict", "llama-3-8b", "--on", "h200", "--set", "name=x", "--set", "layers=true"])
+@example(["predict", "llama-3-8b", "--on", "h200", "--set", "labels=0"])
+@example(["predict", "llama-3-8b,gpt2", "--on", "h200,v100", "--show-config", "-o", "md"])
+@example(["predict", "\udcff", "--on", "\udcff.toml"])
 def test_every_command_line_is_answered(words: list[str]) -> None:
     code, out, err = answered(words)
     assert code in (0, 2), (code, err)
@@ -81,6 +86,7 @@ def test_every_command_line_is_answered(words: list[str]) -> None:
     else:
         assert out == ""
         assert "error" in err.lower()
+        assert "hint: " in err or "Usage: " in err
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["predict", "--help"], ["ls", "--help"]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import stat
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,7 @@ def test_missing_file_folder_and_oversized_file(tmp_path: Path) -> None:
     assert str(message(load_model, "a\0b.toml"))
 
 
-def test_what_is_no_regular_file_is_answered_at_once(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_answered_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in (pipe, Path("/dev/zero"), Path("/dev/urandom")):
@@ -178,8 +179,12 @@ def test_what_is_no_regular_file_is_answered_at_once(tmp_path: Path) -> None:
             error = message(load, str(path))
             assert "not a file" in error.what
             assert error.hint
-    # Called a regular file, and yet a reader would wait for the kernel's next word.
-    assert message(load_model, "/proc/kmsg").hint
+    # /proc/kmsg is called a regular file, and yet its reader waits for the kernel's next word. (Reading the real one
+    # would take those words from the system's log.)
+    monkeypatch.setattr(stat, "S_ISREG", lambda _: True)
+    writer = os.open(pipe, os.O_RDWR)
+    assert message(load_model, str(pipe)).why == "it has nothing to read yet"
+    os.close(writer)
 
 
 def test_names_that_no_file_system_takes_and_closed_folders_are_answered(
@@ -257,6 +262,16 @@ def test_a_model_is_told_from_hardware() -> None:
     assert "is a model" in message(load_hardware, "llama-3-8b").what
     assert "this-cpu" in str(message(load_hardware, "cpu").why)
     assert str(message(load_model, "gpt-3").why).startswith("did you mean gpt-3-175b")
+
+
+def test_a_folder_called_like_a_device_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "h100").mkdir()
+    (tmp_path / "gpt2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load_hardware("h100").name == "h100-sxm"
+    assert load_model("gpt2").name == "gpt2"
+    assert "config.json" in message(load_model, "./gpt2").what
+    assert "config.json" in message(load_model, Path("gpt2")).what
 
 
 def test_hardware_facts_need_their_source(tmp_path: Path) -> None:

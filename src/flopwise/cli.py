@@ -6,7 +6,7 @@ import errno
 import io
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 try:
     import typer
@@ -15,7 +15,7 @@ except KeyboardInterrupt:
     sys.exit(130)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from rich.console import RenderableType
 
@@ -39,6 +39,7 @@ NARROWEST_TABLE = 80
 WIDTH_WITHOUT_TERMINAL = 120
 LEAST_DEVICE_BYTES = 2**20
 """Less than this is a forgotten unit: no device is that small."""
+Found = TypeVar("Found")
 FORMS = ("table", "md", "csv", "json")
 
 
@@ -233,7 +234,7 @@ def env(
     from flopwise.profile.environment import environment
 
     form = _one_of(output, ("table", "json"), "--output")
-    facts = environment()
+    facts = _told(environment)
     if form == "json":
         typer.echo(to_json(facts))
     else:
@@ -264,15 +265,19 @@ def _one_of(value: str, choices: Iterable[str], what: str) -> Any:  # noqa: ANN4
 
 
 def _hardware(name: str) -> Hardware:
-    """A device by name or file; what was odd about looking for it is told beside the answer."""
-    import warnings
-
     from flopwise.profile.this_machine import find_hardware
 
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found = find_hardware(name)
-    for warning in told:
+    return _told(lambda: find_hardware(name))
+
+
+def _told(look: Callable[[], Found]) -> Found:
+    """What `look` finds; what was odd about it is told beside the answer."""
+    import warnings
+
+    with warnings.catch_warnings(record=True) as odd:
+        warnings.simplefilter("always", UserWarning)
+        found = look()
+    for warning in odd:
         typer.echo(f"note: {warning.message}", err=True)
     return found
 

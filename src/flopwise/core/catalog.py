@@ -123,8 +123,10 @@ def hardware_aliases() -> dict[str, str]:
 
 
 def _is_path(name: str) -> bool:
-    explicit = "/" in name or name.endswith((".toml", ".json")) or name in (".", "..")
-    return explicit or entry_kind(Path(name)) != "nothing"
+    """Whether a file or folder is meant; one that happens to be called like a device's alias is not."""
+    if "/" in name or name.endswith((".toml", ".json")) or name in (".", ".."):
+        return True
+    return name != "" and entry_kind(Path(name)) != "nothing" and name.lower() not in hardware_aliases()
 
 
 def description_file(path: Path) -> Path:

@@ -7,16 +7,14 @@ import platform
 import sys
 from importlib import metadata
 
-from flopwise import __version__
 from flopwise.profile.this_machine import cpu_title, gpu_name, memory_bytes
 
-REPORTED_PACKAGES = ("numpy", "msgspec", "rich", "typer", "torch")
+REPORTED_PACKAGES = ("flopwise", "numpy", "msgspec", "rich", "typer", "torch")
 
 
 def environment() -> dict[str, str | int | None]:
     """Facts of this machine and installation; None for what is not there. Imports none of the packages it names."""
     facts: dict[str, str | int | None] = {
-        "flopwise": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "executable": sys.executable,
