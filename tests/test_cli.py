@@ -144,7 +144,7 @@ BAD = [
     (["predict", "llama-3-8b", "--on", "h200", "--precision", "bf16,weights"], "--precision"),
     (["predict", "llama-3-8b", "--on", "h200", "--precision", "bf16,weights=fp7"], "fp7"),
     (["predict", "llama-3-8b", "--on", "v100", "--precision", "bf16"], "fp16"),
-    (["predict", "llama-3-8b", "--on", "h200", "--recompute", "some"], "error: no value of --recompute is called"),
+    (["predict", "llama-3-8b", "--on", "h200", "--recompute", "some"], "error: --recompute cannot be 'some'"),
     (["predict", "llama-3-8b", "--on", "h200", "--device-mem", "40"], "--device-mem 40GiB"),
     (["predict", "llama-3-8b", "--on", "h200", "--device-mem", "0"], "--device-mem"),
     (["predict", "llama-3-8b", "--on", "h200", "--device-mem", "40Gb"], "bits"),

@@ -140,11 +140,12 @@ def predict(
 ) -> None:
     """Predict a training step: time, tokens per second, MFU, HFU, memory by owner, what binds each operator."""
     from flopwise.core.catalog import load_model
+    from flopwise.core.op import CONVENTIONS
     from flopwise.predict import step
 
     form = _one_of(output, FORMS, "--output")
     request = _request(locals())
-    counting = _one_of(convention, ("causal", "palm"), "--convention")
+    counting = _one_of(convention, CONVENTIONS, "--convention")
     changes = _changes(change or [])
     models = [load_model(name, changes) for name in _names(model, "a model")]
     machines = [_hardware(name) for name in _names(on, "a device (--on)")]
@@ -187,7 +188,7 @@ def list_catalogue(
     from flopwise.report import listings
     from flopwise.report.tables import csv_text, fitting_columns, markdown_table, text_table
 
-    kind = _one_of(what, ("models", "hardware"), "what to list")
+    kind = _one_of(what, ("models", "hardware"), "flopwise ls")
     form = _one_of(output, FORMS, "--output")
     columns: tuple[str, ...]
     if kind == "models":
@@ -256,11 +257,16 @@ def _names(text: str, what: str) -> list[str]:
 
 
 def _one_of(value: str, choices: Iterable[str], what: str) -> Any:  # noqa: ANN401 - one of a Literal's words
-    from flopwise.core.errors import unknown_name
+    from flopwise.core.errors import FlopwiseError, nearest, shown
 
     known = tuple(choices)
     if value.lower() not in known:
-        raise unknown_name(f"value of {what}", value, known, hint=f"{what} is one of {', '.join(known)}")
+        close = nearest(value, known)
+        raise FlopwiseError(
+            f"{what} cannot be {shown(value)}",
+            why=f"it is one of {', '.join(known)}",
+            hint=f"{what} {close[0] if close else known[0]}",
+        )
     return value.lower()
 
 
