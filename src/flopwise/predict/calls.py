@@ -207,9 +207,9 @@ class _Lister:
         )
         if again:
             call(Phase.RECOMPUTE, depth, columns * float(again))
-        self._casts(index, op)
+        self._casts(index, op, again)
 
-    def _casts(self, index: int, op: Gemm) -> None:
+    def _casts(self, index: int, op: Gemm, again: Fraction) -> None:
         """Operands into the products' format: weights once a layer, and for fp8 what goes in and comes back."""
         cast = cast_bytes(op, self.formats)
         if cast.fixed:
@@ -220,6 +220,8 @@ class _Lister:
             gradient = float(op.rows * op.columns * width)
             self.streams.append(StreamingCall(index, Phase.FORWARD, count, (0.0, float(cast.per_sequence))))
             self.streams.append(StreamingCall(index, Phase.BACKWARD, count, (0.0, gradient)))
+            if again:
+                self.streams.append(StreamingCall(index, Phase.RECOMPUTE, count, (0.0, float(cast.per_sequence))))
 
     def _flash(self, index: int, op: Attention, again: Fraction) -> None:
         copies = op.layers * op.calls
