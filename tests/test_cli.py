@@ -217,6 +217,16 @@ def test_show_prints_a_file_that_predict_takes(tmp_path: Path) -> None:
     assert "peak_flops" in run("show", str(tmp_path / "hardware.toml")).stdout
 
 
+def test_show_writes_a_file_whole(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    result = run("show", "h200", "-w", str(path))
+    assert (result.returncode, result.stdout) == (0, "")
+    assert path.read_text() == run("show", "h200").stdout
+    refused = run("show", "h200", "-w", str(tmp_path / "nowhere" / "mine.toml"))
+    assert refused.returncode == 2
+    assert "cannot write" in refused.stderr
+
+
 def test_env_tells_versions() -> None:
     facts = json.loads(run("env", "-o", "json").stdout)
     assert facts["python"] == ".".join(map(str, sys.version_info[:3]))

@@ -214,16 +214,24 @@ def list_catalogue(
 def show(
     name: Annotated[str, typer.Argument(help="A model or a device: catalogue name or file.")],
     output: Annotated[str, typer.Option("--output", "-o", help="toml or json.")] = "toml",
+    write: Annotated[str, typer.Option("--write", "-w", help="Write it to this file instead.")] = "",
 ) -> None:
     """Print the description of a model or a device, with the source of each fact; a file of your own starts here."""
+    from pathlib import Path
+
     from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, load_description, model_table
-    from flopwise.core.files import plain, to_json, to_toml
+    from flopwise.core.files import plain, to_json, to_toml, write_whole
     from flopwise.core.hardware import Hardware
 
     form = _one_of(output, ("toml", "json"), "--output")
     found = _hardware(name) if name.lower() in (THIS_CPU, THIS_MACHINE) else load_description(name)
     table = plain(found) if isinstance(found, Hardware) else model_table(found)
-    typer.echo(to_json(table) if form == "json" else to_toml(table), nl=form == "json")
+    text = f"{to_json(table)}\n" if form == "json" else to_toml(table)
+    if write:
+        write_whole(Path(write), text)
+        typer.echo(f"wrote {write}", err=True)
+    else:
+        typer.echo(text, nl=False)
 
 
 @app.command()

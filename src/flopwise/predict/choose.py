@@ -18,7 +18,7 @@ from flopwise.core.work import RECOMPUTE_POLICIES, Recompute, Work
 from flopwise.core.workload import MOMENTS, Fusion, Optimizer, Workload
 from flopwise.predict.calls import calls_of
 from flopwise.predict.costs import repeated, step_costs
-from flopwise.predict.memory import device_bytes, usable_bytes
+from flopwise.predict.memory import device_bytes, memory_line, usable_bytes
 
 AUTO_POLICIES = tuple(policy for policy in RECOMPUTE_POLICIES if policy != "full")
 """`full` takes the memory of `input` and more time, so it is only ever asked for."""
@@ -176,11 +176,6 @@ def step_seconds(model: Model, hardware: Hardware, workload: Workload) -> float:
 
 
 def largest_micro_batch(work: Work, workload: Workload, capacity: int) -> int:
-    """The most sequences that fit at once, 0 if not even one does; memory is a constant plus a part for each."""
-    single = replace(workload, micro_batch_sequences=1)
-    one = device_bytes(work, single).total
-    two = device_bytes(work, replace(single, batch_sequences=max(2, single.batch_sequences), micro_batch_sequences=2))
-    each = two.total - one
-    if one > capacity:
-        return 0
-    return min(workload.batch_sequences, 1 + (capacity - one) // each)
+    """The most sequences that fit at once, 0 if not even one does."""
+    one, each = memory_line(work, workload)
+    return min(workload.batch_sequences, 1 + (capacity - one) // each) if one <= capacity else 0

@@ -7,7 +7,7 @@ same code that `step` runs for a single prediction, so the two cannot drift apar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from flopwise.core.op import Convention
 from flopwise.core.workload import Workload
 from flopwise.predict.calls import Floats, calls_of
 from flopwise.predict.costs import peak_flops, step_costs
-from flopwise.predict.memory import device_bytes, usable_bytes
+from flopwise.predict.memory import memory_line, usable_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ def step_grid(
         calls = calls_of(model, workload)
         work = describe(model, workload.sequence_tokens, workload.attention)
         flops[row, 0] = sequences * float(work.model_flops(convention))
-        memory[row, 0] = _memory(model, workload, sequences)
+        one, each = memory_line(work, workload)
+        memory[row, 0] = one + (sequences - 1) * each
         for column, hardware in enumerate(devices):
             step_s[row, column] = step_costs(calls, hardware, sequences).seconds.sum(axis=0)
     peaks = np.array([peak_flops(hardware, workload.formats.matrix) for hardware in devices])[None, :, None]
@@ -63,13 +64,3 @@ def step_grid(
         device_bytes=np.broadcast_to(memory, shape),
         fits=memory <= capacity,
     )
-
-
-def _memory(model: Model, workload: Workload, sequences: Floats) -> Floats:
-    """Total bytes for each batch: a constant and a part for each sequence, so two points tell all."""
-    work = describe(model, workload.sequence_tokens, workload.attention)
-    one, two = (
-        device_bytes(work, replace(workload, batch_sequences=count, micro_batch_sequences=count)).total
-        for count in (1, 2)
-    )
-    return one + (sequences - 1) * (two - one)

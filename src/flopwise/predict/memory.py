@@ -8,6 +8,8 @@ has it. Left out by owner, and kept free as a reserve: the driver's context, the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flopwise.core.formats import WIDTH_BYTES, Formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.op import Attention, Gemm
@@ -45,6 +47,15 @@ def device_bytes(work: Work, workload: Workload) -> DeviceBytes:
         "workspace": beyond + cast_copy_bytes(work, formats) + LIBRARY_WORKSPACE_BYTES,
     }
     return DeviceBytes(**owners, total=sum(owners.values()))
+
+
+def memory_line(work: Work, workload: Workload) -> tuple[int, int]:
+    """Total bytes with one sequence at once, and what each further one adds: memory is linear in the micro-batch."""
+    one, two = (
+        device_bytes(work, replace(workload, batch_sequences=count, micro_batch_sequences=count)).total
+        for count in (1, 2)
+    )
+    return one, two - one
 
 
 def logits_bytes(work: Work, formats: Formats, fusion: Fusion) -> int:
