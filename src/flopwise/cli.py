@@ -298,11 +298,14 @@ def _told(look: Callable[[], Found]) -> Found:
 
 def _request(words: dict[str, Any]) -> Request:
     """The options of `predict` as a request; `auto` leaves a choice to flopwise."""
+    from typing import get_args
+
     from flopwise.core.errors import FlopwiseError
     from flopwise.core.formats import parse_formats
+    from flopwise.core.op import AttentionKernel
     from flopwise.core.units import parse_sequences, parse_tokens
     from flopwise.core.work import RECOMPUTE_POLICIES
-    from flopwise.core.workload import MOMENTS
+    from flopwise.core.workload import MOMENTS, Fusion
     from flopwise.predict.choose import Request
 
     def given(option: str, parse: Any) -> Any:  # noqa: ANN401 - a parser and what it returns
@@ -320,10 +323,10 @@ def _request(words: dict[str, Any]) -> Request:
         batch_sequences=given("batch", parse_sequences),
         batch_tokens=given("batch_tokens", parse_tokens),
         micro_batch_sequences=given("micro", parse_sequences),
-        formats=given("precision", lambda text: parse_formats(text.lower())),
+        formats=given("precision", parse_formats),
         recompute=None if recompute == "auto" else recompute,
-        attention=_one_of(words["attention"], ("flash", "eager"), "--attention"),
-        fusion=_one_of(words["fusion"], ("fused", "eager"), "--fusion"),
+        attention=_one_of(words["attention"], get_args(AttentionKernel), "--attention"),
+        fusion=_one_of(words["fusion"], get_args(Fusion), "--fusion"),
         optimizer=_one_of(words["optimizer"], tuple(MOMENTS), "--optimizer"),
         device_memory_bytes=given("device_mem", _device_bytes),
     )

@@ -87,7 +87,8 @@ POLICIES: dict[str, Formats] = {
 
 def parse_formats(text: str) -> Formats:
     """A policy by name (`bf16-mixed`), or a policy with changes: `bf16,gradients=fp32,master=fp32`."""
-    head, *changes = [part.strip().lower() for part in text.split(",")]
+    text = text.lower()
+    head, *changes = [part.strip() for part in text.split(",")]
     if "=" in head:
         head, changes = "bf16", [head, *changes]
     if head not in POLICIES:

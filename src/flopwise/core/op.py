@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 Convention = Literal["causal", "palm"]
-CONVENTIONS: tuple[Convention, ...] = ("causal", "palm")
+CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
 
 AttentionKernel = Literal["flash", "eager"]
 """flash: tiles, skips what the mask hides, recomputes the scores in backward. eager: the full square, kept."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, get_args
 
 from flopwise.core.op import Attention, AttentionKernel, Convention, Op, Pairs, SaveLevel, Streaming, Tensor
 
 Recompute = Literal["none", "everything", "attention", "context", "input", "full"]
-RECOMPUTE_POLICIES: tuple[Recompute, ...] = ("none", "everything", "attention", "context", "input", "full")
+RECOMPUTE_POLICIES: tuple[Recompute, ...] = get_args(Recompute)
 """From the most memory to the least.
 
 none        keep all that backward reads; nothing is made again

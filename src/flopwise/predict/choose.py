@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import get_args
 
-import numpy as np
-
 from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError, unknown_name
 from flopwise.core.formats import POLICIES, Formats, parse_formats
@@ -16,8 +14,7 @@ from flopwise.core.op import AttentionKernel
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import RECOMPUTE_POLICIES, Recompute, Work
 from flopwise.core.workload import MOMENTS, Fusion, Optimizer, Workload
-from flopwise.predict.calls import calls_of
-from flopwise.predict.costs import repeated, step_costs
+from flopwise.predict.costs import workload_costs
 from flopwise.predict.memory import device_bytes, memory_line, usable_bytes
 
 AUTO_POLICIES = tuple(policy for policy in RECOMPUTE_POLICIES if policy != "full")
@@ -157,8 +154,10 @@ def _fit(model: Model, hardware: Hardware, base: Workload, request: Request, rea
         if device_bytes(work, workload).total <= capacity:
             found.append(workload)
     fits = bool(found)
-    # Of equally fast ones the first recomputes the least.
-    chosen = min(found, key=lambda one: step_seconds(model, hardware, one)) if fits else workload
+    chosen = found[0] if fits else workload
+    if len(found) > 1:
+        # Of equally fast ones the first recomputes the least.
+        chosen = min(found, key=lambda one: float(workload_costs(model, hardware, one).seconds.sum()))
     if request.recompute is None:
         reasons["recompute"] = "the fastest that fits" if fits else "nothing fits; this takes the least memory"
     if request.micro_batch_sequences is None:
@@ -166,13 +165,6 @@ def _fit(model: Model, hardware: Hardware, base: Workload, request: Request, rea
         largest = "the whole batch" if whole else "the largest that fits"
         reasons["micro_batch_sequences"] = largest if fits else "the smallest there is"
     return chosen
-
-
-def step_seconds(model: Model, hardware: Hardware, workload: Workload) -> float:
-    """Predicted time of a step."""
-    sizes = workload.micro_batches()
-    costs = step_costs(calls_of(model, workload), hardware, np.array([float(sequences) for sequences, _ in sizes]))
-    return float(repeated(costs, sizes)[0].sum())
 
 
 def largest_micro_batch(work: Work, workload: Workload, capacity: int) -> int:

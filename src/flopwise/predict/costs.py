@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import WIDTH_BYTES
 from flopwise.core.hardware import Hardware
+from flopwise.core.model import Model
+from flopwise.core.workload import Workload
 from flopwise.predict.attention import CAUSES as ATTENTION_CAUSES
-from flopwise.predict.attention import attention_times
-from flopwise.predict.calls import AttentionCall, Floats, GemmCall, Phase, StepCalls, StreamingCall
+from flopwise.predict.attention import Direction, attention_times
+from flopwise.predict.calls import AttentionCall, Floats, GemmCall, Phase, StepCalls, StreamingCall, calls_of
 from flopwise.predict.gemm import CAUSES as GEMM_CAUSES
 from flopwise.predict.gemm import gemm_times
 from flopwise.predict.streaming import CAUSES as STREAMING_CAUSES
@@ -108,15 +110,17 @@ def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats)
 
 def attention_costs(calls: Sequence[AttentionCall], hardware: Hardware, sequences: Floats) -> Costs:
     """Flash attention; its curves differ by direction, so each direction is timed at once."""
-    forward = [call for call in calls if call.phase != Phase.BACKWARD]
-    backward = [call for call in calls if call.phase == Phase.BACKWARD]
+    groups: dict[Direction, list[AttentionCall]] = {
+        "forward": [call for call in calls if call.phase != Phase.BACKWARD],
+        "backward": [call for call in calls if call.phase == Phase.BACKWARD],
+    }
     parts = []
-    for direction, group in (("forward", forward), ("backward", backward)):
+    for direction, group in groups.items():
         moved = _column([call.bytes for call in group]) * sequences
         times = attention_times(
             hardware.device,
             hardware.efficiency,
-            "forward" if direction == "forward" else "backward",
+            direction,
             flops=_column([call.flops for call in group]) * sequences,
             moved_bytes=moved,
             heads=_column([call.heads for call in group]) * sequences,
@@ -157,13 +161,15 @@ def step_costs(calls: StepCalls, hardware: Hardware, sequences: Floats) -> Costs
     return joined(parts)
 
 
-def repeated(costs: Costs, micro_batches: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
-    """Seconds and bytes of each call over a step whose micro-batches are (sequences, how many).
+def workload_costs(model: Model, hardware: Hardware, workload: Workload) -> Costs:
+    """Cost of each kernel over a whole step, one column for each size of micro-batch.
 
     A micro-batch's kernels run once for each; the update runs once a step, whatever the micro-batches.
     """
-    repeats = np.array([float(count) for _, count in micro_batches])
+    sizes = workload.micro_batches()
+    costs = step_costs(calls_of(model, workload), hardware, np.array([float(sequences) for sequences, _ in sizes]))
+    repeats = np.array([float(count) for _, count in sizes])
     once = np.zeros_like(repeats)
     once[0] = 1.0
     weights = np.where((costs.phase == Phase.UPDATE)[:, None], once, repeats)
-    return costs.seconds * weights, costs.bytes * weights
+    return replace(costs, seconds=costs.seconds * weights, bytes=costs.bytes * weights)

@@ -17,7 +17,7 @@ from flopwise.core.work import Work
 from flopwise.core.workload import Workload
 from flopwise.predict.calls import Phase, calls_of
 from flopwise.predict.choose import Request, capacity_bytes, choose
-from flopwise.predict.costs import BOUND_NAMES, CAUSES, peak_flops, repeated, step_costs
+from flopwise.predict.costs import BOUND_NAMES, CAUSES, peak_flops, workload_costs
 from flopwise.predict.memory import device_bytes
 
 PALM_NOTE_MFU = 0.75
@@ -39,6 +39,7 @@ def step(
     model_flops = workload.batch_sequences * work.model_flops(convention)
     hardware_flops = workload.batch_sequences * work.total_hardware_flops(convention, workload.recompute)
     peak = peak_flops(hardware, workload.formats.matrix)
+    mfu = model_flops / (step_s * peak)
     memory = device_bytes(work, workload)
     capacity = capacity_bytes(hardware, request)
     by_bound = {op.bound: sum(other.time_s for other in ops if other.bound == op.bound) for op in ops}
@@ -62,7 +63,7 @@ def step(
         convention=convention,
         step_s=step_s,
         tokens_per_s=workload.batch_tokens / step_s,
-        mfu=model_flops / (step_s * peak),
+        mfu=mfu,
         hfu=hardware_flops / (step_s * peak),
         peak_flops=peak,
         peak_format=workload.formats.matrix,
@@ -73,7 +74,7 @@ def step(
         fits=memory.total <= capacity,
         ops=ops,
         chosen=choice.reasons,
-        notes=_notes(model, hardware, workload, model_flops / (step_s * peak), convention),
+        notes=_notes(model, hardware, workload, mfu, convention),
     )
 
 
@@ -82,15 +83,15 @@ def _operators(
 ) -> tuple[OpPrediction, ...]:
     calls = calls_of(model, workload)
     sizes = workload.micro_batches()
-    costs = step_costs(calls, hardware, np.array([float(sequences) for sequences, _ in sizes]))
-    seconds, moved = repeated(costs, sizes)
+    costs = workload_costs(model, hardware, workload)
+    seconds = costs.seconds
     step_s = float(seconds.sum())
     again = work.recomputed(workload.recompute)
     found = []
     for index, name in enumerate(calls.names):
         mine = costs.op == index
         flops = model_flops = 0
-        least = round(float(moved[mine].sum()))
+        moved = least = round(float(costs.bytes[mine].sum()))
         if index < len(work.ops):
             op, share = work.ops[index], again.get(name, Fraction(0))
             flops = work.hardware_flops(op, convention, share)
@@ -105,7 +106,7 @@ def _operators(
                 kind=calls.kinds[index],
                 flops=workload.batch_sequences * flops,
                 model_flops=workload.batch_sequences * model_flops,
-                bytes=round(float(moved[mine].sum())),
+                bytes=moved,
                 least_bytes=least,
                 time_s=time_s,
                 share=time_s / step_s,
