@@ -126,11 +126,14 @@ class Attention(Op):
     """softmax(q·kᵀ)·v over one sequence: two products forward, four backward, one more where flash redoes q·kᵀ."""
 
     tokens: int
+    """Queries; the keys are those of all parts."""
     heads: int
     kv_heads: int
     head_dim: int
     causal: bool
     window: int | None = None
+    parts: int = 1
+    """Devices that share the sequence, each with an equal part of its pairs."""
 
     def twice_pairs(self, pairs: Pairs) -> int:
         """Twice the number of (query, key) pairs of a head: S² under a causal mask, 2·S² without one.
@@ -138,12 +141,13 @@ class Attention(Op):
         The diagonal is halved too: the usual S²/2 and not S·(S+1)/2, a difference of 1/S. A window w leaves the
         band w·S − w²/2 of a causal square.
         """
+        keys = self.tokens * self.parts
         if pairs == "square":
-            return 2 * self.tokens**2
-        reach = self.tokens if self.window is None else min(self.window, self.tokens)
+            return 2 * self.tokens * keys
+        reach = keys if self.window is None else min(self.window, keys)
         if pairs == "reach" or not self.causal:
             return 2 * self.tokens * reach
-        return self.tokens**2 - (self.tokens - reach) ** 2
+        return (keys**2 - (keys - reach) ** 2) // self.parts
 
     def forward_flops(self, pairs: Pairs = "mask") -> int:
         return 2 * self.twice_pairs(pairs) * self.heads * self.head_dim * self.layers * self.calls

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from flopwise.core.op import Attention, AttentionKernel, Gemm, Op, SaveLevel, Streaming, StreamingKind, Tensor, Weight
+from flopwise.core.parallel import WHOLE, Layout
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import Work
 
 Format = Literal["compute", "fp32", "index"]
 
 
-def transformer_work(model: Transformer, sequence_tokens: int, kernel: AttentionKernel = "flash") -> Work:
-    """Describe one forward pass over one sequence; backward and recompute follow from it."""
+def transformer_work(
+    model: Transformer, sequence_tokens: int, kernel: AttentionKernel = "flash", layout: Layout = WHOLE
+) -> Work:
+    """Describe one forward pass over one sequence; backward and recompute follow from it.
+
+    With a `layout` it is what one device of it does: its heads, its columns of the feed-forward part and of the
+    vocabulary (padded to equal parts), its tokens and its experts, each of which gets an equal part of the tokens.
+    """
     model.check_sequence(sequence_tokens)
-    builder = _Builder(model, sequence_tokens, kernel)
+    builder = _Builder(model, sequence_tokens, kernel, layout)
     builder.embedding()
     builder.block()
     builder.head()
@@ -31,9 +39,19 @@ def transformer_work(model: Transformer, sequence_tokens: int, kernel: Attention
 class _Builder:
     """Collects operators and tensors; each method appends one part of the model."""
 
-    def __init__(self, model: Transformer, tokens: int, kernel: AttentionKernel) -> None:
-        self.model = model
-        self.tokens = tokens
+    def __init__(self, model: Transformer, sequence_tokens: int, kernel: AttentionKernel, layout: Layout) -> None:
+        self.model = replace(
+            model,
+            heads=model.heads // layout.tensor,
+            kv_heads=max(1, model.kv_heads // layout.tensor),
+            ffn=model.ffn // layout.tensor,
+            vocab=-(-model.vocab // layout.tensor),
+        )
+        self.layout = layout
+        self.sequence_tokens = sequence_tokens
+        self.tokens = sequence_tokens // layout.context
+        # Tokens of the residual stream, of which sequence parallelism gives each tensor rank a part.
+        self.stream_tokens = self.tokens // layout.tensor if layout.sequence else self.tokens
         self.kernel = kernel
         self.ops: list[Op] = []
         self.tensors: dict[str, Tensor] = {}
@@ -115,7 +133,7 @@ class _Builder:
         """RMSNorm or LayerNorm over `width` channels; keeps the input and its statistics in fp32."""
         model = self.model
         width = width or model.hidden
-        rows = rows or self.tokens
+        rows = rows or self.stream_tokens
         statistics = self.tensor(
             f"{name}.statistics", rows * (2 if model.norm == "layer" else 1), SaveLevel.CONTEXT, "fp32"
         )
@@ -136,11 +154,13 @@ class _Builder:
     # -- parts of the model ---------------------------------------------------------------------------------------
 
     def embedding(self) -> None:
-        model, tokens = self.model, self.tokens
+        model, tokens = self.model, self.stream_tokens
         ids = self.tensor("ids", tokens, number_format="index")
         weights = [Weight(name="embedding.weight", shape=(model.vocab, model.hidden), owned=not model.tied)]
         if model.positions == "learned":
-            weights.append(Weight(name="positions.weight", shape=(model.position_rows or tokens, model.hidden)))
+            weights.append(
+                Weight(name="positions.weight", shape=(model.position_rows or self.sequence_tokens, model.hidden))
+            )
         if model.token_types:
             weights.append(Weight(name="token_types.weight", shape=(model.token_types, model.hidden)))
         self.layers = model.layers
@@ -162,7 +182,7 @@ class _Builder:
     def block(self) -> None:
         model = self.model
         self.layers, self.in_block = model.layers, True
-        width = self.tokens * model.hidden
+        width = self.stream_tokens * model.hidden
         if model.norm_place == "post":
             self.attention("input")
             self.tensor("middle_sum", width, SaveLevel.EVERYTHING)
@@ -225,7 +245,7 @@ class _Builder:
             # Unfused: two products, a negation, a concatenation and a sum, for queries and keys alike.
             self.streaming("rotary", (query, key), ("query", "key"), eager_kernels=5, pairwise=True)
         self.attention_core()
-        self.tensor("projected", tokens * model.hidden)
+        self.tensor("projected", self.stream_tokens * model.hidden)
         self.gemm(
             "output",
             "attended",
@@ -242,7 +262,8 @@ class _Builder:
             kept = self.tensor("logsumexp", tokens * model.heads, SaveLevel.ATTENTION, "fp32")
             needs: tuple[str, ...] = ("query", "key", "value", "attended", kept)
         else:
-            kept = self.tensor("probabilities", tokens * tokens * model.heads, SaveLevel.EVERYTHING)
+            pairs = tokens * self.sequence_tokens * model.heads
+            kept = self.tensor("probabilities", pairs, SaveLevel.EVERYTHING)
             needs = ("query", "key", "value", kept)
         self.ops.append(
             Attention(
@@ -258,6 +279,7 @@ class _Builder:
                 head_dim=model.head_dim,
                 causal=model.causal,
                 window=model.window,
+                parts=self.layout.context,
             )
         )
 
@@ -265,9 +287,9 @@ class _Builder:
         model, tokens = self.model, self.tokens
         copies = model.experts_per_token if model.experts else 1
         rows = tokens * copies
-        self.tensor("fed", tokens * model.hidden)
+        self.tensor("fed", self.stream_tokens * model.hidden)
         active = (model.experts_per_token, model.experts) if model.experts else (1, 1)
-        groups = max(1, model.experts)
+        groups = max(1, model.experts // self.layout.expert)
         if model.experts:
             source = self.route(source)
         inner = [self.tensor("up", rows * model.ffn, SaveLevel.EVERYTHING)]
@@ -320,9 +342,10 @@ class _Builder:
         if model.head == "classifier":
             self.classifier()
             return
-        last = self.tensor("last", tokens * model.hidden)
+        width = self.stream_tokens * model.hidden
+        last = self.tensor("last", width)
         if model.final_norm:
-            final = self.tensor("final", tokens * model.hidden)
+            final = self.tensor("final", width)
             self.norm("final_norm", last, final)
             last = final
         if model.head == "masked":
@@ -333,7 +356,7 @@ class _Builder:
 
     def masked_transform(self, source: str) -> str:
         """BERT's masked-word head: a dense layer, its activation and a norm before the decoder."""
-        width = self.tokens * self.model.hidden
+        width = self.stream_tokens * self.model.hidden
         before, after = self.tensor("transformed", width), self.tensor("transformed_activated", width)
         self.gemm("transform", source, (before,), depth=self.model.hidden, columns=self.model.hidden, bias=True)
         self.streaming("transform_activation", (before,), (after,), needs=(before,))

@@ -18,6 +18,7 @@ from flopwise.core.describe import describe
 from flopwise.core.formats import WIDTH_BYTES, Formats
 from flopwise.core.model import Model
 from flopwise.core.op import Attention, AttentionKernel, Gemm, Op, Streaming, kind_of
+from flopwise.core.parallel import WHOLE, Layout
 from flopwise.core.traffic import (
     Traffic,
     backward_traffic,
@@ -108,9 +109,10 @@ def calls_for(
     fusion: Fusion,
     optimizer: Optimizer,
     accumulate: bool,
+    layout: Layout = WHOLE,
 ) -> StepCalls:
     """`step_calls`, remembered."""
-    work = describe(model, sequence_tokens, kernel)
+    work = describe(model, sequence_tokens, kernel, layout)
     return step_calls(work, formats, policy, fusion, optimizer, accumulate=accumulate)
 
 
@@ -256,8 +258,9 @@ class _Lister:
         reads the probabilities and their gradient and writes that of the scores.
         """
         tokens, dim, width = float(op.tokens), float(op.head_dim), self.formats.compute_bytes
-        copies, square = op.layers * op.calls, float(op.tokens) ** 2 * op.heads * width
-        scores, summed = (dim, tokens), (tokens, dim)
+        keys = tokens * op.parts
+        copies, square = op.layers * op.calls, tokens * keys * op.heads * width
+        scores, summed = (dim, keys), (keys, dim)
         phases = [(Phase.FORWARD, [scores, summed], 4), (Phase.BACKWARD, [scores, summed] * 2, 3)]
         if again:
             phases.append((Phase.RECOMPUTE, [scores] if again < 1 else [scores, summed], 4))

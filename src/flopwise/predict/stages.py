@@ -1,0 +1,130 @@
+"""Device memory by owner, for the stages of a pipeline whose state is sharded or not.
+
+Three stages stand for all: the first (embedding, most micro-batches in flight), the second, and the last (head and
+logits). Without a pipeline the first has everything and the others nothing; with two stages the second has nothing.
+
+State follows ZeRO's arithmetic (Rajbhandari et al., arXiv 1910.02054): of the stage's parameters, every device holds
+all or 1/shard of the weights, gradients and optimizer state by the stage of sharding. A device that shards its weights
+also holds the layers that are gathered, and the whole gradients of the layer in backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flopwise.core.stack import Stack
+from flopwise.predict.calls import Floats
+from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES
+from flopwise.predict.pieces import BLOCK, EMBEDDING, HEAD, Pieces
+from flopwise.predict.pipeline import held_micro_batches
+from flopwise.predict.strategies import Strategies
+
+FIRST, SECOND, LAST = 0, 1, 2
+"""The stages that stand for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageShape:
+    """What one of the three stages holds: layers, and whether the embedding and the head."""
+
+    layers: Floats
+    embedding: Floats
+    head: Floats
+    place: Floats
+    """Its number in the pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """Bytes by owner of one stage."""
+
+    weights: Floats
+    gradients: Floats
+    optimizer: Floats
+    activations: Floats
+    logits: Floats
+    workspace: Floats
+
+    @property
+    def total(self) -> Floats:
+        state = self.weights + self.gradients + self.optimizer
+        return state + self.activations + self.logits + self.workspace
+
+
+def stage_shapes(strategies: Strategies, table: Pieces) -> tuple[StageShape, StageShape, StageShape]:
+    """Deal the layers out: equal parts, what is over to the stages between the first and the last.
+
+    Embedding and head are work of their own, so the ends get no more layers than they must. Dealt out by time, the last
+    stage gives up as many layers as the head takes the time of, as far as it has them.
+    """
+    layers, pipeline = table.layers, strategies.pipeline
+    alone = pipeline == 1
+    work = table.seconds.sum(axis=(2, 3))
+    head = work[:, HEAD] / work[:, BLOCK]
+    base = np.floor(layers / pipeline)
+    relieved = np.clip(np.round((layers + head) / pipeline - head), 0.0, base)
+    last = np.where(alone, 0.0, np.where(strategies.by_time, relieved, base))
+    others = np.maximum(pipeline - 1, 1.0)
+    each = np.floor((layers - last) / others)
+    over = layers - last - each * others
+    first = np.where(alone, layers, each + (over > np.maximum(pipeline - 2, 0)))
+    second = np.where(pipeline > 2, each + (over > 0), 0.0)
+    ones, zeros = np.ones_like(layers), np.zeros_like(layers)
+    return (
+        StageShape(first, ones, alone * ones, zeros),
+        StageShape(second, zeros, zeros, np.minimum(ones, pipeline - 1)),
+        StageShape(last, zeros, ~alone * ones, pipeline - 1),
+    )
+
+
+def stage_bytes(strategies: Strategies, table: Pieces, shape: StageShape, stack: Stack) -> StageBytes:
+    """Peak bytes by owner of one stage; `table` has the rows of the strategies' whole micro-batches."""
+    dense, experts = stage_parameters(table, shape)
+    layer = table.parameters[:, BLOCK] + table.expert_parameters
+    ends = shape.embedding * table.parameters[:, EMBEDDING] + shape.head * table.parameters[:, HEAD]
+    sharded = [_sharded(strategies, dense, experts, stage) for stage in (3, 2, 1)]
+    gathered = strategies.zero == 3
+    # What lies gathered: the layers in use and ahead, or all of them when they are kept until backward, and the ends.
+    ahead = np.where(strategies.reshard, np.minimum(shape.layers, 1.0 + strategies.prefetch), shape.layers)
+    whole = np.where(gathered, (ahead * layer + ends) * strategies.gathered_bytes, 0.0)
+    partial = np.where(strategies.zero >= 2, layer * strategies.gradient_bytes, 0.0)
+    cast = np.where(gathered, 0.0, (dense + experts) * strategies.cast_bytes)
+    held = held_micro_batches(
+        strategies.schedule, strategies.chunks, strategies.micro_batches, strategies.pipeline, shape.place
+    )
+    # Each product behind a norm has such an input, as many as there are reductions.
+    gathered_inputs = table.reductions * table.stream_bytes * (strategies.sequence & stack.gathered_kept)
+    each = table.saved_bytes[:, BLOCK] + gathered_inputs
+    saved = shape.layers * each * held
+    # Offloaded activations leave two layers' worth of buffers behind.
+    saved = np.where(strategies.offload_activations, np.minimum(saved, 2 * each), saved)
+    kept = saved + shape.embedding * table.saved_bytes[:, EMBEDDING] * held + shape.head * table.saved_bytes[:, HEAD]
+    logits = shape.head * table.logits_bytes
+    # The blocks' temporaries take the logits' place; only what goes beyond it is memory of its own.
+    beyond = np.maximum(0.0, table.temporary_bytes - logits)
+    on_host = strategies.offload_optimizer
+    return StageBytes(
+        weights=sharded[0] * strategies.weight_bytes + whole,
+        gradients=sharded[1] * strategies.gradient_bytes + partial,
+        optimizer=np.where(on_host, 0.0, sharded[2] * strategies.optimizer_bytes),
+        activations=kept * stack.value("activations"),
+        logits=logits,
+        workspace=beyond + cast + LIBRARY_WORKSPACE_BYTES,
+    )
+
+
+def stage_parameters(table: Pieces, shape: StageShape) -> tuple[Floats, Floats]:
+    """Parameters of one stage on one device before sharding: dense ones, and experts."""
+    ends = shape.embedding * table.parameters[:, EMBEDDING] + shape.head * table.parameters[:, HEAD]
+    # One device that holds both uses of a tied matrix holds it once.
+    ends = ends - shape.embedding * shape.head * table.tied_parameters
+    return shape.layers * table.parameters[:, BLOCK] + ends, shape.layers * table.expert_parameters
+
+
+def _sharded(strategies: Strategies, dense: Floats, experts: Floats, stage: int) -> Floats:
+    """Parameters of a device whose state of this kind is sharded from ZeRO `stage` on."""
+    shard = np.where(strategies.zero >= stage, strategies.shard, 1.0)
+    # Expert ranks are part of the shards: what they have dealt out cannot be dealt out again.
+    return dense / shard + experts / np.maximum(1.0, shard / strategies.expert)
