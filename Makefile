@@ -25,7 +25,7 @@ $(VENV)/.dev: $(VENV)/.base
 	$(INSTALL) --no-build-isolation -e '.[dev,train]'
 	touch $@
 
-demo: $(VENV)/.base  ## predict three models on three devices and on this machine
+demo: $(VENV)/.base  ## predictions, a plan for a cluster, a check on published runs
 	$(BIN)/python -m benchmarks.demo
 
 test: $(VENV)/.dev  ## every test, on two processes

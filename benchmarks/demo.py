@@ -1,4 +1,4 @@
-"""`make demo`: three models on three devices and on this machine, from their names."""
+"""`make demo`: predictions for single devices and this machine, a plan for a cluster, a check on published runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ COMMANDS = (
     "predict llama-3-8b,qwen3-8b,mpt-7b --on h100-sxm,h200,rtx-4090 --seq 2k",
     "predict llama-3-8b --on h200 --seq 8k --batch 16",
     "predict gpt2,bert-base,llama-3-1b --on this-machine --seq 512 --batch 8",
+    "plan llama-3-70b --on h100-sxm --gpus 64 --seq 8k --batch-tokens 4M --precision bf16-mixed",
+    "validate megatron --leave-out model",
 )
 
 
@@ -17,7 +19,9 @@ def main() -> None:
         print(f"$ flopwise {command}", flush=True)
         subprocess.run([sys.executable, "-m", "flopwise", *command.split()], check=True)
         print(flush=True)
-    print("next: flopwise predict MODEL --on HARDWARE, with a name of `flopwise ls models` or your own config.json")
+    print(
+        "next: flopwise plan MODEL --on HARDWARE --gpus N, with a name of `flopwise ls models` or your own config.json"
+    )
 
 
 if __name__ == "__main__":

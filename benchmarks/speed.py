@@ -11,9 +11,11 @@ from flopwise.core.formats import POLICIES
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
 from flopwise.core.workload import Workload
+from flopwise.plan import Question, fastest
 from flopwise.predict import Request, step
 from flopwise.predict.calls import calls_for
 from flopwise.predict.grid import step_grid
+from flopwise.predict.memory import usable_bytes
 
 BATCHES = tuple(range(1, 65))
 
@@ -48,6 +50,25 @@ def single_rate() -> float:
     return count / (time.process_time() - started)
 
 
+def search(name: str, device: str, devices: int) -> tuple[int, float]:
+    """Strategies tried for a model on so many devices, and how many a second of processor time."""
+    hardware = load_hardware(device)
+    workload = Workload(
+        sequence_tokens=2048, batch_sequences=1536, micro_batch_sequences=1, formats=POLICIES["bf16-mixed"]
+    )
+    question = Question(
+        model=load_model(name),
+        hardware=hardware,
+        devices=devices,
+        workload=workload,
+        capacity_bytes=usable_bytes(hardware),
+    )
+    started = time.process_time()
+    calls_for.cache_clear()
+    evaluated = fastest(question).evaluated
+    return evaluated, evaluated / (time.process_time() - started)
+
+
 def command_seconds(*arguments: str) -> float:
     """Wall time of a command, the best of five."""
     best = float("inf")
@@ -59,13 +80,17 @@ def command_seconds(*arguments: str) -> float:
 
 
 def main() -> None:
-    print(f"{'what':<58}{'measured':>12}")
-    print(f"{'grid, 64 batches: combinations a second on one core':<58}{grid_rate(BATCHES):>12,.0f}")
-    print(f"{'grid, 16 batches: combinations a second on one core':<58}{grid_rate(BATCHES[:16]):>12,.0f}")
-    print(f"{'single predictions a second on one core':<58}{single_rate():>12,.0f}")
-    print(f"{'flopwise --help, seconds':<58}{command_seconds('--help'):>12.3f}")
+    print(f"{'what':<78}{'measured':>12}")
+    print(f"{'grid, 64 batches: combinations a second on one core':<78}{grid_rate(BATCHES):>12,.0f}")
+    print(f"{'grid, 16 batches: combinations a second on one core':<78}{grid_rate(BATCHES[:16]):>12,.0f}")
+    print(f"{'single predictions a second on one core':<78}{single_rate():>12,.0f}")
+    for device, devices in (("a100-80gb", 64), ("h100-sxm", 4096)):
+        evaluated, rate = search("gpt-3-175b", device, devices)
+        what = f"search, GPT-3 on {devices:,} {device}: of {evaluated:,} strategies, a second"
+        print(f"{what:<78}{rate:>12,.0f}")
+    print(f"{'flopwise --help, seconds':<78}{command_seconds('--help'):>12.3f}")
     command = ("predict", "llama-3-8b", "--on", "h100-sxm")
-    print(f"{'flopwise predict llama-3-8b --on h100-sxm, seconds':<58}{command_seconds(*command):>12.3f}")
+    print(f"{'flopwise predict llama-3-8b --on h100-sxm, seconds':<78}{command_seconds(*command):>12.3f}")
 
 
 if __name__ == "__main__":

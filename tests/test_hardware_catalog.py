@@ -233,6 +233,12 @@ def test_networks_widen_and_slow_down(hardware: Hardware) -> None:
     assert reach == sorted(set(reach))
     rates = [network.bandwidth_bytes_per_s.value for network in networks]
     assert rates == sorted(rates, reverse=True)
+    # From a hop between chips on a board to one through the adapters of two hosts.
+    latencies = [network.latency_s.value for network in networks if network.latency_s is not None]
+    assert len(latencies) == len(networks)
+    assert latencies == sorted(latencies)
+    assert latencies[0] >= 0.5e-6
+    assert latencies[-1] <= 50e-6
     dram = hardware.device.dram.bandwidth_bytes_per_s
     assert dram is not None
     assert rates[0] < dram.value

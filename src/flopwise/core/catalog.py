@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from flopwise.core.errors import FlopwiseError, shown, unknown_name
+from flopwise.core.evidence import Evidence, EvidenceBook
 from flopwise.core.files import decode, entry_kind, plain, read_table
 from flopwise.core.hardware import Hardware
 from flopwise.core.lstm import Lstm
 from flopwise.core.model import ARCHITECTURES, Model
+from flopwise.core.plan import ClusterPlan
+from flopwise.core.stack import Stack
 from flopwise.core.transformer import Transformer
 
 ROOT = Path(__file__).parent.parent / "catalog"
@@ -31,6 +34,33 @@ def model_names() -> tuple[str, ...]:
 def hardware_names() -> tuple[str, ...]:
     """Every device of the catalogue, sorted."""
     return tuple(sorted(path.stem for path in (ROOT / "hardware").glob("*.toml")))
+
+
+@cache
+def stack_names() -> tuple[str, ...]:
+    """Every training framework of the catalogue, sorted."""
+    return tuple(sorted(path.stem for path in (ROOT / "stacks").glob("*.toml")))
+
+
+@cache
+def technology_names() -> tuple[str, ...]:
+    """Every technology that hardware can be designed in, sorted."""
+    return tuple(sorted(path.stem for path in (ROOT / "technology").glob("*.toml")))
+
+
+def technology_file(name: str) -> Path:
+    """The file of a technology of the catalogue, or the one that a path names."""
+    if name.lower() in technology_names():
+        return ROOT / "technology" / f"{name.lower()}.toml"
+    if _is_path(name):
+        return Path(name)
+    example = technology_names()[0]
+    raise unknown_name(
+        "technology",
+        name,
+        technology_names(),
+        hint=f"the path of a TOML that describes it (`flopwise show {example}` prints one)",
+    )
 
 
 def load_model(name: str | Path, changes: Mapping[str, Any] | None = None) -> Model:
@@ -78,7 +108,17 @@ def load_hardware(name: str | Path) -> Hardware:
             why="the model comes first, the hardware after --on",
             hint=f"`flopwise predict {name} --on h100-sxm`",
         )
+    if any(key in table for key in ("technology", "tech_param", "power_breakdown")):
+        raise _not_built(str(path))
     return decode(table, Hardware, str(path))
+
+
+def _not_built(name: str) -> FlopwiseError:
+    return FlopwiseError(
+        f"{name} is a technology, not hardware",
+        why="what is built in it depends on how its power is shared out",
+        hint=f"`flopwise design llama-3-8b --technology {name} -w device.toml`, then --on device.toml",
+    )
 
 
 def _no_hardware(name: str) -> FlopwiseError:
@@ -88,6 +128,8 @@ def _no_hardware(name: str) -> FlopwiseError:
             why="the model comes first, the hardware after --on",
             hint=f"`flopwise predict {name.lower()} --on h100-sxm`",
         )
+    if name.lower() in technology_names():
+        return _not_built(name.lower())
     return unknown_name(
         "hardware",
         name,
@@ -96,20 +138,73 @@ def _no_hardware(name: str) -> FlopwiseError:
     )
 
 
-def load_description(name: str) -> Model | Hardware:
-    """A model or a device, whichever the name or the file describes."""
+def load_stack(name: str | Path) -> Stack:
+    """A training framework by catalogue name or alias, or by the path of a TOML or JSON file."""
+    if isinstance(name, str):
+        lowered = stack_aliases().get(name.lower(), name.lower())
+        if lowered in stack_names():
+            return decode(read_table(ROOT / "stacks" / f"{lowered}.toml"), Stack, lowered)
+        if not _is_path(name):
+            raise _no_stack(name)
+    table = read_table(Path(name))
+    for key, kind in (("architecture", "a model"), ("model_type", "a model"), ("device", "hardware")):
+        if key in table:
+            raise FlopwiseError(
+                f"{name} describes {kind}, not a training framework",
+                hint="`flopwise ls stacks`, or a file like the one that `flopwise show torchtitan` prints",
+            )
+    return decode(table, Stack, str(name))
+
+
+def _no_stack(name: str) -> FlopwiseError:
+    hint = "`flopwise ls stacks`, or the path of a TOML that describes it (`flopwise show torchtitan` prints one)"
+    for kind, names in (("a model", model_names()), ("hardware", (*hardware_names(), *hardware_aliases()))):
+        if name.lower() in names:
+            return FlopwiseError(f"{name!r} is {kind}, not a training framework", hint=hint)
+    return unknown_name("stack", name, {*stack_names(), *stack_aliases()}, hint=hint)
+
+
+def load_description(name: str) -> Model | Hardware | Stack:
+    """A model, a device or a training framework, whichever the name or the file describes."""
     lowered = name.lower()
     if lowered in model_names():
         return load_model(name)
     if lowered in hardware_names():
         return load_hardware(name)
+    if lowered in stack_names():
+        return load_stack(name)
     if _is_path(name):
-        path = description_file(Path(name))
-        return load_hardware(path) if "device" in read_table(path) else load_model(path)
+        return _description_in(description_file(Path(name)))
     if lowered in hardware_aliases():
         return load_hardware(name)
-    known = (*model_names(), *hardware_names(), THIS_CPU, THIS_MACHINE)
-    raise unknown_name("model or hardware", name, known, hint="`flopwise ls models` or `flopwise ls hardware`")
+    if lowered not in stack_aliases():
+        known = (*model_names(), *hardware_names(), *stack_names(), THIS_CPU, THIS_MACHINE)
+        hint = "`flopwise ls models`, `flopwise ls hardware` or `flopwise ls stacks`"
+        raise unknown_name("model, hardware or stack", name, known, hint=hint)
+    return load_stack(name)
+
+
+def _description_in(path: Path) -> Model | Hardware | Stack:
+    table = read_table(path)
+    if "constants" in table:
+        return load_stack(path)
+    return load_hardware(path) if "device" in table else load_model(path)
+
+
+@cache
+def load_evidence() -> tuple[Evidence, ...]:
+    """How far measured steps lay from held-out predictions, table by table."""
+    return decode(read_table(ROOT / "evidence.toml"), EvidenceBook, "evidence").entries
+
+
+@cache
+def stack_aliases() -> dict[str, str]:
+    """Alias → catalogue name of a training framework."""
+    return {
+        alias.lower(): name
+        for name in stack_names()
+        for alias in read_table(ROOT / "stacks" / f"{name}.toml").get("aliases", ())
+    }
 
 
 @cache
@@ -136,6 +231,22 @@ def description_file(path: Path) -> Path:
     if entry_kind(path / "config.json") == "nothing":
         raise FlopwiseError(f"the folder {path} holds no config.json", hint="name the file itself, or another folder")
     return path / "config.json"
+
+
+def plan_table(plan: ClusterPlan, model: Model) -> dict[str, Any]:
+    """A plan as the table of a file, the model's description within."""
+    return {**plain(plan), "model": model_table(model)}
+
+
+def load_plan(path: Path) -> tuple[ClusterPlan, Model]:
+    """A plan that was written to a file, and the model that it is for."""
+    table = read_table(path)
+    described = table.pop("model", None)
+    if not isinstance(described, dict) or "parallel" not in table:
+        raise FlopwiseError(
+            f"{path} is not a plan", why="it needs a [model] and a [parallel]", hint="`flopwise plan … -w plan.toml`"
+        )
+    return decode(table, ClusterPlan, str(path)), _decode_model(described, str(path), None)
 
 
 def model_table(model: Model) -> dict[str, Any]:

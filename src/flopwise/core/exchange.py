@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flopwise.core.formats import WIDTH_BYTES, Formats
+from flopwise.core.formats import Formats
 from flopwise.core.op import Attention, Gemm, Op
 from flopwise.core.work import Recompute, Work
 
@@ -52,7 +52,8 @@ def exchange(work: Work, policy: Recompute, formats: Formats, *, hidden: int, st
 
 def is_expert(op: Op) -> bool:
     """Whether an operator's weights are dealt out among expert ranks."""
-    return any(weight.active[0] < weight.active[1] for weight in op.weights)
+    # Even where a token uses all of several experts, each has a home of its own.
+    return any(weight.active != (1, 1) for weight in op.weights)
 
 
 def parameters_by_part(work: Work) -> tuple[tuple[int, int, int], int]:
@@ -70,15 +71,22 @@ def parameters_by_part(work: Work) -> tuple[tuple[int, int, int], int]:
     return (parts[0], parts[1], parts[2]), experts
 
 
+def product_parameters_by_part(work: Work) -> tuple[int, int, int]:
+    """The same of the parameters that matrix products read, experts not counted: wider weights are cast for them.
+
+    A tied matrix stands in the head alone: a look-up reads the weights as they are.
+    """
+    parts = [0, 0, 0]
+    for op, part in zip(work.ops, parts_of(work), strict=True):
+        if isinstance(op, Gemm) and not is_expert(op):
+            parts[part] += sum(weight.elements for weight in op.weights)
+    return parts[0], parts[1], parts[2]
+
+
 def parts_of(work: Work) -> tuple[int, ...]:
     """Of each operator: 0 for what comes before the blocks, 1 for the block, 2 for what follows."""
     first = next(index for index, op in enumerate(work.ops) if op.in_block)
     return tuple(1 if op.in_block else 0 if index < first else 2 for index, op in enumerate(work.ops))
-
-
-def gathered_bytes(parameters: int, formats: Formats) -> int:
-    """What gathering weights carries: they are cast to the products' operands' format first, if that is narrower."""
-    return parameters * min(WIDTH_BYTES[formats.weights], formats.compute_bytes)
 
 
 def tied_parameters(work: Work) -> int:

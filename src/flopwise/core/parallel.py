@@ -7,11 +7,12 @@ apart: what talks most stays inside a node. A mixture's experts are dealt out am
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from flopwise.core.errors import FlopwiseError, unknown_name
+from flopwise.core.errors import FlopwiseError, shown, unknown_name
 from flopwise.core.lstm import Lstm
 from flopwise.core.model import Model
+from flopwise.core.transformer import Transformer
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -21,6 +22,8 @@ several short stages on each device."""
 Balance = Literal["layers", "time"]
 BALANCES: tuple[Balance, ...] = get_args(Balance)
 """layers: equal numbers of layers on every stage. time: the last stage has fewer, for the head's sake."""
+
+MOST_DIGITS = 7
 
 DEGREES = ("data", "tensor", "pipeline", "context", "expert")
 
@@ -96,19 +99,21 @@ class Parallel:
                 hint="schedule interleaved with 2 or more chunks, or another with 1",
             )
         if self.chunks > 1 and self.pipeline == 1:
-            raise FlopwiseError("an interleaved pipeline needs at least 2 stages", hint="--pp 2, or another schedule")
+            raise FlopwiseError(
+                "an interleaved pipeline needs at least 2 stages", hint="pp2 or more, or another schedule"
+            )
         if self.sequence and self.tensor == 1:
-            raise FlopwiseError("sequence parallelism splits what tensor ranks repeat", hint="--tp 2 or more")
+            raise FlopwiseError("sequence parallelism splits what tensor ranks repeat", hint="tp2 or more")
         if self.replicas % self.expert:
             raise FlopwiseError(
                 f"experts over {self.expert} devices do not fit {self.replicas} data × context ranks",
                 why="an expert group is made of data and context ranks",
-                hint=f"--ep {_divisor(self.replicas, self.expert)}",
+                hint=f"ep{_divisor(self.replicas, self.expert)}",
             )
         if self.shard is not None and (self.shard < 1 or self.replicas % self.shard):
             raise FlopwiseError(
                 f"shards over {self.shard} ranks do not divide {self.replicas} data × context ranks",
-                hint=f"--shard {_divisor(self.replicas, max(1, self.shard))}",
+                hint=f"shard{_divisor(self.replicas, max(1, self.shard))}",
             )
 
     @property
@@ -119,6 +124,23 @@ class Parallel:
     def replicas(self) -> int:
         """Ranks that hold the same weights: data and context together."""
         return self.data * self.context
+
+    @property
+    def label(self) -> str:
+        """The set-up in the short words that people use: `dp8 tp8 pp4 zero1 sp`."""
+        degrees = {"dp": self.data, "tp": self.tensor, "pp": self.pipeline, "cp": self.context, "ep": self.expert}
+        words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
+        words += [f"zero{self.zero}"] if self.zero else []
+        words += [f"shard{self.shard}"] if self.shard else []
+        words += [f"prefetch{self.prefetch}"] if self.zero == 3 and self.prefetch != 1 else []
+        words += ["kept"] if self.zero == 3 and not self.reshard else []
+        words += ["sp"] if self.sequence else []
+        words += ["gpipe"] if self.schedule == "gpipe" and self.pipeline > 1 else []
+        words += ["balanced"] if self.balance == "time" and self.pipeline > 1 else []
+        words += [f"chunks{self.chunks}"] if self.chunks > 1 else []
+        words += ["optimizer-on-host"] if self.offload_optimizer else []
+        words += ["activations-on-host"] if self.offload_activations else []
+        return " ".join(words) or "one device"
 
     @property
     def layout(self) -> Layout:
@@ -134,28 +156,28 @@ class Parallel:
 def why_illegal(model: Model, sequence_tokens: int, parallel: Parallel) -> tuple[str, str, str] | None:
     """What of a set-up does not suit the model: what, why, hint; None when all does."""
     if parallel.pipeline * parallel.chunks > model.layers:
-        stages = parallel.pipeline * parallel.chunks
-        return f"{stages} stages", f"it has {model.layers} layers", f"--pp {model.layers} or less"
+        stages, most = parallel.pipeline * parallel.chunks, model.layers // parallel.chunks
+        # Chunks need 2 devices at least, so where no such pipeline is short enough they are what is too many.
+        hint = "fewer chunks" if parallel.chunks > 1 and most < 2 else f"pp{most} or less"
+        return f"{stages} stages", f"it has {model.layers} layers", hint
     return illegal_layout(model, sequence_tokens, parallel.layout)
 
 
 def illegal_layout(model: Model, sequence_tokens: int, layout: Layout) -> tuple[str, str, str] | None:
     """The same for what one device computes."""
     if isinstance(model, Lstm):
-        if layout != WHOLE:
-            return (
-                "only its layers and sequences can be dealt out",
-                "a cell's time steps follow each other",
-                "--dp, --pp",
-            )
-        return None
-    tensor = layout.tensor
-    if model.heads % tensor or (model.kv_heads % tensor and tensor % model.kv_heads):
-        heads = f"it has {model.heads} heads and {model.kv_heads} key-value heads"
-        return f"{tensor} tensor ranks", heads, f"--tp {_divisor(model.heads, tensor)}"
-    if model.ffn % tensor:
-        return f"{tensor} tensor ranks", f"its feed-forward width is {model.ffn}", f"--tp {_divisor(model.ffn, tensor)}"
-    parts = layout.context * (tensor if layout.sequence else 1)
+        refusal = (
+            "only its layers and sequences can be dealt out",
+            "a cell's time steps follow each other",
+            "dp and pp",
+        )
+        return None if layout == WHOLE else refusal
+    uneven = _uneven(model, layout.tensor)
+    if uneven:
+        # A single rank always divides.
+        fewer = next(ranks for ranks in range(min(layout.tensor, model.heads), 0, -1) if not _uneven(model, ranks))
+        return f"{layout.tensor} tensor ranks", uneven, f"tp{fewer}"
+    parts = layout.context * (layout.tensor if layout.sequence else 1)
     if sequence_tokens % parts:
         return (
             f"{sequence_tokens:,} tokens in {parts} parts",
@@ -163,14 +185,74 @@ def illegal_layout(model: Model, sequence_tokens: int, layout: Layout) -> tuple[
             f"a sequence that {parts} divides",
         )
     if layout.context > 1 and (model.head == "classifier" or model.window is not None):
-        return "a sequence over several devices", "the ring is for full attention with a loss on every token", "--cp 1"
+        return "a sequence over several devices", "the ring is for full attention with a loss on every token", "no cp"
     if layout.expert > 1 and (not model.experts or model.experts % layout.expert):
         return (
             f"experts over {layout.expert} devices",
             f"it has {model.experts or 'no'} experts",
-            f"--ep {_divisor(max(1, model.experts), layout.expert)}",
+            f"ep{_divisor(max(1, model.experts), layout.expert)}",
         )
     return None
+
+
+def _uneven(model: Transformer, ranks: int) -> str | None:
+    """What that many tensor ranks cannot share equally; None when all can be."""
+    if model.heads % ranks or (model.kv_heads % ranks and ranks % model.kv_heads):
+        return f"it has {model.heads} heads and {model.kv_heads} key-value heads"
+    return f"its feed-forward width is {model.ffn}" if model.ffn % ranks else None
+
+
+NUMBERED = {
+    "dp": "data",
+    "tp": "tensor",
+    "pp": "pipeline",
+    "cp": "context",
+    "ep": "expert",
+    "zero": "zero",
+    "shard": "shard",
+    "prefetch": "prefetch",
+    "chunks": "chunks",
+}
+FLAGGED: dict[str, tuple[str, object]] = {
+    "kept": ("reshard", False),
+    "sp": ("sequence", True),
+    "gpipe": ("schedule", "gpipe"),
+    "1f1b": ("schedule", "1f1b"),
+    "balanced": ("balance", "time"),
+    "optimizer-on-host": ("offload_optimizer", True),
+    "activations-on-host": ("offload_activations", True),
+}
+"""The words of a label: with a number behind them, and without."""
+
+
+def parse_parallel(text: str, devices: int | None) -> Parallel:
+    """A set-up from its label, `tp8 pp4 zero1 sp`; data ranks not named are what the devices leave."""
+    fields: dict[str, Any] = {}
+    for word in text.lower().replace(",", " ").split():
+        name, digits = word.rstrip("0123456789"), word[len(word.rstrip("0123456789")) :]
+        key, value = (NUMBERED[name], int(digits)) if name in NUMBERED and digits else FLAGGED.get(word, ("", None))
+        if not key or len(digits) > MOST_DIGITS:
+            raise FlopwiseError(
+                f"cannot read {shown(word)} in a parallel set-up",
+                why=f"it is made of {', '.join(f'{known}N' for known in NUMBERED)}, {', '.join(FLAGGED)}",
+                hint='"tp8 pp4 zero1 sp"',
+            )
+        if key in fields:
+            raise FlopwiseError(f"{shown(text)} gives {key} twice", hint="keep one of the two")
+        fields[key] = value
+    if fields.get("chunks", 1) > 1:
+        fields.setdefault("schedule", "interleaved")
+    named = fields.get("tensor", 1) * fields.get("pipeline", 1) * fields.get("context", 1)
+    if devices is not None and "data" not in fields and named and devices % named == 0:
+        fields["data"] = devices // named
+    parallel = Parallel(**fields)
+    if devices is not None and parallel.devices != devices:
+        raise FlopwiseError(
+            f"{parallel.label} is for {parallel.devices:,} devices, not for {devices:,}",
+            why="the degrees multiplied are the number of devices",
+            hint=f"--gpus {parallel.devices}, or other degrees",
+        )
+    return parallel
 
 
 def _divisor(number: int, limit: int) -> int:

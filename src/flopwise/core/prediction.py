@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flopwise.core.op import Convention
+from flopwise.core.parallel import Parallel
 from flopwise.core.work import Recompute
 from flopwise.core.workload import Fusion, Optimizer
+
+NO_STACK = "kernels"
+"""The name for what the kernels and the network allow, no framework in the way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,8 +27,32 @@ class DeviceBytes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StagePrediction:
+    """One pipeline stage's share of the layers, and the memory of one of its devices."""
+
+    stage: int
+    layers: int
+    device_bytes: DeviceBytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """Where a measured step may lie, from the errors of predictions of its kind."""
+
+    low_s: float
+    high_s: float
+    basis: str
+    """Whose errors they are."""
+    outside: tuple[str, ...] = ()
+    """In what the case lies outside the data, each of which has widened the interval."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OpPrediction:
-    """One operator over a whole step: all its layers and micro-batches, forward, backward and recompute."""
+    """One operator over a whole step: all its layers and micro-batches, forward, backward and recompute.
+
+    With several devices, FLOPs are those of all of them; bytes and time are those of one on the slowest stage.
+    """
 
     name: str
     kind: str
@@ -46,7 +74,7 @@ class OpPrediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """A training step of a model on one device."""
+    """A training step of a model, on one device or many."""
 
     model: str
     hardware: str
@@ -74,10 +102,20 @@ class Prediction:
     peak_source: str
     bound: str
     device_bytes: DeviceBytes
+    """Of one device, on the fullest stage."""
     device_capacity_bytes: int
     """The user's cap, or the device's memory less a reserve for driver and allocator."""
     fits: bool
     ops: tuple[OpPrediction, ...]
+    """Their times add up to the step's, with what is not an operator (communication, waiting) at the end."""
+    devices: int = 1
+    parallel: Parallel = field(default_factory=Parallel)
+    stack: str = NO_STACK
+    stages: tuple[StagePrediction, ...] = ()
+    """One for each pipeline stage; none on a single device."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """What the seconds of a step over several devices are made of: kernels by class, exposed communication, …"""
+    interval: Interval | None = None
     chosen: dict[str, str] = field(default_factory=dict)
     """Settings that were left open → why they have the value they have."""
     notes: tuple[str, ...] = ()

@@ -6,7 +6,8 @@ framework is as good there as the kernels and the network of the hardware descri
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from flopwise.core.errors import FlopwiseError, unknown_name
 from flopwise.core.op import AttentionKernel
@@ -60,11 +61,14 @@ class Stack:
     """Collectives of tensor parallelism run behind the weight gradients' products."""
     gathered_kept: bool = False
     """Sequence parallelism: products keep their gathered input instead of gathering it again in backward."""
-    reduce_always: bool = False
-    """zero 3: gradients are reduced after each micro-batch, not only after the last."""
+    reduce_always: bool = True
+    """zero 3: gradients are reduced after each micro-batch; False: only after the last, and held whole until then."""
+    fused_loss: bool = False
+    """The loss is one kernel that keeps nothing but the logits, even where `fusion` is eager."""
     source: str
     """What says that the framework works this way."""
     constants: dict[str, Constant] = field(default_factory=dict)
+    """By name; `attention.Hopper` is the constant `attention` on devices of that architecture."""
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -73,7 +77,8 @@ class Stack:
                 f"the stack {self.name} has {len(self.constants)} constants",
                 why=f"with more than {MOST_CONSTANTS} a stack describes its measurements, not a framework",
             )
-        for name, constant in self.constants.items():
+        for key, constant in self.constants.items():
+            name = key.partition(".")[0]
             if name not in NEUTRAL:
                 raise unknown_name("constant", name, NEUTRAL, hint=f"one of {', '.join(NEUTRAL)}")
             if not 0 <= constant.value <= 1e3:
@@ -83,6 +88,17 @@ class Stack:
         """A constant's value; the neutral one where the stack does not name it."""
         return self.constants[name].value if name in self.constants else NEUTRAL[name]
 
-    def values(self) -> dict[str, float]:
-        """Every constant."""
-        return {name: self.value(name) for name in NEUTRAL}
+    def on(self, architecture: str) -> Stack:
+        """The same with the constants that hold on an architecture."""
+        own = {key.partition(".")[0]: value for key, value in self.constants.items() if _holds(key, architecture)}
+        shared = {key: value for key, value in self.constants.items() if "." not in key}
+        return replace(self, constants=shared | own)
+
+    def with_values(self, values: Mapping[str, float]) -> Stack:
+        """The same with other values of some constants."""
+        changed = {key: Constant(value=value, how="being fitted") for key, value in values.items()}
+        return replace(self, constants=self.constants | changed)
+
+
+def _holds(key: str, architecture: str) -> bool:
+    return key.partition(".")[2].lower() == architecture.lower()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import get_args
+
+import numpy as np
 
 from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError, unknown_name
@@ -11,14 +13,22 @@ from flopwise.core.formats import POLICIES, Formats, parse_formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
 from flopwise.core.op import AttentionKernel
+from flopwise.core.parallel import Parallel
+from flopwise.core.prediction import NO_STACK
+from flopwise.core.stack import Stack
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import RECOMPUTE_POLICIES, Recompute, Work
 from flopwise.core.workload import MOMENTS, Fusion, Optimizer, Workload
+from flopwise.predict.cluster import evaluate
+from flopwise.predict.collectives import check_reach
 from flopwise.predict.costs import workload_costs
 from flopwise.predict.memory import device_bytes, memory_line, usable_bytes
+from flopwise.predict.strategies import listed
 
 AUTO_POLICIES = tuple(policy for policy in RECOMPUTE_POLICIES if policy != "full")
 """`full` takes the memory of `input` and more time, so it is only ever asked for."""
+
+PLAIN = Stack(name=NO_STACK, title="what the kernels and the network allow", source="no framework in the way")
 
 DEFAULT_SEQUENCE_TOKENS = 8192
 DEFAULT_BATCH_TOKENS = 2**19
@@ -40,23 +50,26 @@ class Request:
     fusion: Fusion = "fused"
     optimizer: Optimizer = "adamw"
     device_memory_bytes: int | None = None
+    parallel: Parallel = field(default_factory=Parallel)
+    stack: Stack | None = None
+    """None: what the kernels and the network allow."""
 
     def __post_init__(self) -> None:
         counts = ("sequence_tokens", "batch_sequences", "batch_tokens", "micro_batch_sequences", "device_memory_bytes")
-        for field in counts:
-            value = getattr(self, field)
+        for name in counts:
+            value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise FlopwiseError(f"{field} must be a whole number of at least 1, got {value!r}", hint="None: auto")
+                raise FlopwiseError(f"{name} must be a whole number of at least 1, got {value!r}", hint="None: auto")
         words = {
             "recompute": RECOMPUTE_POLICIES,
             "attention": get_args(AttentionKernel),
             "fusion": get_args(Fusion),
             "optimizer": tuple(MOMENTS),
         }
-        for field, known in words.items():
-            value = getattr(self, field)
-            if value not in known and not (field == "recompute" and value is None):
-                raise unknown_name(field, str(value), known, hint=f"one of {', '.join(known)}")
+        for name, known in words.items():
+            value = getattr(self, name)
+            if value not in known and not (name == "recompute" and value is None):
+                raise unknown_name(name, str(value), known, hint=f"one of {', '.join(known)}")
         if isinstance(self.formats, str):
             object.__setattr__(self, "formats", parse_formats(self.formats))
 
@@ -72,6 +85,13 @@ class Chosen:
 
 def choose(model: Model, hardware: Hardware, request: Request) -> Chosen:
     """Complete a request: the usual number format, the fastest recompute and micro-batch that fit."""
+    base, reasons = base_workload(model, hardware, request)
+    fit = _fit_cluster if request.parallel.devices > 1 or request.stack is not None else _fit
+    return Chosen(workload=fit(model, hardware, base, request, reasons), reasons=reasons)
+
+
+def base_workload(model: Model, hardware: Hardware, request: Request) -> tuple[Workload, dict[str, str]]:
+    """The request with everything but recompute and micro-batch completed, and why."""
     reasons: dict[str, str] = {}
     formats = request.formats or _formats(hardware, reasons)
     assert isinstance(formats, Formats)  # Request has turned a name into its policy
@@ -87,7 +107,7 @@ def choose(model: Model, hardware: Hardware, request: Request) -> Chosen:
         fusion=request.fusion,
         optimizer=request.optimizer,
     )
-    return Chosen(workload=_fit(model, hardware, base, request, reasons), reasons=reasons)
+    return base, reasons
 
 
 def capacity_bytes(hardware: Hardware, request: Request) -> int:
@@ -165,6 +185,52 @@ def _fit(model: Model, hardware: Hardware, base: Workload, request: Request, rea
         largest = "the whole batch" if whole else "the largest that fits"
         reasons["micro_batch_sequences"] = largest if fits else "the smallest there is"
     return chosen
+
+
+def _fit_cluster(
+    model: Model, hardware: Hardware, base: Workload, request: Request, reasons: dict[str, str]
+) -> Workload:
+    """The fastest recompute and micro-batch that fit the fullest device."""
+    parallel = request.parallel
+    parallel.check(model, base.sequence_tokens)
+    check_reach(hardware.name, hardware.networks, parallel.devices)
+    if parallel.offload_optimizer or parallel.offload_activations:
+        check_link(hardware)
+    if base.batch_sequences < parallel.data:
+        raise FlopwiseError(
+            f"a batch of {base.batch_sequences:,} sequences is less than one for each of {parallel.data:,} data ranks",
+            why="a data rank without a sequence has nothing to do",
+            hint=f"--batch {parallel.data}, or fewer data ranks",
+        )
+    policies = (request.recompute,) if request.recompute else AUTO_POLICIES
+    given = request.micro_batch_sequences
+    sizes = [given] if given else micro_batch_sizes(-(-base.batch_sequences // parallel.data))
+    candidates = [replace(base, recompute=policy, micro_batch_sequences=size) for policy in policies for size in sizes]
+    found = evaluate(listed([(model, parallel, one) for one in candidates], hardware), hardware, request.stack or PLAIN)
+    fits = found.device_bytes <= capacity_bytes(hardware, request)
+    order = np.lexsort((found.step_s, np.where(fits, 0.0, found.device_bytes)))
+    some = bool(fits.any())
+    if request.recompute is None:
+        reasons["recompute"] = "the fastest that fits" if some else "nothing fits; this takes the least memory"
+    if given is None:
+        reasons["micro_batch_sequences"] = "the fastest that fits" if some else "nothing fits; this takes the least"
+    return candidates[int(order[0])]
+
+
+def check_link(hardware: Hardware) -> None:
+    """Refuse to move state over a link that nobody described."""
+    if hardware.link is None:
+        raise FlopwiseError(
+            f"{hardware.name} has no link to host memory in its description",
+            why="what is kept on the host goes over that link, and its rate decides the time",
+            hint="without offload, or add [link] to a TOML of your own (`flopwise show NAME -w mine.toml` starts one)",
+        )
+
+
+def micro_batch_sizes(most: int) -> list[int]:
+    """Micro-batches worth a look: powers of two, three times such, and all at once."""
+    doubled = [2**power for power in range(most.bit_length())]
+    return sorted({*doubled, *(size * 3 // 2 for size in doubled if size > 1 and size * 3 // 2 <= most), most})
 
 
 def largest_micro_batch(work: Work, workload: Workload, capacity: int) -> int:

@@ -20,7 +20,7 @@ from flopwise.predict.pieces import ATTENTION, BLOCK, EMBEDDING, HEAD, PRODUCTS,
 from flopwise.predict.pipeline import pipeline_seconds
 from flopwise.predict.stages import StageBytes, StageShape, stage_bytes, stage_parameters, stage_shapes
 from flopwise.predict.strategies import Integers, Listed, Strategies
-from flopwise.predict.streaming import dram_bytes_per_s
+from flopwise.predict.streaming import streaming_times
 from flopwise.predict.timeline import Streams, played, started
 from flopwise.predict.transfers import Transfers, transfers
 
@@ -104,20 +104,19 @@ class _Stage:
 
 def evaluate(listed: Listed, hardware: Hardware, stack: Stack) -> Evaluation:
     """Cost every strategy; the hardware's networks must reach all their devices."""
-    strategies = listed.strategies
+    strategies, stack = listed.strategies, stack.on(hardware.device.architecture)
     step = _step(strategies, taken(listed.table, strategies.row), hardware, stack)
     one = _passes(step)
     stages = [_stage(step, one, shape) for shape in step.shapes]
     longest = _most([stage.both for stage in stages])
     slowest = np.argmax(np.stack([stage.both for stage in stages]), axis=0)
-    shorter = longest - _smaller_last(listed, hardware, stack, longest)
-    seconds = _pipeline(strategies, stages, longest) - shorter
-    parts = _parts(step, one, stages, slowest)
-    # A smaller last micro-batch shortens everything alike but the pipeline's waiting.
-    whole = strategies.micro_batches * longest
-    parts = {name: value * (1 - shorter / whole) for name, value in parts.items()}
-    parts["bubble"] = seconds + shorter - whole
-    parts["sharding"] = parts["sharding"] + _most([stage.tail for stage in stages])
+    last, tail = _smaller_last(listed, step, hardware, longest, _most([stage.tail for stage in stages]))
+    # A smaller last micro-batch counts as a part of one, for every kind of work alike.
+    count = strategies.micro_batches - 1 + last / longest
+    seconds = _pipeline(step, stages, longest, count)
+    parts = _parts(step, one, stages, slowest, count)
+    parts["bubble"] = seconds - count * longest
+    parts["sharding"] = parts["sharding"] + tail
     parts.update(_once(step, hardware))
     parts["offload"] = parts["offload"] + _host_update(step)
     return Evaluation(
@@ -127,6 +126,25 @@ def evaluate(listed: Listed, hardware: Hardware, stack: Stack) -> Evaluation:
         shapes=step.shapes,
         slowest=slowest,
     )
+
+
+def peak_bytes(listed: Listed, hardware: Hardware, stack: Stack) -> Floats:
+    """Memory of the fullest device alone, at a tenth of the cost of `evaluate`."""
+    stack = stack.on(hardware.device.architecture)
+    table = taken(listed.table, listed.strategies.row)
+    shapes = stage_shapes(listed.strategies, table)
+    return _most([stage_bytes(listed.strategies, table, shape, stack).total for shape in shapes])
+
+
+def least_seconds(listed: Listed, hardware: Hardware, stack: Stack) -> Floats:
+    """Seconds that a step cannot be below: its blocks' kernels, dealt out evenly over the stages."""
+    stack = stack.on(hardware.device.architecture)
+    factors = np.array([stack.value(name) for name in ("products", "attention", "streaming")])
+    layer = (listed.table.seconds[:, BLOCK] * factors).sum(axis=(1, 2))
+    strategies = listed.strategies
+    micro_batches = layer[strategies.row] * (strategies.micro_batches - 1) + layer[strategies.rest_row]
+    seconds = micro_batches * listed.table.layers[strategies.row] / strategies.pipeline
+    return np.asarray(seconds, dtype=np.float64)
 
 
 def _most(arrays: list[Floats]) -> Floats:
@@ -198,13 +216,13 @@ def _stage(step: _Step, one: _Pass, shape: StageShape) -> _Stage:
         middle = group.forward()
         end = group.backward(middle, moved.reduce_each).end
         forward[mine], backward[mine] = middle.kernels, end - middle.kernels
-        exposed[mine] = end - group.total(one.forward + one.backward)
+        exposed[mine] = np.maximum(0.0, end - group.total(one.forward + one.backward))
         if moved.reduce_last[:, mine].any():
             behind = group.total(moved.reduce_last)
             if step.stack.gradient_overlap:
                 behind = group.backward(middle, moved.reduce_each + moved.reduce_last).end - end
             tail[mine] = behind
-    hop = moved.hop * (strategies.pipeline > 1) * (shape.layers + shape.head > 0)
+    hop = moved.hop * (shape.layers + shape.head > 0)
     return _Stage(forward + hop, backward + hop, exposed, tail)
 
 
@@ -234,42 +252,59 @@ class _Group:
         return sum((seconds[part, self.mine] for part in self.order), np.zeros(self.mine.size))
 
 
-def _smaller_last(listed: Listed, hardware: Hardware, stack: Stack, longest: Floats) -> Floats:
-    """Seconds of the last micro-batch at the slowest stage: `longest` where it is as large as the others."""
+def _smaller_last(
+    listed: Listed, step: _Step, hardware: Hardware, longest: Floats, tail: Floats
+) -> tuple[Floats, Floats]:
+    """Seconds of the last micro-batch at the slowest stage, and of the reductions that are running after it.
+
+    They are `longest` and `tail` where it is as large as the others.
+    """
     smaller = np.flatnonzero(listed.strategies.rest_row != listed.strategies.row)
-    found = longest.copy()
+    last, after = longest.copy(), tail.copy()
     if smaller.size:
         strategies = listed.strategies.taken(smaller)
-        step = _step(strategies, taken(listed.table, strategies.rest_row), hardware, stack)
-        one = _passes(step)
-        found[smaller] = _most([_stage(step, one, shape).both for shape in step.shapes])
-    return found
+        table = taken(listed.table, strategies.rest_row)
+        # The layers stay where they are.
+        shapes = tuple(shape.taken(smaller) for shape in step.shapes)
+        rest = _Step(strategies, table, transfers(strategies, table, hardware, step.stack), shapes, step.stack)
+        one = _passes(rest)
+        stages = [_stage(rest, one, shape) for shape in shapes]
+        last[smaller] = _most([stage.both for stage in stages])
+        after[smaller] = _most([stage.tail for stage in stages])
+    return last, after
 
 
-def _pipeline(strategies: Strategies, stages: list[_Stage], longest: Floats) -> Floats:
-    """From the first forward to the last backward, all micro-batches being equal."""
+def _pipeline(step: _Step, stages: list[_Stage], longest: Floats, micro_batches: Floats) -> Floats:
+    """From the first forward to the last backward."""
+    strategies = step.strategies
+    first, second, last = step.shapes
     between = np.maximum(strategies.pipeline - 2, 0.0)
-    counts = (np.ones_like(between), between, (strategies.pipeline > 1) * 1.0)
-    weighted = list(zip(counts, stages, strict=True))
-    none = np.zeros_like(between)
+    # The second stage stands for all between the ends, some of which have a layer less: it counts by their layers.
+    alike = (step.table.layers - first.layers - last.layers) / np.maximum(second.layers, 1.0)
+    weighted = list(zip((np.ones_like(between), alike, (strategies.pipeline > 1) * 1.0), stages, strict=True))
+    hops = (between - alike) * step.moved.hop
     return pipeline_seconds(
         strategies.schedule,
         strategies.chunks,
-        strategies.micro_batches,
-        forward_sum=sum((count * stage.forward for count, stage in weighted), none),
-        backward_sum=sum((count * stage.backward for count, stage in weighted), none),
+        micro_batches,
+        strategies.pipeline,
+        forward_sum=sum((count * stage.forward for count, stage in weighted), hops),
+        backward_sum=sum((count * stage.backward for count, stage in weighted), hops),
         forward_most=_most([stage.forward for stage in stages]),
         backward_most=_most([stage.backward for stage in stages]),
         both_most=longest,
     )
 
 
-def _parts(step: _Step, one: _Pass, stages: list[_Stage], slowest: Integers) -> dict[str, Floats]:
+def _parts(
+    step: _Step, one: _Pass, stages: list[_Stage], slowest: Integers, micro_batches: Floats
+) -> dict[str, Floats]:
     """Seconds of all micro-batches at the slowest stage."""
-    count = step.strategies.micro_batches
 
     def chosen(arrays: list[Floats]) -> Floats:
-        return np.asarray(count * np.take_along_axis(np.stack(arrays), slowest[None], axis=0)[0], dtype=np.float64)
+        return np.asarray(
+            micro_batches * np.take_along_axis(np.stack(arrays), slowest[None], axis=0)[0], dtype=np.float64
+        )
 
     found = {
         name: chosen(
@@ -281,7 +316,7 @@ def _parts(step: _Step, one: _Pass, stages: list[_Stage], slowest: Integers) -> 
         for name, value in one.parts.items()
     }
     found["sharding"] = chosen([stage.exposed for stage in stages])
-    found["stages"] = count * 2 * step.moved.hop * (step.strategies.pipeline > 1)
+    found["stages"] = micro_batches * 2 * step.moved.hop
     return found
 
 
@@ -299,8 +334,8 @@ def _updated(step: _Step) -> Floats:
 def _once(step: _Step, hardware: Hardware) -> dict[str, Floats]:
     """The update on the device, the weights sent round after it, what the framework does besides."""
     strategies, parameters = step.strategies, _updated(step)
-    rate = dram_bytes_per_s(hardware.device, hardware.efficiency)
-    update = parameters * strategies.update_bytes / rate * step.stack.value("streaming")
+    moved = streaming_times(hardware.device, hardware.efficiency, parameters * strategies.update_bytes)
+    update = moved.seconds * step.stack.value("streaming")
     return {
         "update": np.where(strategies.offload_optimizer, 0.0, update) + step.moved.gather_after_update,
         "step": np.full_like(parameters, step.stack.value("step_s")),

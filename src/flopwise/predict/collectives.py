@@ -35,10 +35,12 @@ workstations" (2009), for the bound 2·(n−1)/n·B/w; NVIDIA's nccl-tests, PERF
 P. Sanders, J. Speck, J. Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009), for the
 pipelined tree. The square of roots is a pipeline's time at its best number of pieces.
 
-Left out: the launch of the kernel, the arithmetic of a reduction, reductions inside a switch (NVLink SHARP, SHARP),
-protocols that trade rate for latency (NCCL's LL, LL128), other traffic on the same links, a tapered switch tree. A
-latency that the hardware does not give counts as none. Ranks that fill islands unevenly (12 over nodes of 8) count as
-spread evenly (6 and 6). A group that starts inside an island is taken for the one that starts with rank 0.
+Left out: the start of a collective (7 to 14 µs in NCCL's own model), the arithmetic of a reduction, reductions inside
+a switch (NVLink SHARP, SHARP), protocols that trade rate for latency (NCCL's LL, LL128), other traffic on the same
+links, a tapered switch tree, and which of these a library has: NCCL gathers and scatters in flat rings only. A fully
+connected level is taken for a switch; of direct links (MI300X) half the group would have half the rate. A latency that
+the hardware does not give counts as none. Ranks that fill islands unevenly (12 over nodes of 8) count as spread evenly
+(6 and 6). A group that starts inside an island is taken for the one that starts with rank 0.
 """
 
 from __future__ import annotations

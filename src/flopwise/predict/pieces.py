@@ -15,7 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flopwise.core.describe import describe
-from flopwise.core.exchange import exchange, parameters_by_part, parts_of, tied_parameters
+from flopwise.core.exchange import (
+    exchange,
+    parameters_by_part,
+    parts_of,
+    product_parameters_by_part,
+    tied_parameters,
+)
 from flopwise.core.formats import Formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
@@ -59,9 +65,13 @@ class Pieces:
     saved_bytes: Floats
     """rows × part: kept from forward to backward."""
     logits_bytes: Floats
+    loss_bytes: Floats
+    """What a loss that is not one kernel holds beside the logits."""
     temporary_bytes: Floats
     parameters: Floats
     """rows × part, experts not counted."""
+    product_parameters: Floats
+    """The same of those that matrix products read."""
     expert_parameters: Floats
     """Of one layer."""
     tied_parameters: Floats
@@ -99,8 +109,10 @@ def pieces(setting: Setting, hardware: Hardware, sequences: Sequence[int]) -> Pi
         seconds=_seconds(setting, work, hardware, batch),
         saved_bytes=batch[:, None] * np.array(static.saved),
         logits_bytes=batch * static.logits,
+        loss_bytes=batch * static.loss,
         temporary_bytes=batch * static.temporary,
         parameters=ones[:, None] * np.array(static.parameters, dtype=np.float64),
+        product_parameters=ones[:, None] * np.array(static.products, dtype=np.float64),
         expert_parameters=ones * static.experts,
         tied_parameters=ones * static.tied,
         layers=ones * setting.model.layers,
@@ -131,8 +143,10 @@ class _Static:
 
     saved: tuple[float, float, float]
     logits: float
+    loss: float
     temporary: float
     parameters: tuple[int, int, int]
+    products: tuple[int, int, int]
     experts: int
     tied: int
     stream: float
@@ -152,9 +166,11 @@ def _static(setting: Setting) -> _Static:
     passed = exchange(work, policy, formats, hidden=model.hidden, stream_tokens=tokens)
     return _Static(
         saved=_saved_by_part(work, policy, formats, model.layers),
-        logits=logits_bytes(work, formats, setting.fusion),
+        logits=logits_bytes(work, formats, "fused"),
+        loss=logits_bytes(work, formats, setting.fusion) - logits_bytes(work, formats, "fused"),
         temporary=temporary_bytes(work, policy, formats),
         parameters=parameters,
+        products=product_parameters_by_part(work),
         experts=experts,
         tied=tied_parameters(work),
         stream=passed.stream_bytes,

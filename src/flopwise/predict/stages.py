@@ -5,7 +5,8 @@ logits). Without a pipeline the first has everything and the others nothing; wit
 
 State follows ZeRO's arithmetic (Rajbhandari et al., arXiv 1910.02054): of the stage's parameters, every device holds
 all or 1/shard of the weights, gradients and optimizer state by the stage of sharding. A device that shards its weights
-also holds the layers that are gathered, and the whole gradients of the layer in backward.
+also holds the layers that are gathered, and the whole gradients of the layer in backward. Gradients that a stack only
+reduces after the last micro-batch are not sharded before.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flopwise.core.stack import Stack
 from flopwise.predict.calls import Floats
 from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES
 from flopwise.predict.pieces import BLOCK, EMBEDDING, HEAD, Pieces
-from flopwise.predict.pipeline import held_micro_batches
-from flopwise.predict.strategies import Strategies
+from flopwise.predict.pipeline import GPIPE, held_micro_batches
+from flopwise.predict.strategies import Booleans, Strategies
 
 FIRST, SECOND, LAST = 0, 1, 2
 """The stages that stand for all."""
@@ -34,6 +36,10 @@ class StageShape:
     head: Floats
     place: Floats
     """Its number in the pipeline."""
+
+    def taken(self, rows: NDArray[np.intp]) -> StageShape:
+        """Of some of the strategies."""
+        return StageShape(self.layers[rows], self.embedding[rows], self.head[rows], self.place[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +89,51 @@ def stage_bytes(strategies: Strategies, table: Pieces, shape: StageShape, stack:
     """Peak bytes by owner of one stage; `table` has the rows of the strategies' whole micro-batches."""
     dense, experts = stage_parameters(table, shape)
     layer = table.parameters[:, BLOCK] + table.expert_parameters
-    ends = shape.embedding * table.parameters[:, EMBEDDING] + shape.head * table.parameters[:, HEAD]
-    sharded = [_sharded(strategies, dense, experts, stage) for stage in (3, 2, 1)]
-    gathered = strategies.zero == 3
-    # What lies gathered: the layers in use and ahead, or all of them when they are kept until backward, and the ends.
+    zero = strategies.zero
+    # Gradients that are reduced after the last micro-batch alone are summed whole until then.
+    scattered = (zero == 2) | ((zero == 3) & (stack.reduce_always | (strategies.micro_batches == 1)))
+    partial = np.where(scattered & (strategies.shard > 1), layer * strategies.gradient_bytes, 0.0)
+    gathered, cast = _copies(strategies, table, shape)
+    # With all forwards first, the head's results wait for their backward like all others.
+    at_head = shape.head * np.where(strategies.schedule == GPIPE, strategies.micro_batches, 1.0)
+    each_logits = table.logits_bytes + (0.0 if stack.fused_loss else table.loss_bytes)
+    logits = at_head * each_logits
+    # The blocks' temporaries take the logits' place; only what goes beyond it is memory of its own.
+    beyond = np.maximum(0.0, table.temporary_bytes - shape.head * each_logits)
+    on_host = strategies.offload_optimizer
+    return StageBytes(
+        weights=_sharded(strategies, dense, experts, zero == 3) * strategies.weight_bytes + gathered,
+        gradients=_sharded(strategies, dense, experts, scattered) * strategies.gradient_bytes + partial,
+        optimizer=np.where(on_host, 0.0, _sharded(strategies, dense, experts, zero >= 1) * strategies.optimizer_bytes),
+        activations=(_kept(strategies, table, shape, stack) + at_head * table.saved_bytes[:, HEAD])
+        * stack.value("activations"),
+        logits=logits,
+        workspace=beyond + cast + LIBRARY_WORKSPACE_BYTES,
+    )
+
+
+def _copies(strategies: Strategies, table: Pieces, shape: StageShape) -> tuple[Floats, Floats]:
+    """Bytes of weights that lie gathered from their shards, and of others' copies in the products' format.
+
+    Gathered are the layers in use and ahead, or all of them when they are kept until backward, and the ends.
+    """
+    gathers = (strategies.zero == 3) & (strategies.shard > 1)
+    # Experts are only sharded as far as expert ranks have not dealt them out.
+    gathers_experts = gathers & (strategies.shard > strategies.expert)
     ahead = np.where(strategies.reshard, np.minimum(shape.layers, 1.0 + strategies.prefetch), shape.layers)
-    whole = np.where(gathered, (ahead * layer + ends) * strategies.gathered_bytes, 0.0)
-    partial = np.where(strategies.zero >= 2, layer * strategies.gradient_bytes, 0.0)
-    cast = np.where(gathered, 0.0, (dense + experts) * strategies.cast_bytes)
+    dense = ahead * table.parameters[:, BLOCK] + _ends(table, shape)
+    gathered = gathers * dense + gathers_experts * ahead * table.expert_parameters
+    products = (
+        shape.embedding * table.product_parameters[:, EMBEDDING]
+        + shape.layers * table.product_parameters[:, BLOCK]
+        + shape.head * table.product_parameters[:, HEAD]
+    )
+    cast = ~gathers * products + ~gathers_experts * shape.layers * table.expert_parameters
+    return gathered * strategies.gathered_bytes, cast * strategies.cast_bytes
+
+
+def _kept(strategies: Strategies, table: Pieces, shape: StageShape, stack: Stack) -> Floats:
+    """Bytes that the embedding and the layers of a stage keep from forward to backward."""
     held = held_micro_batches(
         strategies.schedule, strategies.chunks, strategies.micro_batches, strategies.pipeline, shape.place
     )
@@ -100,31 +143,23 @@ def stage_bytes(strategies: Strategies, table: Pieces, shape: StageShape, stack:
     saved = shape.layers * each * held
     # Offloaded activations leave two layers' worth of buffers behind.
     saved = np.where(strategies.offload_activations, np.minimum(saved, 2 * each), saved)
-    kept = saved + shape.embedding * table.saved_bytes[:, EMBEDDING] * held + shape.head * table.saved_bytes[:, HEAD]
-    logits = shape.head * table.logits_bytes
-    # The blocks' temporaries take the logits' place; only what goes beyond it is memory of its own.
-    beyond = np.maximum(0.0, table.temporary_bytes - logits)
-    on_host = strategies.offload_optimizer
-    return StageBytes(
-        weights=sharded[0] * strategies.weight_bytes + whole,
-        gradients=sharded[1] * strategies.gradient_bytes + partial,
-        optimizer=np.where(on_host, 0.0, sharded[2] * strategies.optimizer_bytes),
-        activations=kept * stack.value("activations"),
-        logits=logits,
-        workspace=beyond + cast + LIBRARY_WORKSPACE_BYTES,
-    )
+    return saved + shape.embedding * table.saved_bytes[:, EMBEDDING] * held
 
 
 def stage_parameters(table: Pieces, shape: StageShape) -> tuple[Floats, Floats]:
     """Parameters of one stage on one device before sharding: dense ones, and experts."""
+    dense = shape.layers * table.parameters[:, BLOCK] + _ends(table, shape)
+    return dense, shape.layers * table.expert_parameters
+
+
+def _ends(table: Pieces, shape: StageShape) -> Floats:
     ends = shape.embedding * table.parameters[:, EMBEDDING] + shape.head * table.parameters[:, HEAD]
     # One device that holds both uses of a tied matrix holds it once.
-    ends = ends - shape.embedding * shape.head * table.tied_parameters
-    return shape.layers * table.parameters[:, BLOCK] + ends, shape.layers * table.expert_parameters
+    return ends - shape.embedding * shape.head * table.tied_parameters
 
 
-def _sharded(strategies: Strategies, dense: Floats, experts: Floats, stage: int) -> Floats:
-    """Parameters of a device whose state of this kind is sharded from ZeRO `stage` on."""
-    shard = np.where(strategies.zero >= stage, strategies.shard, 1.0)
+def _sharded(strategies: Strategies, dense: Floats, experts: Floats, where: Booleans) -> Floats:
+    """Parameters of a device that holds a shard of them `where` so, else all."""
+    shard = np.where(where, strategies.shard, 1.0)
     # Expert ranks are part of the shards: what they have dealt out cannot be dealt out again.
     return dense / shard + experts / np.maximum(1.0, shard / strategies.expert)

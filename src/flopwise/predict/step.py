@@ -1,7 +1,8 @@
-"""One training step on one device: the operators in order, each with its time, its share and what binds it."""
+"""One training step: the operators in order, each with its time, its share and what binds it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
@@ -11,14 +12,16 @@ from flopwise.core.errors import unknown_name
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
 from flopwise.core.op import CONVENTIONS, Convention
-from flopwise.core.prediction import OpPrediction, Prediction
+from flopwise.core.prediction import NO_STACK, DeviceBytes, OpPrediction, Prediction, StagePrediction
 from flopwise.core.traffic import least_bytes
 from flopwise.core.work import Work
 from flopwise.core.workload import Workload
 from flopwise.predict.calls import Phase, calls_of
-from flopwise.predict.choose import Request, capacity_bytes, choose
+from flopwise.predict.choose import PLAIN, Request, capacity_bytes, choose
+from flopwise.predict.cluster_step import cluster_step
 from flopwise.predict.costs import BOUND_NAMES, CAUSES, peak_flops, workload_costs
 from flopwise.predict.memory import device_bytes
+from flopwise.predict.strategies import micro_batches
 
 PALM_NOTE_MFU = 0.75
 """Above this, `palm` shares say more about the convention than about the device."""
@@ -34,22 +37,21 @@ def step(
     choice = choose(model, hardware, request)
     workload = choice.workload
     work = describe(model, workload.sequence_tokens, workload.attention)
-    ops = _operators(model, work, workload, hardware, convention)
-    step_s = sum(op.time_s for op in ops)
+    made = _made(model, hardware, request, workload, convention)
     model_flops = workload.batch_sequences * work.model_flops(convention)
     hardware_flops = workload.batch_sequences * work.total_hardware_flops(convention, workload.recompute)
+    devices = request.parallel.devices
     peak = peak_flops(hardware, workload.formats.matrix)
-    mfu = model_flops / (step_s * peak)
-    memory = device_bytes(work, workload)
+    mfu = model_flops / (made.step_s * peak * devices)
     capacity = capacity_bytes(hardware, request)
-    by_bound = {op.bound: sum(other.time_s for other in ops if other.bound == op.bound) for op in ops}
+    by_bound = {op.bound: sum(other.time_s for other in made.ops if other.bound == op.bound) for op in made.ops}
     return Prediction(
         model=model.name,
         hardware=hardware.name,
         sequence_tokens=workload.sequence_tokens,
         batch_sequences=workload.batch_sequences,
         micro_batch_sequences=workload.micro_batch_sequences,
-        accumulation_steps=workload.accumulation_steps,
+        accumulation_steps=micro_batches(workload, request.parallel.data)[2],
         batch_tokens=workload.batch_tokens,
         precision=workload.formats.name,
         recompute=workload.recompute,
@@ -61,20 +63,58 @@ def step(
         model_flops=model_flops,
         hardware_flops=hardware_flops,
         convention=convention,
-        step_s=step_s,
-        tokens_per_s=workload.batch_tokens / step_s,
+        step_s=made.step_s,
+        tokens_per_s=workload.batch_tokens / made.step_s,
         mfu=mfu,
-        hfu=hardware_flops / (step_s * peak),
+        hfu=hardware_flops / (made.step_s * peak * devices),
         peak_flops=peak,
         peak_format=workload.formats.matrix,
         peak_source=_source_kind(hardware, hardware.device.peak_flops[workload.formats.matrix].source),
         bound=max(by_bound, key=lambda name: by_bound[name]),
-        device_bytes=memory,
+        device_bytes=made.device_bytes,
         device_capacity_bytes=capacity,
-        fits=memory.total <= capacity,
-        ops=ops,
+        fits=made.device_bytes.total <= capacity,
+        ops=made.ops,
+        devices=devices,
+        parallel=request.parallel,
+        stack=request.stack.name if request.stack else NO_STACK,
+        stages=made.stages,
+        parts=made.parts,
         chosen=choice.reasons,
         notes=_notes(model, hardware, workload, mfu, convention),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Made:
+    """Time and memory, from the one or the other way of costing."""
+
+    step_s: float
+    ops: tuple[OpPrediction, ...]
+    device_bytes: DeviceBytes
+    parts: dict[str, float] = field(default_factory=dict)
+    stages: tuple[StagePrediction, ...] = ()
+
+
+def _made(model: Model, hardware: Hardware, request: Request, workload: Workload, convention: Convention) -> _Made:
+    if request.parallel.devices == 1 and request.stack is None:
+        work = describe(model, workload.sequence_tokens, workload.attention)
+        ops = _operators(model, work, workload, hardware, convention)
+        return _Made(step_s=sum(op.time_s for op in ops), ops=ops, device_bytes=device_bytes(work, workload))
+    found = cluster_step(
+        model,
+        hardware,
+        workload,
+        parallel=request.parallel,
+        stack=request.stack or PLAIN,
+        convention=convention,
+    )
+    return _Made(
+        step_s=found.step_s,
+        ops=found.ops,
+        device_bytes=found.device_bytes,
+        parts=found.parts,
+        stages=found.stages,
     )
 
 

@@ -159,7 +159,11 @@ def _arrays(
         shard=np.array([parallel.shard or parallel.replicas for parallel in parallels], dtype=np.float64),
         reshard=flags("reshard"),
         prefetch=np.array([parallel.prefetch for parallel in parallels], dtype=np.intp),
-        schedule=np.array([SCHEDULES.index(parallel.schedule) for parallel in parallels], dtype=np.intp),
+        # One stage has no schedule: each micro-batch goes forward and back.
+        schedule=np.array(
+            [SCHEDULES.index(parallel.schedule if parallel.pipeline > 1 else "1f1b") for parallel in parallels],
+            dtype=np.intp,
+        ),
         chunks=floats("chunks"),
         by_time=np.array([parallel.balance == "time" for parallel in parallels], dtype=np.bool_),
         offload_optimizer=flags("offload_optimizer"),

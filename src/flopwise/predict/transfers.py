@@ -21,7 +21,7 @@ from flopwise.core.hardware import Hardware
 from flopwise.core.stack import Stack
 from flopwise.predict.calls import Floats, Phase
 from flopwise.predict.collectives import Collective, collective_seconds, crossed
-from flopwise.predict.pieces import ATTENTION, BLOCK, PRODUCTS, Pieces
+from flopwise.predict.pieces import ATTENTION, BLOCK, EMBEDDING, HEAD, PRODUCTS, Pieces
 from flopwise.predict.strategies import Strategies
 
 
@@ -43,7 +43,7 @@ class Transfers:
     offload: Floats
     """Kept activations over the link, one way."""
     hop: Floats
-    """From stage to stage, one element a strategy; the same for the next two."""
+    """From stage to stage, all chunks of a device together; one element a strategy, as in the next two."""
     gather_after_update: Floats
     spread: Floats
     """1 where the devices span several islands of the nearest network, else 0."""
@@ -60,7 +60,8 @@ def transfers(strategies: Strategies, table: Pieces, hardware: Hardware, stack: 
     """Time every exchange of the strategies; `table` has their rows."""
     network = _Network(hardware, stack.value("network"))
     each, last, after = _gradients(strategies, table, network, stack)
-    gather = np.where(strategies.zero == 3, _over_shards(strategies, table, network, "all-gather"), 0.0)
+    gathered = _over_shards(strategies, table, network, "all-gather", strategies.gathered_bytes)
+    gather = np.where(strategies.zero == 3, gathered, 0.0)
     link, host = _host_rates(hardware)
     layer = np.where(strategies.offload_activations, table.saved_bytes[:, BLOCK] / link, 0.0)
     apart = strategies.tensor * strategies.context * strategies.data
@@ -76,7 +77,8 @@ def transfers(strategies: Strategies, table: Pieces, hardware: Hardware, stack: 
         reduce_each=each,
         reduce_last=last,
         offload=_in_blocks(layer),
-        hop=network.seconds("point-to-point", table.stream_bytes / parted, 2.0, apart),
+        hop=strategies.chunks
+        * network.seconds("point-to-point", table.stream_bytes / parted, strategies.pipeline, apart),
         gather_after_update=after,
         spread=(crossed(hardware.networks, apart * strategies.pipeline, 1.0) > 0) * np.ones(len(strategies)),
         update_s_per_parameter=np.maximum(over_link, strategies.update_bytes / host),
@@ -126,7 +128,8 @@ def _tensor(strategies: Strategies, table: Pieces, network: _Network, stack: Sta
 
 def _context(strategies: Strategies, table: Pieces, network: _Network, stack: Stack) -> tuple[Floats, Floats]:
     parts = strategies.context
-    message = network.seconds("point-to-point", table.ring_bytes, np.minimum(parts, 2.0), strategies.tensor)
+    # All pass on at once, so the slowest link of the ring sets the pace.
+    message = network.seconds("point-to-point", table.ring_bytes, parts, strategies.tensor)
     step = table.seconds[:, BLOCK, :, ATTENTION] * stack.value("attention") / parts[:, None]
     forward = (parts - 1) * np.maximum(0.0, message - step[:, Phase.FORWARD])
     # Keys and values go round, and their gradients behind them.
@@ -144,33 +147,36 @@ def _gradients(strategies: Strategies, table: Pieces, network: _Network, stack: 
     """Reductions after each micro-batch and after the last, and the gather of weights after the update."""
     zero, none = strategies.zero, np.zeros((3, len(strategies)))
     summed = _over_replicas(strategies, table, network)
-    scattered = _over_shards(strategies, table, network, "reduce-scatter") + _across_shards(strategies, table, network)
+    scattered = _over_shards(strategies, table, network, "reduce-scatter", strategies.gradient_bytes)
+    scattered = scattered + _across_shards(strategies, table, network)
     reduction = np.where(zero == 0, summed, scattered)
     always = (zero == 2) | ((zero == 3) & stack.reduce_always)
     each = np.where(always, reduction, none)
     # Whole weights are on every device up to stage 2; each has updated its shard of them.
-    sent = _over_shards(strategies, table, network, "all-gather")
-    ends = np.where(strategies.pipeline > 1, 0.0, sent[2]) + sent[0]
+    sent = _over_shards(strategies, table, network, "all-gather", strategies.weight_bytes)
+    ends = np.where(strategies.pipeline > 1, np.maximum(sent[EMBEDDING], sent[HEAD]), sent[EMBEDDING] + sent[HEAD])
     layers = np.ceil(table.layers / strategies.pipeline)
-    after = np.where((zero == 1) | (zero == 2), layers * sent[1] + ends, 0.0)
+    after = np.where((zero == 1) | (zero == 2), layers * sent[BLOCK] + ends, 0.0)
     return each, np.where(always, none, reduction), after
 
 
-def _payloads(table: Pieces, each: Floats) -> tuple[Floats, Floats]:
+def _payloads(strategies: Strategies, table: Pieces, each: Floats) -> tuple[Floats, Floats]:
     """Bytes of the dense parameters by part, and of a layer's experts."""
-    return table.parameters.T * each, table.expert_parameters * each
+    dense = table.parameters.T.copy()
+    # One stage that has both uses of a tied matrix sends it once, with the embedding: its gradient is complete there.
+    dense[HEAD] -= np.where(strategies.pipeline > 1, 0.0, table.tied_parameters)
+    return dense * each, table.expert_parameters * each
 
 
-def _over_shards(strategies: Strategies, table: Pieces, network: _Network, kind: Collective) -> Floats:
-    each = strategies.gathered_bytes if kind == "all-gather" else strategies.gradient_bytes
-    dense, experts = _payloads(table, each)
+def _over_shards(strategies: Strategies, table: Pieces, network: _Network, kind: Collective, each: Floats) -> Floats:
+    dense, experts = _payloads(strategies, table, each)
     found = network.seconds(kind, dense, strategies.shard, strategies.tensor)
     ranks = np.maximum(1.0, strategies.shard / strategies.expert)
     return found + _in_blocks(network.seconds(kind, experts, ranks, strategies.tensor * strategies.expert))
 
 
 def _over_replicas(strategies: Strategies, table: Pieces, network: _Network) -> Floats:
-    dense, experts = _payloads(table, strategies.gradient_bytes)
+    dense, experts = _payloads(strategies, table, strategies.gradient_bytes)
     found = network.seconds("all-reduce", dense, strategies.replicas, strategies.tensor)
     ranks = strategies.replicas / strategies.expert
     return found + _in_blocks(network.seconds("all-reduce", experts, ranks, strategies.tensor * strategies.expert))
@@ -178,8 +184,10 @@ def _over_replicas(strategies: Strategies, table: Pieces, network: _Network) -> 
 
 def _across_shards(strategies: Strategies, table: Pieces, network: _Network) -> Floats:
     """Hybrid sharding: each shard is summed over the groups that hold it."""
-    dense, experts = _payloads(table, strategies.gradient_bytes)
-    groups, apart = strategies.replicas / strategies.shard, strategies.tensor * strategies.shard
-    shards = np.maximum(1.0, strategies.shard / strategies.expert)
-    found = network.seconds("all-reduce", dense / strategies.shard, groups, apart)
-    return found + _in_blocks(network.seconds("all-reduce", experts / shards, groups, apart))
+    dense, experts = _payloads(strategies, table, strategies.gradient_bytes)
+    replicas, shard, tensor = strategies.replicas, strategies.shard, strategies.tensor
+    found = network.seconds("all-reduce", dense / shard, replicas / shard, tensor * shard)
+    # Expert ranks that reach beyond a shard group hold different experts: fewer groups have the same.
+    reach = np.maximum(shard, strategies.expert)
+    shards = reach / strategies.expert
+    return found + _in_blocks(network.seconds("all-reduce", experts / shards, replicas / reach, tensor * reach))

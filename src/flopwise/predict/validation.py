@@ -1,4 +1,4 @@
-"""Predictions against a published table: errors, rank, memory verdicts, and folds that keep fitting and testing apart."""
+"""Predictions against a published table: errors, rank, memory verdicts, and folds to keep fitting and testing apart."""
 
 from __future__ import annotations
 
@@ -10,19 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flopwise.core.case import Case
+from flopwise.core.protocol import Metric
 
-TIMED_TABLES = frozenset({"vtrain"})
-"""Tables that print seconds a step; the others print a throughput."""
-
-ERROR_WORDS = {
-    False: "error: |predicted ÷ measured − 1| of tokens per second",
-    True: "error: |predicted ÷ measured − 1| of seconds per step",
+ERROR_WORDS: dict[Metric, str] = {
+    "throughput": "error: |predicted ÷ measured − 1| of tokens per second",
+    "time": "error: |predicted ÷ measured − 1| of seconds per step",
 }
-
-REMARKS = {
-    "vtrain": "this table's times were themselves added up, by its authors' simulator, from measured kernels",
-}
-"""What a reader of the errors must know about the table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +34,8 @@ class ValidatedRow:
     predicted_fits: bool | None
     held_out: bool
     """Whether nothing was fitted to the row, or to any of its size, before it was predicted."""
+    counted: bool
+    """Whether its error is part of the figures; the others are listed aside."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +46,7 @@ class Validation:
     protocol: str
     """What was fitted to what, what an error is, what is special about the table."""
     n: int
-    """Rows with an error."""
+    """Rows with an error that is counted."""
     unpredicted: int
     """Rows that were measured and not predicted."""
     median_error: float | None
@@ -88,35 +83,41 @@ def validate(
     predicted_fits: Sequence[bool | None] | None = None,
     *,
     protocol: str,
+    metric: Metric = "throughput",
     held_out: Sequence[bool] | NDArray[np.bool_] | None = None,
+    counted: Sequence[bool] | NDArray[np.bool_] | None = None,
 ) -> Validation:
     """Compare predicted seconds a step (NaN: no prediction) and memory verdicts with what a table printed.
 
-    An error is |predicted ÷ measured − 1| of what the table publishes: of throughput, or of time for `TIMED_TABLES`. So a
-    prediction twice too fast is off by 100 % in a throughput table and by 50 % in the other. `held_out` tells which rows
-    were predicted without having been fitted to; without it, those that never may be.
+    An error is |predicted ÷ measured − 1| of what the table publishes, the `metric`. So a prediction twice too fast is
+    off by 100 % in a table of throughputs and by 50 % in one of times. `held_out` tells which rows were predicted
+    without having been fitted to; without it, those that never may be. `counted`: rows of the figures; all without it.
     """
     verdicts = list(predicted_fits) if predicted_fits is not None else [None] * len(cases)
     apart = [bool(out) for out in held_out] if held_out is not None else [not case.fitted for case in cases]
-    timed = table in TIMED_TABLES
+    inside = [bool(one) for one in counted] if counted is not None else [True] * len(cases)
     rows = tuple(
-        _row(case, float(seconds), verdict, out, timed)
-        for case, seconds, verdict, out in zip(cases, predicted_s, verdicts, apart, strict=True)
+        _row(case, float(seconds), verdict, metric, held_out=out, counted=one)
+        for case, seconds, verdict, out, one in zip(cases, predicted_s, verdicts, apart, inside, strict=True)
     )
-    errors = np.array([row.error for row in rows if row.error is not None])
-    judged = [row for row in rows if row.measured_fits is not None and row.predicted_fits is not None]
+    return summarized(table, rows, protocol=f"{protocol}; {ERROR_WORDS[metric]}", rank=_throughput_rank(cases, rows))
+
+
+def summarized(table: str, rows: tuple[ValidatedRow, ...], *, protocol: str, rank: float | None) -> Validation:
+    """The figures of rows that are compared already."""
+    errors = np.array([row.error for row in rows if row.error is not None and row.counted])
+    judged = [row for row in rows if row.counted and row.measured_fits is not None and row.predicted_fits is not None]
     right = sum(row.measured_fits == row.predicted_fits for row in judged)
-    words = [protocol, ERROR_WORDS[timed], *([REMARKS[table]] if table in REMARKS else [])]
     return Validation(
         table=table,
-        protocol="; ".join(words),
+        protocol=protocol,
         n=len(errors),
         unpredicted=sum(row.measured_s is not None and row.predicted_s is None for row in rows),
         median_error=float(np.median(errors)) if len(errors) else None,
         mean_error=float(np.mean(errors)) if len(errors) else None,
         p90_error=float(np.percentile(errors, 90)) if len(errors) else None,
         max_error=float(np.max(errors)) if len(errors) else None,
-        rank_correlation=_throughput_rank(cases, rows),
+        rank_correlation=rank,
         oom_accuracy=right / len(judged) if judged else None,
         false_fits=sum(bool(row.predicted_fits) and not row.measured_fits for row in judged),
         false_ooms=sum(bool(row.measured_fits) and not row.predicted_fits for row in judged),
@@ -124,12 +125,14 @@ def validate(
     )
 
 
-def _row(case: Case, seconds: float, fits: bool | None, held_out: bool, timed: bool) -> ValidatedRow:
+def _row(
+    case: Case, seconds: float, fits: bool | None, metric: Metric, *, held_out: bool, counted: bool
+) -> ValidatedRow:
     # A time of 0 or infinity is no prediction either: it has no ratio to a measured one.
     predicted = seconds if math.isfinite(seconds) and seconds > 0 else None
     error = None
     if case.step_s is not None and predicted is not None:
-        error = abs(predicted / case.step_s - 1) if timed else abs(case.step_s / predicted - 1)
+        error = abs(predicted / case.step_s - 1) if metric == "time" else abs(case.step_s / predicted - 1)
     return ValidatedRow(
         row=case.row,
         size=case.size,
@@ -140,15 +143,16 @@ def _row(case: Case, seconds: float, fits: bool | None, held_out: bool, timed: b
         measured_fits=case.fits,
         predicted_fits=fits,
         held_out=held_out,
+        counted=counted,
     )
 
 
 def _throughput_rank(cases: Sequence[Case], rows: Sequence[ValidatedRow]) -> float | None:
-    """Spearman's correlation of tokens per second and device, over the rows that have both times."""
+    """Spearman's correlation of tokens per second and device, over the counted rows that have both times."""
     pairs = [
         (case.workload.batch_tokens / case.parallel.devices / row.measured_s, row.measured_s / row.predicted_s)
         for case, row in zip(cases, rows, strict=True)
-        if row.measured_s is not None and row.predicted_s is not None
+        if row.measured_s is not None and row.predicted_s is not None and row.counted
     ]
     measured = np.array([pair[0] for pair in pairs])
     ratios = np.array([pair[1] for pair in pairs])
@@ -179,10 +183,10 @@ def leave_one_size_out(cases: Sequence[Case]) -> list[tuple[str, NDArray[np.bool
 
 
 def errors_by_size(validation: Validation) -> tuple[SizeErrors, ...]:
-    """Errors of each size, in the table's order; sizes without any are left out."""
+    """Counted errors of each size, in the table's order; sizes without any are left out."""
     errors: dict[str, list[float]] = {}
     for row in validation.rows:
-        if row.error is not None:
+        if row.error is not None and row.counted:
             errors.setdefault(row.size, []).append(row.error)
     return tuple(
         SizeErrors(size=size, n=len(own), median_error=float(np.median(own)), max_error=max(own))

@@ -1,4 +1,4 @@
-"""What the catalogue holds: a record and a row of words per model or device."""
+"""What the catalogue holds: a record and a row of words per model, device or training framework."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from flopwise.core.describe import describe
 from flopwise.core.hardware import NUMBER_FORMATS, Device, Hardware
 from flopwise.core.model import Model
+from flopwise.core.stack import Stack
 from flopwise.core.transformer import Transformer
 from flopwise.core.units import exact_tokens, show_bytes, show_count
 
 MODEL_COLUMNS = ("model", "parameters", "layers", "hidden", "heads", "context", "title")
 HARDWARE_COLUMNS = ("hardware", "matrix peak", "fp8", "memory", "bandwidth", "power", "efficiency", "title")
+STACK_COLUMNS = ("stack", "attention", "kernels", "constants", "title")
+"""constants: how many differ from what kernels and network allow."""
 GIVING_WAY = ("title", "power", "fp8", "bandwidth")
 """Columns that leave a narrow terminal's table, the first one first."""
-WORDS = {"model", "hardware", "efficiency", "title"}
+WORDS = {"model", "hardware", "efficiency", "title", "stack", "attention", "kernels"}
 
 
 def model_record(model: Model) -> dict[str, object]:
@@ -48,6 +51,19 @@ def hardware_record(hardware: Hardware) -> dict[str, object]:
     }
 
 
+def stack_record(stack: Stack) -> dict[str, object]:
+    """What a listing says of a training framework, at full precision."""
+    return {
+        "stack": stack.name,
+        "attention": stack.attention_kernel,
+        "fusion": stack.fusion,
+        "constants": {name: constant.value for name, constant in stack.constants.items()},
+        "aliases": list(stack.aliases),
+        "title": stack.title,
+        "source": stack.source,
+    }
+
+
 def efficiency_kind(hardware: Hardware) -> str:
     """How the efficiencies of the kernels came about: measured, estimated, or in part each."""
     efficiency = hardware.efficiency
@@ -62,6 +78,8 @@ def flat_record(record: Mapping[str, object]) -> dict[str, object]:
     for key, value in record.items():
         if key == "peak_flops" and isinstance(value, dict):
             flat.update({f"peak_{name}_flops": value.get(name) for name in NUMBER_FORMATS})
+        elif key == "constants" and isinstance(value, dict):
+            flat[key] = " ".join(f"{name}={number:g}" for name, number in value.items())
         else:
             flat[key] = " ".join(value) if isinstance(value, list) else value
     return flat
@@ -100,6 +118,20 @@ def hardware_rows(devices: Sequence[Hardware]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def stack_rows(stacks: Sequence[Stack]) -> list[list[str]]:
+    """Rows of words under `STACK_COLUMNS`."""
+    return [
+        [
+            stack.name,
+            stack.attention_kernel,
+            stack.fusion,
+            str(len(stack.constants)),
+            stack.title,
+        ]
+        for stack in stacks
+    ]
 
 
 def _matrix_peak(device: Device) -> str:

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flopwise.core.files import to_json
-from flopwise.core.prediction import DeviceBytes, Prediction
+from flopwise.core.prediction import DeviceBytes, Interval, Prediction
 from flopwise.core.units import show_bytes, show_count, show_seconds, show_share, significant
+from flopwise.report.clusters import PART_WORDS, stage_table, time_table
 from flopwise.report.tables import csv_text, fitting_columns, markdown_table, text_table
 
 OPTIMIZER_TITLES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
@@ -19,10 +20,13 @@ OPTIMIZER_TITLES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
 
 def prediction_page(prediction: Prediction, title: str) -> RenderableType:
     """One prediction: the set-up, memory by owner, time by operator, the answer."""
+    memory: list[RenderableType] = [_memory(prediction)]
+    if prediction.stages:
+        memory = [stage_table(prediction), _verdict(prediction), "", time_table(prediction)]
     return Group(
-        _heading(prediction, title),
+        heading(prediction, title),
         "",
-        _memory(prediction),
+        *memory,
         "",
         text_table(OPERATOR_COLUMNS, _operator_rows(prediction), WORDS),
         "",
@@ -42,18 +46,21 @@ def _chosen(prediction: Prediction) -> str:
     return " · ".join(f"{shown[setting]} ({reason})" for setting, reason in prediction.chosen.items())
 
 
-def _heading(prediction: Prediction, title: str) -> Text:
+def heading(prediction: Prediction, title: str) -> Text:
+    """What is predicted, in three lines; four with several devices."""
     active = prediction.n_active_params
     parameters = f"{show_count(prediction.n_params)} parameters"
     if active != prediction.n_params:
         parameters += f", {show_count(active)} active"
     lines = [
-        f"{prediction.model} · 1 × {title} · sequence {prediction.sequence_tokens:,}"
+        f"{prediction.model} · {prediction.devices:,} × {title} · sequence {prediction.sequence_tokens:,}"
         f" · {OPTIMIZER_TITLES[prediction.optimizer]} · {prediction.precision}",
         f"{parameters} · batch {prediction.batch_sequences:,} = {prediction.batch_tokens:,} tokens",
         f"micro-batch {prediction.micro_batch_sequences:,}, {prediction.accumulation_steps:,} a step"
         f" · recompute {prediction.recompute}",
     ]
+    if prediction.stages:
+        lines.insert(1, f"{prediction.parallel.label} · stack {prediction.stack}")
     return Text("\n".join(lines))
 
 
@@ -63,6 +70,13 @@ def _memory(prediction: Prediction) -> Table:
     memory = prediction.device_bytes
     for owner in owners():
         table.add_row(owner, show_bytes(getattr(memory, owner)), "")
+    table.add_row("total", show_bytes(memory.total), _verdict(prediction))
+    return table
+
+
+def _verdict(prediction: Prediction) -> Text:
+    """Whether it fits, in words."""
+    memory = prediction.device_bytes
     spare = prediction.device_capacity_bytes - memory.total
     if prediction.fits:
         tight = spare < 0.05 * prediction.device_capacity_bytes
@@ -74,8 +88,7 @@ def _memory(prediction: Prediction) -> Table:
         if state > prediction.device_capacity_bytes:
             verdict += f"; the state alone is {show_bytes(state)}"
         style = "red"
-    table.add_row("total", show_bytes(memory.total), Text(verdict, style=style))
-    return table
+    return Text(verdict, style=style)
 
 
 def owners() -> list[str]:
@@ -92,7 +105,7 @@ def _operator_rows(prediction: Prediction) -> list[list[str]]:
         [
             op.name,
             show_count(op.flops) if op.flops else "-",
-            show_bytes(op.bytes),
+            show_bytes(op.bytes) if op.bytes else "-",
             show_seconds(op.time_s),
             show_share(op.share),
             op.bound,
@@ -101,17 +114,37 @@ def _operator_rows(prediction: Prediction) -> list[list[str]]:
     ]
 
 
+def interval_words(prediction: Prediction) -> str:
+    """Where a measured step may lie, as a share of the predicted one; nothing where nobody knows."""
+    interval = prediction.interval
+    if interval is None:
+        return ""
+    low, high = interval.low_s / prediction.step_s - 1, interval.high_s / prediction.step_s - 1
+    return f"; measured steps lie {_signed(low)} to {_signed(high)} ({interval.basis})"
+
+
+def outside_words(interval: Interval) -> str:
+    """In what the data do not reach this far."""
+    return f"no such data, so the interval is wider: {', '.join(interval.outside)}"
+
+
+def _signed(share: float) -> str:
+    return f"{'+' if share >= 0 else '−'}{abs(share):.0%}".replace("%", " %")
+
+
 def _answer(prediction: Prediction) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column()
     table.add_column()
-    table.add_row("step", f"{show_seconds(prediction.step_s)}, bound by {prediction.bound}")
+    table.add_row("step", f"{show_seconds(prediction.step_s)}, bound by {prediction.bound}{interval_words(prediction)}")
     speed = f"{significant(prediction.tokens_per_s)} tok/s"
     table.add_row(
         "speed", f"{speed} · {show_share(prediction.mfu)} MFU · {show_share(prediction.hfu)} HFU", style="bold"
     )
     peak = f"{show_count(prediction.peak_flops)}FLOP/s dense {prediction.peak_format}"
     table.add_row("against", f"{peak} ({prediction.peak_source}), FLOPs counted {prediction.convention}")
+    if prediction.interval is not None and prediction.interval.outside:
+        table.add_row("outside", outside_words(prediction.interval))
     if prediction.chosen:
         table.add_row("chosen", _chosen(prediction))
     for note in prediction.notes:
@@ -173,8 +206,16 @@ def compared_table(predictions: Sequence[Prediction], width: int) -> RenderableT
     cells = [[row[index] for index in places] for row in rows]
     shown = fitting_columns(columns, cells, width, GIVING_WAY)
     styles = ["" if prediction.fits else "red" for prediction in predictions]
-    heading = " · ".join([*(f"{titles[name]}{value}" for name, value in same.items()), "1 device"])
+    heading = " · ".join([*(f"{titles[name]}{value}" for name, value in same.items()), _devices(predictions)])
     return Group(Text(heading), "", text_table(columns, cells, WORDS, shown=shown, styles=styles))
+
+
+def _devices(predictions: Sequence[Prediction]) -> str:
+    counts = {prediction.devices for prediction in predictions}
+    if counts == {1}:
+        return "1 device"
+    words = {f"{prediction.devices:,} devices · {prediction.parallel.label}" for prediction in predictions}
+    return words.pop() if len(words) == 1 else "several devices"
 
 
 def predictions_markdown(predictions: Sequence[Prediction]) -> str:
@@ -192,9 +233,17 @@ def flat_row(prediction: Prediction) -> dict[str, object]:
     """Every figure of a prediction in one row, at full precision; memory by owner as `device_bytes_…`."""
     row = {field.name: getattr(prediction, field.name) for field in fields(Prediction)}
     memory = row.pop("device_bytes")
-    for name in ("ops", "chosen", "notes"):
+    interval, parts = row.pop("interval"), row.pop("parts")
+    row["parallel"] = prediction.parallel.label
+    for name in ("ops", "chosen", "notes", "stages"):
         del row[name]
-    return {**row, **{f"device_bytes_{owner}": size for owner, size in asdict(memory).items()}}
+    return {
+        **row,
+        "low_s": interval.low_s if interval else None,
+        "high_s": interval.high_s if interval else None,
+        **{f"device_bytes_{owner}": size for owner, size in asdict(memory).items()},
+        **{f"{name}_s": parts.get(name) for name in PART_WORDS},
+    }
 
 
 def predictions_csv(predictions: Sequence[Prediction]) -> str:

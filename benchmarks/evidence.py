@@ -1,0 +1,136 @@
+"""Write `catalog/evidence.toml` from held-out predictions: `python -m benchmarks.evidence`.
+
+One entry for each table, of the rows that may be fitted to, each model size predicted by constants that were fitted to
+the others; torchtitan's entry also has the rows that never are. The entries of the stack `kernels` are of predictions
+without any framework's constants: the H200 steps of `benchmarks.steps` on one device, and on several the measured
+tables, whose frameworks were slower than their kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.stacks import FITTED_TABLES
+from benchmarks.steps import compared
+from benchmarks.torchtitan import torchtitan_cases, torchtitan_fit
+from flopwise.core.case import Case
+from flopwise.core.catalog import ROOT, load_hardware, load_model, load_stack
+from flopwise.core.describe import describe
+from flopwise.core.evidence import Evidence, EvidenceBook, Span
+from flopwise.core.files import to_toml, write_whole
+from flopwise.core.prediction import NO_STACK
+from flopwise.core.published import hardware_of, protocol_of, read_cases
+from flopwise.predict.choose import PLAIN
+from flopwise.predict.fitting import measured
+from flopwise.predict.held_out import fit_of, held_out_predictions
+
+HEADER = """\
+# Held-out errors of predicted step times, from which intervals are made (predict/interval.py).
+# Written by `python -m benchmarks.evidence`; do not edit.
+"""
+
+
+def main() -> None:
+    entries = (
+        *(table_evidence(table) for table in FITTED_TABLES),
+        torchtitan_evidence(),
+        one_device_evidence(),
+        *(kernels_evidence(table) for table in FITTED_TABLES if protocol_of(table).measured),
+    )
+    write_whole(ROOT / "evidence.toml", HEADER + to_toml(EvidenceBook(entries=entries)))
+    for entry in entries:
+        print(f"{entry.table:<12}{entry.stack:<13}{entry.n:>5} rows{100 * entry.low:>+7.1f}%{100 * entry.high:>+7.1f}%")
+
+
+def table_evidence(table: str) -> Evidence:
+    """The held-out errors of one shipped table."""
+    protocol, cases = protocol_of(table), [case for case in read_cases(table) if case.fitted and case.step_s]
+    hardware = hardware_of(cases)
+    fit = fit_of(protocol, cases, load_stack(protocol.stack), hardware)
+    return evidence_of(
+        table,
+        cases,
+        held_out_predictions(fit, cases, hardware).step_s.tolist(),
+        measured=protocol.measured,
+        how=f"protocol {table}: each model size predicted by constants fitted to the others",
+    )
+
+
+def kernels_evidence(table: str) -> Evidence:
+    """One shipped table predicted as if no framework were in the way."""
+    cases = [replace(case, stack=NO_STACK) for case in read_cases(table) if case.fitted and case.step_s]
+    predicted = measured(cases, hardware_of(cases)).seconds(PLAIN).tolist()
+    return evidence_of(table, cases, predicted, measured=True, how="predicted without any framework's constants")
+
+
+def torchtitan_evidence() -> Evidence:
+    """The same for torchtitan's published figures, those on other devices than the fitted ones among them."""
+    cases = torchtitan_cases()
+    hardware = hardware_of(cases)
+    predicted = held_out_predictions(torchtitan_fit(), cases, hardware).step_s.tolist()
+    how = "each model predicted by a constant fitted to the A100 rows of the others (benchmarks/torchtitan.py)"
+    return evidence_of("torchtitan", cases, predicted, measured=True, how=how)
+
+
+def evidence_of(
+    table: str, cases: Sequence[Case], predicted_s: Sequence[float], *, measured: bool, how: str
+) -> Evidence:
+    """Errors and spans of rows with their predictions."""
+    errors = [case.step_s / seconds - 1 for case, seconds in zip(cases, predicted_s, strict=True) if case.step_s]
+    low, high = _quantiles(errors)
+    return Evidence(
+        table=table,
+        stack=cases[0].stack,
+        architectures=tuple(sorted({one.device.architecture for one in hardware_of(cases).values()})),
+        measured=measured,
+        n=len(errors),
+        low=low,
+        high=high,
+        parameters=_span([describe(case.model, case.workload.sequence_tokens).parameters for case in cases]),
+        sequence_tokens=_span([case.workload.sequence_tokens for case in cases]),
+        devices=_span([case.parallel.devices for case in cases]),
+        tensor=_span([case.parallel.tensor for case in cases]),
+        pipeline=_span([case.parallel.pipeline for case in cases]),
+        micro_tokens=_span([case.workload.micro_batch_sequences * case.workload.sequence_tokens for case in cases]),
+        how=how,
+    )
+
+
+def one_device_evidence() -> Evidence:
+    """The steps that were measured on one H200."""
+    rows = compared()
+    made = [row.prediction for row in rows]
+    low, high = _quantiles([row.measured_s / row.prediction.step_s - 1 for row in rows])
+    one = Span(least=1, most=1)
+    return Evidence(
+        table="steps_h200",
+        stack=NO_STACK,
+        architectures=(load_hardware("h200").device.architecture,),
+        measured=True,
+        n=len(rows),
+        low=low,
+        high=high,
+        parameters=_span([describe(load_model(step.model), step.sequence_tokens).parameters for step in made]),
+        sequence_tokens=_span([step.sequence_tokens for step in made]),
+        devices=one,
+        tensor=one,
+        pipeline=one,
+        micro_tokens=_span([step.micro_batch_sequences * step.sequence_tokens for step in made]),
+        how="13 steps of compiled torch modules on one H200 (benchmarks/steps.py); nothing was fitted to them",
+    )
+
+
+def _quantiles(errors: Sequence[float]) -> tuple[float, float]:
+    low, high = np.percentile(np.array(errors), [10, 90]).tolist()
+    return round(low, 4), round(high, 4)
+
+
+def _span(values: Sequence[int]) -> Span:
+    return Span(least=min(values), most=max(values))
+
+
+if __name__ == "__main__":
+    main()

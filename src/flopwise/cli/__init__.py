@@ -1,0 +1,99 @@
+"""The command line: parse, call, print. A module per command; what is heavy is imported where a command needs it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+try:
+    import typer
+
+    from flopwise.cli import catalogue, design, env, plan, predict, validate
+except KeyboardInterrupt:
+    # Most of a short run goes by here, before `main` could answer.
+    sys.exit(130)
+
+if TYPE_CHECKING:
+    from flopwise.core.errors import FlopwiseError
+
+app = typer.Typer(
+    name="flopwise",
+    help="How fast can this model train on this hardware, will it fit, and where does the time go?",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+# In the order of the help page.
+app.command()(predict.predict)
+app.command()(plan.plan)
+app.command()(design.design)
+app.command()(validate.validate)
+app.command("ls")(catalogue.list_catalogue)
+app.command()(catalogue.show)
+app.command()(env.env)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is told in words and exits with 2."""
+    try:
+        _run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run() -> None:
+    from flopwise.core.errors import FlopwiseError
+
+    if sys.stderr is None:
+        # Closed by the caller (`2>&-`): what would be said there goes nowhere.
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - open as long as we run
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that is not UTF-8 shows ? for a sign it lacks; better than no answer.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        app()
+    except FlopwiseError as error:
+        _fail(error)
+    except OSError as error:
+        # Files are read with answers of their own, so it is the output that failed. What is still in its buffer
+        # must go somewhere, or the interpreter complains once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        why = error.strerror or str(error)
+        _fail(FlopwiseError("the answer cannot be written", why=why, hint="check where the output goes"), exit_code=1)
+
+
+def _fail(error: FlopwiseError, exit_code: int | None = None) -> NoReturn:
+    colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    red, cyan, plain = ("\033[31m", "\033[36m", "\033[0m") if colour else ("", "", "")
+    lines = [f"{red}error:{plain} {error.what}"]
+    if error.why:
+        lines += ["", f"  {error.why}"]
+    if error.hint:
+        lines += ["", f"{cyan}hint:{plain} {error.hint}"]
+    typer.echo("\n".join(lines), err=True)
+    sys.exit(error.exit_code if exit_code is None else exit_code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from flopwise import __version__
+
+        typer.echo(f"flopwise {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    del version

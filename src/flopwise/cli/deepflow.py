@@ -1,0 +1,206 @@
+"""`--method deepflow`: the reference analytical model, whose hardware is made of technology and power."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import typer
+
+from flopwise.cli.options import Found, changes_of, is_given, names, value_of
+from flopwise.cli.output import show_page, width
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from typing import Any
+
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.lstm import Lstm
+    from flopwise.predict.deepflow import Configuration, Result
+    from flopwise.report.deepflow import DeepflowRecord
+
+PUBLISHED_TECHNOLOGY = "deepflow-2019"
+"""The technology of the catalogue that the reference's searches were published with."""
+APPLYING = ("model", "on", "seq", "batch", "change", "method", "print_out", "output")
+"""Options of `predict` that the reference has a notion of."""
+
+
+def predict_deepflow(context: typer.Context, form: str) -> None:
+    """`flopwise predict --method deepflow`, with the options of the command that apply to it."""
+    from flopwise.predict.deepflow import for_model, printout
+    from flopwise.report.deepflow import deepflow_record
+
+    words = context.params
+    refuse_options(context, (option for option in words if option not in APPLYING))
+    if words["print_out"] and is_given(context, "output"):
+        raise _two_forms()
+    batch, sequence = batch_and_sequence(words)
+    models = [recurrent_model(name, words["change"]) for name in names(words["model"], "a model")]
+    places = names(words["on"], "a technology (--on)") if is_given(context, "on") else [PUBLISHED_TECHNOLOGY]
+    results = []
+    for place in places:
+        configuration = configuration_of(place)
+        for model in models:
+            asked = for_model(configuration, model, batch_sequences=batch, sequence_tokens=sequence)
+            results.append((in_range(partial(run_finite, asked), place), model.name, place))
+    if words["print_out"]:
+        if len(results) > 1:
+            raise _one_print_out()
+        typer.echo(printout(results[0][0]), nl=False)
+        return
+    records = [deepflow_record(result, model=model, hardware=place) for result, model, place in results]
+    _print_records(records, form)
+
+
+def batch_and_sequence(words: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """`--batch` and `--seq`; None where they are left open."""
+    from flopwise.core.units import parse_sequences, parse_tokens
+
+    return value_of(words, "batch", parse_sequences), value_of(words, "seq", parse_tokens)
+
+
+def recurrent_model(name: str, changes: list[str] | None) -> Lstm:
+    """The model of that name, which has to be a recurrent one."""
+    from flopwise.core.catalog import load_model
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.lstm import Lstm
+
+    model = load_model(name, changes_of(changes or []))
+    if not isinstance(model, Lstm):
+        raise FlopwiseError(
+            f"--method deepflow cannot predict {model.name}",
+            why="its formulas are those of a recurrent language model, and this is a transformer",
+            hint="--method physical, or another model: lstm-lm",
+        )
+    return model
+
+
+def configuration_of(name: str) -> Configuration:
+    """The configuration of a file, or of a technology of the catalogue; what it lacks is the published one's."""
+    from flopwise.core.catalog import technology_file
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.files import read_table
+    from flopwise.predict.deepflow import PUBLISHED, from_table
+
+    if _is_device(name):
+        raise _no_technology(name)
+    path = technology_file(name)
+    table = read_table(path)
+    if "device" in table:
+        raise _no_technology(name)
+    if "technology" in table:
+        raise FlopwiseError(
+            f"{path} is a technology of ours, not a configuration of the reference",
+            why="its names and units are others",
+            hint=f"--method physical, or the reference's names: `flopwise show {PUBLISHED_TECHNOLOGY}`",
+        )
+    try:
+        return from_table(table, base=PUBLISHED)
+    except FlopwiseError as error:
+        raise error.within(str(path), hint=f"`flopwise show {PUBLISHED_TECHNOLOGY}` prints one") from None
+
+
+def run_finite(configuration: Configuration) -> Result:
+    """The reference's answer, unless its machine is infinitely fast or large."""
+    from dataclasses import astuple
+    from math import isfinite
+
+    from flopwise.predict.deepflow import run
+
+    result = run(configuration)
+    if not all(map(isfinite, (result.time_s, *astuple(result.machine)))):
+        raise OverflowError
+    return result
+
+
+def in_range(compute: Callable[[], Found], where: str) -> Found:
+    """What is computed; numbers that no float holds are the file's mistake."""
+    from flopwise.core.errors import FlopwiseError
+
+    try:
+        return compute()
+    except ArithmeticError as error:
+        raise FlopwiseError(
+            f"{where}: its numbers lead out of range",
+            why=str(error) or "no number is as large or as small as the result",
+            hint=f"energies in J, sizes in bytes, rates in bytes/s: `flopwise show {PUBLISHED_TECHNOLOGY}` prints some",
+        ) from None
+
+
+def refuse_options(context: typer.Context, options: Iterable[str]) -> None:
+    """An option that would be passed over is a mistake."""
+    from flopwise.core.errors import FlopwiseError
+
+    for option in options:
+        if is_given(context, option):
+            flag = f"--{option.replace('_', '-')}"
+            raise FlopwiseError(
+                f"{flag} means nothing to --method deepflow",
+                why="the reference's formulas have no such setting: its file gives all but --batch, --seq and --set",
+                hint=f"leave {flag} out, or --method physical",
+            )
+
+
+def refuse_print_out() -> FlopwiseError:
+    """The answer to `--print-out` by the physical method."""
+    from flopwise.core.errors import FlopwiseError
+
+    return FlopwiseError(
+        "--print-out belongs to --method deepflow",
+        why="it is the print-out of that analytical model",
+        hint="--method deepflow --print-out, or -o json for every figure of a prediction",
+    )
+
+
+def _two_forms() -> FlopwiseError:
+    from flopwise.core.errors import FlopwiseError
+
+    return FlopwiseError(
+        "--print-out and --output were both given", why="the print-out is a form of its own", hint="keep one of them"
+    )
+
+
+def _one_print_out() -> FlopwiseError:
+    from flopwise.core.errors import FlopwiseError
+
+    return FlopwiseError(
+        "--print-out prints one prediction",
+        why="the reference's text does not say which model it is about",
+        hint="run it once for each",
+    )
+
+
+def _is_device(name: str) -> bool:
+    from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names
+
+    lowered = name.lower()
+    return lowered in (*hardware_names(), THIS_CPU, THIS_MACHINE) or lowered in hardware_aliases()
+
+
+def _no_technology(name: str) -> FlopwiseError:
+    from flopwise.core.errors import FlopwiseError
+
+    return FlopwiseError(
+        f"--method deepflow cannot predict on {name}",
+        why="it makes its hardware of technology and shares of power, and this is a finished device",
+        hint=f"--method physical, or a technology for it: a TOML as `flopwise show {PUBLISHED_TECHNOLOGY}` prints",
+    )
+
+
+def _print_records(records: list[DeepflowRecord], form: str) -> None:
+    from flopwise.report import deepflow as written
+
+    if form == "json":
+        typer.echo(written.deepflow_json(records))
+        return
+    if form == "csv":
+        typer.echo(written.deepflow_csv(records), nl=False)
+    elif form == "md":
+        typer.echo(written.deepflow_markdown(records), nl=False)
+    elif len(records) == 1:
+        show_page(written.deepflow_page(records[0]))
+        return
+    else:
+        show_page(written.compared_table(records, width()))
+    for note in dict.fromkeys(note for record in records for note in record.notes):
+        typer.echo(f"note: {note}", err=True)

@@ -1,0 +1,264 @@
+"""`flopwise design`: technology and power → the device on which a model trains fastest."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flopwise.cli.deepflow import (
+    PUBLISHED_TECHNOLOGY,
+    batch_and_sequence,
+    configuration_of,
+    in_range,
+    recurrent_model,
+    refuse_options,
+)
+from flopwise.cli.options import (
+    METHODS,
+    BatchOption,
+    MethodOption,
+    PrecisionOption,
+    SequenceOption,
+    SetOption,
+    changes_of,
+    one_of,
+    value_of,
+)
+from flopwise.cli.output import show_page, width
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from flopwise.predict.design import Objective, Search
+    from flopwise.predict.design_device import Blueprint, DesignedDevice
+    from flopwise.report.designs import DesignRecord
+
+QUIET_S = 2.0
+"""A search that is over sooner shows no bar."""
+LARGEST_POWER_W = 1e6
+MOST_ITERATIONS, MOST_STARTS = 10_000, 1_000
+_POWER = re.compile(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(m|k|M|)(?:W|w)?\s*", re.ASCII)
+
+
+def design(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Catalogue name, config.json or its folder, or a TOML.")],
+    technology: Annotated[
+        str, typer.Option(help="What can be built: a TOML as `flopwise show deepflow-2019` prints, or that name.")
+    ] = PUBLISHED_TECHNOLOGY,
+    power: Annotated[str, typer.Option(help="Of the device: 300W. Default: what the technology's file says.")] = "auto",
+    method: MethodOption = "physical",
+    iterations: Annotated[str, typer.Option(help="Of the search from each start, at most.")] = "100",
+    starts: Annotated[str, typer.Option(help="The technology's own shares first, then random ones.")] = "4",
+    seed: Annotated[str, typer.Option(help="Of the random starts.")] = "0",
+    seq: SequenceOption = "auto",
+    batch: BatchOption = "auto",
+    precision: PrecisionOption = "auto",
+    change: SetOption = None,
+    write: Annotated[str, typer.Option("--write", "-w", help="Write the device found to this TOML, for --on.")] = "",
+    output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
+) -> None:
+    """Search how a device's power is best divided among arithmetic and memories, for the fastest training step."""
+    words = dict(locals())
+    from flopwise.report.designs import design_json, design_page
+
+    form = one_of(output, ("table", "json"), "--output")
+    by = one_of(method, METHODS, "--method")
+    search = _search(iterations=iterations, starts=starts, seed=seed)
+    if by == "deepflow":
+        refuse_options(context, ("precision",))
+        designed, record = in_range(lambda: _by_deepflow(words, search), technology)
+    else:
+        designed, record = in_range(lambda: _by_step(words, search), technology)
+    if write:
+        _write(designed, record, Path(write), model)
+    if form == "json":
+        typer.echo(design_json(record))
+    else:
+        show_page(design_page(record, width()))
+
+
+def _by_deepflow(words: Mapping[str, Any], search: Search) -> tuple[DesignedDevice, DesignRecord]:
+    from dataclasses import replace
+
+    from flopwise.predict.deepflow import for_model
+    from flopwise.predict.design_device import design_by_deepflow
+    from flopwise.report.deepflow import ODDITIES
+    from flopwise.report.designs import design_record
+
+    found = recurrent_model(words["model"], words["change"])
+    batch, sequence = batch_and_sequence(words)
+    configuration = configuration_of(words["technology"])
+    asked = for_model(configuration, found, batch_sequences=batch, sequence_tokens=sequence)
+    watts = value_of(words, "power", parse_watts)
+    if watts is not None:
+        asked = replace(asked, power=replace(asked.power, budget_w=watts))
+    with _bar(search, 5 if asked.parallel.grid_dimensions else 4) as watch:
+        designed = design_by_deepflow(asked, search, watch)
+    record = design_record(
+        designed,
+        search,
+        model=found.name,
+        technology=words["technology"],
+        method="deepflow",
+        sequence_tokens=asked.model.sequence_tokens,
+        batch_sequences=asked.model.batch_sequences,
+        notes=(ODDITIES,),
+    )
+    return designed, record
+
+
+def _by_step(words: Mapping[str, Any], search: Search) -> tuple[DesignedDevice, DesignRecord]:
+    from flopwise.core.catalog import load_model
+    from flopwise.core.formats import parse_formats
+    from flopwise.predict import Request
+    from flopwise.predict.design_device import PARTS, Question, design_by_step
+    from flopwise.report.designs import design_record
+
+    found = load_model(words["model"], changes_of(words["change"] or []))
+    batch, sequence = batch_and_sequence(words)
+    formats = value_of(words, "precision", parse_formats)
+    request = Request(sequence_tokens=sequence, batch_sequences=batch, formats=formats)
+    blueprint = _blueprint(words["technology"], value_of(words, "power", parse_watts))
+    if formats is None:
+        _check_formats(words["technology"], blueprint)
+    with _bar(search, len(PARTS)) as watch:
+        designed = design_by_step(Question(model=found, blueprint=blueprint, request=request), search, watch)
+    prediction = designed.prediction
+    assert prediction is not None  # the physical method predicts
+    record = design_record(
+        designed,
+        search,
+        model=found.name,
+        technology=words["technology"],
+        method="physical",
+        sequence_tokens=prediction.sequence_tokens,
+        batch_sequences=prediction.batch_sequences,
+    )
+    return designed, record
+
+
+def _write(designed: DesignedDevice, record: DesignRecord, path: Path, model: str) -> None:
+    from flopwise.core.files import plain, to_toml, write_whole
+    from flopwise.report.designs import found_hardware
+
+    write_whole(path, to_toml(plain(found_hardware(designed, record, path.stem))))
+    typer.echo(f"wrote {path}   next: flopwise predict {model} --on {path}", err=True)
+
+
+# -- from words to values --------------------------------------------------------------------------------------------
+
+
+def _blueprint(name: str, power_w: float | None) -> Blueprint:
+    """A technology by name or file, in the reference's names or in ours, with the power that was asked for."""
+    from dataclasses import replace
+
+    from flopwise.core.catalog import technology_file
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.files import decode, read_table
+    from flopwise.predict.design_device import Blueprint, blueprint_of
+
+    path = technology_file(name)
+    table = read_table(path)
+    if "technology" in table:
+        found = decode(table, Blueprint, str(path))
+    else:
+        try:
+            found = blueprint_of(configuration_of(name))
+        except FlopwiseError as error:
+            raise error.within(str(path)) from None
+    if power_w is None:
+        return found
+    return replace(found, budget=replace(found.budget, power_w=power_w))
+
+
+def _check_formats(name: str, blueprint: Blueprint) -> None:
+    """Of a technology's number formats one has to be among those that are chosen from."""
+    from flopwise.core.errors import FlopwiseError
+
+    known = ("bf16", "fp16", "fp32")
+    there = blueprint.technology.core.energy_per_flop_j
+    if not any(number_format in there for number_format in known):
+        raise FlopwiseError(
+            f"{name} has no number format that training is usually done in",
+            why=f"it gives energies for {', '.join(there)}, not for {', '.join(known)}",
+            hint="another technology, or --precision by hand; in the reference's files `precision = 4` is fp32, 2 bf16",
+        )
+
+
+def _search(**words: str) -> Search:
+    from flopwise.predict.design import Search
+
+    limits = {"iterations": (1, MOST_ITERATIONS), "starts": (1, MOST_STARTS), "seed": (0, 2**63)}
+    return Search(**{name: _whole(name, words[name], *limits[name]) for name in words})
+
+
+def _whole(option: str, text: str, least: int, most: int) -> int:
+    from flopwise.core.errors import FlopwiseError, shown
+
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if not least <= number <= most:
+        raise FlopwiseError(
+            f"--{option} cannot be {shown(text)}",
+            why=f"a whole number from {least:,} to {most:,} is expected",
+            hint=f"--{option} {max(least, 4)}",
+        )
+    return number
+
+
+def parse_watts(text: str) -> float:
+    """Watts from `300W`, `0.7 kW` or a plain number."""
+    from flopwise.core.errors import FlopwiseError, shown
+
+    found = _POWER.fullmatch(text)
+    watts = float(found[1]) * {"m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6}[found[2]] if found else 0.0
+    if not 0 < watts <= LARGEST_POWER_W:
+        raise FlopwiseError(
+            f"cannot take {shown(text)} for the power of a device",
+            why=f"watts above 0 and up to {LARGEST_POWER_W:,.0f} are expected",
+            hint="for instance 300W or 0.7kW",
+        )
+    return watts
+
+
+# -- how far it is ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _bar(search: Search, parts: int) -> Iterator[Callable[[Objective], Objective]]:
+    """Watches an objective being called, and shows a bar on a terminal's stderr once that takes long."""
+    if not sys.stderr.isatty():
+        yield lambda objective: objective
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    # Each iteration raises every share, takes a step, and at worst lowers every share; most searches end sooner.
+    most = search.starts * (1 + search.iterations * (2 * parts + 1))
+    columns = (TextColumn("{task.completed:,.0f} of at most {task.total:,.0f} divisions"), BarColumn())
+    progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    task, begun = progress.add_task("", total=most), time.monotonic()
+
+    def watch(objective: Objective) -> Objective:
+        def watched(shares: Mapping[str, float]) -> float:
+            progress.advance(task)
+            if not progress.live.is_started and time.monotonic() - begun > QUIET_S:
+                progress.start()
+            return objective(shares)
+
+        return watched
+
+    try:
+        yield watch
+    finally:
+        if progress.live.is_started:
+            progress.stop()

@@ -1,0 +1,26 @@
+"""`flopwise env`: what this machine is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flopwise.cli.options import one_of, told
+
+
+def env(
+    output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
+) -> None:
+    """Print what this machine is and which versions are installed: what an issue report should carry."""
+    from flopwise.core.files import to_json
+    from flopwise.profile.environment import environment
+
+    form = one_of(output, ("table", "json"), "--output")
+    facts = told(environment)
+    if form == "json":
+        typer.echo(to_json(facts))
+    else:
+        width = max(map(len, facts))
+        for key, value in facts.items():
+            typer.echo(f"{key.ljust(width)}  {'-' if value is None else value}")

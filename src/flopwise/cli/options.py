@@ -1,0 +1,238 @@
+"""From words to values: what the commands share in reading their arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from flopwise.core.hardware import Hardware
+    from flopwise.core.parallel import Parallel
+    from flopwise.core.stack import Stack
+    from flopwise.predict.choose import Request
+
+LEAST_DEVICE_BYTES = 2**20
+"""Less than this is a forgotten unit: no device is that small."""
+MOST_DEVICES = 10**6
+Found = TypeVar("Found")
+FORMS = ("table", "md", "csv", "json")
+
+# -- options that several commands have ------------------------------------------------------------------------------
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="Catalogue name, config.json or its folder, or a TOML; several with commas.")
+]
+OnOption = Annotated[
+    str, typer.Option(help="Hardware: catalogue name or TOML, several with commas; this-machine, this-cpu.")
+]
+SequenceOption = Annotated[str, typer.Option(help="Tokens of a sequence: 8192, 8k.")]
+BatchOption = Annotated[str, typer.Option(help="Sequences of a step, over all micro-batches.")]
+BatchTokensOption = Annotated[str, typer.Option(help="The same in tokens: 512k, 2M.")]
+MicroOption = Annotated[str, typer.Option(help="Sequences that run at once; need not divide the batch.")]
+PrecisionOption = Annotated[
+    str,
+    typer.Option(help="bf16, bf16-mixed, bf16-amp, fp16-mixed, fp16-amp, fp32, tf32, fp8; changes as key=format."),
+]
+RecomputeOption = Annotated[
+    str, typer.Option(help="What backward makes again: none, everything, attention, context, input, full.")
+]
+OptimizerOption = Annotated[str, typer.Option(help="adamw, lion or sgd.")]
+AttentionOption = Annotated[str, typer.Option(help="flash or eager; auto: the stack's.")]
+FusionOption = Annotated[
+    str, typer.Option(help="fused (compiled or hand-written kernels) or eager; auto: the stack's.")
+]
+GpusOption = Annotated[str, typer.Option(help="Devices: 8, 64, 4096.")]
+ParallelOption = Annotated[
+    str,
+    typer.Option(help='How several devices share the work: "tp8 pp4 zero1 sp", as `flopwise plan` prints it.'),
+]
+StackOption = Annotated[
+    str, typer.Option(help="Training framework, by name or TOML (`flopwise ls stacks`); kernels: none in the way.")
+]
+ConventionOption = Annotated[
+    str, typer.Option(help="How model FLOPs are counted: causal (half the square) or palm (6·N + full square).")
+]
+DeviceMemoryOption = Annotated[str, typer.Option(help="Cap on device memory: 40GiB. Default: all of it.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="Change a field of the model: --set layers=16. Repeatable.")
+]
+OutputOption = Annotated[str, typer.Option("--output", "-o", help="table, md, csv or json.")]
+METHODS = ("physical", "deepflow")
+MethodOption = Annotated[
+    str, typer.Option(help="physical, or deepflow: the formulas of that analytical model of 2019.")
+]
+
+# -- words to values -------------------------------------------------------------------------------------------------
+
+
+def names(text: str, what: str) -> list[str]:
+    """The names of a list with commas, at least one; `what` they name is for the error."""
+    from flopwise.core.errors import FlopwiseError
+
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise FlopwiseError(f"{what} must be named", hint="`flopwise ls models` and `flopwise ls hardware` list them")
+    return found
+
+
+def one_of(value: str, choices: Iterable[str], what: str) -> Any:  # noqa: ANN401 - one of a Literal's words
+    """The word, in small letters, if it is among the choices."""
+    from flopwise.core.errors import FlopwiseError, nearest, shown
+
+    known = tuple(choices)
+    if value.lower() not in known:
+        close = nearest(value, known)
+        raise FlopwiseError(
+            f"{what} cannot be {shown(value)}",
+            why=f"it is one of {', '.join(known)}",
+            hint=f"{what} {close[0] if close else known[0]}",
+        )
+    return value.lower()
+
+
+def hardware_named(name: str) -> Hardware:
+    """A device of the catalogue, of a file, or of this machine."""
+    from flopwise.profile.this_machine import find_hardware
+
+    return told(lambda: find_hardware(name))
+
+
+def told(look: Callable[[], Found]) -> Found:
+    """What `look` finds; what was odd about it is told beside the answer."""
+    import warnings
+
+    with warnings.catch_warnings(record=True) as odd:
+        warnings.simplefilter("always", UserWarning)
+        found = look()
+    for warning in odd:
+        typer.echo(f"note: {warning.message}", err=True)
+    return found
+
+
+def value_of(words: Mapping[str, Any], option: str, parse: Callable[[str], Found]) -> Found | None:
+    """An option's value, None where `auto` leaves it to flopwise; a mistake in it is told with the option's name."""
+    from flopwise.core.errors import FlopwiseError
+
+    text = words[option]
+    if text.lower() == "auto":
+        return None
+    try:
+        return parse(text)
+    except FlopwiseError as error:
+        raise error.within(f"--{option.replace('_', '-')}") from None
+
+
+def is_given(context: typer.Context, option: str) -> bool:
+    """Whether the user typed the option, be it with its default."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def requested(words: Mapping[str, Any]) -> Request:
+    """The options of `predict` as a request; `auto` leaves a choice to flopwise."""
+    from typing import get_args
+
+    from flopwise.core.formats import parse_formats
+    from flopwise.core.op import AttentionKernel
+    from flopwise.core.units import parse_sequences, parse_tokens
+    from flopwise.core.work import RECOMPUTE_POLICIES
+    from flopwise.core.workload import MOMENTS, Fusion
+    from flopwise.predict.choose import Request
+
+    recompute = one_of(words["recompute"], ("auto", *RECOMPUTE_POLICIES), "--recompute")
+    stack = _stack(words.get("stack", "kernels"))
+    attention = one_of(words["attention"], ("auto", *get_args(AttentionKernel)), "--attention")
+    fusion = one_of(words["fusion"], ("auto", *get_args(Fusion)), "--fusion")
+    return Request(
+        sequence_tokens=value_of(words, "seq", parse_tokens),
+        batch_sequences=value_of(words, "batch", parse_sequences),
+        batch_tokens=value_of(words, "batch_tokens", parse_tokens),
+        micro_batch_sequences=value_of(words, "micro", parse_sequences),
+        formats=value_of(words, "precision", parse_formats),
+        recompute=None if recompute == "auto" else recompute,
+        attention=attention if attention != "auto" else stack.attention_kernel if stack else "flash",
+        fusion=fusion if fusion != "auto" else stack.fusion if stack else "fused",
+        optimizer=one_of(words["optimizer"], tuple(MOMENTS), "--optimizer"),
+        device_memory_bytes=value_of(words, "device_mem", _device_bytes),
+        parallel=_parallel(words.get("gpus", "auto"), words.get("parallel", "auto")),
+        stack=stack,
+    )
+
+
+def _stack(name: str) -> Stack | None:
+    from flopwise.core.prediction import NO_STACK
+
+    if name.lower() == NO_STACK:
+        return None
+    from flopwise.core.catalog import load_stack
+
+    return load_stack(name)
+
+
+def _parallel(gpus: str, words: str) -> Parallel:
+    """The devices and how they share the work; without words they shard everything, as FSDP does."""
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.parallel import Parallel, parse_parallel
+    from flopwise.core.units import parse_sequences
+
+    count = value_of({"gpus": gpus}, "gpus", parse_sequences)
+    if count is not None and count > MOST_DEVICES:
+        raise FlopwiseError(
+            f"--gpus: {count:,} devices", why=f"at most {MOST_DEVICES:,} are planned for", hint="--gpus 64"
+        )
+    if words.lower() == "auto":
+        return Parallel(data=count, zero=3) if count is not None and count > 1 else Parallel()
+    try:
+        return parse_parallel(words, count)
+    except FlopwiseError as error:
+        raise error.within("--parallel") from None
+
+
+def _device_bytes(text: str) -> int:
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.units import parse_bytes
+
+    size = parse_bytes(text)
+    if size < LEAST_DEVICE_BYTES:
+        unit_forgotten = text.strip().isdecimal() and size
+        raise FlopwiseError(
+            f"{size:,} bytes are no device's memory",
+            why="a number without a unit counts bytes" if unit_forgotten else f"at least {LEAST_DEVICE_BYTES:,} are",
+            hint=f"--device-mem {size if unit_forgotten else 40}GiB",
+        )
+    return size
+
+
+def changes_of(texts: list[str]) -> dict[str, Any]:
+    """`layers=16` as a TOML value; a bare word is a string."""
+    import tomllib
+
+    from flopwise.core.errors import FlopwiseError, shown
+
+    changes: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not key or not text.isprintable():
+            raise FlopwiseError(
+                f"cannot read --set {shown(text)}",
+                why="a field, = and a value are expected, on one line",
+                hint="--set layers=16",
+            )
+        if key in changes:
+            raise FlopwiseError(
+                f"--set gives {shown(key)} twice", why="one value would be lost", hint=f"keep one --set {key}=…"
+            )
+        try:
+            changes[key] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            changes[key] = value
+        except (ValueError, RecursionError):
+            raise FlopwiseError(
+                f"cannot read --set {shown(text)}",
+                why="the number has too many digits, or the lists are too deep",
+                hint="--set layers=16",
+            ) from None
+    return changes

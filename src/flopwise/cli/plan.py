@@ -1,0 +1,231 @@
+"""`flopwise plan`: the fastest way to spread a model over devices, why the others lose, what would change it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flopwise.cli.options import (
+    FORMS,
+    AttentionOption,
+    BatchOption,
+    BatchTokensOption,
+    ConventionOption,
+    DeviceMemoryOption,
+    FusionOption,
+    GpusOption,
+    MicroOption,
+    OptimizerOption,
+    OutputOption,
+    PrecisionOption,
+    RecomputeOption,
+    SequenceOption,
+    SetOption,
+    StackOption,
+    changes_of,
+    hardware_named,
+    one_of,
+    requested,
+)
+from flopwise.cli.output import show_page, width
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flopwise.core.hardware import Hardware
+    from flopwise.core.model import Model
+    from flopwise.core.prediction import Prediction
+    from flopwise.plan.answer import Answer, Steps
+    from flopwise.plan.search import Option, Question
+    from flopwise.predict.choose import Request
+    from flopwise.report.plans import PlanReport
+
+SLOW_S = 2.0
+"""A search that takes longer shows a bar."""
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="Catalogue name, config.json or its folder, or a TOML.")],
+    on: Annotated[str, typer.Option(help="Hardware: catalogue name or TOML; this-machine.")] = "this-machine",
+    gpus: GpusOption = "auto",
+    seq: SequenceOption = "auto",
+    batch: BatchOption = "auto",
+    batch_tokens: BatchTokensOption = "auto",
+    micro: MicroOption = "auto",
+    precision: PrecisionOption = "auto",
+    recompute: RecomputeOption = "auto",
+    optimizer: OptimizerOption = "adamw",
+    attention: AttentionOption = "auto",
+    fusion: FusionOption = "auto",
+    convention: ConventionOption = "causal",
+    device_mem: DeviceMemoryOption = "auto",
+    stack: StackOption = "kernels",
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Optimizer state and activations may go to host memory.")
+    ] = False,
+    change: SetOption = None,
+    write: Annotated[str, typer.Option("--write", "-w", help="Write the plan to this TOML file.")] = "",
+    output: OutputOption = "table",
+) -> None:
+    """Find the fastest strategy that fits: tries every legal one, tells why the next ones lose."""
+    from flopwise.core.catalog import load_model
+    from flopwise.core.op import CONVENTIONS
+
+    form = one_of(output, FORMS, "--output")
+    counting = one_of(convention, CONVENTIONS, "--convention")
+    request = requested(locals())
+    described = load_model(model, changes_of(change or []))
+    machine = hardware_named(on)
+    report = _planned(described, machine, request, offload=offload, convention=counting)
+    _print(report, machine.title, form)
+    if write:
+        _written(write, described, on, request, report.prediction)
+
+
+def _planned(model: Model, hardware: Hardware, request: Request, *, offload: bool, convention: Any) -> PlanReport:  # noqa: ANN401 - one of the conventions
+    import time
+
+    from flopwise.core.units import show_seconds
+    from flopwise.plan.answer import answer
+
+    question = _question(model, hardware, request, offload=offload)
+    started = time.monotonic()
+    with _bar() as tell:
+        found = answer(question, tell)
+    # Not the same twice, so it is talk and not part of the answer.
+    typer.echo(f"searched for {show_seconds(time.monotonic() - started)}", err=True)
+    return _report(found, _predicted(model, hardware, request, found.best, convention))
+
+
+def _question(model: Model, hardware: Hardware, request: Request, *, offload: bool) -> Question:
+    from flopwise.plan.search import Question
+    from flopwise.predict.choose import PLAIN, base_workload, capacity_bytes
+
+    workload, _ = base_workload(model, hardware, request)
+    return Question(
+        model=model,
+        hardware=hardware,
+        devices=request.parallel.devices,
+        workload=workload,
+        capacity_bytes=capacity_bytes(hardware, request),
+        stack=request.stack or PLAIN,
+        recompute=request.recompute,
+        micro_batch_sequences=request.micro_batch_sequences,
+        offload=offload,
+    )
+
+
+def _predicted(model: Model, hardware: Hardware, request: Request, best: Option, convention: Any) -> Prediction:  # noqa: ANN401 - one of the conventions
+    """The best as a full prediction: operators, stages, notes."""
+    from dataclasses import replace
+
+    from flopwise.cli.evidence import predicted
+
+    fixed = replace(
+        request,
+        parallel=best.parallel,
+        recompute=best.workload.recompute,
+        micro_batch_sequences=best.workload.micro_batch_sequences,
+    )
+    return predicted(model, hardware, fixed, convention)
+
+
+def _report(found: Answer, prediction: Prediction) -> PlanReport:
+    from flopwise.report.plans import ChangeRow, PlanReport, PlanRow
+
+    def row(option: Option, slower: float, lost: dict[str, float]) -> PlanRow:
+        return PlanRow(
+            parallel=option.parallel,
+            micro_batch_sequences=option.workload.micro_batch_sequences,
+            recompute=option.workload.recompute,
+            device_bytes=option.device_bytes,
+            step_s=option.step_s,
+            slower=slower,
+            lost=lost,
+        )
+
+    none = dict.fromkeys(found.best.parts, 0.0)
+    return PlanReport(
+        prediction=prediction,
+        rows=(row(found.best, 0.0, none), *(row(one.option, one.slower, one.lost) for one in found.losers)),
+        changes=tuple(
+            ChangeRow(change=one.change, parallel=one.option.parallel if one.option else None, speed=one.speed)
+            for one in found.what_if
+        ),
+        evaluated=found.evaluated,
+        fitting=found.fitting,
+    )
+
+
+@contextmanager
+def _bar() -> Iterator[Steps | None]:
+    """A bar on stderr where somebody looks at it, once the search has taken two seconds."""
+    import sys
+    import time
+
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    task, started = progress.add_task("strategies"), time.monotonic()
+
+    def tell(name: str, done: int, of: int) -> None:
+        progress.update(task, description=name, completed=done, total=of)
+        if not progress.live.is_started and time.monotonic() - started > SLOW_S:
+            progress.start()
+
+    try:
+        yield tell
+    finally:
+        progress.stop()
+
+
+def _print(report: PlanReport, title: str, form: str) -> None:
+    from flopwise.report import plans
+
+    if form == "json":
+        typer.echo(plans.plan_json(report))
+    elif form == "csv":
+        typer.echo(plans.plan_csv(report), nl=False)
+    elif form == "md":
+        typer.echo(plans.plan_markdown(report), nl=False)
+    else:
+        show_page(plans.plan_page(report, title, width()))
+
+
+def _written(path: str, model: Model, hardware: str, request: Request, prediction: Prediction) -> None:
+    from pathlib import Path
+
+    from flopwise.core.catalog import plan_table
+    from flopwise.core.files import to_toml, write_whole
+    from flopwise.core.plan import ClusterPlan, Expected
+
+    made = ClusterPlan(
+        hardware=hardware,
+        devices=prediction.devices,
+        sequence_tokens=prediction.sequence_tokens,
+        batch_sequences=prediction.batch_sequences,
+        micro_batch_sequences=prediction.micro_batch_sequences,
+        precision=prediction.precision,
+        recompute=prediction.recompute,
+        attention=request.attention,
+        fusion=prediction.fusion,
+        optimizer=prediction.optimizer,
+        stack=prediction.stack,
+        parallel=prediction.parallel,
+        expected=Expected(
+            step_s=prediction.step_s,
+            tokens_per_s=prediction.tokens_per_s,
+            mfu=prediction.mfu,
+            device_bytes=prediction.device_bytes.total,
+        ),
+        device_memory_bytes=request.device_memory_bytes,
+    )
+    write_whole(Path(path), to_toml(plan_table(made, model)))
+    typer.echo(f"wrote {path}", err=True)

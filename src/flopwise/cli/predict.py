@@ -1,0 +1,191 @@
+"""`flopwise predict`: one training step, or many of them side by side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flopwise.cli.options import (
+    FORMS,
+    METHODS,
+    AttentionOption,
+    BatchOption,
+    BatchTokensOption,
+    ConventionOption,
+    DeviceMemoryOption,
+    FusionOption,
+    GpusOption,
+    MethodOption,
+    MicroOption,
+    ModelArgument,
+    OnOption,
+    OptimizerOption,
+    OutputOption,
+    ParallelOption,
+    PrecisionOption,
+    RecomputeOption,
+    SequenceOption,
+    SetOption,
+    StackOption,
+    changes_of,
+    hardware_named,
+    is_given,
+    names,
+    one_of,
+    requested,
+)
+from flopwise.cli.output import show_page, width
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flopwise.core.hardware import Hardware
+    from flopwise.core.model import Model
+    from flopwise.core.prediction import Prediction
+    from flopwise.predict.choose import Request
+
+
+def predict(
+    context: typer.Context,
+    model: ModelArgument,
+    on: OnOption = "this-machine",
+    seq: SequenceOption = "auto",
+    batch: BatchOption = "auto",
+    batch_tokens: BatchTokensOption = "auto",
+    micro: MicroOption = "auto",
+    precision: PrecisionOption = "auto",
+    recompute: RecomputeOption = "auto",
+    optimizer: OptimizerOption = "adamw",
+    attention: AttentionOption = "auto",
+    fusion: FusionOption = "auto",
+    convention: ConventionOption = "causal",
+    device_mem: DeviceMemoryOption = "auto",
+    gpus: GpusOption = "auto",
+    parallel: ParallelOption = "auto",
+    stack: StackOption = "kernels",
+    change: SetOption = None,
+    method: MethodOption = "physical",
+    print_out: Annotated[
+        bool, typer.Option("--print-out", help="With --method deepflow: its own print-out, line by line, and stop.")
+    ] = False,
+    output: OutputOption = "table",
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print every setting and where it came from, and stop.")
+    ] = False,
+) -> None:
+    """Predict a training step: time, tokens per second, MFU, HFU, memory by owner, what binds each operator."""
+    from flopwise.cli.deepflow import predict_deepflow, refuse_print_out
+    from flopwise.cli.evidence import predicted
+    from flopwise.core.catalog import load_model
+    from flopwise.core.op import CONVENTIONS
+
+    form = one_of(output, FORMS, "--output")
+    if one_of(method, METHODS, "--method") == "deepflow":
+        predict_deepflow(context, form)
+        return
+    if print_out:
+        raise refuse_print_out()
+    request = requested(locals())
+    counting = one_of(convention, CONVENTIONS, "--convention")
+    changes = changes_of(change or [])
+    models = [load_model(name, changes) for name in names(model, "a model")]
+    machines = [hardware_named(name) for name in names(on, "a device (--on)")]
+    if show_config:
+        settings = [_settings(context, one, machine, request) for one in models for machine in machines]
+        _print_settings(settings, form)
+        return
+    predictions = [predicted(one, machine, request, counting) for one in models for machine in machines]
+    _print_predictions(predictions, {machine.name: machine.title for machine in machines}, form)
+
+
+def _print_predictions(predictions: list[Prediction], titles: dict[str, str], form: str) -> None:
+    from flopwise.report import predictions as written
+
+    if form == "json":
+        typer.echo(written.predictions_json(predictions))
+        return
+    if form == "csv":
+        typer.echo(written.predictions_csv(predictions), nl=False)
+    elif form == "md":
+        typer.echo(written.predictions_markdown(predictions), nl=False)
+    elif len(predictions) == 1:
+        show_page(written.prediction_page(predictions[0], titles[predictions[0].hardware]))
+        return
+    else:
+        show_page(written.compared_table(predictions, width()))
+    # A page and JSON hold their notes; beside rows they are talk.
+    for note in dict.fromkeys(note for prediction in predictions for note in prediction.notes):
+        typer.echo(f"note: {note}", err=True)
+
+
+# -- every setting and where it came from ----------------------------------------------------------------------------
+
+
+def _settings(context: typer.Context, model: Model, hardware: Hardware, request: Request) -> dict[str, dict[str, Any]]:
+    """Setting → its value and its origin: the argument, a flag, a default, or `auto` and the reason."""
+    from flopwise.predict.choose import capacity_bytes, choose
+
+    chosen = choose(model, hardware, request)
+    workload = chosen.workload
+
+    def origin(option: str, setting: str = "") -> str:
+        if setting in chosen.reasons:
+            return f"auto: {chosen.reasons[setting]}"
+        return "flag" if is_given(context, option) else "default"
+
+    batch = "batch" if request.batch_tokens is None else "batch_tokens"
+    settings: dict[str, tuple[object, str]] = {
+        "model": (model.name, "argument"),
+        "hardware": (hardware.name, origin("on")),
+        "sequence_tokens": (workload.sequence_tokens, origin("seq", "sequence_tokens")),
+        "batch_sequences": (workload.batch_sequences, origin(batch, "batch_sequences")),
+        "micro_batch_sequences": (workload.micro_batch_sequences, origin("micro", "micro_batch_sequences")),
+        "precision": (workload.formats.name, origin("precision", "precision")),
+        "recompute": (workload.recompute, origin("recompute", "recompute")),
+        "device_memory_bytes": (
+            capacity_bytes(hardware, request),
+            "auto: the device's memory less a reserve" if request.device_memory_bytes is None else "flag",
+        ),
+        "optimizer": (workload.optimizer, origin("optimizer")),
+        "attention": (workload.attention, origin("attention")),
+        "fusion": (workload.fusion, origin("fusion")),
+        "convention": (context.params["convention"].lower(), origin("convention")),
+        "set": (changes_of(context.params["change"] or []), origin("change")),
+    }
+    return {name: {"value": value, "from": where} for name, (value, where) in settings.items()}
+
+
+def _print_settings(settings: Sequence[dict[str, dict[str, Any]]], form: str) -> None:
+    from rich.table import Table
+
+    from flopwise.core.files import to_json
+    from flopwise.report.tables import csv_text, markdown_table
+
+    columns = ("model", "hardware", "setting", "value", "from")
+    rows = [
+        [found["model"]["value"], found["hardware"]["value"], name, _setting_words(item["value"]), item["from"]]
+        for found in settings
+        for name, item in found.items()
+    ]
+    if form == "json":
+        typer.echo(to_json(settings[0] if len(settings) == 1 else settings))
+    elif form == "csv":
+        typer.echo(csv_text([dict(zip(columns, row, strict=True)) for row in rows]), nl=False)
+    elif form == "md":
+        typer.echo(markdown_table(columns, rows, columns), nl=False)
+    else:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for name in columns[2:]:
+            table.add_column(name, no_wrap=name == "setting", overflow="fold")
+        for row in rows:
+            if row[2] == "model" and table.row_count:
+                table.add_row()
+            table.add_row(*row[2:])
+        show_page(table)
+
+
+def _setting_words(value: object) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{key}={item}" for key, item in value.items()) or "-"
+    return str(value)

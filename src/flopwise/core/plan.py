@@ -1,0 +1,44 @@
+"""`ClusterPlan`: a step over several devices, complete: the model, the workload and how it is spread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flopwise.core.op import AttentionKernel
+from flopwise.core.parallel import Parallel
+from flopwise.core.work import Recompute
+from flopwise.core.workload import Fusion, Optimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """What the plan promises, by prediction."""
+
+    step_s: float
+    tokens_per_s: float
+    mfu: float
+    device_bytes: int
+    """Of the fullest device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterPlan:
+    """What `plan.toml` holds beside the model's description."""
+
+    hardware: str
+    """Catalogue name or the file that was named."""
+    devices: int
+    sequence_tokens: int
+    batch_sequences: int
+    micro_batch_sequences: int
+    precision: str
+    recompute: Recompute
+    attention: AttentionKernel
+    fusion: Fusion
+    optimizer: Optimizer
+    stack: str
+    parallel: Parallel
+    expected: Expected
+    device_memory_bytes: int | None = None
+    """The cap that it was made for; None: all of the device."""
+    notes: tuple[str, ...] = field(default=())

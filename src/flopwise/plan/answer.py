@@ -1,0 +1,128 @@
+"""The answer to "how should this be spread": the best strategy, why the next ones lose, what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.parallel import Parallel
+from flopwise.plan.search import Found, Option, Question, fastest
+
+TOLD = 6
+"""Other ways of splitting the model that an answer tells of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loser:
+    """A strategy that lost, and where."""
+
+    option: Option
+    slower: float
+    """Share of the best's time that it takes longer."""
+    lost: dict[str, float]
+    """By part of the step, shares of the best's time that it takes longer there (negative: that it gains)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhatIf:
+    """The best strategy of a changed question."""
+
+    change: str
+    option: Option | None
+    """None: nothing fits, or nothing legal."""
+    speed: float | None
+    """Tokens per second over those of the answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """The best, the rest, and how many were tried."""
+
+    best: Option
+    losers: tuple[Loser, ...]
+    what_if: tuple[WhatIf, ...]
+    evaluated: int
+    fitting: int
+
+
+Steps = Callable[[str, int, int], None]
+"""Told the name of the search under way, and how many of how many of its layouts are done."""
+
+
+def answer(question: Question, tell: Steps | None = None) -> Answer:
+    """Search, compare and ask what would change; FlopwiseError (exit code 1) when nothing fits."""
+    found = _searched(question, "strategies", tell)
+    if not found.options:
+        raise nothing_fits(question, found)
+    best = found.options[0]
+    return Answer(
+        best=best,
+        losers=tuple(_losers(found)),
+        what_if=tuple(_asked(changed, change, best, question, tell) for change, changed in _changes(question)),
+        evaluated=found.evaluated,
+        fitting=found.fitting,
+    )
+
+
+def _searched(question: Question, name: str, tell: Steps | None) -> Found:
+    return fastest(question, None if tell is None else lambda done, of: tell(name, done, of))
+
+
+def nothing_fits(question: Question, found: Found) -> FlopwiseError:
+    """What to say when no strategy fits: the least that is needed, and what would help."""
+    least = found.smallest
+    gib = 2**30
+    error = FlopwiseError(
+        f"no strategy fits {question.model.name} on {question.devices:,} × {question.hardware.name}",
+        why=(
+            f"of {found.evaluated:,} the smallest needs {least.device_bytes / gib:,.1f} GiB on a device that has "
+            f"{question.capacity_bytes / gib:,.1f}: {least.parallel.label}, recompute "
+            f"{least.workload.recompute}, micro-batch {least.workload.micro_batch_sequences}"
+        ),
+        hint="more --gpus" + ("" if question.offload else ", `--offload`") + ", or a shorter --seq",
+    )
+    error.exit_code = 1
+    return error
+
+
+def shape(parallel: Parallel) -> tuple[int, int, int, int]:
+    """What tells ways of splitting a model apart."""
+    return parallel.tensor, parallel.context, parallel.expert, parallel.pipeline
+
+
+def _losers(found: Found) -> list[Loser]:
+    """The best of every other shape, from the fastest on."""
+    best, seen, losers = found.options[0], {shape(found.options[0].parallel)}, []
+    for option in found.options[1:]:
+        if shape(option.parallel) not in seen:
+            seen.add(shape(option.parallel))
+            lost = {name: (option.parts[name] - best.parts[name]) / best.step_s for name in best.parts}
+            losers.append(Loser(option=option, slower=option.step_s / best.step_s - 1, lost=lost))
+    return losers[:TOLD]
+
+
+def _changes(question: Question) -> list[tuple[str, Question]]:
+    """Questions that people ask next: one more node, half the memory."""
+    island = question.hardware.networks[0].devices if question.hardware.networks else None
+    more = island if island and question.devices % island == 0 else 1
+    unit = "node" if more > 1 else "device"
+    return [
+        (f"one more {unit} ({question.devices + more:,} devices)", replace(question, devices=question.devices + more)),
+        (
+            f"half the memory ({question.capacity_bytes / 2**31:,.1f} GiB)",
+            replace(question, capacity_bytes=question.capacity_bytes // 2),
+        ),
+    ]
+
+
+def _asked(changed: Question, change: str, best: Option, asked: Question, tell: Steps | None) -> WhatIf:
+    try:
+        found = _searched(changed, change, tell)
+    except FlopwiseError:
+        # The network does not reach that far, or nothing divides that many devices.
+        return WhatIf(change=change, option=None, speed=None)
+    if not found.options:
+        return WhatIf(change=change, option=None, speed=None)
+    assert changed.workload.batch_tokens == asked.workload.batch_tokens
+    return WhatIf(change=change, option=found.options[0], speed=best.step_s / found.options[0].step_s)

@@ -1,0 +1,239 @@
+"""Every legal strategy for a number of devices, as arrays.
+
+Tried are: tensor, context, expert and pipeline degrees that divide the devices and suit the model; data ranks for the
+rest; sequence parallelism on and off; ZeRO 0 to 3, weights kept or dropped between forward and backward, shards over
+all ranks or over one island of the nearest network; 1F1B and interleaved stages; micro-batches of powers of two and
+three times such; every recompute policy.
+
+Left out because something tried is never slower and never larger: GPipe (1F1B), stages of equal layers whatever the
+head takes (dealt out by time), recompute `full` (`input`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flopwise.core.hardware import Hardware
+from flopwise.core.lstm import Lstm
+from flopwise.core.model import Model
+from flopwise.core.parallel import SCHEDULES, Layout, Parallel, illegal_layout
+from flopwise.core.work import Recompute
+from flopwise.core.workload import Workload
+from flopwise.predict.calls import Floats
+from flopwise.predict.choose import micro_batch_sizes
+from flopwise.predict.pieces import joined_pieces, pieces, setting_of
+from flopwise.predict.strategies import Listed, Strategies, state_bytes
+
+MOST_TENSOR = 64
+MOST_CONTEXT = 64
+CHUNKS = (1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How state and stages are spread, given a layout: what of a strategy does not change a device's kernels."""
+
+    data: int
+    pipeline: int
+    chunks: int
+    zero: int
+    shard: int
+    reshard: bool
+    offload_optimizer: bool = False
+    offload_activations: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The strategies of one layout, with what is needed to name any of them."""
+
+    layout: Layout
+    spreads: list[Spread]
+    spread: NDArray[np.intp]
+    """Of each strategy, its place in `spreads`."""
+    policy: NDArray[np.intp]
+    micro: NDArray[np.intp]
+    listed: Listed
+
+    def __len__(self) -> int:
+        return int(self.spread.size)
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """Numbers up to `most` that divide `number`, rising."""
+    return [candidate for candidate in range(1, min(number, most) + 1) if number % candidate == 0]
+
+
+def layouts(model: Model, devices: int, sequence_tokens: int) -> Iterator[Layout]:
+    """What a device's share of a layer may be, the simplest first."""
+    if isinstance(model, Lstm):
+        yield Layout()
+        return
+    for tensor, context in product(divisors(devices, MOST_TENSOR), divisors(devices, MOST_CONTEXT)):
+        if devices % (tensor * context):
+            continue
+        for expert, sequence in product(divisors(max(1, model.experts), devices), (False, True)):
+            layout = Layout(tensor=tensor, sequence=sequence, context=context, expert=expert)
+            legal = (tensor > 1 or not sequence) and (devices // tensor) % expert == 0
+            if legal and illegal_layout(model, sequence_tokens, layout) is None:
+                yield layout
+
+
+OFFLOADS = ((False, False), (True, False), (False, True), (True, True))
+"""Optimizer state and activations, each on the device or in host memory."""
+
+
+def spreads(
+    model: Model, hardware: Hardware, devices: int, batch: int, layout: Layout, *, offload: bool
+) -> list[Spread]:
+    """Every way to spread a layout over the devices, the simplest first; with `offload` also into host memory."""
+    found: list[Spread] = []
+    island = hardware.networks[0].devices if hardware.networks else None
+    for pipeline in divisors(devices // (layout.tensor * layout.context), model.layers):
+        data = devices // (layout.tensor * layout.context * pipeline)
+        replicas = data * layout.context
+        if data > batch or replicas % layout.expert:
+            continue
+        chunks = [count for count in CHUNKS if pipeline * count <= model.layers and (pipeline > 1 or count == 1)]
+        groups = [replicas]
+        inside = (island or devices) // layout.tensor
+        if 1 < inside < replicas and replicas % inside == 0:
+            groups.append(inside)
+        for count in chunks:
+            found.append(Spread(data, pipeline, count, 0, replicas, True))
+            if replicas > 1:
+                found += [Spread(data, pipeline, count, zero, group, True) for zero in (1, 2, 3) for group in groups]
+                found += [Spread(data, pipeline, count, 3, group, False) for group in groups]
+    if not offload:
+        return found
+    return [
+        replace(spread, offload_optimizer=optimizer, offload_activations=activations)
+        for optimizer, activations in OFFLOADS
+        for spread in found
+    ]
+
+
+def batch_of(
+    model: Model,
+    hardware: Hardware,
+    workload: Workload,
+    layout: Layout,
+    every: list[Spread],
+    *,
+    policies: tuple[Recompute, ...],
+    micro: int | None,
+) -> Batch:
+    """All strategies of a layout: its spreads with every recompute policy and micro-batch."""
+    places, policy, sizes = [], [], []
+    for place, spread in enumerate(every):
+        mine = -(-workload.batch_sequences // spread.data)
+        tried = [min(micro, mine)] if micro else micro_batch_sizes(mine)
+        if spread.chunks > 1:
+            # Interleaving wants whole rounds of as many micro-batches as there are stages.
+            tried = [size for size in tried if -(-mine // size) % spread.pipeline == 0]
+        for index in range(len(policies)):
+            places += [place] * len(tried)
+            policy += [index] * len(tried)
+            sizes += tried
+    spread_index = np.array(places, dtype=np.intp)
+    policy_index, micro_index = np.array(policy, dtype=np.intp), np.array(sizes, dtype=np.intp)
+    listed = _listed(model, hardware, workload, layout, every, (spread_index, policy_index, micro_index), policies)
+    return Batch(layout, every, spread_index, policy_index, micro_index, listed)
+
+
+def _listed(  # noqa: PLR0917 - one call, right above
+    model: Model,
+    hardware: Hardware,
+    workload: Workload,
+    layout: Layout,
+    every: list[Spread],
+    chosen: tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]],
+    policies: tuple[Recompute, ...],
+) -> Listed:
+    spread, policy, micro = chosen
+    data = np.array([one.data for one in every])[spread]
+    mine = -(-workload.batch_sequences // data)
+    rest = mine % micro
+    counts = -(-mine // micro)
+    accumulate = (counts > 1).astype(np.intp)
+    sizes = np.unique(np.concatenate([micro, rest[rest > 0]]))
+    tables = []
+    for name, again in product(policies, (False, True)):
+        setting = setting_of(model, replace(workload, recompute=name), layout, accumulate=again)
+        tables.append(pieces(setting, hardware, sizes.tolist()))
+    base = (policy * 2 + accumulate) * sizes.size
+    rows = base + np.searchsorted(sizes, micro)
+    rests = base + np.searchsorted(sizes, np.where(rest > 0, rest, micro))
+    return Listed(_strategies(workload, layout, every, spread, rows, rests, counts), joined_pieces(tables))
+
+
+def _strategies(  # noqa: PLR0917 - one call, right above
+    workload: Workload,
+    layout: Layout,
+    every: list[Spread],
+    spread: NDArray[np.intp],
+    rows: NDArray[np.intp],
+    rests: NDArray[np.intp],
+    counts: NDArray[np.intp],
+) -> Strategies:
+    state = state_bytes(workload.formats, workload.optimizer)
+
+    def same(value: float) -> Floats:
+        return np.full(spread.size, float(value))
+
+    def each(name: str) -> Floats:
+        return np.array([getattr(one, name) for one in every], dtype=np.float64)[spread]
+
+    chunks = each("chunks")
+    return Strategies(
+        data=each("data"),
+        tensor=same(layout.tensor),
+        pipeline=each("pipeline"),
+        context=same(layout.context),
+        expert=same(layout.expert),
+        sequence=same(layout.sequence) > 0,
+        zero=each("zero").astype(np.intp),
+        shard=each("shard"),
+        reshard=each("reshard") > 0,
+        prefetch=np.ones(spread.size, dtype=np.intp),
+        schedule=np.where(chunks > 1, SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")),
+        chunks=chunks,
+        by_time=each("pipeline") > 1,
+        offload_optimizer=each("offload_optimizer") > 0,
+        offload_activations=each("offload_activations") > 0,
+        row=rows,
+        rest_row=rests,
+        micro_batches=counts.astype(np.float64),
+        weight_bytes=same(state.weights),
+        gradient_bytes=same(state.gradients),
+        optimizer_bytes=same(state.optimizer),
+        gathered_bytes=same(state.gathered),
+        cast_bytes=same(state.cast),
+        update_bytes=same(state.update),
+    )
+
+
+def parallel_of(layout: Layout, spread: Spread) -> Parallel:
+    """A strategy of a batch as a record."""
+    replicas = spread.data * layout.context
+    return Parallel(
+        data=spread.data,
+        tensor=layout.tensor,
+        pipeline=spread.pipeline,
+        context=layout.context,
+        expert=layout.expert,
+        sequence=layout.sequence,
+        zero=spread.zero,
+        shard=None if spread.shard == replicas else spread.shard,
+        reshard=spread.reshard,
+        schedule="interleaved" if spread.chunks > 1 else "1f1b",
+        chunks=spread.chunks,
+        balance="time" if spread.pipeline > 1 else "layers",
+        offload_optimizer=spread.offload_optimizer,
+        offload_activations=spread.offload_activations,
+    )
