@@ -216,13 +216,17 @@ def test_a_faster_device_is_never_slower(
 def test_a_worse_stack_is_never_faster(
     set_up: tuple[Transformer, Parallel, Workload], framework: Stack, name: str, factor: float
 ) -> None:
-    """What only a step waits for shows in full; all else may hide behind something slower."""
+    """What only a step waits for shows in full; all else may hide behind something slower.
+
+    An interleaved stage that is not the slowest counts by a part of its time, and hides reductions behind all of it.
+    """
     model, parallel, work = set_up
     parallel = replace(parallel, balance="layers")
+    slack = 2e-2 if parallel.schedule == "interleaved" else EXACT
     larger = factor * framework.value(name) + (1e-4 if name in {"host_layer_s", "step_s", "interference"} else 0)
     worse = framework.with_values({name: larger})
     better, after = (evaluated(model, parallel, work, cluster(), each) for each in (framework, worse))
-    assert one(after.step_s) >= one(better.step_s) * (1 - EXACT)
+    assert one(after.step_s) >= one(better.step_s) * (1 - slack)
     if name == "step_s":
         assert one(after.step_s) - one(better.step_s) == pytest.approx(larger)
 

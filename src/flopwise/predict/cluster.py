@@ -110,7 +110,7 @@ def evaluate(listed: Listed, hardware: Hardware, stack: Stack) -> Evaluation:
     stages = [_stage(step, one, shape) for shape in step.shapes]
     longest = _most([stage.both for stage in stages])
     slowest = np.argmax(np.stack([stage.both for stage in stages]), axis=0)
-    last, tail = _smaller_last(listed, step, hardware, longest, _most([stage.tail for stage in stages]))
+    last, tail = _smaller_last(listed, step, hardware, longest, _tail(step, stages))
     # A smaller last micro-batch counts as a part of one, for every kind of work alike.
     count = strategies.micro_batches - 1 + last / longest
     seconds = _pipeline(step, stages, longest, count)
@@ -270,17 +270,32 @@ def _smaller_last(
         one = _passes(rest)
         stages = [_stage(rest, one, shape) for shape in shapes]
         last[smaller] = _most([stage.both for stage in stages])
-        after[smaller] = _most([stage.tail for stage in stages])
+        after[smaller] = _tail(rest, stages)
     return last, after
+
+
+def _tail(step: _Step, stages: list[_Stage]) -> Floats:
+    """Seconds of reductions after the step's last backward, which is the first stage's.
+
+    Later stages are done before it, by what the stages before them take for their backward of one micro-batch.
+    """
+    first, second, last = stages
+    ahead = first.backward / step.strategies.chunks
+    before_last = ahead + _alike(step) * second.backward / step.strategies.chunks
+    return _most([first.tail, second.tail - ahead, last.tail - before_last])
+
+
+def _alike(step: _Step) -> Floats:
+    """How many stages between the ends the second stands for: some have a layer less, so they count by layers."""
+    first, second, last = step.shapes
+    between = step.table.layers - first.layers - last.layers
+    return np.asarray(between / np.maximum(second.layers, 1.0), dtype=np.float64)
 
 
 def _pipeline(step: _Step, stages: list[_Stage], longest: Floats, micro_batches: Floats) -> Floats:
     """From the first forward to the last backward."""
-    strategies = step.strategies
-    first, second, last = step.shapes
+    strategies, alike = step.strategies, _alike(step)
     between = np.maximum(strategies.pipeline - 2, 0.0)
-    # The second stage stands for all between the ends, some of which have a layer less: it counts by their layers.
-    alike = (step.table.layers - first.layers - last.layers) / np.maximum(second.layers, 1.0)
     weighted = list(zip((np.ones_like(between), alike, (strategies.pipeline > 1) * 1.0), stages, strict=True))
     hops = (between - alike) * step.moved.hop
     return pipeline_seconds(
