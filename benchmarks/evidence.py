@@ -1,9 +1,9 @@
 """Write `catalog/evidence.toml` from held-out predictions: `python -m benchmarks.evidence`.
 
-One entry for each table, of the rows that may be fitted to, each model size predicted by constants that were fitted to
-the others; torchtitan's entry also has the rows that never are. The entries of the stack `kernels` are of predictions
-without any framework's constants: the H200 steps of `benchmarks.steps` on one device, and on several the measured
-tables, whose frameworks were slower than their kernels.
+One entry for each table and ZeRO stage, of the rows that may be fitted to, each model size predicted by constants that
+were fitted to the others; those of torchtitan and of table 2 of the Megatron paper also have the rows that never are.
+The entries of the stack `kernels` are of predictions without any framework's constants: the H200 steps of
+`benchmarks.steps` on one device, and on several the measured tables, whose frameworks were slower than their kernels.
 """
 
 from __future__ import annotations
@@ -35,21 +35,24 @@ HEADER = """\
 
 def main() -> None:
     entries = (
-        *(table_evidence(table) for table in FITTED_TABLES),
-        torchtitan_evidence(),
+        *(entry for table in (*FITTED_TABLES, "megatron-2") for entry in table_evidence(table)),
+        *torchtitan_evidence(),
         one_device_evidence(),
-        *(kernels_evidence(table) for table in FITTED_TABLES if protocol_of(table).measured),
+        *(entry for table in FITTED_TABLES if protocol_of(table).measured for entry in kernels_evidence(table)),
     )
     write_whole(ROOT / "evidence.toml", HEADER + to_toml(EvidenceBook(entries=entries)))
     for entry in entries:
-        print(f"{entry.table:<12}{entry.stack:<13}{entry.n:>5} rows{100 * entry.low:>+7.1f}%{100 * entry.high:>+7.1f}%")
+        bounds = f"{100 * entry.low:>+7.1f}%{100 * entry.high:>+7.1f}%"
+        print(f"{entry.table:<12}{entry.stack:<13}zero{entry.zero}{entry.n:>6} rows{bounds}")
 
 
-def table_evidence(table: str) -> Evidence:
-    """The held-out errors of one shipped table."""
-    protocol, cases = protocol_of(table), [case for case in read_cases(table) if case.fitted and case.step_s]
-    hardware = hardware_of(cases)
-    fit = fit_of(protocol, cases, load_stack(protocol.stack), hardware)
+def table_evidence(table: str) -> tuple[Evidence, ...]:
+    """The held-out errors of one shipped table; all of a table that nothing is ever fitted to."""
+    protocol, cases = protocol_of(table), [case for case in read_cases(table) if case.step_s]
+    cases = [case for case in cases if case.fitted] or cases
+    fitted = cases if protocol.fitted_table == table else read_cases(protocol.fitted_table)
+    hardware = hardware_of((*cases, *fitted))
+    fit = fit_of(protocol, fitted, load_stack(protocol.stack), hardware)
     return evidence_of(
         table,
         cases,
@@ -59,14 +62,14 @@ def table_evidence(table: str) -> Evidence:
     )
 
 
-def kernels_evidence(table: str) -> Evidence:
+def kernels_evidence(table: str) -> tuple[Evidence, ...]:
     """One shipped table predicted as if no framework were in the way."""
     cases = [replace(case, stack=NO_STACK) for case in read_cases(table) if case.fitted and case.step_s]
     predicted = measured(cases, hardware_of(cases)).seconds(PLAIN).tolist()
     return evidence_of(table, cases, predicted, measured=True, how="predicted without any framework's constants")
 
 
-def torchtitan_evidence() -> Evidence:
+def torchtitan_evidence() -> tuple[Evidence, ...]:
     """The same for torchtitan's published figures, those on other devices than the fitted ones among them."""
     cases = torchtitan_cases()
     hardware = hardware_of(cases)
@@ -77,14 +80,26 @@ def torchtitan_evidence() -> Evidence:
 
 def evidence_of(
     table: str, cases: Sequence[Case], predicted_s: Sequence[float], *, measured: bool, how: str
-) -> Evidence:
-    """Errors and spans of rows with their predictions."""
+) -> tuple[Evidence, ...]:
+    """Errors and spans of rows with their predictions, by ZeRO stage."""
+    pairs = list(zip(cases, predicted_s, strict=True))
+    stages = sorted({case.parallel.zero for case in cases})
+    return tuple(
+        _entry(table, [pair for pair in pairs if pair[0].parallel.zero == zero], measured=measured, how=how)
+        for zero in stages
+    )
+
+
+def _entry(table: str, pairs: Sequence[tuple[Case, float]], *, measured: bool, how: str) -> Evidence:
+    cases, predicted_s = [case for case, _ in pairs], [seconds for _, seconds in pairs]
     errors = [case.step_s / seconds - 1 for case, seconds in zip(cases, predicted_s, strict=True) if case.step_s]
     low, high = _quantiles(errors)
     return Evidence(
         table=table,
         stack=cases[0].stack,
         architectures=tuple(sorted({one.device.architecture for one in hardware_of(cases).values()})),
+        zero=cases[0].parallel.zero,
+        features=tuple(sorted({feature for case in cases for feature in case.parallel.features})),
         measured=measured,
         n=len(errors),
         low=low,
@@ -109,6 +124,8 @@ def one_device_evidence() -> Evidence:
         table="steps_h200",
         stack=NO_STACK,
         architectures=(load_hardware("h200").device.architecture,),
+        zero=0,
+        features=(),
         measured=True,
         n=len(rows),
         low=low,

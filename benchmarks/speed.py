@@ -50,8 +50,8 @@ def single_rate() -> float:
     return count / (time.process_time() - started)
 
 
-def search(name: str, device: str, devices: int) -> tuple[int, float]:
-    """Strategies tried for a model on so many devices, and how many a second of processor time."""
+def search(name: str, device: str, devices: int) -> tuple[int, int, float]:
+    """Strategies tried for a model on so many devices, those of them that were timed, and seconds of processor time."""
     hardware = load_hardware(device)
     workload = Workload(
         sequence_tokens=2048, batch_sequences=1536, micro_batch_sequences=1, formats=POLICIES["bf16-mixed"]
@@ -65,8 +65,8 @@ def search(name: str, device: str, devices: int) -> tuple[int, float]:
     )
     started = time.process_time()
     calls_for.cache_clear()
-    evaluated = fastest(question).evaluated
-    return evaluated, evaluated / (time.process_time() - started)
+    found = fastest(question)
+    return found.evaluated, found.timed, time.process_time() - started
 
 
 def command_seconds(*arguments: str) -> float:
@@ -85,9 +85,10 @@ def main() -> None:
     print(f"{'grid, 16 batches: combinations a second on one core':<78}{grid_rate(BATCHES[:16]):>12,.0f}")
     print(f"{'single predictions a second on one core':<78}{single_rate():>12,.0f}")
     for device, devices in (("a100-80gb", 64), ("h100-sxm", 4096)):
-        evaluated, rate = search("gpt-3-175b", device, devices)
-        what = f"search, GPT-3 on {devices:,} {device}: of {evaluated:,} strategies, a second"
-        print(f"{what:<78}{rate:>12,.0f}")
+        evaluated, timed, seconds = search("gpt-3-175b", device, devices)
+        for what, count in (("strategies", evaluated), ("of them timed", timed)):
+            line = f"search, GPT-3 on {devices:,} {device}: {count:,} {what}, a second"
+            print(f"{line:<78}{count / seconds:>12,.0f}")
     print(f"{'flopwise --help, seconds':<78}{command_seconds('--help'):>12.3f}")
     command = ("predict", "llama-3-8b", "--on", "h100-sxm")
     print(f"{'flopwise predict llama-3-8b --on h100-sxm, seconds':<78}{command_seconds(*command):>12.3f}")

@@ -27,7 +27,8 @@ def test_a_plan_has_the_answer_and_the_reasons() -> None:
     page = _out(*SMALL)
     for words in ("8 × NVIDIA H100", "memory of a device", "time of a step", "what if", "one more node", "slower"):
         assert words in page
-    assert "strategies, of which" in page
+    assert "strategies, " in page
+    assert "of them timed" in page
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
@@ -42,11 +43,34 @@ def test_json_is_the_same_twice_and_whole() -> None:
     first, second = (_out(*SMALL, "-o", "json") for _ in range(2))
     assert first == second
     record = json.loads(first)
-    assert record["evaluated"] >= record["fitting"] > 0
+    assert record["evaluated"] >= record["fitting"] >= record["timed"] > 0
     best = record["strategies"][0]
     assert best["slower"] == 0
     assert record["prediction"]["parallel"] == best["parallel"]
     assert record["prediction"]["step_s"] == pytest.approx(best["step_s"])
+
+
+def test_one_device_and_host_memory() -> None:
+    page = _out("plan", "llama-3-1b", "--on", "h100-sxm", "--seq", "2k", "--batch", "8")
+    assert "1 × NVIDIA H100" in page
+    assert "fits" in page
+    words = ("plan", "llama-3-3b", "--on", "rtx-4090", "--gpus", "1", "--seq", "2k", "--batch", "4", "--offload")
+    record = json.loads(_out(*words, "-o", "json"))
+    best, prediction = record["strategies"][0], record["prediction"]
+    assert best["parallel"]["offload_optimizer"]
+    assert prediction["fits"]
+    assert prediction["device_bytes"]["optimizer"] == 0
+    # Two moments of 2 bytes for each of 3.2 billion parameters.
+    assert prediction["host_bytes"] >= 4 * prediction["n_params"]
+    assert prediction["device_bytes"]["total"] == pytest.approx(best["device_bytes"], abs=1)
+    assert "of host memory" in _out(*words)
+
+
+def test_a_target_that_cannot_be_written_is_told_before_the_search(tmp_path: Path) -> None:
+    for target in (tmp_path, tmp_path / "nowhere" / "plan.toml"):
+        result = RUN.invoke(app, [*SMALL, "-w", str(target)])
+        assert isinstance(result.exception, FlopwiseError)
+        assert result.stdout == ""
 
 
 def test_csv_and_markdown() -> None:
@@ -64,6 +88,13 @@ def test_a_plan_is_written_and_read_back(tmp_path: Path) -> None:
     assert tomllib.loads(file.read_text())["model"]["name"] == model.name == "llama-3-1b"
     assert plan.devices == plan.parallel.devices == 8
     assert plan.expected.step_s == json.loads(result.stdout)["prediction"]["step_s"]
+    again = json.loads(_out("predict", str(file), "-o", "json"))
+    planned = json.loads(result.stdout)["prediction"]
+    # What the plan chose is given now.
+    assert again | {"chosen": planned["chosen"]} == planned
+    refused = RUN.invoke(app, ["predict", str(file), "--gpus", "16"])
+    assert isinstance(refused.exception, FlopwiseError)
+    assert "a plan says all of it" in str(refused.exception)
     text = file.read_text()
     file.write_text(text.replace("[parallel]", "[other]"))
     with pytest.raises(FlopwiseError, match="is not a plan"):
@@ -100,6 +131,8 @@ def test_predict_for_several_devices_shards_by_default() -> None:
         (["--gpus", "8", "--parallel", "tp16"], "--parallel"),
         (["--gpus", "8", "--parallel", "wide"], "cannot read 'wide'"),
         (["--gpus", "8", "--batch", "4"], "less than one for each of 8"),
+        (["--gpus", "8", "--batch", "16", "--micro", "3"], "larger than a data rank's 2"),
+        (["--gpus", "8", "--set", "layers=1000000"], "layer by layer"),
     ],
 )
 def test_mistakes_are_told(words: list[str], said: str) -> None:
@@ -113,6 +146,18 @@ def test_nothing_fits_exits_with_one() -> None:
     result = RUN.invoke(app, ["plan", "gpt-3-175b", "--on", "h100-sxm", "--gpus", "8", "--seq", "2k"])
     assert isinstance(result.exception, FlopwiseError)
     assert result.exception.exit_code == 1
+
+
+def test_a_stack_of_ones_own_has_no_measurements(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    _out("show", "llm-foundry", "-w", str(file))
+    words = ["predict", "mpt-7b", "--on", "h100-sxm", "--gpus", "8", "--seq", "2k", "--batch", "64", "-o", "json"]
+    shipped, same = (json.loads(_out(*words, "--stack", stack)) for stack in ("llm-foundry", str(file)))
+    assert shipped["interval"]["outside"] == same["interval"]["outside"] == []
+    file.write_text(file.read_text().replace("value = 1.15", "value = 5.0"))
+    changed = json.loads(_out(*words, "--stack", str(file)))
+    assert changed["interval"]["outside"] == ["stack llm-foundry of a file"]
+    assert changed["step_s"] > shipped["step_s"]
 
 
 def test_no_network_is_told() -> None:

@@ -85,12 +85,12 @@ TABLE = 128_256 * 4096
 
 
 def test_gathered_weights_and_whole_gradients() -> None:
-    """ZeRO 3 over eight: shards, two layers and both ends gathered, one layer's gradients."""
+    """ZeRO 3 over eight: shards, two layers and both ends gathered, the gradients of the head, the largest unit."""
     work = workload(8, tokens=1024)
     found = stage(LLAMA, Parallel(data=8, zero=3), work)
     ends = 2 * TABLE + 4096
     assert found.weights[0] == 2 * PARAMETERS / 8 + 2 * (2 * LAYER + ends)
-    assert found.gradients[0] == 2 * PARAMETERS / 8 + 2 * LAYER
+    assert found.gradients[0] == 2 * PARAMETERS / 8 + 2 * (TABLE + 4096)
     assert found.optimizer[0] == 12 * PARAMETERS / 8
     farther = stage(LLAMA, Parallel(data=8, zero=3, prefetch=3), work)
     assert farther.weights[0] - found.weights[0] == 2 * 2 * LAYER
@@ -140,7 +140,7 @@ ALWAYS = replace(NEUTRAL, reduce_always=True)
 def test_gradients_are_whole_until_they_are_reduced() -> None:
     """ZeRO 3 that only reduces after the last micro-batch sums whole gradients; stage 2 and `reduce_always` do not."""
     parallel, several, single = Parallel(data=8, zero=3), workload(16, tokens=1024), workload(8, tokens=1024)
-    sharded = 2 * PARAMETERS / 8 + 2 * LAYER
+    sharded = 2 * PARAMETERS / 8 + 2 * (TABLE + 4096)
     assert stage(LLAMA, parallel, several).gradients[0] == 2 * PARAMETERS
     assert stage(LLAMA, parallel, several, framework=ALWAYS).gradients[0] == sharded
     assert stage(LLAMA, parallel, single).gradients[0] == sharded
@@ -391,3 +391,34 @@ def test_less_is_kept_the_more_is_recomputed(set_up: dict[str, Any], micro: int,
     ]
     assert kept == sorted(kept, reverse=True)
     assert kept[-1] < kept[0]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sequence", "policy", "linear", "squares"),
+    [
+        # Their equations 1, 2 and 4, and section 5: without and with the scores.
+        (1, False, "none", 34, 5),
+        (8, False, "none", 10 + 24 / 8, 5 / 8),
+        (8, True, "none", 34 / 8, 5 / 8),
+        (8, True, "selective", 34 / 8, 0),
+        (1, False, "full", 2, 0),
+    ],
+)
+def test_activations_are_korthikanti_s(
+    tensor: int, sequence: bool, policy: Recompute, linear: float, squares: float
+) -> None:
+    """Bytes of a layer of GPT-3 175B for a sequence: s·b·h·(linear + squares·a·s/h), statistics of norms aside."""
+    work = workload(1, tokens=2048, recompute=policy, attention="eager", formats=POLICIES["fp16-mixed"])
+    parallel = Parallel(tensor=tensor, sequence=sequence)
+    laid_out = listed([(load_model("gpt-3-175b"), parallel, work)], H200)
+    kept = float(laid_out.table.saved_bytes[0, BLOCK] + laid_out.table.dropout_bytes[0])
+    expected = 2048 * 12288 * (linear + squares * 96 * 2048 / 12288)
+    assert kept == pytest.approx(expected, rel=2e-3)
+
+
+def test_dropout_is_kept_where_a_stack_has_it() -> None:
+    work = workload(2, 2, attention="eager")
+    plain = stage(SMALL, Parallel(), work)
+    dropped = stage(SMALL, Parallel(), work, framework=replace(NEUTRAL, dropout=True))
+    # Two sequences of 512 tokens in 6 layers: masks of 2 × 256 bytes a token, 3 bytes for each pair of 8 heads.
+    assert dropped.activations[0] - plain.activations[0] == 2 * 6 * 512 * (2 * 256 + 3 * 8 * 512)

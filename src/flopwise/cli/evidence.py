@@ -19,23 +19,35 @@ def predicted(model: Model, hardware: Hardware, request: Request, convention: Co
     from flopwise.predict import step
 
     prediction = step(model, hardware, request, convention=convention)
-    return replace(prediction, interval=_interval(prediction, hardware))
+    return replace(prediction, interval=_interval(prediction, model, hardware, request))
 
 
-def _interval(prediction: Prediction, hardware: Hardware) -> Interval | None:
+def _interval(prediction: Prediction, model: Model, hardware: Hardware, request: Request) -> Interval | None:
     from flopwise.core.catalog import load_evidence
+    from flopwise.core.lstm import Lstm
     from flopwise.core.prediction import Interval
     from flopwise.predict.interval import interval
 
     found = interval(
         load_evidence(),
-        stack=prediction.stack,
+        stack=_measured_stack(request),
         architecture=hardware.device.architecture,
         parameters=prediction.n_params,
         sequence_tokens=prediction.sequence_tokens,
         devices=prediction.devices,
         tensor=prediction.parallel.tensor,
         pipeline=prediction.parallel.pipeline,
+        zero=prediction.parallel.zero,
+        features=(
+            *prediction.parallel.features,
+            *(
+                ("a recurrent model",)
+                if isinstance(model, Lstm)
+                else ("a mixture of experts",)
+                if model.experts
+                else ()
+            ),
+        ),
         micro_tokens=prediction.micro_batch_sequences * prediction.sequence_tokens,
     )
     if found is None:
@@ -46,3 +58,15 @@ def _interval(prediction: Prediction, hardware: Hardware) -> Interval | None:
         basis=", ".join(found.basis),
         outside=found.outside,
     )
+
+
+def _measured_stack(request: Request) -> str:
+    """The name that measurements go by: a file of one's own is another framework, whatever it is called."""
+    from flopwise.core.catalog import load_stack, stack_names
+    from flopwise.core.prediction import NO_STACK
+
+    stack = request.stack
+    if stack is None:
+        return NO_STACK
+    known = stack.name in stack_names() and load_stack(stack.name) == stack
+    return stack.name if known else f"{stack.name} of a file"

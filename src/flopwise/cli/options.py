@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 LEAST_DEVICE_BYTES = 2**20
 """Less than this is a forgotten unit: no device is that small."""
 MOST_DEVICES = 10**6
+MOST_DIGITS = 18
 Found = TypeVar("Found")
 FORMS = ("table", "md", "csv", "json")
 
 # -- options that several commands have ------------------------------------------------------------------------------
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="Catalogue name, config.json or its folder, or a TOML; several with commas.")
+    str, typer.Argument(help="Catalogue name, config.json or its folder, a TOML, or a plan; several with commas.")
 ]
 OnOption = Annotated[
     str, typer.Option(help="Hardware: catalogue name or TOML, several with commas; this-machine, this-cpu.")
@@ -37,7 +38,7 @@ PrecisionOption = Annotated[
     typer.Option(help="bf16, bf16-mixed, bf16-amp, fp16-mixed, fp16-amp, fp32, tf32, fp8; changes as key=format."),
 ]
 RecomputeOption = Annotated[
-    str, typer.Option(help="What backward makes again: none, everything, attention, context, input, full.")
+    str, typer.Option(help="What backward makes again: none, selective, everything, attention, context, input, full.")
 ]
 OptimizerOption = Annotated[str, typer.Option(help="adamw, lion or sgd.")]
 AttentionOption = Annotated[str, typer.Option(help="flash or eager; auto: the stack's.")]
@@ -172,13 +173,23 @@ def _stack(name: str) -> Stack | None:
     return load_stack(name)
 
 
+def _device_count(text: str) -> int:
+    from flopwise.core.errors import FlopwiseError, shown
+
+    plain = text.strip().replace(",", "")
+    if not plain.isascii() or not plain.isdecimal() or not int(plain[:MOST_DIGITS]) >= 1 or len(plain) > MOST_DIGITS:
+        raise FlopwiseError(
+            f"{shown(text)} is no number of devices", why="whole devices, at least one", hint="--gpus 8"
+        )
+    return int(plain)
+
+
 def _parallel(gpus: str, words: str) -> Parallel:
     """The devices and how they share the work; without words they shard everything, as FSDP does."""
     from flopwise.core.errors import FlopwiseError
     from flopwise.core.parallel import Parallel, parse_parallel
-    from flopwise.core.units import parse_sequences
 
-    count = value_of({"gpus": gpus}, "gpus", parse_sequences)
+    count = value_of({"gpus": gpus}, "gpus", _device_count)
     if count is not None and count > MOST_DEVICES:
         raise FlopwiseError(
             f"--gpus: {count:,} devices", why=f"at most {MOST_DEVICES:,} are planned for", hint="--gpus 64"
@@ -236,3 +247,19 @@ def changes_of(texts: list[str]) -> dict[str, Any]:
                 hint="--set layers=16",
             ) from None
     return changes
+
+
+def check_target(path: str) -> None:
+    """Refuse a file that cannot be written before the work for it begins."""
+    import os
+    from pathlib import Path
+
+    from flopwise.core.errors import FlopwiseError
+
+    target = Path(path)
+    if target.is_dir() or not os.access(target.parent, os.W_OK):
+        raise FlopwiseError(
+            f"--write {path} cannot be written",
+            why="it is a folder" if target.is_dir() else "its folder is not there or not yours to write to",
+            hint="-w plan.toml",
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,17 +25,20 @@ from flopwise.cli.options import (
     SetOption,
     StackOption,
     changes_of,
+    check_target,
     hardware_named,
+    is_given,
     one_of,
     requested,
 )
-from flopwise.cli.output import show_page, width
+from flopwise.cli.output import show_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from flopwise.core.hardware import Hardware
     from flopwise.core.model import Model
+    from flopwise.core.op import Convention
     from flopwise.core.prediction import Prediction
     from flopwise.plan.answer import Answer, Steps
     from flopwise.plan.search import Option, Question
@@ -69,7 +72,7 @@ def plan(
     write: Annotated[str, typer.Option("--write", "-w", help="Write the plan to this TOML file.")] = "",
     output: OutputOption = "table",
 ) -> None:
-    """Find the fastest strategy that fits: tries every legal one, tells why the next ones lose."""
+    """Find the fastest strategy that fits, among all combinations of the usual degrees; tell why the next ones lose."""
     from flopwise.core.catalog import load_model
     from flopwise.core.op import CONVENTIONS
 
@@ -78,13 +81,17 @@ def plan(
     request = requested(locals())
     described = load_model(model, changes_of(change or []))
     machine = hardware_named(on)
+    if write:
+        check_target(write)
     report = _planned(described, machine, request, offload=offload, convention=counting)
     _print(report, machine.title, form)
     if write:
         _written(write, described, on, request, report.prediction)
 
 
-def _planned(model: Model, hardware: Hardware, request: Request, *, offload: bool, convention: Any) -> PlanReport:  # noqa: ANN401 - one of the conventions
+def _planned(
+    model: Model, hardware: Hardware, request: Request, *, offload: bool, convention: Convention
+) -> PlanReport:
     import time
 
     from flopwise.core.units import show_seconds
@@ -97,6 +104,45 @@ def _planned(model: Model, hardware: Hardware, request: Request, *, offload: boo
     # Not the same twice, so it is talk and not part of the answer.
     typer.echo(f"searched for {show_seconds(time.monotonic() - started)}", err=True)
     return _report(found, _predicted(model, hardware, request, found.best, convention))
+
+
+PLAN_LEAVES_OPEN = ("model", "output", "convention", "method", "print_out", "show_config")
+
+
+def predict_plan(context: typer.Context, name: str, convention: Convention) -> tuple[Prediction, Hardware]:
+    """`flopwise predict plan.toml`: the plan, predicted once more by the flopwise of today."""
+    from pathlib import Path
+
+    from flopwise.cli.evidence import predicted
+    from flopwise.core.catalog import load_plan, load_stack
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.formats import parse_formats
+    from flopwise.core.prediction import NO_STACK
+    from flopwise.predict.choose import Request
+
+    given = [option for option in context.params if option not in PLAN_LEAVES_OPEN and is_given(context, option)]
+    if given:
+        raise FlopwiseError(
+            f"--{given[0].replace('_', '-')} beside {name}",
+            why="a plan says all of it",
+            hint="the plan alone, or the model's name with options",
+        )
+    plan, model = load_plan(Path(name))
+    request = Request(
+        sequence_tokens=plan.sequence_tokens,
+        batch_sequences=plan.batch_sequences,
+        micro_batch_sequences=plan.micro_batch_sequences,
+        formats=parse_formats(plan.precision),
+        recompute=plan.recompute,
+        attention=plan.attention,
+        fusion=plan.fusion,
+        optimizer=plan.optimizer,
+        device_memory_bytes=plan.device_memory_bytes,
+        parallel=plan.parallel,
+        stack=None if plan.stack == NO_STACK else load_stack(plan.stack),
+    )
+    machine = hardware_named(plan.hardware)
+    return predicted(model, machine, request, convention), machine
 
 
 def _question(model: Model, hardware: Hardware, request: Request, *, offload: bool) -> Question:
@@ -117,7 +163,7 @@ def _question(model: Model, hardware: Hardware, request: Request, *, offload: bo
     )
 
 
-def _predicted(model: Model, hardware: Hardware, request: Request, best: Option, convention: Any) -> Prediction:  # noqa: ANN401 - one of the conventions
+def _predicted(model: Model, hardware: Hardware, request: Request, best: Option, convention: Convention) -> Prediction:
     """The best as a full prediction: operators, stages, notes."""
     from dataclasses import replace
 
@@ -151,11 +197,18 @@ def _report(found: Answer, prediction: Prediction) -> PlanReport:
         prediction=prediction,
         rows=(row(found.best, 0.0, none), *(row(one.option, one.slower, one.lost) for one in found.losers)),
         changes=tuple(
-            ChangeRow(change=one.change, parallel=one.option.parallel if one.option else None, speed=one.speed)
+            ChangeRow(
+                change=one.change,
+                parallel=one.option.parallel if one.option else None,
+                micro_batch_sequences=one.option.workload.micro_batch_sequences if one.option else None,
+                recompute=one.option.workload.recompute if one.option else None,
+                speed=one.speed,
+            )
             for one in found.what_if
         ),
         evaluated=found.evaluated,
         fitting=found.fitting,
+        timed=found.timed,
     )
 
 
@@ -196,7 +249,7 @@ def _print(report: PlanReport, title: str, form: str) -> None:
     elif form == "md":
         typer.echo(plans.plan_markdown(report), nl=False)
     else:
-        show_page(plans.plan_page(report, title, width()))
+        show_page(plans.plan_page(report, title))
 
 
 def _written(path: str, model: Model, hardware: str, request: Request, prediction: Prediction) -> None:

@@ -77,7 +77,8 @@ def predict(
     """Predict a training step: time, tokens per second, MFU, HFU, memory by owner, what binds each operator."""
     from flopwise.cli.deepflow import predict_deepflow, refuse_print_out
     from flopwise.cli.evidence import predicted
-    from flopwise.core.catalog import load_model
+    from flopwise.cli.plan import predict_plan
+    from flopwise.core.catalog import is_plan, load_model
     from flopwise.core.op import CONVENTIONS
 
     form = one_of(output, FORMS, "--output")
@@ -86,8 +87,12 @@ def predict(
         return
     if print_out:
         raise refuse_print_out()
-    request = requested(locals())
     counting = one_of(convention, CONVENTIONS, "--convention")
+    if is_plan(model):
+        prediction, machine = predict_plan(context, model, counting)
+        _print_predictions([prediction], {machine.name: machine.title}, form)
+        return
+    request = requested(locals())
     changes = changes_of(change or [])
     models = [load_model(name, changes) for name in names(model, "a model")]
     machines = [hardware_named(name) for name in names(on, "a device (--on)")]
@@ -138,6 +143,9 @@ def _settings(context: typer.Context, model: Model, hardware: Hardware, request:
     settings: dict[str, tuple[object, str]] = {
         "model": (model.name, "argument"),
         "hardware": (hardware.name, origin("on")),
+        "devices": (request.parallel.devices, origin("gpus")),
+        "parallel": (request.parallel.label, origin("parallel")),
+        "stack": (request.stack.name if request.stack else context.params["stack"].lower(), origin("stack")),
         "sequence_tokens": (workload.sequence_tokens, origin("seq", "sequence_tokens")),
         "batch_sequences": (workload.batch_sequences, origin(batch, "batch_sequences")),
         "micro_batch_sequences": (workload.micro_batch_sequences, origin("micro", "micro_batch_sequences")),

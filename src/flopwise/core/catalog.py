@@ -238,6 +238,13 @@ def plan_table(plan: ClusterPlan, model: Model) -> dict[str, Any]:
     return {**plain(plan), "model": model_table(model)}
 
 
+def is_plan(name: str) -> bool:
+    """Whether a name is that of a file with a plan in it."""
+    if not name.endswith(".toml") or entry_kind(Path(name)) != "file":
+        return False
+    return {"model", "parallel", "expected"} <= set(read_table(Path(name)))
+
+
 def load_plan(path: Path) -> tuple[ClusterPlan, Model]:
     """A plan that was written to a file, and the model that it is for."""
     table = read_table(path)

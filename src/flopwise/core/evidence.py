@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from flopwise.core.errors import FlopwiseError
 
-DIMENSIONS = ("parameters", "sequence_tokens", "devices", "tensor", "pipeline", "micro_tokens")
-"""What a set-up is inside or outside of the data by."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
@@ -24,13 +21,17 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """The held-out errors of one table."""
+    """The held-out errors of one table's rows that shard alike."""
 
     table: str
     stack: str
     """Catalogue name of the framework that was measured."""
     architectures: tuple[str, ...]
     """Of the devices."""
+    zero: int
+    """Their ZeRO stage."""
+    features: tuple[str, ...]
+    """What some of them have that not all set-ups do (`Parallel.features`)."""
     measured: bool
     """False: the table's times were themselves computed, and say nothing about other frameworks."""
     n: int

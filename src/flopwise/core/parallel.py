@@ -143,6 +143,18 @@ class Parallel:
         return " ".join(words) or "one device"
 
     @property
+    def features(self) -> tuple[str, ...]:
+        """What of a set-up is not everybody's, in words: whether measurements have it decides how much they say."""
+        rare = {
+            "context parallelism": self.context > 1,
+            "expert parallelism": self.expert > 1,
+            "hybrid sharding": self.shard is not None and self.shard != self.replicas,
+            "interleaved stages": self.chunks > 1,
+            "host offload": self.offload_optimizer or self.offload_activations,
+        }
+        return tuple(name for name, there in rare.items() if there)
+
+    @property
     def layout(self) -> Layout:
         return Layout(tensor=self.tensor, sequence=self.sequence, context=self.context, expert=self.expert)
 
@@ -160,6 +172,9 @@ def why_illegal(model: Model, sequence_tokens: int, parallel: Parallel) -> tuple
         # Chunks need 2 devices at least, so where no such pipeline is short enough they are what is too many.
         hint = "fewer chunks" if parallel.chunks > 1 and most < 2 else f"pp{most} or less"
         return f"{stages} stages", f"it has {model.layers} layers", hint
+    if parallel.chunks > 1 and (model.layers % (parallel.pipeline * parallel.chunks) or parallel.balance == "time"):
+        why = f"interleaved stages are equal parts of its {model.layers} layers, as Megatron-LM has it"
+        return f"{parallel.pipeline} × {parallel.chunks} interleaved stages", why, "chunks that divide, not `balanced`"
     return illegal_layout(model, sequence_tokens, parallel.layout)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flopwise.core.op import AttentionKernel
 from flopwise.core.parallel import Parallel
@@ -41,4 +41,3 @@ class ClusterPlan:
     expected: Expected
     device_memory_bytes: int | None = None
     """The cap that it was made for; None: all of the device."""
-    notes: tuple[str, ...] = field(default=())

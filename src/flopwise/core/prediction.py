@@ -113,6 +113,8 @@ class Prediction:
     stack: str = NO_STACK
     stages: tuple[StagePrediction, ...] = ()
     """One for each pipeline stage; none on a single device."""
+    host_bytes: int = 0
+    """What one device keeps in host memory, on the stage that keeps the most there."""
     parts: dict[str, float] = field(default_factory=dict)
     """What the seconds of a step over several devices are made of: kernels by class, exposed communication, …"""
     interval: Interval | None = None

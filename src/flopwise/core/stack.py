@@ -14,6 +14,7 @@ from flopwise.core.op import AttentionKernel
 from flopwise.core.workload import Fusion
 
 MOST_CONSTANTS = 6
+LEAST_FACTOR, MOST_FACTOR = 1e-3, 1e3
 
 NEUTRAL: dict[str, float] = {
     # Time of matrix products and of attention, over what the hardware description says its kernels take.
@@ -63,6 +64,10 @@ class Stack:
     """Sequence parallelism: products keep their gathered input instead of gathering it again in backward."""
     reduce_always: bool = True
     """zero 3: gradients are reduced after each micro-batch; False: only after the last, and held whole until then."""
+    parted_hops: bool = False
+    """A stage sends each tensor rank a part of its output, and they gather it; False: all of it to each."""
+    dropout: bool = False
+    """Masks of dropout are kept beside the activations, and eager attention's scores a second time."""
     fused_loss: bool = False
     """The loss is one kernel that keeps nothing but the logits, even where `fusion` is eager."""
     source: str
@@ -76,13 +81,19 @@ class Stack:
             raise FlopwiseError(
                 f"the stack {self.name} has {len(self.constants)} constants",
                 why=f"with more than {MOST_CONSTANTS} a stack describes its measurements, not a framework",
+                hint="leave out those that matter least",
             )
         for key, constant in self.constants.items():
             name = key.partition(".")[0]
             if name not in NEUTRAL:
                 raise unknown_name("constant", name, NEUTRAL, hint=f"one of {', '.join(NEUTRAL)}")
-            if not 0 <= constant.value <= 1e3:
-                raise FlopwiseError(f"{name} of the stack {self.name} must lie between 0 and 1000")
+            least = LEAST_FACTOR if NEUTRAL[name] else 0.0
+            if not least <= constant.value <= MOST_FACTOR:
+                raise FlopwiseError(
+                    f"{key} of the stack {self.name} must lie between {least:g} and {MOST_FACTOR:g}",
+                    why="a factor multiplies time or memory" if least else "it is added to a time",
+                    hint=f"value = {NEUTRAL[name]:g} changes nothing",
+                )
 
     def value(self, name: str) -> float:
         """A constant's value; the neutral one where the stack does not name it."""

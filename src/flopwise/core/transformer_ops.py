@@ -8,7 +8,7 @@ from typing import Literal
 from flopwise.core.op import Attention, AttentionKernel, Gemm, Op, SaveLevel, Streaming, StreamingKind, Tensor, Weight
 from flopwise.core.parallel import WHOLE, Layout
 from flopwise.core.transformer import Transformer
-from flopwise.core.work import Work
+from flopwise.core.work import SCORES, Work
 
 Format = Literal["compute", "fp32", "index"]
 
@@ -263,7 +263,7 @@ class _Builder:
             needs: tuple[str, ...] = ("query", "key", "value", "attended", kept)
         else:
             pairs = tokens * self.sequence_tokens * model.heads
-            kept = self.tensor("probabilities", pairs, SaveLevel.EVERYTHING)
+            kept = self.tensor(SCORES, pairs, SaveLevel.EVERYTHING)
             needs = ("query", "key", "value", kept)
         self.ops.append(
             Attention(

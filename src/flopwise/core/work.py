@@ -12,17 +12,22 @@ from typing import Literal, get_args
 
 from flopwise.core.op import Attention, AttentionKernel, Convention, Op, Pairs, SaveLevel, Streaming, Tensor
 
-Recompute = Literal["none", "everything", "attention", "context", "input", "full"]
+Recompute = Literal["none", "selective", "everything", "attention", "context", "input", "full"]
 RECOMPUTE_POLICIES: tuple[Recompute, ...] = get_args(Recompute)
 """From the most memory to the least.
 
 none        keep all that backward reads; nothing is made again
+selective   all but the scores of eager attention, which are made again from queries and keys (Korthikanti et al., arXiv
+            2205.05198); flash attention keeps none, so that there it is `none`
 everything  keep what only a matrix product or attention could make again; norms and activations are made again
 attention   keep the block's input, keys, values and attention's result
 context     keep the block's input, keys and values
 input       keep the block's input and make again what backward reads: not the last product. torch's checkpoint does so
 full        keep the block's input and run the whole block again, as checkpointing without an early stop does
 """
+
+SCORES = "probabilities"
+"""What eager attention keeps of the square of queries and keys."""
 
 _LEVEL: dict[Recompute, SaveLevel] = {
     "everything": SaveLevel.EVERYTHING,
@@ -97,8 +102,8 @@ class Work:
         """The tensors that are kept from forward to backward; the logits are not among them (they have an owner)."""
         inside, outside = self._needed()
         kept = set(outside)
-        if policy == "none":
-            kept |= inside
+        if policy in ("none", "selective"):
+            kept |= inside - ({SCORES} if policy == "selective" else set())
         else:
             produced = {name for op in self.ops if op.in_block for name in (*op.inputs, *op.outputs)}
             kept |= {name for name in produced if self.tensors[name].level <= _LEVEL[policy]}

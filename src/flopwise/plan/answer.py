@@ -44,6 +44,7 @@ class Answer:
     what_if: tuple[WhatIf, ...]
     evaluated: int
     fitting: int
+    timed: int
 
 
 Steps = Callable[[str, int, int], None]
@@ -62,6 +63,7 @@ def answer(question: Question, tell: Steps | None = None) -> Answer:
         what_if=tuple(_asked(changed, change, best, question, tell) for change, changed in _changes(question)),
         evaluated=found.evaluated,
         fitting=found.fitting,
+        timed=found.timed,
     )
 
 

@@ -1,12 +1,13 @@
 """Every legal strategy for a number of devices, as arrays.
 
-Tried are: tensor, context, expert and pipeline degrees that divide the devices and suit the model; data ranks for the
-rest; sequence parallelism on and off; ZeRO 0 to 3, weights kept or dropped between forward and backward, shards over
-all ranks or over one island of the nearest network; 1F1B and interleaved stages; micro-batches of powers of two and
-three times such; every recompute policy.
+Tried are all combinations of: tensor and context degrees up to 64, expert and pipeline degrees, as far as they divide
+the devices and suit the model; data ranks for the rest; sequence parallelism on and off; ZeRO 0 to 3, weights kept or
+dropped between forward and backward, shards over all ranks or over one island of the nearest network; 1F1B with layers
+dealt out by number and by time, and interleaved stages of 2, 3, 4, 6 and 8 chunks; micro-batches of powers of two,
+three times such, and all at once; every recompute policy.
 
-Left out because something tried is never slower and never larger: GPipe (1F1B), stages of equal layers whatever the
-head takes (dealt out by time), recompute `full` (`input`).
+Left out: GPipe, which is as slow as 1F1B and larger; recompute `full`, as large as `input` and slower; other sizes of
+micro-batch and of shard group, and gathers farther ahead than one layer.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from numpy.typing import NDArray
 from flopwise.core.hardware import Hardware
 from flopwise.core.lstm import Lstm
 from flopwise.core.model import Model
-from flopwise.core.parallel import SCHEDULES, Layout, Parallel, illegal_layout
+from flopwise.core.parallel import SCHEDULES, Balance, Layout, Parallel, illegal_layout
 from flopwise.core.work import Recompute
 from flopwise.core.workload import Workload
 from flopwise.predict.calls import Floats
 from flopwise.predict.choose import micro_batch_sizes
-from flopwise.predict.pieces import joined_pieces, pieces, setting_of
+from flopwise.predict.pieces import joined_pieces, pieces, setting_of, taken
+from flopwise.predict.stages import LAST, stage_shapes
 from flopwise.predict.strategies import Listed, Strategies, state_bytes
 
 MOST_TENSOR = 64
 MOST_CONTEXT = 64
-CHUNKS = (1, 2, 3, 4, 6, 8)
+CHUNKS = (2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Spread:
     zero: int
     shard: int
     reshard: bool
+    balance: Balance = "layers"
     offload_optimizer: bool = False
     offload_activations: bool = False
 
@@ -99,16 +102,23 @@ def spreads(
         replicas = data * layout.context
         if data > batch or replicas % layout.expert:
             continue
-        chunks = [count for count in CHUNKS if pipeline * count <= model.layers and (pipeline > 1 or count == 1)]
+        orders: list[tuple[int, Balance]] = [(1, "layers")]
+        if pipeline > 1:
+            orders.append((1, "time"))
+            orders += [(count, "layers") for count in CHUNKS if model.layers % (pipeline * count) == 0]
         groups = [replicas]
         inside = (island or devices) // layout.tensor
         if 1 < inside < replicas and replicas % inside == 0:
             groups.append(inside)
-        for count in chunks:
-            found.append(Spread(data, pipeline, count, 0, replicas, True))
+        for count, balance in orders:
+            found.append(Spread(data, pipeline, count, 0, replicas, True, balance))
             if replicas > 1:
-                found += [Spread(data, pipeline, count, zero, group, True) for zero in (1, 2, 3) for group in groups]
-                found += [Spread(data, pipeline, count, 3, group, False) for group in groups]
+                stages = [(1, True), (2, True), (3, True), (3, False)]
+                found += [
+                    Spread(data, pipeline, count, zero, group, reshard, balance)
+                    for zero, reshard in stages
+                    for group in groups
+                ]
     if not offload:
         return found
     return [
@@ -143,7 +153,24 @@ def batch_of(
     spread_index = np.array(places, dtype=np.intp)
     policy_index, micro_index = np.array(policy, dtype=np.intp), np.array(sizes, dtype=np.intp)
     listed = _listed(model, hardware, workload, layout, every, (spread_index, policy_index, micro_index), policies)
-    return Batch(layout, every, spread_index, policy_index, micro_index, listed)
+    own = _own_split(listed)
+    return Batch(
+        layout,
+        every,
+        spread_index[own],
+        policy_index[own],
+        micro_index[own],
+        Listed(listed.strategies.taken(own), listed.table),
+    )
+
+
+def _own_split(listed: Listed) -> NDArray[np.intp]:
+    """Strategies that are not another one in other words: layers dealt out by time may fall as by number."""
+    strategies = listed.strategies
+    table = taken(listed.table, strategies.row)
+    equal = np.floor(table.layers / strategies.pipeline)
+    same = strategies.by_time & (stage_shapes(strategies, table)[LAST].layers == equal)
+    return np.flatnonzero(~same)
 
 
 def _listed(  # noqa: PLR0917 - one call, right above
@@ -203,7 +230,7 @@ def _strategies(  # noqa: PLR0917 - one call, right above
         prefetch=np.ones(spread.size, dtype=np.intp),
         schedule=np.where(chunks > 1, SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")),
         chunks=chunks,
-        by_time=each("pipeline") > 1,
+        by_time=np.array([one.balance == "time" for one in every], dtype=np.bool_)[spread],
         offload_optimizer=each("offload_optimizer") > 0,
         offload_activations=each("offload_activations") > 0,
         row=rows,
@@ -233,7 +260,7 @@ def parallel_of(layout: Layout, spread: Spread) -> Parallel:
         reshard=spread.reshard,
         schedule="interleaved" if spread.chunks > 1 else "1f1b",
         chunks=spread.chunks,
-        balance="time" if spread.pipeline > 1 else "layers",
+        balance=spread.balance,
         offload_optimizer=spread.offload_optimizer,
         offload_activations=spread.offload_activations,
     )

@@ -2,7 +2,7 @@
 
 Every strategy is costed by the same arrays that cost a single prediction. What does not fit is dropped after its
 memory, and what its kernels alone make slower than `WITHIN` times the best after a bound on its time. Nothing is
-dropped by guess and nothing is random: the answer is that of trying all of them.
+dropped by guess and nothing is random: the answer is that of timing every candidate.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from flopwise.core.work import Recompute
 from flopwise.core.workload import Workload
 from flopwise.plan.candidates import Batch, batch_of, layouts, parallel_of, spreads
 from flopwise.predict.calls import Floats
-from flopwise.predict.choose import AUTO_POLICIES, PLAIN, check_link
+from flopwise.predict.choose import PLAIN, auto_policies, check_link
 from flopwise.predict.cluster import Evaluation, evaluate, least_seconds, peak_bytes
 from flopwise.predict.collectives import check_reach
-from flopwise.predict.strategies import Listed
+from flopwise.predict.strategies import Listed, check_depth
 
 AT_ONCE = 16384
 """Strategies that are costed together: enough to keep numpy busy, few enough to stay in its caches."""
@@ -74,6 +74,8 @@ class Found:
     """Strategies whose memory was computed."""
     fitting: int
     """Those of them that fit."""
+    timed: int
+    """Those of them whose time was computed; a bound says that the others are too slow to be told of."""
     smallest: Option
     """The one that takes the least memory."""
 
@@ -85,12 +87,13 @@ Progress = Callable[[int, int], None]
 def fastest(question: Question, progress: Progress | None = None) -> Found:
     """Try every strategy."""
     check_reach(question.hardware.name, question.hardware.networks, question.devices)
+    check_depth([question.model])
     if question.offload:
         check_link(question.hardware)
     tokens, batch = question.workload.sequence_tokens, question.workload.batch_sequences
     every = list(layouts(question.model, question.devices, tokens))
     options: list[Option] = []
-    evaluated = fitting = 0
+    evaluated = fitting = timed = 0
     least: Option | None = None
     best_s = np.inf
     for done, layout in enumerate(every):
@@ -109,6 +112,7 @@ def fastest(question: Question, progress: Progress | None = None) -> Found:
             options += found.options
             best_s = min([best_s, *(option.step_s for option in found.options)])
             evaluated, fitting = evaluated + found.evaluated, fitting + found.fitting
+            timed += found.timed
             if least is None or found.smallest.device_bytes < least.device_bytes:
                 least = found.smallest
         if progress is not None:
@@ -117,11 +121,11 @@ def fastest(question: Question, progress: Progress | None = None) -> Found:
         raise _nothing_legal(question)
     kept = [option for option in options if option.step_s <= WITHIN * best_s]
     kept.sort(key=lambda option: option.step_s)
-    return Found(options=tuple(kept), evaluated=evaluated, fitting=fitting, smallest=least)
+    return Found(options=tuple(kept), evaluated=evaluated, fitting=fitting, timed=timed, smallest=least)
 
 
 def _policies(question: Question) -> tuple[Recompute, ...]:
-    return (question.recompute,) if question.recompute else AUTO_POLICIES
+    return (question.recompute,) if question.recompute else auto_policies(question.workload.attention)
 
 
 def _nothing_legal(question: Question) -> FlopwiseError:
@@ -140,19 +144,22 @@ def _tried(question: Question, batch: Batch, best_s: float) -> Found:
     memory = np.concatenate([peak_bytes(part, question.hardware, question.stack) for part in parts])
     fits = np.flatnonzero(memory <= question.capacity_bytes)
     bound = least_seconds(batch.listed, question.hardware, question.stack)
-    step_s = np.full(len(batch), np.inf)
+    step_s, timed = np.full(len(batch), np.inf), 0
     # From the lowest bound on, so that what comes later is mostly too slow to be looked at.
     for rows in _pieces_of(fits[np.argsort(bound[fits], kind="stable")]):
         near = rows[bound[rows] <= WITHIN * best_s]
         if near.size:
             found = evaluate(_rows(batch, near), question.hardware, question.stack)
             step_s[near] = found.step_s
+            timed += near.size
             best_s = min(best_s, float(found.step_s.min()))
     best = _best_of_each(batch, step_s, fits[step_s[fits] <= WITHIN * best_s])
     shown = np.append(best, int(np.argmin(memory)))
     found = evaluate(_rows(batch, shown), question.hardware, question.stack)
     options = [_option(question, batch, row, found, place) for place, row in enumerate(shown.tolist())]
-    return Found(options=tuple(options[:-1]), evaluated=len(batch), fitting=int(fits.size), smallest=options[-1])
+    return Found(
+        options=tuple(options[:-1]), evaluated=len(batch), fitting=int(fits.size), timed=timed, smallest=options[-1]
+    )
 
 
 def _rows(batch: Batch, rows: NDArray[np.intp]) -> Listed:

@@ -25,8 +25,15 @@ from flopwise.predict.costs import workload_costs
 from flopwise.predict.memory import device_bytes, memory_line, usable_bytes
 from flopwise.predict.strategies import listed
 
-AUTO_POLICIES = tuple(policy for policy in RECOMPUTE_POLICIES if policy != "full")
-"""`full` takes the memory of `input` and more time, so it is only ever asked for."""
+
+def auto_policies(kernel: AttentionKernel) -> tuple[Recompute, ...]:
+    """Recompute policies worth a look: not `full`, which takes the memory of `input` and more time.
+
+    `selective` only where it is not the same as `none`.
+    """
+    left_out = {"full"} | ({"selective"} if kernel == "flash" else set())
+    return tuple(policy for policy in RECOMPUTE_POLICIES if policy not in left_out)
+
 
 PLAIN = Stack(name=NO_STACK, title="what the kernels and the network allow", source="no framework in the way")
 
@@ -53,6 +60,11 @@ class Request:
     parallel: Parallel = field(default_factory=Parallel)
     stack: Stack | None = None
     """None: what the kernels and the network allow."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one device with everything on it and no framework in the way."""
+        return self.stack is None and self.parallel == Parallel()
 
     def __post_init__(self) -> None:
         counts = ("sequence_tokens", "batch_sequences", "batch_tokens", "micro_batch_sequences", "device_memory_bytes")
@@ -86,7 +98,7 @@ class Chosen:
 def choose(model: Model, hardware: Hardware, request: Request) -> Chosen:
     """Complete a request: the usual number format, the fastest recompute and micro-batch that fit."""
     base, reasons = base_workload(model, hardware, request)
-    fit = _fit_cluster if request.parallel.devices > 1 or request.stack is not None else _fit
+    fit = _fit if request.is_plain else _fit_cluster
     return Chosen(workload=fit(model, hardware, base, request, reasons), reasons=reasons)
 
 
@@ -156,16 +168,18 @@ def _batch(model: Model, request: Request, sequence: int, reasons: dict[str, str
         return request.batch_tokens // sequence
     if isinstance(model, Transformer) and model.head == "classifier":
         reasons["batch_sequences"] = "as fine-tuning a classifier is commonly done"
-        return DEFAULT_CLASSIFIER_SEQUENCES
-    reasons["batch_sequences"] = f"about {DEFAULT_BATCH_TOKENS:,} tokens"
-    return max(1, DEFAULT_BATCH_TOKENS // sequence)
+        return max(request.parallel.data, DEFAULT_CLASSIFIER_SEQUENCES)
+    reasons["batch_sequences"] = f"about {DEFAULT_BATCH_TOKENS:,} tokens, and one sequence for each data rank"
+    if request.parallel.data == 1:
+        reasons["batch_sequences"] = f"about {DEFAULT_BATCH_TOKENS:,} tokens"
+    return max(request.parallel.data, DEFAULT_BATCH_TOKENS // sequence)
 
 
 def _fit(model: Model, hardware: Hardware, base: Workload, request: Request, reasons: dict[str, str]) -> Workload:
     """The fastest of the recompute policies, each with the largest micro-batch that fits."""
     capacity = capacity_bytes(hardware, request)
     work = describe(model, base.sequence_tokens, base.attention)
-    policies = (request.recompute,) if request.recompute else AUTO_POLICIES
+    policies = (request.recompute,) if request.recompute else auto_policies(base.attention)
     found = []
     for policy in policies:
         workload = replace(base, recompute=policy)
@@ -202,9 +216,24 @@ def _fit_cluster(
             why="a data rank without a sequence has nothing to do",
             hint=f"--batch {parallel.data}, or fewer data ranks",
         )
-    policies = (request.recompute,) if request.recompute else AUTO_POLICIES
+    policies = (request.recompute,) if request.recompute else auto_policies(base.attention)
     given = request.micro_batch_sequences
-    sizes = [given] if given else micro_batch_sizes(-(-base.batch_sequences // parallel.data))
+    mine = -(-base.batch_sequences // parallel.data)
+    sizes = [given] if given else micro_batch_sizes(mine)
+    if given is not None and given > mine:
+        raise FlopwiseError(
+            f"a micro-batch of {given:,} is larger than a data rank's {mine:,} of the batch's sequences",
+            why=f"each of {parallel.data:,} data ranks runs its own part in micro-batches",
+            hint=f"--micro {mine} or less",
+        )
+    if parallel.chunks > 1:
+        sizes = [size for size in sizes if -(-mine // size) % parallel.pipeline == 0]
+        if not sizes:
+            raise FlopwiseError(
+                f"{mine:,} sequences of a data rank make no whole rounds of {parallel.pipeline} micro-batches",
+                why="interleaved stages take turns: their micro-batches are a multiple of the stages",
+                hint=f"--batch {parallel.data * parallel.pipeline}, another --micro, or no chunks",
+            )
     candidates = [replace(base, recompute=policy, micro_batch_sequences=size) for policy in policies for size in sizes]
     found = evaluate(listed([(model, parallel, one) for one in candidates], hardware), hardware, request.stack or PLAIN)
     fits = found.device_bytes <= capacity_bytes(hardware, request)

@@ -20,7 +20,7 @@ from flopwise.predict.calls import Floats, Phase, calls_for
 from flopwise.predict.cluster import Evaluation, evaluate
 from flopwise.predict.costs import BOUND_NAMES, CAUSES, Costs, step_costs
 from flopwise.predict.pieces import taken
-from flopwise.predict.stages import LAST, StageShape, stage_bytes
+from flopwise.predict.stages import LAST, StageShape, host_bytes, stage_bytes
 from flopwise.predict.strategies import Listed, listed, micro_batches
 
 BOUNDS = {
@@ -46,6 +46,7 @@ class ClusterStep:
     parts: dict[str, float]
     ops: tuple[OpPrediction, ...]
     stages: tuple[StagePrediction, ...]
+    host_bytes: int
 
     @property
     def device_bytes(self) -> DeviceBytes:
@@ -69,7 +70,10 @@ def cluster_step(
     step_s = float(found.step_s[0])
     ops = _operators(model, hardware, workload, parallel, convention, found)
     others = [_other(name, parts[name], step_s) for name in BOUNDS if parts[name] > 0]
+    table = taken(laid_out.table, laid_out.strategies.row)
+    on_host = max(float(host_bytes(laid_out.strategies, table, shape, stack)[0]) for shape in found.shapes)
     return ClusterStep(
+        host_bytes=round(on_host),
         step_s=step_s,
         parts=parts,
         ops=(*ops, *others),

@@ -5,12 +5,15 @@ The rule, in full:
 1. Which data. Those of the stack. Without a framework (`kernels`), and for flopwise's own stack, which nobody has
    measured yet: steps of compiled modules on one device, and for several devices the measured frameworks of the same
    kind (data parallelism alone, or tensor ranks and stages too) held against what their kernels and network allow. For
-   a stack without data: all that was measured, and that the stack is not in the data counts as outside.
+   a stack without data: all that was measured, and that the stack is not in the data counts as outside. Of these, the
+   rows of the same ZeRO stage, if there are any; and of these again the tables that the set-up is inside of, if there
+   are any.
 2. The interval inside the data: from the lowest p10 to the highest p90 of measured ÷ predicted, and 1 itself, so that
    a prediction never lies outside its own interval.
 3. Outside. Every dimension (parameters, sequence, devices, tensor ranks, stages, tokens of a micro-batch) stretches the
    interval by half its width for each factor of two beyond the nearest data: 1 + ½·log2(ratio), 1 inside. A device
-   of an architecture, or a stack, that is not in the data stretches by 1.5. The stretches are multiplied.
+   of an architecture, a stack, a ZeRO stage or a feature (context or expert parallelism, hybrid sharding, interleaved
+   stages, offload) that is not in the data stretches by 1.5. The stretches are multiplied.
 4. Widths are of logarithms, and grow on both sides alike; so an interval outside the data always contains the one
    inside, and the farther outside the wider it is.
 """
@@ -18,7 +21,7 @@ The rule, in full:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flopwise.core.evidence import Evidence, Span
@@ -66,23 +69,19 @@ def interval(
     devices: int,
     tensor: int,
     pipeline: int,
+    zero: int = 0,
+    features: Sequence[str] = (),
     micro_tokens: int | None = None,
 ) -> Interval | None:
     """The interval of a set-up, by the rule above; None where there is no evidence at all."""
-    known = NO_STACK if stack == OWN_STACK else stack
-    entries = [entry for entry in evidence if entry.stack == known]
-    if known == NO_STACK:
-        split = tensor > 1 or pipeline > 1
-        entries = [
-            entry
-            for entry in entries
-            if (entry.devices.most > 1) == (devices > 1) and (entry.tensor.most > 1 or entry.pipeline.most > 1) == split
-        ]
-    unseen_stack = not entries
-    if unseen_stack:
-        entries = [entry for entry in evidence if entry.measured and entry.stack != NO_STACK]
+    entries = _of_stack(evidence, stack, several=devices > 1, split=tensor > 1 or pipeline > 1)
+    unseen = [] if entries else [f"stack {stack}"]
+    entries = entries or [entry for entry in evidence if entry.measured and entry.stack != NO_STACK]
     if not entries:
         return None
+    if not any(entry.zero == zero for entry in entries):
+        unseen.append(f"ZeRO stage {zero}" if zero else "no sharding")
+    entries = [entry for entry in entries if entry.zero == zero] or entries
     asked = {
         "parameters": parameters,
         "sequence_tokens": sequence_tokens,
@@ -91,27 +90,45 @@ def interval(
         "pipeline": pipeline,
         **({} if micro_tokens is None else {"micro_tokens": micro_tokens}),
     }
-    stretch, outside = 1.0, []
-    for name, value in asked.items():
-        ratio = min(beyond(getattr(entry, name), value) for entry in entries)
-        if ratio > 1.0:
-            stretch *= 1.0 + EACH_DOUBLING * math.log2(ratio)
-            outside.append(f"{WORDS[name]} {value:,}")
-    if not any(architecture.lower() == seen.lower() for entry in entries for seen in entry.architectures):
-        stretch *= UNSEEN
-        outside.append(f"architecture {architecture}")
-    if unseen_stack:
-        stretch *= UNSEEN
-        outside.append(f"stack {stack}")
+    around = [entry for entry in entries if _holds(entry, asked) and _has(entry, architecture, features)]
+    entries = around or entries
+    ratios = {name: min(beyond(getattr(entry, name), value) for entry in entries) for name, value in asked.items()}
+    if not any(_has(entry, architecture, ()) for entry in entries):
+        unseen.append(f"architecture {architecture}")
+    unseen += [feature for feature in features if not any(feature in entry.features for entry in entries)]
+    stretch = math.prod(1.0 + EACH_DOUBLING * math.log2(ratio) for ratio in ratios.values()) * UNSEEN ** len(unseen)
     low = math.log(min(1.0, *(1.0 + entry.low for entry in entries)))
     high = math.log(max(1.0, *(1.0 + entry.high for entry in entries)))
     more = (stretch - 1.0) * (high - low) / 2
+    far = [f"{WORDS[name]} {asked[name]:,}" for name, ratio in ratios.items() if ratio > 1.0]
     return Interval(
         low=math.exp(max(-WIDEST, low - more)),
         high=math.exp(min(WIDEST, high + more)),
         basis=tuple(dict.fromkeys(entry.table for entry in entries)),
-        outside=tuple(outside),
+        outside=(*far, *unseen),
     )
+
+
+def _of_stack(evidence: Sequence[Evidence], stack: str, *, several: bool, split: bool) -> list[Evidence]:
+    """The entries of a stack; without one, those of as many devices and of the same kind of parallelism."""
+    if stack not in (NO_STACK, OWN_STACK):
+        return [entry for entry in evidence if entry.stack == stack]
+    return [
+        entry
+        for entry in evidence
+        if entry.stack == NO_STACK
+        and (entry.devices.most > 1) == several
+        and (entry.tensor.most > 1 or entry.pipeline.most > 1) == split
+    ]
+
+
+def _holds(entry: Evidence, asked: Mapping[str, int]) -> bool:
+    return all(beyond(getattr(entry, name), value) == 1.0 for name, value in asked.items())
+
+
+def _has(entry: Evidence, architecture: str, features: Sequence[str]) -> bool:
+    known = {name.lower() for name in entry.architectures}
+    return architecture.lower() in known and set(features) <= set(entry.features)
 
 
 def beyond(span: Span, value: int) -> float:

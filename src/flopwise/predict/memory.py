@@ -15,7 +15,7 @@ from flopwise.core.hardware import Hardware
 from flopwise.core.op import Attention, Gemm
 from flopwise.core.prediction import DeviceBytes
 from flopwise.core.traffic import saved_bytes, tensor_bytes
-from flopwise.core.work import Recompute, Work
+from flopwise.core.work import SCORES, Recompute, Work
 from flopwise.core.workload import MOMENTS, Fusion, Workload
 
 LIBRARY_WORKSPACE_BYTES = 32 * 2**20
@@ -67,6 +67,21 @@ def logits_bytes(work: Work, formats: Formats, fusion: Fusion) -> int:
     logits = work.tensors["logits"]
     extra = 8 if fusion == "eager" else 0
     return tensor_bytes(logits, formats) + logits.elements * extra
+
+
+def dropout_bytes(work: Work, policy: Recompute, formats: Formats) -> int:
+    """Bytes of one sequence that dropout keeps more in one layer of a transformer.
+
+    A mask of one byte for each number behind attention's and the feed-forward part's last product; where the scores are
+    kept, a mask for them and the scores after it. By Korthikanti et al. (arXiv 2205.05198, section 4.1) 2·sbh and
+    3·as²b. A block that is run again keeps none of it.
+    """
+    if policy not in ("none", "selective", "everything") or "fed" not in work.tensors:
+        return 0
+    masks = work.tensors["projected"].elements + work.tensors["fed"].elements
+    kept = {tensor.name for tensor in work.saved(policy)}
+    scores = work.tensors[SCORES].elements if SCORES in kept else 0
+    return masks + scores * (1 + formats.compute_bytes)
 
 
 def temporary_bytes(work: Work, policy: Recompute, formats: Formats) -> int:

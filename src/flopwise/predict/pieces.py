@@ -32,7 +32,7 @@ from flopwise.core.work import Recompute, Work
 from flopwise.core.workload import Fusion, Optimizer, Workload
 from flopwise.predict.calls import Floats, Phase, calls_for
 from flopwise.predict.costs import step_costs
-from flopwise.predict.memory import logits_bytes, temporary_bytes
+from flopwise.predict.memory import dropout_bytes, logits_bytes, temporary_bytes
 
 EMBEDDING, BLOCK, HEAD = 0, 1, 2
 """Parts of a model; the block is one layer."""
@@ -67,6 +67,8 @@ class Pieces:
     logits_bytes: Floats
     loss_bytes: Floats
     """What a loss that is not one kernel holds beside the logits."""
+    dropout_bytes: Floats
+    """What dropout would keep more in one layer."""
     temporary_bytes: Floats
     parameters: Floats
     """rows × part, experts not counted."""
@@ -110,6 +112,7 @@ def pieces(setting: Setting, hardware: Hardware, sequences: Sequence[int]) -> Pi
         saved_bytes=batch[:, None] * np.array(static.saved),
         logits_bytes=batch * static.logits,
         loss_bytes=batch * static.loss,
+        dropout_bytes=batch * static.dropout,
         temporary_bytes=batch * static.temporary,
         parameters=ones[:, None] * np.array(static.parameters, dtype=np.float64),
         product_parameters=ones[:, None] * np.array(static.products, dtype=np.float64),
@@ -144,6 +147,7 @@ class _Static:
     saved: tuple[float, float, float]
     logits: float
     loss: float
+    dropout: float
     temporary: float
     parameters: tuple[int, int, int]
     products: tuple[int, int, int]
@@ -167,6 +171,7 @@ def _static(setting: Setting) -> _Static:
     return _Static(
         saved=_saved_by_part(work, policy, formats, model.layers),
         logits=logits_bytes(work, formats, "fused"),
+        dropout=dropout_bytes(work, policy, formats),
         loss=logits_bytes(work, formats, setting.fusion) - logits_bytes(work, formats, "fused"),
         temporary=temporary_bytes(work, policy, formats),
         parameters=parameters,

@@ -11,7 +11,7 @@ reduces after the last micro-batch are not sharded before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,19 +63,27 @@ def stage_shapes(strategies: Strategies, table: Pieces) -> tuple[StageShape, Sta
     """Deal the layers out: equal parts, what is over to the stages between the first and the last.
 
     Embedding and head are work of their own, so the ends get no more layers than they must. Dealt out by time, the last
-    stage gives up as many layers as the head takes the time of, as far as it has them.
+    stage gives up layers for the head's sake, as far as that makes the slowest stage faster.
     """
     layers, pipeline = table.layers, strategies.pipeline
     alone = pipeline == 1
     work = table.seconds.sum(axis=(2, 3))
     head = work[:, HEAD] / work[:, BLOCK]
     base = np.floor(layers / pipeline)
-    relieved = np.clip(np.round((layers + head) / pipeline - head), 0.0, base)
-    last = np.where(alone, 0.0, np.where(strategies.by_time, relieved, base))
     others = np.maximum(pipeline - 1, 1.0)
+
+    def slowest(kept: Floats) -> Floats:
+        return np.asarray(np.maximum(kept + head, np.ceil((layers - kept) / others)), dtype=np.float64)
+
+    # Both sides of the even split, whole layers only; no worse than equal numbers.
+    even = np.clip((layers - head * others) / pipeline, 0.0, base)
+    relieved = np.where(slowest(np.ceil(even)) <= slowest(np.floor(even)), np.ceil(even), np.floor(even))
+    relieved = np.where(slowest(base) <= slowest(relieved), base, relieved)
+    last = np.where(alone, 0.0, np.where(strategies.by_time, relieved, base))
     each = np.floor((layers - last) / others)
     over = layers - last - each * others
-    first = np.where(alone, layers, each + (over > np.maximum(pipeline - 2, 0)))
+    # With two stages nothing is over: the first has what the last leaves.
+    first = np.where(alone, layers, each)
     second = np.where(pipeline > 2, each + (over > 0), 0.0)
     ones, zeros = np.ones_like(layers), np.zeros_like(layers)
     return (
@@ -88,11 +96,13 @@ def stage_shapes(strategies: Strategies, table: Pieces) -> tuple[StageShape, Sta
 def stage_bytes(strategies: Strategies, table: Pieces, shape: StageShape, stack: Stack) -> StageBytes:
     """Peak bytes by owner of one stage; `table` has the rows of the strategies' whole micro-batches."""
     dense, experts = stage_parameters(table, shape)
-    layer = table.parameters[:, BLOCK] + table.expert_parameters
+    # The largest unit whose gradients are whole before they are scattered: a layer, or an end.
+    ends = (shape.embedding * table.parameters[:, EMBEDDING], shape.head * table.parameters[:, HEAD])
+    unit = np.maximum.reduce([(shape.layers > 0) * (table.parameters[:, BLOCK] + table.expert_parameters), *ends])
     zero = strategies.zero
     # Gradients that are reduced after the last micro-batch alone are summed whole until then.
     scattered = (zero == 2) | ((zero == 3) & (stack.reduce_always | (strategies.micro_batches == 1)))
-    partial = np.where(scattered & (strategies.shard > 1), layer * strategies.gradient_bytes, 0.0)
+    partial = np.where(scattered & (strategies.shard > 1), unit * strategies.gradient_bytes, 0.0)
     gathered, cast = _copies(strategies, table, shape)
     # With all forwards first, the head's results wait for their backward like all others.
     at_head = shape.head * np.where(strategies.schedule == GPIPE, strategies.micro_batches, 1.0)
@@ -110,6 +120,15 @@ def stage_bytes(strategies: Strategies, table: Pieces, shape: StageShape, stack:
         logits=logits,
         workspace=beyond + cast + LIBRARY_WORKSPACE_BYTES,
     )
+
+
+def host_bytes(strategies: Strategies, table: Pieces, shape: StageShape, stack: Stack) -> Floats:
+    """Bytes that one device of a stage keeps in host memory: optimizer state, activations, whichever is offloaded."""
+    dense, experts = stage_parameters(table, shape)
+    state = _sharded(strategies, dense, experts, strategies.zero >= 1) * strategies.optimizer_bytes
+    on_device = replace(strategies, offload_activations=np.zeros_like(strategies.offload_activations))
+    moved = _kept(on_device, table, shape, stack) - _kept(strategies, table, shape, stack)
+    return np.where(strategies.offload_optimizer, state, 0.0) + moved * stack.value("activations")
 
 
 def _copies(strategies: Strategies, table: Pieces, shape: StageShape) -> tuple[Floats, Floats]:
@@ -139,7 +158,7 @@ def _kept(strategies: Strategies, table: Pieces, shape: StageShape, stack: Stack
     )
     # Each product behind a norm has such an input, as many as there are reductions.
     gathered_inputs = table.reductions * table.stream_bytes * (strategies.sequence & stack.gathered_kept)
-    each = table.saved_bytes[:, BLOCK] + gathered_inputs
+    each = table.saved_bytes[:, BLOCK] + gathered_inputs + (table.dropout_bytes if stack.dropout else 0.0)
     saved = shape.layers * each * held
     # Offloaded activations leave two layers' worth of buffers behind.
     saved = np.where(strategies.offload_activations, np.minimum(saved, 2 * each), saved)

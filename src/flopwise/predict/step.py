@@ -79,6 +79,7 @@ def step(
         parallel=request.parallel,
         stack=request.stack.name if request.stack else NO_STACK,
         stages=made.stages,
+        host_bytes=made.host_bytes,
         parts=made.parts,
         chosen=choice.reasons,
         notes=_notes(model, hardware, workload, mfu, convention),
@@ -94,10 +95,11 @@ class _Made:
     device_bytes: DeviceBytes
     parts: dict[str, float] = field(default_factory=dict)
     stages: tuple[StagePrediction, ...] = ()
+    host_bytes: int = 0
 
 
 def _made(model: Model, hardware: Hardware, request: Request, workload: Workload, convention: Convention) -> _Made:
-    if request.parallel.devices == 1 and request.stack is None:
+    if request.is_plain:
         work = describe(model, workload.sequence_tokens, workload.attention)
         ops = _operators(model, work, workload, hardware, convention)
         return _Made(step_s=sum(op.time_s for op in ops), ops=ops, device_bytes=device_bytes(work, workload))
@@ -115,6 +117,7 @@ def _made(model: Model, hardware: Hardware, request: Request, workload: Workload
         device_bytes=found.device_bytes,
         parts=found.parts,
         stages=found.stages,
+        host_bytes=found.host_bytes,
     )
 
 

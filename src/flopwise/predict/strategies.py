@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import WIDTH_BYTES, Formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
@@ -17,6 +18,7 @@ from flopwise.core.workload import MOMENTS, Optimizer, Workload
 from flopwise.predict.calls import Floats
 from flopwise.predict.pieces import Pieces, Setting, joined_pieces, pieces, setting_of
 
+MOST_LAYERS = 10_000
 Integers = NDArray[np.intp]
 Booleans = NDArray[np.bool_]
 
@@ -107,6 +109,7 @@ class Listed:
 
 def listed(cases: Sequence[tuple[Model, Parallel, Workload]], hardware: Hardware) -> Listed:
     """Arrays of set-ups that are given one by one; the pieces of equal settings are costed together."""
+    check_depth([model for model, _, _ in cases])
     wanted: dict[Setting, dict[int, None]] = {}
     needs = []
     for model, parallel, workload in cases:
@@ -124,6 +127,17 @@ def listed(cases: Sequence[tuple[Model, Parallel, Workload]], hardware: Hardware
     rests = np.array([place[setting, rest] for setting, _, rest, _ in needs], dtype=np.intp)
     counts = np.array([count for *_, count in needs], dtype=np.float64)
     return Listed(_arrays(cases, rows, rests, counts), joined_pieces(tables))
+
+
+def check_depth(models: Sequence[Model]) -> None:
+    """Refuse models so deep that playing them layer by layer would not end."""
+    for model in models:
+        if model.layers > MOST_LAYERS:
+            raise FlopwiseError(
+                f"{model.name} has {model.layers:,} layers",
+                why=f"several devices are played layer by layer, up to {MOST_LAYERS:,}",
+                hint="check the number for a digit too many",
+            )
 
 
 def micro_batches(workload: Workload, data: int) -> tuple[int, int, int]:

@@ -65,7 +65,10 @@ def transfers(strategies: Strategies, table: Pieces, hardware: Hardware, stack: 
     link, host = _host_rates(hardware)
     layer = np.where(strategies.offload_activations, table.saved_bytes[:, BLOCK] / link, 0.0)
     apart = strategies.tensor * strategies.context * strategies.data
-    parted = np.where(strategies.sequence, strategies.tensor, 1.0)
+    # Ranks that hold different tokens send them; others may share what they all have.
+    shared = stack.parted_hops & ~strategies.sequence
+    parted = np.where(strategies.sequence | shared, strategies.tensor, 1.0)
+    joined = network.seconds("all-gather", table.stream_bytes, strategies.tensor, 1.0) * shared
     # Both directions share the link's two ways; the state itself stays in host memory.
     over_link = np.maximum(strategies.gradient_bytes, strategies.weight_bytes) / link
     return Transfers(
@@ -78,7 +81,8 @@ def transfers(strategies: Strategies, table: Pieces, hardware: Hardware, stack: 
         reduce_last=last,
         offload=_in_blocks(layer),
         hop=strategies.chunks
-        * network.seconds("point-to-point", table.stream_bytes / parted, strategies.pipeline, apart),
+        * (network.seconds("point-to-point", table.stream_bytes / parted, strategies.pipeline, apart) + joined)
+        * (strategies.pipeline > 1),
         gather_after_update=after,
         spread=(crossed(hardware.networks, apart * strategies.pipeline, 1.0) > 0) * np.ones(len(strategies)),
         update_s_per_parameter=np.maximum(over_link, strategies.update_bytes / host),

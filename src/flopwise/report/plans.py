@@ -12,16 +12,14 @@ from flopwise.core.files import to_json
 from flopwise.core.parallel import Parallel
 from flopwise.core.prediction import Prediction
 from flopwise.core.units import show_bytes, show_seconds, show_share, significant
-from flopwise.report.clusters import stage_table, time_table
-from flopwise.report.predictions import heading, interval_words, outside_words
-from flopwise.report.tables import csv_text, fitting_columns, markdown_table, text_table
+from flopwise.report.predictions import heading, interval_words, memory_and_time, outside_words
+from flopwise.report.tables import csv_text, markdown_table
 
 NAMED = 0.15
 """A part of the step is named as a reason when it makes up this share of the loss."""
 
 COLUMNS = ("strategy", "micro", "recompute", "memory", "step", "slower", "where")
 WORDS = {"strategy", "recompute", "where"}
-GIVING_WAY = ("micro", "recompute", "memory")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +43,8 @@ class ChangeRow:
 
     change: str
     parallel: Parallel | None
+    micro_batch_sequences: int | None
+    recompute: str | None
     speed: float | None
     """Tokens per second over those of the answer; None where nothing fits."""
 
@@ -59,23 +59,21 @@ class PlanReport:
     changes: tuple[ChangeRow, ...]
     evaluated: int
     fitting: int
+    timed: int
 
 
-def plan_page(report: PlanReport, title: str, width: int) -> RenderableType:
-    """The answer on a page `width` wide."""
+def plan_page(report: PlanReport, title: str) -> RenderableType:
+    """The answer on a page."""
     prediction = report.prediction
-    lines: list[RenderableType] = [
+    return Group(
         heading(prediction, title),
         "",
-        stage_table(prediction),
-        "",
-        time_table(prediction),
+        *memory_and_time(prediction),
         "",
         _speed(report),
         "",
-        _losers(report, width),
-    ]
-    return Group(*lines)
+        _strategies(report),
+    )
 
 
 def _speed(report: PlanReport) -> Table:
@@ -88,9 +86,11 @@ def _speed(report: PlanReport) -> Table:
     table.add_row(
         "speed", f"{rate} · {show_share(prediction.mfu)} MFU · {show_share(prediction.hfu)} HFU", style="bold"
     )
-    table.add_row("searched", f"{report.evaluated:,} strategies, of which {report.fitting:,} fit")
+    table.add_row(
+        "searched", f"{report.evaluated:,} strategies, {report.fitting:,} fit, {report.timed:,} of them timed"
+    )
     for change in report.changes:
-        table.add_row("what if", f"{change.change}: {_changed(change, prediction.parallel)}")
+        table.add_row("what if", f"{change.change}: {_changed(change, report.rows[0])}")
     if prediction.interval is not None and prediction.interval.outside:
         table.add_row("outside", outside_words(prediction.interval))
     for note in prediction.notes:
@@ -98,21 +98,31 @@ def _speed(report: PlanReport) -> Table:
     return table
 
 
-def _changed(change: ChangeRow, before: Parallel) -> str:
+def _changed(change: ChangeRow, best: PlanRow) -> str:
     if change.parallel is None or change.speed is None:
         return "nothing fits"
-    same = change.parallel == before
     gain = change.speed - 1
-    sign = "+" if gain >= 0 else "−"
-    return f"{sign}{show_share(abs(gain))} speed" + (
-        ", the same strategy" if same else f" with {change.parallel.label}"
-    )
+    words = [f"{'+' if gain >= 0 else '−'}{show_share(abs(gain))} speed"]
+    if change.parallel == best.parallel:
+        words.append("the same strategy")
+    else:
+        words.append(f"with {change.parallel.label}")
+    if change.micro_batch_sequences != best.micro_batch_sequences:
+        words.append(f"micro-batch {change.micro_batch_sequences:,}")
+    if change.recompute != best.recompute:
+        words.append(f"recompute {change.recompute}")
+    return ", ".join(words)
 
 
-def _losers(report: PlanReport, width: int) -> RenderableType:
-    cells = [_cells(row) for row in report.rows]
-    shown = fitting_columns(COLUMNS, cells, width, GIVING_WAY)
-    return text_table(COLUMNS, cells, WORDS, shown=shown)
+def _strategies(report: PlanReport) -> Table:
+    """The best and those that lose; what is too long for the terminal is folded."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in COLUMNS:
+        folded = name in ("strategy", "where")
+        table.add_column(name, justify="left" if name in WORDS else "right", no_wrap=not folded, overflow="fold")
+    for row in report.rows:
+        table.add_row(*_cells(row))
+    return table
 
 
 def _cells(row: PlanRow) -> list[str]:
@@ -164,5 +174,6 @@ def plan_json(report: PlanReport) -> str:
             "what_if": report.changes,
             "evaluated": report.evaluated,
             "fitting": report.fitting,
+            "timed": report.timed,
         }
     )

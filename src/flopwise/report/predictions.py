@@ -20,18 +20,29 @@ OPTIMIZER_TITLES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
 
 def prediction_page(prediction: Prediction, title: str) -> RenderableType:
     """One prediction: the set-up, memory by owner, time by operator, the answer."""
-    memory: list[RenderableType] = [_memory(prediction)]
-    if prediction.stages:
-        memory = [stage_table(prediction), _verdict(prediction), "", time_table(prediction)]
     return Group(
         heading(prediction, title),
         "",
-        *memory,
+        *memory_and_time(prediction),
         "",
         text_table(OPERATOR_COLUMNS, _operator_rows(prediction), WORDS),
         "",
         _answer(prediction),
     )
+
+
+def memory_and_time(prediction: Prediction) -> list[RenderableType]:
+    """Memory by owner and whether it fits; over several devices by stage, and the parts of the step."""
+    if not prediction.stages:
+        return [_memory(prediction)]
+    host = [f"{show_bytes(prediction.host_bytes)} of host memory for each device, not checked against what it has"]
+    return [
+        stage_table(prediction),
+        _verdict(prediction),
+        *(host if prediction.host_bytes else []),
+        "",
+        time_table(prediction),
+    ]
 
 
 def _chosen(prediction: Prediction) -> str:
@@ -96,6 +107,9 @@ def owners() -> list[str]:
     return [field.name for field in fields(DeviceBytes) if field.name != "total"]
 
 
+NOTHING_KNOWN = 10.0
+"""An interval that reaches so many times the step says nothing."""
+
 OPERATOR_COLUMNS = ("operator", "FLOP", "bytes", "time", "share", "bound by")
 
 
@@ -111,6 +125,7 @@ def _operator_rows(prediction: Prediction) -> list[list[str]]:
             op.bound,
         ]
         for op in prediction.ops
+        if op.time_s or not prediction.stages
     ]
 
 
@@ -120,7 +135,9 @@ def interval_words(prediction: Prediction) -> str:
     if interval is None:
         return ""
     low, high = interval.low_s / prediction.step_s - 1, interval.high_s / prediction.step_s - 1
-    return f"; measured steps lie {_signed(low)} to {_signed(high)} ({interval.basis})"
+    if high > NOTHING_KNOWN:
+        return "; nothing of this kind has been measured"
+    return f"; 8 of 10 measured steps lie {_signed(low)} to {_signed(high)} ({interval.basis})"
 
 
 def outside_words(interval: Interval) -> str:
@@ -242,7 +259,7 @@ def flat_row(prediction: Prediction) -> dict[str, object]:
         "low_s": interval.low_s if interval else None,
         "high_s": interval.high_s if interval else None,
         **{f"device_bytes_{owner}": size for owner, size in asdict(memory).items()},
-        **{f"{name}_s": parts.get(name) for name in PART_WORDS},
+        **{f"part_{name}_s": parts.get(name) for name in PART_WORDS},
     }
 
 
