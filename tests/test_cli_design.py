@@ -250,8 +250,8 @@ def test_any_power_is_read_or_refused(text: str) -> None:
 def test_a_bar_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a terminal of our own; the wait is set to nothing, so that no test has to take two seconds."""
     code = (
-        "import sys, flopwise.cli.design as design\n"
-        "design.QUIET_S = 0.0\n"
+        "import sys, flopwise.cli.output as output\n"
+        "output.BAR_AFTER_S = 0.0\n"
         "from flopwise.cli import main\n"
         "sys.argv = ['flopwise', 'design', 'lstm-lm', '--method', 'deepflow', '-o', 'json']\n"
         "main()\n"

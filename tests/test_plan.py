@@ -180,7 +180,8 @@ def test_the_losers_say_where_they_lose() -> None:
         assert sum(loser.lost.values()) == pytest.approx(loser.slower, abs=1e-9)
         assert loser.slower >= 0
     more, half = found.what_if
-    assert "16 devices" in more.change
+    assert more.devices == 16
+    assert half.capacity_bytes == more.capacity_bytes // 2
     assert more.option is not None
     assert more.option.parallel.devices == 16
     assert half.speed is not None

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from flopwise.core.case import Case
-from flopwise.core.published import TABLES, read_cases
+from flopwise.core.published import TABLES, protocol_of, read_cases
+from flopwise.predict.held_out import folds
 from flopwise.predict.validation import (
     ValidatedRow,
     Validation,
     errors_by_size,
-    leave_one_size_out,
     rank_correlation,
     validate,
 )
@@ -153,19 +153,11 @@ def test_rank_correlation_is_that_of_plain_ranks(pairs: list[tuple[int, int]]) -
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_folds_hold_out_each_row_once(table: str) -> None:
+def test_folds_are_the_sizes_that_the_split_names(table: str) -> None:
     cases = read_cases(table)
-    folds = leave_one_size_out(cases)
-    assert len({size for size, _ in folds}) == len(folds) == len({case.size for case in cases})
-    assert (np.sum([mask for _, mask in folds], axis=0) == 1).all()
-    for size, mask in folds:
-        assert {case.size for case, out in zip(cases, mask, strict=True) if out} == {size}
-
-
-def test_folds_keep_the_order_of_the_table() -> None:
-    folds = leave_one_size_out(four_cases())
-    assert [size for size, _ in folds] == ["small", "large"]
-    assert folds[1][1].tolist() == [False, True, True, False]
+    found = folds(protocol_of(table), cases)
+    assert sorted(found) == sorted({case.size for case in cases})
+    assert found == list(protocol_of(table).sizes)
 
 
 # -- printing ---------------------------------------------------------------------------------------------------------

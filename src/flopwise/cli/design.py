@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
-import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +29,7 @@ from flopwise.cli.options import (
     one_of,
     value_of,
 )
-from flopwise.cli.output import show_page, width
+from flopwise.cli.output import progress_bar, show_page, width
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from flopwise.predict.design_device import Blueprint, DesignedDevice
     from flopwise.report.designs import DesignRecord
 
-QUIET_S = 2.0
-"""A search that is over sooner shows no bar."""
 LARGEST_POWER_W = 1e6
 MOST_ITERATIONS, MOST_STARTS = 10_000, 1_000
 _POWER = re.compile(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(m|k|M|)(?:W|w)?\s*", re.ASCII)
@@ -236,29 +233,17 @@ def parse_watts(text: str) -> float:
 @contextlib.contextmanager
 def _bar(search: Search, parts: int) -> Iterator[Callable[[Objective], Objective]]:
     """Watches an objective being called, and shows a bar on a terminal's stderr once that takes long."""
-    if not sys.stderr.isatty():
-        yield lambda objective: objective
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
     # Each iteration raises every share, takes a step, and at worst lowers every share; most searches end sooner.
     most = search.starts * (1 + search.iterations * (2 * parts + 1))
-    columns = (TextColumn("{task.completed:,.0f} of at most {task.total:,.0f} divisions"), BarColumn())
-    progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-    task, begun = progress.add_task("", total=most), time.monotonic()
+    tried = itertools.count(1)
+    with progress_bar("divisions, at most") as tell:
 
-    def watch(objective: Objective) -> Objective:
-        def watched(shares: Mapping[str, float]) -> float:
-            progress.advance(task)
-            if not progress.live.is_started and time.monotonic() - begun > QUIET_S:
-                progress.start()
-            return objective(shares)
+        def watch(objective: Objective) -> Objective:
+            def watched(shares: Mapping[str, float]) -> float:
+                if tell is not None:
+                    tell("", next(tried), most)
+                return objective(shares)
 
-        return watched
+            return watched
 
-    try:
         yield watch
-    finally:
-        if progress.live.is_started:
-            progress.stop()

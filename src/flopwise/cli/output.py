@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import io
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from rich.console import RenderableType
+
+BAR_AFTER_S = 2.0
+"""Work that takes longer shows a bar."""
 
 NARROWEST_TABLE = 80
 WIDTH_WITHOUT_TERMINAL = 120
@@ -34,3 +40,32 @@ def show_page(page: RenderableType) -> None:
     text = io.StringIO()
     Console(**plain, file=text).print(page, crop=False)
     typer.echo("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[str, int, int], None] | None]:
+    """Tells of work (its name or nothing, how much is done, of how much) by a bar on stderr.
+
+    There is one where somebody looks at it, once the work has taken two seconds; else None is handed out.
+    """
+    import time
+
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task, begun = bar.add_task(what), time.monotonic()
+
+    def tell(name: str, done: int, of: int) -> None:
+        bar.update(task, description=name or what, completed=done, total=of)
+        if not bar.live.is_started and time.monotonic() - begun > BAR_AFTER_S:
+            bar.start()
+
+    try:
+        yield tell
+    finally:
+        bar.stop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,22 +30,17 @@ from flopwise.cli.options import (
     one_of,
     requested,
 )
-from flopwise.cli.output import show_page
+from flopwise.cli.output import progress_bar, show_page
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from flopwise.core.hardware import Hardware
     from flopwise.core.model import Model
     from flopwise.core.op import Convention
     from flopwise.core.prediction import Prediction
-    from flopwise.plan.answer import Answer, Steps
+    from flopwise.plan.answer import Answer
     from flopwise.plan.search import Option, Question
     from flopwise.predict.choose import Request
     from flopwise.report.plans import PlanReport
-
-SLOW_S = 2.0
-"""A search that takes longer shows a bar."""
 
 
 def plan(
@@ -99,7 +93,7 @@ def _planned(
 
     question = _question(model, hardware, request, offload=offload)
     started = time.monotonic()
-    with _bar() as tell:
+    with progress_bar("strategies") as tell:
         found = answer(question, tell)
     # Not the same twice, so it is talk and not part of the answer.
     typer.echo(f"searched for {show_seconds(time.monotonic() - started)}", err=True)
@@ -198,7 +192,8 @@ def _report(found: Answer, prediction: Prediction) -> PlanReport:
         rows=(row(found.best, 0.0, none), *(row(one.option, one.slower, one.lost) for one in found.losers)),
         changes=tuple(
             ChangeRow(
-                change=one.change,
+                devices=one.devices,
+                capacity_bytes=one.capacity_bytes,
                 parallel=one.option.parallel if one.option else None,
                 micro_batch_sequences=one.option.workload.micro_batch_sequences if one.option else None,
                 recompute=one.option.workload.recompute if one.option else None,
@@ -210,33 +205,6 @@ def _report(found: Answer, prediction: Prediction) -> PlanReport:
         fitting=found.fitting,
         timed=found.timed,
     )
-
-
-@contextmanager
-def _bar() -> Iterator[Steps | None]:
-    """A bar on stderr where somebody looks at it, once the search has taken two seconds."""
-    import sys
-    import time
-
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    task, started = progress.add_task("strategies"), time.monotonic()
-
-    def tell(name: str, done: int, of: int) -> None:
-        progress.update(task, description=name, completed=done, total=of)
-        if not progress.live.is_started and time.monotonic() - started > SLOW_S:
-            progress.start()
-
-    try:
-        yield tell
-    finally:
-        progress.stop()
 
 
 def _print(report: PlanReport, title: str, form: str) -> None:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flopwise.cli.options import FORMS, OutputOption, one_of
-from flopwise.cli.output import show_page, width
+from flopwise.cli.output import progress_bar, show_page, width
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from flopwise.core.case import Case
     from flopwise.core.hardware import Hardware
     from flopwise.core.protocol import Protocol
-    from flopwise.predict.held_out import Progress
     from flopwise.predict.validation import Validation
 
 CONFORMANCE = "deepflow"
@@ -76,7 +73,7 @@ def _validation(name: str, path: Path | None, *, apart: bool) -> Validation:
         predicted = shipped_predictions(cases, shipped, stack, hardware)
         return validated(protocol, cases, predicted, words=_shipped_words(protocol, cases, shipped, path))
     fit = fit_of(protocol, cases if own else shipped, stack, hardware)
-    with _bar() as progress:
+    with progress_bar("sizes held out") as progress:
         predicted = held_out_predictions(fit, cases, hardware, progress)
     return validated(protocol, cases, predicted, words=_held_out_words(protocol, path if own else None))
 
@@ -131,32 +128,6 @@ def _held_out_words(protocol: Protocol, path: Path | None) -> str:
 
 
 # -- to the terminal -------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _bar() -> Iterator[Progress | None]:
-    """A bar on stderr, on a terminal and once it has taken two seconds; None otherwise."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    import time
-
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task, start = bar.add_task("sizes held out", total=None), time.monotonic()
-
-    def told(_: str, done: int, count: int) -> None:
-        bar.update(task, completed=done, total=count)
-        if time.monotonic() - start > BAR_AFTER_S:
-            bar.start()
-
-    try:
-        yield told
-    finally:
-        bar.stop()
 
 
 def _print(found: Validation, form: str, *, all_rows: bool) -> None:

@@ -257,6 +257,7 @@ def parse_parallel(text: str, devices: int | None) -> Parallel:
         fields[key] = value
     if fields.get("chunks", 1) > 1:
         fields.setdefault("schedule", "interleaved")
+    _check_meaning(fields)
     named = fields.get("tensor", 1) * fields.get("pipeline", 1) * fields.get("context", 1)
     if devices is not None and "data" not in fields and named and devices % named == 0:
         fields["data"] = devices // named
@@ -268,6 +269,15 @@ def parse_parallel(text: str, devices: int | None) -> Parallel:
             hint=f"--gpus {parallel.devices}, or other degrees",
         )
     return parallel
+
+
+def _check_meaning(fields: dict[str, Any]) -> None:
+    """Refuse words that would change nothing: they were typed for a reason."""
+    of_stages = {"schedule", "balance"} & set(fields)
+    if of_stages and fields.get("pipeline", 1) == 1:
+        raise FlopwiseError("a schedule or `balanced` without stages", why="they order a pipeline", hint="pp2 or more")
+    if {"reshard", "prefetch"} & set(fields) and fields.get("zero") != 3:
+        raise FlopwiseError("`kept` or `prefetch` without zero3", why="only zero3 gathers weights", hint="zero3")
 
 
 def _divisor(number: int, limit: int) -> int:

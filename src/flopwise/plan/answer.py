@@ -28,7 +28,8 @@ class Loser:
 class WhatIf:
     """The best strategy of a changed question."""
 
-    change: str
+    devices: int
+    capacity_bytes: int
     option: Option | None
     """None: nothing fits, or nothing legal."""
     speed: float | None
@@ -60,7 +61,7 @@ def answer(question: Question, tell: Steps | None = None) -> Answer:
     return Answer(
         best=best,
         losers=tuple(_losers(found)),
-        what_if=tuple(_asked(changed, change, best, question, tell) for change, changed in _changes(question)),
+        what_if=tuple(_asked(changed, best, tell) for changed in _changes(question)),
         evaluated=found.evaluated,
         fitting=found.fitting,
         timed=found.timed,
@@ -104,27 +105,23 @@ def _losers(found: Found) -> list[Loser]:
     return losers[:TOLD]
 
 
-def _changes(question: Question) -> list[tuple[str, Question]]:
+def _changes(question: Question) -> list[Question]:
     """Questions that people ask next: one more node, half the memory."""
     island = question.hardware.networks[0].devices if question.hardware.networks else None
     more = island if island and question.devices % island == 0 else 1
-    unit = "node" if more > 1 else "device"
     return [
-        (f"one more {unit} ({question.devices + more:,} devices)", replace(question, devices=question.devices + more)),
-        (
-            f"half the memory ({question.capacity_bytes / 2**31:,.1f} GiB)",
-            replace(question, capacity_bytes=question.capacity_bytes // 2),
-        ),
+        replace(question, devices=question.devices + more),
+        replace(question, capacity_bytes=question.capacity_bytes // 2),
     ]
 
 
-def _asked(changed: Question, change: str, best: Option, asked: Question, tell: Steps | None) -> WhatIf:
+def _asked(changed: Question, best: Option, tell: Steps | None) -> WhatIf:
+    asked = {"devices": changed.devices, "capacity_bytes": changed.capacity_bytes}
     try:
-        found = _searched(changed, change, tell)
+        found = _searched(changed, "what if", tell)
     except FlopwiseError:
         # The network does not reach that far, or nothing divides that many devices.
-        return WhatIf(change=change, option=None, speed=None)
+        return WhatIf(**asked, option=None, speed=None)
     if not found.options:
-        return WhatIf(change=change, option=None, speed=None)
-    assert changed.workload.batch_tokens == asked.workload.batch_tokens
-    return WhatIf(change=change, option=found.options[0], speed=best.step_s / found.options[0].step_s)
+        return WhatIf(**asked, option=None, speed=None)
+    return WhatIf(**asked, option=found.options[0], speed=best.step_s / found.options[0].step_s)

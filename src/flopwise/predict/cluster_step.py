@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -183,13 +183,8 @@ def _operator(
 
 def _other(name: str, seconds: float, step_s: float) -> OpPrediction:
     """A part of the step that is no operator; it belongs to no phase."""
-    nothing = np.zeros(0)
-    row = _operator(name, "other", nothing, np.zeros(0, dtype=np.intp), cause=BOUNDS[name], step_s=step_s)
-    return OpPrediction(
-        **{field: getattr(row, field) for field in row.__dataclass_fields__ if field not in ("time_s", "share")},
-        time_s=seconds,
-        share=seconds / step_s,
-    )
+    row = _operator(name, "other", np.zeros(0), np.zeros(0, dtype=np.intp), cause=BOUNDS[name], step_s=step_s)
+    return replace(row, time_s=seconds, share=seconds / step_s)
 
 
 def _stages(laid_out: Listed, found: Evaluation, stack: Stack, pipeline: int) -> tuple[StagePrediction, ...]:

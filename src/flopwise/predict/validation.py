@@ -176,12 +176,6 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return ranks
 
 
-def leave_one_size_out(cases: Sequence[Case]) -> list[tuple[str, NDArray[np.bool_]]]:
-    """For each size, in the table's order: its name, and which rows are of it and must not be fitted to."""
-    sizes = list(dict.fromkeys(case.size for case in cases))
-    return [(size, np.array([case.size == size for case in cases])) for size in sizes]
-
-
 def errors_by_size(validation: Validation) -> tuple[SizeErrors, ...]:
     """Counted errors of each size, in the table's order; sizes without any are left out."""
     errors: dict[str, list[float]] = {}

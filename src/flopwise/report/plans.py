@@ -18,6 +18,9 @@ from flopwise.report.tables import csv_text, markdown_table
 NAMED = 0.15
 """A part of the step is named as a reason when it makes up this share of the loss."""
 
+SAME = 5e-4
+"""Speeds that differ by less are printed as the same."""
+
 COLUMNS = ("strategy", "micro", "recompute", "memory", "step", "slower", "where")
 WORDS = {"strategy", "recompute", "where"}
 
@@ -41,7 +44,8 @@ class PlanRow:
 class ChangeRow:
     """What a changed question would give."""
 
-    change: str
+    devices: int
+    capacity_bytes: int
     parallel: Parallel | None
     micro_batch_sequences: int | None
     recompute: str | None
@@ -90,7 +94,7 @@ def _speed(report: PlanReport) -> Table:
         "searched", f"{report.evaluated:,} strategies, {report.fitting:,} fit, {report.timed:,} of them timed"
     )
     for change in report.changes:
-        table.add_row("what if", f"{change.change}: {_changed(change, report.rows[0])}")
+        table.add_row("what if", f"{_question(change, prediction)}: {_changed(change, report.rows[0])}")
     if prediction.interval is not None and prediction.interval.outside:
         table.add_row("outside", outside_words(prediction.interval))
     for note in prediction.notes:
@@ -98,11 +102,18 @@ def _speed(report: PlanReport) -> Table:
     return table
 
 
+def _question(change: ChangeRow, prediction: Prediction) -> str:
+    more = change.devices - prediction.devices
+    if more:
+        return f"one more {'node' if more > 1 else 'device'} ({change.devices:,} devices)"
+    return f"half the memory ({show_bytes(change.capacity_bytes)})"
+
+
 def _changed(change: ChangeRow, best: PlanRow) -> str:
     if change.parallel is None or change.speed is None:
         return "nothing fits"
     gain = change.speed - 1
-    words = [f"{'+' if gain >= 0 else '−'}{show_share(abs(gain))} speed"]
+    words = [f"{'+' if gain >= 0 else '−'}{show_share(abs(gain))} speed" if abs(gain) > SAME else "no change of speed"]
     if change.parallel == best.parallel:
         words.append("the same strategy")
     else:

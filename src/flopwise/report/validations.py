@@ -69,11 +69,13 @@ def _figures(validation: Validation) -> list[tuple[str, str]]:
     if validation.rank_correlation is not None:
         figures.append(("order", f"rank correlation {validation.rank_correlation:.3f} of tokens/s per device"))
     if validation.oom_accuracy is not None:
+        judged = [row.measured_fits for row in validation.rows if None not in (row.measured_fits, row.predicted_fits)]
+        right, ran_out = show_share(validation.oom_accuracy), judged.count(False) or "none"
         figures.append(
             (
                 "memory",
-                f"{show_share(validation.oom_accuracy)} of the verdicts right; wrongly said to fit:"
-                f" {validation.false_fits:,}, wrongly said not to: {validation.false_ooms:,}",
+                f"{right} of {len(judged):,} verdicts right, {ran_out} of them on rows that ran out; wrongly said to"
+                f" fit: {validation.false_fits:,}, wrongly said not to: {validation.false_ooms:,}",
             )
         )
     aside = sorted(row.error for row in validation.rows if row.error is not None and not row.counted)
