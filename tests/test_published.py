@@ -19,6 +19,7 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.published import TABLES, megatron, mpt, nanotron, protocol_of, read_cases, table_of, vtrain
 from flopwise.core.published.rows import parse_rows
 from flopwise.core.stack import NEUTRAL
+from flopwise.core.transformer import Transformer
 
 FOLDER = ROOT / "tables"
 FILES = {
@@ -317,7 +318,6 @@ def test_missing_columns_and_missing_rows(file: str, tmp_path: Path) -> None:
         (nanotron.FILE, "status", "Fine", "no status is called 'Fine'"),
         (nanotron.FILE, "zero_stage", "3", "no ZeRO stage of nanotron is called '3'"),
         (nanotron.FILE, "tok/s/gpu", "", "a success without `tok/s/gpu`"),
-        (megatron.FILES[0], "model", "2T", "no model of the Megatron paper is called '2T'"),
         (megatron.FILES[0], "model_parallel_size", "4", "this model ran on 2"),
         (megatron.FILES[1], "scheme", "FSDP", "no scheme is called 'FSDP'"),
         (megatron.FILES[1], "params_b", "1", "no size in table 2 is called '1'"),
@@ -359,3 +359,17 @@ def test_whole_numbers_may_be_written_as_decimals() -> None:
     (row,) = parse_rows("n,x\n\n 16.0 ,1e3\n", "text", ("n", "x"))
     assert (row.line, row.number, row.count("n"), row.count("x")) == (3, 1, 16, 1000)
     assert math.isclose(row.number_of("x"), 1000)
+
+
+def test_other_models_in_the_columns_of_the_megatron_table(tmp_path: Path) -> None:
+    """A model of 48 layers, 6,144 wide, on eight tensor ranks; its heads are assumed to have 128 channels."""
+    header = ",".join(megatron.COLUMNS)
+    file = tmp_path / "rows.csv"
+    file.write_text(f"{header}\n22B,6144,48,8,8,4,2048,51200,135\n")
+    (case,) = read_cases("megatron", file)
+    assert (case.parallel.tensor, case.parallel.pipeline, case.workload.micro_batch_sequences) == (8, 1, 1)
+    assert isinstance(case.model, Transformer)
+    assert (case.model.heads, case.model.layers) == (48, 48)
+    file.write_text(f"{header}\n22B,6100,48,8,8,4,2048,51200,135\n")
+    with pytest.raises(FlopwiseError, match="is not a multiple of 128"):
+        read_cases("megatron", file)

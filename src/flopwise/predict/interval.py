@@ -5,16 +5,16 @@ The rule, in full:
 1. Which data. Those of the stack. Without a framework (`kernels`), and for flopwise's own stack, which nobody has
    measured yet: steps of compiled modules on one device, and for several devices the measured frameworks of the same
    kind (data parallelism alone, or tensor ranks and stages too) held against what their kernels and network allow. For
-   a stack without data: all that was measured, and that the stack is not in the data counts as outside. Of these, the
-   rows of the same ZeRO stage, if there are any; and of these again the tables that the set-up is inside of, if there
-   are any.
-2. The interval inside the data: from the lowest p10 to the highest p90 of measured ÷ predicted, and 1 itself, so that
+   a stack without data: all that was measured. Of these, the rows whose weights are sharded (ZeRO 3) or are not, as the
+   set-up's are, if there are any.
+2. Outside. Every dimension (parameters, sequence, devices, tensor ranks, stages, tokens of a micro-batch) stretches the
+   interval by half its width for each factor of two beyond the data: 1 + ½·log2(ratio), 1 inside. A device of an
+   architecture, a stack, sharded weights or a feature (context or expert parallelism, hybrid sharding, interleaved
+   stages, offload, mixtures, recurrent models) that is not in the data stretches by 1.5. The stretches are multiplied,
+   and the tables that the set-up is nearest to, those with the least stretch, are the ones that count.
+3. The interval inside the data: from the lowest p10 to the highest p90 of measured ÷ predicted, and 1 itself, so that
    a prediction never lies outside its own interval.
-3. Outside. Every dimension (parameters, sequence, devices, tensor ranks, stages, tokens of a micro-batch) stretches the
-   interval by half its width for each factor of two beyond the nearest data: 1 + ½·log2(ratio), 1 inside. A device
-   of an architecture, a stack, a ZeRO stage or a feature (context or expert parallelism, hybrid sharding, interleaved
-   stages, offload) that is not in the data stretches by 1.5. The stretches are multiplied.
-4. Widths are of logarithms, and grow on both sides alike; so an interval outside the data always contains the one
+4. Widths are of logarithms, and grow on both sides alike; so an interval outside a table's data always contains the one
    inside, and the farther outside the wider it is.
 """
 
@@ -29,6 +29,8 @@ from flopwise.core.prediction import NO_STACK
 
 OWN_STACK = "flopwise"
 """Not measured yet; its constants are neutral, so that it is predicted as the kernels are."""
+SHARDED = 3
+"""The ZeRO stage that shards weights."""
 UNSEEN = 1.5
 """Stretch for an architecture or a stack that the data lack."""
 EACH_DOUBLING = 0.5
@@ -75,13 +77,13 @@ def interval(
 ) -> Interval | None:
     """The interval of a set-up, by the rule above; None where there is no evidence at all."""
     entries = _of_stack(evidence, stack, several=devices > 1, split=tensor > 1 or pipeline > 1)
-    unseen = [] if entries else [f"stack {stack}"]
+    unseen = () if entries else (f"stack {stack}",)
     entries = entries or [entry for entry in evidence if entry.measured and entry.stack != NO_STACK]
     if not entries:
         return None
-    if not any(entry.zero == zero for entry in entries):
-        unseen.append(f"ZeRO stage {zero}" if zero else "no sharding")
-    entries = [entry for entry in entries if entry.zero == zero] or entries
+    alike = [entry for entry in entries if (entry.zero == SHARDED) == (zero == SHARDED)]
+    if not alike:
+        unseen = (*unseen, f"ZeRO stage {zero}" if zero else "no sharding")
     asked = {
         "parameters": parameters,
         "sequence_tokens": sequence_tokens,
@@ -90,23 +92,32 @@ def interval(
         "pipeline": pipeline,
         **({} if micro_tokens is None else {"micro_tokens": micro_tokens}),
     }
-    around = [entry for entry in entries if _holds(entry, asked) and _has(entry, architecture, features)]
-    entries = around or entries
-    ratios = {name: min(beyond(getattr(entry, name), value) for entry in entries) for name, value in asked.items()}
-    if not any(_has(entry, architecture, ()) for entry in entries):
-        unseen.append(f"architecture {architecture}")
-    unseen += [feature for feature in features if not any(feature in entry.features for entry in entries)]
-    stretch = math.prod(1.0 + EACH_DOUBLING * math.log2(ratio) for ratio in ratios.values()) * UNSEEN ** len(unseen)
-    low = math.log(min(1.0, *(1.0 + entry.low for entry in entries)))
-    high = math.log(max(1.0, *(1.0 + entry.high for entry in entries)))
+    far = [_far(entry, asked, architecture, features) for entry in alike or entries]
+    stretch = min(each for each, _ in far)
+    nearest = [(entry, words) for entry, (each, words) in zip(alike or entries, far, strict=True) if each == stretch]
+    stretch *= UNSEEN ** len(unseen)
+    low = math.log(min(1.0, *(1.0 + entry.low for entry, _ in nearest)))
+    high = math.log(max(1.0, *(1.0 + entry.high for entry, _ in nearest)))
     more = (stretch - 1.0) * (high - low) / 2
-    far = [f"{WORDS[name]} {asked[name]:,}" for name, ratio in ratios.items() if ratio > 1.0]
     return Interval(
         low=math.exp(max(-WIDEST, low - more)),
         high=math.exp(min(WIDEST, high + more)),
-        basis=tuple(dict.fromkeys(entry.table for entry in entries)),
-        outside=(*far, *unseen),
+        basis=tuple(dict.fromkeys(entry.table for entry, _ in nearest)),
+        outside=(*dict.fromkeys(word for _, words in nearest for word in words), *unseen),
     )
+
+
+def _far(
+    entry: Evidence, asked: Mapping[str, int], architecture: str, features: Sequence[str]
+) -> tuple[float, tuple[str, ...]]:
+    """By how much a set-up outside of an entry's data stretches its interval, and in what it is outside."""
+    ratios = {name: beyond(getattr(entry, name), value) for name, value in asked.items()}
+    words = [f"{WORDS[name]} {asked[name]:,}" for name, ratio in ratios.items() if ratio > 1.0]
+    known = {name.lower() for name in entry.architectures}
+    missing = [f"architecture {architecture}"] if architecture.lower() not in known else []
+    missing += [feature for feature in features if feature not in entry.features]
+    stretch = math.prod(1.0 + EACH_DOUBLING * math.log2(ratio) for ratio in ratios.values())
+    return stretch * UNSEEN ** len(missing), (*words, *missing)
 
 
 def _of_stack(evidence: Sequence[Evidence], stack: str, *, several: bool, split: bool) -> list[Evidence]:
@@ -120,15 +131,6 @@ def _of_stack(evidence: Sequence[Evidence], stack: str, *, several: bool, split:
         and (entry.devices.most > 1) == several
         and (entry.tensor.most > 1 or entry.pipeline.most > 1) == split
     ]
-
-
-def _holds(entry: Evidence, asked: Mapping[str, int]) -> bool:
-    return all(beyond(getattr(entry, name), value) == 1.0 for name, value in asked.items())
-
-
-def _has(entry: Evidence, architecture: str, features: Sequence[str]) -> bool:
-    known = {name.lower() for name in entry.architectures}
-    return architecture.lower() in known and set(features) <= set(entry.features)
 
 
 def beyond(span: Span, value: int) -> float:

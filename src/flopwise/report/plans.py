@@ -12,7 +12,7 @@ from flopwise.core.files import to_json
 from flopwise.core.parallel import Parallel
 from flopwise.core.prediction import Prediction
 from flopwise.core.units import show_bytes, show_seconds, show_share, significant
-from flopwise.report.predictions import heading, interval_words, memory_and_time, outside_words
+from flopwise.report.predictions import chosen_words, heading, interval_words, memory_and_time, outside_words
 from flopwise.report.tables import csv_text, markdown_table
 
 NAMED = 0.15
@@ -97,6 +97,8 @@ def _speed(report: PlanReport) -> Table:
         table.add_row("what if", f"{_question(change, prediction)}: {_changed(change, report.rows[0])}")
     if prediction.interval is not None and prediction.interval.outside:
         table.add_row("outside", outside_words(prediction.interval))
+    if prediction.chosen:
+        table.add_row("chosen", chosen_words(prediction))
     for note in prediction.notes:
         table.add_row("note", note, style="cyan")
     return table

@@ -45,7 +45,7 @@ def memory_and_time(prediction: Prediction) -> list[RenderableType]:
     ]
 
 
-def _chosen(prediction: Prediction) -> str:
+def chosen_words(prediction: Prediction) -> str:
     """What `auto` stood for, and why."""
     shown = {
         "precision": f"precision {prediction.precision}",
@@ -163,7 +163,7 @@ def _answer(prediction: Prediction) -> Table:
     if prediction.interval is not None and prediction.interval.outside:
         table.add_row("outside", outside_words(prediction.interval))
     if prediction.chosen:
-        table.add_row("chosen", _chosen(prediction))
+        table.add_row("chosen", chosen_words(prediction))
     for note in prediction.notes:
         table.add_row("note", note, style="cyan")
     return table

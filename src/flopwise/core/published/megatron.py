@@ -14,6 +14,8 @@ local one). Nodes are DGX A100 80 GB with eight HDR InfiniBand adapters.
 The printed TFLOP/s are those of F = 96·B·s·l·h²·(1 + s/(6h) + V/(16·l·h)), recomputation included: a step took
 F ÷ (GPUs × that). Printed whole, so the time is known to 0.4 %.
 
+A file of one's own may hold other models; what the table does not print of them is assumed (`_assumed`).
+
 Table 2 is a table of its own here (`megatron-2`), only ever predicted. Its models are GPT-3 (96 layers, 12,288 wide, 96
 heads) and 530B of table 1, its pipelines have 8 tensor ranks. How stages were scheduled is not said; speed falls with
 the data ranks as 1F1B's bubble does (GPT-3: 153, 149, 141 printed; 153, 149, 141 by (p − 1)/m). Its ZeRO-3 rows run
@@ -26,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flopwise.core.case import Case
-from flopwise.core.errors import FlopwiseError, unknown_name
+from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import POLICIES
 from flopwise.core.parallel import Parallel
 from flopwise.core.published.rows import Row, check_batch, placed
@@ -71,6 +73,7 @@ SET_UPS = {
 }
 
 SECOND_TENSOR = 8
+HEAD_CHANNELS = 128
 SECOND_MODELS = {
     "174.6": ("175B", 12_288, 96, 96),
     "529.6": ("530B", 20_480, 105, 128),
@@ -93,10 +96,7 @@ def second_cases(rows: Sequence[Row]) -> tuple[Case, ...]:
 def _first_case(row: Row) -> Case:
     with placed(row):
         size = row.text("model")
-        if size.lower() not in SET_UPS:
-            known = ", ".join(SET_UPS)
-            raise unknown_name("model of the Megatron paper", size, SET_UPS, hint=f"model is one of {known}")
-        set_up = SET_UPS[size.lower()]
+        set_up = SET_UPS.get(size.lower()) or _assumed(row)
         model = _model(size, row.count("hidden"), row.count("layers"), set_up.heads, row.count("vocab"))
         parallel = Parallel(
             data=_data(row, set_up.tensor * set_up.pipeline),
@@ -107,6 +107,17 @@ def _first_case(row: Row) -> Case:
         )
         tokens = row.count("seq_len")
         return _case(row, size, model, parallel, micro_batch=set_up.micro_batch, tokens=tokens, fitted=True)
+
+
+def _assumed(row: Row) -> SetUp:
+    """The set-up of another model: heads of 128 channels, tensor ranks before stages, one sequence at a time."""
+    hidden, ranks = row.count("hidden"), row.count("model_parallel_size")
+    tensor = min(ranks, SECOND_TENSOR)
+    if hidden % HEAD_CHANNELS or ranks % tensor:
+        wrong = "hidden" if hidden % HEAD_CHANNELS else "model_parallel_size"
+        multiple = HEAD_CHANNELS if hidden % HEAD_CHANNELS else tensor
+        raise row.wrong(wrong, f"is not a multiple of {multiple}", hint=f"a multiple of {multiple}")
+    return SetUp(heads=hidden // HEAD_CHANNELS, tensor=tensor, pipeline=ranks // tensor, micro_batch=1)
 
 
 def _second_case(row: Row) -> Case:
