@@ -22,14 +22,13 @@ from numpy.typing import NDArray
 from flopwise.core.hardware import Hardware
 from flopwise.core.lstm import Lstm
 from flopwise.core.model import Model
-from flopwise.core.parallel import SCHEDULES, Balance, Layout, Parallel, illegal_layout
+from flopwise.core.parallel import Balance, Layout, Parallel, illegal_layout
 from flopwise.core.work import Recompute
 from flopwise.core.workload import Workload
-from flopwise.predict.calls import Floats
 from flopwise.predict.choose import micro_batch_sizes
-from flopwise.predict.pieces import joined_pieces, pieces, setting_of, taken
+from flopwise.predict.pieces import Setting, joined_pieces, pieces, setting_of, taken
 from flopwise.predict.stages import LAST, stage_shapes
-from flopwise.predict.strategies import Listed, Strategies, state_bytes
+from flopwise.predict.strategies import Listed, Strategies, set_ups, state_bytes
 
 MOST_TENSOR = 64
 MOST_CONTEXT = 64
@@ -152,7 +151,15 @@ def batch_of(
             sizes += tried
     spread_index = np.array(places, dtype=np.intp)
     policy_index, micro_index = np.array(policy, dtype=np.intp), np.array(sizes, dtype=np.intp)
-    listed = _listed(model, hardware, workload, layout, every, (spread_index, policy_index, micro_index), policies)
+    state = state_bytes(workload.formats, workload.optimizer)
+    spread_over = set_ups([parallel_of(layout, spread) for spread in every], [state] * len(every)).taken(spread_index)
+    settings = [
+        setting_of(model, replace(workload, recompute=name), layout, accumulate=again)
+        for name, again in product(policies, (False, True))
+    ]
+    listed = _listed(
+        spread_over, settings, hardware, batch=workload.batch_sequences, policy=policy_index, micro=micro_index
+    )
     own = _own_split(listed)
     return Batch(
         layout,
@@ -173,76 +180,24 @@ def _own_split(listed: Listed) -> NDArray[np.intp]:
     return np.flatnonzero(~same)
 
 
-def _listed(  # noqa: PLR0917 - one call, right above
-    model: Model,
+def _listed(
+    strategies: Strategies,
+    settings: list[Setting],
     hardware: Hardware,
-    workload: Workload,
-    layout: Layout,
-    every: list[Spread],
-    chosen: tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]],
-    policies: tuple[Recompute, ...],
+    *,
+    batch: int,
+    policy: NDArray[np.intp],
+    micro: NDArray[np.intp],
 ) -> Listed:
-    spread, policy, micro = chosen
-    data = np.array([one.data for one in every])[spread]
-    mine = -(-workload.batch_sequences // data)
-    rest = mine % micro
-    counts = -(-mine // micro)
-    accumulate = (counts > 1).astype(np.intp)
+    """Fill in micro-batches and pieces; each policy has a setting that does not sum gradients up and one that does."""
+    mine = -(-batch // strategies.data.astype(np.intp))
+    rest, counts = mine % micro, -(-mine // micro)
     sizes = np.unique(np.concatenate([micro, rest[rest > 0]]))
-    tables = []
-    for name, again in product(policies, (False, True)):
-        setting = setting_of(model, replace(workload, recompute=name), layout, accumulate=again)
-        tables.append(pieces(setting, hardware, sizes.tolist()))
-    base = (policy * 2 + accumulate) * sizes.size
-    rows = base + np.searchsorted(sizes, micro)
+    table = joined_pieces([pieces(setting, hardware, sizes.tolist()) for setting in settings])
+    base = (policy * 2 + (counts > 1)) * sizes.size
     rests = base + np.searchsorted(sizes, np.where(rest > 0, rest, micro))
-    return Listed(_strategies(workload, layout, every, spread, rows, rests, counts), joined_pieces(tables))
-
-
-def _strategies(  # noqa: PLR0917 - one call, right above
-    workload: Workload,
-    layout: Layout,
-    every: list[Spread],
-    spread: NDArray[np.intp],
-    rows: NDArray[np.intp],
-    rests: NDArray[np.intp],
-    counts: NDArray[np.intp],
-) -> Strategies:
-    state = state_bytes(workload.formats, workload.optimizer)
-
-    def same(value: float) -> Floats:
-        return np.full(spread.size, float(value))
-
-    def each(name: str) -> Floats:
-        return np.array([getattr(one, name) for one in every], dtype=np.float64)[spread]
-
-    chunks = each("chunks")
-    return Strategies(
-        data=each("data"),
-        tensor=same(layout.tensor),
-        pipeline=each("pipeline"),
-        context=same(layout.context),
-        expert=same(layout.expert),
-        sequence=same(layout.sequence) > 0,
-        zero=each("zero").astype(np.intp),
-        shard=each("shard"),
-        reshard=each("reshard") > 0,
-        prefetch=np.ones(spread.size, dtype=np.intp),
-        schedule=np.where(chunks > 1, SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")),
-        chunks=chunks,
-        by_time=np.array([one.balance == "time" for one in every], dtype=np.bool_)[spread],
-        offload_optimizer=each("offload_optimizer") > 0,
-        offload_activations=each("offload_activations") > 0,
-        row=rows,
-        rest_row=rests,
-        micro_batches=counts.astype(np.float64),
-        weight_bytes=same(state.weights),
-        gradient_bytes=same(state.gradients),
-        optimizer_bytes=same(state.optimizer),
-        gathered_bytes=same(state.gathered),
-        cast_bytes=same(state.cast),
-        update_bytes=same(state.update),
-    )
+    rows = base + np.searchsorted(sizes, micro)
+    return Listed(replace(strategies, row=rows, rest_row=rests, micro_batches=counts.astype(np.float64)), table)
 
 
 def parallel_of(layout: Layout, spread: Spread) -> Parallel:

@@ -68,7 +68,7 @@ def cluster_step(
     found = evaluate(laid_out, hardware, stack)
     parts = {name: float(value[0]) for name, value in found.parts.items()}
     step_s = float(found.step_s[0])
-    ops = _operators(model, hardware, workload, parallel, convention, found)
+    ops = _operators(model, hardware, workload, parallel=parallel, convention=convention, found=found)
     others = [_other(name, parts[name], step_s) for name in BOUNDS if parts[name] > 0]
     table = taken(laid_out.table, laid_out.strategies.row)
     on_host = max(float(host_bytes(laid_out.strategies, table, shape, stack)[0]) for shape in found.shapes)
@@ -81,10 +81,11 @@ def cluster_step(
     )
 
 
-def _operators(  # noqa: PLR0917 - one call, right above
+def _operators(
     model: Model,
     hardware: Hardware,
     workload: Workload,
+    *,
     parallel: Parallel,
     convention: Convention,
     found: Evaluation,

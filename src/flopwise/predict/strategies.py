@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,7 +126,9 @@ def listed(cases: Sequence[tuple[Model, Parallel, Workload]], hardware: Hardware
     rows = np.array([place[setting, whole] for setting, whole, _, _ in needs], dtype=np.intp)
     rests = np.array([place[setting, rest] for setting, _, rest, _ in needs], dtype=np.intp)
     counts = np.array([count for *_, count in needs], dtype=np.float64)
-    return Listed(_arrays(cases, rows, rests, counts), joined_pieces(tables))
+    states = [state_bytes(workload.formats, workload.optimizer) for _, _, workload in cases]
+    strategies = set_ups([parallel for _, parallel, _ in cases], states)
+    return Listed(replace(strategies, row=rows, rest_row=rests, micro_batches=counts), joined_pieces(tables))
 
 
 def check_depth(models: Sequence[Model]) -> None:
@@ -147,11 +149,9 @@ def micro_batches(workload: Workload, data: int) -> tuple[int, int, int]:
     return whole, mine % whole, -(-mine // whole)
 
 
-def _arrays(
-    cases: Sequence[tuple[Model, Parallel, Workload]], rows: Integers, rests: Integers, counts: Floats
-) -> Strategies:
-    parallels = [parallel for _, parallel, _ in cases]
-    states = [state_bytes(workload.formats, workload.optimizer) for _, _, workload in cases]
+def set_ups(parallels: Sequence[Parallel], states: Sequence[StateBytes]) -> Strategies:
+    """Parallel set-ups as arrays; their micro-batches and rows of pieces are still to be filled in."""
+    nothing = np.zeros(len(parallels), dtype=np.intp)
 
     def floats(name: str) -> Floats:
         return np.array([getattr(parallel, name) for parallel in parallels], dtype=np.float64)
@@ -182,9 +182,9 @@ def _arrays(
         by_time=np.array([parallel.balance == "time" for parallel in parallels], dtype=np.bool_),
         offload_optimizer=flags("offload_optimizer"),
         offload_activations=flags("offload_activations"),
-        row=rows,
-        rest_row=rests,
-        micro_batches=counts,
+        row=nothing,
+        rest_row=nothing,
+        micro_batches=np.ones(len(parallels)),
         weight_bytes=each("weights"),
         gradient_bytes=each("gradients"),
         optimizer_bytes=each("optimizer"),
