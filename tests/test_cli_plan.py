@@ -96,6 +96,11 @@ def test_a_plan_is_written_and_read_back(tmp_path: Path) -> None:
     assert isinstance(refused.exception, FlopwiseError)
     assert "a plan says all of it" in str(refused.exception)
     text = file.read_text()
+    file.write_text(text.replace("devices = 8", "devices = 16"))
+    with pytest.raises(FlopwiseError, match="the plan is for 16 devices"):
+        load_plan(file)
+    asked = RUN.invoke(app, ["plan", str(file)])
+    assert "is a plan, not a model" in str(asked.exception)
     file.write_text(text.replace("[parallel]", "[other]"))
     with pytest.raises(FlopwiseError, match="is not a plan"):
         load_plan(file)

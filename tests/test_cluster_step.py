@@ -34,7 +34,7 @@ SET_UPS = (
     "dp16",
     "dp16 zero3",
     "dp16 zero3 shard8 kept",
-    "tp8 pp2 zero1 sp",
+    "dp2 tp4 pp2 zero1 sp",
     "tp2 pp4 cp2",
     "tp4 pp4 balanced",
     "tp4 pp4 chunks2",
@@ -118,14 +118,14 @@ def test_what_is_left_open_is_chosen_to_fit() -> None:
 
 
 def test_outputs_hold_the_cluster() -> None:
-    prediction = _prediction("tp8 pp2 zero1 sp")
+    prediction = _prediction("dp2 tp4 pp2 zero1 sp")
     record = json.loads(predictions_json([prediction]))
     assert record["devices"] == 16
-    assert record["parallel"]["tensor"] == 8
+    assert record["parallel"]["tensor"] == 4
     assert [stage["layers"] for stage in record["stages"]] == [16, 16]
     assert sum(record["parts"].values()) == pytest.approx(record["step_s"])
     (row,) = csv.DictReader(io.StringIO(predictions_csv([prediction])))
-    assert row["parallel"] == "tp8 pp2 zero1 sp"
+    assert row["parallel"] == "dp2 tp4 pp2 zero1 sp"
     assert float(row["part_bubble_s"]) == prediction.parts["bubble"]
     assert float(row["step_s"]) == prediction.step_s
     assert "bubble" in predictions_markdown([prediction])

@@ -214,6 +214,10 @@ def test_labels_are_read_back() -> None:
     assert seen > 500
 
 
+def test_shards_of_one_rank_are_no_shards() -> None:
+    assert parse_parallel("tp4 pp2 zero3 kept", 8) == Parallel(tensor=4, pipeline=2)
+
+
 @pytest.mark.parametrize(
     ("words", "devices", "said"),
     [
@@ -225,6 +229,9 @@ def test_labels_are_read_back() -> None:
         ("tp99999999", 8, "cannot read"),
         ("sp", 8, "sequence parallelism"),
         ("tp0", 8, "tensor must be at least 1"),
+        ("dp8 shard2", 8, "`shard` without zero"),
+        ("dp8 balanced", 8, "without stages"),
+        ("dp8 zero1 kept", 8, "without zero3"),
     ],
 )
 def test_words_that_cannot_be_read(words: str, devices: int, said: str) -> None:

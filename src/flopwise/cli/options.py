@@ -24,7 +24,7 @@ FORMS = ("table", "md", "csv", "json")
 # -- options that several commands have ------------------------------------------------------------------------------
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="Catalogue name, config.json or its folder, a TOML, or a plan; several with commas.")
+    str, typer.Argument(help="Catalogue name, config.json or its folder, or a TOML, several with commas; or a plan.")
 ]
 OnOption = Annotated[
     str, typer.Option(help="Hardware: catalogue name or TOML, several with commas; this-machine, this-cpu.")
@@ -48,7 +48,10 @@ FusionOption = Annotated[
 GpusOption = Annotated[str, typer.Option(help="Devices: 8, 64, 4096.")]
 ParallelOption = Annotated[
     str,
-    typer.Option(help='How several devices share the work: "tp8 pp4 zero1 sp", as `flopwise plan` prints it.'),
+    typer.Option(
+        help="How several devices share the work, as `flopwise plan` prints it: dp2 tp8 pp4 cp2 ep2 zero3 shard8 sp "
+        "kept prefetch2 balanced chunks2 gpipe optimizer-on-host activations-on-host."
+    ),
 ]
 StackOption = Annotated[
     str, typer.Option(help="Training framework, by name or TOML (`flopwise ls stacks`); kernels: none in the way.")
@@ -56,7 +59,9 @@ StackOption = Annotated[
 ConventionOption = Annotated[
     str, typer.Option(help="How model FLOPs are counted: causal (half the square) or palm (6·N + full square).")
 ]
-DeviceMemoryOption = Annotated[str, typer.Option(help="Cap on device memory: 40GiB. Default: all of it.")]
+DeviceMemoryOption = Annotated[
+    str, typer.Option(help="Cap on device memory: 40GiB. Default: all but a reserve of 1 GiB.")
+]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Change a field of the model: --set layers=16. Repeatable.")
 ]

@@ -100,7 +100,7 @@ def _planned(
     return _report(found, _predicted(model, hardware, request, found.best, convention))
 
 
-PLAN_LEAVES_OPEN = ("model", "output", "convention", "method", "print_out", "show_config")
+PLAN_LEAVES_OPEN = ("model", "output", "convention")
 
 
 def predict_plan(context: typer.Context, name: str, convention: Convention) -> tuple[Prediction, Hardware]:

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from flopwise.predict.choose import Request
 
 
+AUTO_PARALLEL = "auto: everything sharded over all devices, as FSDP does; `flopwise plan` looks for better"
+
+
 def predict(
     context: typer.Context,
     model: ModelArgument,
@@ -144,7 +147,10 @@ def _settings(context: typer.Context, model: Model, hardware: Hardware, request:
         "model": (model.name, "argument"),
         "hardware": (hardware.name, origin("on")),
         "devices": (request.parallel.devices, origin("gpus")),
-        "parallel": (request.parallel.label, origin("parallel")),
+        "parallel": (
+            request.parallel.label,
+            origin("parallel") if request.parallel.devices == 1 or is_given(context, "parallel") else AUTO_PARALLEL,
+        ),
         "stack": (request.stack.name if request.stack else context.params["stack"].lower(), origin("stack")),
         "sequence_tokens": (workload.sequence_tokens, origin("seq", "sequence_tokens")),
         "batch_sequences": (workload.batch_sequences, origin(batch, "batch_sequences")),

@@ -287,6 +287,10 @@ def _decode_model(table: dict[str, Any], where: str, changes: Mapping[str, Any] 
 
 
 def _no_description(table: dict[str, Any], where: str) -> FlopwiseError:
+    if "parallel" in table and "expected" in table:
+        return FlopwiseError(
+            f"{where} is a plan, not a model", why="a plan is predicted by itself", hint=f"`flopwise predict {where}`"
+        )
     if "device" in table:
         return FlopwiseError(
             f"{where} describes hardware, not a model",

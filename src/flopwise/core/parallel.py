@@ -6,7 +6,7 @@ apart: what talks most stays inside a node. A mixture's experts are dealt out am
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from flopwise.core.errors import FlopwiseError, shown, unknown_name
@@ -262,6 +262,9 @@ def parse_parallel(text: str, devices: int | None) -> Parallel:
     if devices is not None and "data" not in fields and named and devices % named == 0:
         fields["data"] = devices // named
     parallel = Parallel(**fields)
+    if parallel.replicas == 1:
+        # Shards of one rank are the whole: the same set-up goes by one name.
+        parallel = replace(parallel, zero=0, shard=None, reshard=True, prefetch=1)
     if devices is not None and parallel.devices != devices:
         raise FlopwiseError(
             f"{parallel.label} is for {parallel.devices:,} devices, not for {devices:,}",
@@ -276,6 +279,8 @@ def _check_meaning(fields: dict[str, Any]) -> None:
     of_stages = {"schedule", "balance"} & set(fields)
     if of_stages and fields.get("pipeline", 1) == 1:
         raise FlopwiseError("a schedule or `balanced` without stages", why="they order a pipeline", hint="pp2 or more")
+    if "shard" in fields and not fields.get("zero"):
+        raise FlopwiseError("`shard` without zero", why="nothing is sharded", hint="zero1, zero2 or zero3")
     if {"reshard", "prefetch"} & set(fields) and fields.get("zero") != 3:
         raise FlopwiseError("`kept` or `prefetch` without zero3", why="only zero3 gathers weights", hint="zero3")
 

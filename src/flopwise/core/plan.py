@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flopwise.core.errors import FlopwiseError
 from flopwise.core.op import AttentionKernel
 from flopwise.core.parallel import Parallel
 from flopwise.core.work import Recompute
 from flopwise.core.workload import Fusion, Optimizer
+
+WRITTEN_BY = "`flopwise plan … -w plan.toml` writes one"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,3 +44,14 @@ class ClusterPlan:
     expected: Expected
     device_memory_bytes: int | None = None
     """The cap that it was made for; None: all of the device."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_tokens", "batch_sequences", "micro_batch_sequences"):
+            if getattr(self, name) < 1:
+                raise FlopwiseError(f"{name} of a plan must be at least 1, got {getattr(self, name)}", hint=WRITTEN_BY)
+        if self.devices != self.parallel.devices:
+            raise FlopwiseError(
+                f"the plan is for {self.devices:,} devices, its [parallel] for {self.parallel.devices:,}",
+                why="the degrees multiplied are the number of devices",
+                hint=WRITTEN_BY,
+            )

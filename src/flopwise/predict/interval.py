@@ -12,8 +12,8 @@ The rule, in full:
    architecture, a stack, sharded weights or a feature (context or expert parallelism, hybrid sharding, interleaved
    stages, offload, mixtures, recurrent models) that is not in the data stretches by 1.5. The stretches are multiplied,
    and the tables that the set-up is nearest to, those with the least stretch, are the ones that count.
-3. The interval inside the data: from the lowest p10 to the highest p90 of measured ÷ predicted, and 1 itself, so that
-   a prediction never lies outside its own interval.
+3. The interval inside their data: from p10 to p90 of measured ÷ predicted (the lowest and the highest, where several
+   tables are as near), and 1 itself, so that a prediction never lies outside its own interval.
 4. Widths are of logarithms, and grow on both sides alike; so an interval outside a table's data always contains the one
    inside, and the farther outside the wider it is.
 """
