@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from flopwise.cli.options import Found, changes_of, is_given, names, value_of
-from flopwise.cli.output import show_page, width
+from flopwise.cli.output import Writers, print_records
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -190,17 +190,11 @@ def _no_technology(name: str) -> FlopwiseError:
 def _print_records(records: list[DeepflowRecord], form: str) -> None:
     from flopwise.report import deepflow as written
 
-    if form == "json":
-        typer.echo(written.deepflow_json(records))
-        return
-    if form == "csv":
-        typer.echo(written.deepflow_csv(records), nl=False)
-    elif form == "md":
-        typer.echo(written.deepflow_markdown(records), nl=False)
-    elif len(records) == 1:
-        show_page(written.deepflow_page(records[0]))
-        return
-    else:
-        show_page(written.compared_table(records, width()))
-    for note in dict.fromkeys(note for record in records for note in record.notes):
-        typer.echo(f"note: {note}", err=True)
+    writers = Writers(
+        json=written.deepflow_json,
+        csv=written.deepflow_csv,
+        markdown=written.deepflow_markdown,
+        page=written.deepflow_page,
+        table=written.compared_table,
+    )
+    print_records(records, form, writers)

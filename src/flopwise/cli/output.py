@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import typer
 
@@ -13,6 +14,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from rich.console import RenderableType
+
+
+class Noted(Protocol):
+    """A record with notes for its reader."""
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+
+Record = TypeVar("Record", bound=Noted)
 
 BAR_AFTER_S = 2.0
 """Work that takes longer shows a bar."""
@@ -40,6 +51,37 @@ def show_page(page: RenderableType) -> None:
     text = io.StringIO()
     Console(**plain, file=text).print(page, crop=False)
     typer.echo("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Writers(Generic[Record]):
+    """How records of a kind are written, in each form."""
+
+    json: Callable[[list[Record]], str]
+    csv: Callable[[list[Record]], str]
+    markdown: Callable[[list[Record]], str]
+    page: Callable[[Record], RenderableType]
+    """Of one record."""
+    table: Callable[[list[Record], int], RenderableType]
+    """Of several, so many columns wide."""
+
+
+def print_records(records: list[Record], form: str, writers: Writers[Record]) -> None:
+    """Records in the form asked for; a page and JSON hold their notes, beside rows they are talk."""
+    if form == "json":
+        typer.echo(writers.json(records))
+        return
+    if form == "csv":
+        typer.echo(writers.csv(records), nl=False)
+    elif form == "md":
+        typer.echo(writers.markdown(records), nl=False)
+    elif len(records) == 1:
+        show_page(writers.page(records[0]))
+        return
+    else:
+        show_page(writers.table(records, width()))
+    for note in dict.fromkeys(note for record in records for note in record.notes):
+        typer.echo(f"note: {note}", err=True)
 
 
 @contextmanager

@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from flopwise.core.hardware import Hardware
     from flopwise.core.model import Model
     from flopwise.core.op import Convention
+    from flopwise.core.plan import Answer, Option
     from flopwise.core.prediction import Prediction
-    from flopwise.plan.answer import Answer
-    from flopwise.plan.search import Option, Question
+    from flopwise.plan.search import Question
     from flopwise.predict.choose import Request
-    from flopwise.report.plans import PlanReport
 
 
 def plan(
@@ -77,15 +76,14 @@ def plan(
     machine = hardware_named(on)
     if write:
         check_target(write)
-    report = _planned(described, machine, request, offload=offload, convention=counting)
-    _print(report, machine.title, form)
+    found = _planned(described, machine, request, offload=offload)
+    prediction = _predicted(described, machine, request, found.best, counting)
+    _print(prediction, found, machine.title, form)
     if write:
-        _written(write, described, on, request, report.prediction)
+        _written(write, described, on, request, prediction)
 
 
-def _planned(
-    model: Model, hardware: Hardware, request: Request, *, offload: bool, convention: Convention
-) -> PlanReport:
+def _planned(model: Model, hardware: Hardware, request: Request, *, offload: bool) -> Answer:
     import time
 
     from flopwise.core.units import show_seconds
@@ -97,7 +95,7 @@ def _planned(
         found = answer(question, tell)
     # Not the same twice, so it is talk and not part of the answer.
     typer.echo(f"searched for {show_seconds(time.monotonic() - started)}", err=True)
-    return _report(found, _predicted(model, hardware, request, found.best, convention))
+    return found
 
 
 PLAN_LEAVES_OPEN = ("model", "output", "convention")
@@ -172,52 +170,17 @@ def _predicted(model: Model, hardware: Hardware, request: Request, best: Option,
     return predicted(model, hardware, fixed, convention)
 
 
-def _report(found: Answer, prediction: Prediction) -> PlanReport:
-    from flopwise.report.plans import ChangeRow, PlanReport, PlanRow
-
-    def row(option: Option, slower: float, lost: dict[str, float]) -> PlanRow:
-        return PlanRow(
-            parallel=option.parallel,
-            micro_batch_sequences=option.workload.micro_batch_sequences,
-            recompute=option.workload.recompute,
-            device_bytes=option.device_bytes,
-            step_s=option.step_s,
-            slower=slower,
-            lost=lost,
-        )
-
-    none = dict.fromkeys(found.best.parts, 0.0)
-    return PlanReport(
-        prediction=prediction,
-        rows=(row(found.best, 0.0, none), *(row(one.option, one.slower, one.lost) for one in found.losers)),
-        changes=tuple(
-            ChangeRow(
-                devices=one.devices,
-                capacity_bytes=one.capacity_bytes,
-                parallel=one.option.parallel if one.option else None,
-                micro_batch_sequences=one.option.workload.micro_batch_sequences if one.option else None,
-                recompute=one.option.workload.recompute if one.option else None,
-                speed=one.speed,
-            )
-            for one in found.what_if
-        ),
-        evaluated=found.evaluated,
-        fitting=found.fitting,
-        timed=found.timed,
-    )
-
-
-def _print(report: PlanReport, title: str, form: str) -> None:
+def _print(prediction: Prediction, found: Answer, title: str, form: str) -> None:
     from flopwise.report import plans
 
     if form == "json":
-        typer.echo(plans.plan_json(report))
+        typer.echo(plans.plan_json(prediction, found))
     elif form == "csv":
-        typer.echo(plans.plan_csv(report), nl=False)
+        typer.echo(plans.plan_csv(found), nl=False)
     elif form == "md":
-        typer.echo(plans.plan_markdown(report), nl=False)
+        typer.echo(plans.plan_markdown(found), nl=False)
     else:
-        show_page(plans.plan_page(report, title))
+        show_page(plans.plan_page(prediction, found, title))
 
 
 def _written(path: str, model: Model, hardware: str, request: Request, prediction: Prediction) -> None:

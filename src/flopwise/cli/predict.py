@@ -35,7 +35,7 @@ from flopwise.cli.options import (
     one_of,
     requested,
 )
-from flopwise.cli.output import show_page, width
+from flopwise.cli.output import Writers, print_records, show_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,21 +110,14 @@ def predict(
 def _print_predictions(predictions: list[Prediction], titles: dict[str, str], form: str) -> None:
     from flopwise.report import predictions as written
 
-    if form == "json":
-        typer.echo(written.predictions_json(predictions))
-        return
-    if form == "csv":
-        typer.echo(written.predictions_csv(predictions), nl=False)
-    elif form == "md":
-        typer.echo(written.predictions_markdown(predictions), nl=False)
-    elif len(predictions) == 1:
-        show_page(written.prediction_page(predictions[0], titles[predictions[0].hardware]))
-        return
-    else:
-        show_page(written.compared_table(predictions, width()))
-    # A page and JSON hold their notes; beside rows they are talk.
-    for note in dict.fromkeys(note for prediction in predictions for note in prediction.notes):
-        typer.echo(f"note: {note}", err=True)
+    writers = Writers(
+        json=written.predictions_json,
+        csv=written.predictions_csv,
+        markdown=written.predictions_markdown,
+        page=lambda prediction: written.prediction_page(prediction, titles[prediction.hardware]),
+        table=written.compared_table,
+    )
+    print_records(predictions, form, writers)
 
 
 # -- every setting and where it came from ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`ClusterPlan`: a step over several devices, complete: the model, the workload and how it is spread."""
+"""What planning hands on: `ClusterPlan`, the file, and `Answer`, the best strategy among those that were tried."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.op import AttentionKernel
 from flopwise.core.parallel import Parallel
 from flopwise.core.work import Recompute
-from flopwise.core.workload import Fusion, Optimizer
+from flopwise.core.workload import Fusion, Optimizer, Workload
 
 WRITTEN_BY = "`flopwise plan … -w plan.toml` writes one"
 
@@ -55,3 +55,49 @@ class ClusterPlan:
                 why="the degrees multiplied are the number of devices",
                 hint=WRITTEN_BY,
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A strategy with what it takes."""
+
+    parallel: Parallel
+    workload: Workload
+    step_s: float
+    device_bytes: int
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loser:
+    """A strategy that lost, and where."""
+
+    option: Option
+    slower: float
+    """Share of the best's time that it takes longer."""
+    lost: dict[str, float]
+    """By part of the step, shares of the best's time that it takes longer there (negative: that it gains)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhatIf:
+    """The best strategy of a changed question."""
+
+    devices: int
+    capacity_bytes: int
+    option: Option | None
+    """None: nothing fits, or nothing legal."""
+    speed: float | None
+    """Tokens per second over those of the answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """The best, the rest, and how many were tried."""
+
+    best: Option
+    losers: tuple[Loser, ...]
+    what_if: tuple[WhatIf, ...]
+    evaluated: int
+    fitting: int
+    timed: int

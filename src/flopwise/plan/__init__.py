@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flopwise.plan.answer import Answer, answer
-from flopwise.plan.search import Option, Question, fastest
+from flopwise.core.plan import Answer, Option
+from flopwise.plan.answer import answer
+from flopwise.plan.search import Question, fastest
 
 __all__ = ["Answer", "Option", "Question", "answer", "fastest"]

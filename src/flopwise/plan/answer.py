@@ -3,49 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.parallel import Parallel
-from flopwise.plan.search import Found, Option, Question, fastest
+from flopwise.core.plan import Answer, Loser, Option, WhatIf
+from flopwise.plan.search import Found, Question, fastest
 
 TOLD = 6
 """Other ways of splitting the model that an answer tells of."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loser:
-    """A strategy that lost, and where."""
-
-    option: Option
-    slower: float
-    """Share of the best's time that it takes longer."""
-    lost: dict[str, float]
-    """By part of the step, shares of the best's time that it takes longer there (negative: that it gains)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WhatIf:
-    """The best strategy of a changed question."""
-
-    devices: int
-    capacity_bytes: int
-    option: Option | None
-    """None: nothing fits, or nothing legal."""
-    speed: float | None
-    """Tokens per second over those of the answer."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """The best, the rest, and how many were tried."""
-
-    best: Option
-    losers: tuple[Loser, ...]
-    what_if: tuple[WhatIf, ...]
-    evaluated: int
-    fitting: int
-    timed: int
 
 
 Steps = Callable[[str, int, int], None]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
-from flopwise.core.parallel import Parallel
+from flopwise.core.plan import Option
 from flopwise.core.stack import Stack
 from flopwise.core.work import Recompute
 from flopwise.core.workload import Workload
@@ -52,17 +52,6 @@ class Question:
     micro_batch_sequences: int | None = None
     offload: bool = False
     """Whether state and activations may go to host memory."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """A strategy with what it takes."""
-
-    parallel: Parallel
-    workload: Workload
-    step_s: float
-    device_bytes: int
-    parts: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

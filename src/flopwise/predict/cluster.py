@@ -142,12 +142,17 @@ def peak_bytes(listed: Listed, hardware: Hardware, stack: Stack) -> Floats:
 def least_seconds(listed: Listed, hardware: Hardware, stack: Stack) -> Floats:
     """Seconds that a step cannot be below: its blocks' kernels, dealt out evenly over the stages."""
     stack = stack.on(hardware.device.architecture)
-    factors = np.array([stack.value(name) for name in ("products", "attention", "streaming")])
+    factors = _factors(stack)
     layer = (listed.table.seconds[:, BLOCK] * factors).sum(axis=(1, 2))
     strategies = listed.strategies
     micro_batches = layer[strategies.row] * (strategies.micro_batches - 1) + layer[strategies.rest_row]
     seconds = micro_batches * listed.table.layers[strategies.row] / strategies.pipeline
     return np.asarray(seconds, dtype=np.float64)
+
+
+def _factors(stack: Stack) -> Floats:
+    """A stack's factors on the seconds of kernels, by class."""
+    return np.array([stack.value(name) for name in ("products", "attention", "streaming")])
 
 
 def _most(arrays: list[Floats]) -> Floats:
@@ -162,7 +167,7 @@ def _step(strategies: Strategies, table: Pieces, hardware: Hardware, stack: Stac
 def _passes(step: _Step) -> _Pass:
     """Kernels and what stands between them, for each part of the model."""
     moved, stack = step.moved, step.stack
-    factors = np.array([stack.value(name) for name in ("products", "attention", "streaming")])
+    factors = _factors(stack)
     seconds = np.moveaxis(step.table.seconds, 0, -1) * factors[None, None, :, None]
     forward, later = seconds[:, Phase.FORWARD], seconds[:, Phase.BACKWARD] + seconds[:, Phase.RECOMPUTE]
     both = forward + later

@@ -18,7 +18,7 @@ from flopwise.core.case import Case
 from flopwise.core.hardware import Hardware
 from flopwise.core.stack import Stack
 from flopwise.predict.calls import Floats
-from flopwise.predict.cluster import evaluate
+from flopwise.predict.cluster import evaluate, peak_bytes
 from flopwise.predict.memory import usable_bytes
 from flopwise.predict.strategies import Booleans, Listed, listed
 
@@ -51,7 +51,7 @@ class Measured:
 
     def device_bytes(self, stack: Stack) -> Floats:
         """Predicted peak memory of every case."""
-        return self._each(lambda listed, hardware: evaluate(listed, hardware, stack).device_bytes)
+        return self._each(lambda listed, hardware: peak_bytes(listed, hardware, stack))
 
     def fits(self, stack: Stack) -> Booleans:
         """Whether each case fits its device by prediction."""

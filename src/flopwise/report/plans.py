@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from flopwise.core.files import to_json
-from flopwise.core.parallel import Parallel
+from flopwise.core.plan import Answer, Loser, Option, WhatIf
 from flopwise.core.prediction import Prediction
 from flopwise.core.units import show_bytes, show_seconds, show_share, significant
 from flopwise.report.predictions import chosen_words, heading, interval_words, memory_and_time, outside_words
@@ -25,63 +25,20 @@ COLUMNS = ("strategy", "micro", "recompute", "memory", "step", "slower", "where"
 WORDS = {"strategy", "recompute", "where"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanRow:
-    """One strategy of an answer, as it is written."""
-
-    parallel: Parallel
-    micro_batch_sequences: int
-    recompute: str
-    device_bytes: int
-    step_s: float
-    slower: float
-    """Share of the best's time."""
-    lost: dict[str, float]
-    """By part of the step, as shares of the best's time."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChangeRow:
-    """What a changed question would give."""
-
-    devices: int
-    capacity_bytes: int
-    parallel: Parallel | None
-    micro_batch_sequences: int | None
-    recompute: str | None
-    speed: float | None
-    """Tokens per second over those of the answer; None where nothing fits."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanReport:
-    """All that is printed of a plan."""
-
-    prediction: Prediction
-    rows: tuple[PlanRow, ...]
-    """The best first."""
-    changes: tuple[ChangeRow, ...]
-    evaluated: int
-    fitting: int
-    timed: int
-
-
-def plan_page(report: PlanReport, title: str) -> RenderableType:
-    """The answer on a page."""
-    prediction = report.prediction
+def plan_page(prediction: Prediction, answer: Answer, title: str) -> RenderableType:
+    """The answer on a page; `prediction` is that of its best strategy."""
     return Group(
         heading(prediction, title),
         "",
         *memory_and_time(prediction),
         "",
-        _speed(report),
+        _speed(prediction, answer),
         "",
-        _strategies(report),
+        _strategies(answer),
     )
 
 
-def _speed(report: PlanReport) -> Table:
-    prediction = report.prediction
+def _speed(prediction: Prediction, answer: Answer) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
@@ -91,10 +48,10 @@ def _speed(report: PlanReport) -> Table:
         "speed", f"{rate} · {show_share(prediction.mfu)} MFU · {show_share(prediction.hfu)} HFU", style="bold"
     )
     table.add_row(
-        "searched", f"{report.evaluated:,} strategies, {report.fitting:,} fit, {report.timed:,} of them timed"
+        "searched", f"{answer.evaluated:,} strategies, {answer.fitting:,} fit, {answer.timed:,} of them timed"
     )
-    for change in report.changes:
-        table.add_row("what if", f"{_question(change, prediction)}: {_changed(change, report.rows[0])}")
+    for change in answer.what_if:
+        table.add_row("what if", f"{_question(change, prediction)}: {_changed(change, answer.best)}")
     if prediction.interval is not None and prediction.interval.outside:
         table.add_row("outside", outside_words(prediction.interval))
     if prediction.chosen:
@@ -104,47 +61,50 @@ def _speed(report: PlanReport) -> Table:
     return table
 
 
-def _question(change: ChangeRow, prediction: Prediction) -> str:
+def _question(change: WhatIf, prediction: Prediction) -> str:
     more = change.devices - prediction.devices
     if more:
         return f"one more {'node' if more > 1 else 'device'} ({change.devices:,} devices)"
     return f"half the memory ({show_bytes(change.capacity_bytes)})"
 
 
-def _changed(change: ChangeRow, best: PlanRow) -> str:
-    if change.parallel is None or change.speed is None:
+def _changed(change: WhatIf, best: Option) -> str:
+    if change.option is None or change.speed is None:
         return "nothing fits"
-    gain = change.speed - 1
+    found, gain = change.option, change.speed - 1
     words = [f"{'+' if gain >= 0 else '−'}{show_share(abs(gain))} speed" if abs(gain) > SAME else "no change of speed"]
-    if change.parallel == best.parallel:
-        words.append("the same strategy")
-    else:
-        words.append(f"with {change.parallel.label}")
-    if change.micro_batch_sequences != best.micro_batch_sequences:
-        words.append(f"micro-batch {change.micro_batch_sequences:,}")
-    if change.recompute != best.recompute:
-        words.append(f"recompute {change.recompute}")
+    words.append("the same strategy" if found.parallel == best.parallel else f"with {found.parallel.label}")
+    if found.workload.micro_batch_sequences != best.workload.micro_batch_sequences:
+        words.append(f"micro-batch {found.workload.micro_batch_sequences:,}")
+    if found.workload.recompute != best.workload.recompute:
+        words.append(f"recompute {found.workload.recompute}")
     return ", ".join(words)
 
 
-def _strategies(report: PlanReport) -> Table:
+def _strategies(answer: Answer) -> Table:
     """The best and those that lose; what is too long for the terminal is folded."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in COLUMNS:
         folded = name in ("strategy", "where")
         table.add_column(name, justify="left" if name in WORDS else "right", no_wrap=not folded, overflow="fold")
-    for row in report.rows:
+    for row in _rows(answer):
         table.add_row(*_cells(row))
     return table
 
 
-def _cells(row: PlanRow) -> list[str]:
+def _rows(answer: Answer) -> list[Loser]:
+    """The best, which loses nothing, and those that lose."""
+    nothing = dict.fromkeys(answer.best.parts, 0.0)
+    return [Loser(option=answer.best, slower=0.0, lost=nothing), *answer.losers]
+
+
+def _cells(row: Loser) -> list[str]:
     return [
-        row.parallel.label,
-        f"{row.micro_batch_sequences:,}",
-        row.recompute,
-        show_bytes(row.device_bytes),
-        show_seconds(row.step_s),
+        row.option.parallel.label,
+        f"{row.option.workload.micro_batch_sequences:,}",
+        row.option.workload.recompute,
+        show_bytes(row.option.device_bytes),
+        show_seconds(row.option.step_s),
         "" if not row.slower else f"+{show_share(row.slower)}",
         where_lost(row.lost),
     ]
@@ -162,31 +122,57 @@ def where_lost(lost: Mapping[str, float]) -> str:
     return ", ".join(words)
 
 
-def plan_markdown(report: PlanReport) -> str:
+def plan_markdown(answer: Answer) -> str:
     """The strategies as a markdown table."""
-    return markdown_table(COLUMNS, [_cells(row) for row in report.rows], WORDS)
+    return markdown_table(COLUMNS, [_cells(row) for row in _rows(answer)], WORDS)
 
 
-def plan_csv(report: PlanReport) -> str:
+def plan_csv(answer: Answer) -> str:
     """One row a strategy, full precision."""
-    return csv_text([_flat(row) for row in report.rows])
+    return csv_text([_flat(row) for row in _rows(answer)])
 
 
-def _flat(row: PlanRow) -> dict[str, object]:
+def _flat(row: Loser) -> dict[str, object]:
+    parallel, record = row.option.parallel, _record(row)
     parts = {f"lost_{name}": share for name, share in row.lost.items()}
-    plain = {key: value for key, value in asdict(row).items() if key not in ("parallel", "lost")}
-    return {"strategy": row.parallel.label, **asdict(row.parallel), **plain, **parts}
+    plain = {key: value for key, value in record.items() if key not in ("parallel", "lost")}
+    return {"strategy": parallel.label, **asdict(parallel), **plain, **parts}
 
 
-def plan_json(report: PlanReport) -> str:
+def _record(row: Loser) -> dict[str, object]:
+    """One strategy, as it is written."""
+    return {
+        "parallel": row.option.parallel,
+        "micro_batch_sequences": row.option.workload.micro_batch_sequences,
+        "recompute": row.option.workload.recompute,
+        "device_bytes": row.option.device_bytes,
+        "step_s": row.option.step_s,
+        "slower": row.slower,
+        "lost": row.lost,
+    }
+
+
+def _change_record(change: WhatIf) -> dict[str, object]:
+    option = change.option
+    return {
+        "devices": change.devices,
+        "capacity_bytes": change.capacity_bytes,
+        "parallel": option.parallel if option else None,
+        "micro_batch_sequences": option.workload.micro_batch_sequences if option else None,
+        "recompute": option.workload.recompute if option else None,
+        "speed": change.speed,
+    }
+
+
+def plan_json(prediction: Prediction, answer: Answer) -> str:
     """The whole answer."""
     return to_json(
         {
-            "prediction": report.prediction,
-            "strategies": report.rows,
-            "what_if": report.changes,
-            "evaluated": report.evaluated,
-            "fitting": report.fitting,
-            "timed": report.timed,
+            "prediction": prediction,
+            "strategies": [_record(row) for row in _rows(answer)],
+            "what_if": [_change_record(change) for change in answer.what_if],
+            "evaluated": answer.evaluated,
+            "fitting": answer.fitting,
+            "timed": answer.timed,
         }
     )

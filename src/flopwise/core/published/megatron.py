@@ -31,6 +31,7 @@ from flopwise.core.case import Case
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import POLICIES
 from flopwise.core.parallel import Parallel
+from flopwise.core.published.gpt import gpt
 from flopwise.core.published.rows import Row, check_batch, placed
 from flopwise.core.transformer import Transformer
 from flopwise.core.workload import Workload
@@ -182,23 +183,13 @@ def printed_flops(model: Transformer, batch: int, tokens: int) -> float:
 
 
 def _model(size: str, hidden: int, layers: int, heads: int, vocab: int) -> Transformer:
-    return Transformer(
+    return gpt(
         name=f"gpt-{size.lower()}",
         title=f"GPT {size} of the Megatron-LM paper",
         source="https://arxiv.org/abs/2104.04473",
         layers=layers,
         hidden=hidden,
         heads=heads,
-        ffn=4 * hidden,
         vocab=vocab,
         context=2048,
-        positions="learned",
-        norm="layer",
-        norm_bias=True,
-        gated=False,
-        activation="gelu",
-        qkv_bias=True,
-        output_bias=True,
-        ffn_bias=True,
-        tied=True,
     )

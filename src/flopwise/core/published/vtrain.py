@@ -34,6 +34,7 @@ from flopwise.core.case import Case
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import parse_formats
 from flopwise.core.parallel import Parallel
+from flopwise.core.published.gpt import gpt
 from flopwise.core.published.rows import Row, check_batch, placed
 from flopwise.core.transformer import Transformer
 from flopwise.core.workload import Workload
@@ -93,23 +94,13 @@ def _case(row: Row) -> Case:
 
 def _model(row: Row) -> Transformer:
     hidden, layers = row.count("hidden size"), row.count("# layers")
-    return Transformer(
+    return gpt(
         name=f"gpt-h{hidden}-l{layers}",
         title=f"GPT of {layers} layers, {hidden} wide",
         source="https://github.com/VIA-Research/vTrain",
         layers=layers,
         hidden=hidden,
         heads=row.count("attention heads"),
-        ffn=4 * hidden,
         vocab=VOCABULARY,
         context=row.count("sequence length"),
-        positions="learned",
-        norm="layer",
-        norm_bias=True,
-        gated=False,
-        activation="gelu",
-        qkv_bias=True,
-        output_bias=True,
-        ffn_bias=True,
-        tied=True,
     )
