@@ -33,10 +33,10 @@ from flopwise.cli.options import (
 from flopwise.cli.output import progress_bar, show_page
 
 if TYPE_CHECKING:
+    from flopwise.core.cluster_plan import Answer, Option
     from flopwise.core.hardware import Hardware
     from flopwise.core.model import Model
     from flopwise.core.op import Convention
-    from flopwise.core.plan import Answer, Option
     from flopwise.core.prediction import Prediction
     from flopwise.plan.search import Question
     from flopwise.predict.choose import Request
@@ -187,8 +187,8 @@ def _written(path: str, model: Model, hardware: str, request: Request, predictio
     from pathlib import Path
 
     from flopwise.core.catalog import plan_table
+    from flopwise.core.cluster_plan import ClusterPlan, Expected
     from flopwise.core.files import to_toml, write_whole
-    from flopwise.core.plan import ClusterPlan, Expected
 
     made = ClusterPlan(
         hardware=hardware,

@@ -8,13 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from flopwise.core.cluster_plan import ClusterPlan
 from flopwise.core.errors import FlopwiseError, shown, unknown_name
 from flopwise.core.evidence import Evidence, EvidenceBook
 from flopwise.core.files import decode, entry_kind, plain, read_table
 from flopwise.core.hardware import Hardware
 from flopwise.core.lstm import Lstm
 from flopwise.core.model import ARCHITECTURES, Model
-from flopwise.core.plan import ClusterPlan
 from flopwise.core.stack import Stack
 from flopwise.core.transformer import Transformer
 

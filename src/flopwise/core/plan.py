@@ -1,103 +1,266 @@
-"""What planning hands on: `ClusterPlan`, the file, and `Answer`, the best strategy among those that were tried."""
+"""`Plan`: everything that a step on one device needs to be told, and what it is expected to take.
+
+The words. A *chunk* is the tokens that pass through a layer at once: several sequences, one, or a part of one. A
+*round* is a forward and a backward over its chunks, all of them through one layer before the next; a *step* is its
+rounds and the update. State *stays* on the device, and then has no copy on the host, or *passes* through slots on its
+way from the host and back. What a layer keeps of a chunk for its backward stays on the device or leaves for the host, at
+a save level.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.op import AttentionKernel
-from flopwise.core.parallel import Parallel
+from flopwise.core.errors import FlopwiseError, shown
+from flopwise.core.formats import parse_formats
+from flopwise.core.op import SaveLevel
+from flopwise.core.prediction import Interval
 from flopwise.core.work import Recompute
-from flopwise.core.workload import Fusion, Optimizer, Workload
+from flopwise.core.workload import Optimizer
 
 WRITTEN_BY = "`flopwise plan … -w plan.toml` writes one"
+
+End = Literal["embedding", "head"]
+ENDS: tuple[End, ...] = get_args(End)
+
+Place = Literal["device", "host"]
+
+LEVELS: dict[str, SaveLevel] = {
+    "full": SaveLevel.EVERYTHING,
+    "attention": SaveLevel.ATTENTION,
+    "context": SaveLevel.CONTEXT,
+    "input": SaveLevel.INPUT,
+}
+"""Save levels by the names that plans give them, from the most bytes to the fewest."""
+
+LETTERS: dict[str, str] = {name[0]: name for name in LEVELS}
+"""`f`, `a`, `c`, `i`: one letter a (layer, chunk) in a plan's `saves`; small ones leave, capital ones stay."""
+
+POLICY: dict[str, Recompute] = {"full": "everything", "attention": "attention", "context": "context", "input": "input"}
+"""What is made again in backward at each level, as `Work.recomputed` calls it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Residency:
+    """Where one kind of state (weights, gradients, optimizer state) is."""
+
+    blocks: int
+    """Blocks that stay on the device, spread evenly over the layers."""
+    passing: int = 0
+    """Slots, each for one block, through which the other blocks pass."""
+    ends: tuple[End, ...] = ()
+    """Embedding and head, those of them that stay; the others pass through a slot of their size."""
+
+    def __post_init__(self) -> None:
+        if self.blocks < 0 or self.passing < 0:
+            raise FlopwiseError(f"a plan cannot keep {min(self.blocks, self.passing)} blocks", hint=WRITTEN_BY)
+        if len(set(self.ends)) != len(self.ends):
+            raise FlopwiseError(f"a plan names {shown(list(self.ends))} as ends that stay", hint=WRITTEN_BY)
+
+    def staying(self, layers: int) -> frozenset[int]:
+        """The layers whose block stays: as evenly spread as can be, so that the link is used evenly too."""
+        return frozenset(spread(self.blocks, layers))
+
+    @property
+    def on_device(self) -> int:
+        """Blocks that the device has room for."""
+        return self.blocks + self.passing
+
+
+def spread(count: int, places: int) -> list[int]:
+    """`count` of `places` places, evenly spread: 2 of 4 are 0 and 2."""
+    return [index for index in range(places) if (index + 1) * count // places > index * count // places]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """What the plan promises, by prediction."""
+    """What the plan promises, by simulation."""
 
     step_s: float
     tokens_per_s: float
     mfu: float
+    hfu: float
     device_bytes: int
-    """Of the fullest device."""
+    host_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterPlan:
-    """What `plan.toml` holds beside the model's description."""
+class Plan:
+    """One device, two memory caps, and the set-up that keeps it busy. `plan.toml` holds it beside the model."""
 
     hardware: str
     """Catalogue name or the file that was named."""
-    devices: int
+    device_memory_bytes: int
+    """The cap on device memory that it was made for."""
+    host_memory_bytes: int
     sequence_tokens: int
-    batch_sequences: int
-    micro_batch_sequences: int
+    chunk_tokens: int
+    """A multiple of the sequence, or at most as long; the last chunk of a sequence may be shorter."""
+    chunks_per_round: int
+    rounds_per_step: int
+    head_chunk_tokens: int
+    """Tokens whose logits exist at once."""
+    attention: Literal["sequence", "chunk"]
+    """Whether attention runs over a whole sequence at once or over each chunk's queries in turn."""
+    weights: Residency
+    gradients: Residency
+    optimizer_state: Residency
+    activation_slots: int
+    """Room on the device for so many (layer, chunk) at level `full`: those at work, on the way, and those that stay."""
+    saves: tuple[str, ...]
+    """For each layer a letter a chunk: f(ull), a(ttention), c(ontext), i(nput); capital: stays on the device."""
     precision: str
-    recompute: Recompute
-    attention: AttentionKernel
-    fusion: Fusion
-    optimizer: Optimizer
-    stack: str
-    parallel: Parallel
-    expected: Expected
-    device_memory_bytes: int | None = None
-    """The cap that it was made for; None: all of the device."""
+    optimizer: Optimizer = "adamw"
+    update_place: Place = "device"
+    update_when: Literal["backward", "end"] = "backward"
+    """Right after a layer's last backward, or when all gradients are there, as clipping by their norm needs it."""
+    host_copies: bool = False
+    """Whether the host keeps a copy of what stays on the device too, as the rule `dataflow` does."""
+    rule: str = "flopwise"
+    expected: Expected | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sequence_tokens", "batch_sequences", "micro_batch_sequences"):
+        for name in ("sequence_tokens", "chunk_tokens", "chunks_per_round", "rounds_per_step", "head_chunk_tokens"):
             if getattr(self, name) < 1:
                 raise FlopwiseError(f"{name} of a plan must be at least 1, got {getattr(self, name)}", hint=WRITTEN_BY)
-        if self.devices != self.parallel.devices:
+        if self.chunk_tokens > self.sequence_tokens and self.chunk_tokens % self.sequence_tokens:
             raise FlopwiseError(
-                f"the plan is for {self.devices:,} devices, its [parallel] for {self.parallel.devices:,}",
-                why="the degrees multiplied are the number of devices",
+                f"a chunk of {self.chunk_tokens:,} tokens holds no whole sequences of {self.sequence_tokens:,}",
+                why="a chunk is whole sequences, or a part of one",
                 hint=WRITTEN_BY,
             )
+        if self.chunks_per_round % self.chunks_per_sequence:
+            raise FlopwiseError(
+                f"a round of {self.chunks_per_round} chunks ends within a sequence",
+                why=f"a sequence is {self.chunks_per_sequence} chunks of {self.chunk_tokens:,} tokens",
+                hint=WRITTEN_BY,
+            )
+        if self.activation_slots < 1:
+            raise FlopwiseError("a plan needs at least one slot for activations", hint=WRITTEN_BY)
+        wrong = [row for row in self.saves if len(row) != self.chunks_per_round or row.lower().strip("".join(LETTERS))]
+        if not self.saves or wrong:
+            raise FlopwiseError(
+                f"`saves` of a plan cannot hold {shown(wrong[0] if wrong else [])}",
+                why=f"it has for each layer one of {', '.join(LETTERS)} a chunk, of which there are"
+                f" {self.chunks_per_round}",
+                hint=WRITTEN_BY,
+            )
+        for kind in ("weights", "gradients", "optimizer_state"):
+            if getattr(self, kind).blocks > len(self.saves):
+                raise FlopwiseError(f"more blocks of {kind} stay than the plan has layers", hint=WRITTEN_BY)
+        parse_formats(self.precision)
+
+    @property
+    def layers(self) -> int:
+        return len(self.saves)
+
+    @property
+    def chunks_per_sequence(self) -> int:
+        """1 where a chunk holds whole sequences."""
+        return -(-self.sequence_tokens // self.chunk_tokens)
+
+    @property
+    def sequences_per_round(self) -> int:
+        whole = max(1, self.chunk_tokens // self.sequence_tokens)
+        return self.chunks_per_round // self.chunks_per_sequence * whole
+
+    @property
+    def tokens_per_round(self) -> int:
+        return self.sequences_per_round * self.sequence_tokens
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.rounds_per_step * self.tokens_per_round
+
+    def tokens_of(self, chunk: int) -> int:
+        """Tokens of a chunk; the last one of a sequence may be shorter than the others."""
+        if self.chunks_per_sequence == 1:
+            return max(self.chunk_tokens, self.sequence_tokens)
+        before = chunk % self.chunks_per_sequence * self.chunk_tokens
+        return min(self.chunk_tokens, self.sequence_tokens - before)
+
+    def saved(self, place: Place) -> dict[str, int]:
+        """How many (layer, chunk) are kept at each level in that place."""
+        letters = Counter("".join(self.saves))
+        return {name: letters[letter.upper() if place == "device" else letter] for letter, name in LETTERS.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """A strategy with what it takes."""
+class Forecast:
+    """A plan played against a hardware description."""
 
-    parallel: Parallel
-    workload: Workload
     step_s: float
-    device_bytes: int
-    parts: dict[str, float]
+    tokens_per_s: float
+    mfu: float
+    hfu: float
+    peak_flops: float
+    ceiling_share: float
+    """Time of the model's own matrix products and attention at the kernels' rates, by the step's time."""
+    compute_s: float
+    """Busy time of the compute stream, recompute and update included."""
+    recompute_s: float
+    update_s: float
+    """Time of the step in which nothing but the update and what it waits for is left."""
+    exposed_copy_s: float
+    idle: dict[str, float]
+    """Seconds that the device waits within a step, by what it waits for; they add up with `compute_s` to the step."""
+    copy_in_bytes: int
+    copy_out_bytes: int
+    """Over the link in a step."""
+    link_share: float
+    """Of the step, the time in which the busier direction of the link is in use."""
+    bound: str
+    device_bytes: dict[str, int]
+    """Room by owner: it is taken at the start and kept."""
+    host_bytes: dict[str, int]
+    model_flops: int
+    hardware_flops: int
+
+    @property
+    def device_total(self) -> int:
+        return sum(self.device_bytes.values())
+
+    @property
+    def host_total(self) -> int:
+        return sum(self.host_bytes.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loser:
-    """A strategy that lost, and where."""
+class Help:
+    """What more memory would buy."""
 
-    option: Option
-    slower: float
-    """Share of the best's time that it takes longer."""
-    lost: dict[str, float]
-    """By part of the step, shares of the best's time that it takes longer there (negative: that it gains)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WhatIf:
-    """The best strategy of a changed question."""
-
-    devices: int
-    capacity_bytes: int
-    option: Option | None
-    """None: nothing fits, or nothing legal."""
-    speed: float | None
-    """Tokens per second over those of the answer."""
+    device_memory_bytes: int
+    host_memory_bytes: int
+    speed: float
+    """Tokens per second over those of the plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """The best, the rest, and how many were tried."""
+class Planned:
+    """A plan with its forecast, and why it is as it is."""
 
-    best: Option
-    losers: tuple[Loser, ...]
-    what_if: tuple[WhatIf, ...]
-    evaluated: int
-    fitting: int
-    timed: int
+    model: str
+    plan: Plan
+    forecast: Forecast
+    reasons: dict[str, str]
+    """Derived value → why."""
+    searched: int = 0
+    simulated: int = 0
+    helps: tuple[Help, ...] = ()
+    interval: Interval | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One pair of caps of a grid; without a plan where nothing fits."""
+
+    device_memory_bytes: int
+    host_memory_bytes: int
+    planned: Planned | None = None
+    why_not: str = ""
+    smallest_device_bytes: int | None = None
+    """The least cap with which something fits; None: more device memory alone does not help."""
+    hints: tuple[str, ...] = field(default=())

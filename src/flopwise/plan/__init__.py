@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flopwise.core.plan import Answer, Option
+from flopwise.core.cluster_plan import Answer, Option
 from flopwise.plan.answer import answer
 from flopwise.plan.search import Question, fastest
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from flopwise.core.cluster_plan import Answer, Loser, Option, WhatIf
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.parallel import Parallel
-from flopwise.core.plan import Answer, Loser, Option, WhatIf
 from flopwise.plan.search import Found, Question, fastest
 
 TOLD = 6

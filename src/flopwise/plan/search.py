@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from flopwise.core.cluster_plan import Option
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
-from flopwise.core.plan import Option
 from flopwise.core.stack import Stack
 from flopwise.core.work import Recompute
 from flopwise.core.workload import Workload
