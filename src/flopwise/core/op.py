@@ -149,6 +149,14 @@ class Attention(Op):
             return 2 * self.tokens * reach
         return (keys**2 - (keys - reach) ** 2) // self.parts
 
+    def twice_pairs_of(self, first: int, last: int) -> int:
+        """The same for the queries `first` to before `last` alone, of what the mask leaves."""
+        keys = self.tokens * self.parts
+        reach = keys if self.window is None else min(self.window, keys)
+        if not self.causal:
+            return 2 * (last - first) * reach
+        return last**2 - max(0, last - reach) ** 2 - (first**2 - max(0, first - reach) ** 2)
+
     def forward_flops(self, pairs: Pairs = "mask") -> int:
         return 2 * self.twice_pairs(pairs) * self.heads * self.head_dim * self.layers * self.calls
 

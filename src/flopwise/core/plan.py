@@ -3,8 +3,8 @@
 The words. A *chunk* is the tokens that pass through a layer at once: several sequences, one, or a part of one. A
 *round* is a forward and a backward over its chunks, all of them through one layer before the next; a *step* is its
 rounds and the update. State *stays* on the device, and then has no copy on the host, or *passes* through slots on its
-way from the host and back. What a layer keeps of a chunk for its backward stays on the device or leaves for the host, at
-a save level.
+way from the host and back. What a layer keeps of a chunk for its backward stays on the device or leaves for the host,
+at a save level.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ class Plan:
     update_place: Place = "device"
     update_when: Literal["backward", "end"] = "backward"
     """Right after a layer's last backward, or when all gradients are there, as clipping by their norm needs it."""
+    fetch: Literal["evenly", "at once"] = "evenly"
+    """Whether activations come back spread over a backward, or each as soon as a slot is free."""
     host_copies: bool = False
     """Whether the host keeps a copy of what stays on the device too, as the rule `dataflow` does."""
     rule: str = "flopwise"

@@ -23,6 +23,7 @@ Kind = Literal[
     "forward-before",
     "attention",
     "forward-after",
+    "context",
     "head",
     "backward",
     "backward-after",
@@ -34,7 +35,9 @@ Kind = Literal[
     "store",
 ]
 """`forward` is a layer over a chunk. Where attention runs over a whole sequence, it comes in three: what is before
-attention, attention, what is after; backward in the opposite order. `head` is forward and backward of a head chunk."""
+attention, attention, what is after; backward in the opposite order. `context` brings a chunk's keys and values to where
+attention looks for them: from the chunk's slot, or made again from its input. `head` is forward and backward of a head
+chunk."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Owner = Literal["weights", "gradients", "optimizer", "activations", "stream", "context", "head", "workspace"]

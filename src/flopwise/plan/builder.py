@@ -1,0 +1,176 @@
+"""Collects the tasks of a program; what each waits for follows from the buffers that it uses."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from flopwise.core.plan import Place
+from flopwise.core.program import Buffer, Kind, Owner, Program, Stream, Task, Use
+
+NOBODY = -1
+"""The writer of what is there when a step begins."""
+
+LOADS_AHEAD = 3
+"""Activations are loaded no later than when those of so many (layer, chunk) before are needed, if slots allow."""
+
+
+class Builder:
+    """Buffers, the value that each holds so far, and the tasks in order."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self.tasks: list[Task] = []
+        self.values: list[str] = []
+        """What is in each buffer; nothing: an empty word."""
+        self.at_start: dict[int, str] = {}
+        self._use: list[Use] = []
+        """The same as a use, made once for all that read it."""
+        self._computes: list[bool] = []
+        self._writer: list[int] = []
+        self._users: list[list[int]] = []
+        """For each buffer the tasks that wrote and read the value in it."""
+        self.also_after: tuple[int, ...] = ()
+        """Tasks that everything from here on waits for."""
+
+    def buffer(
+        self, name: str, owner: Owner, place: Place, size: int, *, holds: str = "", borrowed: bool = False
+    ) -> int:
+        """A new buffer; `holds` is the value in it when the step begins."""
+        self.buffers.append(Buffer(name, owner, place, size, borrowed))
+        self.values.append(holds)
+        self._use.append(Use(len(self._use), holds))
+        self._writer.append(NOBODY)
+        self._users.append([])
+        if holds:
+            self.at_start[len(self.buffers) - 1] = holds
+        return len(self.buffers) - 1
+
+    def task(
+        self,
+        kind: Kind,
+        stream: Stream,
+        *,
+        reads: Iterable[int],
+        writes: Iterable[tuple[int, str]],
+        round_: int,
+        layer: int | None = None,
+        chunk: int | None = None,
+        what: str = "",
+        level: str = "",
+        tokens: int = 0,
+        parameters: int = 0,
+        size: int = 0,
+        operators: tuple[str, ...] = (),
+    ) -> int:
+        """Append a task: it reads what the buffers hold now and leaves the given values in others."""
+        index = len(self.tasks)
+        after = set(self.also_after)
+        read = []
+        for buffer in reads:
+            read.append(self._use[buffer])
+            after.add(self._writer[buffer])
+            self._users[buffer].append(index)
+        written = []
+        for buffer, value in writes:
+            use = self._use[buffer] = Use(buffer, value)
+            written.append(use)
+            after.update(self._users[buffer])
+            self.values[buffer] = value
+            self._writer[buffer] = index
+            self._users[buffer] = [index]
+        after -= {index, NOBODY}
+        if stream == "compute":
+            # Computations keep their order, so that none has to wait for another.
+            after = {before for before in after if not self._computes[before]}
+        self._computes.append(stream == "compute")
+        self.tasks.append(
+            Task(
+                kind, stream, round_, layer, chunk, what, level, tokens, parameters, size, operators,
+                tuple(read), tuple(written), tuple(after),
+            )
+        )  # fmt: skip
+        return index
+
+    def last(self, stream: Stream) -> tuple[int, ...]:
+        """The last task of a stream so far, if there is one."""
+        found = next(
+            (index for index in range(len(self.tasks) - 1, -1, -1) if self.tasks[index].stream == stream), None
+        )
+        return () if found is None else (found,)
+
+    def program(self, at_end: dict[int, str], rounds: int) -> Program:
+        """What was collected."""
+        return Program(tuple(self.buffers), tuple(self.tasks), dict(self.at_start), at_end, rounds)
+
+
+class FreeSlots:
+    """Slots of one size; the one that was given back the longest ago is taken first, so that its last copy is over."""
+
+    def __init__(self, slots: Iterable[int]) -> None:
+        self._free = deque(slots)
+
+    def take(self) -> int:
+        return self._free.popleft()
+
+    def give(self, slot: int) -> None:
+        self._free.append(slot)
+
+
+def in_order_of_release(program: Program, *, evenly: bool) -> Program:
+    """The same tasks, every copy behind the last computation that it waits for instead of before the one that needs it.
+
+    So no copy that could begin is held up by one before it on its stream that cannot. Activations, which many slots let
+    begin long before they are needed, are spread `evenly` over a backward: else they hold up what is needed sooner.
+    """
+    tasks = program.tasks
+    key = _releases(tasks)
+    if evenly:
+        _spread_activations(tasks, key)
+    order = sorted(range(len(tasks)), key=lambda index: (key[index], tasks[index].stream != "compute", index))
+    place = [0] * len(order)
+    for new, old in enumerate(order):
+        place[old] = new
+    ordered = [tasks[old] for old in order]
+    return replace(program, tasks=tuple(_with_last_of_each(task, ordered, place) for task in ordered))
+
+
+def _releases(tasks: Sequence[Task]) -> list[float]:
+    """For each task the last computation that it waits for, directly or not; its own place for a computation."""
+    found: list[float] = []
+    for index, task in enumerate(tasks):
+        waits = max((found[before] for before in task.after), default=-1.0)
+        found.append(float(index) if task.stream == "compute" else waits)
+    return found
+
+
+def _spread_activations(tasks: Sequence[Task], key: list[float]) -> None:
+    """Put off the loads of activations: the first of a round not at all, the last until just before it is needed."""
+    needed = [len(tasks)] * len(tasks)
+    bulk: dict[int, list[int]] = {}
+    for index, task in enumerate(tasks):
+        if task.stream == "compute":
+            for before in task.after:
+                needed[before] = min(needed[before], index)
+        elif task.kind == "load" and task.what == "activations":
+            bulk.setdefault(task.round, []).append(index)
+    for loads in bulk.values():
+        for number, index in enumerate(loads):
+            due = needed[loads[max(0, number - LOADS_AHEAD)]] - 1
+            key[index] += max(0.0, due - key[index]) * number / len(loads)
+
+
+def _with_last_of_each(task: Task, tasks: list[Task], place: list[int]) -> Task:
+    """The task in its new order, waiting for the last on each other stream alone: those before it are over by then."""
+    latest: dict[Stream, int] = {}
+    for before in task.after:
+        new = place[before]
+        stream = tasks[new].stream
+        if stream != task.stream and new > latest.get(stream, -1):
+            latest[stream] = new
+    # `replace` would take half of the time of compiling.
+    return Task(
+        task.kind, task.stream, task.round, task.layer, task.chunk, task.what, task.level, task.tokens,
+        task.parameters, task.bytes, task.operators, task.reads, task.writes, tuple(latest.values()),
+    )  # fmt: skip

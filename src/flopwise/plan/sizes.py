@@ -1,0 +1,166 @@
+"""How large the things are that a plan for one device has to place, from the model's description alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flopwise.core.describe import describe
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.formats import WIDTH_BYTES, Formats
+from flopwise.core.model import Model
+from flopwise.core.op import Op
+from flopwise.core.plan import LEVELS, POLICY, Plan
+from flopwise.core.traffic import block_saved_bytes, tensor_bytes
+from flopwise.core.transformer import Transformer
+from flopwise.core.work import Work
+from flopwise.core.workload import MOMENTS, Optimizer
+from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES, cast_copy_bytes, temporary_bytes
+
+ALIGNMENT_BYTES = 256
+"""Every buffer begins where the widest loads may."""
+
+INPUT_BYTES_PER_TOKEN = 12
+"""Identifier, label and position."""
+
+
+def aligned(size: int) -> int:
+    """Rounded up to whole lines."""
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The trained numbers of a part of the model, and the bytes of what belongs to them."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Sizes that do not depend on how the plan cuts the sequence, and per-token ones that scale with it."""
+
+    sequence_tokens: int
+    layers: int
+    block: State
+    embedding: State
+    """Empty where the head's matrix is also the embedding's: it belongs to the head."""
+    head: State
+    saved: dict[str, int]
+    """Save level → bytes a token and layer."""
+    context: int
+    """Keys and values, bytes a token and layer."""
+    stream: int
+    """What passes from layer to layer, bytes a token."""
+    temporary: int
+    """What lives only inside a layer's backward, bytes a token."""
+    sequence_attention: int
+    """What attention over a whole sequence needs more, bytes a token of the sequence."""
+    logits: int
+    """Of the head, bytes a token."""
+    fixed_workspace: int
+
+    def piece_count(self, end: State) -> int:
+        """Pieces, none larger than a block, in which an end's optimizer state passes."""
+        return max(1, -(-end.parameters // self.block.parameters)) if end.parameters else 0
+
+
+def sizes_of(model: Model, sequence_tokens: int, formats: Formats, optimizer: Optimizer) -> Sizes:
+    """Sizes of a transformer in the given formats."""
+    if not isinstance(model, Transformer):
+        raise FlopwiseError(
+            f"{model.name} cannot be planned in chunks",
+            why="its layers run time step by time step and keep their state between the steps",
+            hint=f"`flopwise predict {model.name}` tells time and memory of a step with everything on the device",
+        )
+    return _sizes(model, sequence_tokens, formats, optimizer)
+
+
+@lru_cache(maxsize=256)
+def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer: Optimizer) -> Sizes:
+    work = describe(model, sequence_tokens)
+    before, inside, behind = parts(work)
+
+    def state(ops: tuple[Op, ...], copies: int) -> State:
+        parameters = sum(op.parameters for op in ops) // copies
+        moments = MOMENTS[optimizer] * WIDTH_BYTES[formats.moments]
+        master = WIDTH_BYTES[formats.master] if formats.master else 0
+        return State(
+            parameters,
+            aligned(parameters * WIDTH_BYTES[formats.weights]),
+            aligned(parameters * WIDTH_BYTES[formats.gradients]),
+            aligned(parameters * (moments + master)),
+        )
+
+    def each(size: int) -> int:
+        return -(-size // sequence_tokens)
+
+    query = tensor_bytes(work.tensors["query"], formats)
+    keys = tensor_bytes(work.tensors["key"], formats) + tensor_bytes(work.tensors["value"], formats)
+    stream = tensor_bytes(work.tensors["input"], formats)
+    head_rows = max(tensor_bytes(work.tensors[name], formats) for op in behind for name in op.outputs)
+    return Sizes(
+        sequence_tokens=sequence_tokens,
+        layers=model.layers,
+        block=state(inside, model.layers),
+        embedding=state(() if model.tied else before, 1),
+        head=state((*before, *behind) if model.tied else behind, 1),
+        saved={name: each(block_saved_bytes(work, POLICY[name], formats)) for name in LEVELS},
+        context=each(keys),
+        stream=each(stream),
+        temporary=each(temporary_bytes(work, "everything", formats)),
+        # Queries, attention's result and the gradients of both in one piece, the queries' also in fp32 while it is
+        # summed, and the gradients of keys and values.
+        sequence_attention=each(4 * query + keys + 4 * work.tensors["query"].elements),
+        logits=each(head_rows + 2 * stream),
+        fixed_workspace=LIBRARY_WORKSPACE_BYTES + cast_copy_bytes(work, formats) // max(1, model.layers),
+    )
+
+
+def parts(work: Work) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:
+    """Operators before the blocks, of a block, and behind them."""
+    first = next(index for index, op in enumerate(work.ops) if op.in_block)
+    last = max(index for index, op in enumerate(work.ops) if op.in_block)
+    return work.ops[:first], work.ops[first : last + 1], work.ops[last + 1 :]
+
+
+# -- a plan's memory by owner, without compiling it ----------------------------------------------------------------
+
+
+def slot_bytes(sizes: Sizes, chunk_tokens: int) -> int:
+    """A slot for one (layer, chunk) at the level `full`."""
+    return aligned(sizes.saved["full"] * chunk_tokens)
+
+
+def level_bytes(sizes: Sizes, level: str, tokens: int) -> int:
+    """What a (layer, chunk) takes where it is kept at a level."""
+    return aligned(sizes.saved[level] * tokens)
+
+
+def working_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:
+    """Device memory of the owners that no residency changes: stream, context, head, workspace."""
+    chunk, sequence = plan.tokens_of(0), plan.sequence_tokens
+    cut = plan.chunks_per_sequence > 1
+    round_tokens = sum(plan.tokens_of(index) for index in range(plan.chunks_per_sequence))
+    whole = plan.attention == "sequence" and cut
+    context = 0
+    if cut:
+        context = sum(aligned(sizes.context * plan.tokens_of(index)) for index in range(plan.chunks_per_sequence))
+        # Gradients of keys and values are summed over the chunks that look at them, in fp32.
+        context += 0 if whole else aligned(2 * sizes.context * sequence)
+    groups = plan.chunks_per_round // plan.chunks_per_sequence
+    stream = groups * sum(aligned(sizes.stream * plan.tokens_of(index)) for index in range(plan.chunks_per_sequence))
+    workspace = sizes.fixed_workspace + aligned(sizes.temporary * chunk)
+    workspace += aligned(INPUT_BYTES_PER_TOKEN * groups * round_tokens)
+    if whole:
+        # The inputs of the layer's chunks wait beside it for the backward of what comes before attention.
+        workspace += aligned(sizes.sequence_attention * sequence) + stream // groups
+    head = aligned(sizes.logits * min(plan.head_chunk_tokens, chunk))
+    return {"stream": stream, "context": context, "head": head, "workspace": workspace}
