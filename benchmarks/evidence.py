@@ -4,6 +4,7 @@ One entry for each table and ZeRO stage, of the rows that may be fitted to, each
 were fitted to the others; those of torchtitan and of table 2 of the Megatron paper also have the rows that never are.
 The entries of the stack `kernels` are of predictions without any framework's constants: the H200 steps of
 `benchmarks.steps` on one device, and on several the measured tables, whose frameworks were slower than their kernels.
+That of `dataflow` is for plans of one device: the offload trainer's recorded runs against their simulation.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from flopwise.core.evidence import Evidence, EvidenceBook, Span
 from flopwise.core.files import to_toml, write_whole
 from flopwise.core.prediction import NO_STACK
 from flopwise.core.published import hardware_of, protocol_of, read_cases
+from flopwise.core.published.offload import read_offload
+from flopwise.core.transformer import Transformer
+from flopwise.plan.recorded import repeated_steps
 from flopwise.predict.choose import PLAIN
 from flopwise.predict.fitting import measured
 from flopwise.predict.held_out import fit_of, held_out_predictions
@@ -39,6 +43,7 @@ def main() -> None:
         *torchtitan_evidence(),
         one_device_evidence(),
         *(entry for table in FITTED_TABLES if protocol_of(table).measured for entry in kernels_evidence(table)),
+        offload_evidence(),
     )
     write_whole(ROOT / "evidence.toml", HEADER + to_toml(EvidenceBook(entries=entries)))
     for entry in entries:
@@ -137,6 +142,35 @@ def one_device_evidence() -> Evidence:
         pipeline=one,
         micro_tokens=_span([step.micro_batch_sequences * step.sequence_tokens for step in made]),
         how="13 steps of compiled torch modules on one H200 (benchmarks/steps.py); nothing was fitted to them",
+    )
+
+
+def offload_evidence() -> Evidence:
+    """Recorded runs of the offload trainer, each repeated by the simulator with the plan that it had."""
+    runs = [run for run in read_offload() if run.succeeded]
+    models = {name: load_model(name) for name in {run.model for run in runs}}
+    hardware = {name: load_hardware(name) for name in {run.hardware for run in runs}}
+    transformers = {name: model for name, model in models.items() if isinstance(model, Transformer)}
+    steps = [seconds for seconds, _ in repeated_steps(runs, transformers, hardware)]
+    low, high = _quantiles([run.step_s / seconds - 1 for run, seconds in zip(runs, steps, strict=True) if seconds])
+    one = Span(least=1, most=1)
+    return Evidence(
+        table="offload",
+        stack="dataflow",
+        architectures=tuple(sorted({machine.device.architecture for machine in hardware.values()})),
+        zero=0,
+        features=(),
+        measured=True,
+        n=len(runs),
+        low=low,
+        high=high,
+        parameters=_span([describe(models[run.model], run.sequence_tokens).parameters for run in runs]),
+        sequence_tokens=_span([run.sequence_tokens for run in runs]),
+        devices=one,
+        tensor=one,
+        pipeline=one,
+        micro_tokens=_span([run.chunk_tokens for run in runs]),
+        how="simulated with the plan that each run had; kernels' rates are from the same trainer's profiles",
     )
 
 

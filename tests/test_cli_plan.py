@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from flopwise.cli import app
 from flopwise.core.catalog import load_plan
+from flopwise.core.cluster_plan import ClusterPlan
 from flopwise.core.errors import FlopwiseError
 
 RUN = CliRunner()
@@ -86,6 +87,7 @@ def test_a_plan_is_written_and_read_back(tmp_path: Path) -> None:
     assert result.exit_code == 0
     plan, model = load_plan(file)
     assert tomllib.loads(file.read_text())["model"]["name"] == model.name == "llama-3-1b"
+    assert isinstance(plan, ClusterPlan)
     assert plan.devices == plan.parallel.devices == 8
     assert plan.expected.step_s == json.loads(result.stdout)["prediction"]["step_s"]
     again = json.loads(_out("predict", str(file), "-o", "json"))

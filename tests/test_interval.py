@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.evidence import kernels_evidence, one_device_evidence, table_evidence, torchtitan_evidence
+from benchmarks.evidence import (
+    kernels_evidence,
+    offload_evidence,
+    one_device_evidence,
+    table_evidence,
+    torchtitan_evidence,
+)
 from flopwise.core.catalog import load_evidence, stack_names
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.evidence import Evidence, Span
@@ -193,7 +199,8 @@ def test_spans_hold_something() -> None:
 
 def _book(*, of_kernels: bool = False) -> dict[tuple[str, int], Evidence]:
     """The shipped entries by table and ZeRO stage: those of frameworks, or those of no framework at all."""
-    return {(entry.table, entry.zero): entry for entry in load_evidence() if (entry.stack == "kernels") == of_kernels}
+    entries = [entry for entry in load_evidence() if entry.stack != "dataflow"]
+    return {(entry.table, entry.zero): entry for entry in entries if (entry.stack == "kernels") == of_kernels}
 
 
 def test_the_shipped_evidence_covers_the_measured_stacks() -> None:
@@ -249,6 +256,14 @@ def test_the_shipped_evidence_is_what_the_held_out_predictions_give() -> None:
     assert_shipped([one_device_evidence()], of_kernels=True)
     for table in ("mpt", "nanotron", "megatron"):
         assert_shipped(kernels_evidence(table), of_kernels=True)
+
+
+@pytest.mark.slow
+def test_the_simulator_s_evidence_is_that_of_the_recorded_runs() -> None:
+    shipped = [entry for entry in load_evidence() if entry.stack == "dataflow"]
+    assert len(shipped) == 1
+    assert shipped[0].n == 591
+    assert_same(offload_evidence(), shipped[0])
 
 
 @pytest.mark.slow

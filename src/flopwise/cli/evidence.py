@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from flopwise.core.hardware import Hardware
     from flopwise.core.model import Model
     from flopwise.core.op import Convention
+    from flopwise.core.plan import Planned
     from flopwise.core.prediction import Interval, Prediction
     from flopwise.predict.choose import Request
 
@@ -29,7 +30,7 @@ def _interval(prediction: Prediction, model: Model, hardware: Hardware, request:
     from flopwise.predict.interval import interval
 
     found = interval(
-        load_evidence(),
+        [entry for entry in load_evidence() if entry.stack != STREAMED],
         stack=_measured_stack(request),
         architecture=hardware.device.architecture,
         parameters=prediction.n_params,
@@ -57,6 +58,37 @@ def _interval(prediction: Prediction, model: Model, hardware: Hardware, request:
         high_s=prediction.step_s * found.high,
         basis=", ".join(found.basis),
         outside=found.outside,
+    )
+
+
+STREAMED = "dataflow"
+"""The trainer whose recorded runs tell how far simulated steps are off."""
+
+
+def streamed_interval(planned: Planned, model: Model, hardware: Hardware) -> Interval | None:
+    """How far off the simulator is, by the runs of the trainer that were recorded; flopwise's own are yet to come."""
+    from flopwise.core.catalog import load_evidence
+    from flopwise.core.describe import describe
+    from flopwise.core.prediction import Interval
+    from flopwise.predict.interval import interval
+
+    plan, step_s = planned.plan, planned.forecast.step_s
+    found = interval(
+        [entry for entry in load_evidence() if entry.stack == STREAMED],
+        stack=STREAMED,
+        architecture=hardware.device.architecture,
+        parameters=describe(model, plan.sequence_tokens).parameters,
+        sequence_tokens=plan.sequence_tokens,
+        devices=1,
+        tensor=1,
+        pipeline=1,
+        features=() if plan.rule.startswith(STREAMED) else ("flopwise's own executor",),
+        micro_tokens=plan.tokens_of(0),
+    )
+    if found is None:
+        return None
+    return Interval(
+        low_s=step_s * found.low, high_s=step_s * found.high, basis=", ".join(found.basis), outside=found.outside
     )
 
 

@@ -6,13 +6,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flopwise.cli.device_plan import (
+    ClipOption,
+    DeviceWords,
+    HeatmapOption,
+    HostMemoryOption,
+    RuleOption,
+    TraceOption,
+    plan_one_device,
+)
 from flopwise.cli.options import (
     FORMS,
     AttentionOption,
     BatchOption,
     BatchTokensOption,
     ConventionOption,
-    DeviceMemoryOption,
     FusionOption,
     GpusOption,
     MicroOption,
@@ -33,16 +41,23 @@ from flopwise.cli.options import (
 from flopwise.cli.output import progress_bar, show_page
 
 if TYPE_CHECKING:
-    from flopwise.core.cluster_plan import Answer, Option
+    from flopwise.core.cluster_plan import Answer, ClusterPlan, Option
     from flopwise.core.hardware import Hardware
     from flopwise.core.model import Model
     from flopwise.core.op import Convention
+    from flopwise.core.plan import Plan
     from flopwise.core.prediction import Prediction
     from flopwise.plan.search import Question
     from flopwise.predict.choose import Request
 
 
+PlanDeviceMemoryOption = Annotated[
+    str, typer.Option(help="Cap on device memory: 40GiB; several as 16,24,40GiB. Default: all but a reserve of 1 GiB.")
+]
+
+
 def plan(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Catalogue name, config.json or its folder, or a TOML.")],
     on: Annotated[str, typer.Option(help="Hardware: catalogue name or TOML; this-machine.")] = "this-machine",
     gpus: GpusOption = "auto",
@@ -56,31 +71,73 @@ def plan(
     attention: AttentionOption = "auto",
     fusion: FusionOption = "auto",
     convention: ConventionOption = "causal",
-    device_mem: DeviceMemoryOption = "auto",
+    device_mem: PlanDeviceMemoryOption = "auto",
+    host_mem: HostMemoryOption = "auto",
+    clip: ClipOption = False,
+    rule: RuleOption = "flopwise",
     stack: StackOption = "kernels",
     offload: Annotated[
         bool, typer.Option("--offload", help="Optimizer state and activations may go to host memory.")
     ] = False,
     change: SetOption = None,
     write: Annotated[str, typer.Option("--write", "-w", help="Write the plan to this TOML file.")] = "",
+    trace: TraceOption = "",
+    heatmap: HeatmapOption = "",
     output: OutputOption = "table",
 ) -> None:
-    """Find the fastest strategy that fits, among all combinations of the usual degrees; tell why the next ones lose."""
+    """Find the fastest set-up that fits.
+
+    One device: chunks, residency, save levels and rounds under a device and a host cap, simulated before anything runs.
+    Several: the strategy among all combinations of the usual degrees, and why the next ones lose.
+    """
     from flopwise.core.catalog import load_model
     from flopwise.core.op import CONVENTIONS
 
     form = one_of(output, FORMS, "--output")
     counting = one_of(convention, CONVENTIONS, "--convention")
-    request = requested(locals())
+    request = requested({**locals(), "device_mem": "auto" if gpus.lower() in ("auto", "1") else device_mem})
     described = load_model(model, changes_of(change or []))
     machine = hardware_named(on)
-    if write:
-        check_target(write)
+    for target in (write, trace, heatmap):
+        if target:
+            check_target(target)
+    if _is_streamed(context, described, request):
+        words = DeviceWords(
+            on=on, device_mem=device_mem, host_mem=host_mem, clip=clip, rule=rule, trace=trace, heatmap=heatmap,
+            write=write,
+        )  # fmt: skip
+        plan_one_device(described, machine, request, words, convention=counting, form=form)
+        return
+    request = requested(locals())
     found = _planned(described, machine, request, offload=offload)
     prediction = _predicted(described, machine, request, found.best, counting)
     _print(prediction, found, machine.title, form)
     if write:
         _written(write, described, on, request, prediction)
+
+
+OF_FRAMEWORKS = ("micro", "recompute", "attention", "fusion", "stack", "offload")
+"""Options of set-ups that a framework runs."""
+OF_ONE_DEVICE = ("host_mem", "clip", "rule", "trace", "heatmap")
+
+
+def _is_streamed(context: typer.Context, model: Model, request: Request) -> bool:
+    """Whether one device is planned, chunk by chunk; with a framework's options it is a strategy as for several."""
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.transformer import Transformer
+
+    frameworks = [name for name in OF_FRAMEWORKS if is_given(context, name)]
+    own = [name for name in OF_ONE_DEVICE if is_given(context, name)]
+    several = request.parallel.devices > 1
+    if own and (several or frameworks):
+        other = "--gpus" if several else f"--{frameworks[0]}"
+        option = own[0].replace("_", "-")
+        raise FlopwiseError(
+            f"--{option} beside {other}",
+            why=f"--{option} is for one device that flopwise itself runs",
+            hint=f"without {other}, or without --{option}",
+        )
+    return bool(own) or (isinstance(model, Transformer) and not several and not frameworks)
 
 
 def _planned(model: Model, hardware: Hardware, request: Request, *, offload: bool) -> Answer:
@@ -101,16 +158,12 @@ def _planned(model: Model, hardware: Hardware, request: Request, *, offload: boo
 PLAN_LEAVES_OPEN = ("model", "output", "convention")
 
 
-def predict_plan(context: typer.Context, name: str, convention: Convention) -> tuple[Prediction, Hardware]:
-    """`flopwise predict plan.toml`: the plan, predicted once more by the flopwise of today."""
+def plan_in(context: typer.Context, name: str) -> tuple[Plan | ClusterPlan, Model]:
+    """The plan of a file, for `flopwise predict plan.toml`, beside which nothing else may be said."""
     from pathlib import Path
 
-    from flopwise.cli.evidence import predicted
-    from flopwise.core.catalog import load_plan, load_stack
+    from flopwise.core.catalog import load_plan
     from flopwise.core.errors import FlopwiseError
-    from flopwise.core.formats import parse_formats
-    from flopwise.core.prediction import NO_STACK
-    from flopwise.predict.choose import Request
 
     given = [option for option in context.params if option not in PLAN_LEAVES_OPEN and is_given(context, option)]
     if given:
@@ -119,7 +172,17 @@ def predict_plan(context: typer.Context, name: str, convention: Convention) -> t
             why="a plan says all of it",
             hint="the plan alone, or the model's name with options",
         )
-    plan, model = load_plan(Path(name))
+    return load_plan(Path(name))
+
+
+def predict_cluster_plan(plan: ClusterPlan, model: Model, convention: Convention) -> tuple[Prediction, Hardware]:
+    """A plan for several devices, predicted once more by the flopwise of today."""
+    from flopwise.cli.evidence import predicted
+    from flopwise.core.catalog import load_stack
+    from flopwise.core.formats import parse_formats
+    from flopwise.core.prediction import NO_STACK
+    from flopwise.predict.choose import Request
+
     request = Request(
         sequence_tokens=plan.sequence_tokens,
         batch_sequences=plan.batch_sequences,

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from flopwise.core.hardware import Hardware
     from flopwise.core.model import Model
+    from flopwise.core.op import Convention
     from flopwise.core.prediction import Prediction
     from flopwise.predict.choose import Request
 
@@ -80,7 +81,6 @@ def predict(
     """Predict a training step: time, tokens per second, MFU, HFU, memory by owner, what binds each operator."""
     from flopwise.cli.deepflow import predict_deepflow, refuse_print_out
     from flopwise.cli.evidence import predicted
-    from flopwise.cli.plan import predict_plan
     from flopwise.core.catalog import is_plan, load_model
     from flopwise.core.op import CONVENTIONS
 
@@ -92,8 +92,7 @@ def predict(
         raise refuse_print_out()
     counting = one_of(convention, CONVENTIONS, "--convention")
     if is_plan(model):
-        prediction, machine = predict_plan(context, model, counting)
-        _print_predictions([prediction], {machine.name: machine.title}, form)
+        _show_plan(context, model, counting, form)
         return
     request = requested(locals())
     changes = changes_of(change or [])
@@ -105,6 +104,19 @@ def predict(
         return
     predictions = [predicted(one, machine, request, counting) for one in models for machine in machines]
     _print_predictions(predictions, {machine.name: machine.title for machine in machines}, form)
+
+
+def _show_plan(context: typer.Context, name: str, convention: Convention, form: str) -> None:
+    from flopwise.cli.device_plan import show_plan_file
+    from flopwise.cli.plan import plan_in, predict_cluster_plan
+    from flopwise.core.plan import Plan
+
+    plan, model = plan_in(context, name)
+    if isinstance(plan, Plan):
+        show_plan_file(plan, model, convention, form)
+        return
+    prediction, machine = predict_cluster_plan(plan, model, convention)
+    _print_predictions([prediction], {machine.name: machine.title}, form)
 
 
 def _print_predictions(predictions: list[Prediction], titles: dict[str, str], form: str) -> None:

@@ -10,7 +10,7 @@ from flopwise.cli.options import FORMS, OutputOption, one_of
 from flopwise.cli.output import progress_bar, show_page, width
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from flopwise.core.case import Case
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from flopwise.predict.validation import Validation
 
 CONFORMANCE = "deepflow"
-BAR_AFTER_S = 2.0
+RECORDED = "offload"
+RECORDED_URL = "https://github.com/als244/ml_dataflow"
+"""Where the table `offload` is from. Rates that a hardware's description takes from there are not held out."""
 
 
 def validate(
-    table: Annotated[str, typer.Argument(help="mpt, vtrain, nanotron, megatron, megatron-2 or deepflow.")],
+    table: Annotated[str, typer.Argument(help="mpt, vtrain, nanotron, megatron, megatron-2, offload or deepflow.")],
     file: Annotated[str, typer.Argument(help="Another file with the columns of that table.")] = "",
     leave_out: Annotated[
         str, typer.Option(help="model: predict each model size with constants fitted to the others; none.")
@@ -38,9 +40,14 @@ def validate(
 
     form = one_of(output, FORMS, "--output")
     apart = one_of(leave_out, ("none", "model"), "--leave-out") == "model"
-    name = one_of(table, (*TABLES, CONFORMANCE), "flopwise validate")
+    name = one_of(table, (*TABLES, RECORDED, CONFORMANCE), "flopwise validate")
     path = Path(file) if file else None
-    found = _conformance(path) if name == CONFORMANCE else _validation(name, path, apart=apart)
+    if name == CONFORMANCE:
+        found = _conformance(path)
+    elif name == RECORDED:
+        found = _recorded(path, apart=apart)
+    else:
+        found = _validation(name, path, apart=apart)
     _print(found, form, all_rows=all_rows)
 
 
@@ -55,6 +62,28 @@ def _conformance(path: Path | None) -> Validation:
             row.number_of(OUTPUT)
             rows.append(predicted_row(row.number, row.cells))
     return conformance(rows)
+
+
+def _recorded(path: Path | None, *, apart: bool) -> Validation:
+    from flopwise.core.catalog import load_hardware, load_model
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.published.offload import read_offload
+    from flopwise.core.transformer import Transformer
+    from flopwise.plan.recorded import validate_recorded
+
+    if apart:
+        raise FlopwiseError(
+            f"--leave-out model has no meaning for the table {RECORDED}",
+            why="no constant is fitted to its rows, so there is none to fit without some of them",
+            hint=f"flopwise validate {RECORDED}",
+        )
+    runs = read_offload(path)
+    models = {name: load_model(name) for name in dict.fromkeys(run.model for run in runs)}
+    shapes = {name: model for name, model in models.items() if isinstance(model, Transformer)}
+    hardware = {name: load_hardware(name) for name in dict.fromkeys(run.hardware for run in runs)}
+    words = _recorded_words(hardware.values())
+    with progress_bar("recorded runs") as progress:
+        return validate_recorded(runs, shapes, hardware, protocol=words, progress=progress)
 
 
 def _validation(name: str, path: Path | None, *, apart: bool) -> Validation:
@@ -125,6 +154,31 @@ def _held_out_words(protocol: Protocol, path: Path | None) -> str:
         f" fitted anew, from fixed start values, to {fitted} of all other sizes"
     )
     return words if path else f"{words}; {protocol.rows}"
+
+
+def _recorded_words(hardware: Iterable[Hardware]) -> str:
+    """Where each device's rates come from, by its description: which of them are the trainer's own."""
+    parts = ["each run's plan, as it ran, is compiled and simulated; no constant was fitted to these rows"]
+    for device in hardware:
+        keys = {
+            "matrix products": device.efficiency.gemm.source,
+            "attention": device.efficiency.attention.source,
+            "pointwise kernels": device.efficiency.source,
+            **({"the link": device.link.bandwidth_bytes_per_s.source} if device.link else {}),
+        }
+        own = [what for what, key in keys.items() if device.sources[key].url == RECORDED_URL]
+        others = [
+            f"of {what}: {device.sources[key].title} ({device.sources[key].kind})"
+            for what, key in keys.items()
+            if what not in own
+        ]
+        if own:
+            told = f"but {device.name}'s rates of {' and '.join(own)} are from profiles of this trainer's own runs"
+            parts.append(f"{told}: not held out for those")
+        parts.append(f"{device.name}'s rates {', '.join(others)}")
+    failed = "a failed run counts as out of memory, though the table does not say why it failed"
+    parts.append(f"memory verdicts are those of the trainer's own rule; {failed}")
+    return "; ".join(parts)
 
 
 # -- to the terminal -------------------------------------------------------------------------------------------------

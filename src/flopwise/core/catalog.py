@@ -15,6 +15,7 @@ from flopwise.core.files import decode, entry_kind, plain, read_table
 from flopwise.core.hardware import Hardware
 from flopwise.core.lstm import Lstm
 from flopwise.core.model import ARCHITECTURES, Model
+from flopwise.core.plan import Plan
 from flopwise.core.stack import Stack
 from flopwise.core.transformer import Transformer
 
@@ -233,7 +234,7 @@ def description_file(path: Path) -> Path:
     return path / "config.json"
 
 
-def plan_table(plan: ClusterPlan, model: Model) -> dict[str, Any]:
+def plan_table(plan: Plan | ClusterPlan, model: Model) -> dict[str, Any]:
     """A plan as the table of a file, the model's description within."""
     return {**plain(plan), "model": model_table(model)}
 
@@ -242,18 +243,28 @@ def is_plan(name: str) -> bool:
     """Whether a name is that of a file with a plan in it."""
     if not name.endswith(".toml") or entry_kind(Path(name)) != "file":
         return False
-    return {"model", "parallel", "expected"} <= set(read_table(Path(name)))
+    return _is_plan_table(read_table(Path(name)))
 
 
-def load_plan(path: Path) -> tuple[ClusterPlan, Model]:
+def _is_plan_table(table: Mapping[str, Any]) -> bool:
+    """Whether a table is a plan's: for several devices it says how they share the work, for one what is saved."""
+    return {"model", "expected"} <= set(table) and bool({"parallel", "saves"} & set(table))
+
+
+def load_plan(path: Path) -> tuple[Plan | ClusterPlan, Model]:
     """A plan that was written to a file, and the model that it is for."""
     table = read_table(path)
     described = table.pop("model", None)
-    if not isinstance(described, dict) or "parallel" not in table:
+    if not isinstance(described, dict) or not {"parallel", "saves"} & set(table):
         raise FlopwiseError(
-            f"{path} is not a plan", why="it needs a [model] and a [parallel]", hint="`flopwise plan … -w plan.toml`"
+            f"{path} is not a plan",
+            why="it needs a [model], and [parallel] or `saves`",
+            hint="`flopwise plan … -w plan.toml`",
         )
-    return decode(table, ClusterPlan, str(path)), _decode_model(described, str(path), None)
+    model = _decode_model(described, str(path), None)
+    if "parallel" in table:
+        return decode(table, ClusterPlan, str(path)), model
+    return decode(table, Plan, str(path)), model
 
 
 def model_table(model: Model) -> dict[str, Any]:
@@ -287,7 +298,7 @@ def _decode_model(table: dict[str, Any], where: str, changes: Mapping[str, Any] 
 
 
 def _no_description(table: dict[str, Any], where: str) -> FlopwiseError:
-    if "parallel" in table and "expected" in table:
+    if _is_plan_table(table):
         return FlopwiseError(
             f"{where} is a plan, not a model", why="a plan is predicted by itself", hint=f"`flopwise predict {where}`"
         )

@@ -65,6 +65,46 @@ def parse_bytes(text: str | float) -> int:
     return round(size)
 
 
+LONGEST_LIST = 64
+"""Values that a list or a range may have; more of them is a mistake."""
+
+_RANGE = re.compile(r"(.+?)-(.+?)([+*])(.+)")
+
+
+def parse_byte_list(text: str) -> list[int]:
+    """Several sizes: `16,24,40GiB`, `64-192+32GiB` (from, to, by so much more) or `16-128*2GiB` (times).
+
+    A unit at the end stands for all that have none.
+    """
+    example = "for instance 16,24,40GiB or 64-192+32GiB"
+    unit = re.search(r"[A-Za-z]+$", text.strip())
+    found: list[int] = []
+    for part in text.split(","):
+        bounds = _RANGE.fullmatch(part.strip())
+        if bounds is None:
+            found.append(_with_unit(part, unit))
+            continue
+        first, last = _with_unit(bounds[1], unit), _with_unit(bounds[2], unit)
+        grows = bounds[3] == "*"
+        step = _split(bounds[4], "a factor", example)[0] if grows else float(_with_unit(bounds[4], unit))
+        if (grows and step <= 1) or step <= 0 or last < first or first == 0 < grows:
+            raise FlopwiseError(
+                f"cannot read {shown(part.strip())} as a range of sizes", why="it never reaches its end", hint=example
+            )
+        value = float(first)
+        while value <= last and len(found) <= LONGEST_LIST:
+            found.append(round(value))
+            value = value * step if grows else value + step
+    if len(found) > LONGEST_LIST:
+        raise FlopwiseError(f"{shown(text)} is more than {LONGEST_LIST} sizes", hint=example)
+    return list(dict.fromkeys(found))
+
+
+def _with_unit(text: str, unit: re.Match[str] | None) -> int:
+    plain = text.strip()
+    return parse_bytes(plain if unit is None or plain[-1:].isalpha() else plain + unit[0])
+
+
 def parse_tokens(text: str | int) -> int:
     """A count of tokens: `8192`, `8k` (8,192), `2M` (2,097,152)."""
     return _parse_whole(text, "a number of tokens", "for instance 8192, 8k (8,192) or 2M (2,097,152)")

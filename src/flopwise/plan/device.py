@@ -7,7 +7,7 @@ simulated; the best of these is changed a little here and there for as long as t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -26,6 +26,7 @@ from flopwise.plan.forecast import Times, times_of
 from flopwise.plan.levels import chosen_levels
 from flopwise.plan.memory import plan_bytes
 from flopwise.plan.sizes import level_bytes
+from flopwise.plan.tight import tight_choices, tight_shapes
 
 OVERHEAD = 0.02
 """What a step may take longer, per token, than one with the best number of rounds."""
@@ -74,8 +75,15 @@ class Found:
 def fastest_plan(question: DeviceQuestion) -> Found | None:
     """The fastest plan that fits both caps; None: nothing does."""
     search = _Search(question)
-    near = search.near_the_best()
+    near = search.near_the_best() or search.tight()
     return search.simulated(near) if near else None
+
+
+def best_estimate(question: DeviceQuestion) -> float | None:
+    """Seconds a token of the best choice, by estimate alone; None: nothing fits."""
+    search = _Search(question)
+    near = search.near_the_best() or search.tight()
+    return near[0].token_s if near else None
 
 
 class _Search:
@@ -108,6 +116,11 @@ class _Search:
             key=lambda candidate: candidate.token_s,
         )
 
+    def tight(self) -> list[Candidate]:
+        """Choices that fit where hardly anything does, the best of each cut."""
+        found = list(self._best_of(tight_shapes(self.question), tight_choices))
+        return sorted(found, key=lambda candidate: candidate.token_s)
+
     def _one_of_each(self, found: Iterable[Candidate], limit: float) -> Iterator[Candidate]:
         """The best of those of equal chunks and batch, if it is near the limit."""
         seen: set[tuple[object, ...]] = set()
@@ -118,10 +131,12 @@ class _Search:
                 seen.add(key)
                 yield candidate
 
-    def _best_of(self, shapes: Iterable[Shape]) -> Iterator[Candidate]:
+    def _best_of(
+        self, shapes: Iterable[Shape], choices_of: Callable[[Shape], Choice] | None = None
+    ) -> Iterator[Candidate]:
         """The best residencies of each shape for which any fit."""
         for shape in shapes:
-            choices = _grid(shape)
+            choices = (choices_of or _grid)(shape)
             estimate = shape.estimate(choices, self.question.device_bytes, self.question.host_bytes)
             self.estimated += len(estimate.token_s)
             index = int(np.argmin(estimate.token_s))

@@ -128,7 +128,7 @@ class Shape:
 
     def estimate(self, choice: Choice, device_cap: int, host_cap: int) -> Estimate:
         """Time and memory of every choice under two caps."""
-        fixed, held = self._state_on_device(choice), self._state_on_host(choice)
+        fixed, held = self.state_on_device(choice), self.state_on_host(choice)
         slots = np.floor((device_cap - fixed) / self.slot)
         least_slots = min(LEAST_SLOTS, self.pairs)
         fits = slots >= least_slots
@@ -161,7 +161,7 @@ class Shape:
         passing = self.plan.layers - stays
         return passing, np.minimum(slots, passing)
 
-    def _state_on_device(self, choice: Choice) -> Floats:
+    def state_on_device(self, choice: Choice) -> Floats:
         sizes, block = self.sizes, self.sizes.block
         embedding, head = sizes.embedding, sizes.head
         shared = max(embedding.weights, head.weights), max(embedding.gradients, head.gradients)
@@ -179,7 +179,7 @@ class Shape:
             found += np.where(passes, block.optimizer, 0.0)
         return np.asarray(found, dtype=np.float64)
 
-    def _state_on_host(self, choice: Choice) -> Floats:
+    def state_on_host(self, choice: Choice) -> Floats:
         sizes, block, layers = self.sizes, self.sizes.block, self.plan.layers
         embedding, head = sizes.embedding, sizes.head
         everything = layers * block.total + embedding.total + head.total

@@ -11,6 +11,7 @@ from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
 from flopwise.core.op import Attention, Convention
 from flopwise.core.plan import LETTERS, POLICY, Forecast, Plan
+from flopwise.core.simulation import Simulation
 from flopwise.plan.compile import compile_plan
 from flopwise.predict.costs import peak_flops
 from flopwise.predict.simulator import simulate
@@ -84,6 +85,16 @@ def _played(plan: Plan, model: Model, hardware: Hardware, costs: TaskSeconds, ro
         copy_out_bytes=sent[1],
         idle=simulation.idle,
     )
+
+
+TRACED_ROUNDS = 8
+"""Rounds that a trace shows at most."""
+
+
+def traced(plan: Plan, model: Model, hardware: Hardware) -> Simulation:
+    """The plan's step task by task; of a long one the first rounds, the update behind the last of them."""
+    program = compile_plan(plan, model, rounds=min(plan.rounds_per_step, TRACED_ROUNDS))
+    return simulate(program, TaskSeconds(plan, model, hardware).of(program), hardware.link)
 
 
 def recompute_s(plan: Plan, costs: TaskSeconds) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.formats import Formats, parse_formats
+from flopwise.core.formats import POLICIES, Formats, parse_formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
 from flopwise.core.op import Attention
@@ -126,9 +126,16 @@ class TaskSeconds:
         return sum(tensor_bytes(tensor, self.formats) for tensor in tensors) / self.plan.sequence_tokens
 
     def update_s(self, parameters: int, *, on_host: bool = False) -> float:
-        """An update of so many parameters."""
-        moved = float(parameters * update_bytes_per_parameter(self.formats, MOMENTS[self.plan.optimizer]))
-        return moved / host_bytes_per_s(self.hardware) if on_host else self._streaming(moved)
+        """An update of so many parameters.
+
+        On the host it takes as long as in fp32 whatever the formats: its cores turn narrower ones into fp32 and back,
+        which costs them what the fewer bytes would save.
+        """
+        moments = MOMENTS[self.plan.optimizer]
+        if on_host:
+            moved = parameters * update_bytes_per_parameter(POLICIES["fp32"], moments)
+            return moved / host_bytes_per_s(self.hardware)
+        return self._streaming(float(parameters * update_bytes_per_parameter(self.formats, moments)))
 
     def _streaming(self, moved: float) -> float:
         return float(streaming_times(self.hardware.device, self.hardware.efficiency, moved).seconds)

@@ -1,0 +1,323 @@
+"""`flopwise plan` for one device: a schedule from two memory caps, or a grid of caps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flopwise.cli.output import progress_bar, show_page, width
+
+if TYPE_CHECKING:
+    from flopwise.core.hardware import Hardware
+    from flopwise.core.model import Model
+    from flopwise.core.op import Convention
+    from flopwise.core.plan import Cell, Plan, Planned
+    from flopwise.plan.cuts import DeviceQuestion
+    from flopwise.predict.choose import Request
+
+HostMemoryOption = Annotated[
+    str, typer.Option(help="Cap on host memory: 110GiB. Default: most of what the hardware file says there is.")
+]
+ClipOption = Annotated[
+    bool, typer.Option("--clip", help="Clip gradients by their global norm: the update waits for all of them.")
+]
+RuleOption = Annotated[
+    str,
+    typer.Option(
+        help="flopwise; dataflow: the rule of that offload trainer, also of a date: dataflow-jul11, -jul17, -jul20, "
+        "-jul23, -jul31, -sep19, -head (dataflow alone: jul20, its recorded runs)."
+    ),
+]
+TraceOption = Annotated[str, typer.Option(help="Write the simulated step as a Chrome trace (Perfetto opens it).")]
+HeatmapOption = Annotated[str, typer.Option(help="Write a grid of caps as an SVG picture.")]
+
+HOST_SHARE = 0.88
+"""Of the host's memory, what may be planned with: the system and the loader of data need the rest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceWords:
+    """What was typed for one device beside what every plan has."""
+
+    on: str
+    device_mem: str
+    host_mem: str
+    clip: bool
+    rule: str
+    trace: str
+    heatmap: str
+    write: str
+
+
+def plan_one_device(
+    model: Model, hardware: Hardware, request: Request, words: DeviceWords, *, convention: Convention, form: str
+) -> None:
+    """Plan, print, and write what was asked for."""
+    from flopwise.core.errors import FlopwiseError
+
+    caps = _caps(hardware, words)
+    if len(caps) > 1:
+        for name in ("trace", "write"):
+            if getattr(words, name):
+                raise FlopwiseError(
+                    f"--{name} beside {len(caps)} pairs of caps",
+                    why="a file holds one plan",
+                    hint="one --device-mem and one --host-mem",
+                )
+        _grid(model, hardware, request, words, caps, convention, form)
+        return
+    if words.heatmap:
+        raise FlopwiseError(
+            "--heatmap of one pair of caps", why="a picture needs several", hint="--device-mem 16,24,40,78GiB"
+        )
+    question = _question(model, hardware, request, words, *caps[0])
+    found = _planned(question, words, convention)
+    _print(found, hardware.title, form)
+    if words.write:
+        _write_plan(words.write, found, model)
+    if words.trace:
+        _write_trace(words.trace, found.plan, model, hardware)
+
+
+# -- from words to a question ----------------------------------------------------------------------------------------
+
+
+def _caps(hardware: Hardware, words: DeviceWords) -> list[tuple[int, int]]:
+    """Every pair of a device cap and a host cap."""
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.units import parse_byte_list
+    from flopwise.predict.choose import Request, capacity_bytes
+
+    def listed(option: str, text: str, default: int) -> list[int]:
+        if text.lower() == "auto":
+            return [default]
+        try:
+            return parse_byte_list(text)
+        except FlopwiseError as error:
+            raise error.within(f"--{option}") from None
+
+    devices = listed("device-mem", words.device_mem, capacity_bytes(hardware, Request()))
+    for cap in devices:
+        _check_device_cap(cap)
+        capacity_bytes(hardware, Request(device_memory_bytes=cap))
+    hosts = listed("host-mem", words.host_mem, default_host_bytes(hardware))
+    return [(device, host) for host in hosts for device in devices]
+
+
+def _check_device_cap(cap: int) -> None:
+    from flopwise.cli.options import LEAST_DEVICE_BYTES
+    from flopwise.core.errors import FlopwiseError
+
+    if cap < LEAST_DEVICE_BYTES:
+        raise FlopwiseError(
+            f"--device-mem: {cap:,} bytes are no device's memory",
+            why="a number without a unit counts bytes",
+            hint=f"--device-mem {max(cap, 40)}GiB",
+        )
+
+
+def default_host_bytes(hardware: Hardware) -> int:
+    """Most of what the description says the host has; none where it does not say."""
+    memory = hardware.host.memory_bytes if hardware.host else None
+    return int(HOST_SHARE * memory.value) if memory and hardware.link else 0
+
+
+def _question(
+    model: Model, hardware: Hardware, request: Request, words: DeviceWords, device_bytes: int, host_bytes: int
+) -> DeviceQuestion:
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.plan.cuts import DeviceQuestion
+    from flopwise.predict.choose import base_workload, check_link
+
+    if host_bytes and words.host_mem.lower() != "auto":
+        check_link(hardware)
+    workload, _ = base_workload(model, hardware, request)
+    if workload.sequence_tokens > LONGEST_SEQUENCE:
+        raise FlopwiseError(
+            f"--seq: {workload.sequence_tokens:,} tokens are more than can be planned",
+            why=f"at most {LONGEST_SEQUENCE:,} are",
+            hint="--seq 1M",
+        )
+    given = request.batch_sequences is not None or request.batch_tokens is not None
+    return DeviceQuestion(
+        model=model,
+        hardware=hardware,
+        hardware_name=words.on,
+        sequence_tokens=workload.sequence_tokens,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        formats=workload.formats,
+        optimizer=workload.optimizer,
+        batch_sequences=workload.batch_sequences if given else None,
+        clip=words.clip,
+    )
+
+
+LONGEST_SEQUENCE = 2**30
+
+
+def _planned(question: DeviceQuestion, words: DeviceWords, convention: Convention, *, helps: bool = True) -> Planned:
+    from dataclasses import replace
+
+    from flopwise.cli.evidence import streamed_interval
+    from flopwise.plan.explain import planned, ruled
+    from flopwise.plan.sizes import sizes_of
+
+    sizes_of(question.model, question.sequence_tokens, question.formats, question.optimizer)
+    variant = rule_variant(words.rule)
+    if variant is None:
+        found = planned(question, convention=convention, helps=helps)
+    else:
+        found = ruled(question, variant, convention=convention)
+    described = question.hardware.host is not None or question.hardware.device.kind == "cpu"
+    if words.host_mem.lower() == "auto" and not question.host_bytes and not described:
+        note = f"no host memory: {question.hardware.name} does not say how much there is; --host-mem 110GiB"
+        found = replace(found, notes=(*found.notes, note))
+    return replace(found, interval=streamed_interval(found, question.model, question.hardware))
+
+
+def rule_variant(text: str) -> str | None:
+    """The name of the reference's variant in `dataflow-jul11`; None: flopwise's own search."""
+    import re
+
+    from flopwise.core.errors import FlopwiseError, shown
+    from flopwise.plan.dataflow import RECORDED, VARIANTS
+
+    name, _, variant = re.sub(r"[\s:@_]", "-", text.strip().lower()).partition("-")
+    if name == "flopwise" and not variant:
+        return None
+    dates = {entry.date: entry.name for entry in VARIANTS.values()}
+    chosen = dates.get(variant, variant) or RECORDED
+    if name != "dataflow" or chosen not in VARIANTS:
+        raise FlopwiseError(
+            f"--rule cannot be {shown(text)}",
+            why=f"it is flopwise, dataflow, or dataflow with one of {', '.join(VARIANTS)}",
+            hint=f"--rule dataflow-{RECORDED}",
+        )
+    return chosen
+
+
+# -- a grid of caps --------------------------------------------------------------------------------------------------
+
+
+def _grid(
+    model: Model,
+    hardware: Hardware,
+    request: Request,
+    words: DeviceWords,
+    caps: list[tuple[int, int]],
+    convention: Convention,
+    form: str,
+) -> None:
+    from pathlib import Path
+
+    from flopwise.core.files import write_whole
+    from flopwise.report import cap_grids as written
+
+    cells: list[Cell] = []
+    with progress_bar("caps") as tell:
+        for number, (device, host) in enumerate(caps):
+            cells.append(_cell(_question(model, hardware, request, words, device, host), words, convention))
+            if tell:
+                tell("", number + 1, len(caps))
+    first = next((cell.planned.plan for cell in cells if cell.planned), None)
+    sequence = f" · sequence {first.sequence_tokens:,}" if first else ""
+    title = f"{model.name} · 1 × {hardware.title}{sequence}"
+    if form == "json":
+        typer.echo(written.grid_json(cells))
+    elif form == "csv":
+        typer.echo(written.grid_csv(cells), nl=False)
+    elif form == "md":
+        typer.echo(written.grid_markdown(cells), nl=False)
+    else:
+        show_page(written.grid_page(cells, title, width()))
+    if words.heatmap:
+        write_whole(Path(words.heatmap), written.heatmap_svg(cells, title))
+        typer.echo(f"wrote {words.heatmap}", err=True)
+
+
+def _cell(question: DeviceQuestion, words: DeviceWords, convention: Convention) -> Cell:
+    from dataclasses import replace
+
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.plan import Cell
+
+    cell = Cell(device_memory_bytes=question.device_bytes, host_memory_bytes=question.host_bytes)
+    try:
+        return replace(cell, planned=_planned(question, words, convention, helps=False))
+    except FlopwiseError as error:
+        if error.exit_code != 1:
+            raise
+        return replace(cell, why_not=error.why or error.what, hints=(error.hint,) if error.hint else ())
+
+
+# -- to the terminal and to files ------------------------------------------------------------------------------------
+
+
+def _print(found: Planned, title: str, form: str) -> None:
+    from flopwise.report import device_plans as written
+
+    if form == "json":
+        typer.echo(written.device_plan_json(found))
+    elif form == "csv":
+        typer.echo(written.device_plan_csv([found]), nl=False)
+    elif form == "md":
+        typer.echo(written.device_plan_markdown([found]), nl=False)
+    else:
+        show_page(written.device_plan_page(found, title))
+
+
+def _write_plan(path: str, found: Planned, model: Model) -> None:
+    from dataclasses import replace
+    from pathlib import Path
+
+    from flopwise.core.catalog import plan_table
+    from flopwise.core.files import to_toml, write_whole
+    from flopwise.core.plan import Expected
+
+    forecast = found.forecast
+    expected = Expected(
+        step_s=forecast.step_s,
+        tokens_per_s=forecast.tokens_per_s,
+        mfu=forecast.mfu,
+        hfu=forecast.hfu,
+        device_bytes=forecast.device_total,
+        host_bytes=forecast.host_total,
+    )
+    write_whole(Path(path), to_toml(plan_table(replace(found.plan, expected=expected), model)))
+    typer.echo(f"wrote {path}", err=True)
+
+
+def _write_trace(path: str, plan: Plan, model: Model, hardware: Hardware) -> None:
+    from pathlib import Path
+
+    from flopwise.core.files import write_whole
+    from flopwise.plan.forecast import TRACED_ROUNDS, traced
+    from flopwise.predict.simulator import memory_points
+    from flopwise.report.trace import chrome_trace
+
+    simulation = traced(plan, model, hardware)
+    title = f"{model.name} on {hardware.title}"
+    write_whole(Path(path), chrome_trace(simulation, memory_points(simulation), title))
+    played = simulation.program.rounds
+    shorter = f" (the first {played} of {plan.rounds_per_step} rounds)" if plan.rounds_per_step > TRACED_ROUNDS else ""
+    typer.echo(f"wrote {path}{shorter}", err=True)
+
+
+def show_plan_file(plan: Plan, model: Model, convention: Convention, form: str) -> None:
+    """`flopwise predict plan.toml` of one device: played once more by the flopwise of today."""
+    from dataclasses import replace
+
+    from flopwise.cli.evidence import streamed_interval
+    from flopwise.cli.options import hardware_named
+    from flopwise.core.plan import Planned
+    from flopwise.plan.forecast import forecast
+
+    hardware = hardware_named(plan.hardware)
+    found = Planned(
+        model=model.name, plan=plan, forecast=forecast(plan, model, hardware, convention=convention), reasons={}
+    )
+    found = replace(found, interval=streamed_interval(found, model, hardware))
+    _print(found, hardware.title, form)
