@@ -25,7 +25,7 @@ $(VENV)/.dev: $(VENV)/.base
 	$(INSTALL) --no-build-isolation -e '.[dev,train]'
 	touch $@
 
-demo: $(VENV)/.base  ## predictions, a plan for a cluster, a check on published runs
+demo: $(VENV)/.base  ## predictions, plans for one device and a cluster, a check on published runs
 	$(BIN)/python -m benchmarks.demo
 
 test: $(VENV)/.dev  ## every test, on two processes

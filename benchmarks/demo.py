@@ -1,4 +1,4 @@
-"""`make demo`: predictions for single devices and this machine, a plan for a cluster, a check on published runs."""
+"""`make demo`: predictions for devices and this machine, plans for one device and a cluster, a check on runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ COMMANDS = (
     "predict llama-3-8b,qwen3-8b,mpt-7b --on h100-sxm,h200,rtx-4090 --seq 2k",
     "predict llama-3-8b --on h200 --seq 8k --batch 16",
     "predict gpt2,bert-base,llama-3-1b --on this-machine --seq 512 --batch 8",
+    "plan llama-3-8b --on h200 --seq 8k --device-mem 40GiB --host-mem 110GiB",
     "plan llama-3-70b --on h100-sxm --gpus 64 --seq 8k --batch-tokens 4M --precision bf16-mixed",
     "validate megatron --leave-out model",
 )

@@ -180,8 +180,10 @@ def test_json_has_a_record_a_cell() -> None:
 
 
 def test_markdown_is_a_grid() -> None:
-    lines = grid_markdown(some_cells(4, 5)).splitlines()
+    table, _, plans = grid_markdown(some_cells(4, 5)).partition("\n\n")
+    lines = table.splitlines()
     assert len(lines) == 7
+    assert len(plans.splitlines()) == 2 + sum(cell.planned is not None for cell in some_cells(4, 5))
     assert lines[0].count("device") == 4
     assert "✗ does not fit" in lines[2]
     assert "**★ best 10,100 tok/s, 50.5 % MFU**" in lines[-1]

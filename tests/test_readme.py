@@ -24,17 +24,21 @@ def console_blocks() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("command", "shown"), console_blocks(), ids=[command for command, _ in console_blocks()])
-def test_commands_print_what_is_shown(command: str, shown: str) -> None:
+def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "flopwise", *shlex.split(command)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
+        cwd=tmp_path,
         env={"PATH": "/usr/bin:/bin", "COLUMNS": "120"},
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == shown.strip()
+    # A picture that a command writes is the one that the page shows.
+    for written in tmp_path.iterdir():
+        assert written.read_text(encoding="utf-8") == (ROOT / "docs" / written.name).read_text(encoding="utf-8")
 
 
 def test_there_are_commands_to_check() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -219,9 +220,10 @@ class Replay:
 
 
 @settings(max_examples=25)
-@given(plans(), st.randoms(use_true_random=False))
-def test_every_task_finds_what_it_means_to_use(case: tuple[Transformer, Plan], random: Any) -> None:
+@given(plans(), st.integers(0, 2**32))
+def test_every_task_finds_what_it_means_to_use(case: tuple[Transformer, Plan], seed: int) -> None:
     model, plan = case
+    random = Random(seed)  # noqa: S311 - the order of tasks
     program = compile_plan(plan, model)
     for favourite in (None, "compute", "copy-in", "copy-out", "host"):
         replay = Replay(program, plan, tied=model.tied, causal=model.causal)
@@ -278,8 +280,7 @@ def test_one_chunk_that_stays_takes_what_a_prediction_of_it_does(name: str, toke
     program = compile_plan(plan, model)
     costs = seconds_of(plan, model)
     found = sum(costs.of(program))
-    launches = 5 * 1e-5
-    assert predicted * 0.999 <= found <= predicted * 1.001 + launches
+    assert predicted * (1 - 1e-9) <= found <= predicted * (1 + 1e-9) + 1e-5
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -378,6 +379,8 @@ def test_the_ceiling_is_below_what_tasks_take() -> None:
     for name in FAMILIES:
         model = small_model(name, 2)
         for chunks, parts, attention in ((2, 1, "chunk"), (8, 4, "sequence"), (8, 4, "chunk")):
+            if not model.causal and parts > 1 and attention == "chunk":
+                continue
             plan = plain_plan(model, chunks=chunks, parts=parts, attention=attention, rounds_per_step=2)
             costs = seconds_of(plan, model)
             assert 0 < costs.ceiling_s() < sum(costs.of(compile_plan(plan, model)))

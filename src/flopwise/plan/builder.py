@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from flopwise.core.plan import Place
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.plan import WRITTEN_BY, Place
 from flopwise.core.program import Buffer, Kind, Owner, Program, Stream, Task, Use
 
 NOBODY = -1
@@ -112,6 +113,12 @@ class FreeSlots:
         self._free = deque(slots)
 
     def take(self) -> int:
+        if not self._free:
+            raise FlopwiseError(
+                "the plan has too few slots for activations",
+                why="all of them hold what stays when one more is needed for a layer at work",
+                hint=WRITTEN_BY,
+            )
         return self._free.popleft()
 
     def give(self, slot: int) -> None:
@@ -157,7 +164,7 @@ def _spread_activations(tasks: Sequence[Task], key: list[float]) -> None:
             bulk.setdefault(task.round, []).append(index)
     for loads in bulk.values():
         for number, index in enumerate(loads):
-            due = needed[loads[max(0, number - LOADS_AHEAD)]] - 1
+            due = min(needed[index], needed[loads[max(0, number - LOADS_AHEAD)]]) - 1
             key[index] += max(0.0, due - key[index]) * number / len(loads)
 
 

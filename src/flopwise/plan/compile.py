@@ -13,8 +13,9 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import parse_formats
 from flopwise.core.model import Model
 from flopwise.core.op import Attention
-from flopwise.core.plan import LETTERS, Place, Plan
+from flopwise.core.plan import LETTERS, WRITTEN_BY, Place, Plan, Residency
 from flopwise.core.program import Kind, Program
+from flopwise.core.transformer import Transformer
 from flopwise.plan.builder import Builder, FreeSlots, in_order_of_release
 from flopwise.plan.sizes import Sizes, aligned, level_bytes, parts, sizes_of, slot_bytes, working_bytes
 from flopwise.plan.state import Kept, OptimizerState, Part, ends_of
@@ -31,8 +32,27 @@ def compile_plan(plan: Plan, model: Model, *, rounds: int | None = None) -> Prog
         raise FlopwiseError(
             f"the plan saves {plan.layers} layers, {model.name} has {sizes.layers}", hint="plan this model anew"
         )
+    _check(plan, model)
     # Whether gradients have a place on the host is the whole plan's, not that of its first rounds.
     return _Compiler(shorter, plan, model, sizes).compiled()
+
+
+def _check(plan: Plan, model: Model) -> None:
+    """Refuse plans of a file that cannot run."""
+    for kind in ("weights", "gradients"):
+        residency: Residency = getattr(plan, kind)
+        if residency.blocks < plan.layers and not residency.passing:
+            raise FlopwiseError(
+                f"the plan has no slot for {kind} to pass through",
+                why=f"{plan.layers - residency.blocks} of {plan.layers} blocks do not stay",
+                hint=WRITTEN_BY,
+            )
+    if plan.attention == "chunk" and plan.chunks_per_sequence > 1 and not getattr(model, "causal", True):
+        raise FlopwiseError(
+            f"attention of {model.name} cannot run chunk by chunk",
+            why="every token looks at all others, also at those of later chunks",
+            hint='attention = "sequence"',
+        )
 
 
 class _Compiler:
@@ -44,6 +64,7 @@ class _Compiler:
         self.state = OptimizerState(self.builder, whole, sizes)
         self.ends = list(ends_of(sizes))
         self.embedding: Part = "embedding" if "embedding" in self.ends else "head"
+        self.causal = isinstance(model, Transformer) and model.causal
         self.cut = plan.chunks_per_sequence > 1
         self.whole_sequence = self.cut and plan.attention == "sequence"
         self._operators(model)
@@ -296,7 +317,7 @@ class _Compiler:
         if self.whole_sequence:
             part = chunk % self.plan.chunks_per_sequence
             if letter.lower() in "ci":
-                reads += self.context[: part + 1]
+                reads += self.context[: part + 1] if self.causal else self.context
             writes.append((self.sequence[0], f"gradients {layer}.{chunk} r{self.round}"))
             if letter != "i":
                 writes.append((self.inputs[part], f"inputs {layer}.{chunk} r{self.round}"))
@@ -403,7 +424,9 @@ class _Compiler:
 
     def _update_on_host(self, part: Part) -> None:
         builder = self.builder
-        self.gradients.send(part, self.round)
+        slot, home = self.gradients.slot[part], self.gradients.host[part]
+        if self.gradients.here(part) and builder.values[slot] != builder.values[home]:
+            self.gradients.send(part, self.round)
         piece = self.state.pieces[part][0]
         assert piece.host is not None
         weights, gradients = self.weights.host[part], self.gradients.host[part]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,14 +16,17 @@ from flopwise.core.workload import Optimizer
 CHUNK_TOKENS = (2048, 4096, 8192, 16384, 32768, 65536)
 """Sizes of a chunk that are tried, each brought to whole sequences or to equal parts of one."""
 
+SMALL_CHUNK_TOKENS = (1, 512, 1024)
+"""For caps that hardly anything fits; 1 stands for one sequence, where it is short."""
+
 LONG_CHUNK_TOKENS = 32768
 """Longer chunks are for sequences of many of them."""
 
 HEAD_CHUNK_TOKENS = (4096, 1024)
 """With more tokens at once the head's gradient is read and written less often; with fewer the logits are smaller."""
 
-GROUPS = (1, 2, 4)
-"""Sequences, or chunks of short ones, of a round."""
+GROUPS = (1, 2, 4, 8)
+"""Sequences, or chunks of short ones, of a round; a whole batch in one round is tried too."""
 
 ROUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
@@ -63,33 +66,38 @@ class Cut:
     span: Span
 
 
-def cuts(question: DeviceQuestion) -> Iterator[Cut]:
-    """Those that are tried, the ones of equal chunks together."""
+def cuts(question: DeviceQuestion, *, tight: bool = False) -> Iterator[Cut]:
+    """Those that are tried, the ones of equal chunks together; `tight` adds those of very small chunks."""
     model, sequence = question.model, question.sequence_tokens
     assert isinstance(model, Transformer)  # sizes_of refuses others
-    for chunk_tokens in _chunk_sizes(question):
+    for chunk_tokens in _chunk_sizes(question, (*SMALL_CHUNK_TOKENS, *CHUNK_TOKENS) if tight else CHUNK_TOKENS):
         parts = -(-sequence // chunk_tokens)
         spans: tuple[Span, ...] = ("chunk",) if parts == 1 else ("sequence", "chunk") if model.causal else ("sequence",)
-        for groups in GROUPS:
-            sequences = groups * max(1, chunk_tokens // sequence)
-            uneven = question.batch_sequences is not None and question.batch_sequences % sequences
-            if uneven or (groups > 1 and parts * groups > _most_chunks(model)):
-                continue
-            for span in spans:
-                yield Cut(chunk_tokens, groups, span)
+        for groups in _groups(question, max(1, chunk_tokens // sequence)):
+            if groups == 1 or parts * groups <= _most_chunks(model):
+                for span in spans:
+                    yield Cut(chunk_tokens, groups, span)
 
 
-def _chunk_sizes(question: DeviceQuestion) -> list[int]:
+def _groups(question: DeviceQuestion, sequences_per_chunk: int) -> list[int]:
+    """Chunks, or sequences of several chunks, of a round: such that rounds make up the batch."""
+    if question.batch_sequences is None:
+        return list(GROUPS)
+    whole = question.batch_sequences // sequences_per_chunk
+    return sorted({groups for groups in (*GROUPS, whole) if whole % groups == 0})
+
+
+def _chunk_sizes(question: DeviceQuestion, sizes: Sequence[int]) -> list[int]:
     """Whole sequences that divide the batch, or equal parts of one."""
     sequence, batch = question.sequence_tokens, question.batch_sequences
     assert isinstance(question.model, Transformer)
     most = _most_chunks(question.model)
     found = set()
-    for tokens in CHUNK_TOKENS:
+    for tokens in sizes:
         if tokens > LONG_CHUNK_TOKENS and sequence < 8 * tokens:
             continue
         if tokens >= sequence:
-            count = tokens // sequence
+            count = max(1, tokens // sequence)
             if batch is not None:
                 count = max(number for number in range(1, min(count, batch) + 1) if batch % number == 0)
             found.add(count * sequence)

@@ -36,8 +36,10 @@ FIRST_ROUNDS = (1, 4, 32)
 FURTHER_CUTS = 6
 """Cuts that are estimated with all rounds, head chunks and both places of the update."""
 
-SIMULATED_TASKS = 30_000
+SIMULATED_TASKS = 45_000
 """Tasks that a search simulates before it stops, about half a second's worth."""
+IMPROVED = 3
+"""Simulated plans that are improved, the best first."""
 MOST_SIMULATIONS = 12
 ROUNDING_TRIES = 4
 
@@ -75,8 +77,12 @@ class Found:
 def fastest_plan(question: DeviceQuestion) -> Found | None:
     """The fastest plan that fits both caps; None: nothing does."""
     search = _Search(question)
-    near = search.near_the_best() or search.tight()
-    return search.simulated(near) if near else None
+    for near in (search.near_the_best, search.tight):
+        candidates = near()
+        found = search.simulated(candidates) if candidates else None
+        if found is not None:
+            return found
+    return None
 
 
 def best_estimate(question: DeviceQuestion) -> float | None:
@@ -126,7 +132,7 @@ class _Search:
         seen: set[tuple[object, ...]] = set()
         for candidate in found:
             plan = candidate.shape.plan
-            key = (plan.chunk_tokens, plan.attention, plan.tokens_per_step)
+            key = (plan.chunk_tokens, plan.attention, plan.tokens_per_step, plan.update_place)
             if candidate.token_s <= limit and key not in seen and len(seen) < 2 * MOST_SIMULATIONS:
                 seen.add(key)
                 yield candidate
@@ -174,11 +180,15 @@ class _Search:
         order = sorted(near, key=lambda one: (one not in close, one.step_tokens > fewest, one.token_s))
         for candidate in order:
             self._play(candidate)
-            if self.tasks > SIMULATED_TASKS / 2 or len(self.found) >= MOST_SIMULATIONS:
+            if self.tasks > SIMULATED_TASKS / 3 or len(self.found) >= MOST_SIMULATIONS:
                 break
         if not self.found:
             return None
-        self._improve(smallest_near_the_fastest(list(self.found.values())))
+        first = smallest_near_the_fastest(list(self.found.values()))
+        alike = [one for one in self.found.values() if one.plan.tokens_per_step == first.plan.tokens_per_step]
+        begun, left = self.tasks, SIMULATED_TASKS - self.tasks
+        for number, one in enumerate(sorted(alike, key=lambda one: one.token_s)[:IMPROVED]):
+            self._improve(one, begun + left * (number + 1) / IMPROVED)
         best = smallest_near_the_fastest(list(self.found.values()))
         return replace(best, estimated=self.estimated, simulated=len(self.found))
 
@@ -193,15 +203,16 @@ class _Search:
             self.tasks += 5 * plan.layers * plan.chunks_per_round * min(5, plan.rounds_per_step)
         return self.found[plan]
 
-    def _improve(self, best: Found) -> None:
-        """Change one figure at a time for as long as the simulation says that it helps."""
+    def _improve(self, best: Found, most_tasks: float) -> None:
+        """Change one figure at a time for as long as the simulation says that it helps, and tasks are left."""
         moved = True
         while moved:
             moved = False
             for name, change in REFINEMENTS:
                 chosen = dict(best.candidate.chosen)
-                chosen[name] = min(max(chosen[name] + change, 0.0), self._most(best.candidate.shape, name))
-                if self.tasks > SIMULATED_TASKS:
+                least, most = LEAST.get(name, 0.0), self._most(best.candidate.shape, name)
+                chosen[name] = min(max(chosen[name] + change, least), most)
+                if self.tasks > most_tasks:
                     return
                 tried = self._play(replace(best.candidate, chosen=chosen))
                 if tried is not None and tried.token_s < best.token_s * (1 - 1e-4):
@@ -210,7 +221,8 @@ class _Search:
     def _most(self, shape: Shape, name: str) -> float:
         if name == "optimizer" and shape.place == "host":
             return 0.0
-        return {"ends": float(WEIGHTS_SHARE), "budget": 1.0, "passing": 4.0}.get(name, float(shape.plan.layers))
+        most = {"ends": float(WEIGHTS_SHARE), "budget": 1.0, "passing": 4.0, "updating": 3.0}
+        return most.get(name, float(shape.plan.layers))
 
 
 def smallest_near_the_fastest(found: Sequence[Found]) -> Found:
@@ -229,7 +241,8 @@ def fitting_plan(candidate: Candidate, question: DeviceQuestion) -> Plan | None:
         over_device = sum(taken["device"].values()) - question.device_bytes
         over_host = sum(taken["host"].values()) - question.host_bytes
         if over_device <= 0 and over_host <= 0:
-            return plan
+            copies = question.hardware.link is None and taken["host"]
+            return None if copies else plan
         device, host = device - max(0, over_device), host - max(0, over_host)
     return None
 
@@ -242,6 +255,9 @@ REFINEMENTS: tuple[tuple[str, float], ...] = (
     ("gradients", 2.0),
     ("gradients", -2.0),
     ("passing", 1.0),
+    ("passing", -1.0),
+    ("updating", 1.0),
+    ("updating", -1.0),
     ("optimizer", -2.0),
     ("optimizer", 2.0),
     ("budget", -0.2),
@@ -249,6 +265,7 @@ REFINEMENTS: tuple[tuple[str, float], ...] = (
     ("ends", -1.0),
 )
 """Changes that are tried on the best plan of the simulations, in this order."""
+LEAST = {"passing": 1.0, "updating": 1.0}
 
 # -- residencies -----------------------------------------------------------------------------------------------------
 
@@ -263,6 +280,7 @@ def _grid(shape: Shape) -> Choice:
         "optimizer": _steps(layers, 2) if shape.place == "device" else [0],
         "ends": list(range(ENDS_STAY, WEIGHTS_SHARE + 1)),
         "passing": [2],
+        "updating": [1, 2] if shape.place == "device" else [1],
         "kept": [0, 1],
         "budget": [0.0, 0.5, 1.0],
     }
@@ -294,7 +312,8 @@ def climbed(candidate: Candidate, question: DeviceQuestion) -> Candidate:
             changes[row, names.index(name)] += change
     most = np.full(len(names), float(shape.plan.layers))
     most[[names.index("ends"), names.index("budget")]] = WEIGHTS_SHARE, 1.0
-    most[[names.index("passing"), names.index("kept")]] = candidate.chosen["passing"], candidate.chosen["kept"]
+    for name in ("passing", "updating", "kept"):
+        most[names.index(name)] = candidate.chosen[name]
     if shape.place == "host":
         most[names.index("optimizer")] = 0.0
     here = np.array([candidate.chosen[name] for name in names])
@@ -328,6 +347,7 @@ def plan_of(candidate: Candidate, device_bytes: int, host_bytes: int) -> Plan:
     letters = [letter for row in rows for letter in row][: shape.pairs - staying] + ["F"] * staying
     if kept:
         letters = _kept_on_device(letters, shape, float(estimate.kept_bytes[0]))
+        slots += letters.count("F")
     saves = tuple(
         "".join(letters[start : start + plan.chunks_per_round])
         for start in range(0, shape.pairs, plan.chunks_per_round)
@@ -348,10 +368,10 @@ def _kept_on_device(letters: list[str], shape: Shape, room: float) -> list[str]:
     found = list(letters)
     for index in reversed(range(len(found))):
         tokens = shape.plan.tokens_of(index % shape.plan.chunks_per_round)
-        size = level_bytes(shape.sizes, LETTERS[found[index]], tokens)
-        if found[index] == "f" or size > room:
-            # One that is kept whole belongs into a slot, of which there are the fewest here.
-            continue
-        room -= size
-        found[index] = found[index].upper()
+        whole = found[index] == "f"
+        # One that is kept whole has a slot to itself.
+        size = shape.slot if whole else level_bytes(shape.sizes, LETTERS[found[index]], tokens)
+        if size <= room:
+            room -= size
+            found[index] = found[index].upper()
     return found

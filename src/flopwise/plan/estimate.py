@@ -44,6 +44,8 @@ class Choice:
     ends: Floats
     passing: Floats
     """Slots through which weights and gradients pass."""
+    updating: Floats
+    """Slots through which optimizer state passes: with one, each block waits until the one before has left."""
     kept: Floats
     """1: what stays of the activations is kept at save levels, all slots but the fewest being given up for it."""
     budget: Floats
@@ -85,6 +87,7 @@ class Shape:
         self.slot = slot_bytes(self.sizes, plan.tokens_of(0))
         self.base = sum(working_bytes(self.sizes, plan).values())
         self.place: Place = plan.update_place
+        self.least_slots = LEAST_SLOTS
         self._seconds()
         link = hardware.link
         self.one_way = link.bandwidth_bytes_per_s.value if link else 0.0
@@ -130,7 +133,7 @@ class Shape:
         """Time and memory of every choice under two caps."""
         fixed, held = self.state_on_device(choice), self.state_on_host(choice)
         slots = np.floor((device_cap - fixed) / self.slot)
-        least_slots = min(LEAST_SLOTS, self.pairs)
+        least_slots = min(self.least_slots, self.pairs)
         fits = slots >= least_slots
         slots = np.clip(slots, 1, self.pairs)
         # Everything in slots, or the fewest slots and the rest of the device for what is kept at lower levels.
@@ -158,8 +161,14 @@ class Shape:
 
     def _passes(self, stays: Floats, slots: Floats) -> tuple[Floats, Floats]:
         """Blocks that pass, and the slots that they pass through."""
-        passing = self.plan.layers - stays
-        return passing, np.minimum(slots, passing)
+        passing = np.where(stays + slots >= self.plan.layers, 0.0, self.plan.layers - stays)
+        return passing, np.minimum(slots, self.plan.layers - stays)
+
+    def _gradient_slots(self, passing: Floats) -> Floats:
+        """Slots of gradients: where each is used up before the next is made, one serves all."""
+        plan = self.plan
+        used_up = plan.rounds_per_step == 1 and plan.update_when == "backward" and self.place == "device"
+        return np.ones_like(passing) if used_up else passing
 
     def state_on_device(self, choice: Choice) -> Floats:
         sizes, block = self.sizes, self.sizes.block
@@ -167,7 +176,7 @@ class Shape:
         shared = max(embedding.weights, head.weights), max(embedding.gradients, head.gradients)
         found = float(self.base) + choice.weights * block.weights + choice.gradients * block.gradients
         found += self._passes(choice.weights, choice.passing)[1] * block.weights
-        found += self._passes(choice.gradients, choice.passing)[1] * block.gradients
+        found += self._passes(choice.gradients, self._gradient_slots(choice.passing))[1] * block.gradients
         found += np.where(choice.ends >= WEIGHTS_SHARE, shared[0], embedding.weights + head.weights)
         found += np.where(choice.ends >= GRADIENTS_SHARE, shared[1], embedding.gradients + head.gradients)
         if self.place == "host":
@@ -175,8 +184,9 @@ class Shape:
         found += choice.optimizer * block.optimizer
         found += np.where(choice.ends >= STATE_PASSES, 0.0, embedding.optimizer + head.optimizer)
         passes = (choice.optimizer < self.plan.layers) | (choice.ends >= STATE_PASSES)
-        if self.plan.update_when == "backward":
-            found += np.where(passes, block.optimizer, 0.0)
+        # At the end of a step the state passes where activations were, as far as they are large enough.
+        lent = self.least_slots * self.slot if self.plan.update_when == "end" else 0.0
+        found += np.where(passes, np.maximum(0.0, choice.updating * block.optimizer - lent), 0.0)
         return np.asarray(found, dtype=np.float64)
 
     def state_on_host(self, choice: Choice) -> Floats:
@@ -185,11 +195,12 @@ class Shape:
         everything = layers * block.total + embedding.total + head.total
         if self.place == "host":
             return np.full_like(choice.weights, float(everything))
-        found = (layers - choice.weights) * block.weights + (layers - choice.optimizer) * block.optimizer
+        found = self._passes(choice.weights, choice.passing)[0] * block.weights
+        found += (layers - choice.optimizer) * block.optimizer
         found += np.where(choice.ends >= WEIGHTS_SHARE, embedding.weights + head.weights, 0.0)
         found += np.where(choice.ends >= STATE_PASSES, embedding.optimizer + head.optimizer, 0.0)
         if self.plan.rounds_per_step > 1 or self.plan.update_when == "end":
-            found += (layers - choice.gradients) * block.gradients
+            found += self._passes(choice.gradients, choice.passing)[0] * block.gradients
             found += np.where(choice.ends >= GRADIENTS_SHARE, embedding.gradients + head.gradients, 0.0)
         return np.asarray(found, dtype=np.float64)
 
@@ -211,10 +222,10 @@ class Shape:
         sizes, block, rounds = self.sizes, self.sizes.block, self.plan.rounds_per_step
         embedding, head = sizes.embedding, sizes.head
         passing, through = self._passes(choice.weights, choice.passing)
-        weights_in = (passing - through) * block.weights
+        weights_in = np.maximum(0.0, passing - through) * block.weights
         ends_in = np.where(choice.ends >= WEIGHTS_SHARE, embedding.weights + head.weights, 0.0)
         forward = self._longer(self.forward_s, self._link_s(weights_in + ends_in, moved)) + self.head_s
-        gradients = (self.plan.layers - choice.gradients) * float(block.gradients)
+        gradients = self._passes(choice.gradients, choice.passing)[0] * float(block.gradients)
         gradients += np.where(choice.ends >= GRADIENTS_SHARE, embedding.gradients + head.gradients, 0.0)
         inward, nothing = weights_in + moved, np.zeros_like(moved)
 
@@ -236,23 +247,27 @@ class Shape:
             return self._longer(compute, self._link_s(inward, outward))
         sizes, block, layers = self.sizes, self.sizes.block, self.plan.layers
         embedding, head = sizes.embedding, sizes.head
+        # What is updated last has nothing left to hide behind: the embedding, or the matrix that it shares.
+        last_end = embedding if embedding.parameters else head
         if self.place == "host":
             outward = outward + layers * block.gradients + embedding.gradients + head.gradients
             stay = choice.weights * block.weights + embedding.weights + head.weights
-            return self._longer(np.maximum(compute, self.update_s), self._link_s(inward + stay, outward)) + (
-                embedding.parameters / max(1, self.costs.work.parameters) * self.update_s
-            )
+            behind = last_end.parameters / self.costs.work.parameters * self.update_s
+            behind += (last_end.gradients + last_end.weights) / max(self.one_way, 1.0)
+            return self._longer(np.maximum(compute, self.update_s), self._link_s(inward + stay, outward)) + behind
         ends = np.where(choice.ends >= STATE_PASSES, embedding.optimizer + head.optimizer, 0.0)
         state = (layers - choice.optimizer) * block.optimizer + ends
-        new = (layers - choice.weights) * block.weights
+        new = self._passes(choice.weights, choice.passing)[0] * block.weights
         new = new + np.where(choice.ends >= WEIGHTS_SHARE, embedding.weights + head.weights, 0.0)
         if self.plan.update_when == "end":
             return self._longer(compute, self._link_s(inward, outward)) + self._longer(
                 self.update_s, self._link_s(state + new + outward, state + new)
             )
-        # The embedding's update comes last, and nothing is left to hide it behind.
-        behind = np.where(choice.ends >= STATE_PASSES, self._link_s(state * 0 + embedding.optimizer, ends * 0), 0.0)
-        return self._longer(compute + self.update_s, self._link_s(inward + state, outward + state + new)) + behind
+        moved = self._link_s(inward + state, outward + state + new)
+        serial = np.where(choice.updating < 2, 2.0 * state / max(self.one_way, 1.0), 0.0)
+        late = 2.0 * last_end.optimizer / max(self.one_way, 1.0)
+        exposed = np.where(choice.ends >= STATE_PASSES, late, 0.0)
+        return self._longer(compute + self.update_s, np.maximum(moved, serial)) + exposed
 
     # -- a plan ---------------------------------------------------------------------------------------------------
 
@@ -260,17 +275,21 @@ class Shape:
         """The kinds of state as a plan tells them."""
         layers, ends = self.plan.layers, int(chosen["ends"])
         passing = int(chosen["passing"])
+        gradient_slots = int(self._gradient_slots(np.array([chosen["passing"]]))[0])
 
         def kind(name: str, slots: int, *, ends_stay: bool) -> Residency:
             blocks = int(chosen[name])
+            if blocks + slots >= layers and name != "optimizer":
+                # With a slot for each of them none has to pass.
+                blocks = layers
             return Residency(blocks=blocks, passing=min(slots, layers - blocks), ends=ENDS if ends_stay else ())
 
         return {
             "weights": kind("weights", passing, ends_stay=ends < WEIGHTS_SHARE),
-            "gradients": kind("gradients", passing, ends_stay=ends < GRADIENTS_SHARE),
+            "gradients": kind("gradients", gradient_slots, ends_stay=ends < GRADIENTS_SHARE),
             "optimizer_state": Residency(blocks=0)
             if self.place == "host"
-            else kind("optimizer", 1, ends_stay=ends < STATE_PASSES),
+            else kind("optimizer", int(chosen["updating"]), ends_stay=ends < STATE_PASSES),
         }
 
 

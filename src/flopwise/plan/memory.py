@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flopwise.core.plan import LETTERS, Place, Plan, Residency
+from flopwise.core.plan import Place, Plan, Residency
 from flopwise.core.program import Owner
-from flopwise.plan.sizes import Sizes, State, level_bytes, slot_bytes, working_bytes
-from flopwise.plan.state import ends_of, kept_on_host, shares
+from flopwise.plan.sizes import Sizes, State, activation_bytes, working_bytes
+from flopwise.plan.state import borrowed_slots, ends_of, kept_on_host, shares
 
 KINDS: tuple[Owner, ...] = ("weights", "gradients", "optimizer")
 
@@ -17,14 +17,8 @@ def plan_bytes(plan: Plan, sizes: Sizes) -> dict[Place, dict[str, int]]:
     for kind in KINDS:
         residency = plan.optimizer_state if kind == "optimizer" else getattr(plan, kind)
         device[kind], host[kind] = _state_bytes(plan, sizes, kind, residency)
-    kept = {"device": 0, "host": 0}
-    for row in plan.saves:
-        for chunk, letter in enumerate(row):
-            if letter != "F":
-                place = "device" if letter.isupper() else "host"
-                kept[place] += level_bytes(sizes, LETTERS[letter.lower()], plan.tokens_of(chunk))
-    device["activations"] = kept["device"] + plan.activation_slots * slot_bytes(sizes, plan.tokens_of(0))
-    host["activations"] = kept["host"]
+    kept = activation_bytes(sizes, plan)
+    device["activations"], host["activations"] = kept["device"], kept["host"]
     device.update(working_bytes(sizes, plan))
     return {
         "device": {owner: size for owner, size in device.items() if size},
@@ -48,8 +42,9 @@ def _state_bytes(plan: Plan, sizes: Sizes, kind: Owner, residency: Residency) ->
     if kind != "optimizer":
         device += min(residency.passing, sizes.layers - blocks) * size(sizes.block)
         device += max((size(state) for state in passing), default=0)
-    elif not on_host and plan.update_when == "backward":
-        device += max(1, residency.passing) * _largest_piece(sizes, passing, some_blocks=blocks < sizes.layers)
+    elif not on_host:
+        piece = _largest_piece(sizes, passing, some_blocks=blocks < sizes.layers)
+        device += piece and (max(1, residency.passing) - borrowed_slots(plan, sizes, piece)) * piece
     host = 0
     if kept_on_host(plan, kind, stays=False):
         host += (sizes.layers - blocks) * size(sizes.block) + sum(size(state) for state in passing)

@@ -10,7 +10,7 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import WIDTH_BYTES, Formats
 from flopwise.core.model import Model
 from flopwise.core.op import Op
-from flopwise.core.plan import LEVELS, POLICY, Plan
+from flopwise.core.plan import LETTERS, LEVELS, POLICY, Plan
 from flopwise.core.traffic import block_saved_bytes, tensor_bytes
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import Work
@@ -117,8 +117,10 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         stream=each(stream),
         temporary=each(temporary_bytes(work, "everything", formats)),
         # Queries, attention's result and the gradients of both in one piece, the queries' also in fp32 while it is
-        # summed, and the gradients of keys and values.
-        sequence_attention=each(4 * query + keys + 4 * work.tensors["query"].elements),
+        # summed, the gradients of keys and values, and the sums of the softmax.
+        sequence_attention=each(
+            4 * query + keys + 4 * work.tensors["query"].elements + tensor_bytes(work.tensors["logsumexp"], formats)
+        ),
         logits=each(head_rows + 2 * stream),
         fixed_workspace=LIBRARY_WORKSPACE_BYTES + cast_copy_bytes(work, formats) // max(1, model.layers),
     )
@@ -142,6 +144,17 @@ def slot_bytes(sizes: Sizes, chunk_tokens: int) -> int:
 def level_bytes(sizes: Sizes, level: str, tokens: int) -> int:
     """What a (layer, chunk) takes where it is kept at a level."""
     return aligned(sizes.saved[level] * tokens)
+
+
+def activation_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:
+    """Place → bytes of everything that layers keep for backward: slots, and what is kept at lower levels."""
+    found = {"device": plan.activation_slots * slot_bytes(sizes, plan.tokens_of(0)), "host": 0}
+    for row in plan.saves:
+        for chunk, letter in enumerate(row):
+            if letter != "F":
+                place = "device" if letter.isupper() else "host"
+                found[place] += level_bytes(sizes, LETTERS[letter.lower()], plan.tokens_of(chunk))
+    return found
 
 
 def working_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:

@@ -11,7 +11,7 @@ from flopwise.core.plan import Place
 from flopwise.core.units import exact_tokens, show_bytes
 from flopwise.plan.cuts import DeviceQuestion
 from flopwise.plan.device import Candidate, fitting_plan
-from flopwise.plan.estimate import LEAST_SLOTS, Choice, Floats, Shape
+from flopwise.plan.estimate import Choice, Floats, Shape
 from flopwise.plan.memory import plan_bytes
 from flopwise.plan.tight import tight_choices, tight_shapes
 
@@ -62,9 +62,9 @@ def _least(question: DeviceQuestion, place: Place) -> Least | None:
 
 def _needed(shape: Shape, choices: Choice, question: DeviceQuestion, place: Place) -> Floats:
     """Bytes of the place that each choice needs, the other place having what it has."""
-    fixed = shape.state_on_device(choices) + min(LEAST_SLOTS, shape.pairs) * shape.slot
+    fixed = shape.state_on_device(choices) + shape.least_slots * shape.slot
     held = shape.state_on_host(choices)
-    all_in_slots = shape.pairs <= LEAST_SLOTS
+    all_in_slots = shape.pairs <= shape.least_slots
     least = 0.0 if all_in_slots else shape.sequences * shape.curve.least_bytes
     if place == "device":
         room = question.host_bytes - held

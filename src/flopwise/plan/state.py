@@ -8,7 +8,7 @@ from typing import Literal
 from flopwise.core.plan import ENDS, Plan, Residency
 from flopwise.core.program import Owner
 from flopwise.plan.builder import Builder
-from flopwise.plan.sizes import Sizes, State
+from flopwise.plan.sizes import Sizes, State, activation_bytes
 
 Part = int | Literal["embedding", "head"]
 """A layer, or one of the ends."""
@@ -148,11 +148,10 @@ class OptimizerState:
             ]
         self.slots: list[int] = []
         if any(piece.device is None for pieces in self.pieces.values() for piece in pieces) and not on_host:
-            # At the end of a step there are no activations any more: their memory takes the state that passes.
-            borrowed = plan.update_when == "end"
             size = max(piece.size for pieces in self.pieces.values() for piece in pieces if piece.device is None)
+            borrowed = borrowed_slots(plan, sizes, size)
             self.slots = [
-                builder.buffer(f"optimizer slot {number}", "optimizer", "device", size, borrowed=borrowed)
+                builder.buffer(f"optimizer slot {number}", "optimizer", "device", size, borrowed=number < borrowed)
                 for number in range(max(1, residency.passing))
             ]
         self._next = 0
@@ -169,6 +168,13 @@ class OptimizerState:
         """The slot whose turn it is."""
         self._next += 1
         return self.slots[(self._next - 1) % len(self.slots)]
+
+
+def borrowed_slots(plan: Plan, sizes: Sizes, slot: int) -> int:
+    """Slots for optimizer state that lie where activations were: at the end of a step there are none any more."""
+    if plan.update_when == "backward" or not slot:
+        return 0
+    return min(max(1, plan.optimizer_state.passing), activation_bytes(sizes, plan)["device"] // slot)
 
 
 def shares(whole: int, count: int) -> list[int]:

@@ -11,18 +11,19 @@ from flopwise.core.plan import Place
 from flopwise.plan.cuts import DeviceQuestion, cuts, skeleton
 from flopwise.plan.estimate import ENDS_STAY, WEIGHTS_SHARE, Choice, Shape, can_update_on_host
 
-LEAST_HEAD_CHUNK_TOKENS = 1024
+LEAST_HEAD_CHUNK_TOKENS = 256
 
 
 def tight_shapes(question: DeviceQuestion) -> Iterator[Shape]:
-    """Cuts that take little memory: small chunks, one sequence a round, few logits."""
+    """Cuts that take little memory: small chunks, few logits, one sequence a round or the whole batch in few."""
     places: tuple[Place, ...] = ("device", "host") if can_update_on_host(question.hardware) else ("device",)
     like: dict[int, Shape] = {}
-    for cut in cuts(question):
-        if cut.groups > 1:
+    for cut in cuts(question, tight=True):
+        if cut.groups > 1 and question.batch_sequences is None:
             continue
         plan = skeleton(question, cut, min(LEAST_HEAD_CHUNK_TOKENS, cut.chunk_tokens))
         shape = Shape(plan, question.model, question.hardware, like.get(cut.chunk_tokens))
+        shape.least_slots = 1
         like.setdefault(cut.chunk_tokens, shape)
         # With one round gradients never leave; a batch of several needs room for them.
         rounds = 1 if question.batch_sequences is None else question.batch_sequences // plan.sequences_per_round
@@ -40,6 +41,7 @@ def tight_choices(shape: Shape) -> Choice:
         "optimizer": steps,
         "ends": np.arange(ENDS_STAY, WEIGHTS_SHARE + 1),
         "passing": np.array([1]),
+        "updating": np.array([1]),
         "kept": np.array([1]),
         "budget": np.array([0.0]),
     }

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from flopwise.core.files import to_json
-from flopwise.core.plan import Cell
+from flopwise.core.plan import Cell, Planned
 from flopwise.core.units import BINARY_UNITS, show_bytes, show_seconds, show_share, significant
 from flopwise.report.device_plans import SAME, main_values
 from flopwise.report.tables import GAP, csv_text, markdown_table
@@ -122,6 +122,12 @@ def _style(cell: Cell | None, best: Cell | None, line: int) -> str:
 
 def _legend(cells: Sequence[Cell], best: Cell | None) -> list[RenderableType]:
     words = ["tok/s over MFU"]
+    batches = {cell.planned.plan.tokens_per_step for cell in cells if cell.planned}
+    if len(batches) > 1:
+        words.append(
+            f"batches differ, from {min(batches):,} to {max(batches):,} tokens a step, and with them speeds by up to"
+            " 2 %; --batch-tokens fixes one"
+        )
     if best:
         words.append(f"{BEST} best: {BEST_WORDS} ({_caps_words(best)})")
     missing = [cell for cell in cells if cell.planned is None]
@@ -196,15 +202,39 @@ def grid_json(cells: Sequence[Cell]) -> str:
     )
 
 
+PLAN_COLUMNS = (
+    *("device", "host", "chunk", "chunks", "rounds", "weights", "gradients", "optimizer", "slots", "leave"),
+    *("tok/s", "MFU", "HFU", "ceiling"),
+)
+
+
 def grid_markdown(cells: Sequence[Cell]) -> str:
-    """Rows are host caps, columns device caps; tok/s and MFU in each cell."""
+    """Rows are host caps, columns device caps, tok/s and MFU in each cell; below it each plan in a row."""
     best = best_cell(cells)
     devices, hosts, placed = _axes(cells)
     columns = ["host", *(f"device {show_bytes(device)}" for device in devices)]
     rows = [
         [show_bytes(host), *(_markdown_cell(placed.get((device, host)), best) for device in devices)] for host in hosts
     ]
-    return markdown_table(columns, rows, set())
+    plans = [_plan_row(cell.planned) for cell in cells if cell.planned]
+    table = markdown_table(columns, rows, set())
+    return f"{table}\n{markdown_table(PLAN_COLUMNS, plans, {'leave'})}" if plans else table
+
+
+def _plan_row(planned: Planned) -> list[str]:
+    """A plan's decisions and figures; of state, the blocks that stay on the device of all that there are."""
+    plan, forecast = planned.plan, planned.forecast
+    states = (plan.weights, plan.gradients, plan.optimizer_state)
+    leave = {name: count for name, count in plan.saved("host").items() if count}
+    return [
+        *(show_bytes(cap) for cap in (plan.device_memory_bytes, plan.host_memory_bytes)),
+        *(f"{count:,}" for count in (plan.chunk_tokens, plan.chunks_per_round, plan.rounds_per_step)),
+        *(f"{residency.blocks} of {plan.layers}" for residency in states),
+        f"{plan.activation_slots:,}",
+        ", ".join(f"{count:,} {name}" for name, count in leave.items()) or "none",
+        significant(forecast.tokens_per_s),
+        *(show_share(share) for share in (forecast.mfu, forecast.hfu, forecast.ceiling_share)),
+    ]
 
 
 def _markdown_cell(cell: Cell | None, best: Cell | None) -> str:
