@@ -126,7 +126,7 @@ def test_a_page_has_memory_schedule_speed_reasons_and_notes() -> None:
         assert words in page
     for words in ("would help", "searched", "why", "of the kernels' own ceiling", "in use"):
         assert words in page
-    assert "the rate of the link between h100-sxm and its host is estimated, not measured" in page
+    assert "the rate of the link between h100-sxm and its host is estimated, not measured" in " ".join(page.split())
 
 
 @pytest.mark.parametrize("form", ["csv", "md"])
@@ -186,9 +186,9 @@ def test_the_rule_alone_is_that_of_its_recorded_runs() -> None:
         ("--rule dataflow-jul12", "jul11, jul17, jul20"),
         ("--rule dataflo", "--rule cannot be"),
         ("--rule flopwise-jul11", "--rule cannot be"),
-        ("--rule dataflow --batch 4", "--batch beside --rule"),
-        ("--rule dataflow --batch-tokens 256k", "--batch-tokens beside --rule"),
-        ("--rule dataflow --clip", "--clip beside --rule"),
+        ("--rule dataflow --batch 4", "a batch beside --rule"),
+        ("--rule dataflow --batch-tokens 256k", "a batch beside --rule"),
+        ("--rule dataflow --clip", "clipping beside --rule"),
         ("--rule dataflow --precision fp8", "--precision bf16"),
         ("--rule dataflow --precision bf16-mixed", "--precision bf16"),
         ("--rule dataflow --optimizer lion", "--optimizer adamw"),
@@ -376,7 +376,7 @@ def test_a_grid_by_the_rule_in_every_form() -> None:
     speeds = [float(row["tokens_per_s"]) if row["tokens_per_s"] else None for row in rows]
     assert speeds == [cell["plan"] and cell["plan"]["tokens_per_s"] for cell in cells]
     markdown = ran(f"plan {line} -o md")[1]
-    assert markdown.startswith("| host")
+    assert markdown.split()[:2] == ["|", "host"]
     assert markdown.count("✗ does not fit") == 2
     assert ran(f"plan {line}")[1].count("no fit") >= 2
 

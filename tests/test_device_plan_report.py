@@ -16,10 +16,8 @@ from rich.console import Console, RenderableType
 from flopwise.core.plan import ENDS, End, Forecast, Help, Plan, Planned, Residency
 from flopwise.core.prediction import Interval
 from flopwise.core.units import show_bytes
+from flopwise.report.device_plan_files import device_plan_csv, device_plan_json, device_plan_markdown
 from flopwise.report.device_plans import (
-    device_plan_csv,
-    device_plan_json,
-    device_plan_markdown,
     device_plan_page,
     help_words,
     interval_words,

@@ -169,7 +169,17 @@ def test_other_hardware(words: str) -> None:
     found = record(words)
     if "trn1" in words:
         assert (found["host_memory_bytes"], found["host_bytes"]) == (0, 0)
-        assert any("does not say how much there is" in note for note in found["notes"])
+
+
+def test_without_a_link_nothing_speaks_of_more_host_memory() -> None:
+    """`--host-mem` is refused there: neither a note nor a help may name it."""
+    found = record("llama-3-1b --on trn1 --seq 4k")
+    assert not any("--host-mem" in note for note in found["notes"])
+    assert all(more["host_memory_bytes"] == 0 for more in found["helps"])
+
+
+def test_a_host_that_is_not_described_is_told() -> None:
+    assert any("does not say how much there is" in note for note in record("gpt2 --on h100-sxm")["notes"])
 
 
 def test_host_memory_of_the_description_is_the_default() -> None:

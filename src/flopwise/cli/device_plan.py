@@ -100,21 +100,43 @@ def _caps(hardware: Hardware, words: DeviceWords) -> list[tuple[int, int]]:
 
     devices = listed("device-mem", words.device_mem, capacity_bytes(hardware, Request()))
     for cap in devices:
-        _check_device_cap(cap)
+        _check_cap("device-mem", cap, words.device_mem)
         capacity_bytes(hardware, Request(device_memory_bytes=cap))
     hosts = listed("host-mem", words.host_mem, default_host_bytes(hardware))
+    for cap in hosts:
+        _check_cap("host-mem", cap, words.host_mem)
     return [(device, host) for host in hosts for device in devices]
 
 
-def _check_device_cap(cap: int) -> None:
+def _check_cap(option: str, cap: int, text: str) -> None:
+    """Refuse what is too little to be meant; no host memory at all may be meant."""
     from flopwise.cli.options import LEAST_DEVICE_BYTES
     from flopwise.core.errors import FlopwiseError
 
-    if cap < LEAST_DEVICE_BYTES:
+    if cap >= LEAST_DEVICE_BYTES or (not cap and option == "host-mem"):
+        return
+    unit_forgotten = str(cap) in text.replace(",", " ").split() and cap
+    raise FlopwiseError(
+        f"--{option}: {cap:,} bytes are no {option.removesuffix('-mem')}'s memory",
+        why="a number without a unit counts bytes" if unit_forgotten else f"at least {LEAST_DEVICE_BYTES:,} are",
+        hint=f"--{option} {cap if unit_forgotten else 40}GiB",
+    )
+
+
+def check_one_cap(text: str) -> None:
+    """Refuse several caps where a strategy is planned."""
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.units import parse_byte_list
+
+    try:
+        several = text.lower() != "auto" and len(parse_byte_list(text)) > 1
+    except FlopwiseError:
+        return
+    if several:
         raise FlopwiseError(
-            f"--device-mem: {cap:,} bytes are no device's memory",
-            why="a number without a unit counts bytes",
-            hint=f"--device-mem {max(cap, 40)}GiB",
+            f"--device-mem {text} beside several devices or a framework's options",
+            why="a grid of caps is for one device that flopwise itself runs",
+            hint="one --device-mem; or one device, without --micro, --recompute, --stack, --offload and the like",
         )
 
 
@@ -171,7 +193,7 @@ def _planned(question: DeviceQuestion, words: DeviceWords, convention: Conventio
         found = planned(question, convention=convention, helps=helps)
     else:
         found = ruled(question, variant, convention=convention)
-    described = question.hardware.host is not None or question.hardware.device.kind == "cpu"
+    described = question.hardware.host is not None or question.hardware.link is None
     if words.host_mem.lower() == "auto" and not question.host_bytes and not described:
         note = f"no host memory: {question.hardware.name} does not say how much there is; --host-mem 110GiB"
         found = replace(found, notes=(*found.notes, note))
@@ -233,6 +255,7 @@ def _grid(
         typer.echo(written.grid_markdown(cells), nl=False)
     else:
         show_page(written.grid_page(cells, title, width()))
+    _tell_notes([cell.planned for cell in cells if cell.planned])
     if words.heatmap:
         write_whole(Path(words.heatmap), written.heatmap_svg(cells, title))
         typer.echo(f"wrote {words.heatmap}", err=True)
@@ -243,6 +266,7 @@ def _cell(question: DeviceQuestion, words: DeviceWords, convention: Convention) 
 
     from flopwise.core.errors import FlopwiseError
     from flopwise.core.plan import Cell
+    from flopwise.plan.smallest import least_device
 
     cell = Cell(device_memory_bytes=question.device_bytes, host_memory_bytes=question.host_bytes)
     try:
@@ -250,14 +274,21 @@ def _cell(question: DeviceQuestion, words: DeviceWords, convention: Convention) 
     except FlopwiseError as error:
         if error.exit_code != 1:
             raise
-        return replace(cell, why_not=error.why or error.what, hints=(error.hint,) if error.hint else ())
+        least = least_device(question) if words.rule == "flopwise" else None
+        return replace(
+            cell,
+            why_not=error.why or error.what,
+            hints=(error.hint,) if error.hint else (),
+            smallest_device_bytes=least.bytes if least else None,
+        )
 
 
 # -- to the terminal and to files ------------------------------------------------------------------------------------
 
 
 def _print(found: Planned, title: str, form: str) -> None:
-    from flopwise.report import device_plans as written
+    from flopwise.report import device_plan_files as written
+    from flopwise.report.device_plans import device_plan_page
 
     if form == "json":
         typer.echo(written.device_plan_json(found))
@@ -266,7 +297,16 @@ def _print(found: Planned, title: str, form: str) -> None:
     elif form == "md":
         typer.echo(written.device_plan_markdown([found]), nl=False)
     else:
-        show_page(written.device_plan_page(found, title))
+        show_page(device_plan_page(found, title))
+        return
+    if form != "json":
+        _tell_notes([found])
+
+
+def _tell_notes(found: list[Planned]) -> None:
+    """Beside rows notes are talk; a page and JSON hold their own."""
+    for note in dict.fromkeys(note for one in found for note in one.notes):
+        typer.echo(f"note: {note}", err=True)
 
 
 def _write_plan(path: str, found: Planned, model: Model) -> None:
@@ -313,11 +353,16 @@ def show_plan_file(plan: Plan, model: Model, convention: Convention, form: str) 
     from flopwise.cli.evidence import streamed_interval
     from flopwise.cli.options import hardware_named
     from flopwise.core.plan import Planned
+    from flopwise.plan.explain import notes
     from flopwise.plan.forecast import forecast
 
     hardware = hardware_named(plan.hardware)
     found = Planned(
-        model=model.name, plan=plan, forecast=forecast(plan, model, hardware, convention=convention), reasons={}
+        model=model.name,
+        plan=plan,
+        forecast=forecast(plan, model, hardware, convention=convention),
+        reasons={},
+        notes=notes(model, hardware, plan.sequence_tokens),
     )
     found = replace(found, interval=streamed_interval(found, model, hardware))
     _print(found, hardware.title, form)

@@ -254,7 +254,7 @@ def changes_of(texts: list[str]) -> dict[str, Any]:
     return changes
 
 
-def check_target(path: str) -> None:
+def check_target(path: str, option: str = "--write", example: str = "plan.toml") -> None:
     """Refuse a file that cannot be written before the work for it begins."""
     import os
     from pathlib import Path
@@ -264,7 +264,7 @@ def check_target(path: str) -> None:
     target = Path(path)
     if target.is_dir() or not os.access(target.parent, os.W_OK):
         raise FlopwiseError(
-            f"--write {path} cannot be written",
+            f"{option} {path} cannot be written",
             why="it is a folder" if target.is_dir() else "its folder is not there or not yours to write to",
-            hint="-w plan.toml",
+            hint=f"{option} {example}",
         )

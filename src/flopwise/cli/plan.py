@@ -13,6 +13,7 @@ from flopwise.cli.device_plan import (
     HostMemoryOption,
     RuleOption,
     TraceOption,
+    check_one_cap,
     plan_one_device,
 )
 from flopwise.cli.options import (
@@ -98,9 +99,11 @@ def plan(
     request = requested({**locals(), "device_mem": "auto" if gpus.lower() in ("auto", "1") else device_mem})
     described = load_model(model, changes_of(change or []))
     machine = hardware_named(on)
-    for target in (write, trace, heatmap):
+    for target, option, example in (
+        (write, "--write", "plan.toml"), (trace, "--trace", "step.json"), (heatmap, "--heatmap", "caps.svg")
+    ):  # fmt: skip
         if target:
-            check_target(target)
+            check_target(target, option, example)
     if _is_streamed(context, described, request):
         words = DeviceWords(
             on=on, device_mem=device_mem, host_mem=host_mem, clip=clip, rule=rule, trace=trace, heatmap=heatmap,
@@ -108,6 +111,7 @@ def plan(
         )  # fmt: skip
         plan_one_device(described, machine, request, words, convention=counting, form=form)
         return
+    check_one_cap(device_mem)
     request = requested(locals())
     found = _planned(described, machine, request, offload=offload)
     prediction = _predicted(described, machine, request, found.best, counting)

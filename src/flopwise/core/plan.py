@@ -27,6 +27,10 @@ ENDS: tuple[End, ...] = get_args(End)
 
 Place = Literal["device", "host"]
 
+MOST_PAIRS = 2**18
+"""(layer, chunk) of a round, head chunks and rounds that a plan may have; searched plans have a hundredth of it."""
+SPARE_SLOTS = 64
+
 LEVELS: dict[str, SaveLevel] = {
     "full": SaveLevel.EVERYTHING,
     "attention": SaveLevel.ATTENTION,
@@ -85,6 +89,11 @@ class Expected:
     device_bytes: int
     host_bytes: int
 
+    def __post_init__(self) -> None:
+        for name in ("step_s", "tokens_per_s", "mfu", "hfu"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise FlopwiseError(f"{name} of a plan must be above 0, got {getattr(self, name)}", hint=WRITTEN_BY)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
@@ -139,8 +148,7 @@ class Plan:
                 why=f"a sequence is {self.chunks_per_sequence} chunks of {self.chunk_tokens:,} tokens",
                 hint=WRITTEN_BY,
             )
-        if self.activation_slots < 1:
-            raise FlopwiseError("a plan needs at least one slot for activations", hint=WRITTEN_BY)
+        self._check_sizes()
         wrong = [row for row in self.saves if len(row) != self.chunks_per_round or row.lower().strip("".join(LETTERS))]
         if not self.saves or wrong:
             raise FlopwiseError(
@@ -153,6 +161,29 @@ class Plan:
             if getattr(self, kind).blocks > len(self.saves):
                 raise FlopwiseError(f"more blocks of {kind} stay than the plan has layers", hint=WRITTEN_BY)
         parse_formats(self.precision)
+
+    def _check_sizes(self) -> None:
+        """Refuse caps that no machine has, and more tasks than a plan can mean."""
+        if self.device_memory_bytes < 1 or self.host_memory_bytes < 0:
+            raise FlopwiseError(
+                f"a plan for {self.device_memory_bytes:,} B of device and {self.host_memory_bytes:,} B of host memory",
+                why="no machine has so little",
+                hint=WRITTEN_BY,
+            )
+        pairs = self.layers * self.chunks_per_round
+        if not 1 <= self.activation_slots <= pairs + SPARE_SLOTS or pairs > MOST_PAIRS:
+            raise FlopwiseError(
+                f"a plan cannot have {self.activation_slots:,} slots for {pairs:,} (layer, chunk)",
+                why=f"one slot for each is the most that is of use, and {MOST_PAIRS:,} the most that is planned",
+                hint=WRITTEN_BY,
+            )
+        heads = self.tokens_per_round // self.head_chunk_tokens
+        if heads > MOST_PAIRS or self.rounds_per_step > MOST_PAIRS:
+            raise FlopwiseError(
+                f"a plan cannot have {heads:,} head chunks in each of {self.rounds_per_step:,} rounds",
+                why=f"{MOST_PAIRS:,} of either are the most that is planned",
+                hint=WRITTEN_BY,
+            )
 
     @property
     def layers(self) -> int:
@@ -234,6 +265,7 @@ class Help:
     """What more memory would buy."""
 
     device_memory_bytes: int
+    """The new cap."""
     host_memory_bytes: int
     speed: float
     """Tokens per second over those of the plan."""

@@ -80,6 +80,8 @@ def parse_byte_list(text: str) -> list[int]:
     unit = re.search(r"[A-Za-z]+$", text.strip())
     found: list[int] = []
     for part in text.split(","):
+        if not part.strip():
+            raise FlopwiseError(f"cannot read {shown(text)}", why="a value between commas is missing", hint=example)
         bounds = _RANGE.fullmatch(part.strip())
         if bounds is None:
             found.append(_with_unit(part, unit))

@@ -9,6 +9,7 @@ from typing import Literal
 from flopwise.core.formats import Formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
+from flopwise.core.plan import MOST_PAIRS as MOST_PLANNED
 from flopwise.core.plan import Plan, Residency
 from flopwise.core.transformer import Transformer
 from flopwise.core.workload import Optimizer
@@ -126,6 +127,7 @@ def rounds_tried(question: DeviceQuestion, skeleton: Plan) -> tuple[int, ...]:
 def skeleton(question: DeviceQuestion, cut: Cut, head_chunk_tokens: int) -> Plan:
     """A plan of one round in which nothing stays."""
     parts = -(-question.sequence_tokens // cut.chunk_tokens)
+    round_tokens = cut.groups * max(question.sequence_tokens, cut.chunk_tokens)
     nothing = Residency(blocks=0, passing=1)
     assert isinstance(question.model, Transformer)
     return Plan(
@@ -136,7 +138,7 @@ def skeleton(question: DeviceQuestion, cut: Cut, head_chunk_tokens: int) -> Plan
         chunk_tokens=cut.chunk_tokens,
         chunks_per_round=parts * cut.groups,
         rounds_per_step=1,
-        head_chunk_tokens=head_chunk_tokens,
+        head_chunk_tokens=max(head_chunk_tokens, -(-round_tokens // MOST_PLANNED)),
         attention=cut.span,
         weights=nothing,
         gradients=nothing,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flopwise.core.errors import FlopwiseError
+from flopwise.core.hardware import Hardware
+from flopwise.core.model import Model
 from flopwise.core.op import Convention
 from flopwise.core.plan import Help, Plan, Planned
 from flopwise.core.transformer import Transformer
-from flopwise.core.units import show_bytes, show_count, show_seconds, show_share
+from flopwise.core.units import parse_bytes, show_bytes, show_count, show_seconds, show_share
 from flopwise.plan.cuts import CHUNK_TOKENS, ROUNDS, DeviceQuestion
-from flopwise.plan.dataflow import configure, to_plan, variant_of
+from flopwise.plan.dataflow import Configuration, configure, to_plan, variant_of
 from flopwise.plan.device import OVERHEAD, Found, best_estimate, fastest_plan
 from flopwise.plan.estimate import Shape, can_update_on_host
 from flopwise.plan.forecast import forecast, recompute_s
@@ -36,7 +38,7 @@ def planned(question: DeviceQuestion, *, convention: Convention = "causal", help
         searched=found.estimated,
         simulated=found.simulated,
         helps=what_helps(found, question) if helps else (),
-        notes=notes(question),
+        notes=notes(question.model, question.hardware, question.sequence_tokens),
     )
 
 
@@ -45,25 +47,18 @@ def ruled(question: DeviceQuestion, variant: str, *, convention: Convention = "c
     model = question.model
     if not isinstance(model, Transformer):
         raise FlopwiseError(f"the rule dataflow is for transformers, not {model.name}", hint="--rule flopwise")
-    for name, value in (("--batch", question.batch_sequences), ("--clip", question.clip or None)):
-        if value is not None:
-            raise FlopwiseError(
-                f"{name} beside --rule dataflow", why="the rule decides it itself", hint=f"without {name}"
-            )
+    if question.batch_sequences is not None or question.clip:
+        given, options = ("clipping", "--clip") if question.clip else ("a batch", "--batch and --batch-tokens")
+        raise FlopwiseError(
+            f"{given} beside --rule dataflow", why="the rule decides it itself", hint=f"without {options}"
+        )
     if (question.formats.name, question.optimizer) != ("bf16", "adamw"):
         raise FlopwiseError(
             "the rule dataflow plans AdamW with everything in bf16",
             why="it knows no other formats",
             hint="--precision bf16 --optimizer adamw",
         )
-    configuration = configure(
-        model,
-        question.hardware,
-        sequence_tokens=question.sequence_tokens,
-        device_bytes=question.device_bytes,
-        host_bytes=question.host_bytes,
-        variant=variant_of(variant),
-    )
+    configuration = _configured(question, model, variant)
     plan = to_plan(configuration, model, question.hardware_name, question.device_bytes, question.host_bytes)
     device, host = show_bytes(configuration.used_device_bytes), show_bytes(configuration.used_host_bytes)
     return Planned(
@@ -72,10 +67,29 @@ def ruled(question: DeviceQuestion, variant: str, *, convention: Convention = "c
         forecast=forecast(plan, model, question.hardware, convention=convention),
         reasons={"rule": f"dataflow as of {variant_of(variant).date}; nothing was searched"},
         notes=(
-            *notes(question),
+            *notes(model, question.hardware, question.sequence_tokens),
             f"the rule itself counts {device} of device and {host} of host memory",
         ),
     )
+
+
+def _configured(question: DeviceQuestion, model: Transformer, variant: str) -> Configuration:
+    try:
+        return configure(
+            model,
+            question.hardware,
+            sequence_tokens=question.sequence_tokens,
+            device_bytes=question.device_bytes,
+            host_bytes=question.host_bytes,
+            variant=variant_of(variant),
+        )
+    except FlopwiseError as error:
+        there = question.hardware.device.dram.size_bytes.value
+        wanted = error.hint.removeprefix("--device-mem ") if error.hint else ""
+        if error.hint and wanted != error.hint and parse_bytes(wanted) > there:
+            # More than the device has is no hint.
+            error.hint = "a shorter --seq, or --rule flopwise"
+        raise
 
 
 def what_helps(found: Found, question: DeviceQuestion) -> tuple[Help, ...]:
@@ -84,7 +98,7 @@ def what_helps(found: Found, question: DeviceQuestion) -> tuple[Help, ...]:
     same = replace(question, batch_sequences=plan.rounds_per_step * plan.sequences_per_round)
     now = best_estimate(same)
     there = int(question.hardware.device.dram.size_bytes.value)
-    more = [replace(same, host_bytes=same.host_bytes + MORE_HOST_BYTES)]
+    more = [replace(same, host_bytes=same.host_bytes + MORE_HOST_BYTES)] if question.hardware.link else []
     if question.device_bytes + MORE_DEVICE_BYTES <= there:
         more.insert(0, replace(same, device_bytes=same.device_bytes + MORE_DEVICE_BYTES))
     helps = []
@@ -101,14 +115,11 @@ def what_helps(found: Found, question: DeviceQuestion) -> tuple[Help, ...]:
     return tuple(helps)
 
 
-def notes(question: DeviceQuestion) -> tuple[str, ...]:
+def notes(model: Model, hardware: Hardware, sequence_tokens: int) -> tuple[str, ...]:
     """What a reader should know before trusting the figures."""
-    model, hardware = question.model, question.hardware
     found = [model.note] if model.note else []
-    if question.sequence_tokens > model.context:
-        found.append(
-            f"{model.name} is made for sequences of {model.context:,} tokens, not {question.sequence_tokens:,}"
-        )
+    if sequence_tokens > model.context:
+        found.append(f"{model.name} is made for sequences of {model.context:,} tokens, not {sequence_tokens:,}")
     if hardware.link is not None:
         kind = hardware.sources[hardware.link.bandwidth_bytes_per_s.source].kind
         if kind != "measured":

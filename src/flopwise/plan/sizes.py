@@ -17,6 +17,9 @@ from flopwise.core.work import Work
 from flopwise.core.workload import MOMENTS, Optimizer
 from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES, cast_copy_bytes, temporary_bytes
 
+MOST_LAYERS = 1024
+"""The deepest models of today have under 200."""
+
 ALIGNMENT_BYTES = 256
 """Every buffer begins where the widest loads may."""
 
@@ -79,6 +82,12 @@ def sizes_of(model: Model, sequence_tokens: int, formats: Formats, optimizer: Op
             f"{model.name} cannot be planned in chunks",
             why="its layers run time step by time step and keep their state between the steps",
             hint=f"`flopwise predict {model.name}` tells time and memory of a step with everything on the device",
+        )
+    if model.layers > MOST_LAYERS:
+        raise FlopwiseError(
+            f"{model.name} has {model.layers:,} layers",
+            why=f"a step is played layer by layer, up to {MOST_LAYERS:,} of them",
+            hint="check the number of layers for a digit too many",
         )
     return _sizes(model, sequence_tokens, formats, optimizer)
 

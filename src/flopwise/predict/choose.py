@@ -252,7 +252,8 @@ def check_link(hardware: Hardware) -> None:
         raise FlopwiseError(
             f"{hardware.name} has no link to host memory in its description",
             why="what is kept on the host goes over that link, and its rate decides the time",
-            hint="without offload, or add [link] to a TOML of your own (`flopwise show NAME -w mine.toml` starts one)",
+            hint="without what is kept on the host (--offload, --host-mem), or add [link] to a TOML of your own"
+            " (`flopwise show NAME -w mine.toml` starts one)",
         )
 
 

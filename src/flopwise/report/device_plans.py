@@ -1,4 +1,4 @@
-"""A plan for one device, for people and for programs: a page of text, markdown, CSV, JSON."""
+"""A plan for one device on a page: memory by owner and place, the schedule, the answer, and why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from flopwise.core.files import to_json
 from flopwise.core.formats import parse_formats
 from flopwise.core.plan import ENDS, Help, Plan, Planned, Residency
 from flopwise.core.prediction import Interval
@@ -22,7 +21,6 @@ from flopwise.core.program import OWNERS
 from flopwise.core.units import show_bytes, show_count, show_seconds, show_share, significant
 from flopwise.core.workload import MOMENTS
 from flopwise.report.predictions import NOTHING_KNOWN, OPTIMIZER_TITLES, outside_words
-from flopwise.report.tables import csv_text, markdown_table
 
 SAME = 5e-4
 """Speeds that differ by less are printed as the same."""
@@ -130,26 +128,26 @@ def memory_rows(planned: Planned) -> list[MemoryRow]:
     """The rows of the memory table, the total last."""
     plan, forecast = planned.plan, planned.forecast
     rows: list[MemoryRow] = []
-    for owner in _owners([planned]):
+    for owner in owners_of([planned]):
         device, host = forecast.device_bytes.get(owner, 0), forecast.host_bytes.get(owner, 0)
         # Optimizer state may pass through memory of the activations, and then has none of its own.
         words = _device_words(plan, owner) if device or _borrows(plan, owner) else ""
         if owner == "optimizer" and not host:
             words = "; ".join(part for part in (words, moment_words(plan)) if part)
         others = _host_words(plan, owner, device) if host else ""
-        rows.append((owner, _size(device), Text(words), _size(host), Text(others)))
+        rows.append((owner, size_words(device), Text(words), size_words(host), Text(others)))
     device, host = forecast.device_total, forecast.host_total
     verdicts = _verdict(device, plan.device_memory_bytes), _verdict(host, plan.host_memory_bytes)
-    return [*rows, ("total", _size(device), verdicts[0], _size(host), verdicts[1])]
+    return [*rows, ("total", size_words(device), verdicts[0], size_words(host), verdicts[1])]
 
 
-def _owners(planneds: Iterable[Planned]) -> list[str]:
+def owners_of(planneds: Iterable[Planned]) -> list[str]:
     """Owners of memory in any of the plans, in the order in which programs name them."""
     found = {owner for planned in planneds for owner in (*planned.forecast.device_bytes, *planned.forecast.host_bytes)}
     return [*(owner for owner in OWNERS if owner in found), *sorted(found.difference(OWNERS))]
 
 
-def _size(size: int) -> str:
+def size_words(size: int) -> str:
     return show_bytes(size) if size else "-"
 
 
@@ -190,7 +188,8 @@ def _borrows(plan: Plan, owner: str) -> bool:
 def residency_words(residency: Residency, layers: int) -> str:
     """What stays and what passes: `19 of 32 blocks and head stay, 13 pass through 2 slots`."""
     blocks, rest = residency.blocks, layers - residency.blocks
-    staying: list[str] = [f"all {layers} blocks" if not rest else f"{blocks} of {layers} blocks"] if blocks else []
+    everything = f"all {layers} blocks" if layers > 1 else "the one block"
+    staying: list[str] = [everything if not rest else f"{blocks} of {layers} blocks"] if blocks else []
     staying += [end for end in ENDS if end in residency.ends]
     words = []
     if staying:
@@ -390,107 +389,3 @@ def value_words(plan: Plan, name: str) -> str:
         "optimizer_state": f"optimizer state, {stays['optimizer']}",
     }
     return words.get(name, name.replace("_", " "))
-
-
-# -- for programs ---------------------------------------------------------------------------------------------------
-
-
-OF_PLAN = (
-    *("hardware", "rule", "precision", "optimizer", "device_memory_bytes", "host_memory_bytes", "sequence_tokens"),
-    *("chunk_tokens", "chunks_per_round", "rounds_per_step", "head_chunk_tokens", "tokens_per_step"),
-    *("attention", "update_place", "update_when", "activation_slots"),
-)
-OF_FORECAST = ("step_s", "tokens_per_s", "mfu", "hfu", "ceiling_share", "bound")
-MORE_OF_FORECAST = (
-    *("compute_s", "recompute_s", "update_s", "exposed_copy_s", "copy_in_bytes", "copy_out_bytes", "link_share"),
-    *("peak_flops", "model_flops", "hardware_flops"),
-)
-
-
-def main_values(planned: Planned) -> dict[str, object]:
-    """A plan's decisions and its figures at full precision, as every file of it names them."""
-    plan, forecast = planned.plan, planned.forecast
-    states = {"param": plan.weights, "grad": plan.gradients, "optimizer": plan.optimizer_state}
-    return {
-        "model": planned.model,
-        **{name: getattr(plan, name) for name in OF_PLAN},
-        **{f"{kind}_blocks": residency.on_device for kind, residency in states.items()},
-        **{f"resident_{kind}_blocks": residency.blocks for kind, residency in states.items()},
-        "host_saved": plan.saved("host"),
-        "device_saved": plan.saved("device"),
-        **{name: getattr(forecast, name) for name in OF_FORECAST},
-        "device_bytes": forecast.device_total,
-        "host_bytes": forecast.host_total,
-        "device_bytes_by_owner": forecast.device_bytes,
-        "host_bytes_by_owner": forecast.host_bytes,
-    }
-
-
-def device_plan_json(planned: Planned) -> str:
-    """The whole plan: its main values, then the records that they come from."""
-    records = ("plan", "forecast", "reasons", "helps", "interval", "notes", "searched", "simulated")
-    return to_json({**main_values(planned), **{name: getattr(planned, name) for name in records}})
-
-
-def device_plan_csv(planneds: Sequence[Planned]) -> str:
-    """One row a plan, full precision, the unit in the column's name."""
-    return csv_text([_flat(planned, _owners(planneds)) for planned in planneds])
-
-
-def _flat(planned: Planned, owners: Sequence[str]) -> dict[str, object]:
-    """Every figure in one row; what is a table in the JSON has a column for each of its entries."""
-    forecast, interval = planned.forecast, planned.interval
-    row: dict[str, object] = {}
-    for name, value in main_values(planned).items():
-        if name.endswith("_by_owner"):
-            sizes = forecast.device_bytes if name.startswith("device") else forecast.host_bytes
-            row |= {f"{name.removesuffix('_by_owner')}_{owner}": sizes.get(owner, 0) for owner in owners}
-        elif isinstance(value, dict):
-            row |= {f"{name}_{level}": count for level, count in value.items()}
-        else:
-            row[name] = value
-    return {
-        **row,
-        **{name: getattr(forecast, name) for name in MORE_OF_FORECAST},
-        "idle_s": sum(forecast.idle.values()),
-        "low_s": interval.low_s if interval else None,
-        "high_s": interval.high_s if interval else None,
-        "searched": planned.searched,
-        "simulated": planned.simulated,
-    }
-
-
-# -- several plans, one row each ------------------------------------------------------------------------------------
-
-COLUMNS = (
-    *("model", "hardware", "seq", "chunk", "chunks", "rounds", "device", "host"),
-    *("step", "tok/s", "MFU", "HFU", "bound by"),
-)
-WORDS = {"model", "hardware", "bound by", "memory", "on device", "on host"}
-
-
-def _cells(planned: Planned) -> list[str]:
-    plan, forecast = planned.plan, planned.forecast
-    counts = (plan.sequence_tokens, plan.chunk_tokens, plan.chunks_per_round, plan.rounds_per_step)
-    return [
-        *(planned.model, plan.hardware),
-        *(f"{count:,}" for count in counts),
-        _of_cap(forecast.device_total, plan.device_memory_bytes),
-        _of_cap(forecast.host_total, plan.host_memory_bytes),
-        *(show_seconds(forecast.step_s), significant(forecast.tokens_per_s)),
-        *(show_share(forecast.mfu), show_share(forecast.hfu), forecast.bound),
-    ]
-
-
-def _of_cap(total: int, cap: int) -> str:
-    return f"{'✓' if total <= cap else '✗'} {_size(total)} of {show_bytes(cap)}"
-
-
-def device_plan_markdown(planneds: Sequence[Planned]) -> str:
-    """The rows as a markdown table that pastes into an issue; one plan brings its memory by owner too."""
-    parts = [markdown_table(COLUMNS, [_cells(planned) for planned in planneds], WORDS)]
-    if len(planneds) == 1:
-        columns = ("memory", "device", "on device", "host", "on host")
-        rows = [[str(cell) for cell in row] for row in memory_rows(planneds[0])]
-        parts.append(markdown_table(columns, rows, WORDS))
-    return "\n".join(parts)
