@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -91,34 +92,34 @@ def plan(
     One device: chunks, residency, save levels and rounds under a device and a host cap, simulated before anything runs.
     Several: the strategy among all combinations of the usual degrees, and why the next ones lose.
     """
+    words = dict(locals())
     from flopwise.core.catalog import load_model
     from flopwise.core.op import CONVENTIONS
 
     form = one_of(output, FORMS, "--output")
     counting = one_of(convention, CONVENTIONS, "--convention")
-    request = requested({**locals(), "device_mem": "auto" if gpus.lower() in ("auto", "1") else device_mem})
+    # Several caps are read later, where one device is planned.
+    request = requested({**words, "device_mem": "auto"})
     described = load_model(model, changes_of(change or []))
     machine = hardware_named(on)
-    for target, option, example in (
-        (write, "--write", "plan.toml"), (trace, "--trace", "step.json"), (heatmap, "--heatmap", "caps.svg")
-    ):  # fmt: skip
-        if target:
-            check_target(target, option, example)
+    for option, example in TARGETS.items():
+        if words[option]:
+            check_target(words[option], f"--{option}", example)
     if _is_streamed(context, described, request):
-        words = DeviceWords(
-            on=on, device_mem=device_mem, host_mem=host_mem, clip=clip, rule=rule, trace=trace, heatmap=heatmap,
-            write=write,
-        )  # fmt: skip
-        plan_one_device(described, machine, request, words, convention=counting, form=form)
+        chosen = DeviceWords(**{field.name: words[field.name] for field in fields(DeviceWords)})
+        plan_one_device(described, machine, request, chosen, convention=counting, form=form)
         return
     check_one_cap(device_mem)
-    request = requested(locals())
+    request = requested(words)
     found = _planned(described, machine, request, offload=offload)
     prediction = _predicted(described, machine, request, found.best, counting)
     _print(prediction, found, machine.title, form)
     if write:
         _written(write, described, on, request, prediction)
 
+
+TARGETS = {"write": "plan.toml", "trace": "step.json", "heatmap": "caps.svg"}
+"""Options that name a file to write, and an example of one."""
 
 OF_FRAMEWORKS = ("micro", "recompute", "attention", "fusion", "stack", "offload")
 """Options of set-ups that a framework runs."""

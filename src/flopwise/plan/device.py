@@ -38,9 +38,11 @@ FURTHER_CUTS = 6
 
 SIMULATED_TASKS = 45_000
 """Tasks that a search simulates before it stops, about half a second's worth."""
-IMPROVED = 3
+IMPROVED = 2
 """Simulated plans that are improved, the best first."""
 MOST_SIMULATIONS = 12
+SMALL_SHARE = 0.08
+"""Of the device: where three slots for weights and gradients take less, the search begins with three."""
 ROUNDING_TRIES = 4
 
 
@@ -254,8 +256,8 @@ REFINEMENTS: tuple[tuple[str, float], ...] = (
     ("weights", -2.0),
     ("gradients", 2.0),
     ("gradients", -2.0),
-    ("passing", 1.0),
     ("passing", -1.0),
+    ("passing", 1.0),
     ("updating", 1.0),
     ("updating", -1.0),
     ("optimizer", -2.0),
@@ -273,13 +275,14 @@ LEAST = {"passing": 1.0, "updating": 1.0}
 def _grid(shape: Shape) -> Choice:
     """A coarse grid over everything that may stay."""
     layers = shape.plan.layers
+    passing = shape.sizes.block.weights + shape.sizes.block.gradients
     stored = shape.plan.rounds_per_step > 1 or shape.plan.update_when == "end"
     axes: dict[str, Sequence[float]] = {
         "weights": _steps(layers, 4),
         "gradients": _steps(layers, 3) if stored else [0],
         "optimizer": _steps(layers, 2) if shape.place == "device" else [0],
         "ends": list(range(ENDS_STAY, WEIGHTS_SHARE + 1)),
-        "passing": [2],
+        "passing": [3 if 3 * passing < SMALL_SHARE * shape.plan.device_memory_bytes else 2],
         "updating": [1, 2] if shape.place == "device" else [1],
         "kept": [0, 1],
         "budget": [0.0, 0.5, 1.0],
