@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.plan import Place
+from flopwise.core.plan import End, Place
 
 Stream = Literal["compute", "copy-in", "copy-out", "host"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
@@ -90,6 +90,10 @@ class Task:
     writes: tuple[Use, ...]
     after: tuple[int, ...]
     """Tasks of other streams that must have ended; those before it on its own stream have anyway."""
+    end: End | None = None
+    """Embedding or head, where there is no layer."""
+    first: int = 0
+    """Of a head chunk its first token within the chunk, of an update its first parameter within the layer or end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.plan import WRITTEN_BY, Place
+from flopwise.core.plan import WRITTEN_BY, End, Place
 from flopwise.core.program import Buffer, Kind, Owner, Program, Stream, Task, Use
 
 NOBODY = -1
@@ -64,6 +64,8 @@ class Builder:
         parameters: int = 0,
         size: int = 0,
         operators: tuple[str, ...] = (),
+        end: End | None = None,
+        first: int = 0,
     ) -> int:
         """Append a task: it reads what the buffers hold now and leaves the given values in others."""
         index = len(self.tasks)
@@ -89,7 +91,7 @@ class Builder:
         self.tasks.append(
             Task(
                 kind, stream, round_, layer, chunk, what, level, tokens, parameters, size, operators,
-                tuple(read), tuple(written), tuple(after),
+                tuple(read), tuple(written), tuple(after), end, first,
             )
         )  # fmt: skip
         return index
@@ -180,4 +182,5 @@ def _with_last_of_each(task: Task, tasks: list[Task], place: list[int]) -> Task:
     return Task(
         task.kind, task.stream, task.round, task.layer, task.chunk, task.what, task.level, task.tokens,
         task.parameters, task.bytes, task.operators, task.reads, task.writes, tuple(latest.values()),
+        task.end, task.first,
     )  # fmt: skip

@@ -13,12 +13,15 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import parse_formats
 from flopwise.core.model import Model
 from flopwise.core.op import Attention
-from flopwise.core.plan import LETTERS, WRITTEN_BY, Place, Plan, Residency
+from flopwise.core.plan import LETTERS, WRITTEN_BY, End, Place, Plan, Residency
 from flopwise.core.program import Kind, Program
 from flopwise.core.transformer import Transformer
 from flopwise.plan.builder import Builder, FreeSlots, in_order_of_release
 from flopwise.plan.sizes import Sizes, aligned, level_bytes, parts, sizes_of, slot_bytes, working_bytes
-from flopwise.plan.state import Kept, OptimizerState, Part, ends_of
+from flopwise.plan.state import Kept, OptimizerState, Part, ends_of, place_of
+
+END_OF: dict[Kind, End] = {"embed": "embedding", "embed-backward": "embedding", "head": "head"}
+"""Tasks around the blocks, and whose they are."""
 
 RELOAD_AFTER_LAYERS = 2
 """Weights that the host has updated are fetched when so many further layers are done, so that no copy waits for it."""
@@ -136,8 +139,8 @@ class _Compiler:
         elif self.cut:
             size = aligned(2 * sizes.context * plan.sequence_tokens)
             self.context_gradients = (builder.buffer("context gradients", "context", "device", size),)
-        builder.buffer("workspace", "workspace", "device", workspace)
-        builder.buffer("head chunk", "head", "device", bytes_of["head"])
+        self.workspace = builder.buffer("workspace", "workspace", "device", workspace)
+        self.logits = builder.buffer("head chunk", "head", "device", bytes_of["head"])
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -239,7 +242,7 @@ class _Compiler:
             tokens = plan.tokens_of(chunk)
             for first in range(0, tokens, plan.head_chunk_tokens):
                 self._compute(
-                    "head", "head", chunk,
+                    "head", "head", chunk, first=first,
                     tokens=min(plan.head_chunk_tokens, tokens - first),
                     reads=(weights, self.stream[chunk], *self._summed("head")),
                     writes=(self._stream(chunk, f"head {first}"), (gradients, self._gradient("head", chunk, first))),
@@ -396,10 +399,10 @@ class _Compiler:
             self._update_on_host(part)
             return
         builder, round_ = self.builder, self.round
-        layer = part if isinstance(part, int) else None
+        place = place_of(part)
         weights = self.weights.bring(part, round_)
         gradients = self.gradients.bring(part, round_)
-        pieces = self.state.pieces[part]
+        pieces, first = self.state.pieces[part], 0
         for index, piece in enumerate(pieces):
             new = f"optimizer {part}.{index} v1"
             slot = self.state.slot() if piece.device is None else piece.device
@@ -407,18 +410,19 @@ class _Compiler:
                 assert piece.host is not None
                 builder.task(
                     "load", "copy-in", reads=(piece.host,), writes=((slot, builder.values[piece.host]),),
-                    round_=round_, layer=layer, what="optimizer", size=piece.size,
+                    round_=round_, **place, what="optimizer", size=piece.size, first=first,
                 )  # fmt: skip
             version = f"weights {part} v1" if index == len(pieces) - 1 else f"weights {part} v0+{index + 1}"
             builder.task(
                 "optimize", "compute", reads=(weights, gradients, slot), writes=((weights, version), (slot, new)),
-                round_=round_, layer=layer, parameters=piece.parameters,
+                round_=round_, **place, parameters=piece.parameters, first=first,
             )  # fmt: skip
             if piece.host is not None:
                 builder.task(
                     "store", "copy-out", reads=(slot,), writes=((piece.host, new),),
-                    round_=round_, layer=layer, what="optimizer", size=piece.size,
+                    round_=round_, **place, what="optimizer", size=piece.size, first=first,
                 )  # fmt: skip
+            first += piece.parameters
         if part in self.weights.host:
             self.weights.send(part, round_)
 
@@ -433,7 +437,7 @@ class _Compiler:
         builder.task(
             "optimize", "host", reads=(weights, gradients, piece.host),
             writes=((weights, f"weights {part} v1"), (piece.host, f"optimizer {part}.0 v1")),
-            round_=self.round, layer=part if isinstance(part, int) else None, parameters=piece.parameters,
+            round_=self.round, **place_of(part), parameters=piece.parameters,
         )  # fmt: skip
         self.waiting.append(part)
 
@@ -466,9 +470,14 @@ class _Compiler:
         layer: int | None = None,
         level: str = "",
         tokens: int | None = None,
+        first: int = 0,
     ) -> None:
+        end = END_OF.get(kind)
+        room = self.logits if kind == "head" else self.workspace
         self.builder.task(
-            kind, "compute", reads=reads, writes=writes, round_=self.round, layer=layer, chunk=chunk, level=level,
+            kind, "compute", reads=reads, writes=(*writes, (room, "temporaries")), round_=self.round, layer=layer,
+            chunk=chunk, level=level,
+            end=end, first=first,
             tokens=self.plan.tokens_of(chunk) if tokens is None else tokens, operators=self.names[names],
         )  # fmt: skip
 

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
-from flopwise.core.plan import ENDS, Plan, Residency
+from flopwise.core.plan import ENDS, End, Plan, Residency
 from flopwise.core.program import Owner
 from flopwise.plan.builder import Builder
 from flopwise.plan.sizes import Sizes, State, activation_bytes
 
 Part = int | Literal["embedding", "head"]
 """A layer, or one of the ends."""
+
+
+class PlaceOf(TypedDict):
+    """Which part a task is of."""
+
+    layer: int | None
+    end: End | None
+
+
+def place_of(part: Part) -> PlaceOf:
+    """A part as a task tells it: its layer, or its end."""
+    if isinstance(part, int):
+        return {"layer": part, "end": None}
+    return {"layer": None, "end": part}
 
 
 def ends_of(sizes: Sizes) -> dict[Part, State]:
@@ -95,7 +109,7 @@ class Kept:
                 reads=(host,),
                 writes=((slot, self.builder.values[host]),),
                 round_=round_,
-                layer=part if isinstance(part, int) else None,
+                **place_of(part),
                 what=self.kind,
                 size=self.size(part),
             )
@@ -110,7 +124,7 @@ class Kept:
             reads=(slot,),
             writes=((self.host[part], self.builder.values[slot]),),
             round_=round_,
-            layer=part if isinstance(part, int) else None,
+            **place_of(part),
             what=self.kind,
             size=self.size(part),
         )

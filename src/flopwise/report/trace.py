@@ -29,7 +29,10 @@ def chrome_trace(simulation: Simulation, points: Sequence[MemoryPoint], title: s
 
 def task_name(task: Task) -> str:
     """What a person calls a task: `forward 3.1` is that of layer 3 and chunk 1, `load weights 3` that of a layer."""
-    words = [task.kind, task.what] if task.kind in {"load", "store"} else [task.kind]
+    copied = f"{task.end} {task.what}" if task.end else task.what
+    words: list[str] = [task.kind, copied] if task.kind in {"load", "store"} else [task.kind]
+    if task.kind == "optimize" and task.end:
+        words.append(task.end)
     number = ".".join(str(part) for part in (task.layer, task.chunk) if part is not None)
     level = f"({task.level})" if task.level and task.kind.startswith("backward") else ""
     return " ".join(word for word in (*words, number, level) if word)
