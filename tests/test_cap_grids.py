@@ -70,6 +70,8 @@ def planned_at(device_bytes: int, host_bytes: int, tokens_per_s: float) -> Plann
         host_bytes={"activations": host_bytes // 2},
         model_flops=1,
         hardware_flops=1,
+        convention="causal",
+        peak_format="bf16",
     )
     return Planned(model="llama-3-8b", plan=plan, forecast=forecast, reasons={})
 

@@ -265,7 +265,8 @@ def test_attention_without_a_mask_is_made_again_from_all_keys() -> None:
     context = {index for index, buffer in enumerate(program.buffers) if buffer.owner == "context"}
     for task in program.tasks:
         if task.kind == "backward-after":
-            assert context <= {use.buffer for use in task.reads}
+            # There are two rooms for them, which layers take in turns.
+            assert len(context & {use.buffer for use in task.reads}) == 3
 
 
 @pytest.mark.parametrize(
@@ -373,10 +374,10 @@ def test_activations_leave_and_come_back_once(letter: str, attention: str, parts
     if parts == 1 or (letter == "i" and attention == "sequence"):
         assert inward == 24 * each
     elif letter == "i":
-        # Once for keys and values, once for backward; those of the last sequence of the last layer are still there.
-        assert inward == (24 + 21) * each
+        # Once for keys and values, once for backward; those of the last two sequences are still in their two rooms.
+        assert inward == (24 + 18) * each
     else:
-        assert inward == 24 * each - 3 * aligned(sizes.context * 64)
+        assert inward == 24 * each - 2 * 3 * aligned(sizes.context * 64)
 
 
 @pytest.mark.parametrize(
@@ -390,4 +391,5 @@ def test_save_levels_are_as_large_as_the_reference_records(level: str, size: int
     plan = plain_plan(model, chunks=4, sequence_tokens=65536, chunk_tokens=16384, letter=level[0], attention="sequence")
     found = moved(compile_plan(plan, model))
     assert found["store", "activations"] == 32 * 4 * size
-    assert found["load", "activations"] + found["load", "context"] == 32 * 4 * size - 4 * 16384 * 4096
+    # Keys and values of the last two layers are still there.
+    assert found["load", "activations"] + found["load", "context"] == 32 * 4 * size - 2 * 4 * 16384 * 4096

@@ -86,6 +86,8 @@ def some_forecast() -> Forecast:
         },
         model_flops=10**16,
         hardware_flops=11 * 10**15,
+        convention="causal",
+        peak_format="bf16",
     )
 
 
@@ -143,7 +145,7 @@ def test_a_page_says_it_all(width: int) -> None:
         "recompute 500 ms (2.9 %) and update 200 ms (1.1 %)",
         "waits for weights 120 ms · update on the host 100 ms · room for activations 80.0 ms",
         "11,299 tok/s ± 3 % · 58.8 % MFU · 60.9 % HFU",
-        "93.0 % of the kernels' own ceiling · bound by compute",
+        "93.0 % of the kernels' own ceiling (matrix products and attention alone) · bound by compute",
         "8 of 10 measured speeds lie in that range (48 recorded runs",
         "412 GB in and 201 GB out a step · in use 43.0 % of the time",
         "+8.00 GiB device → +2.1 %",
@@ -271,9 +273,11 @@ def test_what_would_help() -> None:
     planned = some_planned()
     assert help_words(replace(planned, helps=())) == []
     useless = Help(device_memory_bytes=48 * GIB, host_memory_bytes=110 * GIB, speed=1.0001)
-    assert help_words(replace(planned, helps=(useless, useless))) == ["more memory changes nothing"]
+    assert help_words(replace(planned, helps=(useless, useless))) == ["with this batch more memory changes little"]
     both = Help(device_memory_bytes=48 * GIB, host_memory_bytes=142 * GIB, speed=1.1)
-    assert help_words(replace(planned, helps=(both,))) == ["+8.00 GiB device and +32.0 GiB host → +10.0 %"]
+    assert help_words(replace(planned, helps=(both,))) == [
+        "+8.00 GiB device and +32.0 GiB host → about +10 %, by estimate, with this batch"
+    ]
 
 
 def test_the_interval_in_words() -> None:

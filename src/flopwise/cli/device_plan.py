@@ -33,6 +33,9 @@ RuleOption = Annotated[
 TraceOption = Annotated[str, typer.Option(help="Write the simulated step as a Chrome trace (Perfetto opens it).")]
 HeatmapOption = Annotated[str, typer.Option(help="Write a grid of caps as an SVG picture.")]
 
+SAME_STEP = 1e-3
+"""A step that differs by less from what the plan expects is the same."""
+
 HOST_SHARE = 0.88
 """Of the host's memory, what may be planned with: the system and the loader of data need the rest."""
 
@@ -150,6 +153,7 @@ def _question(
     model: Model, hardware: Hardware, request: Request, words: DeviceWords, device_bytes: int, host_bytes: int
 ) -> DeviceQuestion:
     from flopwise.core.errors import FlopwiseError
+    from flopwise.core.plan import MOST_PAIRS
     from flopwise.plan.cuts import DeviceQuestion
     from flopwise.predict.choose import base_workload, check_link
 
@@ -163,6 +167,12 @@ def _question(
             hint="--seq 1M",
         )
     given = request.batch_sequences is not None or request.batch_tokens is not None
+    if given and workload.batch_sequences > MOST_PAIRS:
+        raise FlopwiseError(
+            f"a batch of {workload.batch_sequences:,} sequences is more than can be planned",
+            why=f"at most {MOST_PAIRS:,} are",
+            hint="--batch 48",
+        )
     return DeviceQuestion(
         model=model,
         hardware=hardware,
@@ -259,6 +269,8 @@ def _grid(
     if words.heatmap:
         write_whole(Path(words.heatmap), written.heatmap_svg(cells, title))
         typer.echo(f"wrote {words.heatmap}", err=True)
+    if not any(cell.planned for cell in cells):
+        raise typer.Exit(1)
 
 
 def _cell(question: DeviceQuestion, words: DeviceWords, convention: Convention) -> Cell:
@@ -334,15 +346,17 @@ def _write_trace(path: str, plan: Plan, model: Model, hardware: Hardware) -> Non
     from pathlib import Path
 
     from flopwise.core.files import write_whole
-    from flopwise.plan.forecast import TRACED_ROUNDS, traced
+    from flopwise.plan.forecast import traced
     from flopwise.predict.simulator import memory_points
     from flopwise.report.trace import chrome_trace
 
     simulation = traced(plan, model, hardware)
-    title = f"{model.name} on {hardware.title}"
+    title = f"{model.name} on {hardware.title}, {simulation.program.rounds} of {plan.rounds_per_step} rounds"
     write_whole(Path(path), chrome_trace(simulation, memory_points(simulation), title))
     played = simulation.program.rounds
-    shorter = f" (the first {played} of {plan.rounds_per_step} rounds)" if plan.rounds_per_step > TRACED_ROUNDS else ""
+    shorter = (
+        f" ({played} of the {plan.rounds_per_step} rounds, and the update)" if plan.rounds_per_step > played else ""
+    )
     typer.echo(f"wrote {path}{shorter}", err=True)
 
 
@@ -353,16 +367,23 @@ def show_plan_file(plan: Plan, model: Model, convention: Convention, form: str) 
     from flopwise.cli.evidence import streamed_interval
     from flopwise.cli.options import hardware_named
     from flopwise.core.plan import Planned
+    from flopwise.core.units import show_seconds
     from flopwise.plan.explain import notes
     from flopwise.plan.forecast import forecast
+    from flopwise.predict.choose import Request, capacity_bytes
 
     hardware = hardware_named(plan.hardware)
+    capacity_bytes(hardware, Request(device_memory_bytes=plan.device_memory_bytes))
+    today = forecast(plan, model, hardware, convention=convention)
+    then = plan.expected.step_s if plan.expected else today.step_s
+    moved = abs(today.step_s / then - 1) > SAME_STEP
+    told = (f"the plan was written for a step of {show_seconds(then)}",) if moved else ()
     found = Planned(
         model=model.name,
         plan=plan,
-        forecast=forecast(plan, model, hardware, convention=convention),
+        forecast=today,
         reasons={},
-        notes=notes(model, hardware, plan.sequence_tokens),
+        notes=(*notes(model, hardware, plan.sequence_tokens), *told),
     )
     found = replace(found, interval=streamed_interval(found, model, hardware))
     _print(found, hardware.title, form)

@@ -248,7 +248,7 @@ def is_plan(name: str) -> bool:
 
 def _is_plan_table(table: Mapping[str, Any]) -> bool:
     """Whether a table is a plan's: for several devices it says how they share the work, for one what is saved."""
-    return {"model", "expected"} <= set(table) and bool({"parallel", "saves"} & set(table))
+    return "model" in table and bool({"parallel", "saves"} & set(table))
 
 
 def load_plan(path: Path) -> tuple[Plan | ClusterPlan, Model]:

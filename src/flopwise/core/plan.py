@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from flopwise.core.errors import FlopwiseError, shown
 from flopwise.core.formats import parse_formats
-from flopwise.core.op import SaveLevel
+from flopwise.core.op import Convention, SaveLevel
 from flopwise.core.prediction import Interval
 from flopwise.core.work import Recompute
 from flopwise.core.workload import Optimizer
@@ -27,8 +27,14 @@ ENDS: tuple[End, ...] = get_args(End)
 
 Place = Literal["device", "host"]
 
-MOST_PAIRS = 2**18
-"""(layer, chunk) of a round, head chunks and rounds that a plan may have; searched plans have a hundredth of it."""
+OWN_RULE = "flopwise"
+"""The name of plans that flopwise's own search has found."""
+
+MOST_PAIRS = 2**16
+"""(layer, chunk) of a round, head chunks and rounds that a plan may have; searched plans have a tenth of it."""
+MOST_LOOKS = 2**21
+"""(layer, chunk) times chunks of a sequence: each chunk looks at all before it."""
+MOST_PASSING = 2**14
 SPARE_SLOTS = 64
 
 LEVELS: dict[str, SaveLevel] = {
@@ -58,8 +64,11 @@ class Residency:
     """Embedding and head, those of them that stay; the others pass through a slot of their size."""
 
     def __post_init__(self) -> None:
-        if self.blocks < 0 or self.passing < 0:
-            raise FlopwiseError(f"a plan cannot keep {min(self.blocks, self.passing)} blocks", hint=WRITTEN_BY)
+        if self.blocks < 0 or not 0 <= self.passing <= MOST_PASSING:
+            raise FlopwiseError(
+                f"a plan cannot keep {self.blocks:,} blocks and pass others through {self.passing:,} slots",
+                hint=WRITTEN_BY,
+            )
         if len(set(self.ends)) != len(self.ends):
             raise FlopwiseError(f"a plan names {shown(list(self.ends))} as ends that stay", hint=WRITTEN_BY)
 
@@ -129,7 +138,7 @@ class Plan:
     """Whether activations come back spread over a backward, or each as soon as a slot is free."""
     host_copies: bool = False
     """Whether the host keeps a copy of what stays on the device too, as the rule `dataflow` does."""
-    rule: str = "flopwise"
+    rule: str = OWN_RULE
     expected: Expected | None = None
 
     def __post_init__(self) -> None:
@@ -171,7 +180,8 @@ class Plan:
                 hint=WRITTEN_BY,
             )
         pairs = self.layers * self.chunks_per_round
-        if not 1 <= self.activation_slots <= pairs + SPARE_SLOTS or pairs > MOST_PAIRS:
+        looks = pairs * self.chunks_per_sequence
+        if not 1 <= self.activation_slots <= pairs + SPARE_SLOTS or pairs > MOST_PAIRS or looks > MOST_LOOKS:
             raise FlopwiseError(
                 f"a plan cannot have {self.activation_slots:,} slots for {pairs:,} (layer, chunk)",
                 why=f"one slot for each is the most that is of use, and {MOST_PAIRS:,} the most that is planned",
@@ -235,7 +245,7 @@ class Forecast:
     """Busy time of the compute stream, recompute and update included."""
     recompute_s: float
     update_s: float
-    """Time of the step in which nothing but the update and what it waits for is left."""
+    """The update's kernels on the device, and what the step waits for its state and for the host's."""
     exposed_copy_s: float
     idle: dict[str, float]
     """Seconds that the device waits within a step, by what it waits for; they add up with `compute_s` to the step."""
@@ -250,6 +260,9 @@ class Forecast:
     host_bytes: dict[str, int]
     model_flops: int
     hardware_flops: int
+    convention: Convention
+    peak_format: str
+    """Number format of `peak_flops`."""
 
     @property
     def device_total(self) -> int:

@@ -13,11 +13,12 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import parse_formats
 from flopwise.core.model import Model
 from flopwise.core.op import Attention
-from flopwise.core.plan import LETTERS, WRITTEN_BY, End, Place, Plan, Residency
+from flopwise.core.plan import LETTERS, End, Place, Plan
 from flopwise.core.program import Kind, Program
 from flopwise.core.transformer import Transformer
 from flopwise.plan.builder import Builder, FreeSlots, in_order_of_release
-from flopwise.plan.sizes import Sizes, aligned, level_bytes, parts, sizes_of, slot_bytes, working_bytes
+from flopwise.plan.runs import check_runs
+from flopwise.plan.sizes import Sizes, aligned, context_sets, level_bytes, parts, sizes_of, slot_bytes, working_bytes
 from flopwise.plan.state import Kept, OptimizerState, Part, ends_of, place_of
 
 END_OF: dict[Kind, End] = {"embed": "embedding", "embed-backward": "embedding", "head": "head"}
@@ -35,27 +36,9 @@ def compile_plan(plan: Plan, model: Model, *, rounds: int | None = None) -> Prog
         raise FlopwiseError(
             f"the plan saves {plan.layers} layers, {model.name} has {sizes.layers}", hint="plan this model anew"
         )
-    _check(plan, model)
+    check_runs(plan, model)
     # Whether gradients have a place on the host is the whole plan's, not that of its first rounds.
     return _Compiler(shorter, plan, model, sizes).compiled()
-
-
-def _check(plan: Plan, model: Model) -> None:
-    """Refuse plans of a file that cannot run."""
-    for kind in ("weights", "gradients"):
-        residency: Residency = getattr(plan, kind)
-        if residency.blocks < plan.layers and not residency.passing:
-            raise FlopwiseError(
-                f"the plan has no slot for {kind} to pass through",
-                why=f"{plan.layers - residency.blocks} of {plan.layers} blocks do not stay",
-                hint=WRITTEN_BY,
-            )
-    if plan.attention == "chunk" and plan.chunks_per_sequence > 1 and not getattr(model, "causal", True):
-        raise FlopwiseError(
-            f"attention of {model.name} cannot run chunk by chunk",
-            why="every token looks at all others, also at those of later chunks",
-            hint='attention = "sequence"',
-        )
 
 
 class _Compiler:
@@ -90,6 +73,7 @@ class _Compiler:
             "after": tuple(names[place + 1 :]),
             "block": tuple(names),
             "head": tuple(op.name for op in behind),
+            "moved": (),
         }
 
     def _activation_buffers(self) -> None:
@@ -118,15 +102,16 @@ class _Compiler:
             builder.buffer(f"stream {chunk}", "stream", "device", aligned(sizes.stream * plan.tokens_of(chunk)))
             for chunk in range(chunks)
         ]
-        self.context: list[int] = []
+        self.contexts: list[list[int]] = []
         self.context_gradients: tuple[int, ...] = ()
         self.inputs: list[int] = []
         self.sequence: tuple[int, ...] = ()
         workspace = bytes_of["workspace"]
         if self.cut:
-            self.context = [
-                builder.buffer(f"context {part}", "context", "device", aligned(sizes.context * plan.tokens_of(part)))
-                for part in range(parts_of)
+            room = [aligned(sizes.context * plan.tokens_of(part)) for part in range(parts_of)]
+            self.contexts = [
+                [builder.buffer(f"context {part}", "context", "device", size) for part, size in enumerate(room)]
+                for _ in range(context_sets(sizes, plan))
             ]
         if self.whole_sequence:
             self.inputs = [
@@ -137,7 +122,7 @@ class _Compiler:
             self.sequence = (builder.buffer("attention of a sequence", "workspace", "device", size),)
             workspace -= size + sum(builder.buffers[buffer].bytes for buffer in self.inputs)
         elif self.cut:
-            size = aligned(2 * sizes.context * plan.sequence_tokens)
+            size = aligned(sizes.context_gradients * plan.sequence_tokens)
             self.context_gradients = (builder.buffer("context gradients", "context", "device", size),)
         self.workspace = builder.buffer("workspace", "workspace", "device", workspace)
         self.logits = builder.buffer("head chunk", "head", "device", bytes_of["head"])
@@ -198,12 +183,12 @@ class _Compiler:
         for chunk in chunks:
             self._compute(
                 "forward-before", "before", chunk, layer=layer,
-                reads=(weights, self.stream[chunk]),
+                reads=(weights, self.stream[chunk], *(self.sequence if chunk > chunks[0] else ())),
                 writes=(self._context(layer, chunk), (self.sequence[0], f"queries {layer}.{chunk} r{self.round}")),
             )  # fmt: skip
         self._compute(
             "attention", "attention", chunks[-1], layer=layer,
-            reads=(*self.context, *self.sequence),
+            reads=(*self._context_of(layer, chunks[0]), *self.sequence),
             writes=((self.sequence[0], f"attended {layer}.{chunks[0]} r{self.round}"),),
         )  # fmt: skip
 
@@ -215,9 +200,9 @@ class _Compiler:
         reads = [weights, self.stream[chunk]]
         writes = [(slot, value), self._stream(chunk, f"layer {layer}")]
         if self.whole_sequence:
-            reads += self.sequence
+            reads += [*self.sequence, self._context(layer, chunk)[0]]
         elif self.cut:
-            reads += self.context[: chunk % self.plan.chunks_per_sequence]
+            reads += self._context_of(layer, chunk)[: chunk % self.plan.chunks_per_sequence]
             writes.append(self._context(layer, chunk))
         if letter.isupper() and home is not None:
             writes.append((home, value))
@@ -285,7 +270,7 @@ class _Compiler:
             there = self.builder.values[buffer] == value
             if letter == "i" and (self.whole_sequence or not there):
                 assert home is not None
-                source = self.inputs[chunk % len(self.context)] if self.whole_sequence else self.free.take()
+                source = self.inputs[chunk % self.plan.chunks_per_sequence] if self.whole_sequence else self.free.take()
                 self._copy("load", layer, chunk, home, source, self.builder.buffers[home].bytes)
                 if not self.whole_sequence:
                     # Backward of the chunk itself will load it a second time; until then the slot serves others.
@@ -300,8 +285,9 @@ class _Compiler:
             if not there:
                 reads = (weights, source)
                 level = LETTERS[letter.lower()]
+                names = "before" if level == "input" else "moved"
                 writes = ((buffer, value),)
-                self._compute("context", "before", chunk, layer=layer, level=level, reads=reads, writes=writes)
+                self._compute("context", names, chunk, layer=layer, level=level, reads=reads, writes=writes)
 
     def _backward(self, layer: int, chunk: int, weights: int, gradients: int) -> None:
         """A chunk back through a layer: what was kept is fetched, the rest made again."""
@@ -320,12 +306,17 @@ class _Compiler:
         if self.whole_sequence:
             part = chunk % self.plan.chunks_per_sequence
             if letter.lower() in "ci":
-                reads += self.context[: part + 1] if self.causal else self.context
+                context = self._context_of(layer, chunk)
+                reads += context[: part + 1] if self.causal else context
+            if part < self.plan.chunks_per_sequence - 1:
+                reads += self.sequence
             writes.append((self.sequence[0], f"gradients {layer}.{chunk} r{self.round}"))
             if letter != "i":
                 writes.append((self.inputs[part], f"inputs {layer}.{chunk} r{self.round}"))
         elif self.cut:
-            reads += self.context[: chunk % self.plan.chunks_per_sequence + 1]
+            reads += self._context_of(layer, chunk)[: chunk % self.plan.chunks_per_sequence + 1]
+            if (chunk + 1) % self.plan.chunks_per_sequence:
+                reads += self.context_gradients
             writes.append((self.context_gradients[0], f"gradients {layer}.{chunk} r{self.round}"))
         kind: Kind = "backward-after" if self.whole_sequence else "backward"
         names = "after" if self.whole_sequence else "block"
@@ -351,7 +342,7 @@ class _Compiler:
         last = chunks[-1]
         self._compute(
             "attention-backward", "attention", last, layer=layer,
-            reads=(*self.context, *self.sequence),
+            reads=(*self._context_of(layer, chunks[0]), *self.sequence),
             writes=((self.sequence[0], f"attention gradients {layer}.{chunks[0]} r{self.round}"),),
         )  # fmt: skip
         for chunk in reversed(chunks):
@@ -383,7 +374,7 @@ class _Compiler:
         plan = self.plan
         if self.last_round and plan.update_when == "backward":
             self._update(part)
-        elif part not in self.gradients.staying or plan.host_copies:
+        elif part not in self.gradients.staying or (plan.host_copies and part in self.gradients.host):
             self.gradients.send(part, self.round)
         self._fetch()
 
@@ -456,8 +447,15 @@ class _Compiler:
     def _stream(self, chunk: int, value: str) -> tuple[int, str]:
         return self.stream[chunk], f"stream {chunk} {value} r{self.round}"
 
+    def _context_of(self, layer: int, chunk: int) -> list[int]:
+        """Where the keys and values of a chunk's sequence are: layers and sequences take turns."""
+        parts = self.plan.chunks_per_sequence
+        turn = layer * (self.plan.chunks_per_round // parts) + chunk // parts
+        return self.contexts[turn % len(self.contexts)]
+
     def _context(self, layer: int, chunk: int) -> tuple[int, str]:
-        return self.context[chunk % self.plan.chunks_per_sequence], f"context {layer}.{chunk} r{self.round}"
+        part = chunk % self.plan.chunks_per_sequence
+        return self._context_of(layer, chunk)[part], f"context {layer}.{chunk} r{self.round}"
 
     def _compute(
         self,

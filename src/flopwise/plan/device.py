@@ -7,6 +7,7 @@ simulated; the best of these is changed a little here and there for as long as t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -43,6 +44,7 @@ IMPROVED = 2
 MOST_SIMULATIONS = 12
 SMALL_SHARE = 0.08
 """Of the device: where three slots for weights and gradients take less, the search begins with three."""
+OF_ONE_SIZE = 2
 ROUNDING_TRIES = 4
 
 
@@ -130,11 +132,11 @@ class _Search:
         return sorted(found, key=lambda candidate: candidate.token_s)
 
     def _one_of_each(self, found: Iterable[Candidate], limit: float) -> Iterator[Candidate]:
-        """The best of those of equal chunks and batch, if it is near the limit."""
+        """The best of those of equal chunks and rounds, if it is near the limit."""
         seen: set[tuple[object, ...]] = set()
         for candidate in found:
             plan = candidate.shape.plan
-            key = (plan.chunk_tokens, plan.attention, plan.tokens_per_step, plan.update_place)
+            key = (plan.chunk_tokens, plan.chunks_per_round, plan.attention, plan.rounds_per_step, plan.update_place)
             if candidate.token_s <= limit and key not in seen and len(seen) < 2 * MOST_SIMULATIONS:
                 seen.add(key)
                 yield candidate
@@ -180,9 +182,13 @@ class _Search:
         close = [candidate for candidate in near if candidate.token_s <= near[0].token_s * (1 + OVERHEAD)]
         fewest = min(candidate.step_tokens for candidate in close)
         order = sorted(near, key=lambda one: (one not in close, one.step_tokens > fewest, one.token_s))
+        tried: Counter[int] = Counter()
         for candidate in order:
-            self._play(candidate)
-            if self.tasks > SIMULATED_TASKS / 3 or len(self.found) >= MOST_SIMULATIONS:
+            # Not all of them of one size of chunk, however near their estimates are to each other.
+            tried[candidate.shape.plan.chunk_tokens] += 1
+            if tried[candidate.shape.plan.chunk_tokens] <= OF_ONE_SIZE:
+                self._play(candidate)
+            if self.tasks > SIMULATED_TASKS / 2 or len(self.found) >= MOST_SIMULATIONS:
                 break
         if not self.found:
             return None

@@ -152,6 +152,7 @@ class Shape:
         safe = np.maximum(leaving, 1e-9)
         again_s = leaving * self.curve.seconds_at(levels / safe)
         seconds = self._step_s(choice, again_s, levels - on_device)
+        seconds += self.plan.rounds_per_step * self._unevenness_s(leaving, levels, on_device, slots)
         tokens = self.plan.tokens_per_step
         return Estimate(
             token_s=np.where(fits, seconds / tokens, np.inf),
@@ -161,6 +162,21 @@ class Shape:
             level_bytes=levels,
             kept_bytes=on_device,
         )
+
+    def _unevenness_s(self, leaving: Floats, levels: Floats, on_device: Floats, slots: Floats) -> Floats:
+        """Seconds a round that few slots cost: one full save takes longer over the link than a chunk computes.
+
+        Slots smooth that over; with two of them nothing does.
+        """
+        if not self.one_way:
+            return np.zeros_like(slots)
+        chunk = self.plan.tokens_of(0)
+        full, lower = (self.sizes.saved[name] * chunk for name in ("full", "attention"))
+        count = np.maximum(0.0, levels - on_device - leaving * self.plan.chunks_per_sequence * lower) / (full - lower)
+        over = sum(
+            max(0.0, full / self.both_ways - seconds / self.pairs) for seconds in (self.forward_s, self.backward_s)
+        )
+        return np.asarray(count * over / np.maximum(1.0, slots - 1.0), dtype=np.float64)
 
     def _passes(self, stays: Floats, slots: Floats) -> tuple[Floats, Floats]:
         """Blocks that pass, and the slots that they pass through."""

@@ -11,7 +11,7 @@ from flopwise.core.op import Convention
 from flopwise.core.plan import Help, Plan, Planned
 from flopwise.core.transformer import Transformer
 from flopwise.core.units import parse_bytes, show_bytes, show_count, show_seconds, show_share
-from flopwise.plan.cuts import CHUNK_TOKENS, ROUNDS, DeviceQuestion
+from flopwise.plan.cuts import DeviceQuestion
 from flopwise.plan.dataflow import Configuration, configure, to_plan, variant_of
 from flopwise.plan.device import OVERHEAD, Found, best_estimate, fastest_plan
 from flopwise.plan.estimate import Shape, can_update_on_host
@@ -19,6 +19,7 @@ from flopwise.plan.forecast import forecast, recompute_s
 from flopwise.plan.memory import plan_bytes
 from flopwise.plan.sizes import working_bytes
 from flopwise.plan.smallest import does_not_fit
+from flopwise.predict.step import estimated_words
 from flopwise.predict.tasks import TaskSeconds
 
 MORE_DEVICE_BYTES = 8 * 2**30
@@ -120,6 +121,9 @@ def notes(model: Model, hardware: Hardware, sequence_tokens: int) -> tuple[str, 
     found = [model.note] if model.note else []
     if sequence_tokens > model.context:
         found.append(f"{model.name} is made for sequences of {model.context:,} tokens, not {sequence_tokens:,}")
+    estimated = estimated_words(hardware)
+    if estimated:
+        found.append(estimated)
     if hardware.link is not None:
         kind = hardware.sources[hardware.link.bandwidth_bytes_per_s.source].kind
         if kind != "measured":
@@ -131,15 +135,15 @@ def reasons(found: Found, question: DeviceQuestion) -> dict[str, str]:
     """Derived value → why it has that value, in words."""
     plan, shape = found.plan, found.candidate.shape
     given = question.batch_sequences is not None
-    least, most = CHUNK_TOKENS[0], CHUNK_TOKENS[-1]
+    spare = question.device_bytes - sum(plan_bytes(plan, shape.sizes)["device"].values())
     told = {
-        "chunk_tokens": f"the fastest of the sizes tried, about {least:,} to {most:,} tokens, that fits",
+        "chunk_tokens": "the fastest of the sizes tried that fits",
         "chunks_per_round": _chunks_reason(plan),
         "rounds_per_step": f"the batch of {question.batch_sequences:,} sequences"
         if given
-        else f"of 1 to {ROUNDS[-1]} rounds the fewest tokens a step within {100 * OVERHEAD:.0f} % of the fastest",
-        "head_chunk_tokens": f"logits of so many tokens take"
-        f" {show_bytes(working_bytes(shape.sizes, plan)['head'])}; more would cost memory, fewer time",
+        else f"of the plans simulated the fewest tokens a step within {100 * OVERHEAD:.0f} % of the fastest",
+        "head_chunk_tokens": f"logits and hidden states of so many tokens take"
+        f" {show_bytes(working_bytes(shape.sizes, plan)['head'])}; with fewer the head's gradient is read more often",
     }
     if plan.chunks_per_sequence > 1:
         told["attention"] = _attention_reason(plan, shape)
@@ -147,12 +151,14 @@ def reasons(found: Found, question: DeviceQuestion) -> dict[str, str]:
         "weights": _weights_reason(plan, shape),
         "gradients": _gradients_reason(plan, shape),
         "optimizer_state": _optimizer_reason(plan, shape),
-        "activation_slots": f"what the state leaves of the device, {show_bytes(shape.slot)} each",
+        "activation_slots": f"one for each (layer, chunk), {show_bytes(shape.slot)} each"
+        if plan.activation_slots >= shape.pairs
+        else f"what the state leaves of the device, {show_bytes(shape.slot)} each, {show_bytes(spare)} being spare",
         "saves": _saves_reason(plan, shape, question),
         "update_place": _place_reason(plan, question),
         "update_when": "clipping needs the norm of all gradients first"
         if plan.update_when == "end"
-        else "without clipping nothing else has to be waited for, and the rest of backward hides its copies",
+        else "without clipping nothing else has to be waited for, and its copies run beside the rest of backward",
     }
     return told
 
@@ -160,8 +166,7 @@ def reasons(found: Found, question: DeviceQuestion) -> dict[str, str]:
 def _chunks_reason(plan: Plan) -> str:
     groups = plan.chunks_per_round // plan.chunks_per_sequence
     if groups == 1:
-        cut = f"a sequence is {plan.chunks_per_sequence} chunks" if plan.chunks_per_sequence > 1 else "one is enough"
-        return f"{cut}: more would take memory that is worth more elsewhere"
+        return f"a sequence is {plan.chunks_per_sequence} chunks" if plan.chunks_per_sequence > 1 else "one is enough"
     return "so many share one pass of the weights over the link"
 
 
@@ -211,7 +216,7 @@ def _saves_reason(plan: Plan, shape: Shape, question: DeviceQuestion) -> str:
 
 def _place_reason(plan: Plan, question: DeviceQuestion) -> str:
     if not can_update_on_host(question.hardware):
-        return f"how fast the host of {question.hardware.name} is, is not known"
+        return f"the hardware file does not say how fast {question.hardware.name}'s host is"
     costs = TaskSeconds(plan, question.model, question.hardware)
     parameters = costs.work.parameters
     there, here = costs.update_s(parameters, on_host=True), costs.update_s(parameters)

@@ -138,6 +138,8 @@ def forecast(plan: Plan, model: Model, hardware: Hardware, *, convention: Conven
         host_bytes=program.bytes_by_owner("host"),
         model_flops=model_flops,
         hardware_flops=hardware_flops,
+        convention=convention,
+        peak_format=costs.formats.matrix,
     )
 
 

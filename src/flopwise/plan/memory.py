@@ -49,7 +49,9 @@ def _state_bytes(plan: Plan, sizes: Sizes, kind: Owner, residency: Residency) ->
     if kept_on_host(plan, kind, stays=False):
         host += (sizes.layers - blocks) * size(sizes.block) + sum(size(state) for state in passing)
     if kept_on_host(plan, kind, stays=True):
-        host += blocks * size(sizes.block) + sum(size(state) for state in staying)
+        host += blocks * size(sizes.block)
+    if kept_on_host(plan, kind, stays=True, end=True):
+        host += sum(size(state) for state in staying)
     return device, host
 
 

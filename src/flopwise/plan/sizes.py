@@ -10,7 +10,7 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import WIDTH_BYTES, Formats
 from flopwise.core.model import Model
 from flopwise.core.op import Op
-from flopwise.core.plan import LETTERS, LEVELS, POLICY, Plan
+from flopwise.core.plan import LETTERS, LEVELS, OWN_RULE, POLICY, Plan
 from flopwise.core.traffic import block_saved_bytes, tensor_bytes
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import Work
@@ -60,6 +60,8 @@ class Sizes:
     """Save level → bytes a token and layer."""
     context: int
     """Keys and values, bytes a token and layer."""
+    context_gradients: int
+    """Their gradients, summed in fp32 over the chunks that look at them."""
     stream: int
     """What passes from layer to layer, bytes a token."""
     temporary: int
@@ -123,6 +125,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         head=state((*before, *behind) if model.tied else behind, 1),
         saved={name: each(block_saved_bytes(work, POLICY[name], formats)) for name in LEVELS},
         context=each(keys),
+        context_gradients=each(4 * (work.tensors["key"].elements + work.tensors["value"].elements)),
         stream=each(stream),
         temporary=each(temporary_bytes(work, "everything", formats)),
         # Queries, attention's result and the gradients of both in one piece, the queries' also in fp32 while it is
@@ -166,6 +169,16 @@ def activation_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:
     return found
 
 
+SMALL_CONTEXT_BYTES = 2**28
+"""Keys and values of a sequence that are worth having room for twice, so that the next layer's come early."""
+
+
+def context_sets(sizes: Sizes, plan: Plan) -> int:
+    """Rooms for the keys and values of a sequence: two where they are small. The rule `dataflow` has one."""
+    small = sizes.context * plan.sequence_tokens <= SMALL_CONTEXT_BYTES
+    return 2 if small and plan.rule == OWN_RULE else 1
+
+
 def working_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:
     """Device memory of the owners that no residency changes: stream, context, head, workspace."""
     chunk, sequence = plan.tokens_of(0), plan.sequence_tokens
@@ -174,9 +187,9 @@ def working_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:
     whole = plan.attention == "sequence" and cut
     context = 0
     if cut:
-        context = sum(aligned(sizes.context * plan.tokens_of(index)) for index in range(plan.chunks_per_sequence))
-        # Gradients of keys and values are summed over the chunks that look at them, in fp32.
-        context += 0 if whole else aligned(2 * sizes.context * sequence)
+        parts = (aligned(sizes.context * plan.tokens_of(index)) for index in range(plan.chunks_per_sequence))
+        context = context_sets(sizes, plan) * sum(parts)
+        context += 0 if whole else aligned(sizes.context_gradients * sequence)
     groups = plan.chunks_per_round // plan.chunks_per_sequence
     stream = groups * sum(aligned(sizes.stream * plan.tokens_of(index)) for index in range(plan.chunks_per_sequence))
     workspace = sizes.fixed_workspace + aligned(sizes.temporary * chunk)

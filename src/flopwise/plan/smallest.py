@@ -78,7 +78,7 @@ def does_not_fit(question: DeviceQuestion) -> FlopwiseError:
     model = question.model.name
     device, host = least_device(question), least_host(question)
     what = (
-        f"no plan fits {model} in {show_bytes(question.device_bytes)} of device memory and"
+        f"no plan fits {model} on {question.hardware.name} in {show_bytes(question.device_bytes)} of device memory and"
         f" {show_bytes(question.host_bytes)} of host memory"
     )
     hints = []
@@ -89,6 +89,8 @@ def does_not_fit(question: DeviceQuestion) -> FlopwiseError:
     shorter = _fitting_sequence(question)
     if shorter:
         hints.append(f"--seq {exact_tokens(shorter)}")
+    if question.hardware.device.kind == "cpu":
+        hints.append("another device, as --on h200 (`flopwise ls hardware`)")
     error = FlopwiseError(what, why=_why(device, host), hint=", or ".join(hints) or "a smaller model")
     error.exit_code = 1
     return error

@@ -33,12 +33,15 @@ def ends_of(sizes: Sizes) -> dict[Part, State]:
     return {end: state for end in ENDS if (state := getattr(sizes, end)).parameters}
 
 
-def kept_on_host(plan: Plan, kind: Owner, *, stays: bool) -> bool:
-    """Whether the host needs room for a part's state: what passes, what it updates, and what a rule copies."""
-    if plan.host_copies:
-        return True
+def kept_on_host(plan: Plan, kind: Owner, *, stays: bool, end: bool = False) -> bool:
+    """Whether the host needs room for a part's state: what passes, what it updates, and what a rule copies.
+
+    A rule that copies everything copies the weights alone of ends that stay.
+    """
     if plan.update_place == "host":
         return True
+    if plan.host_copies:
+        return not (end and stays) or kind == "weights"
     if stays:
         return False
     if kind != "gradients":
@@ -66,7 +69,7 @@ class Kept:
                 self.slot[part] = builder.buffer(name, kind, "device", self.size(part), holds=holds)
         self._passing_slots(residency, "v0" if kind == "weights" and plan.update_place == "device" else "")
         for part in self.parts:
-            if kept_on_host(plan, kind, stays=part in self.staying):
+            if kept_on_host(plan, kind, stays=part in self.staying, end=not isinstance(part, int)):
                 holds = f"{kind} {part} {first}" if first else ""
                 self.host[part] = builder.buffer(f"host {kind} {part}", kind, "host", self.size(part), holds=holds)
 
@@ -174,7 +177,7 @@ class OptimizerState:
         name, value = f"optimizer {part}.{index}", f"optimizer {part}.{index} v0"
         device = self.builder.buffer(name, "optimizer", "device", size, holds=value) if stays else None
         host = None
-        if kept_on_host(plan, "optimizer", stays=stays):
+        if kept_on_host(plan, "optimizer", stays=stays, end=not isinstance(part, int)):
             host = self.builder.buffer(f"host {name}", "optimizer", "host", size, holds=value)
         return Piece(parameters, size, device, host)
 

@@ -167,12 +167,8 @@ def _source_kind(hardware: Hardware, key: str) -> str:
     return hardware.sources[key].kind
 
 
-def _notes(model: Model, hardware: Hardware, workload: Workload, mfu: float, convention: Convention) -> tuple[str, ...]:
-    notes = [model.note] if model.note else []
-    if workload.sequence_tokens > model.context:
-        notes.append(
-            f"{model.name} is made for sequences of {model.context:,} tokens, not {workload.sequence_tokens:,}"
-        )
+def estimated_words(hardware: Hardware) -> str:
+    """Which of a device's efficiencies nobody has measured, in words; nothing where all were."""
     efficiency = hardware.efficiency
     parts = {
         "matrix products": efficiency.gemm.source,
@@ -180,8 +176,18 @@ def _notes(model: Model, hardware: Hardware, workload: Workload, mfu: float, con
         "memory": efficiency.memory.source,
     }
     estimated = [name for name, source in parts.items() if _source_kind(hardware, source) == "estimated"]
+    return f"efficiency of {', '.join(estimated)} on {hardware.name} is estimated, not measured" if estimated else ""
+
+
+def _notes(model: Model, hardware: Hardware, workload: Workload, mfu: float, convention: Convention) -> tuple[str, ...]:
+    notes = [model.note] if model.note else []
+    if workload.sequence_tokens > model.context:
+        notes.append(
+            f"{model.name} is made for sequences of {model.context:,} tokens, not {workload.sequence_tokens:,}"
+        )
+    estimated = estimated_words(hardware)
     if estimated:
-        notes.append(f"efficiency of {', '.join(estimated)} on {hardware.name} is estimated, not measured")
+        notes.append(estimated)
     if workload.fusion == "eager":
         notes.append("activations are counted for fused kernels; plain code keeps more")
     if convention == "palm" and mfu > PALM_NOTE_MFU:

@@ -240,7 +240,8 @@ class TaskSeconds:
         )
         if direction == "backward" and not whole:
             # Gradients of keys and values so far are read and written in fp32.
-            seconds += self._streaming(4.0 * self.context_bytes * last)
+            elements = sum(self.work.tensors[name].elements for name in ("key", "value"))
+            seconds += self._streaming(2.0 * 4.0 * elements * last / plan.sequence_tokens)
         return seconds
 
     def ceiling_s(self) -> float:

@@ -25,6 +25,9 @@ from flopwise.report.predictions import NOTHING_KNOWN, OPTIMIZER_TITLES, outside
 SAME = 5e-4
 """Speeds that differ by less are printed as the same."""
 
+LITTLE = 0.005
+"""Gains that differ by less are not told apart: they are estimates."""
+
 TIGHT = 0.05
 """A total with less than this share of the cap to spare is tight."""
 
@@ -263,13 +266,15 @@ def _answer(planned: Planned) -> _Lines:
     forecast, (spread, evidence) = planned.forecast, interval_words(planned.interval, planned.forecast.step_s)
     waits = sorted(((name, s) for name, s in forecast.idle.items() if s > 0), key=lambda item: -item[1])
     rate = f"{significant(forecast.tokens_per_s)} tok/s{spread}"
-    ceiling = f"{show_share(forecast.ceiling_share)} of the kernels' own ceiling"
+    ceiling = f"{show_share(forecast.ceiling_share)} of the kernels' own ceiling (matrix products and attention alone)"
+    peak = f"{forecast.peak_flops / 1e12:,.0f} TFLOP/s dense {forecast.peak_format}"
     rows = [
         ("schedule", _schedule(planned.plan), ""),
         ("step", _step(planned), ""),
         ("waits for", " · ".join(f"{name} {show_seconds(s)}" for name, s in waits) or "nothing", ""),
         ("speed", f"{rate} · {show_share(forecast.mfu)} MFU · {show_share(forecast.hfu)} HFU", "bold"),
         ("", f"{ceiling} · bound by {forecast.bound}", ""),
+        ("against", f"{peak}, FLOPs counted {forecast.convention}", ""),
         ("evidence", evidence, ""),
         ("outside", outside_words(planned.interval) if planned.interval and planned.interval.outside else "", ""),
         ("link", _link(planned), ""),
@@ -326,7 +331,9 @@ def interval_words(interval: Interval | None, step_s: float) -> tuple[str, str]:
     below = max(0, math.ceil(100 * (1 - step_s / interval.high_s)))
     above = max(0, math.ceil(100 * (step_s / interval.low_s - 1)))
     spread = f" ± {above} %" if below == above else f" (−{below} % to +{above} %)"
-    return spread, f"8 of 10 measured speeds lie in that range ({interval.basis})"
+    if interval.outside:
+        return spread, f"from the errors of simulated runs that another trainer recorded ({interval.basis}), widened"
+    return spread, f"8 of 10 recorded runs lie in that range ({interval.basis})"
 
 
 def _link(planned: Planned) -> str:
@@ -340,9 +347,9 @@ def _link(planned: Planned) -> str:
 def help_words(planned: Planned) -> list[str]:
     """What more memory would buy, a line each; nothing where nobody asked."""
     gains = [(found, found.speed - 1) for found in planned.helps]
-    if gains and all(gain < SAME for _, gain in gains):
-        return ["more memory changes nothing"]
-    return [f"{_more(found, planned.plan)} → {_gain(gain)}" for found, gain in gains]
+    if gains and all(gain < LITTLE for _, gain in gains):
+        return ["with this batch more memory changes little"]
+    return [f"{_more(found, planned.plan)} → {_gain(gain)}, by estimate, with this batch" for found, gain in gains]
 
 
 def _more(found: Help, plan: Plan) -> str:
@@ -355,7 +362,7 @@ def _more(found: Help, plan: Plan) -> str:
 
 
 def _gain(gain: float) -> str:
-    return "no change" if abs(gain) < SAME else f"{'+' if gain > 0 else '−'}{show_share(abs(gain))}"
+    return "little" if abs(gain) < LITTLE else f"about {'+' if gain > 0 else '−'}{100 * abs(gain):.0f} %"
 
 
 # -- why ------------------------------------------------------------------------------------------------------------
