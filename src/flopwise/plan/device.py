@@ -205,10 +205,13 @@ class _Search:
         plan = fitting_plan(candidate, self.question)
         if plan is None:
             return None
+        cost = 5 * plan.layers * plan.chunks_per_round * min(5, plan.rounds_per_step)
+        if self.found and self.tasks + cost > SIMULATED_TASKS:
+            return self.found.get(plan)
         if plan not in self.found:
             times = times_of(plan, self.question.model, self.question.hardware, candidate.shape.costs)
             self.found[plan] = Found(plan, times, candidate)
-            self.tasks += 5 * plan.layers * plan.chunks_per_round * min(5, plan.rounds_per_step)
+            self.tasks += cost
         return self.found[plan]
 
     def _improve(self, best: Found, most_tasks: float) -> None:
