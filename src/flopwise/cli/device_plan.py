@@ -126,6 +126,18 @@ def _check_cap(option: str, cap: int, text: str) -> None:
     )
 
 
+def check_one_name(text: str, what: str) -> None:
+    """Refuse several names where one is planned."""
+    from flopwise.core.errors import FlopwiseError
+
+    if "," in text:
+        raise FlopwiseError(
+            f"`flopwise plan` takes one {what}, got {text!r}",
+            why="a plan is for one model on one kind of device",
+            hint=f"once for each; `flopwise predict` compares several {what}s",
+        )
+
+
 def check_one_cap(text: str) -> None:
     """Refuse several caps where a strategy is planned."""
     from flopwise.core.errors import FlopwiseError
@@ -286,7 +298,7 @@ def _cell(question: DeviceQuestion, words: DeviceWords, convention: Convention) 
     except FlopwiseError as error:
         if error.exit_code != 1:
             raise
-        least = least_device(question) if words.rule == "flopwise" else None
+        least = least_device(question) if rule_variant(words.rule) is None else None
         return replace(
             cell,
             why_not=error.why or error.what,

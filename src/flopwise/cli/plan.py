@@ -15,6 +15,7 @@ from flopwise.cli.device_plan import (
     RuleOption,
     TraceOption,
     check_one_cap,
+    check_one_name,
     plan_one_device,
 )
 from flopwise.cli.options import (
@@ -100,6 +101,8 @@ def plan(
     counting = one_of(convention, CONVENTIONS, "--convention")
     # Several caps are read later, where one device is planned.
     request = requested({**words, "device_mem": "auto"})
+    check_one_name(model, "model")
+    check_one_name(on, "device")
     described = load_model(model, changes_of(change or []))
     machine = hardware_named(on)
     for option, example in TARGETS.items():
@@ -172,8 +175,9 @@ def plan_in(context: typer.Context, name: str) -> tuple[Plan | ClusterPlan, Mode
 
     given = [option for option in context.params if option not in PLAN_LEAVES_OPEN and is_given(context, option)]
     if given:
+        option = {"change": "set"}.get(given[0], given[0].replace("_", "-"))
         raise FlopwiseError(
-            f"--{given[0].replace('_', '-')} beside {name}",
+            f"--{option} beside {name}",
             why="a plan says all of it",
             hint="the plan alone, or the model's name with options",
         )

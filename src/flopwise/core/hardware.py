@@ -132,6 +132,8 @@ class Host:
 
     memory_bytes: Fact | None = None
     memory_bandwidth_bytes_per_s: Fact | None = None
+    update_bytes_per_s: Fact | None = None
+    """What an optimizer's update on its cores reads and writes, in fp32 and beside copies over the link."""
     cores: Fact | None = None
 
 

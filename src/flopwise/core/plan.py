@@ -36,6 +36,7 @@ MOST_LOOKS = 2**21
 """(layer, chunk) times chunks of a sequence: each chunk looks at all before it."""
 MOST_PASSING = 2**14
 SPARE_SLOTS = 64
+"""Slots beyond one for each (layer, chunk) that a plan may have without being called a mistake."""
 
 LEVELS: dict[str, SaveLevel] = {
     "full": SaveLevel.EVERYTHING,

@@ -78,7 +78,7 @@ class Task:
     what: str
     """For copies and updates: whose (`weights`, `gradients`, `optimizer`, `activations`, `context`); else nothing."""
     level: str
-    """Save level of the (layer, chunk), for its backward and its copies; else nothing."""
+    """Save level of the (layer, chunk), for its forward, backward and copies; else nothing."""
     tokens: int
     parameters: int
     """Of an update."""

@@ -84,6 +84,12 @@ def parse_byte_list(text: str) -> list[int]:
             raise FlopwiseError(f"cannot read {shown(text)}", why="a value between commas is missing", hint=example)
         bounds = _RANGE.fullmatch(part.strip())
         if bounds is None:
+            if re.fullmatch(r"\s*[\d.]+[A-Za-z]*-[\d.]+[A-Za-z]*\s*", part):
+                raise FlopwiseError(
+                    f"cannot read {shown(part.strip())} as a range of sizes",
+                    why="it says not by how much",
+                    hint=example,
+                )
             found.append(_with_unit(part, unit))
             continue
         first, last = _with_unit(bounds[1], unit), _with_unit(bounds[2], unit)

@@ -208,7 +208,8 @@ class _Compiler:
             writes.append((home, value))
         kind: Kind = "forward-after" if self.whole_sequence else "forward"
         names = "after" if self.whole_sequence else "block"
-        self._compute(kind, names, chunk, layer=layer, reads=reads, writes=writes)
+        level = LETTERS[letter.lower()]
+        self._compute(kind, names, chunk, layer=layer, level=level, reads=reads, writes=writes)
         if letter == "F":
             self.slots[layer, chunk] = slot
             return
@@ -406,7 +407,7 @@ class _Compiler:
             version = f"weights {part} v1" if index == len(pieces) - 1 else f"weights {part} v0+{index + 1}"
             builder.task(
                 "optimize", "compute", reads=(weights, gradients, slot), writes=((weights, version), (slot, new)),
-                round_=round_, **place, parameters=piece.parameters, first=first,
+                round_=round_, **place, what="optimizer", parameters=piece.parameters, first=first,
             )  # fmt: skip
             if piece.host is not None:
                 builder.task(
@@ -428,7 +429,7 @@ class _Compiler:
         builder.task(
             "optimize", "host", reads=(weights, gradients, piece.host),
             writes=((weights, f"weights {part} v1"), (piece.host, f"optimizer {part}.0 v1")),
-            round_=self.round, **place_of(part), parameters=piece.parameters,
+            round_=self.round, **place_of(part), what="optimizer", parameters=piece.parameters,
         )  # fmt: skip
         self.waiting.append(part)
 

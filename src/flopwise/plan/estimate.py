@@ -19,7 +19,7 @@ from flopwise.core.plan import ENDS, Place, Plan, Residency
 from flopwise.plan.levels import Curve, curve_of
 from flopwise.plan.sizes import Sizes, sizes_of, slot_bytes, working_bytes
 from flopwise.plan.state import shares
-from flopwise.predict.tasks import TaskSeconds, host_bytes_per_s
+from flopwise.predict.tasks import TaskSeconds
 
 Floats = NDArray[np.float64]
 
@@ -315,5 +315,4 @@ class Shape:
 
 def can_update_on_host(hardware: Hardware) -> bool:
     """Whether the description says how fast the host is."""
-    known = hardware.host is not None and hardware.host.memory_bandwidth_bytes_per_s is not None
-    return known and host_bytes_per_s(hardware) > 0
+    return hardware.host is not None and hardware.host.update_bytes_per_s is not None

@@ -255,12 +255,12 @@ class TaskSeconds:
 
 
 def host_bytes_per_s(hardware: Hardware) -> float:
-    """The rate at which the host's cores stream its memory, or an error that says it is not known."""
+    """The rate at which the host's cores update, or an error that says it is not known."""
     host = hardware.host
-    if host is None or host.memory_bandwidth_bytes_per_s is None:
+    if host is None or host.update_bytes_per_s is None:
         raise FlopwiseError(
-            f"the memory bandwidth of {hardware.name}'s host is not known",
+            f"how fast the host of {hardware.name} updates is not known",
             why="an update on the host is bound by it",
-            hint="update on the device, or add [host] with memory_bandwidth_bytes_per_s to a TOML of your own",
+            hint="update on the device, or add [host] with update_bytes_per_s to a TOML of your own",
         )
-    return host.memory_bandwidth_bytes_per_s.value
+    return host.update_bytes_per_s.value
