@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flopwise.core.formats import Formats
+from flopwise.core.formats import POLICIES, Formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
 from flopwise.core.plan import MOST_PAIRS as MOST_PLANNED
@@ -45,12 +45,12 @@ class DeviceQuestion:
 
     model: Model
     hardware: Hardware
-    hardware_name: str
-    """As the user named it; it goes into the plan."""
     sequence_tokens: int
     device_bytes: int
-    host_bytes: int
-    formats: Formats
+    host_bytes: int = 0
+    hardware_name: str = ""
+    """As the user named it, for the plan; nothing: by its own name."""
+    formats: Formats = POLICIES["bf16"]
     optimizer: Optimizer = "adamw"
     batch_sequences: int | None = None
     """None: the fewest rounds that keep the update's share small."""
@@ -131,7 +131,7 @@ def skeleton(question: DeviceQuestion, cut: Cut, head_chunk_tokens: int) -> Plan
     nothing = Residency(blocks=0, passing=1)
     assert isinstance(question.model, Transformer)
     return Plan(
-        hardware=question.hardware_name,
+        hardware=question.hardware_name or question.hardware.name,
         device_memory_bytes=question.device_bytes,
         host_memory_bytes=question.host_bytes,
         sequence_tokens=question.sequence_tokens,

@@ -60,7 +60,8 @@ def ruled(question: DeviceQuestion, variant: str, *, convention: Convention = "c
             hint="--precision bf16 --optimizer adamw",
         )
     configuration = _configured(question, model, variant)
-    plan = to_plan(configuration, model, question.hardware_name, question.device_bytes, question.host_bytes)
+    name = question.hardware_name or question.hardware.name
+    plan = to_plan(configuration, model, name, question.device_bytes, question.host_bytes)
     device, host = show_bytes(configuration.used_device_bytes), show_bytes(configuration.used_host_bytes)
     return Planned(
         model=model.name,
