@@ -17,6 +17,7 @@ from flopwise.plan.tight import tight_choices, tight_shapes
 
 SHORTER = 4
 """A hint shortens the sequence by this factor."""
+SHORTEST = 64
 GIB = 2**30
 
 
@@ -91,21 +92,29 @@ def does_not_fit(question: DeviceQuestion) -> FlopwiseError:
         hints.append(f"--seq {exact_tokens(shorter)}")
     if question.hardware.device.kind == "cpu":
         hints.append("another device, as --on h200 (`flopwise ls hardware`)")
-    error = FlopwiseError(what, why=_why(device, host), hint=", or ".join(hints) or "a smaller model")
+    error = FlopwiseError(
+        what, why=_why(device, host), hint=", or ".join(hints) or "more memory of both kinds, or a smaller model"
+    )
     error.exit_code = 1
     return error
 
 
 def _fitting_sequence(question: DeviceQuestion) -> int:
-    """A shorter sequence that fits, found by quartering; 0: none does."""
-    shorter = question.sequence_tokens // SHORTER
-    while shorter:
-        less = least_device(replace(question, sequence_tokens=shorter, batch_sequences=None))
-        if less is not None and less.bytes <= question.device_bytes:
-            return shorter
+    """A shorter sequence that fits, found by quartering; 0: not even the shortest does."""
 
-        shorter //= SHORTER
-    return 0
+    def fits(tokens: int) -> bool:
+        less = least_device(replace(question, sequence_tokens=tokens))
+        return less is not None and less.bytes <= question.device_bytes
+
+    shorter = []
+    tokens = question.sequence_tokens // SHORTER
+    while tokens >= SHORTEST:
+        shorter.append(tokens)
+        tokens //= SHORTER
+    # Where the state alone is too much, no sequence is short enough: one look tells.
+    if not shorter or not fits(shorter[-1]):
+        return 0
+    return next(tokens for tokens in shorter if fits(tokens))
 
 
 def _why(device: Least | None, host: Least | None) -> str:
