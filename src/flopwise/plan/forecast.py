@@ -13,6 +13,8 @@ from flopwise.core.op import Attention, Convention
 from flopwise.core.plan import LETTERS, POLICY, Forecast, Plan
 from flopwise.core.simulation import Simulation
 from flopwise.plan.compile import compile_plan
+from flopwise.plan.memory import plan_bytes
+from flopwise.plan.sizes import sizes_of
 from flopwise.predict.costs import peak_flops
 from flopwise.predict.simulator import simulate
 from flopwise.predict.tasks import TaskSeconds
@@ -112,7 +114,7 @@ def forecast(plan: Plan, model: Model, hardware: Hardware, *, convention: Conven
     """The plan's step on that hardware."""
     costs = TaskSeconds(plan, model, hardware)
     times = times_of(plan, model, hardware, costs)
-    program = compile_plan(plan, model, rounds=1)
+    taken = plan_bytes(plan, sizes_of(model, plan.sequence_tokens, costs.formats, plan.optimizer))
     model_flops, hardware_flops = flops_of(plan, model, convention)
     peak = peak_flops(hardware, costs.formats.matrix)
     tokens = plan.tokens_per_step
@@ -134,8 +136,8 @@ def forecast(plan: Plan, model: Model, hardware: Hardware, *, convention: Conven
         copy_out_bytes=times.copy_out_bytes,
         link_share=max(times.copy_in_s, times.copy_out_s) / times.step_s,
         bound=bound_of(times),
-        device_bytes=program.bytes_by_owner("device"),
-        host_bytes=program.bytes_by_owner("host"),
+        device_bytes=taken["device"],
+        host_bytes=taken["host"],
         model_flops=model_flops,
         hardware_flops=hardware_flops,
         convention=convention,
