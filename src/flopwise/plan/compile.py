@@ -13,12 +13,13 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import parse_formats
 from flopwise.core.model import Model
 from flopwise.core.op import Attention
+from flopwise.core.parameters import op_groups
 from flopwise.core.plan import LETTERS, End, Place, Plan
 from flopwise.core.program import Kind, Program
 from flopwise.core.transformer import Transformer
 from flopwise.plan.builder import Builder, FreeSlots, in_order_of_release
 from flopwise.plan.runs import check_runs
-from flopwise.plan.sizes import Sizes, aligned, context_sets, level_bytes, parts, sizes_of, slot_bytes, working_bytes
+from flopwise.plan.sizes import Sizes, aligned, context_sets, level_bytes, sizes_of, slot_bytes, working_bytes
 from flopwise.plan.state import Kept, OptimizerState, Part, ends_of, place_of
 
 END_OF: dict[Kind, End] = {"embed": "embedding", "embed-backward": "embedding", "head": "head"}
@@ -63,7 +64,7 @@ class _Compiler:
     # -- buffers --------------------------------------------------------------------------------------------------
 
     def _operators(self, model: Model) -> None:
-        before, inside, behind = parts(describe(model, self.plan.sequence_tokens))
+        before, inside, behind = op_groups(describe(model, self.plan.sequence_tokens))
         place = next(index for index, op in enumerate(inside) if isinstance(op, Attention))
         names = [op.name for op in inside]
         self.names: dict[str, tuple[str, ...]] = {

@@ -10,10 +10,10 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import WIDTH_BYTES, Formats
 from flopwise.core.model import Model
 from flopwise.core.op import Op
+from flopwise.core.parameters import op_groups
 from flopwise.core.plan import LETTERS, LEVELS, OWN_RULE, POLICY, Plan
 from flopwise.core.traffic import block_saved_bytes, tensor_bytes
 from flopwise.core.transformer import Transformer
-from flopwise.core.work import Work
 from flopwise.core.workload import MOMENTS, Optimizer
 from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES, cast_copy_bytes, temporary_bytes
 
@@ -97,7 +97,7 @@ def sizes_of(model: Model, sequence_tokens: int, formats: Formats, optimizer: Op
 @lru_cache(maxsize=256)
 def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer: Optimizer) -> Sizes:
     work = describe(model, sequence_tokens)
-    before, inside, behind = parts(work)
+    before, inside, behind = op_groups(work)
 
     def state(ops: tuple[Op, ...], copies: int) -> State:
         parameters = sum(op.parameters for op in ops) // copies
@@ -136,13 +136,6 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         logits=each(head_rows + 2 * stream),
         fixed_workspace=LIBRARY_WORKSPACE_BYTES + cast_copy_bytes(work, formats) // max(1, model.layers),
     )
-
-
-def parts(work: Work) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:
-    """Operators before the blocks, of a block, and behind them."""
-    first = next(index for index, op in enumerate(work.ops) if op.in_block)
-    last = max(index for index, op in enumerate(work.ops) if op.in_block)
-    return work.ops[:first], work.ops[first : last + 1], work.ops[last + 1 :]
 
 
 # -- a plan's memory by owner, without compiling it ----------------------------------------------------------------

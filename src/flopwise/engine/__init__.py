@@ -1,0 +1,1 @@
+"""Plan → measurement: kernels, blocks, the streaming executor, the distributed executor, data, checkpoints."""

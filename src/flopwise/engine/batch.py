@@ -1,0 +1,48 @@
+"""What data hands to an executor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NO_LABEL = -1
+"""The label of a token that has no loss: padding, the last of a sequence, what was masked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences of one length, the shorter ones filled up behind."""
+
+    ids: NDArray[np.int32]
+    """(sequences, tokens)."""
+    labels: NDArray[np.int32]
+    """(sequences, tokens): what each token should foretell, or NO_LABEL. For a classifier (sequences,): the class."""
+    lengths: NDArray[np.int32] | None = None
+    """(sequences,): tokens that are no padding; None: all are."""
+
+    @property
+    def sequences(self) -> int:
+        return int(self.ids.shape[0])
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences together, padding left out."""
+        return int(self.ids.size if self.lengths is None else self.lengths.sum())
+
+    @property
+    def with_loss(self) -> int:
+        """Tokens, or samples of a classifier, that have a loss."""
+        return int((self.labels != NO_LABEL).sum())
+
+    def part(self, first: int, last: int) -> Batch:
+        """Some of the sequences."""
+        lengths = None if self.lengths is None else self.lengths[first:last]
+        return Batch(self.ids[first:last], self.labels[first:last], lengths)
+
+    def micro_batches(self, sequences: int) -> Iterator[Batch]:
+        """In pieces of at most so many sequences: 48 in elevens is four of 11 and one of 4."""
+        for first in range(0, self.sequences, sequences):
+            yield self.part(first, min(first + sequences, self.sequences))

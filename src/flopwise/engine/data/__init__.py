@@ -1,0 +1,1 @@
+"""Text and labels → batches of token identifiers. No torch here."""
