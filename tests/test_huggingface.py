@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.huggingface import FAMILIES, from_config
-from flopwise.core.transformer import Transformer
+from flopwise.core.huggingface import from_config
+from flopwise.core.huggingface_families import FAMILIES
+from flopwise.core.transformer import RotaryScaling, Transformer
 from tests.test_model_catalog import transformer, transformer_parameters
 
 Config = dict[str, object]
@@ -24,7 +25,9 @@ LLAMA: Config = {
     "num_attention_heads": 32,
     "num_hidden_layers": 32,
     "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
     "rope_scaling": None,
+    "rope_theta": 500000.0,
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }
@@ -32,6 +35,7 @@ MISTRAL: Config = LLAMA | {
     "model_type": "mistral",
     "architectures": ["MistralForCausalLM"],
     "max_position_embeddings": 32768,
+    "rope_theta": 10000.0,
     "sliding_window": 4096,
     "tie_word_embeddings": False,
     "vocab_size": 32000,
@@ -41,6 +45,7 @@ MIXTRAL: Config = MISTRAL | {
     "architectures": ["MixtralForCausalLM"],
     "num_experts_per_tok": 2,
     "num_local_experts": 8,
+    "rope_theta": 1000000.0,
     "sliding_window": None,
 }
 QWEN2: Config = {
@@ -54,6 +59,8 @@ QWEN2: Config = {
     "num_attention_heads": 14,
     "num_hidden_layers": 24,
     "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
     "sliding_window": 32768,
     "tie_word_embeddings": True,
     "use_sliding_window": False,
@@ -71,6 +78,9 @@ QWEN3: Config = {
     "num_attention_heads": 16,
     "num_hidden_layers": 28,
     "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
     "sliding_window": None,
     "tie_word_embeddings": True,
     "use_sliding_window": False,
@@ -80,6 +90,7 @@ GPT2: Config = {
     "model_type": "gpt2",
     "architectures": ["GPT2LMHeadModel"],
     "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-05,
     "n_ctx": 1024,
     "n_embd": 768,
     "n_head": 12,
@@ -93,9 +104,11 @@ GPT_NEOX: Config = {
     "hidden_act": "gelu",
     "hidden_size": 4096,
     "intermediate_size": 16384,
+    "layer_norm_eps": 1e-05,
     "max_position_embeddings": 2048,
     "num_attention_heads": 32,
     "num_hidden_layers": 32,
+    "rotary_emb_base": 10000,
     "rotary_pct": 0.25,
     "tie_word_embeddings": False,
     "use_parallel_residual": True,
@@ -121,12 +134,20 @@ BERT: Config = {
     "hidden_act": "gelu",
     "hidden_size": 768,
     "intermediate_size": 3072,
+    "layer_norm_eps": 1e-12,
     "max_position_embeddings": 512,
     "num_attention_heads": 12,
     "num_hidden_layers": 12,
     "position_embedding_type": "absolute",
     "type_vocab_size": 2,
     "vocab_size": 30522,
+}
+LLAMA_SCALING: Config = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
 }
 SIX_LABELS: Config = {
     "architectures": ["BertForSequenceClassification"],
@@ -212,7 +233,8 @@ def test_words_name_the_file_and_the_family() -> None:
         (LLAMA | {"attention_bias": True}, {"qkv_bias": True, "output_bias": True, "ffn_bias": False}),
         (LLAMA | {"mlp_bias": True}, {"qkv_bias": False, "ffn_bias": True}),
         (LLAMA | {"tie_word_embeddings": True}, {"tied": True}),
-        (LLAMA | {"hidden_act": "gelu_pytorch_tanh"}, {"activation": "gelu"}),
+        (LLAMA | {"hidden_act": "gelu_pytorch_tanh"}, {"activation": "gelu_tanh"}),
+        (LLAMA | {"hidden_act": "gelu_python"}, {"activation": "gelu"}),
         (without(LLAMA, "max_position_embeddings"), {"context": 2048}),
         (without(MISTRAL, "num_key_value_heads", "sliding_window"), {"kv_heads": 8, "window": 4096}),
         (MISTRAL | {"num_key_value_heads": None, "sliding_window": None}, {"kv_heads": 32, "window": None}),
@@ -249,6 +271,47 @@ def test_options_and_defaults_are_those_of_transformers(config: Config, expected
     assert {field: read[field] for field in expected} == expected
 
 
+LLAMA_3_2 = RotaryScaling(factor=32.0, original_context=8192, low_frequency_factor=1.0, high_frequency_factor=4.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "epsilon", "base", "scaling"),
+    [
+        (LLAMA, 1e-5, 500_000.0, None),
+        (without(LLAMA, "rms_norm_eps", "rope_theta"), 1e-6, 10_000.0, None),
+        (without(MIXTRAL, "rms_norm_eps", "rope_theta"), 1e-5, 1e6, None),
+        (QWEN3, 1e-6, 1e6, None),
+        (without(BERT, "layer_norm_eps"), 1e-12, 10_000.0, None),
+        (BERT | {"layer_norm_eps": 1e-7}, 1e-7, 10_000.0, None),
+        (GPT2 | {"layer_norm_epsilon": 1e-6}, 1e-6, 10_000.0, None),
+        (MPT | {"layer_norm_epsilon": 1e-6}, 1e-6, 10_000.0, None),
+        (GPT_NEOX | {"rotary_emb_base": 20000, "rope_theta": 3.0}, 1e-5, 20_000.0, None),
+        (LLAMA | {"rope_scaling": LLAMA_SCALING}, 1e-5, 500_000.0, LLAMA_3_2),
+        # transformers 5 writes the base and the scaling into one object; the older key still goes before it.
+        (without(LLAMA, "rope_theta") | {"rope_parameters": {"rope_theta": 7.0}}, 1e-5, 7.0, None),
+        (LLAMA | {"rope_parameters": LLAMA_SCALING | {"rope_theta": 7.0}}, 1e-5, 7.0, LLAMA_3_2),
+        (
+            LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": LLAMA_SCALING},
+            *(1e-5, 500_000.0, RotaryScaling(factor=2.0)),
+        ),
+        (
+            LLAMA | {"rope_scaling": without(LLAMA_SCALING, "original_max_position_embeddings")},
+            *(1e-5, 500_000.0, dataclasses.replace(LLAMA_3_2, original_context=8192)),
+        ),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 1e-5, 500_000.0, None),
+    ],
+)
+def test_numbers_that_only_values_depend_on(
+    config: Config, epsilon: float, base: float, scaling: RotaryScaling | None
+) -> None:
+    model = from_config(config, "mine")
+    assert (model.norm_epsilon, model.rotary_base, model.rotary_scaling) == (epsilon, base, scaling)
+
+
+def test_scaled_rotary_positions_are_those_of_the_catalogue() -> None:
+    assert transformer("llama-3-1b").rotary_scaling == LLAMA_3_2
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -258,6 +321,10 @@ def test_options_and_defaults_are_those_of_transformers(config: Config, expected
         (BERT | {"architectures": ["BertForSequenceClassification"]}, "names no labels; 2 are assumed"),
         (MPT | {"no_bias": False}, "as in llm-foundry"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config is ignored"),
+        (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn' is left out"),
+        (QWEN2 | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "'by kind of block' is left out"),
+        (LLAMA | {"hidden_act": "quick_gelu"}, "quick_gelu is taken for gelu"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "divided by √head_dim"),
     ],
 )
 def test_note_tells_what_was_assumed(config: Config, words: str) -> None:
@@ -295,6 +362,14 @@ def test_mpt_with_biases_and_learned_positions_is_that_of_the_benchmarks() -> No
         (LLAMA | {"attention_bias": "no"}, "attention_bias must be true or false, got 'no'"),
         (LLAMA | {"hidden_act": 3}, "hidden_act must be a string, got 3"),
         (LLAMA | {"hidden_act": "gulu"}, "'gulu' is no activation of transformers"),
+        (LLAMA | {"rms_norm_eps": 0}, "rms_norm_eps must be above 0 and finite, got 0"),
+        (LLAMA | {"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number, got '1e-5'"),
+        (LLAMA | {"rope_theta": 10**400}, "a number of more than 18 digits"),
+        (LLAMA | {"rope_theta": float("nan")}, "rope_theta must be above 0 and finite, got nan"),
+        (LLAMA | {"rope_scaling": 2.0}, "rope_scaling must be an object, got 2.0"),
+        (LLAMA | {"rope_scaling": {"rope_type": "llama3"}}, "mine: rope_scaling: factor is missing"),
+        (LLAMA | {"rope_scaling": {"rope_type": 3}}, "rope_type must be a string, got 3"),
+        (LLAMA | {"rope_scaling": LLAMA_SCALING | {"low_freq_factor": 4.0}}, "is not below high_frequency_factor"),
         (LLAMA | {"architectures": "LlamaForCausalLM"}, "architectures must be a list of strings"),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "cannot be described"),
         (LLAMA | {"architectures": ["LlamaForTokenClassification"]}, "cannot be described"),
@@ -337,6 +412,7 @@ JSON = st.recursive(
 KEYS = sorted(
     {key for config in CONFIGS.values() for key in config}
     | {"head_dim", "id2label", "num_labels", "layer_types", "text_config", "ffn_config", "is_decoder", "n_inner"}
+    | {"rope_parameters", "layer_norm_epsilon", "scale_attn_weights", *LLAMA_SCALING}
     | {"attention_bias", "mlp_bias", "num_experts", "add_cross_attention", "per_layer_config", "pruned_heads"}
 )
 
@@ -366,10 +442,15 @@ def test_any_missing_field_is_read_or_refused(family: str, keys: set[str]) -> No
 @settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from(sorted(CONFIGS)),
-    st.dictionaries(st.sampled_from(["alibi", "attn_type", "qk_ln", "prefix_lm", "rope", "ffn_type"]), JSON),
+    st.dictionaries(
+        st.sampled_from(["alibi", "attn_type", "qk_ln", "prefix_lm", "rope", "ffn_type", "type", *LLAMA_SCALING]),
+        JSON | st.sampled_from(["llama3", "linear"]),
+    ),
 )
 def test_any_value_in_a_group_is_read_or_refused(family: str, group: Config) -> None:
-    read_or_refuse(CONFIGS[family] | {"attn_config": group, "ffn_config": group, "id2label": group})
+    read_or_refuse(
+        CONFIGS[family] | {"attn_config": group, "ffn_config": group, "id2label": group, "rope_parameters": group}
+    )
 
 
 @settings(max_examples=300, deadline=None)

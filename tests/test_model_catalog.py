@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from flopwise.core.describe import describe
+from flopwise.core.errors import FlopwiseError
 from flopwise.core.lstm import Lstm
 from flopwise.core.model import ARCHITECTURES, Model
-from flopwise.core.transformer import Transformer
+from flopwise.core.transformer import RotaryScaling, Transformer
 
 QWEN25 = tuple(f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"))
 QWEN3 = tuple(f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b"))
@@ -129,6 +130,28 @@ def test_file_decodes_under_its_own_name(name: str) -> None:
     assert model.name == name
     assert model.title
     assert re.fullmatch(r"[a-z0-9.-]+", name)
+
+
+@pytest.mark.parametrize("number", [0.0, -1e-5, float("nan"), float("inf")])
+@pytest.mark.parametrize("field", ["norm_epsilon", "rotary_base"])
+def test_numbers_of_values_are_above_zero_and_finite(field: str, number: float) -> None:
+    with pytest.raises(FlopwiseError, match=f"llama-3-8b: {field} must be a number above 0") as caught:
+        dataclasses.replace(transformer("llama-3-8b"), **{field: number})  # type: ignore[arg-type]
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"factor": 0.0}, "factor must be a number above 0"),
+        ({"factor": float("inf")}, "factor must be a number above 0"),
+        ({"factor": 8.0, "original_context": 0}, "original_context must be at least 1"),
+        ({"factor": 8.0, "low_frequency_factor": 4.0}, "is not below high_frequency_factor"),
+    ],
+)
+def test_rotary_scaling_is_checked(fields: dict[str, float], words: str) -> None:
+    with pytest.raises(FlopwiseError, match=words):
+        RotaryScaling(**fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", names())

@@ -46,6 +46,11 @@ class Formats:
         return WIDTH_BYTES[self.compute]
 
     @property
+    def statistics_bytes(self) -> int:
+        """Of what norms and attention keep to redo their sums, and of sums over chunks: fp32, or wider."""
+        return max(WIDTH_BYTES["fp32"], self.compute_bytes)
+
+    @property
     def sensitive(self) -> str:
         """What attention and the products outside the blocks multiply in."""
         return self.compute if self.matrix == "fp8" else self.matrix

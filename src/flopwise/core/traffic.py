@@ -24,8 +24,10 @@ class Traffic:
 
 def tensor_bytes(tensor: Tensor, formats: Formats) -> int:
     """Bytes of one copy of a tensor."""
-    width = formats.compute_bytes if tensor.format == "compute" else 4
-    return tensor.elements * width
+    if tensor.format == "index":
+        return 4 * tensor.elements
+    # Statistics are fp32, or as wide as the activations where those are wider.
+    return tensor.elements * (formats.compute_bytes if tensor.format == "compute" else formats.statistics_bytes)
 
 
 def forward_traffic(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal
 
 from flopwise.core.errors import FlopwiseError, shown, unknown_name
@@ -10,8 +11,13 @@ from flopwise.core.errors import FlopwiseError, shown, unknown_name
 LARGEST_SIDE = 2**31 - 1
 """Shapes beyond this overflow the 32-bit sizes of today's kernels; such a number is a typing mistake."""
 
-ACTIVATIONS = ("silu", "gelu", "relu", "relu2", "relu6", "leaky_relu", "mish", "sigmoid", "tanh", "linear")
-"""Activations that a feed-forward part may have; all read and write the same bytes."""
+ACTIVATIONS = (
+    *("silu", "gelu", "gelu_tanh", "relu", "relu2", "relu6", "leaky_relu", "mish", "sigmoid", "tanh", "linear"),
+)
+"""Activations that a feed-forward part may have; all read and write the same bytes.
+
+`gelu` is the exact one, `gelu_tanh` the approximation by a tanh that GPT-2 was trained with.
+"""
 
 
 def check_name(name: str) -> None:
@@ -38,6 +44,42 @@ def check_positive(owner: str, **numbers: int) -> None:
                 f"{owner}: {field} = {shown(number)} is too large",
                 why=f"a side of a tensor is at most {LARGEST_SIDE:,}",
                 hint="check the number for a digit too many",
+            )
+
+
+def check_real(owner: str, **numbers: float) -> None:
+    """Refuse real numbers that are not above zero or not finite, by the name of the field."""
+    for field, number in numbers.items():
+        if not (number > 0 and isfinite(number)):
+            raise FlopwiseError(
+                f"{owner}: {field} must be a number above 0, got {shown(number)}", hint=f"correct {field}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotaryScaling:
+    """How the rotary frequencies are lowered for a context longer than the first one: as Llama 3.1 does, or linearly.
+
+    Llama 3.1 divides by `factor` the frequencies that turn less than `low_frequency_factor` times in the original
+    context, leaves those that turn more than `high_frequency_factor` times, and goes over smoothly in between.
+    """
+
+    factor: float
+    original_context: int | None = None
+    """Tokens of the context before; None: linear scaling, which divides all frequencies."""
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        check_real("rotary_scaling", factor=self.factor, low_frequency_factor=low, high_frequency_factor=high)
+        if self.original_context is not None:
+            check_positive("rotary_scaling", original_context=self.original_context)
+        if low >= high:
+            raise FlopwiseError(
+                f"rotary_scaling: low_frequency_factor = {low} is not below high_frequency_factor = {high}",
+                why="frequencies between the two are scaled in part",
+                hint="Llama 3.1 has 1 and 4",
             )
 
 
@@ -92,6 +134,11 @@ class Transformer:
     labels: int | None = None
     """Classes of a classifier."""
     token_types: int = 0
+    norm_epsilon: float = 1e-5
+    """What every norm adds to the variance. Like the two below it changes values only, not what is counted."""
+    rotary_base: float = 10_000.0
+    """The slowest rotary pair turns by almost 1 ÷ this per token."""
+    rotary_scaling: RotaryScaling | None = None
     note: str | None = None
     """What a reader of a prediction should know, such as what had to be assumed."""
 
@@ -130,6 +177,7 @@ class Transformer:
             )
         if self.window is not None:
             check_positive(self.name, window=self.window)
+        check_real(self.name, norm_epsilon=self.norm_epsilon, rotary_base=self.rotary_base)
 
     def _check_options(self) -> None:
         if self.activation not in ACTIVATIONS:

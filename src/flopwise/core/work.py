@@ -6,6 +6,7 @@ This is the one place that counts FLOPs and parameters and that decides what is 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal, get_args
@@ -115,9 +116,18 @@ class Work:
             return {}
         if policy == "full":
             return {op.name: Fraction(1) for op in self.ops if op.in_block}
+        made = self.made_again(policy)
+        return {op.name: self._share_made(op, made) for op in self.ops if op.in_block and made.intersection(op.outputs)}
+
+    def made_again(self, policy: Recompute) -> set[str]:
+        """The tensors of a block that backward makes again: those that it reads and that were not kept, and theirs."""
         kept = {tensor.name for tensor in self.saved(policy)}
+        return self.made_for(self._needed()[0], kept)
+
+    def made_for(self, needed: Iterable[str], kept: Collection[str]) -> set[str]:
+        """The tensors of a block that have to be made to have those that are needed, where some are kept."""
         producer = {name: op for op in self.ops if op.in_block for name in op.outputs}
-        wanted = [name for name in self._needed()[0] if name not in kept]
+        wanted = [name for name in needed if name not in kept]
         made: set[str] = set()
         while wanted:
             name = wanted.pop()
@@ -127,7 +137,7 @@ class Work:
             op = producer[name]
             pairwise = isinstance(op, Streaming) and op.pairwise
             wanted.extend([op.inputs[op.outputs.index(name)]] if pairwise else op.inputs)
-        return {op.name: self._share_made(op, made) for op in self.ops if op.in_block and made.intersection(op.outputs)}
+        return made
 
     def _needed(self) -> tuple[set[str], set[str]]:
         """What the backward of the blocks reads, and what that of the other operators reads."""

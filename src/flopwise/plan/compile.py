@@ -51,7 +51,8 @@ class _Compiler:
         self.state = OptimizerState(self.builder, whole, sizes)
         self.ends = list(ends_of(sizes))
         self.embedding: Part = "embedding" if "embedding" in self.ends else "head"
-        self.causal = isinstance(model, Transformer) and model.causal
+        assert isinstance(model, Transformer)  # sizes_of refuses others
+        self.causal, self.embedding_norm = model.causal, model.embedding_norm
         self.cut = plan.chunks_per_sequence > 1
         self.whole_sequence = self.cut and plan.attention == "sequence"
         self._operators(model)
@@ -256,10 +257,12 @@ class _Compiler:
                     self._backward_before(layer, chunks, weights, gradients)
             self._gradient_done(layer)
         gradients = self._gradient_slot(self.embedding)
+        # A norm behind the tables is run again from their rows.
+        table = (self.weights.bring(self.embedding, self.round),) if self.embedding_norm else ()
         for chunk in reversed(range(plan.chunks_per_round)):
             self._compute(
                 "embed-backward", "embed", chunk,
-                reads=(self.stream[chunk], *self._summed(self.embedding)),
+                reads=(*table, self.stream[chunk], *self._summed(self.embedding)),
                 writes=((gradients, self._gradient(self.embedding, chunk, -1)),),
             )  # fmt: skip
         self._gradient_done(self.embedding)

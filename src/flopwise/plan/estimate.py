@@ -17,8 +17,7 @@ from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
 from flopwise.core.plan import ENDS, Place, Plan, Residency
 from flopwise.plan.levels import Curve, curve_of
-from flopwise.plan.sizes import Sizes, sizes_of, slot_bytes, working_bytes
-from flopwise.plan.state import shares
+from flopwise.plan.sizes import Sizes, largest_piece, sizes_of, slot_bytes, working_bytes
 from flopwise.predict.tasks import TaskSeconds
 
 Floats = NDArray[np.float64]
@@ -88,7 +87,7 @@ class Shape:
         self.slot = slot_bytes(self.sizes, plan.tokens_of(0))
         self.base = sum(working_bytes(self.sizes, plan).values())
         ends = [state for state in (self.sizes.embedding, self.sizes.head) if state.parameters]
-        self.end_piece = max(max(shares(state.optimizer, self.sizes.piece_count(state))) for state in ends)
+        self.end_piece = max(largest_piece(self.sizes, state) for state in ends)
         self.place: Place = plan.update_place
         self.least_slots = LEAST_SLOTS
         self._seconds()
@@ -206,7 +205,7 @@ class Shape:
         # At the end of a step the state passes where activations were, as far as they are large enough.
         lent = self.least_slots * self.slot if self.plan.update_when == "end" else 0.0
         piece = np.where(choice.optimizer < self.plan.layers, max(block.optimizer, self.end_piece), self.end_piece)
-        found += np.where(passes, np.maximum(0.0, choice.updating * piece - lent), 0.0)
+        found += np.where(passes, np.maximum(0.0, choice.updating - np.floor(lent / piece)) * piece, 0.0)
         return np.asarray(found, dtype=np.float64)
 
     def state_on_host(self, choice: Choice) -> Floats:

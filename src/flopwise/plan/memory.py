@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flopwise.core.plan import Place, Plan, Residency
 from flopwise.core.program import Owner
-from flopwise.plan.sizes import Sizes, State, activation_bytes, working_bytes
-from flopwise.plan.state import borrowed_slots, ends_of, kept_on_host, shares
+from flopwise.plan.sizes import Sizes, State, activation_bytes, largest_piece, working_bytes
+from flopwise.plan.state import borrowed_slots, ends_of, kept_on_host
 
 KINDS: tuple[Owner, ...] = ("weights", "gradients", "optimizer")
 
@@ -58,6 +58,4 @@ def _state_bytes(plan: Plan, sizes: Sizes, kind: Owner, residency: Residency) ->
 def _largest_piece(sizes: Sizes, ends: list[State], *, some_blocks: bool) -> int:
     """The slot through which optimizer state passes: a block's, or the largest piece of an end's."""
     pieces = [sizes.block.optimizer] if some_blocks else []
-    for end in ends:
-        pieces += shares(end.optimizer, sizes.piece_count(end))
-    return max(pieces, default=0)
+    return max((*pieces, *(largest_piece(sizes, end) for end in ends)), default=0)

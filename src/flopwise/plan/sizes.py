@@ -40,6 +40,8 @@ class State:
     weights: int
     gradients: int
     optimizer: int
+    optimizer_each: int
+    """Of the optimizer's bytes, those of one parameter."""
 
     @property
     def total(self) -> int:
@@ -72,9 +74,18 @@ class Sizes:
     """Of the head, bytes a token."""
     fixed_workspace: int
 
-    def piece_count(self, end: State) -> int:
-        """Pieces, none larger than a block, in which an end's optimizer state passes."""
-        return max(1, -(-end.parameters // self.block.parameters)) if end.parameters else 0
+    def pieces(self, end: State) -> list[int]:
+        """Parameters of the pieces, none larger than a block, in which an end's optimizer state passes."""
+        return _pieces(end.parameters, self.block.parameters)
+
+
+def _pieces(parameters: int, most: int) -> list[int]:
+    return shares(parameters, max(1, -(-parameters // most))) if parameters else []
+
+
+def shares(whole: int, count: int) -> list[int]:
+    """A whole in `count` nearly equal parts."""
+    return [(index + 1) * whole // count - index * whole // count for index in range(count)]
 
 
 def sizes_of(model: Model, sequence_tokens: int, formats: Formats, optimizer: Optimizer) -> Sizes:
@@ -99,15 +110,18 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     work = describe(model, sequence_tokens)
     before, inside, behind = op_groups(work)
 
+    in_block = sum(op.parameters for op in inside) // model.layers
+    each_optimizer = MOMENTS[optimizer] * WIDTH_BYTES[formats.moments]
+    each_optimizer += WIDTH_BYTES[formats.master] if formats.master else 0
+
     def state(ops: tuple[Op, ...], copies: int) -> State:
         parameters = sum(op.parameters for op in ops) // copies
-        moments = MOMENTS[optimizer] * WIDTH_BYTES[formats.moments]
-        master = WIDTH_BYTES[formats.master] if formats.master else 0
         return State(
             parameters,
             aligned(parameters * WIDTH_BYTES[formats.weights]),
             aligned(parameters * WIDTH_BYTES[formats.gradients]),
-            aligned(parameters * (moments + master)),
+            sum(aligned(piece * each_optimizer) for piece in _pieces(parameters, in_block)),
+            each_optimizer,
         )
 
     def each(size: int) -> int:
@@ -125,17 +139,34 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         head=state((*before, *behind) if model.tied else behind, 1),
         saved={name: each(block_saved_bytes(work, POLICY[name], formats)) for name in LEVELS},
         context=each(keys),
-        context_gradients=each(4 * (work.tensors["key"].elements + work.tensors["value"].elements)),
+        context_gradients=each(
+            formats.statistics_bytes * (work.tensors["key"].elements + work.tensors["value"].elements)
+        ),
         stream=each(stream),
         temporary=each(temporary_bytes(work, "everything", formats)),
         # Queries, attention's result and the gradients of both in one piece, the queries' also in fp32 while it is
-        # summed, the gradients of keys and values, and the sums of the softmax.
+        # summed, the gradients of keys and values, the sums of the softmax, and what norms of queries and keys read.
         sequence_attention=each(
-            4 * query + keys + 4 * work.tensors["query"].elements + tensor_bytes(work.tensors["logsumexp"], formats)
+            4 * query
+            + keys
+            + formats.statistics_bytes * work.tensors["query"].elements
+            + sum(tensor_bytes(work.tensors[name], formats) for name in ("logsumexp", *_normed_heads(model)))
         ),
         logits=each(head_rows + 2 * stream),
         fixed_workspace=LIBRARY_WORKSPACE_BYTES + cast_copy_bytes(work, formats) // max(1, model.layers),
     )
+
+
+def largest_piece(sizes: Sizes, end: State) -> int:
+    """Bytes of the slot that an end's optimizer state needs to pass."""
+    return max((aligned(piece * end.optimizer_each) for piece in sizes.pieces(end)), default=0)
+
+
+def _normed_heads(model: Transformer) -> tuple[str, ...]:
+    """What the backward of norms on queries and keys reads, where a model has them."""
+    if not model.qk_norm:
+        return ()
+    return ("query_raw", "key_raw", "query_norm.statistics", "key_norm.statistics")
 
 
 # -- a plan's memory by owner, without compiling it ----------------------------------------------------------------

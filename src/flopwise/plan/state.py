@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 from flopwise.core.plan import ENDS, End, Plan, Residency
 from flopwise.core.program import Owner
 from flopwise.plan.builder import Builder
-from flopwise.plan.sizes import Sizes, State, activation_bytes
+from flopwise.plan.sizes import Sizes, State, activation_bytes, aligned
 
 Part = int | Literal["embedding", "head"]
 """A layer, or one of the ends."""
@@ -156,13 +156,15 @@ class OptimizerState:
         parts: dict[Part, State] = {**dict.fromkeys(range(sizes.layers), sizes.block), **ends_of(sizes)}
         for part, state in parts.items():
             stays = part in staying and not on_host
-            count = 1 if stays or on_host or isinstance(part, int) else sizes.piece_count(state)
+            whole = stays or on_host or isinstance(part, int)
             self.pieces[part] = [
-                self._piece(plan, part, index, parameters, size, stays=stays)
-                for index, (parameters, size) in enumerate(
-                    zip(shares(state.parameters, count), shares(state.optimizer, count), strict=True)
+                self._piece(
+                    plan, part, index, parameters,
+                    state.optimizer if whole else aligned(parameters * state.optimizer_each),
+                    stays=stays,
                 )
-            ]
+                for index, parameters in enumerate([state.parameters] if whole else sizes.pieces(state))
+            ]  # fmt: skip
         self.slots: list[int] = []
         if any(piece.device is None for pieces in self.pieces.values() for piece in pieces) and not on_host:
             size = max(piece.size for pieces in self.pieces.values() for piece in pieces if piece.device is None)
@@ -192,8 +194,3 @@ def borrowed_slots(plan: Plan, sizes: Sizes, slot: int) -> int:
     if plan.update_when == "backward" or not slot:
         return 0
     return min(max(1, plan.optimizer_state.passing), activation_bytes(sizes, plan)["device"] // slot)
-
-
-def shares(whole: int, count: int) -> list[int]:
-    """A whole in `count` nearly equal parts."""
-    return [(index + 1) * whole // count - index * whole // count for index in range(count)]

@@ -100,7 +100,7 @@ def temporary_bytes(work: Work, policy: Recompute, formats: Formats) -> int:
     )
     stream = next(tensor_bytes(work.tensors[name], formats) for name in ("input", "below") if name in work.tensors)
     flash = work.kernel == "flash" and any(isinstance(op, Attention) for op in work.ops)
-    return made + gradients + stream + (4 * work.tensors["query"].elements if flash else 0)
+    return made + gradients + stream + (formats.statistics_bytes * work.tensors["query"].elements if flash else 0)
 
 
 def cast_copy_bytes(work: Work, formats: Formats) -> int:

@@ -1,1 +1,18 @@
-"""Text and labels → batches of token identifiers. No torch here."""
+"""Text and labels → batches of token identifiers. No torch here.
+
+A file of tokens is kept for each set of data, under a name made of everything that went into it.
+"""
+
+from __future__ import annotations
+
+from flopwise.engine.data.classification import ClassificationData, open_classification_data
+from flopwise.engine.data.language import LanguageData, open_language_data
+from flopwise.engine.data.request import DataRequest
+
+__all__ = [
+    "ClassificationData",
+    "DataRequest",
+    "LanguageData",
+    "open_classification_data",
+    "open_language_data",
+]

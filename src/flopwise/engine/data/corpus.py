@@ -1,0 +1,235 @@
+"""From a request to open token caches, for both kinds of data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flopwise.core.errors import FlopwiseError
+from flopwise.engine.data import embedded
+from flopwise.engine.data.cache import Facts, Ingredients, TokenCache, Writer, open_cache
+from flopwise.engine.data.records import Passage, Sample, passages, samples
+from flopwise.engine.data.request import DataRequest, Tell
+from flopwise.engine.data.sources import Progress, find_sources, survey
+from flopwise.engine.data.tokenizer import Tokenizer, token_type
+
+GROUP_CHARACTERS = 4 * 2**20
+GROUP_TEXTS = 4096
+"""A tokenizer gets so much at once: enough for all cores, little enough for memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A token cache with where it came from."""
+
+    cache: TokenCache
+    named: tuple[str, ...]
+    files: int
+    size_bytes: int
+    notes: tuple[str, ...]
+
+
+class Used:
+    """Which identifiers occur."""
+
+    def __init__(self, size: int) -> None:
+        self._seen = np.zeros(size, dtype=np.bool_)
+
+    def add(self, tokens: NDArray[Any]) -> None:
+        self._seen[tokens] = True
+
+    @property
+    def count(self) -> int:
+        return int(self._seen.sum())
+
+
+def open_text(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer, tell: Tell | None) -> Opened:
+    """Documents one after the other, each with the end of a text behind it."""
+    if named:
+        sources, notes = find_sources(named, labelled=False)
+    else:
+        sources, notes = embedded.text_sources(), ()
+    entries = survey(sources, tell)
+    size = sum(entry.size_bytes for entry in entries)
+
+    def build(writer: Writer) -> Facts:
+        progress = Progress(tell, "tokenize", size)
+        found = (passage for entry in entries for passage in passages(entry, request.text_column, progress))
+        return _write_text(writer, tokenizer, found)
+
+    ingredients = _ingredients("language", request, tokenizer, [entry.ingredient() for entry in entries])
+    cache, damage = open_cache(request.cache_folder(), ingredients, build)
+    return Opened(cache, named or (embedded.NAME,), len(entries), size, (*notes, *damage))
+
+
+def open_samples(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer, tell: Tell | None) -> Opened:
+    """Samples one after the other: `bounds` says where each begins and the last one ends, `labels` which label of the
+    facts each has.
+    """
+    if not named:
+        return _open_embedded_samples(request, tokenizer, tell)
+    sources, notes = find_sources(named, labelled=True)
+    entries = survey(sources, tell)
+    size = sum(entry.size_bytes for entry in entries)
+
+    def build(writer: Writer) -> Facts:
+        progress = Progress(tell, "tokenize", size)
+        columns = (request.text_column, request.label_column)
+        found = (sample for entry in entries for sample in samples(entry, *columns, progress))
+        return _write_samples(writer, tokenizer, found, request.sequence_tokens)
+
+    ingredients = _ingredients("classification", request, tokenizer, [entry.ingredient() for entry in entries])
+    cache, damage = open_cache(request.cache_folder(), ingredients, build)
+    return Opened(cache, named, len(entries), size, (*notes, *damage))
+
+
+def _open_embedded_samples(request: DataRequest, tokenizer: Tokenizer, tell: Tell | None) -> Opened:
+    found = embedded.snippets()
+    digest = hashlib.sha256()
+    for sample in found:
+        digest.update(f"{sample.label}\0{sample.text}\0".encode())
+    size = sum(len(sample.text.encode()) for sample in found)
+
+    def build(writer: Writer) -> Facts:
+        facts = _write_samples(writer, tokenizer, found, request.sequence_tokens)
+        Progress(tell, "tokenize", size).add(size)
+        return facts
+
+    content = [{"name": "embedded", "bytes": size, "sha256": digest.hexdigest()}]
+    ingredients = _ingredients("classification", request, tokenizer, content)
+    cache, notes = open_cache(request.cache_folder(), ingredients, build)
+    files = len({sample.place.rpartition(":")[0] for sample in found})
+    return Opened(cache, (embedded.NAME,), files, size, notes)
+
+
+def _ingredients(
+    kind: Literal["language", "classification"],
+    request: DataRequest,
+    tokenizer: Tokenizer,
+    content: list[dict[str, object]],
+) -> Ingredients:
+    """Everything that makes the cache. Not the seed, which orders what is in it, nor where the files lie."""
+    return {
+        "kind": kind,
+        "sources": content,
+        "tokenizer": tokenizer.ingredients(),
+        "sequence_tokens": request.sequence_tokens,
+        "padding": request.padding,
+        "text_column": request.text_column,
+        "label_column": request.label_column,
+    }
+
+
+def _text_groups(found: Iterable[Passage]) -> Iterator[list[Passage]]:
+    group: list[Passage] = []
+    characters = 0
+    for passage in found:
+        group.append(passage)
+        characters += len(passage.text)
+        if characters >= GROUP_CHARACTERS or len(group) >= GROUP_TEXTS:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
+
+
+def _write_text(writer: Writer, tokenizer: Tokenizer, found: Iterable[Passage]) -> Facts:
+    kind = token_type(tokenizer.size)
+    end = np.array([] if tokenizer.end is None else [tokenizer.end], dtype=kind)
+    used = Used(tokenizer.size)
+    documents = 0
+    writer.begin("tokens", kind)
+    for group in _text_groups(found):
+        for passage, tokens in zip(group, tokenizer.documents([passage.text for passage in group]), strict=True):
+            writer.append(tokens)
+            used.add(tokens)
+            if passage.last:
+                writer.append(end)
+                used.add(end)
+                documents += 1
+    return {"documents": documents, "vocabulary_used": used.count}
+
+
+def _sample_groups(found: Iterable[Sample]) -> Iterator[list[Sample]]:
+    group: list[Sample] = []
+    for sample in found:
+        group.append(sample)
+        if len(group) >= GROUP_TEXTS:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _write_samples(writer: Writer, tokenizer: Tokenizer, found: Iterable[Sample], most: int) -> Facts:
+    kind = token_type(tokenizer.size)
+    used = Used(tokenizer.size)
+    bounds = [0]
+    labels: list[str] = []
+    first_places: dict[str, str] = {}
+    blank: list[str] = []
+    writer.begin("tokens", kind)
+    for group in _sample_groups(found):
+        encoded = tokenizer.samples([sample.text for sample in group], most)
+        for sample, tokens in zip(group, encoded, strict=True):
+            if not sample.text.strip() or not tokens.size:
+                blank.append(sample.place)
+                continue
+            writer.append(tokens)
+            used.add(tokens)
+            bounds.append(bounds[-1] + tokens.size)
+            labels.append(sample.label)
+            first_places.setdefault(sample.label, sample.place)
+    names = sorted(first_places)
+    number = {label: place for place, label in enumerate(names)}
+    writer.begin("bounds", np.int64)
+    writer.append(np.array(bounds, dtype=np.int64))
+    writer.begin("labels", np.int32)
+    writer.append(np.array([number[label] for label in labels], dtype=np.int32))
+    counts = Counter(labels)
+    return {
+        "labels": names,
+        "samples_per_label": [counts[label] for label in names],
+        "first_places": [first_places[label] for label in names],
+        "blank": len(blank),
+        "first_blank": blank[0] if blank else None,
+        "vocabulary_used": used.count,
+    }
+
+
+def described(request: DataRequest, opened: Opened, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What both kinds of data say of themselves."""
+    return {
+        "sources": list(opened.named),
+        "files": opened.files,
+        "bytes": opened.size_bytes,
+        "tokenizer": tokenizer.name,
+        "tokenizer_tokens": tokenizer.size,
+        "vocabulary_used": opened.cache.facts["vocabulary_used"],
+        "tokens": int(opened.cache.arrays["tokens"].size),
+        "sequence_tokens": request.sequence_tokens,
+        "seed": request.seed,
+        "cache": opened.cache.path.name,
+    }
+
+
+def fingerprint(request: DataRequest, training: Opened, evaluation: Opened | None, *more: object) -> str:
+    """A digest of what a training sees but for the order: equal tokens, wherever they lie, whoever tokenized them."""
+    held_out = evaluation.cache.checksum if evaluation is not None else request.evaluation_share
+    parts = (training.cache.checksum, held_out, request.sequence_tokens, *more)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def no_text(named: tuple[str, ...]) -> FlopwiseError:
+    """For data that is there but blank."""
+    return FlopwiseError(
+        f"there is no text in {', '.join(named[:3])}{', …' if len(named) > 3 else ''}",
+        why="every text of it is blank",
+        hint="name files with text in them",
+    )

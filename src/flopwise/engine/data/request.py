@@ -1,0 +1,77 @@
+"""`DataRequest`: which data, cut into tokens how."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from flopwise.core.errors import FlopwiseError, shown, unknown_name
+
+Padding = Literal["length", "longest"]
+PADDINGS: tuple[Padding, ...] = get_args(Padding)
+
+Tell = Callable[[str, int, int], None]
+"""Is told what is being done (`read`, `tokenize`), how many bytes of it are, and of how many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataRequest:
+    """What data a training asks for."""
+
+    sources: tuple[str, ...] = ()
+    """Files or folders; none: the embedded default of the task."""
+    tokenizer: str | None = None
+    """A tokenizer.json or the folder that holds it; None: bytes."""
+    sequence_tokens: int
+    vocab: int
+    """Of the model: identifiers are below it."""
+    seed: int = 0
+    cache: Path | None = None
+    """Folder of token caches; None: one in the user's own cache folder."""
+    text_column: str = "text"
+    label_column: str = "label"
+    padding: Padding = "length"
+    """Of a classifier's samples: to `sequence_tokens`, or to the longest of a batch."""
+    evaluation: tuple[str, ...] = ()
+    """Files or folders that are not trained on; none: a share of the sources is held out."""
+    evaluation_share: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.sequence_tokens < 1:
+            raise FlopwiseError(f"a sequence cannot have {self.sequence_tokens:,} tokens", hint="--seq 512")
+        if self.vocab < 1:
+            raise FlopwiseError(f"a model cannot know {self.vocab:,} tokens", hint="correct the model's `vocab`")
+        if not 0 <= self.seed < 2**63:
+            raise FlopwiseError(f"a seed is a whole number from 0 to 2^63, got {shown(self.seed)}", hint="--seed 0")
+        if self.padding not in PADDINGS:
+            raise unknown_name("padding", str(self.padding), PADDINGS, hint=" | ".join(PADDINGS))
+        if not 0 <= self.evaluation_share < 1:
+            raise FlopwiseError(
+                f"a share of {self.evaluation_share} cannot be held out",
+                why="it is at least 0 and below 1",
+                hint="0.05, or name files for the evaluation",
+            )
+        if self.text_column == self.label_column:
+            raise FlopwiseError(
+                f"text and label cannot both be the column {shown(self.text_column)}", hint="name two columns"
+            )
+
+    def cache_folder(self) -> Path:
+        """Where token caches lie."""
+        if self.cache is not None:
+            return self.cache
+        # A relative one is to be ignored, says the convention that this variable comes from.
+        chosen = os.environ.get("XDG_CACHE_HOME", "")
+        if Path(chosen).is_absolute():
+            return Path(chosen) / "flopwise" / "tokens"
+        try:
+            return Path.home() / ".cache" / "flopwise" / "tokens"
+        except RuntimeError:
+            raise FlopwiseError(
+                "there is no folder for the token cache",
+                why="this user has no home folder",
+                hint="name a folder for the cache, or set XDG_CACHE_HOME",
+            ) from None

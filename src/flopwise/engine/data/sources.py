@@ -1,0 +1,247 @@
+"""Files and folders → documents and labelled samples, with the place of whatever is wrong with them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flopwise.core.errors import FlopwiseError, shown
+from flopwise.core.files import LONGEST_PATH, entry_kind
+from flopwise.engine.data.request import Tell
+
+Form = Literal["text", "jsonl", "csv"]
+FORMS: dict[str, Form] = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".csv": "csv"}
+"""What is read out of a folder. A file that is named itself is text whatever else it is called."""
+
+OTHER_TABLES = (".json", ".ndjson", ".tsv")
+"""Text that was perhaps meant as something else."""
+
+PIECE_BYTES = 2**20
+"""A longer text is tokenized in pieces of about this size, each cut at the end of a line."""
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file to read."""
+
+    path: Path
+    name: str
+    """Of a file its own, of one in a folder its path from there: the cache must not depend on where they lie."""
+    form: Form
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file as it was when its key was made."""
+
+    source: Source
+    size_bytes: int
+    sha256: str
+
+    def ingredient(self) -> dict[str, object]:
+        """What a cache's key is made of."""
+        return {"name": self.source.name, "form": self.source.form, "bytes": self.size_bytes, "sha256": self.sha256}
+
+
+class Progress:
+    """Bytes done, told on."""
+
+    def __init__(self, tell: Tell | None, what: str, of: int) -> None:
+        self.tell = tell
+        self.what = what
+        self.done = 0
+        self.of = of
+
+    def add(self, size_bytes: int) -> None:
+        self.done += size_bytes
+        if self.tell is not None:
+            self.tell(self.what, self.done, self.of)
+
+
+def find_sources(named: Iterable[str], *, labelled: bool) -> tuple[tuple[Source, ...], tuple[str, ...]]:
+    """The files that names stand for, in the order they are read, and notes on what was left out.
+
+    `labelled`: only what has columns will do.
+    """
+    found: list[Source] = []
+    notes: list[str] = []
+    for name in named:
+        path = Path(name)
+        kind = entry_kind(path)
+        if kind == "folder":
+            beneath, outside = _beneath(path, labelled=labelled)
+            found += beneath
+            if outside:
+                notes.append(f"{path}: links that lead out of the folder were left out ({outside:,})")
+        elif kind == "file":
+            found.append(_named_file(path, labelled=labelled))
+            if path.suffix.lower() in OTHER_TABLES:
+                notes.append(f"{path} is read as plain text: columns are read from .jsonl and .csv files")
+        elif kind == "nothing":
+            raise FlopwiseError(f"there is no file or folder {_shown_path(name)}", hint="check the path of the data")
+        else:
+            raise FlopwiseError(
+                f"{_shown_path(name)} cannot be read",
+                why="it is a device or a pipe, or a folder above it may not be looked into",
+                hint="name a file or a folder that can be read",
+            )
+    paths = [source.path.resolve() for source in found]
+    if len(set(paths)) < len(paths):
+        notes.append(f"{len(paths) - len(set(paths)):,} of {len(paths):,} files are read more than once")
+    return tuple(found), tuple(notes)
+
+
+def _named_file(path: Path, *, labelled: bool) -> Source:
+    form = FORMS.get(path.suffix.lower(), "text")
+    if labelled and form == "text":
+        raise FlopwiseError(
+            f"{path} has no labels",
+            why="text with labels is read from .jsonl and .csv files",
+            hint='a .csv with the header text,label, or a .jsonl of {"text": …, "label": …}',
+        )
+    return Source(path, _printable(path.name), form)
+
+
+def _shown_path(name: str) -> str:
+    """A path for an error: whole, unless it is beyond reading."""
+    return name if name.isprintable() and len(name) <= LONGEST_PATH else shown(name)
+
+
+def _printable(name: str) -> str:
+    # A file's name may hold bytes that are no text, which JSON could not repeat.
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def _beneath(folder: Path, *, labelled: bool) -> tuple[list[Source], int]:
+    """Files of a folder by their path from there, and how many links lead out of it."""
+    endings = [ending for ending, form in FORMS.items() if form != "text" or not labelled]
+    root = folder.resolve()
+    files: dict[Path, Path] = {}
+    links: dict[Path, Path] = {}
+    outside = 0
+    for above, folders, names in os.walk(root, onerror=_refuse):
+        outside += sum(_leads_out(Path(above, name), root) for name in folders if not name.startswith("."))
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            path = Path(above, name)
+            if name.startswith(".") or path.suffix.lower() not in endings or entry_kind(path) != "file":
+                continue
+            if _leads_out(path, root):
+                outside += 1
+            elif path.is_symlink():
+                links[path] = path.resolve()
+            else:
+                files[path] = path
+    # A link to a file that is read anyway would only repeat it.
+    files.update({link: target for link, target in links.items() if target not in files})
+    if not files:
+        raise FlopwiseError(
+            f"there is nothing to read in {folder}",
+            why=f"links that lead out of it are not followed ({outside:,})" if outside else "no file of it fits",
+            hint=f"it needs files that end in {', '.join(endings)}; hidden ones are left out",
+        )
+    relative = {path.relative_to(root).as_posix(): path for path in files}
+    return [
+        Source(relative[name], _printable(name), FORMS[relative[name].suffix.lower()]) for name in sorted(relative)
+    ], outside
+
+
+def _leads_out(path: Path, root: Path) -> bool:
+    return path.is_symlink() and not path.resolve().is_relative_to(root)
+
+
+def _refuse(error: OSError) -> None:
+    raise FlopwiseError(f"the folder {error.filename} cannot be read", why=error.strerror, hint="check its permissions")
+
+
+def survey(sources: Iterable[Source], tell: Tell | None) -> tuple[Entry, ...]:
+    """Every file's size and digest, read piece by piece."""
+    sources = tuple(sources)
+    entries = []
+    try:
+        progress = Progress(tell, "read", sum(source.path.stat().st_size for source in sources))
+        for source in sources:
+            digest = hashlib.sha256()
+            size = 0
+            with source.path.open("rb") as stream:
+                while block := stream.read(PIECE_BYTES):
+                    digest.update(block)
+                    size += len(block)
+                    progress.add(len(block))
+            entries.append(Entry(source, size, digest.hexdigest()))
+    except OSError as error:
+        raise _unreadable(error) from None
+    if not any(entry.size_bytes for entry in entries):
+        names = ", ".join(str(source.path) for source in sources[:3]) + (", …" if len(sources) > 3 else "")
+        raise FlopwiseError(f"the data is empty: {names}", hint="name files with text in them")
+    return tuple(entries)
+
+
+def _unreadable(error: OSError) -> FlopwiseError:
+    return FlopwiseError(
+        f"{error.filename or 'a file'} cannot be read", why=error.strerror, hint="check its permissions and its disk"
+    )
+
+
+def pieces(entry: Entry, progress: Progress | None, *, whole_lines: bool = False) -> Iterator[str]:
+    """The text of a file in pieces of about PIECE_BYTES, each up to the end of a line.
+
+    A line that is longer is cut between two characters, unless lines have to stay whole.
+    """
+    path = entry.source.path
+    digest = hashlib.sha256()
+    first = 0
+    held = bytearray()
+    try:
+        with path.open("rb") as stream:
+            while block := stream.read(PIECE_BYTES):
+                digest.update(block)
+                if progress is not None:
+                    progress.add(len(block))
+                held += block
+                if len(block) < PIECE_BYTES:
+                    continue
+                cut = held.rfind(b"\n", len(held) - len(block)) + 1
+                if not cut and not whole_lines:
+                    cut = _last_character(held)
+                if cut:
+                    yield _decoded(path, bytes(held[:cut]), first)
+                    first += cut
+                    del held[:cut]
+    except OSError as error:
+        raise _unreadable(error) from None
+    if digest.hexdigest() != entry.sha256:
+        raise FlopwiseError(
+            f"{path} changed while it was read", why="its tokens would not be those of any one file", hint="try again"
+        )
+    if held:
+        yield _decoded(path, bytes(held), first)
+
+
+def _last_character(content: bytearray) -> int:
+    """Where the last character begins."""
+    for back in range(1, min(4, len(content)) + 1):
+        if content[-back] & 0xC0 != 0x80:
+            return len(content) - back
+    return len(content)
+
+
+def _decoded(path: Path, content: bytes, first: int) -> str:
+    if first == 0:
+        # Some editors begin a file with a byte-order mark; it is no part of the text.
+        first += len(content) - len(content.removeprefix(BYTE_ORDER_MARK))
+        content = content.removeprefix(BYTE_ORDER_MARK)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FlopwiseError(
+            f"{path} is not UTF-8 text",
+            why=f"byte {first + error.start:,} is 0x{content[error.start]:02x}: {error.reason}",
+            hint=f"convert it: iconv -f latin1 -t utf-8 {path.name} > converted; or leave it out",
+        ) from None

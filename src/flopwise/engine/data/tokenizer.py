@@ -1,0 +1,177 @@
+"""Text → token identifiers: bytes, or what a tokenizer.json says."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flopwise.core.errors import FlopwiseError, shown
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
+END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
+"""What tokenizers call the end of a text, the first that is there."""
+PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>")
+
+Tokens = NDArray[np.unsignedinteger[Any]]
+
+
+class Tokenizer(Protocol):
+    """What is needed of one."""
+
+    name: str
+    size: int
+    """Every identifier is below it."""
+    end: int | None
+    """Stands behind every document."""
+    pad: int
+
+    def ingredients(self) -> dict[str, Any]:
+        """Whatever decides which identifiers come out: part of a cache's key."""
+
+    def documents(self, texts: Sequence[str]) -> list[Tokens]:
+        """Texts in full, without any token that is not of the text."""
+
+    def samples(self, texts: Sequence[str], most: int) -> list[Tokens]:
+        """Texts as a classifier sees them: with the tokens that mark a sample, at most so many in all."""
+
+
+def token_type(size: int) -> type[np.uint16] | type[np.uint32]:
+    """The narrowest type that holds every identifier."""
+    return np.uint16 if size <= 2**16 else np.uint32
+
+
+def load_tokenizer(path: str | None, vocab: int) -> Tokenizer:
+    """A tokenizer whose identifiers a model with so many tokens knows."""
+    tokenizer: Tokenizer = ByteTokenizer() if path is None else FileTokenizer(Path(path))
+    if tokenizer.size > vocab:
+        raise FlopwiseError(
+            f"{tokenizer.name} does not match the model: it has the token {tokenizer.size - 1:,}",
+            why=f"the model knows {vocab:,} tokens, the last of them {vocab - 1:,}",
+            hint="name the model's own tokenizer.json"
+            + (
+                ", or a model with a vocabulary of at least 257" if path is None else ", or correct the model's `vocab`"
+            ),
+        )
+    return tokenizer
+
+
+class ByteTokenizer:
+    """Bytes are their own identifiers; 256 stands behind a document and in front of a sample."""
+
+    name = "bytes"
+    size = 257
+    end: int | None = 256
+    pad = 0
+
+    def ingredients(self) -> dict[str, Any]:
+        return {"kind": "bytes", "end": self.end, "class": self.end, "pad": self.pad}
+
+    def documents(self, texts: Sequence[str]) -> list[Tokens]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16) for text in texts]
+
+    def samples(self, texts: Sequence[str], most: int) -> list[Tokens]:
+        front = np.array([self.end], dtype=np.uint16)
+        return [np.concatenate([front, tokens[: most - 1]]) for tokens in self.documents(texts)]
+
+
+class FileTokenizer:
+    """What the tokenizers library makes of a tokenizer.json. Truncation and padding of the file are not used."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise FlopwiseError(
+                "a tokenizer.json cannot be used",
+                why="the package tokenizers is not installed",
+                hint="pip install 'flopwise[train]', or leave the tokenizer out to train on bytes",
+            ) from None
+        self.path = path / "tokenizer.json" if path.is_dir() else path
+        content = _content(self.path)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises nothing narrower
+            raise FlopwiseError(
+                f"{self.path} is not a tokenizer", why=str(error)[:200], hint="name the model's tokenizer.json"
+            ) from None
+        self._settle()
+        self.name = str(self.path)
+        known = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.size = max(known.values(), default=-1) + 1
+        if not known:
+            raise FlopwiseError(f"{self.path} knows no token", hint="name the model's tokenizer.json")
+        self.end = next((known[name] for name in END_NAMES if name in known), None)
+        self.pad = next((known[name] for name in PAD_NAMES if name in known), 0)
+        self._sha256 = hashlib.sha256(content).hexdigest()
+        self._library = tokenizers.__version__
+
+    def _settle(self) -> None:
+        """Leave nothing of the file in force that would cut, fill up or change at random."""
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        if getattr(self._tokenizer.model, "dropout", None):
+            self._tokenizer.model.dropout = None  # type: ignore[attr-defined, unused-ignore]
+
+    def ingredients(self) -> dict[str, Any]:
+        return {
+            "kind": "tokenizer.json",
+            "sha256": self._sha256,
+            "library": self._library,
+            "end": self.end,
+            "pad": self.pad,
+        }
+
+    def documents(self, texts: Sequence[str]) -> list[Tokens]:
+        self._tokenizer.no_truncation()
+        return self._encoded(texts, special=False)
+
+    def samples(self, texts: Sequence[str], most: int) -> list[Tokens]:
+        added = self._tokenizer.num_special_tokens_to_add(False)
+        if added >= most:
+            # The library would leave the truncation out.
+            raise FlopwiseError(
+                f"sequences of {most:,} tokens are too short for {self.path}",
+                why=f"it adds {added:,} tokens to every sample",
+                hint=f"sequences of at least {added + 1:,} tokens",
+            )
+        self._tokenizer.enable_truncation(most, direction="right")
+        return self._encoded(texts, special=True)
+
+    def _encoded(self, texts: Sequence[str], *, special: bool) -> list[Tokens]:
+        try:
+            found: list[Encoding] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        except Exception as error:  # the library raises nothing narrower
+            raise FlopwiseError(
+                f"{self.path} cannot tokenize the text",
+                why=str(error)[:200],
+                hint="a tokenizer needs a token for what it does not know, such as [UNK]",
+            ) from None
+        tokens = [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
+        highest = max((int(of_text.max()) for of_text in tokens if of_text.size), default=0)
+        if highest >= self.size:
+            # A post-processor may add what the vocabulary does not have.
+            raise FlopwiseError(
+                f"{self.path} does not know its own token {highest:,}",
+                why=f"the last of its vocabulary is {self.size - 1:,}",
+                hint="name the model's own tokenizer.json",
+            )
+        return [of_text.astype(token_type(self.size)) for of_text in tokens]
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise FlopwiseError(
+            f"there is no tokenizer {path}", hint="name a tokenizer.json, its folder, or none to train on bytes"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise FlopwiseError(f"{shown(str(path))} cannot be read", why=reason, hint="name a tokenizer.json") from None

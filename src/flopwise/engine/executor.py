@@ -1,0 +1,71 @@
+"""What the training loop asks of an executor, whether it streams on one device or shards over several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from flopwise.core.measurement import MemoryRow
+from flopwise.core.parameters import Parameter
+from flopwise.engine.batch import Batch
+
+Moment = Literal["first", "second", "master"]
+"""AdamW's moments, and the exact copy of the weights where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step leaves to be told."""
+
+    loss: float
+    """Mean over what has a loss, on all ranks."""
+    with_loss: int
+    gradient_norm: float | None
+    waited_s: float | None
+    """That computations waited for copies and for the host; None where it is not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A pass over held-out data."""
+
+    loss: float
+    correct: int
+    with_loss: int
+    sequences: int
+
+
+class Executor(Protocol):
+    """Holds a model's numbers and trains them."""
+
+    parameters: tuple[Parameter, ...]
+
+    def set_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Give parameters their values, by name; a master copy follows."""
+
+    def set_moment(self, name: str, moment: Moment, values: Tensor) -> None:
+        """Give a parameter's optimizer state its values."""
+
+    def clear_moments(self) -> None:
+        """Nothing was learned yet."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters by name, whole: to read, not to keep."""
+
+    def moments(self) -> Iterator[tuple[str, Moment, Tensor]]:
+        """(parameter, which, numbers) of the optimizer's state, whole: to read, not to keep."""
+
+    def step(self, batch: Batch, number: int) -> StepResult:
+        """Train on a global batch; `number` counts steps from 0. With several ranks each is given the same batch."""
+
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluated:
+        """The loss and the right answers of held-out data; nothing is learned from it."""
+
+    def memory(self) -> tuple[MemoryRow, ...]:
+        """By place and owner, as planned and as it is, and what nobody planned."""
+
+    def close(self) -> None:
+        """Give back what does not go by itself."""

@@ -1,0 +1,91 @@
+"""AdamW over flat pieces of a model's numbers, in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from flopwise.engine.kernels.blocks import row_blocks
+from flopwise.engine.kernels.rounding import FIRST, SECOND, WEIGHTS, Seed, random_bits, round_by_chance
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamW:
+    """One step's settings."""
+
+    rate: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    step: int
+    """Counted from 1: what the moments' bias is corrected by."""
+    gradient_scale: Tensor | float = 1.0
+    """What gradients are multiplied by first, to clip them; a tensor of no dimensions where only the device knows."""
+    rounding: Seed | None = None
+    """Whether weights and moments kept in bf16 are rounded by chance; None: to the nearest."""
+
+    @property
+    def kept(self) -> float:
+        """What weight decay leaves of a weight."""
+        return 1.0 - self.rate * self.weight_decay
+
+    @property
+    def step_size(self) -> float:
+        return self.rate / (1.0 - self.beta1**self.step)
+
+    @property
+    def root_scale(self) -> float:
+        """What the root of the second moment is multiplied by."""
+        return 1.0 / sqrt(1.0 - self.beta2**self.step)
+
+
+def update_type(weights: Tensor, master: Tensor | None) -> torch.dtype:
+    """What the update runs in: float64 where weights or their master are, else float32."""
+    wide = torch.float64 in (weights.dtype, None if master is None else master.dtype)
+    return torch.float64 if wide else torch.float32
+
+
+def adamw(
+    weights: Tensor,
+    gradients: Tensor,
+    first: Tensor,
+    second: Tensor,
+    master: Tensor | None,
+    *,
+    settings: AdamW,
+    offset: int,
+) -> None:
+    """One step over a piece whose first number is number `offset` of all. From the master where there is one."""
+    wide = update_type(weights, master)
+    kept = master if master is not None else weights
+    # With the random bits, which are of 8 bytes each, no more than ten temporaries are alive at once.
+    for block in row_blocks(len(weights), wide.itemsize, 10):
+        gradient = gradients[block].to(wide) * settings.gradient_scale
+        mean = first[block].to(wide) * settings.beta1
+        mean += gradient * (1.0 - settings.beta1)
+        square = second[block].to(wide) * settings.beta2
+        square += gradient.mul_(gradient).mul_(1.0 - settings.beta2)
+        root = square.sqrt().mul_(settings.root_scale).add_(settings.epsilon)
+        updated = kept[block].to(wide) * settings.kept
+        updated -= torch.div(mean, root, out=root).mul_(settings.step_size)
+        place = offset + block.start
+        _store(first[block], mean, FIRST, settings, place)
+        _store(second[block], square, SECOND, settings, place)
+        if master is not None:
+            master[block] = updated
+            weights[block] = updated
+        else:
+            _store(weights[block], updated, WEIGHTS, settings, place)
+
+
+def _store(target: Tensor, values: Tensor, tensor: int, settings: AdamW, place: int) -> None:
+    if settings.rounding is not None and target.dtype == torch.bfloat16:
+        keys = settings.rounding.keys(settings.step, tensor)
+        bits = random_bits(keys, place, len(values), values.device)
+        target.copy_(round_by_chance(values.to(torch.float32), bits))
+    else:
+        target.copy_(values)

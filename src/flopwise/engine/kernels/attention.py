@@ -1,0 +1,216 @@
+"""Attention over given tensors: which kernel is for what, and the kernels of torch behind one pair of calls.
+
+Query, output and their gradients are (sequences, queries, heads, channels), keys and values (sequences, keys, key and
+value heads, channels), the last dimension contiguous. `logsumexp` is (sequences, heads, queries) in float32 (float64
+for float64).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flopwise.engine.kernels.blocks import add_rounded
+from flopwise.engine.kernels.plain_attention import Look, plain_backward, plain_forward
+
+Kernel = Literal["plain", "cpu-flash", "cudnn", "flash"]
+
+__all__ = ["Kernel", "Look", "attention_backward", "attention_forward", "choose_kernel"]
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def choose_kernel(
+    device: torch.device,
+    dtype: torch.dtype,
+    look: Look,
+    queries: int,
+    keys: int,
+    *,
+    padded: bool,
+    deterministic: bool,
+    chunked: bool,
+) -> Kernel:
+    """The fastest kernel that does what is asked; `chunked`: a sequence's queries come in several calls.
+
+    The choice holds for forward and backward. "flash" is repeatable where the caller asks torch for deterministic
+    algorithms, "cudnn" is not; "plain" and "cpu-flash" always are.
+    """
+    whole = queries == keys and look.window is None and not padded and not chunked
+    if device.type == "cpu":
+        return "cpu-flash" if whole and dtype != torch.float16 else "plain"
+    if device.type != "cuda" or dtype not in _HALVES or look.head_dim % 8 or look.head_dim > 256:
+        return "plain"
+    if whole and not deterministic and look.head_dim <= 128 and torch.cuda.get_device_capability(device)[0] >= 9:
+        return "cudnn"
+    return "flash"
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    look: Look,
+    *,
+    out: Tensor,
+    logsumexp: Tensor,
+    lengths: Tensor | None = None,
+    kernel: Kernel,
+) -> None:
+    """Each query's mean of the values it sees, weighted by the softmax of its scores; zeros where it sees none.
+
+    Queries are the last of their sequence: the last one stands at the last key. Keys at or beyond a sequence's length
+    are not seen.
+    """
+    if kernel == "plain":
+        plain_forward(query, key, value, look, out=out, logsumexp=logsumexp, lengths=lengths)
+    elif kernel == "flash":
+        for part, count in _parts(key, lengths):
+            _flash_forward(
+                query[part], key[part, :count], value[part, :count], look, out=out[part], logsumexp=logsumexp[part]
+            )
+    elif kernel == "cudnn":
+        assert lengths is None and look.window is None and query.shape[1] == key.shape[1]
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *(each.transpose(1, 2) for each in (query, key, value)), None, True, 0.0, look.causal, False
+        )
+        out.copy_(found[0].transpose(1, 2))
+        logsumexp.copy_(found[1].reshape(logsumexp.shape))
+    else:
+        assert lengths is None and look.window is None and query.shape[1] == key.shape[1]
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query.transpose(1, 2), _repeated(key, look), _repeated(value, look), 0.0, look.causal
+        )
+        out.copy_(found[0].transpose(1, 2))
+        logsumexp.copy_(found[1])
+
+
+def attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    look: Look,
+    *,
+    query_gradient: Tensor,
+    key_gradient: Tensor,
+    value_gradient: Tensor,
+    accumulate: bool,
+    lengths: Tensor | None = None,
+    kernel: Kernel,
+) -> None:
+    """The gradients of query, key and value from what the forward wrote.
+
+    The first rows of `key_gradient` and `value_gradient`, as many as there are keys, are added to with `accumulate`,
+    else overwritten; they may be of a wider type. `query_gradient` is overwritten.
+    """
+    keys = key.shape[1]
+    of_keys, of_values = key_gradient[:, :keys], value_gradient[:, :keys]
+    if kernel == "plain":
+        plain_backward(
+            *(gradient, query, key, value, out, logsumexp, look),
+            query_gradient=query_gradient,
+            key_gradient=of_keys,
+            value_gradient=of_values,
+            accumulate=accumulate,
+            lengths=lengths,
+        )
+    elif kernel == "flash":
+        for part, count in _parts(key, lengths):
+            found = _flash_backward(
+                *(gradient[part], query[part], key[part, :count], value[part, :count], out[part], logsumexp[part]), look
+            )
+            query_gradient[part] = found[0]
+            for given, result in ((of_keys[part], found[1]), (of_values[part], found[2])):
+                _give(given[:, :count], result, accumulate=accumulate)
+                if not accumulate:
+                    given[:, count:] = 0
+    else:
+        found = _whole_backward(gradient, query, key, value, out, logsumexp, look, kernel)
+        query_gradient.copy_(found[0].transpose(1, 2))
+        _give(of_keys, found[1], accumulate=accumulate)
+        _give(of_values, found[2], accumulate=accumulate)
+
+
+def _give(given: Tensor, result: Tensor, *, accumulate: bool) -> None:
+    if not accumulate:
+        given.copy_(result)
+    else:
+        add_rounded(given, result.to(torch.promote_types(given.dtype, torch.float32)))
+
+
+def _parts(key: Tensor, lengths: Tensor | None) -> list[tuple[slice, int]]:
+    """Sequences that one call of a kernel without lengths can take together, and the keys they see."""
+    if lengths is None:
+        return [(slice(None), key.shape[1])]
+    return [(slice(first, first + 1), min(count, key.shape[1])) for first, count in enumerate(lengths.tolist())]
+
+
+def _repeated(heads: Tensor, look: Look) -> Tensor:
+    """(sequences, heads, keys, channels), each head of a key or value once for every query head that reads it."""
+    moved = heads.transpose(1, 2)
+    return moved if look.group == 1 else moved.repeat_interleave(look.group, dim=1)
+
+
+def _whole_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    look: Look,
+    kernel: Kernel,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients from the kernels that take whole sequences: the query's with its heads before its tokens."""
+    above, queries, results = (each.transpose(1, 2) for each in (gradient, query, out))
+    if kernel == "cudnn":
+        # Without dropout the random state is not read, but a tensor is asked for.
+        unused = torch.zeros((), dtype=torch.int64, device=query.device)
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(above, queries, key.transpose(1, 2), value.transpose(1, 2), results, logsumexp, unused, unused),
+            *(None, None, None, query.shape[1], key.shape[1], 0.0, look.causal),
+        )
+        return found[0], found[1].transpose(1, 2), found[2].transpose(1, 2)
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(above, queries, _repeated(key, look), _repeated(value, look), results, logsumexp, 0.0, look.causal)
+    )
+    of_keys, of_values = (
+        each.unflatten(1, (look.kv_heads, look.group)).sum(2, dtype=logsumexp.dtype).transpose(1, 2)
+        for each in found[1:]
+    )
+    return found[0], of_keys, of_values
+
+
+def _window(look: Look) -> dict[str, int]:
+    return {} if look.window is None else {"window_size_left": look.window - 1, "window_size_right": 0}
+
+
+def _flash_forward(query: Tensor, key: Tensor, value: Tensor, look: Look, *, out: Tensor, logsumexp: Tensor) -> None:
+    if not key.shape[1]:
+        out.zero_()
+        logsumexp.fill_(-torch.inf)
+        return
+    found = torch.ops.aten._flash_attention_forward(
+        *(query, key, value, None, None, query.shape[1], key.shape[1], 0.0, look.causal, False), **_window(look)
+    )
+    out.copy_(found[0])
+    logsumexp.copy_(found[1])
+
+
+def _flash_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, look: Look
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not key.shape[1]:
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    unused = torch.zeros(2, dtype=torch.int64, device=query.device)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        *(gradient, query, key, value, out, logsumexp, None, None, query.shape[1], key.shape[1], 0.0, look.causal),
+        *(unused, unused),
+        **_window(look),
+    )
+    return found

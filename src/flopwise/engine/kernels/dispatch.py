@@ -1,0 +1,197 @@
+"""What the executors call: the fused form of an operator on a GPU that has one, else the plain form.
+
+Everything is written into tensors that are given. Rows are tokens; the last dimension is contiguous.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from flopwise.engine.kernels import activations, plain
+from flopwise.engine.kernels import adamw as plain_adamw
+from flopwise.engine.kernels.adamw import AdamW
+from flopwise.engine.kernels.rounding import Seed
+
+__all__ = [
+    "AdamW",
+    "Seed",
+    "activation_backward",
+    "activation_forward",
+    "adamw",
+    "cross_entropy",
+    "embedding_add",
+    "embedding_backward",
+    "embedding_forward",
+    "norm_backward",
+    "norm_forward",
+    "rotate",
+    "sum_of_squares",
+]
+
+_FUSED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _is_fused(*tensors: Tensor | None) -> bool:
+    """Whether all are on a GPU and of a type that the fused forms compute."""
+    given = [each for each in tensors if each is not None]
+    return all(each.is_cuda and each.dtype in _FUSED_TYPES for each in given) and _has_triton()
+
+
+def norm_forward(
+    source: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool, out: Tensor, statistics: Tensor
+) -> None:
+    """Normalises the rows of `source`.
+
+    `statistics`, in float32 (float64 for float64), gets each row's reciprocal root (rms: (rows,)), or its mean and
+    reciprocal deviation ((rows, 2)). With rms the normal rows are rounded to their type before the weight, as Llama's.
+    """
+    if _is_fused(source, weight, bias):
+        from flopwise.engine.kernels import fused
+
+        fused.norm_forward(source, weight, bias, epsilon=epsilon, rms=rms, out=out, statistics=statistics)
+    else:
+        plain.norm_forward(source, weight, bias, epsilon=epsilon, rms=rms, out=out, statistics=statistics)
+
+
+def norm_backward(
+    gradient: Tensor,
+    source: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    *,
+    rms: bool,
+    out: Tensor,
+    weight_gradient: Tensor,
+    bias_gradient: Tensor | None,
+    accumulate: bool,
+) -> None:
+    """`out` gets the gradient of `source`, added to it with `accumulate`; weight and bias have theirs added.
+
+    Without `accumulate`, `out` may be `gradient` itself.
+    """
+    if _is_fused(gradient, source, weight, weight_gradient, bias_gradient):
+        from flopwise.engine.kernels import fused
+
+        backward = fused.norm_backward
+    else:
+        backward = plain.norm_backward
+    backward(
+        *(gradient, source, weight, statistics),
+        rms=rms,
+        out=out,
+        weight_gradient=weight_gradient,
+        bias_gradient=bias_gradient,
+        accumulate=accumulate,
+    )
+
+
+def rotate(source: Tensor, cosines: Tensor, sines: Tensor, *, out: Tensor, inverse: bool) -> None:
+    """Turns each head (tokens, heads, channels) by its token's angles (tokens, channels / 2), or back with `inverse`.
+
+    Channel i turns with channel i + channels / 2. `out` may be `source` itself.
+    """
+    if _is_fused(source, out):
+        from flopwise.engine.kernels import fused
+
+        fused.rotate(source, cosines, sines, out=out, inverse=inverse)
+    else:
+        plain.rotate(source, cosines, sines, out=out, inverse=inverse)
+
+
+def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tensor) -> None:
+    """act(gate) · up, or act(up) without a gate; `kind` is one of `flopwise.core.transformer.ACTIVATIONS`."""
+    if _is_fused(gate, up, out):
+        from flopwise.engine.kernels import fused
+
+        if kind in fused.ACTIVATIONS:
+            fused.activation_forward(kind, gate, up, out=out)
+            return
+    activations.activation_forward(kind, gate, up, out=out)
+
+
+def activation_backward(
+    kind: str, gradient: Tensor, gate: Tensor | None, up: Tensor, *, gate_out: Tensor | None, up_out: Tensor
+) -> None:
+    """The gradients of gate (None where there is none) and up. Either may take the place of an input."""
+    if _is_fused(gradient, gate, up, gate_out, up_out):
+        from flopwise.engine.kernels import fused
+
+        if kind in fused.ACTIVATIONS:
+            fused.activation_backward(kind, gradient, gate, up, gate_out=gate_out, up_out=up_out)
+            return
+    activations.activation_backward(kind, gradient, gate, up, gate_out=gate_out, up_out=up_out)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor) -> None:
+    """Logits become the gradient of scale · Σ cross-entropy; `loss` gets the unscaled sum added.
+
+    Rows with a negative label count for nothing, and their gradient is zero.
+    """
+    if _is_fused(logits):
+        from flopwise.engine.kernels import fused
+
+        fused.cross_entropy(logits, labels, scale=scale, loss=loss)
+    else:
+        plain.cross_entropy(logits, labels, scale=scale, loss=loss)
+
+
+def embedding_forward(ids: Tensor, table: Tensor, *, out: Tensor) -> None:
+    """The table's row of each id."""
+    plain.embedding_forward(ids, table, out=out)
+
+
+def embedding_add(ids: Tensor, table: Tensor, *, out: Tensor) -> None:
+    """`out` gets the table's row of each id added."""
+    plain.embedding_add(ids, table, out=out)
+
+
+def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor) -> None:
+    """Each id's row of the table's gradient gets the sum of its rows of `gradient` added, in a fixed order."""
+    if _is_fused(gradient, table_gradient):
+        from flopwise.engine.kernels import fused
+
+        fused.embedding_backward(ids, gradient, table_gradient=table_gradient)
+    else:
+        plain.embedding_backward(ids, gradient, table_gradient=table_gradient)
+
+
+def sum_of_squares(values: Tensor, *, out: Tensor) -> None:
+    """`out`, of no dimensions, gets Σ values² added."""
+    if _is_fused(values):
+        from flopwise.engine.kernels import fused
+
+        fused.sum_of_squares(values, out=out)
+    else:
+        plain.sum_of_squares(values, out=out)
+
+
+def adamw(
+    weights: Tensor,
+    gradients: Tensor,
+    first: Tensor,
+    second: Tensor,
+    master: Tensor | None,
+    *,
+    settings: AdamW,
+    offset: int,
+) -> None:
+    """One step of AdamW over a flat piece whose first number is number `offset` of all.
+
+    It runs in float32 (float64 where weights or master are) from the master where there is one, else from the weights.
+    Results are rounded to the nearest, or by chance where the settings have a seed and the target is bf16.
+    """
+    if _is_fused(weights, gradients, first, second, master):
+        from flopwise.engine.kernels import fused
+
+        fused.adamw(weights, gradients, first, second, master, settings=settings, offset=offset)
+    else:
+        plain_adamw.adamw(weights, gradients, first, second, master, settings=settings, offset=offset)

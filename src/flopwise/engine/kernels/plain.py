@@ -1,0 +1,172 @@
+"""Each operator in plain torch, for any device and any floating type: what the fused forms are held against.
+
+Arithmetic runs in float32 (float64 for float64), and every result is rounded once. Temporaries stay within a block's
+bytes, a row's result depends on that row alone, and equal calls give equal bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flopwise.engine.kernels.blocks import add_rounded, compute_type, row_blocks, row_sums
+
+
+def norm_forward(
+    source: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool, out: Tensor, statistics: Tensor
+) -> None:
+    """Normalises rows; `statistics` gets the reciprocal root (rms), or mean and reciprocal deviation, of each."""
+    rows, width = source.shape
+    wide = compute_type(source.dtype)
+    scale, shift = weight.to(wide), None if bias is None else bias.to(wide)
+    for block in row_blocks(rows, width * wide.itemsize, 3):
+        values = source[block].to(wide)
+        if rms:
+            reciprocal = torch.rsqrt(row_sums(values * values) / width + epsilon)
+            statistics[block] = reciprocal[:, 0]
+            # Rounded before the weight as well as after it, as the models that brought this norm do.
+            values = (values * reciprocal).to(source.dtype).to(wide)
+        else:
+            mean = row_sums(values) / width
+            values = values - mean
+            reciprocal = torch.rsqrt(row_sums(values * values) / width + epsilon)
+            statistics[block, 0] = mean[:, 0]
+            statistics[block, 1] = reciprocal[:, 0]
+            values *= reciprocal
+        values = values * scale
+        if shift is not None:
+            values += shift
+        out[block] = values
+
+
+def norm_backward(
+    gradient: Tensor,
+    source: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    *,
+    rms: bool,
+    out: Tensor,
+    weight_gradient: Tensor,
+    bias_gradient: Tensor | None,
+    accumulate: bool,
+) -> None:
+    """The gradient of the rows, and of weight and bias, which are added to. `out` may be `gradient` itself."""
+    rows, width = source.shape
+    wide = compute_type(source.dtype)
+    scale = weight.to(wide)
+    weight_sum = torch.zeros(width, dtype=wide, device=source.device)
+    bias_sum = torch.zeros_like(weight_sum)
+    for block in row_blocks(rows, width * wide.itemsize, 6):
+        above = gradient[block].to(wide)
+        if rms:
+            reciprocal = statistics[block, None].to(wide)
+            normal = source[block].to(wide) * reciprocal
+            weight_sum += (above * normal.to(source.dtype)).sum(0)
+        else:
+            reciprocal = statistics[block, 1:].to(wide)
+            normal = (source[block].to(wide) - statistics[block, :1].to(wide)) * reciprocal
+            weight_sum += (above * normal).sum(0)
+        if bias_gradient is not None:
+            bias_sum += above.sum(0)
+        scaled = above * scale
+        share = row_sums(scaled * normal) / width
+        if not rms:
+            scaled -= row_sums(scaled) / width
+        below = normal.mul_(share).neg_().add_(scaled).mul_(reciprocal)
+        if accumulate:
+            add_rounded(out[block], below)
+        else:
+            out[block] = below
+    add_rounded(weight_gradient, weight_sum)
+    if bias_gradient is not None:
+        add_rounded(bias_gradient, bias_sum)
+
+
+def rotate(source: Tensor, cosines: Tensor, sines: Tensor, *, out: Tensor, inverse: bool) -> None:
+    """Turns the halves of each head by its token's angles; `inverse` turns back. `out` may be `source` itself."""
+    tokens, heads, dim = source.shape
+    half = dim // 2
+    for block in row_blocks(tokens, heads * dim * cosines.dtype.itemsize, 4):
+        cosine, sine = cosines[block, None], sines[block, None]
+        if inverse:
+            sine = -sine
+        first, second = source[block, :, :half].to(cosine.dtype), source[block, :, half:].to(cosine.dtype)
+        turned = first * cosine - second * sine
+        second = second * cosine + first * sine
+        out[block, :, :half] = turned
+        out[block, :, half:] = second
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor) -> None:
+    """Logits become the gradient of scale · Σ cross-entropy; `loss` gets the unscaled sum added.
+
+    Rows with a negative label count for nothing, and their gradient is zero.
+    """
+    rows, vocabulary = logits.shape
+    wide = compute_type(logits.dtype)
+    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+    for block in row_blocks(rows, vocabulary * wide.itemsize, 2):
+        counted = labels[block, None] >= 0
+        label = labels[block, None].clamp_min(0).long()
+        values = logits[block].to(wide, copy=True)
+        values -= values.amax(-1, keepdim=True)
+        chosen = values.gather(1, label)
+        values.exp_()
+        sums = row_sums(values)
+        total += torch.where(counted, sums.log() - chosen, 0.0).sum(dtype=torch.float64)
+        values /= sums
+        values.scatter_(1, label, values.gather(1, label) - 1.0)
+        values *= scale
+        values.masked_fill_(~counted, 0.0)
+        logits[block] = values
+    loss += total.to(loss.dtype)
+
+
+def embedding_forward(ids: Tensor, table: Tensor, *, out: Tensor) -> None:
+    """The table's row of each id."""
+    for block in row_blocks(len(ids), table.shape[1] * table.dtype.itemsize, 1):
+        out[block] = table.index_select(0, ids[block])
+
+
+def embedding_add(ids: Tensor, table: Tensor, *, out: Tensor) -> None:
+    """`out` gets the table's row of each id added."""
+    wide = compute_type(out.dtype)
+    for block in row_blocks(len(ids), table.shape[1] * wide.itemsize, 3):
+        add_rounded(out[block], table.index_select(0, ids[block]).to(wide))
+
+
+def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor) -> None:
+    """Each id's row of the table's gradient gets the sum of its rows of `gradient` added.
+
+    Rows are sorted by id and every id's run is summed in the rows' order, so that equal calls give equal bits. Work is
+    cut by columns: a run is whole in each block, whatever its length. Nothing here depends on the number of different
+    ids, which only the device knows: there are as many runs as rows, and those beyond the last repeat the last.
+    """
+    rows, width = gradient.shape
+    if not rows:
+        return
+    wide = compute_type(torch.promote_types(gradient.dtype, table_gradient.dtype))
+    in_order, order = torch.sort(ids, stable=True)
+    numbers = torch.zeros_like(order)
+    numbers[1:] = (in_order[1:] != in_order[:-1]).cumsum(0)
+    starts = torch.searchsorted(numbers, torch.arange(rows + 1, device=ids.device))
+    runs = torch.minimum(torch.arange(rows, device=ids.device), numbers[-1])
+    targets = in_order[starts[runs]].long()
+    for columns in row_blocks(width, rows * wide.itemsize, 4):
+        gathered = gradient[:, columns].index_select(0, order).to(wide)
+        sums = torch.segment_reduce(gathered, "sum", offsets=starts, axis=0, unsafe=True).index_select(0, runs)
+        sums += table_gradient[:, columns].index_select(0, targets)
+        # Rows that repeat a target repeat its value too.
+        table_gradient[:, columns].index_copy_(0, targets, sums.to(table_gradient.dtype))
+
+
+def sum_of_squares(values: Tensor, *, out: Tensor) -> None:
+    """`out` gets Σ values² added."""
+    flat = values.reshape(-1)
+    wide = compute_type(values.dtype)
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    for block in row_blocks(len(flat), wide.itemsize, 2):
+        piece = flat[block].to(wide)
+        total += (piece * piece).sum()
+    out += total.to(out.dtype)

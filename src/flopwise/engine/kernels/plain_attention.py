@@ -1,0 +1,293 @@
+"""Attention in plain torch, tile by tile: any device and floating type, windows, padded sequences, chunks of queries.
+
+Scores live one tile at a time, so that temporaries stay within `TILE_BYTES` whatever the length; tiles that the mask
+hides are not computed. The backward recomputes the scores from their logsumexp. Sums run in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flopwise.engine.kernels.blocks import add_rounded, compute_type
+
+TILE_BYTES = 8 << 20
+"""What the temporaries of a tile may take together."""
+
+_MOST_KEYS = 1024
+"""Keys of a tile: up to here a backward needs each tile once, beyond it twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Heads, and what a query sees: scores are scaled by one over the root of the channels."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    window: int | None
+    """The last so many keys are seen, the query's own included; None: all before it. Only for causal attention."""
+
+    def __post_init__(self) -> None:
+        assert self.heads % self.kv_heads == 0, "query heads share key and value heads evenly"
+        assert self.causal or self.window is None, "a window looks back"
+
+    @property
+    def group(self) -> int:
+        """Query heads that read one key and value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """How one sequence is cut: key and value heads, queries and keys of a tile, and which tiles see each other."""
+
+    look: Look
+    queries: int
+    keys: int
+    seen: int
+    """Keys before the sequence's end; those beyond it are padding."""
+    wide: torch.dtype
+
+    @property
+    def keys_step(self) -> int:
+        return min(max(1, self.keys), _MOST_KEYS)
+
+    @property
+    def queries_step(self) -> int:
+        # Of a head's tile: scores, weights and their gradients, and the query, output and gradient rows they are from.
+        row_bytes = self.look.group * (3 * self.keys_step + 5 * self.look.head_dim) * self.wide.itemsize
+        return max(1, min(self.queries, (TILE_BYTES // 2) // row_bytes))
+
+    def heads(self) -> Iterator[slice]:
+        """Key and value heads of a tile: as many as fit beside each other."""
+        of_queries = self.queries_step * self.look.group * (3 * self.keys_step + 5 * self.look.head_dim)
+        of_keys = 5 * self.keys_step * self.look.head_dim
+        step = max(1, TILE_BYTES // ((of_queries + of_keys) * self.wide.itemsize))
+        for first in range(0, self.look.kv_heads, step):
+            yield slice(first, min(self.look.kv_heads, first + step))
+
+    def key_tiles(self) -> list[slice]:
+        step = self.keys_step
+        return [slice(first, min(self.keys, first + step)) for first in range(0, self.keys, step)]
+
+    def query_tiles(self) -> list[slice]:
+        step = self.queries_step
+        return [slice(first, min(self.queries, first + step)) for first in range(0, self.queries, step)]
+
+    def visible(self, rows: slice, tile: slice) -> slice:
+        """Keys of a tile that some of the queries see; an empty slice at its start where there are none."""
+        last, first = self.seen, 0
+        if self.look.causal:
+            last = min(last, self.keys - self.queries + rows.stop)
+        if self.look.window is not None:
+            first = self.keys - self.queries + rows.start - self.look.window + 1
+        first, last = max(first, tile.start), min(last, tile.stop)
+        return slice(first, last) if first < last else slice(tile.start, tile.start)
+
+    def hidden(self, rows: slice, columns: slice, device: torch.device) -> Tensor | None:
+        """Which query does not see which key; None where each sees all."""
+        if not self.look.causal:
+            return None
+        places = self.keys - self.queries
+        oldest = columns.start if self.look.window is None else places + rows.stop - self.look.window
+        if columns.stop - 1 <= places + rows.start and oldest <= columns.start:
+            return None
+        query = torch.arange(places + rows.start, places + rows.stop, device=device)[:, None]
+        key = torch.arange(columns.start, columns.stop, device=device)
+        later = key > query
+        return later if self.look.window is None else later | (key <= query - self.look.window)
+
+
+def _tilings(query: Tensor, key: Tensor, look: Look, lengths: Tensor | None) -> Iterator[tuple[int, _Tiling]]:
+    sequences, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+    seen = [keys] * sequences if lengths is None else [min(keys, length) for length in lengths.tolist()]
+    for sequence in range(sequences):
+        yield sequence, _Tiling(look, queries, keys, seen[sequence], compute_type(query.dtype))
+
+
+def _rows_of(tensor: Tensor, heads: slice, look: Look, wide: torch.dtype) -> Tensor:
+    """(rows, query heads, channels) → (key and value heads, group · rows, channels), of the heads of a tile."""
+    taken = tensor.unflatten(1, (look.kv_heads, look.group))[:, heads]
+    return taken.to(wide).permute(1, 2, 0, 3).flatten(1, 2)
+
+
+def _put_rows(target: Tensor, heads: slice, look: Look, values: Tensor) -> None:
+    """The way back of `_rows_of`."""
+    target.unflatten(1, (look.kv_heads, look.group))[:, heads] = values.unflatten(1, (look.group, -1)).permute(
+        2, 0, 1, 3
+    )
+
+
+def _scores(query: Tensor, key: Tensor, hidden: Tensor | None, group: int) -> Tensor:
+    """Products of scaled queries (heads, group · rows, channels) and keys (heads, keys, channels), −∞ where hidden."""
+    scores = torch.bmm(query, key.transpose(1, 2))
+    if hidden is not None:
+        scores.unflatten(1, (group, -1)).masked_fill_(hidden, -torch.inf)
+    return scores
+
+
+def plain_forward(
+    query: Tensor, key: Tensor, value: Tensor, look: Look, *, out: Tensor, logsumexp: Tensor, lengths: Tensor | None
+) -> None:
+    """Attention's output, and the logsumexp of each query's scores (−∞ for one that sees nothing)."""
+    for sequence, tiling in _tilings(query, key, look, lengths):
+        for heads in tiling.heads():
+            for rows in tiling.query_tiles():
+                values, sums = _forward_tile(query[sequence, rows], key[sequence], value[sequence], tiling, heads, rows)
+                _put_rows(out[sequence, rows], heads, look, values)
+                by_head = logsumexp[sequence].unflatten(0, (look.kv_heads, look.group))
+                by_head[heads, :, rows] = sums.unflatten(1, (look.group, -1)).squeeze(-1)
+
+
+def _forward_tile(
+    query: Tensor, key: Tensor, value: Tensor, tiling: _Tiling, heads: slice, rows: slice
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of some queries: the softmax is rescaled whenever a tile of keys brings a larger score."""
+    look, wide = tiling.look, tiling.wide
+    queries = _rows_of(query, heads, look, wide) * look.scale
+    total = torch.zeros_like(queries)
+    largest = queries.new_full((*queries.shape[:2], 1), -torch.inf)
+    weights = torch.zeros_like(largest)
+    for tile in tiling.key_tiles():
+        columns = tiling.visible(rows, tile)
+        if columns.start == columns.stop:
+            continue
+        keys, values = (each[columns, heads].to(wide).transpose(0, 1) for each in (key, value))
+        scores = _scores(queries, keys, tiling.hidden(rows, columns, query.device), look.group)
+        larger = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        # A query that has seen nothing yet has no largest score: any finite one keeps its weights at zero.
+        base = torch.where(larger == -torch.inf, 0.0, larger)
+        scores.sub_(base).exp_()
+        shrunk = torch.exp(largest - base)
+        weights = weights * shrunk + scores.sum(-1, keepdim=True)
+        total = torch.baddbmm(total.mul_(shrunk), scores, values)
+        largest = larger
+    nothing = weights == 0.0
+    total /= weights.masked_fill(nothing, 1.0)
+    return total, largest + torch.log(weights)
+
+
+def plain_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    look: Look,
+    *,
+    query_gradient: Tensor,
+    key_gradient: Tensor,
+    value_gradient: Tensor,
+    accumulate: bool,
+    lengths: Tensor | None,
+) -> None:
+    """Gradients of query, key and value. Each is summed in the type of the arithmetic and rounded once."""
+    for sequence, tiling in _tilings(query, key, look, lengths):
+        tensors = (gradient, query, key, value, out, logsumexp)
+        backward = _Backward(tiling, *(each[sequence] for each in tensors))
+        for heads in tiling.heads():
+            backward.of_keys(
+                heads, query_gradient[sequence], key_gradient[sequence], value_gradient[sequence], accumulate=accumulate
+            )
+            backward.of_queries(heads, query_gradient[sequence])
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """One sequence's backward."""
+
+    tiling: _Tiling
+    gradient: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    logsumexp: Tensor
+
+    def of_keys(
+        self, heads: slice, query_gradient: Tensor, key_gradient: Tensor, value_gradient: Tensor, *, accumulate: bool
+    ) -> None:
+        """The gradients of keys and values; with one tile of keys, that of the queries too."""
+        tiles = self.tiling.key_tiles()
+        for tile in tiles:
+            keys, values = self._keys(tile, heads)
+            key_sum, value_sum = torch.zeros_like(keys), torch.zeros_like(values)
+            for rows in self.tiling.query_tiles():
+                columns = self.tiling.visible(rows, tile)
+                if columns.start == columns.stop and len(tiles) > 1:
+                    continue
+                within = slice(columns.start - tile.start, columns.stop - tile.start)
+                queries, above, delta, sums = self._queries(rows, heads)
+                weights, changes = self._tile(
+                    queries, above, delta, sums, keys[:, within], values[:, within], (rows, columns)
+                )
+                value_sum[:, within].baddbmm_(weights.transpose(1, 2), above)
+                key_sum[:, within].baddbmm_(changes.transpose(1, 2), queries)
+                if len(tiles) == 1:
+                    below = torch.bmm(changes, keys[:, within]).mul_(self.tiling.look.scale)
+                    _put_rows(query_gradient[rows], heads, self.tiling.look, below)
+            for given, found in ((key_gradient, key_sum), (value_gradient, value_sum)):
+                if accumulate:
+                    add_rounded(given[tile, heads], found.transpose(0, 1))
+                else:
+                    given[tile, heads] = found.transpose(0, 1)
+
+    def of_queries(self, heads: slice, query_gradient: Tensor) -> None:
+        """The gradient of the queries where there are several tiles of keys: summed over them, tile by tile."""
+        tiles = self.tiling.key_tiles()
+        if len(tiles) == 1:
+            return
+        for rows in self.tiling.query_tiles():
+            queries, above, delta, sums = self._queries(rows, heads)
+            below = torch.zeros_like(queries)
+            for tile in tiles:
+                columns = self.tiling.visible(rows, tile)
+                if columns.start < columns.stop:
+                    keys, values = self._keys(columns, heads)
+                    changes = self._tile(queries, above, delta, sums, keys, values, (rows, columns))[1]
+                    below.baddbmm_(changes, keys)
+            _put_rows(query_gradient[rows], heads, self.tiling.look, below.mul_(self.tiling.look.scale))
+
+    def _keys(self, columns: slice, heads: slice) -> tuple[Tensor, Tensor]:
+        wide = self.tiling.wide
+        return (
+            self.key[columns, heads].to(wide).transpose(0, 1),
+            self.value[columns, heads].to(wide).transpose(0, 1),
+        )
+
+    def _queries(self, rows: slice, heads: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Scaled queries, the gradient of their outputs, its product with the output, and the scores' logsumexp."""
+        look, wide = self.tiling.look, self.tiling.wide
+        queries = _rows_of(self.query[rows], heads, look, wide) * look.scale
+        above = _rows_of(self.gradient[rows], heads, look, wide)
+        delta = (above * _rows_of(self.out[rows], heads, look, wide)).sum(-1, keepdim=True)
+        by_head = self.logsumexp.unflatten(0, (look.kv_heads, look.group))[heads, :, rows]
+        sums = by_head.to(wide).flatten(1, 2)[:, :, None]
+        # A query that sees nothing has a logsumexp of −∞, and scores of −∞ alone.
+        return queries, above, delta, sums.masked_fill(sums == -torch.inf, 0.0)
+
+    def _tile(
+        self,
+        queries: Tensor,
+        above: Tensor,
+        delta: Tensor,
+        sums: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        place: tuple[slice, slice],
+    ) -> tuple[Tensor, Tensor]:
+        """A tile's weights, and the gradient of its scores."""
+        hidden = self.tiling.hidden(*place, queries.device)
+        weights = _scores(queries, keys, hidden, self.tiling.look.group).sub_(sums).exp_()
+        changes = torch.bmm(above, values.transpose(1, 2)).sub_(delta).mul_(weights)
+        return weights, changes

@@ -1,0 +1,99 @@
+"""Where things lie within a program's buffers: parameters of a part, what a layer keeps of a chunk, optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flopwise.core.formats import Formats
+from flopwise.core.plan import POLICY
+from flopwise.core.work import Work
+from flopwise.engine.formats import TYPES, statistics_type
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor within a buffer."""
+
+    name: str
+    start: int
+    """In bytes."""
+    elements: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """Its numbers in a row."""
+        return buffer[self.start : self.start + self.bytes].view(self.dtype)
+
+
+def fields_in_order(wanted: Iterable[tuple[str, int, torch.dtype]]) -> dict[str, Field]:
+    """One after another without gaps: the widest formats first, so that each begins where its numbers may."""
+    found, start = {}, 0
+    for name, elements, dtype in sorted(wanted, key=lambda entry: -entry[2].itemsize):
+        found[name] = Field(name, start, elements, dtype)
+        start += found[name].bytes
+    return found
+
+
+class SavedTensors:
+    """What a layer keeps of a chunk at each level.
+
+    Of every width, what a lower level keeps comes first; so a copy between levels is at most one piece for each width.
+    """
+
+    def __init__(self, work: Work, formats: Formats) -> None:
+        inside = {name for op in work.ops if op.in_block for name in (*op.inputs, *op.outputs)}
+        self.each: dict[str, int] = {name: work.tensors[name].elements // work.sequence_tokens for name in inside}
+        """Numbers a token of every tensor in a block."""
+        compute, statistics = TYPES[formats.compute], statistics_type(formats)
+        self.types = {name: compute if work.tensors[name].format == "compute" else statistics for name in inside}
+        self._saved: dict[str, tuple[str, ...]] = {}
+        for level, policy in POLICY.items():
+            kept = [tensor for tensor in work.saved(policy) if tensor.name in inside]
+            kept.sort(key=lambda tensor: tensor.level)
+            self._saved[level] = tuple(tensor.name for tensor in kept)
+        self.fields = lru_cache(maxsize=1024)(self._fields)
+
+    def names(self, level: str) -> tuple[str, ...]:
+        return self._saved[level]
+
+    def _fields(self, level: str, tokens: int) -> dict[str, Field]:
+        """Name → field, for a chunk of so many tokens."""
+        return fields_in_order((name, self.each[name] * tokens, self.types[name]) for name in self._saved[level])
+
+    def views(self, buffer: Tensor, level: str, tokens: int) -> dict[str, Tensor]:
+        """Name → its numbers, a row for each token (and head)."""
+        return {name: field.of(buffer).view(tokens, -1) for name, field in self.fields(level, tokens).items()}
+
+    def copies(
+        self, level: str, other: str, tokens: int, *, without: Collection[str] = ()
+    ) -> list[tuple[int, int, int]]:
+        """(place at `level`, place at `other`, bytes) that bring over what `level` keeps, neighbours together."""
+        here, there = self.fields(level, tokens), self.fields(other, tokens)
+        found: list[tuple[int, int, int]] = []
+        for name, field in here.items():
+            if name in without:
+                continue
+            start = there[name].start
+            if found and found[-1][0] + found[-1][2] == field.start and found[-1][1] + found[-1][2] == start:
+                found[-1] = (found[-1][0], found[-1][1], found[-1][2] + field.bytes)
+            else:
+                found.append((field.start, start, field.bytes))
+        return found
+
+
+def moment_fields(parameters: int, formats: Formats) -> dict[str, Field]:
+    """`first`, `second` and perhaps `master` of a piece of optimizer state."""
+    moments = TYPES[formats.moments]
+    wanted = [("first", parameters, moments), ("second", parameters, moments)]
+    if formats.master:
+        wanted.append(("master", parameters, TYPES[formats.master]))
+    return fields_in_order(wanted)

@@ -1,0 +1,256 @@
+"""Plain PyTorch modules for every family that can be trained: autograd and nothing else.
+
+They are what the engine's own kernels are compared with, and what PyTorch's own sharding wraps. Their parameters have
+the names and shapes of `flopwise.core.parameters`, so that numbers go from one executor to another by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.transformer import Transformer
+from flopwise.engine.batch import NO_LABEL
+from flopwise.engine.rotary import rotary_frequencies
+
+
+def _relu_squared(value: Tensor) -> Tensor:
+    return functional.relu(value).square()
+
+
+def _unchanged(value: Tensor) -> Tensor:
+    return value
+
+
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": _relu_squared,
+    "relu6": functional.relu6,
+    "leaky_relu": functional.leaky_relu,
+    "mish": functional.mish,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "linear": _unchanged,
+}
+"""Every activation that a description may name."""
+
+
+def check_trainable(model: Transformer) -> None:
+    """Refuse a model that can be predicted but that nothing here can run."""
+    hint = "`flopwise predict` tells how fast it would be; a model of the Llama, GPT-2 or BERT kind can be trained"
+    if model.experts:
+        raise FlopwiseError(f"{model.name}: a mixture of experts cannot be trained yet", hint=hint)
+    if model.positions == "alibi":
+        raise FlopwiseError(
+            f"{model.name}: ALiBi positions cannot be trained yet", hint='positions = "learned" or "rotary"'
+        )
+    if model.window is not None and not model.causal:
+        raise FlopwiseError(
+            f"{model.name}: a window that looks ahead cannot be trained yet", hint="leave out window, or causal = true"
+        )
+    if model.tied and model.head == "classifier":
+        raise FlopwiseError(
+            f"{model.name}: a classifier has no matrix that could be the embedding's", hint="tied = false"
+        )
+
+
+@lru_cache(maxsize=4)
+def rotary_tables(model: Transformer, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, (tokens, head_dim ÷ 2) each, in fp32: computed once on the CPU, equal on every device."""
+    # What is kept for later calls may be asked for first by an evaluation, whose tensors no backward pass may use.
+    with torch.inference_mode(False):
+        angles = torch.arange(tokens, dtype=torch.float32)[:, None] * rotary_frequencies(model)
+        return angles.cos().to(device), angles.sin().to(device)
+
+
+def rotate(value: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turn (…, tokens, head_dim) by its positions; channel i is paired with i + head_dim ÷ 2, as in `transformers`."""
+    cosines, sines = cosines.to(value.dtype), sines.to(value.dtype)
+    first, second = value.chunk(2, -1)
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1)
+
+
+def attention_mask(model: Transformer, tokens: int, lengths: Tensor | None, device: torch.device) -> Tensor | None:
+    """True where a query may see a key, to be broadcast over (sequences, heads, queries, keys).
+
+    None where no mask is needed beyond the causal one. Behind a causal model's sequence there is only padding, which
+    none of its tokens sees, so that `lengths` are for bidirectional models.
+    """
+    if not model.causal:
+        if lengths is None:
+            return None
+        return torch.arange(tokens, device=device)[None, None, None, :] < lengths.to(device)[:, None, None, None]
+    if model.window is None or model.window >= tokens:
+        return None
+    places = torch.arange(tokens, device=device)
+    back = places[:, None] - places[None, :]
+    return (back >= 0) & (back < model.window)
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last `width` channels; narrow types are normalised in fp32."""
+
+    def __init__(self, model: Transformer, width: int) -> None:
+        super().__init__()
+        self.rms, self.epsilon = model.norm == "rms", model.norm_epsilon
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if model.norm_bias else None
+
+    def forward(self, value: Tensor) -> Tensor:
+        if not self.rms:
+            return functional.layer_norm(value, self.weight.shape, self.weight, self.bias, self.epsilon)
+        wide = value.to(at_least_fp32(value.dtype))
+        normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(value.dtype)
+        scaled = self.weight * normed
+        return scaled if self.bias is None else scaled + self.bias
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums over channels and losses are computed in."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+class Block(nn.Module):
+    """Attention and feed-forward part with their norms, around the residual stream."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+        self.activation = ACTIVATION_FUNCTIONS[model.activation]
+        self.norm1, self.norm2 = Norm(model, model.hidden), Norm(model, model.hidden)
+        self.qkv = nn.Linear(model.hidden, model.query_width + 2 * model.kv_width, bias=model.qkv_bias)
+        self.query_norm = Norm(model, model.head_dim) if model.qk_norm else None
+        self.key_norm = Norm(model, model.head_dim) if model.qk_norm else None
+        self.output = nn.Linear(model.query_width, model.hidden, bias=model.output_bias)
+        if model.gated:
+            self.gate_up = nn.Linear(model.hidden, 2 * model.ffn, bias=model.ffn_bias)
+        else:
+            self.up = nn.Linear(model.hidden, model.ffn, bias=model.ffn_bias)
+        self.down = nn.Linear(model.ffn, model.hidden, bias=model.ffn_bias)
+
+    def forward(self, stream: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """The next block's input from this one's, (sequences, tokens, hidden)."""
+        if self.model.norm_place == "post":
+            stream = self.norm1(stream + self.attention(stream, lengths))
+            result: Tensor = self.norm2(stream + self.feed_forward(stream))
+            return result
+        if self.model.parallel_residual:
+            return stream + self.attention(self.norm1(stream), lengths) + self.feed_forward(self.norm2(stream))
+        stream = stream + self.attention(self.norm1(stream), lengths)
+        return stream + self.feed_forward(self.norm2(stream))
+
+    def attention(self, value: Tensor, lengths: Tensor | None) -> Tensor:
+        model = self.model
+        sequences, tokens, _ = value.shape
+        parts = self.qkv(value).split((model.query_width, model.kv_width, model.kv_width), -1)
+        query, key, values = (part.view(sequences, tokens, -1, model.head_dim).transpose(1, 2) for part in parts)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if model.positions == "rotary":
+            tables = rotary_tables(model, tokens, value.device)
+            query, key = rotate(query, *tables), rotate(key, *tables)
+        # Each key and value head serves a run of neighbouring query heads.
+        shared = model.heads // model.kv_heads
+        key, values = key.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
+        mask = attention_mask(model, tokens, lengths, value.device)
+        attended = functional.scaled_dot_product_attention(
+            query, key, values, attn_mask=mask, is_causal=model.causal and mask is None
+        )
+        result: Tensor = self.output(attended.transpose(1, 2).reshape(sequences, tokens, model.query_width))
+        return result
+
+    def feed_forward(self, value: Tensor) -> Tensor:
+        if self.model.gated:
+            gate, up = self.gate_up(value).chunk(2, -1)
+            inner = self.activation(gate) * up
+        else:
+            inner = self.activation(self.up(value))
+        result: Tensor = self.down(inner)
+        return result
+
+
+class ReferenceModel(nn.Module):
+    """The whole network; `sequence_tokens` sizes a learned position table whose rows the description leaves open."""
+
+    def __init__(self, model: Transformer, sequence_tokens: int) -> None:
+        super().__init__()
+        check_trainable(model)
+        model.check_sequence(sequence_tokens)
+        self.model = model
+        hidden = model.hidden
+        self.embedding = None if model.tied else nn.Embedding(model.vocab, hidden)
+        learned = model.positions == "learned"
+        self.positions = nn.Embedding(model.position_rows or sequence_tokens, hidden) if learned else None
+        self.token_types = nn.Embedding(model.token_types, hidden) if model.token_types else None
+        self.embedding_norm = Norm(model, hidden) if model.embedding_norm else None
+        self.layers = nn.ModuleList(Block(model) for _ in range(model.layers))
+        if model.head == "classifier":
+            assert model.labels is not None
+            self.pooler = nn.Linear(hidden, hidden)
+            self.classifier = nn.Linear(hidden, model.labels)
+            return
+        self.final_norm = Norm(model, hidden) if model.final_norm else None
+        if model.head == "masked":
+            self.transform = nn.Linear(hidden, hidden)
+            self.transform_norm = Norm(model, hidden)
+        self.head = nn.Linear(hidden, model.vocab, bias=model.head_bias)
+
+    def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Logits: (sequences, tokens, vocab), or (sequences, labels) of a classifier.
+
+        A bidirectional model does not look at the tokens of a sequence from its entry of `lengths` on.
+        """
+        stream = self.embedded(ids)
+        for block in self.layers:
+            stream = block(stream, lengths)
+        return self.logits(stream)
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """The first block's input; every token is of the first type."""
+        # A tied model has one matrix, the head's, and looks its tokens up there.
+        table = self.head.weight if self.embedding is None else self.embedding.weight
+        stream = functional.embedding(ids, table)
+        if self.positions is not None:
+            stream = stream + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        if self.token_types is not None:
+            stream = stream + self.token_types(torch.zeros_like(ids))
+        return stream if self.embedding_norm is None else self.embedding_norm(stream)
+
+    def logits(self, stream: Tensor) -> Tensor:
+        """The head's result for the last block's."""
+        result: Tensor
+        if self.model.head == "classifier":
+            result = self.classifier(self.pooler(stream[:, 0]).tanh())
+            return result
+        if self.final_norm is not None:
+            stream = self.final_norm(stream)
+        if self.model.head == "masked":
+            stream = self.transform_norm(ACTIVATION_FUNCTIONS[self.model.activation](self.transform(stream)))
+        result = self.head(stream)
+        return result
+
+    def loss(self, ids: Tensor, labels: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """The sum of the cross-entropies of all labels but NO_LABEL, in fp32 at least.
+
+        Labels are what is to be foretold at their place: nothing is shifted here. A classifier has one a sequence.
+        """
+        logits = self(ids, lengths)
+        wide = logits.to(at_least_fp32(logits.dtype)).reshape(-1, logits.shape[-1])
+        return functional.cross_entropy(wide, labels.reshape(-1).long(), ignore_index=NO_LABEL, reduction="sum")
+
+
+def build(
+    model: Transformer, sequence_tokens: int, *, dtype: torch.dtype, device: torch.device | str
+) -> ReferenceModel:
+    """The network on a device (`meta` too), with numbers that are still to be set: see `engine.initial`."""
+    with torch.device("meta"):
+        module = ReferenceModel(model, sequence_tokens)
+    return module.to(dtype).to_empty(device=device)

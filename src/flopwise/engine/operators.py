@@ -1,0 +1,268 @@
+"""The description's operators, run: each forward, and backward from the gradients of what it made.
+
+Values and gradients have the names of the description, a row for each token. A product writes each of its results on
+its own, so that one of them can be made again without the others and comes out the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flopwise.core.formats import Formats
+from flopwise.core.op import Gemm, Op, Streaming
+from flopwise.core.transformer import Transformer
+from flopwise.core.work import Work
+from flopwise.engine.arena import Arena
+from flopwise.engine.formats import TYPES, statistics_type
+from flopwise.engine.kernels import dispatch
+from flopwise.engine.kernels.blocks import add_rounded
+from flopwise.engine.rotary import cosines_and_sines, rotary_frequencies
+from flopwise.engine.values import Gradients, Values
+
+
+Weights = Mapping[str, Tensor]
+"""Trained tensors of a part by their names in the description, or their gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A part's weights, and where their gradients are summed."""
+
+    weights: Weights
+    sums: Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which tokens a call is about."""
+
+    positions: Tensor
+    """Of each token within its sequence, int32."""
+
+    @property
+    def count(self) -> int:
+        return int(self.positions.shape[0])
+
+
+class Operators:
+    """All operators but attention, for one model in one set of formats."""
+
+    def __init__(self, model: Transformer, work: Work, formats: Formats, arena: Arena) -> None:
+        self.model, self.work, self.arena = model, work, arena
+        self.compute, self.statistics = TYPES[formats.compute], statistics_type(formats)
+        self.weights_differ = TYPES[formats.weights] != self.compute
+        self._frequencies: Tensor | None = None
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def forward(self, op: Op, values: Values, weights: Weights, rows: Rows, wanted: Collection[str]) -> None:
+        """Make the wanted results of an operator."""
+        if isinstance(op, Gemm):
+            self._product(op, values, weights, wanted)
+            return
+        assert isinstance(op, Streaming)
+        source = values[op.inputs[0]]
+        if op.kind == "norm":
+            self._norm(op, values, weights)
+        elif op.kind == "residual":
+            out = values.room(op.outputs[0], tuple(source.shape), source.dtype)
+            torch.add(source, values[op.inputs[1]], out=out)
+            for name in op.inputs[2:]:
+                out.add_(values[name])
+        elif op.name == "rotary":
+            self._rotate(op, values, rows, wanted)
+        elif op.name == "activation":
+            gate, up = self._gate_and_up(op, values)
+            dispatch.activation_forward(
+                self.model.activation, gate, up, out=values.room("activated", tuple(up.shape), up.dtype)
+            )
+        else:
+            kind = {"pooler_activation": "tanh", "transform_activation": self.model.activation}[op.name]
+            out = values.room(op.outputs[0], tuple(source.shape), source.dtype)
+            dispatch.activation_forward(kind, None, source, out=out)
+
+    def _gate_and_up(self, op: Op, values: Values) -> tuple[Tensor | None, Tensor]:
+        return (values[op.inputs[0]] if self.model.gated else None), values[op.inputs[-1]]
+
+    def _product(self, op: Gemm, values: Values, weights: Weights, wanted: Collection[str]) -> None:
+        source = values[op.inputs[0]]
+        for name, first, last in self.columns(op):
+            if name not in wanted:
+                continue
+            out = values.room(name, (source.shape[0], last - first), self.compute)
+            matrix = self._cast(weights[f"{op.name}.weight"][first:last])
+            if f"{op.name}.bias" in weights:
+                bias = self._cast(weights[f"{op.name}.bias"][first:last])
+                torch.addmm(bias, source, matrix.t(), out=out)
+                self._uncast(bias)
+            else:
+                torch.mm(source, matrix.t(), out=out)
+            self._uncast(matrix)
+
+    def columns(self, op: Gemm) -> list[tuple[str, int, int]]:
+        """Each result of a product with its rows of the weight."""
+        found, first = [], 0
+        for name in op.outputs:
+            width = self.work.tensors[name].elements // op.rows
+            found.append((name, first, first + width))
+            first += width
+        assert first == op.columns
+        return found
+
+    def _cast(self, weight: Tensor) -> Tensor:
+        """A weight in the format that products read."""
+        if not self.weights_differ:
+            return weight
+        return self.arena.take(tuple(weight.shape), self.compute).copy_(weight)
+
+    def _uncast(self, weight: Tensor) -> None:
+        if self.weights_differ:
+            self.arena.give(weight)
+
+    def _norm(self, op: Streaming, values: Values, weights: Weights) -> None:
+        source = values[op.inputs[0]]
+        scale = self._cast(weights[f"{op.name}.weight"])
+        bias = weights.get(f"{op.name}.bias")
+        bias = None if bias is None else self._cast(bias)
+        rows = source.numel() // scale.numel()
+        shape = (rows, 2) if self.model.norm == "layer" else (rows,)
+        out = values.room(op.outputs[0], tuple(source.shape), source.dtype)
+        dispatch.norm_forward(
+            source.view(rows, -1),
+            scale,
+            bias,
+            epsilon=self.model.norm_epsilon,
+            rms=self.model.norm == "rms",
+            out=out.view(rows, -1),
+            statistics=values.room(op.outputs[1], shape, self.statistics),
+        )
+        self._uncast(scale)
+        if bias is not None:
+            self._uncast(bias)
+
+    def _rotate(self, op: Streaming, values: Values, rows: Rows, wanted: Collection[str]) -> None:
+        table = self._table(rows)
+        for source, target in zip(op.inputs, op.outputs, strict=True):
+            if target in wanted:
+                tensor = values[source]
+                out = values.room(target, tuple(tensor.shape), tensor.dtype)
+                dispatch.rotate(self._by_head(tensor), *table, out=self._by_head(out), inverse=False)
+        for tensor in table:
+            self.arena.give(tensor)
+
+    def _by_head(self, tensor: Tensor) -> Tensor:
+        return tensor.view(tensor.shape[0], -1, self.model.head_dim)
+
+    def _table(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the tokens' angles."""
+        if self._frequencies is None:
+            self._frequencies = rotary_frequencies(self.model).to(rows.positions.device)
+        shape = (rows.count, self.model.head_dim // 2)
+        found = self.arena.take(shape, self.statistics), self.arena.take(shape, self.statistics)
+        cosines_and_sines(self._frequencies, rows.positions, out=found)
+        return found
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def backward(self, op: Op, values: Values, gradients: Gradients, trained: Trained, rows: Rows) -> None:
+        """From the gradients of an operator's results to those of its inputs; its weights' are added to their sums."""
+        if isinstance(op, Gemm):
+            self._product_backward(op, values, gradients, trained)
+            return
+        assert isinstance(op, Streaming)
+        if op.kind == "norm":
+            self._norm_backward(op, values, gradients, trained)
+        elif op.kind == "residual":
+            gradients.share(op.outputs[0], op.inputs)
+        elif op.name == "rotary":
+            self._rotate_backward(op, gradients, rows)
+        elif op.name == "activation":
+            self._activation_backward(op, values, gradients)
+        else:
+            self._pointwise_backward(op, values, gradients)
+
+    def _product_backward(self, op: Gemm, values: Values, gradients: Gradients, trained: Trained) -> None:
+        weights, sums = trained.weights, trained.sums
+        source = values[op.inputs[0]]
+        for name, first, last in self.columns(op):
+            gradient = gradients[name]
+            self._add_product(sums[f"{op.name}.weight"][first:last], gradient, source)
+            if f"{op.name}.bias" in sums:
+                add_rounded(sums[f"{op.name}.bias"][first:last], gradient.sum(0, dtype=self.statistics))
+            matrix = self._cast(weights[f"{op.name}.weight"][first:last])
+            target, there = gradients.target(op.inputs[0], tuple(source.shape), source.dtype)
+            if there:
+                target.addmm_(gradient, matrix)
+            else:
+                torch.mm(gradient, matrix, out=target)
+            self._uncast(matrix)
+            gradients.drop(name)
+
+    def _add_product(self, target: Tensor, gradient: Tensor, source: Tensor) -> None:
+        """The weight's gradient: outputs' gradients times inputs, summed over the rows."""
+        if target.dtype == gradient.dtype:
+            target.addmm_(gradient.t(), source)
+            return
+        product = self.arena.take(tuple(target.shape), gradient.dtype)
+        torch.mm(gradient.t(), source, out=product)
+        target.add_(product)
+        self.arena.give(product)
+
+    def _norm_backward(self, op: Streaming, values: Values, gradients: Gradients, trained: Trained) -> None:
+        weights, sums = trained.weights, trained.sums
+        name, source = op.inputs[0], values[op.inputs[0]]
+        scale = self._cast(weights[f"{op.name}.weight"])
+        rows = source.numel() // scale.numel()
+        gradient = gradients[op.outputs[0]]
+        there = name in gradients
+        if there:
+            out, _ = gradients.target(name, tuple(source.shape), source.dtype)
+        else:
+            out = gradients.replace(op.outputs[0], name)
+        statistics = values[op.outputs[1]]
+        dispatch.norm_backward(
+            gradient.view(rows, -1),
+            source.view(rows, -1),
+            scale,
+            statistics.view(rows, 2) if self.model.norm == "layer" else statistics.view(rows),
+            rms=self.model.norm == "rms",
+            out=out.view(rows, -1),
+            weight_gradient=sums[f"{op.name}.weight"],
+            bias_gradient=sums.get(f"{op.name}.bias"),
+            accumulate=there,
+        )
+        if there:
+            gradients.drop(op.outputs[0])
+        self._uncast(scale)
+
+    def _rotate_backward(self, op: Streaming, gradients: Gradients, rows: Rows) -> None:
+        table = self._table(rows)
+        for source, target in zip(op.inputs, op.outputs, strict=True):
+            gradient = gradients[target]
+            out = gradients.replace(target, source)
+            dispatch.rotate(self._by_head(gradient), *table, out=self._by_head(out), inverse=True)
+        for tensor in table:
+            self.arena.give(tensor)
+
+    def _activation_backward(self, op: Streaming, values: Values, gradients: Gradients) -> None:
+        gate, up = self._gate_and_up(op, values)
+        gradient = gradients[op.outputs[0]]
+        gate_out = None
+        if gate is not None:
+            gate_out, _ = gradients.target(op.inputs[0], tuple(gate.shape), gate.dtype)
+        up_out = gradients.replace(op.outputs[0], op.inputs[-1])
+        dispatch.activation_backward(self.model.activation, gradient, gate, up, gate_out=gate_out, up_out=up_out)
+
+    def _pointwise_backward(self, op: Streaming, values: Values, gradients: Gradients) -> None:
+        name = op.inputs[0]
+        gradient = gradients[op.outputs[0]]
+        out = gradients.replace(op.outputs[0], name)
+        if op.name == "pooler_activation":
+            # From the result: 1 − tanh².
+            out.copy_(torch.ops.aten.tanh_backward(gradient, values[op.outputs[0]]))
+            return
+        dispatch.activation_backward(self.model.activation, gradient, None, values[name], gate_out=None, up_out=out)

@@ -1,0 +1,104 @@
+"""The memory of a program: one slab on the device, one on the host, and in them every buffer that it names.
+
+What the plan keeps for libraries (their workspaces, what attention kernels allocate for themselves) is not in the slab:
+it is left free for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.program import OWNERS, Program
+
+ALIGNMENT_BYTES = 256
+
+
+class Room:
+    """Buffers of a program by their number, as bytes."""
+
+    def __init__(self, program: Program, device: torch.device, *, left_to_libraries: int) -> None:
+        self.program, self.device = program, device
+        self.left_to_libraries = left_to_libraries
+        self._size: dict[int, int] = {}
+        for index, buffer in enumerate(program.buffers):
+            own = buffer.bytes - (left_to_libraries if buffer.name == "workspace" else 0)
+            self._size[index] = max(0, own)
+        self.buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * len(program.buffers)
+        self.device_slab = self._slab("device")
+        self.host_slab = self._slab("host")
+        self._pinned = False
+
+    def _slab(self, place: str) -> Tensor:
+        """One piece of memory for a place, cut into its buffers; what is borrowed lies over the activations."""
+        chosen = [index for index, buffer in enumerate(self.program.buffers) if buffer.place == place]
+        own = [index for index in chosen if not self.program.buffers[index].borrowed]
+        # By owner, so that what borrows from an owner finds its memory in one piece.
+        own.sort(key=lambda index: OWNERS.index(self.program.buffers[index].owner))
+        total = sum(self._size[index] for index in own)
+        slab = _allocated(total, self.device if place == "device" else torch.device("cpu"), place)
+        start, lent = 0, None
+        for index in own:
+            if self.program.buffers[index].owner == "activations" and lent is None:
+                lent = start
+            self.buffers[index] = slab[start : start + self._size[index]]
+            start += self._size[index]
+        place_of_borrowed = lent or 0
+        for index in chosen:
+            if self.program.buffers[index].borrowed:
+                self.buffers[index] = slab[place_of_borrowed : place_of_borrowed + self._size[index]]
+                place_of_borrowed += self._size[index]
+        return slab
+
+    def pin(self) -> None:
+        """Lock the host's slab into memory, so that copies run beside the processor: exactly its bytes, no more."""
+        if not self.host_slab.numel():
+            return
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        outcome = runtime.cudaHostRegister(self.host_slab.data_ptr(), self.host_slab.numel(), 0)
+        if int(outcome) != 0:
+            raise FlopwiseError(
+                f"{self.host_slab.numel() / 2**30:.1f} GiB of host memory cannot be pinned",
+                why="the system refuses to lock so much",
+                hint="a plan with a smaller --host-mem, or a higher limit for locked memory (`ulimit -l`)",
+            )
+        self._pinned = True
+
+    def close(self) -> None:
+        """Unlock the host's slab."""
+        if self._pinned:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(self.host_slab.data_ptr())
+            self._pinned = False
+
+    def named(self, prefix: str) -> Iterator[tuple[int, Tensor]]:
+        """Buffers whose name begins so, in order."""
+        for index, buffer in enumerate(self.program.buffers):
+            if buffer.name.startswith(prefix):
+                yield index, self.buffers[index]
+
+
+def _allocated(size: int, device: torch.device, place: str) -> Tensor:
+    """So many bytes, beginning at a whole line."""
+    with _told(size, place):
+        raw = torch.empty(size + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+    first = -raw.data_ptr() % ALIGNMENT_BYTES
+    return raw[first : first + size]
+
+
+@contextlib.contextmanager
+def _told(size: int, place: str) -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "alloc" not in str(error).lower():
+            raise
+        raise FlopwiseError(
+            f"{size / 2**30:.2f} GiB of {place} memory cannot be had",
+            why="the plan takes all of its memory at the start, and there is not so much free now",
+            hint=f"plan again with a smaller --{place}-mem, or end what else uses it",
+        ) from None

@@ -1,0 +1,327 @@
+"""The streaming executor: plays a plan's program on one device, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.formats import parse_formats
+from flopwise.core.measurement import MemoryRow
+from flopwise.core.parameters import Part, parameters_of
+from flopwise.core.plan import Place, Plan
+from flopwise.core.program import Program
+from flopwise.core.training import Training
+from flopwise.core.transformer import Transformer
+from flopwise.engine.batch import Batch
+from flopwise.engine.ends import Loss
+from flopwise.engine.executor import Evaluated, Moment, StepResult
+from flopwise.engine.formats import TYPES, check_formats
+from flopwise.engine.kernels import dispatch
+from flopwise.engine.layout import moment_fields
+from flopwise.engine.modules import check_trainable
+from flopwise.engine.player import Player
+from flopwise.engine.room import Room
+from flopwise.engine.streams import CudaStreams, InOrder, Streams
+from flopwise.engine.updates import as_numbers
+from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES
+
+FORWARD = ("embed", "forward", "forward-before", "attention", "forward-after", "head")
+"""Kinds of tasks that an evaluation needs, beside the loads of weights."""
+
+
+class StreamingExecutor:
+    """Weights, their optimizer state and the program that trains them, in memory that is taken once."""
+
+    def __init__(
+        self, plan: Plan, program: Program, model: Transformer, training: Training, *, device: torch.device,
+        deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        check_supported(plan, model, training)
+        self.plan, self.program, self.model, self.training, self.device = plan, program, model, training, device
+        self.formats = parse_formats(plan.precision)
+        self.room = Room(program, device, left_to_libraries=left_to_libraries(plan, model))
+        self.player = Player(plan, program, model, training, self.room, deterministic=deterministic)
+        self._streams: Streams = InOrder()
+        if device.type == "cuda":
+            self.room.pin()
+            torch.cuda.reset_peak_memory_stats(device)
+            self._streams = CudaStreams(device, {other for task in program.tasks for other in task.after})
+        self._actions = [self.player.action(task) for task in program.tasks]
+        self._squares: dict[int, tuple[Tensor, Tensor]] = self._norms() if training.clip_norm is not None else {}
+        self._first_update = next(
+            (index for index, task in enumerate(program.tasks) if task.kind == "optimize"), len(program.tasks)
+        )
+        self._forward = self._forward_tasks()
+        self.parameters = parameters_of(model, plan.sequence_tokens)
+
+    # -- what it holds --------------------------------------------------------------------------------------------
+
+    def set_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Give parameters their values, by name; to every buffer that holds them when a step begins."""
+        for parameter in self.parameters:
+            if parameter.name in values:
+                for index in self._holders("weights", parameter.part):
+                    views = self.player.views(index, parameter.part, "weights")
+                    views[parameter.local].copy_(values[parameter.name])
+        self._master_from_weights(values)
+
+    def _master_from_weights(self, values: Mapping[str, Tensor]) -> None:
+        """A master copy begins as exact as what it was given."""
+        if self.formats.master:
+            for parameter in self.parameters:
+                if parameter.name in values:
+                    self.set_moment(parameter.name, "master", values[parameter.name])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters by name, where they are now: to read, not to keep."""
+        found = {}
+        for parameter in self.parameters:
+            index = self._holders("weights", parameter.part)[0]
+            found[parameter.name] = self.player.views(index, parameter.part, "weights")[parameter.local]
+        return found
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients by name where they all stay on the device: for tests of small models."""
+        found = {}
+        for parameter in self.parameters:
+            index = self._gradient_buffer(parameter.part)
+            found[parameter.name] = self.player.views(index, parameter.part, "gradients")[parameter.local]
+        return found
+
+    def _gradient_buffer(self, part: Part) -> int:
+        prefix = f"gradients {part} "
+        for task in reversed(self.program.tasks):
+            for use in task.writes:
+                if use.value.startswith(prefix):
+                    return use.buffer
+        raise AssertionError(f"nobody writes the gradient of {part}")
+
+    def moments(self) -> Iterator[tuple[str, Moment, Tensor]]:
+        """(parameter, which, numbers) of the optimizer's state: to read, not to keep."""
+        for part, numbers in self.player.numbers.items():
+            whole: dict[Moment, Tensor] = {}
+            pieces = list(self._pieces(part))
+            for moment in self._moment_names():
+                parts = [field[moment] for _, field in pieces]
+                whole[moment] = parts[0] if len(parts) == 1 else torch.cat(parts)
+            for parameter in numbers.parameters:
+                for moment, flat in whole.items():
+                    piece = flat[parameter.first : parameter.first + parameter.elements]
+                    yield parameter.name, moment, piece.view(parameter.shape)
+
+    def set_moment(self, name: str, moment: Moment, values: Tensor) -> None:
+        """Give a parameter's optimizer state its values, wherever its pieces are."""
+        parameter = next(parameter for parameter in self.parameters if parameter.name == name)
+        flat = values.reshape(-1)
+        for first, fields in self._pieces(parameter.part, every=True):
+            target = fields[moment]
+            begin = max(first, parameter.first)
+            end = min(first + target.numel(), parameter.first + parameter.elements)
+            if begin < end:
+                target[begin - first : end - first].copy_(flat[begin - parameter.first : end - parameter.first])
+
+    def clear_moments(self) -> None:
+        """Nothing was learned yet."""
+        for part in self.player.numbers:
+            for _, fields in self._pieces(part, every=True):
+                fields["first"].zero_()
+                fields["second"].zero_()
+
+    def _moment_names(self) -> tuple[Moment, ...]:
+        return ("first", "second", "master") if self.formats.master else ("first", "second")
+
+    def _holders(self, kind: str, part: Part) -> list[int]:
+        """Buffers that hold a part when a step begins."""
+        prefix = f"{kind} {part} "
+        return [index for index, value in self.program.at_start.items() if value.startswith(prefix)]
+
+    def _pieces(self, part: Part, *, every: bool = False) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """(first number, fields) of a part's optimizer state, piece by piece; `every`: in all places that hold it."""
+        counts = self._piece_counts()[part]
+        first = 0
+        for number, count in enumerate(counts):
+            value = f"optimizer {part}.{number} v0"
+            holders = [index for index, held in self.program.at_start.items() if held == value]
+            for index in holders if every else holders[:1]:
+                fields = moment_fields(count, self.formats)
+                yield first, {name: field.of(self.room.buffers[index]) for name, field in fields.items()}
+            first += count
+
+    def _piece_counts(self) -> dict[Part, list[int]]:
+        found: dict[Part, list[int]] = {}
+        for task in self.program.tasks:
+            if task.kind == "optimize":
+                found.setdefault(self.player.part_of(task), []).append(task.parameters)
+        return found
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, number: int) -> StepResult:
+        """Train on a batch, in rounds of the plan's size; `number` counts from 0."""
+        rounds = list(batch.micro_batches(self.plan.sequences_per_round))
+        if len(rounds) != self.plan.rounds_per_step:
+            raise FlopwiseError(
+                f"a batch of {batch.sequences} sequences is no step of this plan",
+                why=f"it has {self.plan.rounds_per_step} rounds of {self.plan.sequences_per_round}",
+                hint="plan again with this --batch",
+            )
+        with_loss = batch.with_loss
+        player = self.player
+        player.scale = 1.0 / max(1, with_loss)
+        player.loss.total.zero_()
+        player.updates.begin(number)
+        for total, _ in self._squares.values():
+            total.zero_()
+        norm: Tensor | None = None
+        current = -1
+        for index, task in enumerate(self.program.tasks):
+            if task.stream == "compute" and task.kind != "optimize" and task.round != current:
+                current = task.round
+                player.inputs.bring(rounds[current])
+            if index == self._first_update and self._squares:
+                norm = self._clip()
+            self._streams.run(index, task.stream, task.after, self._actions[index])
+            if index in self._squares:
+                total, gradient = self._squares[index]
+                dispatch.sum_of_squares(gradient, out=total)
+        waited_s = self._streams.finish()
+        return StepResult(
+            loss=float(player.loss.total) / max(1, with_loss),
+            with_loss=with_loss,
+            gradient_norm=None if norm is None else float(norm),
+            waited_s=waited_s,
+        )
+
+    def _clip(self) -> Tensor:
+        return self.player.updates.clip(torch.stack([total for total, _ in self._squares.values()]))
+
+    def _norms(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """The last task that adds to each part's gradient, the place of its sum of squares, and the gradient."""
+        last: dict[str, tuple[int, int]] = {}
+        for index, task in enumerate(self.program.tasks):
+            for use in task.writes:
+                if self.program.buffers[use.buffer].owner == "gradients" and task.stream == "compute":
+                    last[use.value.split()[1]] = (index, use.buffer)
+        found = {}
+        for part, numbers in self.player.numbers.items():
+            index, buffer = last[str(part)]
+            gradient = as_numbers(self.room.buffers[buffer], TYPES[self.formats.gradients], numbers.count)
+            total = torch.zeros((), dtype=self.player.statistics, device=self.device)
+            found[index] = (total, gradient)
+        return found
+
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluated:
+        """The loss and the right answers of held-out data; nothing is learned from it."""
+        player = self.player
+        training_loss = player.loss
+        player.loss = Loss(
+            torch.zeros_like(training_loss.total), torch.zeros((), dtype=torch.int64, device=self.device)
+        )
+        player.evaluating = True
+        with_loss = sequences = 0
+        try:
+            for batch in batches:
+                for micro in batch.micro_batches(self.plan.sequences_per_round):
+                    player.inputs.bring(micro)
+                    for index in self._forward:
+                        task = self.program.tasks[index]
+                        self._streams.run(index, task.stream, task.after, self._actions[index])
+                    self._streams.finish()
+                    self._bring_back()
+                with_loss += batch.with_loss
+                sequences += batch.sequences
+            assert player.loss.correct is not None
+            loss, correct = float(player.loss.total), int(player.loss.correct)
+        finally:
+            player.evaluating = False
+            player.loss = training_loss
+        return Evaluated(loss / max(1, with_loss), correct, with_loss, sequences)
+
+    def _forward_tasks(self) -> list[int]:
+        """The first round up to the loss, without what only backward needs."""
+        heads = [index for index, task in enumerate(self.program.tasks) if task.kind == "head" and task.round == 0]
+        return [
+            index
+            for index, task in enumerate(self.program.tasks[: heads[-1] + 1])
+            if task.kind in FORWARD or (task.kind == "load" and task.what == "weights")
+        ]
+
+    def _bring_back(self) -> None:
+        """Slots that weights pass through hold again what a step expects in them."""
+        for index, value in self.program.at_start.items():
+            buffer = self.program.buffers[index]
+            if buffer.owner == "weights" and "slot" in buffer.name:
+                part = value.split()[1]
+                home = self._host_home(part)
+                size = min(self.room.buffers[index].numel(), self.room.buffers[home].numel())
+                self.room.buffers[index][:size].copy_(self.room.buffers[home][:size])
+
+    def _host_home(self, part: str) -> int:
+        name = f"host weights {part}"
+        return next(index for index, buffer in enumerate(self.program.buffers) if buffer.name == name)
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def memory(self) -> tuple[MemoryRow, ...]:
+        """By place and owner, as planned and as it is, and what nobody planned."""
+        rows: list[MemoryRow] = []
+        places: tuple[Place, ...] = ("device", "host")
+        for place in places:
+            planned = self.program.bytes_by_owner(place)
+            measured = dict(planned)
+            if place == "device":
+                measured["workspace"] = self._workspace_bytes(planned)
+            beyond = max(0, measured.get("workspace", 0) - planned.get("workspace", 0))
+            if beyond:
+                measured["workspace"] -= beyond
+            rows += [
+                MemoryRow(place=place, owner=owner, planned_bytes=size, measured_bytes=measured[owner])
+                for owner, size in planned.items()
+            ]
+            if planned:
+                rows.append(MemoryRow(place=place, owner="unaccounted", planned_bytes=0, measured_bytes=beyond))
+        return tuple(rows)
+
+    def _workspace_bytes(self, planned: Mapping[str, int]) -> int:
+        """What is not the slab's other buffers: asked of the allocator on a GPU, of the arenas on a CPU."""
+        if self.device.type == "cuda":
+            others = sum(size for owner, size in planned.items() if owner != "workspace")
+            return int(torch.cuda.max_memory_allocated(self.device)) - others
+        own = planned.get("workspace", 0) - self.room.left_to_libraries
+        return own + self.player.arena.peak_beside_bytes
+
+    def close(self) -> None:
+        """Give back what does not go by itself."""
+        self._streams.close()
+        self.room.close()
+
+
+def left_to_libraries(plan: Plan, model: Transformer) -> int:
+    """Of the workspace, what attention kernels and matrix libraries allocate for themselves.
+
+    Gradients of queries, keys and values come in tensors of their own, those of the queries in fp32 while summed. The
+    arena is fullest at other times, and then finds what is missing in the same memory.
+    """
+    formats = parse_formats(plan.precision)
+    each = model.query_width * (formats.statistics_bytes + formats.compute_bytes)
+    each += 2 * model.kv_width * formats.compute_bytes
+    return LIBRARY_WORKSPACE_BYTES + each * plan.tokens_of(0)
+
+
+def check_supported(plan: Plan, model: Transformer, training: Training) -> None:
+    """Refuse what the streaming executor does not do."""
+    check_formats(parse_formats(plan.precision))
+    check_trainable(model)
+    if plan.optimizer != "adamw":
+        raise FlopwiseError(
+            f"{plan.optimizer} cannot be trained with yet", why="AdamW is the one there is", hint="--optimizer adamw"
+        )
+    if training.clip_norm is not None and plan.update_when != "end":
+        raise FlopwiseError(
+            "the plan updates before all gradients are there, and they are to be clipped by their norm",
+            why="the norm is known when the last of them is",
+            hint="plan with --clip, or train without it",
+        )
