@@ -23,7 +23,6 @@ from flopwise.engine.kernels.blocks import add_rounded
 from flopwise.engine.rotary import cosines_and_sines, rotary_frequencies
 from flopwise.engine.values import Gradients, Values
 
-
 Weights = Mapping[str, Tensor]
 """Trained tensors of a part by their names in the description, or their gradients."""
 
@@ -65,10 +64,10 @@ class Operators:
             self._product(op, values, weights, wanted)
             return
         assert isinstance(op, Streaming)
-        source = values[op.inputs[0]]
         if op.kind == "norm":
             self._norm(op, values, weights)
         elif op.kind == "residual":
+            source = values[op.inputs[0]]
             out = values.room(op.outputs[0], tuple(source.shape), source.dtype)
             torch.add(source, values[op.inputs[1]], out=out)
             for name in op.inputs[2:]:
@@ -82,6 +81,7 @@ class Operators:
             )
         else:
             kind = {"pooler_activation": "tanh", "transform_activation": self.model.activation}[op.name]
+            source = values[op.inputs[0]]
             out = values.room(op.outputs[0], tuple(source.shape), source.dtype)
             dispatch.activation_forward(kind, None, source, out=out)
 
