@@ -53,9 +53,7 @@ def numpy_rounded(values: np.ndarray, bits: np.ndarray) -> np.ndarray:
     return rounded
 
 
-@given(
-    st.integers(0, 2**63 - 1), st.integers(1, 2**31), st.integers(0, 2), st.integers(0, 2**40), st.integers(1, 300)
-)
+@given(st.integers(0, 2**63 - 1), st.integers(1, 2**31), st.integers(0, 2), st.integers(0, 2**40), st.integers(1, 300))
 def test_random_bits_are_the_documented_hash(seed: int, step: int, tensor: int, first: int, count: int) -> None:
     found = random_bits(Seed(seed).keys(step, tensor), first, count, torch.device("cpu"))
     places = np.arange(first, first + count, dtype=np.uint64)
@@ -78,7 +76,7 @@ def test_random_bits_are_even_and_unrelated() -> None:
     assert float(off.abs().max()) < 6 / sqrt(count)
 
 
-@pytest.mark.parametrize("value", [1.0 + 2**-10, -3.3, 1e-30, 1e-40, 0.1, -2.0**-126, 3e38])
+@pytest.mark.parametrize("value", [1.0 + 2**-10, -3.3, 1e-30, 1e-40, 0.1, -(2.0**-126), 3e38])
 def test_rounding_by_chance_is_unbiased(value: float) -> None:
     count = 1 << 18
     values = torch.full((count,), value, dtype=SINGLE)
@@ -116,9 +114,7 @@ def test_adamw_is_torchs(count: int, as_tensor: bool, scale: float) -> None:
 
 @pytest.mark.parametrize("moments", [SINGLE, HALF])
 @pytest.mark.parametrize("gradient_type", [SINGLE, HALF])
-def test_a_master_is_updated_and_the_weights_are_its_rounding(
-    moments: torch.dtype, gradient_type: torch.dtype
-) -> None:
+def test_a_master_is_updated_and_the_weights_are_its_rounding(moments: torch.dtype, gradient_type: torch.dtype) -> None:
     torch.manual_seed(1)
     master = torch.randn(1001)
     weights = master.to(HALF)

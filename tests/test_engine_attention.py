@@ -181,9 +181,7 @@ def test_the_kernel_of_the_processor_agrees(dtype: torch.dtype, causal: bool, kv
 def test_views_into_a_fused_projection_are_taken() -> None:
     look = Look(4, 2, 8, True, None)
     together = torch.randn(2, 13, (4 + 2 + 2) * 8, dtype=torch.float64)
-    query, key, value = (
-        each.unflatten(2, (-1, 8)) for each in together.split([4 * 8, 2 * 8, 2 * 8], dim=2)
-    )
+    query, key, value = (each.unflatten(2, (-1, 8)) for each in together.split([4 * 8, 2 * 8, 2 * 8], dim=2))
     case = Case(look, query, key, value, torch.randn(2, 13, 4, 8, dtype=torch.float64))
     for kernel in ("plain", "cpu-flash"):
         case.check(kernel, 1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, settings
@@ -57,11 +58,12 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
     assert float((found.double() - expected.detach()).abs().amax()) <= tolerance * largest
 
 
-def small_blocks(row_bytes: int) -> pytest.MonkeyPatch:
-    """Blocks of about one row, so that small tensors need several."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(blocks, "BLOCK_BYTES", row_bytes)
-    return patch
+@contextmanager
+def small_blocks(block_bytes: int) -> Iterator[None]:
+    """Blocks of a few rows, so that small tensors need several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+        yield
 
 
 def norm_formula(source: Tensor, weight: Tensor, bias: Tensor | None, *, rms: bool) -> Tensor:
@@ -84,7 +86,7 @@ def test_norms(
     statistics = torch.empty((rows,) if rms else (rows, 2), dtype=wide(dtype))
     sums = torch.ones(2, width, dtype=wide(dtype))
     target = given_out.clone() if accumulate else gradient
-    with small_blocks(block_bytes).context():
+    with small_blocks(block_bytes):
         dispatch.norm_forward(
             source, weight, bias if biased else None, epsilon=1e-5, rms=rms, out=out, statistics=statistics
         )
@@ -125,7 +127,7 @@ def test_rotations(tokens: int, heads: int, half: int, dtype: torch.dtype, inver
     turned = torch.complex(source[..., :half].double(), source[..., half:].double()) * turn
     kept = buffer[:, 0].clone()
     out = source if in_place else torch.empty_like(source)
-    with small_blocks(heads * half * 64).context():
+    with small_blocks(heads * half * 64):
         dispatch.rotate(source, angles.cos(), angles.sin(), out=out, inverse=inverse)
     close(out, torch.cat([turned.real, turned.imag], -1), ROUNDING[dtype])
     assert torch.equal(buffer[:, 0], kept)
@@ -159,7 +161,7 @@ def test_activations(kind: str, rows: int, width: int, dtype: torch.dtype, gated
     expected = act(leaves[0]) * leaves[1] if gated else act(leaves[1])
     of_gate, of_up = torch.autograd.grad(expected, leaves, gradient.double(), allow_unused=True)
     out = torch.empty_like(up)
-    with small_blocks(width * 100).context():
+    with small_blocks(width * 100):
         dispatch.activation_forward(kind, gate if gated else None, up, out=out)
         dispatch.activation_backward(
             kind, gradient, gate if gated else None, up, gate_out=gate if gated else None, up_out=gradient
@@ -189,7 +191,7 @@ def test_cross_entropy(rows: int, vocabulary: int, dtype: torch.dtype, block_byt
     total = functional.cross_entropy(source, labels.long(), ignore_index=-1, reduction="sum")
     below = torch.autograd.grad(total * 0.25, source)[0]
     loss = torch.tensor(3.0, dtype=wide(dtype))
-    with small_blocks(block_bytes).context():
+    with small_blocks(block_bytes):
         dispatch.cross_entropy(logits, labels, scale=0.25, loss=loss)
     close(logits, below, ROUNDING[dtype])
     close(loss - 3, total, ROUNDING[wide(dtype)])
@@ -213,7 +215,7 @@ def test_embeddings(
     gradient, sums = normal(rows, width, dtype=dtype), normal(entries, width, dtype=kept)
     expected = sums.double().index_add(0, ids.long(), gradient.double())
     out, added = torch.empty_like(given_out), given_out.clone()
-    with small_blocks(block_bytes).context():
+    with small_blocks(block_bytes):
         dispatch.embedding_forward(ids, table, out=out)
         dispatch.embedding_add(ids, table, out=added)
         dispatch.embedding_backward(ids, gradient, table_gradient=sums)
@@ -225,7 +227,7 @@ def test_embeddings(
 def test_one_id_many_times_is_rounded_once() -> None:
     # Added one by one, a bf16 sum would stop growing at 256.
     gradient, sums = torch.ones(5000, 3, dtype=HALF), torch.zeros(2, 3, dtype=HALF)
-    with small_blocks(4096).context():
+    with small_blocks(4096):
         dispatch.embedding_backward(torch.ones(5000, dtype=torch.int32), gradient, table_gradient=sums)
     assert sums.tolist() == [[0.0] * 3, [float(torch.tensor(5000.0).to(HALF))] * 3]
 
@@ -234,9 +236,11 @@ def test_one_id_many_times_is_rounded_once() -> None:
 def test_sums_of_squares(count: int, dtype: torch.dtype, block_bytes: int) -> None:
     values = normal(count, dtype=dtype)
     out = torch.tensor(2.0, dtype=wide(dtype))
-    with small_blocks(block_bytes).context():
+    with small_blocks(block_bytes):
         dispatch.sum_of_squares(values, out=out)
-    assert float(out) == pytest.approx(2 + float(values.double().square().sum()), rel=2e-6 if dtype != DOUBLE else 1e-12)
+    assert float(out) == pytest.approx(
+        2 + float(values.double().square().sum()), rel=2e-6 if dtype != DOUBLE else 1e-12
+    )
 
 
 Result = dict[str, Tensor]

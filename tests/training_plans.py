@@ -53,7 +53,9 @@ def cut_plan(model: Transformer, *, sequence: int, chunk: int, letters: str, att
     parts = -(-sequence // chunk)
     groups = changes.pop("groups", 1)
     count = parts * groups
-    rows = tuple("".join(letters[(layer + place) % len(letters)] for place in range(count)) for layer in range(model.layers))
+    rows = tuple(
+        "".join(letters[(layer + place) % len(letters)] for place in range(count)) for layer in range(model.layers)
+    )
     return everything_stays(
         model, sequence=sequence, chunk_tokens=chunk, chunks_per_round=count, attention=attention, saves=rows, **changes
     )

@@ -47,6 +47,8 @@ class SequenceBlock:
 
     def __init__(self, block: Block, room: SequenceRoom) -> None:
         self.block, self.room = block, room
+        self._keys_left: set[int] = set()
+        """First tokens of chunks for which `make_keys` has left in the room what the norm of the keys reads."""
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -110,6 +112,7 @@ class SequenceBlock:
         values = Values(block.arena, places)
         values["input"] = source
         block.make_keys(values, weights, chunk)
+        self._keys_left.add(chunk.first)
         values.close()
 
     def backward_after(
@@ -119,8 +122,8 @@ class SequenceBlock:
         block, room = self.block, self.room
         brought = ("query", "attended", "logsumexp", *block.extras)
         kept = {*block.saved.names(level), "key", "value"}
-        if level == "input":
-            # `make_keys` has left them in the room.
+        if level == "input" and chunk.first in self._keys_left:
+            self._keys_left.discard(chunk.first)
             kept |= {name for name in block.extras if name.startswith("key")}
         for name in brought:
             rows = room.rows(name, chunk)

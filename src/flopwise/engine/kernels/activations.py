@@ -108,7 +108,7 @@ def _leaky_relu(values: Tensor) -> Tensor:
 
 
 def _leaky_relu_slope(values: Tensor) -> Tensor:
-    return torch.where(values > 0, 1.0, LEAK).to(values.dtype)
+    return torch.where(values > 0, torch.ones_like(values), LEAK)
 
 
 def _mish_inner(values: Tensor) -> Tensor:
