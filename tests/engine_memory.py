@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the bytes of new storages, and takes them off again when they are freed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.alive: dict[int, int] = {}
         self.total = 0
         self.peak = 0
@@ -43,6 +43,7 @@ class _Counting(TorchDispatchMode):
 
 def peak_bytes(call: Callable[[], None]) -> int:
     """The most bytes that tensors made within the call held at one time."""
-    with _Counting() as counting:
+    counting = _Counting()
+    with counting:
         call()
     return counting.peak

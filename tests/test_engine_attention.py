@@ -5,22 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-torch = pytest.importorskip("torch")
-
-from torch import Tensor  # noqa: E402
-
-from flopwise.engine.kernels import plain_attention  # noqa: E402
-from flopwise.engine.kernels.attention import (  # noqa: E402
+from flopwise.engine.kernels import plain_attention
+from flopwise.engine.kernels.attention import (
     Kernel,
     Look,
     attention_backward,
     attention_forward,
     choose_kernel,
 )
-from tests.engine_memory import peak_bytes  # noqa: E402
+from tests.engine_memory import peak_bytes
 
 CPU = torch.device("cpu")
 
@@ -181,7 +179,7 @@ def test_the_kernel_of_the_processor_agrees(dtype: torch.dtype, causal: bool, kv
 def test_views_into_a_fused_projection_are_taken() -> None:
     look = Look(4, 2, 8, True, None)
     together = torch.randn(2, 13, (4 + 2 + 2) * 8, dtype=torch.float64)
-    query, key, value = (each.unflatten(2, (-1, 8)) for each in together.split([4 * 8, 2 * 8, 2 * 8], dim=2))
+    query, key, value = (each.view(2, 13, -1, 8) for each in torch.split(together, [4 * 8, 2 * 8, 2 * 8], dim=2))
     case = Case(look, query, key, value, torch.randn(2, 13, 4, 8, dtype=torch.float64))
     for kernel in ("plain", "cpu-flash"):
         case.check(kernel, 1e-12)

@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import Tensor  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from flopwise.core.transformer import ACTIVATIONS  # noqa: E402
-from flopwise.engine.kernels import blocks, dispatch  # noqa: E402
-from tests.engine_memory import peak_bytes  # noqa: E402
+from flopwise.core.transformer import ACTIVATIONS
+from flopwise.engine.kernels import blocks, dispatch
+from tests.engine_memory import peak_bytes
 
 SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
 TYPES = (DOUBLE, SINGLE, HALF)
@@ -33,7 +31,7 @@ def _seeded() -> None:
 
 
 @pytest.fixture
-def two_threads() -> Iterator[None]:
+def _two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -73,9 +71,17 @@ def norm_formula(source: Tensor, weight: Tensor, bias: Tensor | None, *, rms: bo
     return functional.layer_norm(source, source.shape[-1:], weight, bias, eps=1e-5)
 
 
-@given(sizes, sizes, types, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([1, 4 << 20]))
+@given(
+    rows=sizes,
+    width=sizes,
+    dtype=types,
+    rms=st.booleans(),
+    biased=st.booleans(),
+    accumulate=st.booleans(),
+    block_bytes=st.sampled_from([1, 4 << 20]),
+)
 def test_norms(
-    rows: int, width: int, dtype: torch.dtype, rms: bool, biased: bool, accumulate: bool, block_bytes: int
+    *, rows: int, width: int, dtype: torch.dtype, rms: bool, biased: bool, accumulate: bool, block_bytes: int
 ) -> None:
     source, weight, bias = normal(rows, width, dtype=dtype), normal(width, dtype=dtype), normal(width, dtype=dtype)
     gradient, given_out = normal(rows, width, dtype=dtype), normal(rows, width, dtype=dtype)
@@ -118,8 +124,15 @@ def test_the_rms_norm_rounds_as_transformers_does() -> None:
     assert torch.equal(out, module(source).detach())
 
 
-@given(sizes, st.integers(1, 5), st.integers(1, 9), types, st.booleans(), st.booleans())
-def test_rotations(tokens: int, heads: int, half: int, dtype: torch.dtype, inverse: bool, in_place: bool) -> None:
+@given(
+    tokens=sizes,
+    heads=st.integers(1, 5),
+    half=st.integers(1, 9),
+    dtype=types,
+    inverse=st.booleans(),
+    in_place=st.booleans(),
+)
+def test_rotations(*, tokens: int, heads: int, half: int, dtype: torch.dtype, inverse: bool, in_place: bool) -> None:
     buffer = normal(tokens, heads + 1, 2 * half, dtype=dtype)
     source = buffer[:, 1:]
     angles = normal(tokens, half).to(wide(dtype))
@@ -206,9 +219,16 @@ def test_cross_entropy_of_large_and_hidden_logits() -> None:
     assert float(loss) == pytest.approx(2e4 + 0.6931472)
 
 
-@given(sizes, sizes, st.integers(1, 9), types, types, st.sampled_from([1, 300, 4 << 20]))
+@given(
+    rows=sizes,
+    width=sizes,
+    entries=st.integers(1, 9),
+    dtype=types,
+    kept=types,
+    block_bytes=st.sampled_from([1, 300, 4 << 20]),
+)
 def test_embeddings(
-    rows: int, width: int, entries: int, dtype: torch.dtype, kept: torch.dtype, block_bytes: int
+    *, rows: int, width: int, entries: int, dtype: torch.dtype, kept: torch.dtype, block_bytes: int
 ) -> None:
     ids = torch.randint(0, entries, (rows,), dtype=torch.int32)
     table, given_out = normal(entries, width, dtype=dtype), normal(rows, width, dtype=dtype)
@@ -277,9 +297,8 @@ def by_rows(rows: slice, values: dict[str, Tensor], dtype: torch.dtype, *, rms: 
 @pytest.mark.parametrize("dtype", [SINGLE, HALF])
 @pytest.mark.parametrize("rms", [True, False])
 @pytest.mark.parametrize(("rows", "width"), [(23, 1), (23, 7), (23, 129), (7, 50257)])
-def test_a_row_is_the_same_in_every_chunk(
-    dtype: torch.dtype, rms: bool, rows: int, width: int, two_threads: None
-) -> None:
+@pytest.mark.usefixtures("_two_threads")
+def test_a_row_is_the_same_in_every_chunk(dtype: torch.dtype, rms: bool, rows: int, width: int) -> None:
     values = {
         "source": normal(rows, width, dtype=dtype),
         "gradient": normal(rows, width, dtype=dtype),
@@ -298,7 +317,7 @@ def test_temporaries_are_bounded() -> None:
     rows, width = 4096, 4096
     source, gradient, out = (torch.ones(rows, width, dtype=HALF) for _ in range(3))
     weight, sums, statistics = torch.ones(width, dtype=HALF), torch.zeros(2, width), torch.empty(rows, 2)
-    ids, loss = torch.arange(rows, dtype=torch.int32) % 50, torch.zeros(())
+    ids, loss, turns = torch.arange(rows, dtype=torch.int32) % 50, torch.zeros(()), torch.ones(rows, 64)
     calls: dict[str, Callable[[], None]] = {
         "norm": lambda: dispatch.norm_forward(
             source, weight, weight, epsilon=1e-5, rms=False, out=out, statistics=statistics
@@ -312,9 +331,7 @@ def test_temporaries_are_bounded() -> None:
             accumulate=True,
         ),
         "rotate": lambda: dispatch.rotate(
-            *(source.unflatten(1, (32, 128)), torch.ones(rows, 64), torch.ones(rows, 64)),
-            out=out.unflatten(1, (32, 128)),
-            inverse=True,
+            source.view(rows, 32, 128), turns, turns, out=out.view(rows, 32, 128), inverse=True
         ),
         "activation": lambda: dispatch.activation_forward("gelu_tanh", gradient, source, out=out),
         "activation backward": lambda: dispatch.activation_backward(

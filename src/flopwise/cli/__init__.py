@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 try:
     import typer
 
-    from flopwise.cli import catalogue, design, env, plan, predict, validate
+    from flopwise.cli import catalogue, design, env, plan, predict, train, validate
 except KeyboardInterrupt:
     # Most of a short run goes by here, before `main` could answer.
     sys.exit(130)
@@ -32,6 +32,7 @@ app = typer.Typer(
 # In the order of the help page.
 app.command()(predict.predict)
 app.command()(plan.plan)
+app.command()(train.train)
 app.command()(design.design)
 app.command()(validate.validate)
 app.command("ls")(catalogue.list_catalogue)

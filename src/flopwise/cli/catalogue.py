@@ -1,27 +1,40 @@
-"""`flopwise ls` and `flopwise show`: what the catalogue holds."""
+"""`flopwise ls` and `flopwise show`: what the catalogue and the store of runs hold."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flopwise.cli.options import FORMS, hardware_named, one_of
 from flopwise.cli.output import show_page, width
+from flopwise.cli.train_options import StoreOption
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from flopwise.core.measurement import StepRecord
+    from flopwise.core.store import Listed
 
 
 def list_catalogue(
-    what: Annotated[str, typer.Argument(help="models, hardware or stacks.")] = "models",
+    what: Annotated[str, typer.Argument(help="models, hardware, stacks or runs.")] = "models",
+    store: StoreOption = "",
     output: Annotated[str, typer.Option("--output", "-o", help="table, md, csv or json.")] = "table",
 ) -> None:
-    """List the models, the hardware or the training frameworks (stacks) of the catalogue."""
+    """List the models, the hardware or the training frameworks (stacks) of the catalogue, or the runs of a store."""
     from flopwise.core.catalog import hardware_names, load_hardware, load_model, load_stack, model_names, stack_names
     from flopwise.core.files import to_json
     from flopwise.report import listings
-    from flopwise.report.tables import csv_text, fitting_columns, markdown_table, text_table
+    from flopwise.report.tables import csv_text
 
-    kind = one_of(what, ("models", "hardware", "stacks"), "flopwise ls")
+    kind = one_of(what, ("models", "hardware", "stacks", "runs"), "flopwise ls")
     form = one_of(output, FORMS, "--output")
+    if kind == "runs":
+        _list_runs(store, form)
+        return
+    _refuse_store(store, f"flopwise ls {kind}")
     columns: tuple[str, ...]
     if kind == "models":
         models = [load_model(name) for name in model_names()]
@@ -39,24 +52,48 @@ def list_catalogue(
         typer.echo(to_json(records))
     elif form == "csv":
         typer.echo(csv_text([listings.flat_record(record) for record in records]), nl=False)
-    elif form == "md":
-        typer.echo(markdown_table(columns, rows, listings.WORDS), nl=False)
     else:
-        shown = fitting_columns(columns, rows, width(), listings.GIVING_WAY)
-        show_page(text_table(columns, rows, listings.WORDS, shown=shown))
+        _print_rows(columns, rows, form, listings.WORDS, listings.GIVING_WAY)
+
+
+def _print_rows(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], form: str, words: set[str], giving_way: Sequence[str]
+) -> None:
+    from flopwise.report.tables import fitting_columns, markdown_table, text_table
+
+    if form == "md":
+        typer.echo(markdown_table(columns, rows, words), nl=False)
+    else:
+        show_page(text_table(columns, rows, words, shown=fitting_columns(columns, rows, width(), giving_way)))
 
 
 def show(
-    name: Annotated[str, typer.Argument(help="A model, a device, a stack or a technology: catalogue name or file.")],
-    output: Annotated[str, typer.Option("--output", "-o", help="toml or json.")] = "toml",
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A model, a device, a stack or a technology: catalogue name or file; or a run: 0142, last."
+        ),
+    ],
+    store: StoreOption = "",
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="toml or json; of a run, table or json.", show_default=False)
+    ] = "auto",
     write: Annotated[str, typer.Option("--write", "-w", help="Write it to this file instead.")] = "",
 ) -> None:
-    """Print the description of a model or a device, with the source of each fact; a file of your own starts here."""
+    """Print a run, or the description of a model or a device with the source of each fact.
+
+    A file of your own starts with a description.
+    """
     from pathlib import Path
 
     from flopwise.core.files import to_json, to_toml, write_whole
 
-    form = one_of(output, ("toml", "json"), "--output")
+    run = _run_folder(name, store)
+    if run is not None:
+        _show_run(run, output, write)
+        return
+    _refuse_store(store, f"flopwise show {name}")
+    form = one_of(output, ("auto", "toml", "json"), "--output")
     table, as_written = _described(name)
     text = f"{to_json(table)}\n" if form == "json" else as_written or to_toml(table)
     if write:
@@ -85,3 +122,90 @@ def _described(name: str) -> tuple[dict[str, Any], str | None]:
         return read_table(path), read_text(path)
     found = hardware_named(name) if name.lower() in (THIS_CPU, THIS_MACHINE) else load_description(name)
     return plain(found) if isinstance(found, Hardware | Stack) else model_table(found), None
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+def _refuse_store(store: str, command: str) -> None:
+    from flopwise.core.errors import FlopwiseError
+
+    if store:
+        raise FlopwiseError(f"--store beside `{command}`", why="only runs are in a store", hint="`flopwise ls runs`")
+
+
+def _list_runs(store: str, form: str) -> None:
+    from flopwise.core.store import list_runs, store_folder, to_text
+    from flopwise.report import runs
+    from flopwise.report.tables import csv_text
+
+    folder = store_folder(store)
+    entries = [runs.run_entry(listed, _last_step(listed)) for listed in list_runs(folder)]
+    if form == "json":
+        typer.echo(to_text(entries))
+    elif form == "csv":
+        typer.echo(csv_text(entries) if entries else f"{','.join(runs.FIELDS)}\n", nl=False)
+    elif entries or form == "md":
+        _print_rows(runs.COLUMNS, runs.run_rows(entries), form, runs.WORDS, runs.GIVING_WAY)
+    if not entries:
+        typer.echo(f"note: there are no runs in {folder}; `flopwise train` begins one", err=True)
+    if form in ("table", "md"):
+        for entry in entries:
+            if entry["problem"]:
+                typer.echo(f"note: {entry['run']}: {entry['problem']}", err=True)
+
+
+def _last_step(listed: Listed) -> StepRecord | None:
+    """Of a run whose record does not tell yet: it goes on, or was killed."""
+    if listed.record is None or listed.record.measurement is not None:
+        return None
+    steps = _steps(listed.folder)
+    return steps[-1] if steps else None
+
+
+def _steps(folder: Path) -> list[StepRecord]:
+    """The steps of a run; none, and a note, where they cannot be read."""
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.store import read_steps
+
+    try:
+        return read_steps(folder)
+    except FlopwiseError as error:
+        typer.echo(f"note: {error.what}", err=True)
+        return []
+
+
+def _run_folder(name: str, store: str) -> Path | None:
+    """The folder of a run that is meant; None where the catalogue or a file has the name."""
+    from pathlib import Path
+
+    from flopwise.core.catalog import hardware_names, model_names, stack_names, technology_names
+    from flopwise.core.files import entry_kind
+    from flopwise.core.store import LAST, RECORD, find_run, store_folder
+
+    known = {*model_names(), *hardware_names(), *stack_names(), *technology_names()}
+    if name.lower() in known:
+        return None
+    if "/" in name:
+        return Path(name) if entry_kind(Path(name) / RECORD) == "file" else None
+    is_number = name.isascii() and name.isdecimal()
+    return find_run(store_folder(store), name) if is_number or name == LAST or store else None
+
+
+def _show_run(folder: Path, output: str, write: str) -> None:
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.store import read_record, to_text
+    from flopwise.report.runs import run_page
+
+    form = one_of(output, ("auto", "table", "json"), "--output")
+    if write:
+        raise FlopwiseError(
+            f"--write beside the run {folder.name}",
+            why="it has a file already",
+            hint="`flopwise show RUN -o json > FILE`, or a model's name to write its description",
+        )
+    record = read_record(folder)
+    if form == "json":
+        typer.echo(to_text(record))
+    else:
+        show_page(run_page(record, _steps(folder), width()))

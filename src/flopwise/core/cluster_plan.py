@@ -41,7 +41,8 @@ class ClusterPlan:
     optimizer: Optimizer
     stack: str
     parallel: Parallel
-    expected: Expected
+    expected: Expected | None = None
+    """None where the devices are not described well enough to be predicted, such as processes on one CPU."""
     device_memory_bytes: int | None = None
     """The cap that it was made for; None: all of the device."""
 

@@ -68,6 +68,8 @@ class Block:
         place = next(index for index, op in enumerate(ops) if isinstance(op, Attention))
         self.before, self.attention_op, self.after = ops[:place], ops[place], ops[place + 1 :]
         self.ops = ops
+        self._first_need = {name: op for op in reversed(ops) for name in op.needs}
+        """Of the block's operators the first that needs a value: the last that backward comes to."""
         self.look = Look(model.heads, model.kv_heads, model.head_dim, model.causal, model.window)
         self.extras = HEAD_NORMS if model.qk_norm else ()
         self.cut = False
@@ -182,15 +184,10 @@ class Block:
         gradients.drop("input")
 
     def back(self, ops: Sequence[Op], values: Values, gradients: Gradients, trained: Trained, chunk: Chunk) -> None:
-        """Operators in the opposite order; a value goes when the first that needs it is done."""
-        first_need: dict[str, int] = {}
-        for index, op in enumerate(ops):
-            for name in op.needs:
-                first_need.setdefault(name, index)
-        for index in reversed(range(len(ops))):
-            op = ops[index]
+        """Operators in the opposite order; a value goes when the first of the block that needs it is done."""
+        for op in reversed(ops):
             self.operators.backward(op, values, gradients, trained, chunk.rows)
-            values.drop(name for name in op.needs if first_need[name] == index and name not in self.attention_op.needs)
+            values.drop(name for name in op.needs if self._first_need[name] is op)
 
     def _attention_back(
         self, values: Values, gradients: Gradients, chunk: Chunk, keys: Keys | None, key_sums: Keys | None

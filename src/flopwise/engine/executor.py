@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from flopwise.engine.batch import Batch
 
 Moment = Literal["first", "second", "master"]
 """AdamW's moments, and the exact copy of the weights where there is one."""
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,9 @@ class Executor(Protocol):
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluated:
         """The loss and the right answers of held-out data; nothing is learned from it."""
+
+    def agree(self, asked: bool) -> bool:
+        """Whether any rank was asked to stop: all have to do it after the same step."""
 
     def memory(self) -> tuple[MemoryRow, ...]:
         """By place and owner, as planned and as it is, and what nobody planned."""

@@ -263,6 +263,9 @@ class StreamingExecutor:
         name = f"host weights {part}"
         return next(index for index, buffer in enumerate(self.program.buffers) if buffer.name == name)
 
+    def agree(self, asked: bool) -> bool:
+        return asked
+
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def memory(self) -> tuple[MemoryRow, ...]:

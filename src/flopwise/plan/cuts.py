@@ -54,6 +54,8 @@ class DeviceQuestion:
     optimizer: Optimizer = "adamw"
     batch_sequences: int | None = None
     """None: the fewest rounds that keep the update's share small."""
+    round_sequences: int | None = None
+    """Sequences of every round, the last of which may have fewer: the micro-batch. None: the fastest."""
     clip: bool = False
     """Gradients are clipped by their global norm, so that no update can come before the last of them."""
 
@@ -82,6 +84,8 @@ def cuts(question: DeviceQuestion, *, tight: bool = False) -> Iterator[Cut]:
 
 def _groups(question: DeviceQuestion, sequences_per_chunk: int) -> list[int]:
     """Chunks, or sequences of several chunks, of a round: such that rounds make up the batch."""
+    if question.round_sequences is not None:
+        return [question.round_sequences // sequences_per_chunk]
     if question.batch_sequences is None:
         return list(GROUPS)
     whole = question.batch_sequences // sequences_per_chunk
@@ -90,7 +94,7 @@ def _groups(question: DeviceQuestion, sequences_per_chunk: int) -> list[int]:
 
 def _chunk_sizes(question: DeviceQuestion, sizes: Sequence[int]) -> list[int]:
     """Whole sequences that divide the batch, or equal parts of one."""
-    sequence, batch = question.sequence_tokens, question.batch_sequences
+    sequence, batch = question.sequence_tokens, question.round_sequences or question.batch_sequences
     assert isinstance(question.model, Transformer)
     most = _most_chunks(question.model)
     found = set()
@@ -120,7 +124,7 @@ def head_chunks(cut: Cut) -> list[int]:
 def rounds_tried(question: DeviceQuestion, skeleton: Plan) -> tuple[int, ...]:
     """Rounds that make up the batch, or all that are tried."""
     if question.batch_sequences is not None:
-        return (question.batch_sequences // skeleton.sequences_per_round,)
+        return (-(-question.batch_sequences // skeleton.sequences_per_round),)
     return ROUNDS
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.kernels.blocks import add_rounded
-from flopwise.engine.kernels.plain_attention import Look, plain_backward, plain_forward
+from flopwise.engine.kernels.plain_attention import Look, Saved, plain_backward, plain_forward
 
 Kernel = Literal["plain", "cpu-flash", "cudnn", "flash"]
 
@@ -87,7 +87,7 @@ def attention_forward(
         logsumexp.copy_(found[1])
 
 
-def attention_backward(
+def attention_backward(  # noqa: PLR0917
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -110,9 +110,11 @@ def attention_backward(
     """
     keys = key.shape[1]
     of_keys, of_values = key_gradient[:, :keys], value_gradient[:, :keys]
+    saved = Saved(gradient, query, key, value, out, logsumexp)
     if kernel == "plain":
         plain_backward(
-            *(gradient, query, key, value, out, logsumexp, look),
+            saved,
+            look,
             query_gradient=query_gradient,
             key_gradient=of_keys,
             value_gradient=of_values,
@@ -121,16 +123,15 @@ def attention_backward(
         )
     elif kernel == "flash":
         for part, count in _parts(key, lengths):
-            found = _flash_backward(
-                *(gradient[part], query[part], key[part, :count], value[part, :count], out[part], logsumexp[part]), look
-            )
+            of_part = Saved(*(each[part] for each in saved))
+            found = _flash_backward(of_part._replace(key=of_part.key[:, :count], value=of_part.value[:, :count]), look)
             query_gradient[part] = found[0]
             for given, result in ((of_keys[part], found[1]), (of_values[part], found[2])):
                 _give(given[:, :count], result, accumulate=accumulate)
                 if not accumulate:
                     given[:, count:] = 0
     else:
-        found = _whole_backward(gradient, query, key, value, out, logsumexp, look, kernel)
+        found = _whole_backward(saved, look, kernel)
         query_gradient.copy_(found[0].transpose(1, 2))
         _give(of_keys, found[1], accumulate=accumulate)
         _give(of_values, found[2], accumulate=accumulate)
@@ -156,17 +157,9 @@ def _repeated(heads: Tensor, look: Look) -> Tensor:
     return moved if look.group == 1 else moved.repeat_interleave(look.group, dim=1)
 
 
-def _whole_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    look: Look,
-    kernel: Kernel,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _whole_backward(saved: Saved, look: Look, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients from the kernels that take whole sequences: the query's with its heads before its tokens."""
+    gradient, query, key, value, out, logsumexp = saved
     above, queries, results = (each.transpose(1, 2) for each in (gradient, query, out))
     if kernel == "cudnn":
         # Without dropout the random state is not read, but a tensor is asked for.
@@ -180,7 +173,7 @@ def _whole_backward(
         *(above, queries, _repeated(key, look), _repeated(value, look), results, logsumexp, 0.0, look.causal)
     )
     of_keys, of_values = (
-        each.unflatten(1, (look.kv_heads, look.group)).sum(2, dtype=logsumexp.dtype).transpose(1, 2)
+        torch.unflatten(each, 1, (look.kv_heads, look.group)).sum(2, dtype=logsumexp.dtype).transpose(1, 2)
         for each in found[1:]
     )
     return found[0], of_keys, of_values
@@ -202,14 +195,13 @@ def _flash_forward(query: Tensor, key: Tensor, value: Tensor, look: Look, *, out
     logsumexp.copy_(found[1])
 
 
-def _flash_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, look: Look
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(saved: Saved, look: Look) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = saved.query, saved.key, saved.value
     if not key.shape[1]:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     unused = torch.zeros(2, dtype=torch.int64, device=query.device)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        *(gradient, query, key, value, out, logsumexp, None, None, query.shape[1], key.shape[1], 0.0, look.causal),
+        *(*saved, None, None, query.shape[1], key.shape[1], 0.0, look.causal),
         *(unused, unused),
         **_window(look),
     )

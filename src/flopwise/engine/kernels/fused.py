@@ -1,0 +1,399 @@
+"""The fused forms: each operator as one kernel of Triton, on the current GPU. Repeatable: no atomics, fixed orders.
+
+They compute what the plain forms do, in float32 with one rounding at the end; only the order of sums differs. Places in
+tensors are counted in 64 bits.
+"""
+
+# A kernel's arguments arrive by their places.
+# ruff: noqa: PLR0917
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+from torch import Tensor
+
+from flopwise.engine.kernels.adamw import AdamW
+from flopwise.engine.kernels.blocks import BLOCK_BYTES, add_rounded
+from flopwise.engine.kernels.fused_norm import norm_backward_kernel, norm_forward_kernel
+from flopwise.engine.kernels.fused_update import adamw_kernel, squares_kernel
+from flopwise.engine.kernels.jit import kernel
+from flopwise.engine.kernels.rounding import FIRST, SECOND, WEIGHTS
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+"""Those with a fused form."""
+
+_SQUARES_PROGRAMS = 1024
+_UPDATE_BLOCK = 1024
+
+
+def _column_block(width: int, most: int) -> int:
+    return min(most, 1 << max(0, width - 1).bit_length())
+
+
+def _warps(block: int) -> int:
+    return min(16, max(1, block // 512))
+
+
+def norm_forward(
+    source: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool, out: Tensor, statistics: Tensor
+) -> None:
+    """See `dispatch.norm_forward`."""
+    rows, width = source.shape
+    block = _column_block(width, 8192)
+    norm_forward_kernel[(rows,)](
+        *(source, weight, weight if bias is None else bias, out, statistics),
+        *(width, source.stride(0), out.stride(0), float(epsilon)),
+        rms=rms,
+        biased=bias is not None,
+        block=block,
+        num_warps=_warps(block),
+    )
+
+
+def norm_backward(
+    gradient: Tensor,
+    source: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    *,
+    rms: bool,
+    out: Tensor,
+    weight_gradient: Tensor,
+    bias_gradient: Tensor | None,
+    accumulate: bool,
+) -> None:
+    """See `dispatch.norm_backward`. Each program sums the weight's gradient over its rows; torch adds those sums."""
+    rows, width = source.shape
+    block = _column_block(width, 8192)
+    programs = min(rows, 512, max(16, BLOCK_BYTES // (4 * width)))
+    biased = bias_gradient is not None
+    partial = torch.zeros((2 if biased else 1, programs, width), dtype=torch.float32, device=source.device)
+    norm_backward_kernel[(programs,)](
+        *(gradient, source, weight, statistics, out, partial, partial[-1]),
+        *(rows, width, gradient.stride(0), source.stride(0), out.stride(0)),
+        rms=rms,
+        biased=biased,
+        accumulate=accumulate,
+        whole=block >= width,
+        block=block,
+        num_warps=_warps(block),
+    )
+    add_rounded(weight_gradient, partial[0].sum(0))
+    if bias_gradient is not None:
+        add_rounded(bias_gradient, partial[1].sum(0))
+
+
+@kernel()
+def _rotate_kernel(
+    source: tl.tensor,
+    cosines: tl.tensor,
+    sines: tl.tensor,
+    out: tl.tensor,
+    pairs: tl.tensor,
+    source_token: tl.tensor,
+    source_head: tl.tensor,
+    out_token: tl.tensor,
+    out_head: tl.tensor,
+    angle_token: tl.tensor,
+    half: tl.constexpr,
+    inverse: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * block + tl.arange(0, block)
+    inside = place < pairs
+    head = (place // half).to(tl.int64)
+    channel = place % half
+    cosine = tl.load(cosines + token * angle_token + channel, mask=inside, other=0.0)
+    sine = tl.load(sines + token * angle_token + channel, mask=inside, other=0.0)
+    if inverse:
+        sine = -sine
+    read = source + token * source_token + head * source_head + channel
+    first = tl.load(read, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(read + half, mask=inside, other=0.0).to(tl.float32)
+    write = out + token * out_token + head * out_head + channel
+    tl.store(write, (first * cosine - second * sine).to(out.dtype.element_ty), mask=inside)
+    tl.store(write + half, (second * cosine + first * sine).to(out.dtype.element_ty), mask=inside)
+
+
+def rotate(source: Tensor, cosines: Tensor, sines: Tensor, *, out: Tensor, inverse: bool) -> None:
+    """See `dispatch.rotate`."""
+    tokens, heads, dim = source.shape
+    pairs = heads * dim // 2
+    block = _column_block(pairs, 1024)
+    assert cosines.stride() == sines.stride(), "both tables of angles lie alike"
+    _rotate_kernel[(tokens, triton.cdiv(pairs, block))](
+        *(source, cosines, sines, out, pairs),
+        *(source.stride(0), source.stride(1), out.stride(0), out.stride(1), cosines.stride(0)),
+        half=dim // 2,
+        inverse=inverse,
+        block=block,
+        num_warps=4,
+    )
+
+
+@kernel()
+def _value_and_slope(values: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    """What `activations` has in plain form."""
+    if kind == "silu":
+        share = 1.0 / (1.0 + tl.exp(-values))
+        value = values * share
+        slope = share * (1.0 + values * (1.0 - share))
+    elif kind == "gelu":
+        share = 0.5 * (1.0 + tl.erf(values * 0.7071067811865476))
+        value = values * share
+        slope = share + values * tl.exp(-0.5 * values * values) * 0.3989422804014327
+    elif kind == "gelu_tanh":
+        argument = 0.7978845608028654 * (values + 0.044715 * values * values * values)
+        # tanh(x) = 1 − 2 / (e^2x + 1), which an overflow of the power leaves at 1.
+        inner = 1.0 - 2.0 / (tl.exp(2.0 * argument) + 1.0)
+        value = 0.5 * values * (1.0 + inner)
+        steepness = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * values * values)
+        slope = 0.5 * (1.0 + inner) + 0.5 * values * (1.0 - inner * inner) * steepness
+    else:
+        tl.static_assert(kind == "relu")
+        value = tl.where(values > 0.0, values, 0.0)
+        slope = tl.where(values > 0.0, 1.0, 0.0)
+    return value, slope
+
+
+@kernel()
+def _activation_forward_kernel(
+    gate: tl.tensor,
+    up: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    out_stride: tl.tensor,
+    kind: tl.constexpr,
+    gated: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    result = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if gated:
+        gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        value, _ = _value_and_slope(gates, kind)
+        result = value * result
+    else:
+        result, _ = _value_and_slope(result, kind)
+    tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
+
+
+def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tensor) -> None:
+    """See `dispatch.activation_forward`."""
+    rows, width = up.shape
+    block = _column_block(width, 1024)
+    given = up if gate is None else gate
+    _activation_forward_kernel[(rows, triton.cdiv(width, block))](
+        *(given, up, out, width, given.stride(0), up.stride(0), out.stride(0)),
+        kind=kind,
+        gated=gate is not None,
+        block=block,
+        num_warps=4,
+    )
+
+
+@kernel()
+def _activation_backward_kernel(
+    gradient: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    gate_out: tl.tensor,
+    up_out: tl.tensor,
+    width: tl.tensor,
+    gradient_stride: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    gate_out_stride: tl.tensor,
+    up_out_stride: tl.tensor,
+    kind: tl.constexpr,
+    gated: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    above = tl.load(gradient + row * gradient_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if gated:
+        gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        value, slope = _value_and_slope(gates, kind)
+        of_gate = above * values * slope
+        tl.store(gate_out + row * gate_out_stride + columns, of_gate.to(gate_out.dtype.element_ty), mask=inside)
+        of_up = above * value
+    else:
+        _, slope = _value_and_slope(values, kind)
+        of_up = above * slope
+    tl.store(up_out + row * up_out_stride + columns, of_up.to(up_out.dtype.element_ty), mask=inside)
+
+
+def activation_backward(
+    kind: str, gradient: Tensor, gate: Tensor | None, up: Tensor, *, gate_out: Tensor | None, up_out: Tensor
+) -> None:
+    """See `dispatch.activation_backward`."""
+    rows, width = up.shape
+    block = _column_block(width, 1024)
+    assert (gate is None) == (gate_out is None), "a gate has a gradient"
+    given, of_gate = up if gate is None else gate, up_out if gate_out is None else gate_out
+    tensors = (gradient, given, up, of_gate, up_out)
+    _activation_backward_kernel[(rows, triton.cdiv(width, block))](
+        *tensors,
+        width,
+        *(each.stride(0) for each in tensors),
+        kind=kind,
+        gated=gate is not None,
+        block=block,
+        num_warps=4,
+    )
+
+
+@kernel()
+def _cross_entropy_kernel(
+    logits: tl.tensor,
+    labels: tl.tensor,
+    losses: tl.tensor,
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    scale: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    start = logits + row * stride
+    columns = tl.arange(0, block)
+    if label >= 0:
+        chosen = tl.load(start + label).to(tl.float32)
+        largest = -float("inf")
+        total = 0.0
+        for first in range(0, vocabulary, block):
+            inside = first + columns < vocabulary
+            values = tl.load(start + first + columns, mask=inside, other=-float("inf")).to(tl.float32)
+            larger = tl.maximum(largest, tl.max(values, 0))
+            # Where all so far are hidden, any finite number keeps their powers at zero.
+            base = tl.where(larger == -float("inf"), 0.0, larger)
+            total = total * tl.exp(largest - base) + tl.sum(tl.exp(values - base), 0)
+            largest = larger
+        tl.store(losses + row, tl.log(total) + largest - chosen)
+        for first in range(0, vocabulary, block):
+            inside = first + columns < vocabulary
+            values = tl.load(start + first + columns, mask=inside, other=0.0).to(tl.float32)
+            result = tl.exp(values - largest) / total
+            result = tl.where(first + columns == label, result - 1.0, result) * scale
+            tl.store(start + first + columns, result.to(logits.dtype.element_ty), mask=inside)
+    else:
+        tl.store(losses + row, 0.0)
+        nothing = tl.zeros((block,), logits.dtype.element_ty)
+        for first in range(0, vocabulary, block):
+            tl.store(start + first + columns, nothing, mask=first + columns < vocabulary)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor) -> None:
+    """See `dispatch.cross_entropy`."""
+    rows, vocabulary = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    block = _column_block(vocabulary, 4096)
+    _cross_entropy_kernel[(rows,)](
+        logits, labels, losses, vocabulary, logits.stride(0), float(scale), block=block, num_warps=_warps(block)
+    )
+    loss += losses.sum(dtype=torch.float64).to(loss.dtype)
+
+
+@kernel()
+def _embedding_backward_kernel(
+    in_order: tl.tensor,
+    order: tl.tensor,
+    ends: tl.tensor,
+    gradient: tl.tensor,
+    table_gradient: tl.tensor,
+    width: tl.tensor,
+    gradient_stride: tl.tensor,
+    table_stride: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    position = tl.program_id(0)
+    entry = tl.load(in_order + position)
+    before = tl.load(in_order + position - 1, mask=position > 0, other=-1)
+    if entry != before:
+        columns = tl.program_id(1) * block + tl.arange(0, block)
+        inside = columns < width
+        total = tl.zeros((block,), tl.float32)
+        end = tl.load(ends + position).to(tl.int32)
+        for current in range(position, end):
+            row = tl.load(order + current)
+            total += tl.load(gradient + row * gradient_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        place = table_gradient + entry.to(tl.int64) * table_stride + columns
+        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, total.to(table_gradient.dtype.element_ty), mask=inside)
+
+
+def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor) -> None:
+    """See `dispatch.embedding_backward`. The program at the first row of each id's run sums the run."""
+    rows, width = gradient.shape
+    in_order, order = torch.sort(ids, stable=True)
+    ends = torch.searchsorted(in_order, in_order, right=True)
+    block = _column_block(width, 512)
+    _embedding_backward_kernel[(rows, triton.cdiv(width, block))](
+        *(in_order, order, ends, gradient, table_gradient),
+        *(width, gradient.stride(0), table_gradient.stride(0)),
+        block=block,
+        num_warps=4,
+    )
+
+
+def sum_of_squares(values: Tensor, *, out: Tensor) -> None:
+    """See `dispatch.sum_of_squares`."""
+    flat = values.reshape(-1)
+    programs = min(_SQUARES_PROGRAMS, triton.cdiv(len(flat), _UPDATE_BLOCK))
+    if not programs:
+        return
+    partial = torch.empty(programs, dtype=torch.float32, device=values.device)
+    squares_kernel[(programs,)](flat, partial, len(flat), programs * _UPDATE_BLOCK, block=_UPDATE_BLOCK, num_warps=4)
+    out += partial.sum(dtype=torch.float64).to(out.dtype)
+
+
+def _signed(key: int) -> int:
+    """A key of 32 bits as Triton passes it without a change of type."""
+    return key - (1 << 32) if key >= 1 << 31 else key
+
+
+def adamw(
+    weights: Tensor,
+    gradients: Tensor,
+    first: Tensor,
+    second: Tensor,
+    master: Tensor | None,
+    *,
+    settings: AdamW,
+    offset: int,
+) -> None:
+    """See `dispatch.adamw`. Without fused multiply-adds, so that its bits are those of the plain form."""
+    if not len(weights):
+        return
+    scale = settings.gradient_scale
+    if not isinstance(scale, Tensor):
+        scale = torch.full((), scale, dtype=torch.float32, device=weights.device)
+    keys = [0] * 6
+    if settings.rounding is not None:
+        for tensor in (WEIGHTS, FIRST, SECOND):
+            keys[2 * tensor : 2 * tensor + 2] = map(_signed, settings.rounding.keys(settings.step, tensor))
+    chance = [settings.rounding is not None and each.dtype == torch.bfloat16 for each in (weights, first, second)]
+    adamw_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
+        *(weights, gradients, first, second, weights if master is None else master, scale, len(weights)),
+        *(settings.beta1, 1.0 - settings.beta1, settings.beta2, 1.0 - settings.beta2, settings.epsilon),
+        *(settings.kept, settings.step_size, settings.root_scale),
+        *(offset & 0x7FFFFFFF, offset >> 31),
+        *keys,
+        has_master=master is not None,
+        chance_weights=chance[0] and master is None,
+        chance_first=chance[1],
+        chance_second=chance[2],
+        block=_UPDATE_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,17 @@ class Look:
     @property
     def scale(self) -> float:
         return float(self.head_dim**-0.5)
+
+
+class Saved(NamedTuple):
+    """What a backward starts from: the gradient of the output, and what the forward had and wrote."""
+
+    gradient: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    logsumexp: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,22 +128,22 @@ def _tilings(query: Tensor, key: Tensor, look: Look, lengths: Tensor | None) -> 
 
 def _rows_of(tensor: Tensor, heads: slice, look: Look, wide: torch.dtype) -> Tensor:
     """(rows, query heads, channels) → (key and value heads, group · rows, channels), of the heads of a tile."""
-    taken = tensor.unflatten(1, (look.kv_heads, look.group))[:, heads]
+    taken = torch.unflatten(tensor, 1, (look.kv_heads, look.group))[:, heads]
     return taken.to(wide).permute(1, 2, 0, 3).flatten(1, 2)
 
 
 def _put_rows(target: Tensor, heads: slice, look: Look, values: Tensor) -> None:
     """The way back of `_rows_of`."""
-    target.unflatten(1, (look.kv_heads, look.group))[:, heads] = values.unflatten(1, (look.group, -1)).permute(
-        2, 0, 1, 3
-    )
+    torch.unflatten(target, 1, (look.kv_heads, look.group))[:, heads] = torch.unflatten(
+        values, 1, (look.group, -1)
+    ).permute(2, 0, 1, 3)
 
 
 def _scores(query: Tensor, key: Tensor, hidden: Tensor | None, group: int) -> Tensor:
     """Products of scaled queries (heads, group · rows, channels) and keys (heads, keys, channels), −∞ where hidden."""
     scores = torch.bmm(query, key.transpose(1, 2))
     if hidden is not None:
-        scores.unflatten(1, (group, -1)).masked_fill_(hidden, -torch.inf)
+        torch.unflatten(scores, 1, (group, -1)).masked_fill_(hidden, -torch.inf)
     return scores
 
 
@@ -142,16 +154,18 @@ def plain_forward(
     for sequence, tiling in _tilings(query, key, look, lengths):
         for heads in tiling.heads():
             for rows in tiling.query_tiles():
-                values, sums = _forward_tile(query[sequence, rows], key[sequence], value[sequence], tiling, heads, rows)
+                tensors = (query[sequence, rows], key[sequence], value[sequence])
+                values, sums = _forward_tile(tensors, tiling, heads, rows)
                 _put_rows(out[sequence, rows], heads, look, values)
-                by_head = logsumexp[sequence].unflatten(0, (look.kv_heads, look.group))
-                by_head[heads, :, rows] = sums.unflatten(1, (look.group, -1)).squeeze(-1)
+                by_head = torch.unflatten(logsumexp[sequence], 0, (look.kv_heads, look.group))
+                by_head[heads, :, rows] = torch.unflatten(sums, 1, (look.group, -1)).squeeze(-1)
 
 
 def _forward_tile(
-    query: Tensor, key: Tensor, value: Tensor, tiling: _Tiling, heads: slice, rows: slice
+    tensors: tuple[Tensor, Tensor, Tensor], tiling: _Tiling, heads: slice, rows: slice
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp of some queries: the softmax is rescaled whenever a tile of keys brings a larger score."""
+    query, key, value = tensors
     look, wide = tiling.look, tiling.wide
     queries = _rows_of(query, heads, look, wide) * look.scale
     total = torch.zeros_like(queries)
@@ -177,12 +191,7 @@ def _forward_tile(
 
 
 def plain_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
+    saved: Saved,
     look: Look,
     *,
     query_gradient: Tensor,
@@ -192,9 +201,8 @@ def plain_backward(
     lengths: Tensor | None,
 ) -> None:
     """Gradients of query, key and value. Each is summed in the type of the arithmetic and rounded once."""
-    for sequence, tiling in _tilings(query, key, look, lengths):
-        tensors = (gradient, query, key, value, out, logsumexp)
-        backward = _Backward(tiling, *(each[sequence] for each in tensors))
+    for sequence, tiling in _tilings(saved.query, saved.key, look, lengths):
+        backward = _Backward(tiling, Saved(*(each[sequence] for each in saved)))
         for heads in tiling.heads():
             backward.of_keys(
                 heads, query_gradient[sequence], key_gradient[sequence], value_gradient[sequence], accumulate=accumulate
@@ -202,17 +210,25 @@ def plain_backward(
             backward.of_queries(heads, query_gradient[sequence])
 
 
+class _Rows(NamedTuple):
+    """Some queries as a tile takes them."""
+
+    queries: Tensor
+    """Scaled."""
+    above: Tensor
+    """The gradient of their outputs."""
+    delta: Tensor
+    """The product of that with the outputs."""
+    sums: Tensor
+    """The logsumexp of their scores."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Backward:
     """One sequence's backward."""
 
     tiling: _Tiling
-    gradient: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    logsumexp: Tensor
+    saved: Saved
 
     def of_keys(
         self, heads: slice, query_gradient: Tensor, key_gradient: Tensor, value_gradient: Tensor, *, accumulate: bool
@@ -227,12 +243,10 @@ class _Backward:
                 if columns.start == columns.stop and len(tiles) > 1:
                     continue
                 within = slice(columns.start - tile.start, columns.stop - tile.start)
-                queries, above, delta, sums = self._queries(rows, heads)
-                weights, changes = self._tile(
-                    queries, above, delta, sums, keys[:, within], values[:, within], (rows, columns)
-                )
-                value_sum[:, within].baddbmm_(weights.transpose(1, 2), above)
-                key_sum[:, within].baddbmm_(changes.transpose(1, 2), queries)
+                taken = self._queries(rows, heads)
+                weights, changes = self._tile(taken, keys[:, within], values[:, within], (rows, columns))
+                value_sum[:, within].baddbmm_(weights.transpose(1, 2), taken.above)
+                key_sum[:, within].baddbmm_(changes.transpose(1, 2), taken.queries)
                 if len(tiles) == 1:
                     below = torch.bmm(changes, keys[:, within]).mul_(self.tiling.look.scale)
                     _put_rows(query_gradient[rows], heads, self.tiling.look, below)
@@ -248,46 +262,36 @@ class _Backward:
         if len(tiles) == 1:
             return
         for rows in self.tiling.query_tiles():
-            queries, above, delta, sums = self._queries(rows, heads)
-            below = torch.zeros_like(queries)
+            taken = self._queries(rows, heads)
+            below = torch.zeros_like(taken.queries)
             for tile in tiles:
                 columns = self.tiling.visible(rows, tile)
                 if columns.start < columns.stop:
                     keys, values = self._keys(columns, heads)
-                    changes = self._tile(queries, above, delta, sums, keys, values, (rows, columns))[1]
+                    changes = self._tile(taken, keys, values, (rows, columns))[1]
                     below.baddbmm_(changes, keys)
             _put_rows(query_gradient[rows], heads, self.tiling.look, below.mul_(self.tiling.look.scale))
 
     def _keys(self, columns: slice, heads: slice) -> tuple[Tensor, Tensor]:
         wide = self.tiling.wide
         return (
-            self.key[columns, heads].to(wide).transpose(0, 1),
-            self.value[columns, heads].to(wide).transpose(0, 1),
+            self.saved.key[columns, heads].to(wide).transpose(0, 1),
+            self.saved.value[columns, heads].to(wide).transpose(0, 1),
         )
 
-    def _queries(self, rows: slice, heads: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Scaled queries, the gradient of their outputs, its product with the output, and the scores' logsumexp."""
-        look, wide = self.tiling.look, self.tiling.wide
-        queries = _rows_of(self.query[rows], heads, look, wide) * look.scale
-        above = _rows_of(self.gradient[rows], heads, look, wide)
-        delta = (above * _rows_of(self.out[rows], heads, look, wide)).sum(-1, keepdim=True)
-        by_head = self.logsumexp.unflatten(0, (look.kv_heads, look.group))[heads, :, rows]
+    def _queries(self, rows: slice, heads: slice) -> _Rows:
+        look, wide, saved = self.tiling.look, self.tiling.wide, self.saved
+        queries = _rows_of(saved.query[rows], heads, look, wide) * look.scale
+        above = _rows_of(saved.gradient[rows], heads, look, wide)
+        delta = (above * _rows_of(saved.out[rows], heads, look, wide)).sum(-1, keepdim=True)
+        by_head = torch.unflatten(saved.logsumexp, 0, (look.kv_heads, look.group))[heads, :, rows]
         sums = by_head.to(wide).flatten(1, 2)[:, :, None]
         # A query that sees nothing has a logsumexp of −∞, and scores of −∞ alone.
-        return queries, above, delta, sums.masked_fill(sums == -torch.inf, 0.0)
+        return _Rows(queries, above, delta, sums.masked_fill(sums == -torch.inf, 0.0))
 
-    def _tile(
-        self,
-        queries: Tensor,
-        above: Tensor,
-        delta: Tensor,
-        sums: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        place: tuple[slice, slice],
-    ) -> tuple[Tensor, Tensor]:
+    def _tile(self, taken: _Rows, keys: Tensor, values: Tensor, place: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
         """A tile's weights, and the gradient of its scores."""
-        hidden = self.tiling.hidden(*place, queries.device)
-        weights = _scores(queries, keys, hidden, self.tiling.look.group).sub_(sums).exp_()
-        changes = torch.bmm(above, values.transpose(1, 2)).sub_(delta).mul_(weights)
+        hidden = self.tiling.hidden(*place, keys.device)
+        weights = _scores(taken.queries, keys, hidden, self.tiling.look.group).sub_(taken.sums).exp_()
+        changes = torch.bmm(taken.above, values.transpose(1, 2)).sub_(taken.delta).mul_(weights)
         return weights, changes

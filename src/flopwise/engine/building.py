@@ -1,0 +1,93 @@
+"""Executors by plan, and the numbers that they begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from flopwise.core.cluster_plan import ClusterPlan
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.plan import Plan
+from flopwise.core.program import Program
+from flopwise.core.training import Training
+from flopwise.core.transformer import Transformer
+from flopwise.engine.devices import choose_device
+from flopwise.engine.distributed import DistributedExecutor
+from flopwise.engine.executor import Executor
+from flopwise.engine.huggingface_weights import from_huggingface
+from flopwise.engine.initial import initial_values
+from flopwise.engine.launch import Group, Rank
+from flopwise.engine.streaming import StreamingExecutor
+
+
+def rank_group(rank: Rank, device: str) -> AbstractContextManager[object]:
+    """Joins the ranks of a training."""
+    return Group(rank, choose_device(device))
+
+
+def build_executor(
+    plan: Plan | ClusterPlan, program: Program | None, model: Transformer, training: Training,
+    *, device: str, rank: Rank, deterministic: bool,
+) -> Executor:  # fmt: skip
+    """The executor for a plan: streaming on one device, sharding over several."""
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+    if isinstance(plan, ClusterPlan):
+        place = torch.device(device, rank.local_rank) if device == "cuda" else torch.device("cpu")
+        return DistributedExecutor(plan, model, training, device=place, rank=rank.rank, world=rank.world)
+    assert program is not None
+    return StreamingExecutor(plan, program, model, training, device=torch.device(device), deterministic=deterministic)
+
+
+def first_weights(
+    executor: Executor, model: Transformer, seed: int, folder: Path | None, sequence_tokens: int
+) -> tuple[str, ...]:
+    """Draw every parameter, or take them from a folder; returns those that the folder did not have."""
+    missing = {parameter.name for parameter in executor.parameters}
+    if folder is not None:
+        loaded = from_huggingface(model, FolderTensors(folder), sequence_tokens)
+        executor.set_weights(loaded.tensors)
+        missing = set(loaded.missing)
+    for parameter in executor.parameters:
+        if parameter.name in missing:
+            executor.set_weights({parameter.name: initial_values(parameter, seed, model.layers)})
+    return () if folder is None else tuple(sorted(missing))
+
+
+class FolderTensors(Mapping[str, Tensor]):
+    """Tensors of all safetensors files of a folder by name, each read when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
+        files = [path for path in files if path.name != "optimizer.safetensors"]
+        if not files:
+            raise FlopwiseError(
+                f"{folder} holds no weights",
+                why="weights are read from *.safetensors files, and from nothing that runs code when it is read",
+                hint="a folder that `save_pretrained` wrote, or --from-scratch",
+            )
+        self._places: dict[str, Path] = {}
+        for path in files:
+            try:
+                with safe_open(path, framework="pt") as opened:
+                    self._places.update(dict.fromkeys(opened.keys(), path))
+            except (OSError, SafetensorError) as error:
+                raise FlopwiseError(
+                    f"{path} cannot be read", why=str(error), hint="fetch the file again; it may be cut short"
+                ) from None
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._places[name], framework="pt") as opened:
+            found: Tensor = opened.get_tensor(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)

@@ -1,0 +1,113 @@
+"""The optimizer's kernels of Triton: AdamW with rounding by chance, and sums of squares."""
+
+# A kernel's arguments arrive by their places.
+# ruff: noqa: PLR0917
+
+from __future__ import annotations
+
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+
+from flopwise.engine.kernels.jit import kernel
+
+
+@kernel()
+def _mix(values: tl.tensor) -> tl.tensor:
+    """The 32-bit mix that `rounding` describes."""
+    values ^= values >> 16
+    values *= 0x85EBCA6B
+    values ^= values >> 13
+    values *= 0xC2B2AE35
+    values ^= values >> 16
+    return values
+
+
+@kernel()
+def _store(
+    target: tl.tensor,
+    values: tl.tensor,
+    inside: tl.tensor,
+    place: tl.tensor,
+    key0: tl.tensor,
+    key1: tl.tensor,
+    chance: tl.constexpr,
+) -> None:
+    """Rounded to the nearest, or by chance to bf16 as `rounding` describes."""
+    if chance:
+        low = place.to(tl.uint32)
+        high = (place >> 32).to(tl.uint32) * 0x9E3779B1
+        random = _mix(_mix(low ^ key0.to(tl.uint32)) ^ high ^ key1.to(tl.uint32)) >> 16
+        bits = values.to(tl.int32, bitcast=True)
+        added = (bits + random.to(tl.int32)) & -65536
+        is_finite = (bits & 0x7F800000) != 0x7F800000
+        values = tl.where(is_finite, added.to(tl.float32, bitcast=True), values)
+    tl.store(target, values.to(target.dtype.element_ty), mask=inside)
+
+
+@kernel(unspecialized=["offset_low", "offset_high", "w0", "w1", "f0", "f1", "s0", "s1"])
+def adamw_kernel(
+    weights: tl.tensor,
+    gradients: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    master: tl.tensor,
+    gradient_scale: tl.tensor,
+    count: tl.tensor,
+    beta1: tl.tensor,
+    rest1: tl.tensor,
+    beta2: tl.tensor,
+    rest2: tl.tensor,
+    epsilon: tl.tensor,
+    kept: tl.tensor,
+    step_size: tl.tensor,
+    root_scale: tl.tensor,
+    offset_low: tl.tensor,
+    offset_high: tl.tensor,
+    w0: tl.tensor,
+    w1: tl.tensor,
+    f0: tl.tensor,
+    f1: tl.tensor,
+    s0: tl.tensor,
+    s1: tl.tensor,
+    has_master: tl.constexpr,
+    chance_weights: tl.constexpr,
+    chance_first: tl.constexpr,
+    chance_second: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """A block of numbers a program; the piece's first place comes in a lower part of 31 bits and an upper one."""
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = index < count
+    place = index + offset_low.to(tl.int64) + (offset_high.to(tl.int64) << 31)
+    scale = tl.load(gradient_scale).to(tl.float32)
+    gradient = tl.load(gradients + index, mask=inside, other=0.0).to(tl.float32) * scale
+    mean = tl.load(first + index, mask=inside, other=0.0).to(tl.float32) * beta1 + gradient * rest1
+    square = tl.load(second + index, mask=inside, other=0.0).to(tl.float32) * beta2 + gradient * gradient * rest2
+    root = tl.sqrt_rn(square) * root_scale + epsilon
+    start = master if has_master else weights
+    updated = tl.load(start + index, mask=inside, other=0.0).to(tl.float32) * kept
+    updated -= tl.div_rn(mean, root) * step_size
+    _store(first + index, mean, inside, place, f0, f1, chance_first)
+    _store(second + index, square, inside, place, s0, s1, chance_second)
+    if has_master:
+        tl.store(master + index, updated, mask=inside)
+    _store(weights + index, updated, inside, place, w0, w1, chance_weights)
+
+
+@kernel(unspecialized=["count"])
+def squares_kernel(
+    values: tl.tensor,
+    partial: tl.tensor,
+    count: tl.tensor,
+    stride: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    """Every so manieth block a program."""
+    program = tl.program_id(0)
+    columns = program.to(tl.int64) * block + tl.arange(0, block)
+    total = tl.zeros((block,), tl.float32)
+    # In 64 bits: the last step goes beyond the count.
+    for first in range(0, count.to(tl.int64), stride):
+        place = first + columns
+        piece = tl.load(values + place, mask=place < count, other=0.0).to(tl.float32)
+        total += piece * piece
+    tl.store(partial + program, tl.sum(total, 0))

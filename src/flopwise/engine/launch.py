@@ -1,0 +1,374 @@
+"""Several processes for one training: which of them this one is, starting them on this machine, and how they meet."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import IO, Any, Literal, Self
+
+from flopwise.core.errors import FlopwiseError, shown
+
+Launcher = Literal["alone", "torchrun", "slurm", "flopwise"]
+
+LOOPBACK = "127.0.0.1"
+SPAWNED = "FLOPWISE_SPAWNED"
+"""Set for the ranks that `spawn` starts."""
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+SLURM_PORTS = range(15_000, 30_000)
+"""Below those that systems hand out by themselves; a job's number chooses one."""
+BRACKETS = re.compile(r"\[([0-9]+)[0-9,\-]*\]")
+HOST = re.compile(r"[A-Za-z0-9._\-]+")
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GRACE_S = 15.0
+"""Between a rank's failure and the end of the others, which mostly notice it by themselves and say so."""
+LAST_GRACE_S = 3.0
+"""Between being asked to end and being ended."""
+LOOK_EVERY_S = 0.03
+TOLD_BYTES = 16 * 1024
+"""Of what a failed rank wrote, the end that is shown."""
+
+MEETING_S = 600.0
+"""In which all ranks have to be there."""
+LATE_S = 3600.0
+"""That ranks wait for one of them, which may be writing a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rank:
+    """This process among those of a training."""
+
+    rank: int
+    world: int
+    local_rank: int
+    """Among those of this machine: the number of its device."""
+    address: str
+    """Where rank 0 listens."""
+    port: int
+    launched_by: Launcher
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world or not 0 <= self.local_rank < self.world:
+            raise FlopwiseError(
+                f"rank {self.rank}, number {self.local_rank} on its machine, is none of {self.world} ranks",
+                why=f"that is what the variables of {self.launched_by} say",
+                hint="unset those that are left from another launch",
+            )
+        if not 0 <= self.port < 2**16:
+            raise FlopwiseError(f"{self.port} is no port", hint="MASTER_PORT=29500")
+
+
+def rank_of(environment: Mapping[str, str]) -> Rank:
+    """From the variables of torchrun or of `spawn`, else of Slurm, else the only one."""
+    if any(name in environment for name in TORCHRUN[:3]):
+        _require(environment, TORCHRUN, "torchrun sets all of them")
+        return Rank(
+            rank=_number(environment, "RANK"),
+            world=_number(environment, "WORLD_SIZE"),
+            local_rank=_number(environment, "LOCAL_RANK"),
+            address=environment["MASTER_ADDR"],
+            port=_number(environment, "MASTER_PORT"),
+            launched_by="flopwise" if SPAWNED in environment else "torchrun",
+        )
+    # A batch script's own shell has a SLURM_PROCID too, but without -n neither tasks nor a step.
+    if "SLURM_PROCID" in environment and not {"SLURM_NTASKS", "SLURM_STEP_ID"}.isdisjoint(environment):
+        return _slurm_rank(environment)
+    return Rank(rank=0, world=1, local_rank=0, address=LOOPBACK, port=0, launched_by="alone")
+
+
+def _slurm_rank(environment: Mapping[str, str]) -> Rank:
+    """MASTER_ADDR and MASTER_PORT, where a script sets them, come before the job's first node and number."""
+    _require(environment, ("SLURM_NTASKS", "SLURM_LOCALID"), "srun sets all of them")
+    address = environment.get("MASTER_ADDR", "")
+    if not address:
+        nodes = next((environment[name] for name in SLURM_NODES if environment.get(name)), None)
+        if nodes is None:
+            _require(environment, SLURM_NODES[1:2], "srun sets all of them")
+        address = first_host(nodes or "")
+    if environment.get("MASTER_PORT"):
+        port = _number(environment, "MASTER_PORT")
+    else:
+        _require(environment, ("SLURM_JOB_ID",), "the port follows from it")
+        port = SLURM_PORTS[_number(environment, "SLURM_JOB_ID") % len(SLURM_PORTS)]
+    return Rank(
+        rank=_number(environment, "SLURM_PROCID"),
+        world=_number(environment, "SLURM_NTASKS"),
+        local_rank=_number(environment, "SLURM_LOCALID"),
+        address=address,
+        port=port,
+        launched_by="slurm",
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's short list of nodes: node01 of `node[01-04,7]`."""
+    # Commas within brackets are gone with them, so that the next one is between nodes.
+    host = BRACKETS.sub(r"\1", nodes).partition(",")[0].strip()
+    if not HOST.fullmatch(host):
+        raise FlopwiseError(
+            f"cannot read the first node of {shown(nodes)}",
+            why="it is a list like node[01-04,7]",
+            hint="set MASTER_ADDR to the node of rank 0",
+        )
+    return host
+
+
+def _require(environment: Mapping[str, str], names: Sequence[str], why: str) -> None:
+    missing = [name for name in names if not environment.get(name)]
+    if missing:
+        raise FlopwiseError(
+            f"this is one of several ranks, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set",
+            why=why,
+            hint="start it with torchrun, srun or `flopwise train --gpus 2`, or unset what is left from another launch",
+        )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name].strip()
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise FlopwiseError(f"{name} is {shown(text)}, which is no number", hint=f"{name}=0, or unset it")
+    return int(text)
+
+
+# -- starting ranks ---------------------------------------------------------------------------------------------------
+
+
+def spawn(argv: Sequence[str], ranks: int, *, module: str = "flopwise", grace_s: float = GRACE_S) -> int:
+    """Run `python -m flopwise argv…` as so many ranks on this machine; returns the exit code.
+
+    That is 0, or the code of the first rank that failed (128 and its number for a signal, as shells have it). The
+    others are ended `grace_s` seconds later. Rank 0 speaks for all; of another one that fails, the end of what it
+    wrote to stderr is shown, each line with its rank. Ranks are not of the terminal's foreground group, so that ^C
+    reaches each of them once: from here.
+    """
+    assert ranks > 0
+    children: list[_Child] = []
+    with _received() as signals, tempfile.TemporaryDirectory() as folder:
+        try:
+            port = _free_port()
+            for rank in range(ranks):
+                children.append(
+                    _Child(rank, [sys.executable, "-m", module, *argv], _variables(rank, ranks, port), folder)
+                )
+            return _watched(children, signals, grace_s)
+        finally:
+            for child in children:
+                child.end()
+
+
+class _Child:
+    """A rank's process."""
+
+    def __init__(self, rank: int, command: list[str], environment: dict[str, str], folder: str) -> None:
+        self.rank = rank
+        self.errors: IO[bytes] | None = None
+        if rank:
+            self.errors = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the process
+        self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if rank else None,
+            stderr=self.errors,
+            process_group=0,
+        )
+
+    def tell(self) -> None:
+        """Show the end of what a rank that failed has written; rank 0 is seen anyway."""
+        if self.errors is None:
+            return
+        size = self.errors.seek(0, os.SEEK_END)
+        self.errors.seek(max(0, size - TOLD_BYTES))
+        text = self.errors.read().decode(errors="replace")
+        sys.stderr.write("".join(f"rank {self.rank}: {line}\n" for line in text.splitlines()))
+        sys.stderr.flush()
+
+    def end(self) -> None:
+        """At once, if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if self.errors is not None:
+            self.errors.close()
+
+
+def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    own = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        SPAWNED: "1",
+    }
+    # Each rank would otherwise have a thread for every core.
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    return threads | dict(os.environ) | own
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _watched(children: Sequence[_Child], signals: list[int], grace_s: float) -> int:
+    """Wait for all; once one has failed, for the others no longer than they are given."""
+    running = list(children)
+    code, failed_at, asked = 0, 0.0, False
+    while running:
+        while signals:
+            number = signals.pop(0)
+            for child in running:
+                child.process.send_signal(number)
+        for child in list(running):
+            result = child.process.poll()
+            if result is None:
+                continue
+            running.remove(child)
+            if result and not asked:
+                child.tell()
+            if result and not code:
+                code, failed_at = result if result > 0 else 128 - result, time.monotonic()
+        waited_s = time.monotonic() - failed_at
+        if code and waited_s > grace_s + LAST_GRACE_S:
+            return code
+        if code and waited_s > grace_s and not asked:
+            asked = True
+            for child in running:
+                child.process.terminate()
+        time.sleep(LOOK_EVERY_S)
+    return code
+
+
+@contextmanager
+def _received() -> Iterator[list[int]]:
+    """Signals that came, in order, while it is entered. One that was ignored before stays so, here and in children."""
+    came: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+
+    before: dict[signal.Signals, object] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in PASSED_ON:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, note)
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if callable(handler) else signal.SIG_DFL)
+
+
+# -- how they meet ----------------------------------------------------------------------------------------------------
+# torch is imported by the ranks only, not by the process that starts them.
+
+
+class Group:
+    """While it is entered, the ranks can talk: NCCL between GPUs, gloo between CPUs.
+
+    A GPU's process takes its own device here. An error that comes of a rank which is gone or late leaves as a
+    FlopwiseError; with NCCL, torch's watchdog ends the process instead.
+    """
+
+    def __init__(self, rank: Rank, device_type: str, *, meeting_s: float = MEETING_S, late_s: float = LATE_S) -> None:
+        import torch
+
+        self.rank, self.meeting_s, self.late_s = rank, meeting_s, late_s
+        self.device = torch.device(device_type)
+        if device_type == "cuda":
+            if rank.local_rank >= torch.cuda.device_count():
+                raise FlopwiseError(
+                    f"rank {rank.rank} is number {rank.local_rank} on its machine, which has "
+                    f"{torch.cuda.device_count()} GPUs",
+                    why="they are counted from 0",
+                    hint="no more ranks on a machine than it has GPUs",
+                )
+            self.device = torch.device("cuda", rank.local_rank)
+
+    def __enter__(self) -> Self:
+        import torch
+        from torch import distributed
+
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        try:
+            distributed.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=self._store(),
+                rank=self.rank.rank,
+                world_size=self.rank.world,
+                timeout=timedelta(seconds=self.late_s),
+                device_id=self.device if on_gpu else None,
+            )
+        except RuntimeError as error:
+            raise self._not_met(error) from None
+        return self
+
+    def _store(self) -> Any:  # noqa: ANN401 - torch does not export their type
+        """Where ranks find each other's addresses; one that is alone needs none but its own memory."""
+        from torch import distributed
+
+        rank = self.rank
+        if rank.world == 1:
+            return distributed.HashStore()  # type: ignore[attr-defined]
+        limit = timedelta(seconds=self.meeting_s)
+        listens = rank.rank == 0
+        return distributed.TCPStore(  # type: ignore[attr-defined]
+            rank.address, rank.port, rank.world, listens, timeout=limit
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        from torch import distributed
+
+        try:
+            distributed.destroy_process_group()
+        except RuntimeError:
+            # What went wrong before says more than that it could not be tidied up.
+            if error is None:
+                raise
+        if error is not None and _is_lost(error):
+            raise FlopwiseError(
+                f"rank {self.rank.rank} lost the others",
+                why=_first_line(error),
+                hint="the rank that failed first says why",
+            ) from error
+
+    def _not_met(self, error: Exception) -> FlopwiseError:
+        rank = self.rank
+        return FlopwiseError(
+            f"{rank.world} ranks did not meet at {rank.address}:{rank.port} within {self.meeting_s:g} s",
+            why=_first_line(error),
+            hint="start all of them (under Slurm with srun); MASTER_ADDR and MASTER_PORT name another place",
+        )
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether another rank is gone or late; gloo has no exception of its own for it."""
+    from torch import distributed
+
+    if isinstance(error, distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

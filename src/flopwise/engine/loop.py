@@ -1,0 +1,238 @@
+"""The training loop: steps, evaluations, checkpoints, and an end that loses nothing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.measurement import StepRecord
+from flopwise.core.store import StepLog
+from flopwise.core.training import Training
+from flopwise.core.transformer import Transformer
+from flopwise.engine import checkpoint
+from flopwise.engine.batch import Batch
+from flopwise.engine.checkpoint import CheckpointState
+from flopwise.engine.executor import MOMENTS, Executor
+from flopwise.engine.huggingface_weights import config_of, family_of, from_huggingface, to_huggingface
+from flopwise.engine.signals import Stop
+
+
+class Data(Protocol):
+    """What the loop asks of data."""
+
+    @property
+    def count(self) -> int: ...
+
+    def batch(self, position: int, sequences: int) -> Batch: ...
+
+    def evaluation(self, sequences: int) -> Iterator[Batch]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopSettings:
+    """What a loop is told beside the training itself."""
+
+    folder: Path
+    batch_sequences: int
+    evaluation_sequences: int | None
+    """At most so many are evaluated; None: all that are held out."""
+    checkpoint_every: int | None
+    keep_checkpoints: int
+    evaluate_every: int | None
+    writes: bool
+    """Whether this process writes files: one of several ranks does."""
+    flops_per_sequence: int
+    peak_flops: float | None
+    predicted_step_s: float | None
+    template: CheckpointState
+    """A checkpoint's state, but for what changes from step to step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a training has come."""
+
+    step: int = 0
+    position: int = 0
+    totals: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a loop ended."""
+
+    progress: Progress
+    steps: tuple[StepRecord, ...]
+    stopped_by: str | None
+    evaluation: dict[str, float]
+    checkpoint: Path | None
+
+
+class Loop:
+    """Trains until the last step, or until it is asked to stop."""
+
+    def __init__(
+        self, executor: Executor, data: Data, model: Transformer, training: Training, settings: LoopSettings,
+        *, on_step: Callable[[StepRecord], None], on_checkpoint: Callable[[Path], None],
+    ) -> None:  # fmt: skip
+        self.executor, self.data, self.model, self.training, self.settings = executor, data, model, training, settings
+        self.on_step, self.on_checkpoint = on_step, on_checkpoint
+        self.saved: Path | None = None
+
+    def run(self, begin: Progress, stop: Stop) -> Outcome:
+        """From where it stands to the end."""
+        progress, records, evaluation = begin, [], {}
+        log = StepLog(self.settings.folder) if self.settings.writes else None
+        stopped: str | None = None
+        try:
+            while progress.step < self.training.steps and stopped is None:
+                progress, record = self._step(progress)
+                if self.executor.agree(stop.asked is not None):
+                    stopped = stop.asked or "another rank"
+                last = progress.step == self.training.steps
+                if stopped is None and (last or _due(progress.step, self.settings.evaluate_every)):
+                    evaluation = self.evaluate()
+                    record = replace(record, evaluation=evaluation or None)
+                if log:
+                    log.append(record)
+                records.append(record)
+                self.on_step(record)
+                if not math.isfinite(record.loss):
+                    raise self._diverged(record)
+                if last or stopped is not None or _due(progress.step, self.settings.checkpoint_every):
+                    self.save(progress)
+        finally:
+            if log:
+                log.close()
+        return Outcome(
+            progress=progress,
+            steps=tuple(records),
+            stopped_by=stopped,
+            evaluation=evaluation,
+            checkpoint=self.saved,
+        )
+
+    def _step(self, progress: Progress) -> tuple[Progress, StepRecord]:
+        settings = self.settings
+        begun = time.perf_counter()
+        batch = self.data.batch(progress.position, settings.batch_sequences)
+        result = self.executor.step(batch, progress.step)
+        took_s = time.perf_counter() - begun
+        peak = settings.peak_flops
+        done = Progress(
+            step=progress.step + 1,
+            position=progress.position + batch.sequences,
+            totals=_added(
+                progress.totals, loss=result.loss, seconds=took_s, samples=batch.sequences, tokens=batch.tokens
+            ),
+        )
+        return done, StepRecord(
+            step=done.step,
+            loss=result.loss,
+            learning_rate=self.training.rate_at(progress.step),
+            step_s=took_s,
+            tokens=batch.tokens,
+            samples=batch.sequences,
+            tokens_per_s=batch.tokens / took_s,
+            mfu=batch.sequences * settings.flops_per_sequence / (took_s * peak) if peak else None,
+            gradient_norm=result.gradient_norm,
+            predicted_s=settings.predicted_step_s,
+            exposed_copy_s=result.waited_s,
+        )
+
+    def _diverged(self, record: StepRecord) -> FlopwiseError:
+        kept = f"; the last checkpoint is {self.saved.name}" if self.saved else ""
+        return FlopwiseError(
+            f"the loss of step {record.step} is {record.loss}",
+            why=f"the training has diverged, and what follows would be lost time{kept}",
+            hint=f"--learning-rate {self.training.learning_rate / 3:.2g}, or --clip 1.0",
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """The held-out data, under the names that the trainer's logs have; nothing where none was held out."""
+        begun = time.perf_counter()
+        sequences = self.settings.batch_sequences
+        batches = self.data.evaluation(sequences)
+        most = self.settings.evaluation_sequences
+        counted = [0]
+
+        def chosen() -> Iterator[Batch]:
+            for batch in batches if most is None else islice(batches, -(-most // sequences)):
+                counted[0] += 1
+                yield batch
+
+        found = self.executor.evaluate(chosen())
+        if not found.sequences:
+            return {}
+        took_s = max(time.perf_counter() - begun, 1e-9)
+        figures = {
+            "eval_loss": found.loss,
+            "eval_accuracy": found.correct / max(1, found.with_loss),
+            "eval_runtime": took_s,
+            "eval_samples": float(found.sequences),
+            "eval_samples_per_second": found.sequences / took_s,
+            "eval_steps_per_second": counted[0] / took_s,
+        }
+        if self.training.task == "language":
+            figures["eval_perplexity"] = math.exp(min(found.loss, 700.0))
+        return figures
+
+    def save(self, progress: Progress) -> None:
+        """A checkpoint of now. Every rank takes part, one writes."""
+        weights = self.executor.weights()
+        optimizer = {f"{moment}/{name}": values for name, moment, values in self.executor.moments()}
+        if not self.settings.writes:
+            return
+        template = self.settings.template
+        state = replace(template, step=progress.step, position=progress.position, totals=dict(progress.totals))
+        config = huggingface_config(self.model, template.sequence_tokens)
+        if config is not None:
+            weights = to_huggingface(self.model, weights)
+        self.saved = checkpoint.save(
+            self.settings.folder,
+            weights=weights,
+            optimizer=optimizer,
+            state=state,
+            config=config,
+            keep=self.settings.keep_checkpoints,
+        )
+        self.on_checkpoint(self.saved)
+
+
+def huggingface_config(model: Transformer, sequence_tokens: int) -> dict[str, Any] | None:
+    """The config.json of a model that transformers has a class for; else None, and weights keep our names."""
+    try:
+        family_of(model)
+    except FlopwiseError:
+        return None
+    return config_of(model, sequence_tokens)
+
+
+def restore(executor: Executor, loaded: checkpoint.Loaded, model: Transformer) -> Progress:
+    """Bring a checkpoint's numbers into an executor."""
+    tokens = loaded.state.sequence_tokens
+    if huggingface_config(model, tokens) is None:
+        executor.set_weights(loaded.weights)
+    else:
+        executor.set_weights(from_huggingface(model, loaded.weights, tokens).tensors)
+    for moment in MOMENTS:
+        for parameter in executor.parameters:
+            name = f"{moment}/{parameter.name}"
+            if name in loaded.optimizer:
+                executor.set_moment(parameter.name, moment, loaded.optimizer[name])
+    state = loaded.state
+    return Progress(step=state.step, position=state.position, totals=dict(state.totals))
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _added(totals: dict[str, float], **more: float) -> dict[str, float]:
+    return {name: totals.get(name, 0.0) + value for name, value in more.items()}

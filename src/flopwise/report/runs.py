@@ -1,0 +1,250 @@
+"""Runs of a store: a row for each, and a page for one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil, isfinite
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from flopwise.core.measurement import Measurement, RunRecord, StepRecord
+from flopwise.core.store import Listed
+from flopwise.core.training import Training
+from flopwise.core.units import show_bytes, show_count, show_share
+from flopwise.report.predictions import OPTIMIZER_TITLES
+from flopwise.report.training import (
+    UNKNOWN,
+    as_text,
+    labelled,
+    loss_words,
+    measured_parts,
+    memory_table,
+    metrics_block,
+    off_words,
+    printable,
+    rate_words,
+    seconds_words,
+    share_words,
+    state_parts,
+)
+
+COLUMNS = ("run", "state", "model", "task", "steps", "loss", "tok/s", "MFU", "error", "started")
+"""error: of the predicted speed, against the measured one."""
+WORDS = {"run", "state", "model", "task", "started"}
+GIVING_WAY = ("task", "error", "started", "MFU")
+FIELDS = (
+    *("run", "state", "model", "task", "steps_done", "steps", "last_loss", "tokens_per_s", "mfu"),
+    *("predicted_tokens_per_s", "prediction_error", "started", "ended", "folder", "problem"),
+)
+"""Of a run's entry in JSON and CSV."""
+UNREADABLE = "unreadable"
+LONGEST_NAME = 28
+
+# -- a row for each --------------------------------------------------------------------------------------------------
+
+
+def run_entry(listed: Listed, last: StepRecord | None) -> dict[str, Any]:
+    """What a listing says of a run, at full precision; `last` is its last step where that says more than the record."""
+    record = listed.record
+    entry: dict[str, Any] = dict.fromkeys(FIELDS)
+    entry |= {"run": listed.folder.name, "folder": str(listed.folder)}
+    if record is None:
+        return entry | {"state": UNREADABLE, "problem": listed.problem}
+    measured = record.measurement
+    predicted = measured.predicted_tokens_per_s if measured else None
+    known = measured is not None and predicted is not None and measured.tokens_per_s > 0
+    return entry | {
+        "state": record.state,
+        "model": model_name(record),
+        "task": record.task,
+        "steps_done": max(record.steps_done, last.step if last else 0),
+        "steps": record.training.steps,
+        "last_loss": last.loss if last else measured.last_loss if measured else None,
+        "tokens_per_s": measured.tokens_per_s if measured else last.tokens_per_s if last else None,
+        "mfu": measured.mfu if measured else last.mfu if last else None,
+        "predicted_tokens_per_s": predicted,
+        "prediction_error": predicted / measured.tokens_per_s - 1 if known and measured and predicted else None,
+        "started": record.started,
+        "ended": record.ended,
+    }
+
+
+def model_name(record: RunRecord) -> str:
+    """As the description has it."""
+    return str(record.model.get("name") or (record.measurement.model if record.measurement else UNKNOWN))
+
+
+def run_rows(entries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Rows of words under `COLUMNS`."""
+    return [_row(entry) for entry in entries]
+
+
+def _row(entry: Mapping[str, Any]) -> list[str]:
+    if entry["problem"] is not None:
+        return [entry["run"], entry["state"], *[UNKNOWN] * (len(COLUMNS) - 2)]
+    name, predicted = printable(entry["model"]), entry["predicted_tokens_per_s"]
+    return [
+        entry["run"],
+        entry["state"],
+        name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…",
+        entry["task"],
+        f"{entry['steps_done']:,}/{entry['steps']:,}",
+        loss_words(entry["last_loss"]),
+        rate_words(entry["tokens_per_s"]),
+        share_words(entry["mfu"]),
+        UNKNOWN if entry["prediction_error"] is None else off_words(predicted, entry["tokens_per_s"]),
+        when_words(entry["started"]),
+    ]
+
+
+def when_words(moment: str | None) -> str:
+    """The minute of an ISO time."""
+    return printable(moment[:16].replace("T", " ")) if moment else UNKNOWN
+
+
+# -- a page for one --------------------------------------------------------------------------------------------------
+
+
+def run_page(record: RunRecord, steps: Sequence[StepRecord], width: int) -> RenderableType:
+    """A run: what it was, how it went, what it took. `steps` are those that were written down."""
+    rows = [
+        ("model", model_parts(record)),
+        ("plan", plan_parts(record)),
+        ("data", data_parts(record.data)),
+        ("training", training_parts(record.training)),
+        ("state", state_parts(record)),
+        ("loss", loss_parts(record.measurement, steps)),
+        ("speed", measured_parts(record.measurement) if record.measurement else []),
+        ("step", _step_parts(record.measurement) if record.measurement else []),
+        ("made with", [f"{printable(name)} {printable(value)}" for name, value in record.environment.items()]),
+    ]
+    ended = f" to {when_words(record.ended)}" if record.ended else ""
+    heading = f"run {record.id} · {record.task} · {when_words(record.started)}{ended}"
+    page: list[RenderableType] = [Text(heading, style="bold"), "", as_text(labelled(rows, width))]
+    table = memory_table(record.measurement.memory) if record.measurement else None
+    page += ["", table] if table else []
+    page += ["", as_text(metrics_block(record.metrics))] if record.metrics else []
+    return Group(*page)
+
+
+def model_parts(record: RunRecord) -> list[str]:
+    """Name and size."""
+    parts = [printable(model_name(record))]
+    if record.measurement:
+        parts.append(f"{show_count(record.measurement.n_params)} parameters")
+    for key, noun in (("layers", "layers"), ("hidden", "hidden"), ("heads", "heads")):
+        if isinstance(count := record.model.get(key), int):
+            parts.append(f"{count:,} {noun}")
+    return parts
+
+
+def plan_parts(record: RunRecord) -> list[str]:
+    """Sequence, batch, precision and caps: as they were run, else as the plan's table says."""
+    plan, measured = record.plan, record.measurement
+    if measured:
+        parts = [
+            f"{measured.devices} × {printable(measured.hardware)}",
+            f"sequence {measured.sequence_tokens:,}",
+            f"batch {measured.batch_sequences:,} = {measured.batch_tokens:,} tokens",
+            f"micro-batch {measured.micro_batch_sequences:,}",
+            f"precision {printable(measured.precision)}",
+            OPTIMIZER_TITLES.get(measured.optimizer, printable(measured.optimizer)),
+        ]
+    else:
+        names = {"hardware": "on", "sequence_tokens": "sequence", "precision": "precision", "optimizer": "optimizer"}
+        parts = [f"{words} {_value_words(plan[key])}" for key, words in names.items() if plan.get(key) is not None]
+    for place in ("device", "host"):
+        if isinstance(cap := plan.get(f"{place}_memory_bytes"), int) and cap:
+            parts.append(f"{place} cap {show_bytes(cap)}")
+    return parts
+
+
+DATA_WORDS = {
+    "files": "{} files",
+    "documents": "{} documents",
+    "samples": "{} samples",
+    "tokens": "{} tokens",
+    "sequences": "{} sequences",
+    "evaluation_sequences": "{} held out",
+    "tokenizer": "tokenizer {}",
+    "labels": "labels {}",
+    "fingerprint": "fingerprint {}",
+}
+MOST_NAMED = 4
+
+
+def data_parts(data: Mapping[str, Any]) -> list[str]:
+    """What it was trained on: sources and counts, as far as the record has them."""
+    sources = data.get("sources")
+    parts = [_value_words(sources)] if sources else []
+    return parts + [words.format(_value_words(data[key])) for key, words in DATA_WORDS.items() if data.get(key)]
+
+
+def _value_words(value: object) -> str:
+    """A value of a record's free tables; of a long list the first few."""
+    if isinstance(value, list | tuple):
+        named = [_value_words(item) for item in value[:MOST_NAMED]]
+        return ", ".join(named) + (f", … ({len(value):,})" if len(value) > MOST_NAMED else "")
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else printable(str(value))
+
+
+def training_parts(training: Training) -> list[str]:
+    """The settings that change the result."""
+    warmup = f" after {training.warmup_steps:,} steps of warm-up" if training.warmup_steps else ""
+    parts = [
+        f"{training.steps:,} steps",
+        f"learning rate {training.learning_rate:g}, {training.schedule}{warmup}",
+        f"betas {training.beta1:g} and {training.beta2:g}",
+        f"weight decay {training.weight_decay:g}",
+    ]
+    parts += [f"clipped to {training.clip_norm:g}"] if training.clip_norm is not None else []
+    parts += ["stochastic rounding"] if training.stochastic_rounding else []
+    return [*parts, f"seed {training.seed}"]
+
+
+def _step_parts(measured: Measurement) -> list[str]:
+    spread = f"{seconds_words(measured.step_s_p20)}–{seconds_words(measured.step_s_p80)}"
+    parts = [f"{seconds_words(measured.step_s)} (p20–p80 {spread}, over {measured.steps:,} steps)"]
+    if measured.predicted_step_s is not None:
+        parts.append(f"predicted {seconds_words(measured.predicted_step_s)}")
+    if measured.hfu is not None:
+        parts.append(f"{show_share(measured.hfu)} HFU")
+    if measured.peak_flops is not None:
+        peak = f"{show_count(measured.peak_flops)}FLOP/s"
+        parts.append(f"against {peak} {measured.peak_format or ''}".rstrip())
+    return [*parts, f"FLOPs counted {measured.convention}"]
+
+
+# -- the loss --------------------------------------------------------------------------------------------------------
+
+BARS = "▁▂▃▄▅▆▇█"
+NO_BAR = "×"
+"""Where a loss is no number."""
+LONGEST_CURVE = 40
+
+
+def loss_parts(measured: Measurement | None, steps: Sequence[StepRecord]) -> list[str]:
+    """The first and the last loss, and the way between."""
+    losses = [step.loss for step in steps]
+    if not losses and measured:
+        losses = [measured.first_loss, measured.last_loss]
+    if len(losses) < 2:
+        return [loss_words(loss) for loss in losses]
+    return [f"{loss_words(losses[0])} → {loss_words(losses[-1])}  {curve(losses)}"]
+
+
+def curve(values: Sequence[float], most: int = LONGEST_CURVE) -> str:
+    """Values as bars from the least to the largest, at most so many: means of as many neighbours as it takes."""
+    size = ceil(len(values) / most)
+    groups = [values[start : start + size] for start in range(0, len(values), size)]
+    means = [sum(group) / len(group) for group in groups]
+    finite = [mean for mean in means if isfinite(mean)]
+    least, largest = min(finite, default=0.0), max(finite, default=0.0)
+    step = (largest - least) / (len(BARS) - 1)
+    if not isfinite(step):
+        return ""
+    return "".join(
+        NO_BAR if not isfinite(mean) else BARS[round((mean - least) / step) if step else 0] for mean in means
+    )

@@ -1,0 +1,312 @@
+"""A training for people: a row for each step, and at the end the block of metrics, speed and memory beside the plan.
+
+Everything here is made from records alone.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import isfinite
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from flopwise.core.measurement import Measurement, MemoryRow, RunRecord, StepRecord
+from flopwise.core.plan import Place
+from flopwise.core.program import OWNERS
+from flopwise.core.units import show_bytes, show_seconds, show_share, significant
+from flopwise.report.tables import text_table
+
+UNKNOWN = "-"
+LONGEST_DURATION_S = 1e11
+"""Beyond it Python has no word for a duration; nothing has run for three thousand years."""
+
+# -- numbers in words ------------------------------------------------------------------------------------------------
+
+
+def loss_words(loss: float | None) -> str:
+    """Four digits, however small or large."""
+    if loss is None or not isfinite(loss):
+        return UNKNOWN if loss is None else str(loss)
+    return significant(loss, 4) if loss == 0 or 1e-3 <= abs(loss) < 1e6 else f"{loss:.2e}"
+
+
+def rate_words(per_s: float | None) -> str:
+    """Tokens a second, without the unit."""
+    return UNKNOWN if per_s is None else significant(per_s)
+
+
+def share_words(share: float | None) -> str:
+    return UNKNOWN if share is None else show_share(share)
+
+
+def seconds_words(seconds: float | None) -> str:
+    if seconds is None or not isfinite(seconds):
+        return UNKNOWN if seconds is None else f"{seconds} s"
+    return show_seconds(seconds) if seconds else "0 s"
+
+
+def size_words(size: int | None) -> str:
+    return show_bytes(size) if size else UNKNOWN
+
+
+def off_words(predicted: float, measured: float) -> str:
+    """How far a prediction is off what was measured: `+0.6 %`."""
+    off = predicted / measured - 1
+    return f"{'−' if off < 0 else '+'}{show_share(abs(off))}"
+
+
+def clock_words(seconds: float) -> str:
+    """A duration as a clock has it: `0:53`, `2:03:04`."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def printable(text: str) -> str:
+    """A name of a record on one line, without signs that a terminal would act on."""
+    return "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))
+
+
+# -- lines -----------------------------------------------------------------------------------------------------------
+
+
+def wrapped(parts: Iterable[str], width: int, *, separator: str = " · ", indent: int = 0) -> list[str]:
+    """Parts one after the other in lines of at most `width`, broken between them; later lines are indented."""
+    lines: list[str] = []
+    for part in parts:
+        room = width - (indent if lines else 0)
+        if lines and cell_len(lines[-1]) + len(separator) + cell_len(part) <= width:
+            lines[-1] += separator + part
+        elif cell_len(part) <= room:
+            lines.append(" " * (indent if lines else 0) + part)
+        else:
+            broken = textwrap.wrap(part, width - indent) or [""]
+            lines += [" " * (indent if lines or number else 0) + line for number, line in enumerate(broken)]
+    return lines
+
+
+def labelled(rows: Sequence[tuple[str, Sequence[str]]], width: int) -> list[str]:
+    """A label before its parts, the parts below each other; rows without parts are left out."""
+    kept = [(label, parts) for label, parts in rows if parts]
+    column = max((cell_len(label) for label, _ in kept), default=0) + 2
+    lines = []
+    for label, parts in kept:
+        for number, line in enumerate(wrapped(parts, width - column)):
+            lines.append(("" if number else label).ljust(column) + line)
+    return lines
+
+
+def as_text(lines: Iterable[str]) -> Text:
+    """Lines as they are, never folded."""
+    return Text("\n".join(lines), no_wrap=True, overflow="ignore")
+
+
+# -- a row for each step ---------------------------------------------------------------------------------------------
+
+STEP_WIDTHS = {
+    "step": 6,
+    "loss": 8,
+    "time": 7,
+    "predicted": 9,
+    "tok/s": 9,
+    "MFU": 7,
+    "device": 9,
+    "host": 9,
+    "exposed": 8,
+}
+"""Columns with room for what they mostly hold: rows come one by one and still stand below each other."""
+STEPS_GIVING_WAY = ("host", "device", "exposed", "predicted")
+GAP = "  "
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTable:
+    """Steps as rows of words. Device and host memory are the planned ones: what it was is known at the end."""
+
+    columns: tuple[str, ...]
+    steps: int
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+    def header(self) -> str:
+        return GAP.join(name.rjust(self._width(name)) for name in self.columns)
+
+    def row(self, record: StepRecord) -> str:
+        cells = {
+            "step": f"{record.step:,}",
+            "loss": loss_words(record.loss),
+            "time": seconds_words(record.step_s),
+            "predicted": seconds_words(record.predicted_s),
+            "tok/s": rate_words(record.tokens_per_s),
+            "MFU": share_words(record.mfu),
+            "device": size_words(self.device_bytes),
+            "host": size_words(self.host_bytes),
+            "exposed": seconds_words(record.exposed_copy_s),
+        }
+        return GAP.join(cells[name].rjust(self._width(name)) for name in self.columns)
+
+    def _width(self, name: str) -> int:
+        return max(STEP_WIDTHS[name], len(f"{self.steps:,}") if name == "step" else 0)
+
+
+def step_table(
+    first: StepRecord, *, steps: int, width: int, device_bytes: int | None, host_bytes: int | None
+) -> StepTable:
+    """A table for steps like the first one, whose unknown figures have no column, as wide as there is room."""
+    unknown = {
+        "predicted": first.predicted_s is None,
+        "MFU": first.mfu is None,
+        "device": not device_bytes,
+        "host": not host_bytes,
+        "exposed": first.exposed_copy_s is None,
+    }
+    columns = [name for name in STEP_WIDTHS if not unknown.get(name, False)]
+
+    def table() -> StepTable:
+        return StepTable(columns=tuple(columns), steps=steps, device_bytes=device_bytes, host_bytes=host_bytes)
+
+    for name in STEPS_GIVING_WAY:
+        if name in columns and len(table().header()) > width:
+            columns.remove(name)
+    return table()
+
+
+def evaluation_words(step: int, evaluation: Mapping[str, float]) -> str:
+    """An evaluation on a line; how long it took and how many samples it saw is for the block at the end."""
+    told = {name: value for name, value in evaluation.items() if not name.endswith(("_runtime", "_samples", "_second"))}
+    figures = [f"{name} {metric_words(name, value)}" for name, value in told.items()]
+    return f"evaluated after step {step:,}: {' · '.join(figures)}"
+
+
+# -- the block of metrics --------------------------------------------------------------------------------------------
+
+
+def metric_words(name: str, value: float | str) -> str:
+    """A figure as Hugging Face's trainer prints it, an accuracy in per cent."""
+    if isinstance(value, str) or not isfinite(value):
+        return str(value)
+    if name.endswith("_runtime"):
+        return _duration(value)
+    if name == "total_flos":
+        return f"{int(value) >> 30}GF"
+    if name.endswith("_accuracy"):
+        return f"{100 * value:.2f}%"
+    if name.endswith("_samples") and value == int(value):
+        return str(int(value))
+    return str(round(float(value), 3 if name.endswith("_per_second") else 4))
+
+
+def _duration(seconds: float) -> str:
+    if not 0 <= seconds < LONGEST_DURATION_S:
+        return f"{seconds:g} s"
+    return f"{timedelta(seconds=int(seconds))}.{int(100 * (seconds - int(seconds))):02d}"
+
+
+def metrics_block(metrics: Mapping[str, float | str]) -> list[str]:
+    """The trainer's block, line for line; nothing where nothing was counted."""
+    if not metrics:
+        return []
+    words = {name: metric_words(name, value) for name, value in sorted(metrics.items())}
+    names, values = max(map(len, words)), max(map(len, words.values()))
+    return ["***** train metrics *****", *(f"  {name.ljust(names)} = {words[name].rjust(values)}" for name in words)]
+
+
+# -- measured beside predicted ---------------------------------------------------------------------------------------
+
+
+def measured_parts(measurement: Measurement) -> list[str]:
+    """Speed and memory as measured, beside what was predicted and planned."""
+    spread = f"{rate_words(measurement.tokens_per_s_p20)}–{rate_words(measurement.tokens_per_s_p80)}"
+    parts = [f"measured {rate_words(measurement.tokens_per_s)} tok/s (p20–p80 {spread})"]
+    predicted = measurement.predicted_tokens_per_s
+    if predicted is not None:
+        known = measurement.tokens_per_s > 0
+        off = f" ({off_words(predicted, measurement.tokens_per_s)})" if known else ""
+        parts.append(f"predicted {rate_words(predicted)}{off}")
+    if measurement.mfu is not None:
+        parts.append(f"{show_share(measurement.mfu)} MFU")
+    return [*parts, *_peak(measurement, "device", "peak"), *_peak(measurement, "host", "host")]
+
+
+def _peak(measurement: Measurement, place: Place, name: str) -> list[str]:
+    if not any(row.place == place for row in measurement.memory):
+        return []
+    was, planned = (measurement.total_bytes(place, planned=planned) for planned in (False, True))
+    words, wanted = show_bytes(was), show_bytes(planned)
+    number, _, unit = wanted.partition(" ")
+    return [f"{name} {words} (planned {number if words.endswith(f' {unit}') else wanted})"]
+
+
+MEMORY_PLACES: tuple[Place, ...] = ("device", "host")
+
+
+def memory_table(memory: Sequence[MemoryRow]) -> Text | None:
+    """Memory by owner and place, as planned and as it was, what nobody has planned last but the total."""
+    places = [place for place in MEMORY_PLACES if any(row.place == place for row in memory)]
+    if not places:
+        return None
+    found: dict[str, dict[Place, tuple[int, int]]] = {}
+    for row in memory:
+        planned, measured = found.setdefault(row.owner, {}).get(row.place, (0, 0))
+        found[row.owner][row.place] = (planned + row.planned_bytes, measured + row.measured_bytes)
+    columns = ["memory", *(f"{place} {kind}" for place in places for kind in ("planned", "measured"))]
+    rows = [_memory_row(printable(owner), found[owner], places) for owner in sorted(found, key=_owner_order)]
+    sums = {
+        place: (
+            sum(sizes.get(place, (0, 0))[0] for sizes in found.values()),
+            sum(sizes.get(place, (0, 0))[1] for sizes in found.values()),
+        )
+        for place in places
+    }
+    return text_table(columns, [*rows, _memory_row("total", sums, places)], {"memory"})
+
+
+def _owner_order(owner: str) -> tuple[int, str]:
+    """As programs name them, others by name, and what is unaccounted last."""
+    if owner in OWNERS:
+        return OWNERS.index(owner), ""
+    return len(OWNERS) + (owner == "unaccounted"), owner
+
+
+def _memory_row(name: str, sizes: Mapping[Place, tuple[int, int]], places: Sequence[Place]) -> list[str]:
+    return [name, *(size_words(size) for place in places for size in sizes.get(place, (0, 0)))]
+
+
+# -- the end of a run ------------------------------------------------------------------------------------------------
+
+
+def state_parts(record: RunRecord) -> list[str]:
+    """How far a run has come, and why it did not come further."""
+    parts = [f"{record.state}: {record.steps_done:,} of {record.training.steps:,} steps"]
+    if record.reason:
+        parts.append(printable(record.reason))
+    if record.checkpoint:
+        parts.append(f"checkpoint {printable(record.checkpoint)}")
+    if record.resumed_from:
+        parts.append(f"goes on from {printable(record.resumed_from)}")
+    return parts
+
+
+def end_page(record: RunRecord, width: int, *, store: str | None = None) -> RenderableType:
+    """What a training leaves on the terminal; `store` is for the commands that come next, where it was named."""
+    parts: list[RenderableType] = []
+    if record.metrics:
+        parts += [as_text(metrics_block(record.metrics)), ""]
+    if record.measurement:
+        table = memory_table(record.measurement.memory)
+        parts += [table, ""] if table else []
+        parts.append(as_text(wrapped(measured_parts(record.measurement), width)))
+    elif record.state == "done":
+        parts.append(Text("too few steps to measure a speed"))
+    beside = f" --store {store}" if store else ""
+    following = [f"next: flopwise show {record.id}{beside}"]
+    if record.state != "done":
+        parts.append(as_text(wrapped(state_parts(record), width)))
+    if record.state == "interrupted" and record.checkpoint:
+        following.append(f"flopwise train --resume {record.id}{beside}")
+    saved = wrapped([f"saved run {record.id}", *following], width, separator="   ")
+    return Group(*parts, as_text(saved))

@@ -1,0 +1,27 @@
+"""From a model's name to a trained model: data, plan, executor and run folder put together.
+
+from flopwise import train
+
+record = train.run(model="llama-3-1b", data=("corpus/",), steps=100)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flopwise.train.events import Callback, Started
+    from flopwise.train.request import TrainRequest
+    from flopwise.train.running import run
+
+__all__ = ["Callback", "Started", "TrainRequest", "run"]
+
+
+def __getattr__(name: str) -> object:
+    """Import on first use: torch takes a second."""
+    import importlib
+
+    places = {"Callback": "events", "Started": "events", "TrainRequest": "request", "run": "running"}
+    if name in places:
+        return getattr(importlib.import_module(f"flopwise.train.{places[name]}"), name)
+    raise AttributeError(f"module 'flopwise.train' has no attribute {name!r}")

@@ -1,0 +1,80 @@
+"""What a training tells while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from flopwise.core.measurement import RunRecord, StepRecord
+from flopwise.core.training import Training
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """All is checked and in place; the first step begins."""
+
+    folder: Path
+    run: str
+    """The run's number."""
+    model: str
+    hardware: str
+    """In words: what it runs on."""
+    training: Training
+    first_step: int
+    """Steps that are done already, by the run that this one resumes; else 0."""
+    batch_sequences: int
+    batch_tokens: int
+    sequence_tokens: int
+    devices: int
+    predicted_step_s: float | None
+    predicted_tokens_per_s: float | None
+    planned_device_bytes: int | None
+    planned_host_bytes: int | None
+    checks: tuple[str, ...]
+    """What was looked at and found in order, a few words each."""
+    notes: tuple[str, ...]
+    """What a reader should know."""
+
+
+class Callback:
+    """Does nothing; a subclass overrides what it wants to hear of."""
+
+    def on_start(self, started: Started) -> None:
+        """Before the first step."""
+
+    def on_progress(self, what: str, done: int, of: int) -> None:
+        """While something long is prepared: text that is tokenized."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """After every step, `record.evaluation` set where it was evaluated too."""
+
+    def on_checkpoint(self, checkpoint: Path) -> None:
+        """After a checkpoint is in place."""
+
+    def on_note(self, note: str) -> None:
+        """Something that a person should know now: a signal that was heard, a checkpoint that was passed over."""
+
+    def on_end(self, record: RunRecord) -> None:
+        """The run's record is written."""
+
+
+class Logger(Protocol):
+    """Anything with `log`: a run of trackio or wandb."""
+
+    def log(self, data: dict[str, Any]) -> object:
+        """Take one step's figures."""
+
+
+class LoggerCallback(Callback):
+    """Hands every step on to a logger, unknown figures left out."""
+
+    def __init__(self, logger: Logger) -> None:
+        self.logger = logger
+
+    def on_step(self, record: StepRecord) -> None:
+        import dataclasses
+
+        figures = dataclasses.asdict(record)
+        evaluation = figures.pop("evaluation") or {}
+        self.logger.log({name: value for name, value in {**figures, **evaluation}.items() if value is not None})

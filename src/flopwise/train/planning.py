@@ -1,0 +1,221 @@
+"""The plan of a training: read from a file, or found for this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flopwise.core.cluster_plan import ClusterPlan
+from flopwise.core.cluster_plan import Expected as ClusterExpected
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.formats import Formats
+from flopwise.core.hardware import Hardware
+from flopwise.core.parallel import Parallel
+from flopwise.core.plan import Expected, Forecast, Plan
+from flopwise.core.transformer import Transformer
+from flopwise.plan.cuts import DeviceQuestion
+from flopwise.plan.explain import planned
+from flopwise.plan.forecast import forecast
+from flopwise.plan.runs import check_runs
+from flopwise.predict import step as predicted_step
+from flopwise.predict.choose import Request, capacity_bytes
+
+HOST_SHARE = 0.88
+"""Of the host's memory, what may be planned with: the system and the loader of data need the rest."""
+
+CPU_MEMORY_SHARE = 0.6
+"""Of a CPU's memory: it is the host's too, and others run there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What a plan is wanted for."""
+
+    model: Transformer
+    hardware: Hardware
+    hardware_name: str
+    sequence_tokens: int
+    batch_sequences: int | None
+    """None: what the plan finds best."""
+    micro_batch_sequences: int | None
+    formats: Formats
+    device_memory_bytes: int | None
+    host_memory_bytes: int | None
+    clip: bool
+    devices: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promise:
+    """A plan with what it is expected to take, as far as that is known."""
+
+    plan: Plan | ClusterPlan
+    batch_sequences: int
+    step_s: float | None
+    tokens_per_s: float | None
+    peak_flops: float | None
+    peak_format: str | None
+    hardware_flops: int | None
+    """Of a step, where it is known."""
+    device_bytes: int | None
+    host_bytes: int | None
+
+
+def find_plan(question: Question) -> Promise:
+    """The fastest plan for one device, or one that shards over several."""
+    return _several(question) if question.devices > 1 else _one(question)
+
+
+def _one(question: Question) -> Promise:
+    hardware = question.hardware
+    if question.device_memory_bytes is None and hardware.link is None:
+        device_bytes = int(CPU_MEMORY_SHARE * hardware.device.dram.size_bytes.value)
+    else:
+        device_bytes = capacity_bytes(hardware, Request(device_memory_bytes=question.device_memory_bytes))
+    host_bytes = question.host_memory_bytes
+    if host_bytes is None:
+        memory = hardware.host.memory_bytes if hardware.host and hardware.link else None
+        host_bytes = int(HOST_SHARE * memory.value) if memory else 0
+    micro, batch = question.micro_batch_sequences, question.batch_sequences
+    if micro is not None and batch is not None and micro > batch:
+        raise FlopwiseError(
+            f"a micro-batch of {micro} is larger than the batch of {batch}",
+            why="a step runs the batch in micro-batches",
+            hint=f"--micro {batch} or less",
+        )
+    found = planned(
+        DeviceQuestion(
+            model=question.model,
+            hardware=hardware,
+            hardware_name=question.hardware_name,
+            sequence_tokens=question.sequence_tokens,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            formats=question.formats,
+            batch_sequences=batch if micro is None or batch is not None else micro,
+            round_sequences=micro,
+            clip=question.clip,
+        ),
+        helps=False,
+    )
+    return _promise(found.plan, found.forecast, batch)
+
+
+def _promise(plan: Plan, expected: Forecast, batch: int | None) -> Promise:
+    """The plan with its forecast; a batch whose last round is not full takes less in proportion."""
+    whole = plan.rounds_per_step * plan.sequences_per_round
+    share = 1.0 if batch is None else batch / whole
+    promised = Expected(
+        step_s=expected.step_s,
+        tokens_per_s=expected.tokens_per_s,
+        mfu=expected.mfu,
+        hfu=expected.hfu,
+        device_bytes=expected.device_total,
+        host_bytes=expected.host_total,
+    )
+    return Promise(
+        plan=replace(plan, expected=promised),
+        batch_sequences=whole if batch is None else batch,
+        step_s=share * expected.step_s,
+        tokens_per_s=expected.tokens_per_s,
+        peak_flops=expected.peak_flops,
+        peak_format=expected.peak_format,
+        hardware_flops=int(share * expected.hardware_flops),
+        device_bytes=expected.device_total,
+        host_bytes=expected.host_total,
+    )
+
+
+def given_plan(plan: Plan | ClusterPlan, model: Transformer, hardware: Hardware, batch: int | None) -> Promise:
+    """A plan from a file, with what it takes on the hardware that it is run on."""
+    if isinstance(plan, ClusterPlan):
+        return _cluster_promise(plan, model, hardware)
+    check_runs(plan, model)
+    whole = plan.rounds_per_step * plan.sequences_per_round
+    if batch is not None and -(-batch // plan.sequences_per_round) != plan.rounds_per_step:
+        raise FlopwiseError(
+            f"--batch {batch} is no step of the plan",
+            why=f"it has {plan.rounds_per_step} rounds of {plan.sequences_per_round} sequences",
+            hint=f"--batch {whole}, or plan again for this batch",
+        )
+    try:
+        return _promise(plan, forecast(plan, model, hardware), batch)
+    except FlopwiseError:
+        # The device may lack a rate that the plan's formats need; it can be run all the same.
+        return Promise(
+            plan=plan,
+            batch_sequences=whole if batch is None else batch,
+            step_s=None,
+            tokens_per_s=None,
+            peak_flops=None,
+            peak_format=None,
+            hardware_flops=None,
+            device_bytes=plan.expected.device_bytes if plan.expected else None,
+            host_bytes=plan.expected.host_bytes if plan.expected else None,
+        )
+
+
+def _several(question: Question) -> Promise:
+    """Data parallel with everything sharded, which is what runs on several devices."""
+    batch = question.batch_sequences or 8 * question.devices
+    plan = ClusterPlan(
+        hardware=question.hardware_name,
+        devices=question.devices,
+        sequence_tokens=question.sequence_tokens,
+        batch_sequences=batch,
+        micro_batch_sequences=question.micro_batch_sequences or max(1, -(-batch // question.devices)),
+        precision=question.formats.name,
+        recompute="none",
+        attention="flash",
+        fusion="fused",
+        optimizer="adamw",
+        stack="kernels",
+        parallel=Parallel(data=question.devices, zero=3),
+        device_memory_bytes=question.device_memory_bytes,
+    )
+    return _cluster_promise(plan, question.model, question.hardware, choose=question.micro_batch_sequences is None)
+
+
+def _cluster_promise(plan: ClusterPlan, model: Transformer, hardware: Hardware, *, choose: bool = False) -> Promise:
+    nothing = Promise(
+        plan=plan,
+        batch_sequences=plan.batch_sequences,
+        step_s=None,
+        tokens_per_s=None,
+        peak_flops=None,
+        peak_format=None,
+        hardware_flops=None,
+        device_bytes=None,
+        host_bytes=None,
+    )
+    if plan.devices > 1 and not hardware.networks:
+        return nothing
+    request = Request(
+        sequence_tokens=plan.sequence_tokens,
+        batch_sequences=plan.batch_sequences,
+        micro_batch_sequences=None if choose else plan.micro_batch_sequences,
+        formats=plan.precision,
+        recompute=None if choose else plan.recompute,
+        parallel=plan.parallel,
+        device_memory_bytes=plan.device_memory_bytes,
+    )
+    found = predicted_step(model, hardware, request)
+    expected = ClusterExpected(
+        step_s=found.step_s,
+        tokens_per_s=found.tokens_per_s,
+        mfu=found.mfu,
+        device_bytes=found.device_bytes.total,
+    )
+    settled = replace(
+        plan, micro_batch_sequences=found.micro_batch_sequences, recompute=found.recompute, expected=expected
+    )
+    return Promise(
+        plan=settled,
+        batch_sequences=plan.batch_sequences,
+        step_s=found.step_s,
+        tokens_per_s=found.tokens_per_s,
+        peak_flops=found.peak_flops * plan.devices,
+        peak_format=found.peak_format,
+        hardware_flops=found.hardware_flops,
+        device_bytes=found.device_bytes.total,
+        host_bytes=None,
+    )

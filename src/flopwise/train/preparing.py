@@ -1,0 +1,323 @@
+"""From what was asked for to what is run: model, data, settings, device and plan, all checked before anything begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, is_plan, load_model, load_plan
+from flopwise.core.cluster_plan import ClusterPlan
+from flopwise.core.describe import describe
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.formats import Formats, parse_formats
+from flopwise.core.hardware import Hardware
+from flopwise.core.model import Model
+from flopwise.core.plan import Plan
+from flopwise.core.training import Task, Training
+from flopwise.core.transformer import Transformer
+from flopwise.engine.data import DataRequest, open_classification_data, open_language_data
+from flopwise.engine.devices import choose_device
+from flopwise.engine.modules import check_trainable
+from flopwise.predict.choose import Request, base_workload
+from flopwise.profile.this_machine import find_hardware
+from flopwise.train.planning import Promise, Question, find_plan, given_plan
+from flopwise.train.request import TrainRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flopwise.engine.data import ClassificationData, LanguageData
+
+CPU_SEQUENCE_TOKENS = 256
+"""On a CPU a sequence is no longer than this unless it is asked for."""
+CLASSIFIER_SEQUENCE_TOKENS = 128
+CPU_BATCH_SEQUENCES = 8
+CLASSIFIER_BATCH_SEQUENCES = 8
+"""As the usual fine-tuning script has it."""
+CLASSIFIER_EPOCHS = 3
+LANGUAGE_STEPS = 200
+
+FIRST_RATE = 1e-3
+"""Learning rate of a small model that begins from nothing; larger ones want less."""
+LARGE_RATE = 3e-4
+LARGE_PARAMETERS = 10**8
+FINE_TUNING_RATE = 5e-5
+
+DEFAULT_SECONDS = 40.0
+"""What the training without any argument should take on this machine, by prediction."""
+DEFAULT_STEPS = 200
+DEFAULT_WIDTHS = (512, 384, 256, 192, 128, 96, 64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """All that a training needs."""
+
+    model: Transformer
+    training: Training
+    promise: Promise
+    data: LanguageData | ClassificationData
+    hardware: Hardware
+    device: str
+    """As torch calls it: cpu, cuda."""
+    weights: Path | None
+    """A folder whose weights are the first ones."""
+    checks: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def plan(self) -> Plan | ClusterPlan:
+        return self.promise.plan
+
+
+def prepare(
+    request: TrainRequest, *, ranks: int, plan: tuple[Plan | ClusterPlan, Model] | None = None,
+    tell: Callable[[str, int, int], None] | None = None,
+) -> Prepared:  # fmt: skip
+    """Settle everything that was left open. `plan`: that of a run which is resumed."""
+    device = choose_device(request.device)
+    name = THIS_MACHINE if device == "cuda" else THIS_CPU
+    hardware = find_hardware(name)
+    if plan is None and request.model is not None and is_plan(request.model):
+        plan = load_plan(Path(request.model))
+    if plan is not None:
+        _check_hardware(plan[0], hardware, request)
+    model, weights = _model(request, plan, hardware)
+    task = request.task or ("classification" if model.head == "classifier" else "language")
+    model = _for_task(model, task)
+    check_trainable(model)
+    sequence = _sequence_tokens(request, plan, model, device)
+    data = _open_data(request, model, task, sequence, tell)
+    if task == "classification":
+        # Its labels are what the data has; a plan for another number of them differs by a few rows.
+        model = replace(model, labels=len(getattr(data, "labels", ())))
+    promise = _promise(request, plan, model, hardware, name, sequence, ranks)
+    training = _training(request, task, model, data.count, promise, from_weights=weights is not None)
+    _check_update(training, promise.plan)
+    return Prepared(
+        model=model,
+        training=training,
+        promise=promise,
+        data=data,
+        hardware=hardware,
+        device=device,
+        weights=weights,
+        checks=_checks(hardware, promise, data.describe()),
+        notes=tuple(data.notes),
+    )
+
+
+def _check_hardware(plan: Plan | ClusterPlan, hardware: Hardware, request: TrainRequest) -> None:
+    """Refuse a plan that was made for another device."""
+    if request.anywhere or plan.hardware.lower() in (THIS_MACHINE, THIS_CPU):
+        return
+    planned = find_hardware(plan.hardware)
+    if planned.name != hardware.name:
+        raise FlopwiseError(
+            f"the plan is for {planned.title}, and this machine has {hardware.title}",
+            why="its memory and its schedule are those of another device",
+            hint="plan again with `--on this-machine`, or --anywhere to run it as it is",
+        )
+
+
+def _model(
+    request: TrainRequest, plan: tuple[Plan | ClusterPlan, Model] | None, hardware: Hardware
+) -> tuple[Transformer, Path | None]:
+    """The description, and the folder of its first weights."""
+    weights = Path(request.weights) if request.weights else None
+    if plan is not None:
+        described: Model = plan[1]
+    elif request.model is None:
+        return default_model(hardware), weights
+    else:
+        described = load_model(request.model)
+        folder = Path(request.model)
+        folder = folder if folder.is_dir() else folder.parent
+        named = request.model.endswith((".json", ".toml")) or Path(request.model).is_dir()
+        if weights is None and named and any(folder.glob("*.safetensors")) and not request.from_scratch:
+            weights = folder
+    if not isinstance(described, Transformer):
+        raise FlopwiseError(
+            f"{described.name} cannot be trained yet",
+            why="its layers run time step by time step, for which there are no operators",
+            hint="a transformer: `flopwise ls models`",
+        )
+    return described, weights
+
+
+def default_model(hardware: Hardware) -> Transformer:
+    """A small Llama over bytes: the widest that this machine trains in well under a minute, by prediction."""
+    for width in DEFAULT_WIDTHS:
+        model = Transformer(
+            name=f"tiny-llama-{width}",
+            title=f"Small Llama of width {width}, over bytes",
+            source="what `flopwise train` trains when it is told nothing",
+            layers=4,
+            hidden=width,
+            heads=width // 32,
+            kv_heads=max(1, width // 64),
+            ffn=width * 8 // 3 // 32 * 32,
+            vocab=264,
+            context=CPU_SEQUENCE_TOKENS,
+            tied=True,
+        )
+        work = describe(model, CPU_SEQUENCE_TOKENS)
+        peak = max(fact.value for fact in hardware.device.peak_flops.values())
+        # A small model reaches about a fifth of what large products do.
+        seconds = DEFAULT_STEPS * CPU_BATCH_SEQUENCES * work.model_flops("causal") / (0.2 * peak)
+        if seconds <= DEFAULT_SECONDS or width == DEFAULT_WIDTHS[-1]:
+            return model
+    raise AssertionError("the smallest width is always taken")
+
+
+def _for_task(model: Transformer, task: Task) -> Transformer:
+    """The model with the head that the task needs."""
+    if task == "classification":
+        if model.causal:
+            raise FlopwiseError(
+                f"{model.name} reads from left to right; a classifier here is an encoder",
+                why="the first token, which is classified, sees nothing but itself",
+                hint="bert-base, or --task language",
+            )
+        return replace(model, head="classifier", labels=model.labels or 2, tied=False, final_norm=False)
+    if not model.causal:
+        raise FlopwiseError(
+            f"{model.name} sees what comes after; it cannot learn to foretell it",
+            why="language modelling here is the next token's, and it is no part of this model",
+            hint="--task classification, or a decoder such as gpt2",
+        )
+    return model
+
+
+def _sequence_tokens(
+    request: TrainRequest, plan: tuple[Plan | ClusterPlan, Model] | None, model: Transformer, device: str
+) -> int:
+    if plan is not None:
+        return plan[0].sequence_tokens
+    if request.sequence_tokens is not None:
+        model.check_sequence(request.sequence_tokens)
+        return request.sequence_tokens
+    most = model.context
+    if model.head == "classifier":
+        return min(most, CLASSIFIER_SEQUENCE_TOKENS)
+    return min(most, CPU_SEQUENCE_TOKENS) if device == "cpu" else most
+
+
+def _open_data(
+    request: TrainRequest, model: Transformer, task: Task, sequence: int,
+    tell: Callable[[str, int, int], None] | None,
+) -> LanguageData | ClassificationData:  # fmt: skip
+    wanted = DataRequest(
+        sources=request.data,
+        tokenizer=request.tokenizer,
+        sequence_tokens=sequence,
+        vocab=model.vocab,
+        seed=request.seed,
+        text_column=request.text_column,
+        label_column=request.label_column,
+        padding=request.padding,
+        evaluation=request.evaluation_data,
+    )
+    if task == "classification":
+        return open_classification_data(wanted, tell=tell)
+    return open_language_data(wanted, tell=tell)
+
+
+def _promise(  # noqa: PLR0917 - what a plan depends on
+    request: TrainRequest, plan: tuple[Plan | ClusterPlan, Model] | None, model: Transformer, hardware: Hardware,
+    name: str, sequence: int, ranks: int,
+) -> Promise:  # fmt: skip
+    if plan is not None:
+        devices = plan[0].devices if isinstance(plan[0], ClusterPlan) else 1
+        if devices != ranks:
+            raise FlopwiseError(
+                f"the plan is for {devices} device{'s' if devices > 1 else ''}, and {ranks} run",
+                hint=f"--gpus {devices}, or plan again",
+            )
+        return given_plan(plan[0], model, hardware, request.batch_sequences)
+    batch = request.batch_sequences
+    if batch is None and model.head == "classifier":
+        batch = CLASSIFIER_BATCH_SEQUENCES * ranks
+    elif batch is None and (hardware.link is None or ranks > 1):
+        batch = CPU_BATCH_SEQUENCES * ranks
+    return find_plan(
+        Question(
+            model=model,
+            hardware=hardware,
+            hardware_name=name,
+            sequence_tokens=sequence,
+            batch_sequences=batch,
+            micro_batch_sequences=request.micro_batch_sequences,
+            formats=_formats(request, model, hardware),
+            device_memory_bytes=request.device_memory_bytes,
+            host_memory_bytes=request.host_memory_bytes,
+            clip=request.clip_norm is not None,
+            devices=ranks,
+        )
+    )
+
+
+def _formats(request: TrainRequest, model: Transformer, hardware: Hardware) -> Formats:
+    if request.precision is not None:
+        return parse_formats(request.precision)
+    workload, _ = base_workload(model, hardware, Request(sequence_tokens=1, batch_sequences=1))
+    return workload.formats
+
+
+def _training(
+    request: TrainRequest, task: Task, model: Transformer, count: int, promise: Promise, *, from_weights: bool
+) -> Training:
+    """The settings; what was left open is as small models and fine-tuning have it."""
+    batch = promise.batch_sequences
+    if request.steps is not None and request.epochs is not None:
+        raise FlopwiseError("both --steps and --epochs", why="one follows from the other", hint="one of them")
+    steps = request.steps
+    if steps is None and (request.epochs is not None or task == "classification"):
+        epochs = CLASSIFIER_EPOCHS if request.epochs is None else request.epochs
+        if not 0 < epochs < 10**6:
+            raise FlopwiseError(f"a training cannot have {epochs} epochs", hint="--epochs 3")
+        steps = max(1, ceil(epochs * count / batch))
+    steps = steps or LANGUAGE_STEPS
+    large = describe(model, promise.plan.sequence_tokens).parameters >= LARGE_PARAMETERS
+    rate = FINE_TUNING_RATE if from_weights else LARGE_RATE if large else FIRST_RATE
+    chosen: dict[str, Any] = {
+        "learning_rate": rate,
+        "warmup_steps": min(100, steps // 10),
+        "schedule": "linear" if task == "classification" else "cosine",
+        "weight_decay": 0.01 if task == "classification" else 0.1,
+    }
+    for name in ("learning_rate", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2"):
+        if getattr(request, name) is not None:
+            chosen[name] = getattr(request, name)
+    return Training(
+        steps=steps,
+        task=task,
+        clip_norm=request.clip_norm,
+        stochastic_rounding=request.stochastic_rounding,
+        seed=request.seed,
+        **chosen,
+    )
+
+
+def _check_update(training: Training, plan: Plan | ClusterPlan) -> None:
+    if training.clip_norm is not None and isinstance(plan, Plan) and plan.update_when != "end":
+        raise FlopwiseError(
+            "the plan updates each layer before all gradients are there",
+            why="clipping needs their norm first",
+            hint="`flopwise plan … --clip -w plan.toml`, or train without --clip",
+        )
+
+
+def _checks(hardware: Hardware, promise: Promise, data: dict[str, Any]) -> tuple[str, ...]:
+    memory = int(hardware.device.dram.size_bytes.value) / 2**30
+    found = [f"{hardware.title}, {memory:,.0f} GiB"]
+    if promise.device_bytes:
+        found.append(f"plan takes {promise.device_bytes / 2**30:,.2f} GiB")
+    if promise.host_bytes:
+        found.append(f"{promise.host_bytes / 2**30:,.1f} GiB of host memory")
+    sequences = data.get("sequences") or data.get("train_samples") or data.get("samples")
+    if sequences:
+        found.append(f"{int(sequences):,} sequences")
+    return tuple(found)

@@ -1,0 +1,61 @@
+"""`TrainRequest`: what a person asks for, most of it left open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flopwise.core.training import Schedule, Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainRequest:
+    """Everything that `flopwise train` takes; None and empty stand for what flopwise chooses."""
+
+    model: str | None = None
+    """Catalogue name, description, config.json or its folder (whose weights are then the first ones), or a plan.toml;
+    None: a small Llama that learns on this machine in about a minute."""
+    data: tuple[str, ...] = ()
+    """Files and folders; empty: sources of Python's standard library."""
+    evaluation_data: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    text_column: str = "text"
+    label_column: str = "label"
+    padding: Literal["length", "longest"] = "length"
+    task: Task | None = None
+    steps: int | None = None
+    epochs: float | None = None
+    sequence_tokens: int | None = None
+    batch_sequences: int | None = None
+    micro_batch_sequences: int | None = None
+    """None: from the plan."""
+    precision: str | None = None
+    learning_rate: float | None = None
+    warmup_steps: int | None = None
+    schedule: Schedule | None = None
+    weight_decay: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    clip_norm: float | None = None
+    stochastic_rounding: bool = False
+    seed: int = 0
+    device_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    devices: int = 1
+    from_scratch: bool = False
+    """First values are drawn even where the model's folder has weights."""
+    weights: str | None = None
+    """A folder of Hugging Face weights, or a checkpoint, to begin with."""
+    anywhere: bool = False
+    """Run a plan on other hardware than it was made for."""
+    deterministic: bool = False
+    """Only kernels that give the same bits every time, on a GPU too."""
+    checkpoint_every: int | None = None
+    """Steps; None: at the end alone, and when it is stopped."""
+    keep_checkpoints: int = 2
+    evaluate_every: int | None = None
+    """Steps; None: at the end."""
+    store: str | None = None
+    resume: str | None = None
+    """A run's number or folder, or `last`: go on from its last checkpoint."""

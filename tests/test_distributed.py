@@ -1,0 +1,384 @@
+"""Training on several ranks: the numbers of one process, whatever is sharded; and how ranks start, meet and end.
+
+The ranks are processes of `tests.distributed_worker`, started once for many cases.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.parallel import Parallel
+from flopwise.engine.distributed import check_executed, share_of
+from flopwise.engine.launch import Group, Rank, first_host, rank_of, spawn
+from tests.distributed_worker import (
+    CHANCE_CASES,
+    EXACT_CASES,
+    FP32_CASES,
+    GRADIENT_CASES,
+    HYBRID_CASES,
+    NARROW_CASES,
+    PLAN,
+    SAVED_AFTER,
+    STEPS,
+    Case,
+    Outcome,
+    Reference,
+    expected,
+)
+from tests.tiny_models import LLAMA, TINY, TOKENS
+
+ROOT = Path(__file__).parent.parent
+WORKER = "tests.distributed_worker"
+
+
+def by_name(cases: list[Case]) -> Any:
+    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+
+
+def run_ranks(command: str, folder: Path, ranks: int, **words: Any) -> int:
+    before = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        return spawn([command, str(folder)], ranks, module=WORKER, **words)
+    finally:
+        os.chdir(before)
+
+
+def outcome_of(folder: Path, name: str) -> Outcome:
+    return Outcome(
+        **json.loads((folder / f"{name}.json").read_text()) | {"tensors": load_file(folder / f"{name}.safetensors")}
+    )
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks") / "two"
+    folder.mkdir()
+    assert run_ranks("train", folder, 2) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_rank(two_ranks: Path) -> Path:
+    folder = two_ranks.parent / "one"
+    folder.mkdir()
+    assert run_ranks("train", folder, 1) == 0
+    return folder
+
+
+def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+    assert set(found) == set(wanted)
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype and found[name].shape == value.shape
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance * float(value.abs().max()))
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@by_name(GRADIENT_CASES)
+def test_the_ranks_gradients_are_those_of_the_whole_batch(two_ranks: Path, case: Case) -> None:
+    found, wanted = outcome_of(two_ranks, case.name), expected(case)
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-12)
+    assert found.with_loss == wanted.with_loss
+    gradients = {name: value for name, value in found.tensors.items() if name.startswith("first/")}
+    # Where nothing but rounding is left, as of the bias of keys, it is measured by the largest gradient of all.
+    largest = max(float(value.abs().max()) for value in gradients.values())
+    for name, value in gradients.items():
+        torch.testing.assert_close(value, wanted.tensors[name], rtol=1e-12, atol=1e-12 * largest)
+
+
+@by_name(EXACT_CASES)
+def test_training_in_fp64_follows_that_of_one_process(two_ranks: Path, case: Case) -> None:
+    found, wanted = outcome_of(two_ranks, case.name), expected(case)
+    assert len(found.losses) == STEPS and found.losses[-1] < found.losses[0]
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-10)
+    assert found.norms == pytest.approx(wanted.norms, rel=1e-10)
+    assert found.evaluated == pytest.approx(wanted.evaluated, rel=1e-10)
+    weights = {name: value for name, value in wanted.tensors.items() if name.startswith("weights/")}
+    assert_near({name: found.tensors[name] for name in weights}, weights, 1e-9)
+
+
+@by_name(FP32_CASES)
+def test_training_in_fp32_follows_that_of_one_process(two_ranks: Path, case: Case) -> None:
+    found, wanted = outcome_of(two_ranks, case.name), expected(case)
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-5)
+    assert found.norms == pytest.approx(wanted.norms, rel=1e-4)
+    assert found.evaluated["loss"] == pytest.approx(wanted.evaluated["loss"], rel=1e-5)
+
+
+@by_name(NARROW_CASES)
+def test_training_in_narrow_formats_follows_that_of_one_rank(two_ranks: Path, one_rank: Path, case: Case) -> None:
+    found, wanted = outcome_of(two_ranks, case.name), outcome_of(one_rank, case.name)
+    assert found.losses == pytest.approx(wanted.losses, rel=0.02)
+    assert found.losses[-1] < found.losses[0]
+    types = {name: value.dtype for name, value in found.tensors.items()}
+    assert types == {name: value.dtype for name, value in wanted.tensors.items()}
+    exact = replace(case, precision="fp32", training=replace(case.training, stochastic_rounding=False))
+    assert found.losses == pytest.approx(expected(exact).losses, rel=0.05)
+
+
+def test_a_master_is_what_weights_are_rounded_from(two_ranks: Path) -> None:
+    tensors = outcome_of(two_ranks, "mixed zero3").tensors
+    masters = {name.removeprefix("master/"): value for name, value in tensors.items() if name.startswith("master/")}
+    assert set(masters) == {name.removeprefix("weights/") for name in tensors if name.startswith("weights/")}
+    for name, value in masters.items():
+        assert value.dtype == torch.float32 and tensors[f"first/{name}"].dtype == torch.float32
+        assert torch.equal(tensors[f"weights/{name}"], value.to(torch.bfloat16))
+
+
+@by_name(CHANCE_CASES)
+def test_rounding_by_chance_gives_the_same_bits_on_one_and_two_ranks(
+    two_ranks: Path, one_rank: Path, case: Case
+) -> None:
+    found, wanted = outcome_of(two_ranks, case.name).tensors, outcome_of(one_rank, case.name).tensors
+    assert set(found) == set(wanted)
+    for name, value in wanted.items():
+        assert value.dtype == torch.bfloat16 and torch.equal(found[name], value)
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_elsewhere(two_ranks: Path, one_rank: Path) -> None:
+    case = next(case for case in EXACT_CASES if case.name == "llama zero3")
+    whole, resumed = outcome_of(two_ranks, case.name), outcome_of(one_rank, "resumed")
+    assert resumed.losses == pytest.approx(whole.losses[SAVED_AFTER:], rel=1e-10)
+    assert_near(resumed.tensors, whole.tensors, 1e-8)
+    plain = Reference(case)
+    plain.restore(two_ranks / f"run {case.name}" / "checkpoints" / f"step-{SAVED_AFTER:08d}")
+    losses = [plain.step(number)[0] for number in range(SAVED_AFTER, STEPS)]
+    assert losses == pytest.approx(whole.losses[SAVED_AFTER:], rel=1e-10)
+
+
+def test_memory_is_told_by_owner(two_ranks: Path) -> None:
+    width = 8
+    count = sum(
+        value.numel() for name, value in outcome_of(two_ranks, "llama zero3").tensors.items() if "weights/" in name
+    )
+    whole = width * count
+    for case in EXACT_CASES[:3]:
+        rows = outcome_of(two_ranks, case.name).memory
+        halved = {"weights": case.zero == 3, "gradients": case.zero >= 2, "optimizer": case.zero >= 1}
+        for owner, half in halved.items():
+            planned, measured = rows[owner]
+            size = (2 if owner == "optimizer" else 1) * whole // (2 if half else 1)
+            gathered = whole // 2 if owner == "weights" and case.zero in (1, 2) else 0
+            assert planned == size
+            # A rank has up to a row more than its half of every parameter.
+            assert size <= measured - gathered <= 1.1 * size
+        assert sum(planned for planned, _ in rows.values()) == 1 << 20
+        assert rows["activations"][1] == 0 and rows["unaccounted"] == [0, 0]
+
+
+@pytest.mark.slow
+def test_copies_of_shards_follow_one_process(tmp_path: Path) -> None:
+    assert run_ranks("train", tmp_path, 4) == 0
+    for case in HYBRID_CASES:
+        found, wanted = outcome_of(tmp_path, case.name), expected(case)
+        assert found.losses == pytest.approx(wanted.losses, rel=1e-10)
+        assert found.norms == pytest.approx(wanted.norms, rel=1e-10)
+        assert found.evaluated == pytest.approx(wanted.evaluated, rel=1e-10)
+
+
+@given(sequences=st.integers(0, 40), world=st.integers(1, 9))
+def test_shares_are_neighbours_that_differ_by_one_at_most(sequences: int, world: int) -> None:
+    shares = [share_of(sequences, rank, world) for rank in range(world)]
+    assert shares[0][0] == 0 and shares[-1][1] == sequences
+    assert all(before[1] == after[0] for before, after in zip(shares, shares[1:], strict=False))
+    sizes = [last - first for first, last in shares]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        (Parallel(tensor=2), ("tensor parallelism", "--gpus 2 --parallel zero3")),
+        (Parallel(pipeline=2, data=2), ("pipeline parallelism", "data = 4")),
+        (Parallel(context=2), ("context parallelism",)),
+        (Parallel(data=2, expert=2), ("expert parallelism",)),
+        (Parallel(data=2, tensor=2, context=2), ("tensor and context parallelism",)),
+        (Parallel(data=2, zero=1, offload_optimizer=True), ("memory of the host", "--offload")),
+        (Parallel(data=2, offload_activations=True), ("memory of the host",)),
+        (Parallel(data=3, zero=3), ("for 3 devices, and 2 ranks", "--gpus 3")),
+    ],
+)
+def test_what_is_not_executed_is_told(parallel: Parallel, words: tuple[str, ...]) -> None:
+    plan = replace(PLAN, parallel=parallel, devices=parallel.devices)
+    with pytest.raises(FlopwiseError) as caught:
+        check_executed(plan, LLAMA, 2)
+    assert all(word in str(caught.value) for word in words) and caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"precision": "fp16-mixed"}, "cannot be trained in"),
+        ({"precision": "fp8"}, "no kernels"),
+        ({"precision": "bf16,gradients=fp32"}, "gradients in fp32 beside weights in bf16"),
+        ({"optimizer": "lion"}, "lion"),
+    ],
+)
+def test_formats_and_optimizers_that_are_not_executed_are_told(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(FlopwiseError, match=words):
+        check_executed(replace(PLAN, **changes), LLAMA, 2)
+
+
+def test_other_models_are_refused_and_all_that_can_be_trained_are_not() -> None:
+    with pytest.raises(FlopwiseError, match="mixture"):
+        check_executed(PLAN, replace(LLAMA, experts=4, experts_per_token=2), 2)
+    for model in TINY.values():
+        check_executed(PLAN, model, 2)
+
+
+# -- which rank this is -----------------------------------------------------------------------------------------------
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "first.node",
+    "MASTER_PORT": "29511",
+}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_NODELIST": "node[01-02]",
+    "SLURM_JOB_ID": "123456",
+}
+
+
+def test_a_rank_of_torchrun() -> None:
+    rank = Rank(rank=5, world=8, local_rank=1, address="first.node", port=29511, launched_by="torchrun")
+    assert rank_of(TORCHRUN) == rank
+    # What Slurm says beside it is about the process that started torchrun.
+    assert rank_of({**SLURM, **TORCHRUN}) == rank
+    assert rank_of({**TORCHRUN, "FLOPWISE_SPAWNED": "1"}) == replace(rank, launched_by="flopwise")
+
+
+def test_a_rank_of_slurm() -> None:
+    rank = rank_of(SLURM)
+    assert (rank.rank, rank.world, rank.local_rank, rank.launched_by) == (3, 4, 1, "slurm")
+    assert rank.address == "node01" and 1024 < rank.port < 32768
+    assert rank_of({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port == rank.port
+    assert rank_of({**SLURM, "SLURM_JOB_ID": "123457"}).port != rank.port
+    older = {key.replace("JOB_NODELIST", "NODELIST"): value for key, value in SLURM.items()}
+    assert rank_of(older) == rank
+    chosen = rank_of({**SLURM, "MASTER_ADDR": "elsewhere", "MASTER_PORT": "4711"})
+    assert (chosen.address, chosen.port) == ("elsewhere", 4711)
+
+
+@pytest.mark.parametrize("environment", [{}, {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, {"SLURM_PROCID": "0"}])
+def test_a_process_alone(environment: dict[str, str]) -> None:
+    # The second is the shell of salloc, the third that of a batch script without -n.
+    rank = rank_of(environment)
+    assert (rank.rank, rank.world, rank.local_rank, rank.launched_by) == (0, 1, 0, "alone")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("node[01-04,7]", "node01"),
+        ("node[7,01-04]", "node7"),
+        ("gpu-[003,005-007],x1", "gpu-003"),
+        ("a1,b[2-3]", "a1"),
+        ("rack[1-2]node[3-4].cluster", "rack1node3.cluster"),
+        ("node[09]", "node09"),
+    ],
+)
+def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", "node[01", "node[]", "[1-2", "node[a-b]", ",node1", "node 1"])
+def test_nodes_that_cannot_be_read(nodes: str) -> None:
+    with pytest.raises(FlopwiseError, match="first node"):
+        first_host(nodes)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        *(({key: value for key, value in TORCHRUN.items() if key != name}, name) for name in TORCHRUN),
+        *(({key: value for key, value in SLURM.items() if key != name}, name) for name in list(SLURM)[2:]),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, "SLURM_NTASKS and SLURM_LOCALID"),
+        ({**TORCHRUN, "RANK": "8"}, "none of 8"),
+        ({**TORCHRUN, "LOCAL_RANK": "8"}, "none of 8"),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, "none of 0"),
+        ({**TORCHRUN, "RANK": "-1"}, "no number"),
+        ({**TORCHRUN, "WORLD_SIZE": "two"}, "no number"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "no port"),
+        ({**SLURM, "SLURM_PROCID": "4"}, "none of 4"),
+        ({**SLURM, "SLURM_JOB_ID": "x"}, "no number"),
+    ],
+)
+def test_variables_that_are_missing_or_contradict_each_other(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(FlopwiseError, match=words):
+        rank_of(environment)
+
+
+# -- starting, meeting, ending ----------------------------------------------------------------------------------------
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    begun = time.monotonic()
+    assert run_ranks("fail", tmp_path, 3, grace_s=2.0) == 7
+    assert time.monotonic() - begun < 40
+    assert not any(
+        is_running(int((tmp_path / str(rank)).read_text())) for rank in range(3) if (tmp_path / str(rank)).exists()
+    )
+    _, errors = capfd.readouterr()
+    assert "rank 1: words of 1\n" in errors and "words of 2" not in errors
+
+
+def test_signals_reach_every_rank_once(tmp_path: Path) -> None:
+    script = f"import sys; from flopwise.engine.launch import spawn; sys.exit(spawn(['signal', {str(tmp_path)!r}], 2, module={WORKER!r}))"
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) as process:
+        while process.poll() is None and not all((tmp_path / f"ready {rank}").exists() for rank in range(2)):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    for rank in range(2):
+        assert json.loads((tmp_path / f"came {rank}").read_text()) == [signal.SIGTERM]
+
+
+def test_a_rank_that_is_left_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_ranks("lose", tmp_path, 2, grace_s=20.0) in (1, 9)
+    assert "rank 0 lost the others" in capfd.readouterr().err
+
+
+def test_ranks_that_do_not_come_are_not_waited_for_forever() -> None:
+    rank = Rank(rank=1, world=2, local_rank=1, address="127.0.0.1", port=9, launched_by="torchrun")
+    with (
+        pytest.raises(FlopwiseError, match="2 ranks did not meet at 127.0.0.1:9 within 1 s"),
+        Group(rank, "cpu", meeting_s=1),
+    ):
+        pass
