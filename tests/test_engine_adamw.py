@@ -31,8 +31,8 @@ def numpy_bits(seed: int, step: int, tensor: int, places: np.ndarray) -> np.ndar
         values = values * np.uint32(0x85EBCA6B)
         values = values ^ (values >> np.uint32(13))
         values = values * np.uint32(0xC2B2AE35)
-        values = values ^ (values >> np.uint32(16))
-        return values
+        last: np.ndarray = values ^ (values >> np.uint32(16))
+        return last
 
     key = np.zeros(1, dtype=np.uint64)
     for part in (seed, step, tensor):

@@ -69,14 +69,16 @@ class Case:
         out = torch.full_like(self.query, 7.0)
         wide = torch.float64 if self.query.dtype == torch.float64 else torch.float32
         sequences, queries, heads, _ = self.query.shape
-        sums = torch.full((sequences, heads, queries), 7.0, dtype=wide)
+        # A part of a longer one, as a chunk's is.
+        device = self.query.device
+        sums = torch.full((sequences, heads, queries + 5), 7.0, dtype=wide, device=device)[:, :, 2 : queries + 2]
         attention_forward(
             *(self.query, self.key, self.value, self.look), out=out, logsumexp=sums, lengths=self.lengths, kernel=kernel
         )
         of_query = torch.full_like(self.query, 7.0)
         if accumulate:
             shape = (sequences, self.key.shape[1] + 3, self.look.kv_heads, self.look.head_dim)
-            of_key, of_value = torch.ones(shape, dtype=wide), torch.ones(shape, dtype=wide)
+            of_key, of_value = (torch.ones(shape, dtype=wide, device=device) for _ in range(2))
         else:
             of_key, of_value = torch.full_like(self.key, 7.0), torch.full_like(self.value, 7.0)
         attention_backward(
@@ -92,10 +94,16 @@ class Case:
             keys = self.key.shape[1]
             assert (of_key[:, keys:] == 1).all() and (of_value[:, keys:] == 1).all()
             of_key, of_value = of_key[:, :keys] - 1, of_value[:, :keys] - 1
-        return {"out": out, "sums": sums, "query": of_query, "key": of_key, "value": of_value}
+        found = {"out": out, "sums": sums, "query": of_query, "key": of_key, "value": of_value}
+        return {name: each.cpu() for name, each in found.items()}
+
+    def on(self, device: torch.device) -> Case:
+        """The same elsewhere."""
+        query, key, value, gradient = (each.to(device) for each in (self.query, self.key, self.value, self.gradient))
+        return Case(self.look, query, key, value, gradient, None if self.lengths is None else self.lengths.to(device))
 
     def check(self, kernel: Kernel, tolerance: float, *, accumulate: bool = False) -> None:
-        expected, found = self.expected(), self.found(kernel, accumulate=accumulate)
+        expected, found = self.on(CPU).expected(), self.found(kernel, accumulate=accumulate)
         for name, values in expected.items():
             result = found[name].double()
             hidden = values == -torch.inf
@@ -252,3 +260,38 @@ def test_a_kernel_is_chosen_by_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -
     assert chosen(cuda, half, odd) == chosen(cuda, single, look) == chosen(cuda, torch.float64, look) == "plain"
     capability[0] = (8, 0)
     assert chosen(cuda, half, look) == "flash"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kernel", ["plain", "flash", "cudnn"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_the_kernels_of_the_gpu_agree(
+    *, kernel: Kernel, dtype: torch.dtype, causal: bool, kv_heads: int, accumulate: bool
+) -> None:
+    device = torch.device("cuda")
+    if kernel == "cudnn" and torch.cuda.get_device_capability(device)[0] < 9:
+        pytest.skip("the kernel is not chosen on this device")
+    case = make(Look(4, kv_heads, 64, causal, None), sequences=2, queries=131, keys=131, dtype=dtype)
+    case.on(device).check(kernel, 3e-2, accumulate=accumulate)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kernel", ["plain", "flash"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        make(Look(4, 2, 128, True, None), queries=1, keys=333, dtype=torch.bfloat16),
+        make(Look(4, 2, 128, True, None), sequences=2, queries=65, keys=333, dtype=torch.bfloat16),
+        make(Look(4, 2, 64, True, 70), sequences=2, queries=65, keys=333, dtype=torch.bfloat16),
+        make(Look(4, 4, 64, False, None), sequences=3, queries=77, keys=77, dtype=torch.float16, lengths=[0, 5, 77]),
+    ],
+    ids=["one query", "a chunk", "a window", "padded"],
+)
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_chunks_windows_and_padding_on_the_gpu(kernel: Kernel, case: Case, accumulate: bool) -> None:
+    case.on(torch.device("cuda")).check(kernel, 3e-2, accumulate=accumulate)

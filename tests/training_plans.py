@@ -13,6 +13,7 @@ from flopwise.core.plan import ENDS, Plan, Residency
 from flopwise.core.training import Training
 from flopwise.core.transformer import Transformer
 from flopwise.engine.batch import NO_LABEL, Batch
+from flopwise.engine.modules import ReferenceModel
 from flopwise.engine.streaming import StreamingExecutor
 from flopwise.plan.compile import compile_plan
 
@@ -87,25 +88,33 @@ def any_levels(plan: Plan, pick: Pick) -> Plan:
     return replace(plan, saves=saves, activation_slots="".join(saves).count("F") + pick((1, 2)))
 
 
-def random_batch(model: Transformer, sequences: int, tokens: int, seed: int, *, masked: bool = True) -> Batch:
-    """Random tokens and labels, some of them without a loss."""
+def random_batch(
+    model: Transformer, sequences: int, tokens: int, seed: int, *, masked: bool = True, ragged: bool = False
+) -> Batch:
+    """Random tokens and labels, some of them without a loss; a classifier's sequences are of any length."""
     draw = np.random.default_rng(seed)
     ids = draw.integers(0, model.vocab, (sequences, tokens), dtype=np.int32)
+    lengths = draw.integers(1, tokens + 1, sequences).astype(np.int32)
     if model.head == "classifier":
-        lengths = draw.integers(1, tokens + 1, sequences).astype(np.int32)
         labels = draw.integers(0, model.labels or 1, sequences, dtype=np.int32)
         return Batch(ids, labels, lengths)
     labels = draw.integers(0, model.vocab, (sequences, tokens), dtype=np.int32)
     if masked:
         labels[draw.random((sequences, tokens)) < 0.3] = NO_LABEL
-    return Batch(ids, labels)
+    if not ragged:
+        return Batch(ids, labels)
+    labels[np.arange(tokens) >= lengths[:, None]] = NO_LABEL
+    return Batch(ids, labels, lengths)
 
 
 def executor_for(
-    plan: Plan, model: Transformer, weights: dict[str, torch.Tensor], training: Training = GRADIENTS
-) -> StreamingExecutor:
+    plan: Plan, model: Transformer, weights: dict[str, torch.Tensor], training: Training = GRADIENTS,
+    *, device: torch.device = CPU, deterministic: bool = False,
+) -> StreamingExecutor:  # fmt: skip
     """An executor with these weights."""
-    executor = StreamingExecutor(plan, compile_plan(plan, model), model, training, device=CPU)
+    executor = StreamingExecutor(
+        plan, compile_plan(plan, model), model, training, device=device, deterministic=deterministic
+    )
     executor.clear_moments()
     executor.set_weights(weights)
     return executor
@@ -114,3 +123,48 @@ def executor_for(
 def first_gradients(executor: StreamingExecutor) -> dict[str, torch.Tensor]:
     """After one step with `GRADIENTS`."""
     return {name: values.clone() for name, moment, values in executor.moments() if moment == "first"}
+
+
+def state_of(executor: StreamingExecutor) -> dict[str, torch.Tensor]:
+    """Weights and moments as they are now."""
+    found = {name: values.cpu().clone() for name, values in executor.weights().items()}
+    found |= {f"{moment} of {name}": values.cpu().clone() for name, moment, values in executor.moments()}
+    return found
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Every tensor, bit for bit."""
+    assert found.keys() == expected.keys()
+    different = [name for name, values in expected.items() if not torch.equal(found[name], values)]
+    assert not different
+
+
+def reference_gradients(module: ReferenceModel, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mean loss of a batch and its gradients by autograd; zeros where a parameter has no part in it."""
+    module.zero_grad()
+    lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths).long()
+    labels = torch.from_numpy(batch.labels).long()
+    loss = module.loss(torch.from_numpy(batch.ids).long(), labels, lengths) / max(1, batch.with_loss)
+    loss.backward()
+    found = {
+        name: torch.zeros_like(value) if value.grad is None else value.grad.clone()
+        for name, value in module.named_parameters()
+    }
+    return float(loss.detach()), found
+
+
+def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest error of any parameter's gradient, in relation to that gradient."""
+    assert found.keys() == expected.keys()
+    whole = max(float(values.norm()) for values in expected.values())
+    # What should be zero (a key's bias under a softmax) is what rounding of larger numbers leaves of it.
+    return max(
+        float((found[name].cpu().double() - values).norm()) / (float(values.norm()) + 1e-5 * whole + 1e-30)
+        for name, values in expected.items()
+    )
+
+
+def total_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The error of all gradients together, in relation to their norm."""
+    off = sum(float((found[name].cpu().double() - values).norm()) ** 2 for name, values in expected.items())
+    return float((off / sum(float(values.norm()) ** 2 for values in expected.values())) ** 0.5)

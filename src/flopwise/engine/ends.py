@@ -14,6 +14,7 @@ from flopwise.engine.arena import Arena
 from flopwise.engine.batch import NO_LABEL
 from flopwise.engine.block import Chunk
 from flopwise.engine.kernels import dispatch
+from flopwise.engine.kernels.blocks import add_rounded
 from flopwise.engine.operators import Operators, Rows, Trained, Weights
 from flopwise.engine.values import Gradients, Values
 
@@ -79,8 +80,7 @@ class Ends:
         if self.model.positions == "learned":
             dispatch.embedding_backward(chunk.positions, gradient, table_gradient=sums["positions.weight"])
         if self.model.token_types:
-            first = sums["token_types.weight"][0]
-            first.copy_(first + gradient.sum(0, dtype=self.operators.statistics))
+            add_rounded(sums["token_types.weight"][0], self.operators.column_sums(gradient))
 
     # -- head -----------------------------------------------------------------------------------------------------
 
@@ -93,6 +93,9 @@ class Ends:
         Without `sums` nothing goes back: the loss and the right answers are counted.
         """
         values = Values(room)
+        # The room is planned for the logits: what is made before them must not take a part of it.
+        vocabulary = weights[f"{self._last_product}.weight"].shape[0]
+        values.reserve("logits", (stream.shape[0], vocabulary), self.operators.compute)
         values["first" if self.classifies else self._entry] = stream
         rows = Rows(labels)
         for op in self.behind:
@@ -105,6 +108,10 @@ class Ends:
         if sums is not None:
             self._head_backward(stream, values, Trained(weights, sums), rows)
         values.close()
+
+    @property
+    def _last_product(self) -> str:
+        return self.behind[-1].name
 
     @property
     def _entry(self) -> str:

@@ -19,7 +19,7 @@ from flopwise.core.work import Work
 from flopwise.engine.arena import Arena
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
-from flopwise.engine.kernels.blocks import add_rounded
+from flopwise.engine.kernels.blocks import add_rounded, row_blocks
 from flopwise.engine.rotary import cosines_and_sines, rotary_frequencies
 from flopwise.engine.values import Gradients, Values
 
@@ -192,7 +192,7 @@ class Operators:
             gradient = gradients[name]
             self._add_product(sums[f"{op.name}.weight"][first:last], gradient, source)
             if f"{op.name}.bias" in sums:
-                add_rounded(sums[f"{op.name}.bias"][first:last], gradient.sum(0, dtype=self.statistics))
+                add_rounded(sums[f"{op.name}.bias"][first:last], self.column_sums(gradient))
             matrix = self._cast(weights[f"{op.name}.weight"][first:last])
             target, there = gradients.target(op.inputs[0], tuple(source.shape), source.dtype)
             if there:
@@ -201,6 +201,15 @@ class Operators:
                 torch.mm(gradient, matrix, out=target)
             self._uncast(matrix)
             gradients.drop(name)
+
+    def column_sums(self, values: Tensor) -> Tensor:
+        """Sums over the rows. A CPU makes a wide copy of what it sums, so that it is given a few rows at a time."""
+        if values.is_cuda:
+            return values.sum(0, dtype=self.statistics)
+        total = torch.zeros(values.shape[1], dtype=self.statistics)
+        for block in row_blocks(values.shape[0], values.shape[1] * self.statistics.itemsize, 1):
+            total += values[block].sum(0, dtype=self.statistics)
+        return total
 
     def _add_product(self, target: Tensor, gradient: Tensor, source: Tensor) -> None:
         """The weight's gradient: outputs' gradients times inputs, summed over the rows."""

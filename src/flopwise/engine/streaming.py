@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -22,7 +23,7 @@ from flopwise.engine.formats import TYPES, check_formats
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.layout import moment_fields
 from flopwise.engine.modules import check_trainable
-from flopwise.engine.player import Player
+from flopwise.engine.player import Action, Player
 from flopwise.engine.room import Room
 from flopwise.engine.streams import CudaStreams, InOrder, Streams
 from flopwise.engine.updates import as_numbers
@@ -50,12 +51,14 @@ class StreamingExecutor:
             torch.cuda.reset_peak_memory_stats(device)
             self._streams = CudaStreams(device, {other for task in program.tasks for other in task.after})
         self._actions = [self.player.action(task) for task in program.tasks]
-        self._squares: dict[int, tuple[Tensor, Tensor]] = self._norms() if training.clip_norm is not None else {}
+        self._squares: dict[int, Tensor] = self._norms() if training.clip_norm is not None else {}
         self._first_update = next(
             (index for index, task in enumerate(program.tasks) if task.kind == "optimize"), len(program.tasks)
         )
         self._forward = self._forward_tasks()
         self.parameters = parameters_of(model, plan.sequence_tokens)
+        self.submit_s = 0.0
+        """Of the last step, the time until all tasks were handed to their streams."""
 
     # -- what it holds --------------------------------------------------------------------------------------------
 
@@ -168,12 +171,13 @@ class StreamingExecutor:
                 why=f"it has {self.plan.rounds_per_step} rounds of {self.plan.sequences_per_round}",
                 hint="plan again with this --batch",
             )
+        begun = time.perf_counter()
         with_loss = batch.with_loss
         player = self.player
         player.scale = 1.0 / max(1, with_loss)
         player.loss.total.zero_()
         player.updates.begin(number)
-        for total, _ in self._squares.values():
+        for total in self._squares.values():
             total.zero_()
         norm: Tensor | None = None
         current = -1
@@ -184,9 +188,7 @@ class StreamingExecutor:
             if index == self._first_update and self._squares:
                 norm = self._clip()
             self._streams.run(index, task.stream, task.after, self._actions[index])
-            if index in self._squares:
-                total, gradient = self._squares[index]
-                dispatch.sum_of_squares(gradient, out=total)
+        self.submit_s = time.perf_counter() - begun
         waited_s = self._streams.finish()
         return StepResult(
             loss=float(player.loss.total) / max(1, with_loss),
@@ -196,10 +198,13 @@ class StreamingExecutor:
         )
 
     def _clip(self) -> Tensor:
-        return self.player.updates.clip(torch.stack([total for total, _ in self._squares.values()]))
+        return self.player.updates.clip(torch.stack(list(self._squares.values())))
 
-    def _norms(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """The last task that adds to each part's gradient, the place of its sum of squares, and the gradient."""
+    def _norms(self) -> dict[int, Tensor]:
+        """The last task that adds to each part's gradient, and the place of the sum of squares that it then makes.
+
+        It belongs to the task: what waits for the task may write over the gradient.
+        """
         last: dict[str, tuple[int, int]] = {}
         for index, task in enumerate(self.program.tasks):
             for use in task.writes:
@@ -210,8 +215,17 @@ class StreamingExecutor:
             index, buffer = last[str(part)]
             gradient = as_numbers(self.room.buffers[buffer], TYPES[self.formats.gradients], numbers.count)
             total = torch.zeros((), dtype=self.player.statistics, device=self.device)
-            found[index] = (total, gradient)
+            found[index] = total
+            self._actions[index] = self._with_squares(self._actions[index], gradient, total)
         return found
+
+    def _with_squares(self, action: Action, gradient: Tensor, total: Tensor) -> Action:
+        def act() -> None:
+            action()
+            if not self.player.evaluating:
+                dispatch.sum_of_squares(gradient, out=total)
+
+        return act
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluated:
         """The loss and the right answers of held-out data; nothing is learned from it."""

@@ -41,6 +41,11 @@ class Values:
         self._held[name] = tensor
         return tensor
 
+    def reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Take the room of a value before its turn."""
+        self.places[name] = self.arena.take(shape, dtype)
+        self._owned.add(name)
+
     def drop(self, names: Iterable[str]) -> None:
         """Forget values, and give back the room of those that were temporaries."""
         for name in names:

@@ -118,7 +118,7 @@ def run_page(record: RunRecord, steps: Sequence[StepRecord], width: int) -> Rend
         ("loss", loss_parts(record.measurement, steps)),
         ("speed", measured_parts(record.measurement) if record.measurement else []),
         ("step", _step_parts(record.measurement) if record.measurement else []),
-        ("made with", [f"{printable(name)} {printable(value)}" for name, value in record.environment.items()]),
+        ("made with", environment_parts(record.environment)),
     ]
     ended = f" to {when_words(record.ended)}" if record.ended else ""
     heading = f"run {record.id} · {record.task} · {when_words(record.started)}{ended}"
@@ -170,16 +170,18 @@ DATA_WORDS = {
     "evaluation_sequences": "{} held out",
     "tokenizer": "tokenizer {}",
     "labels": "labels {}",
-    "fingerprint": "fingerprint {}",
 }
 MOST_NAMED = 4
+SHOWN_DIGITS = 12
+"""Of a digest: enough to compare two by eye."""
 
 
 def data_parts(data: Mapping[str, Any]) -> list[str]:
     """What it was trained on: sources and counts, as far as the record has them."""
-    sources = data.get("sources")
+    sources, digest = data.get("sources"), data.get("fingerprint")
     parts = [_value_words(sources)] if sources else []
-    return parts + [words.format(_value_words(data[key])) for key, words in DATA_WORDS.items() if data.get(key)]
+    parts += [words.format(_value_words(data[key])) for key, words in DATA_WORDS.items() if data.get(key)]
+    return [*parts, f"fingerprint {printable(str(digest)[:SHOWN_DIGITS])}"] if digest else parts
 
 
 def _value_words(value: object) -> str:
@@ -202,6 +204,17 @@ def training_parts(training: Training) -> list[str]:
     parts += [f"clipped to {training.clip_norm:g}"] if training.clip_norm is not None else []
     parts += ["stochastic rounding"] if training.stochastic_rounding else []
     return [*parts, f"seed {training.seed}"]
+
+
+def environment_parts(environment: Mapping[str, str]) -> list[str]:
+    """Versions and the machine; where Python lies is for the record alone."""
+    parts = []
+    for name, value in environment.items():
+        if name.endswith("_bytes") and value.isdecimal():
+            parts.append(f"{printable(name.removesuffix('_bytes'))} {show_bytes(int(value))}")
+        elif name != "executable":
+            parts.append(f"{printable(name)} {printable(value[:SHOWN_DIGITS] if name == 'commit' else value)}")
+    return parts
 
 
 def _step_parts(measured: Measurement) -> list[str]:

@@ -5,6 +5,7 @@ Everything here is made from records alone.
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -227,9 +228,8 @@ def measured_parts(measurement: Measurement) -> list[str]:
         known = measurement.tokens_per_s > 0
         off = f" ({off_words(predicted, measurement.tokens_per_s)})" if known else ""
         parts.append(f"predicted {rate_words(predicted)}{off}")
-    if measurement.mfu is not None:
-        parts.append(f"{show_share(measurement.mfu)} MFU")
-    return [*parts, *_peak(measurement, "device", "peak"), *_peak(measurement, "host", "host")]
+    parts += [*_peak(measurement, "device", "peak"), *_peak(measurement, "host", "host")]
+    return parts if measurement.mfu is None else [*parts, f"{show_share(measurement.mfu)} MFU"]
 
 
 def _peak(measurement: Measurement, place: Place, name: str) -> list[str]:
@@ -302,11 +302,10 @@ def end_page(record: RunRecord, width: int, *, store: str | None = None) -> Rend
         parts.append(as_text(wrapped(measured_parts(record.measurement), width)))
     elif record.state == "done":
         parts.append(Text("too few steps to measure a speed"))
-    beside = f" --store {store}" if store else ""
-    following = [f"next: flopwise show {record.id}{beside}"]
+    beside = f" --store {shlex.quote(store)}" if store else ""
+    following = [f"saved run {record.id}   next: flopwise show {record.id}{beside}"]
     if record.state != "done":
         parts.append(as_text(wrapped(state_parts(record), width)))
     if record.state == "interrupted" and record.checkpoint:
         following.append(f"flopwise train --resume {record.id}{beside}")
-    saved = wrapped([f"saved run {record.id}", *following], width, separator="   ")
-    return Group(*parts, as_text(saved))
+    return Group(*parts, as_text(wrapped(following, width, indent=2)))

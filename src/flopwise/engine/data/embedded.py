@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
-import textwrap
 from collections.abc import Iterator
 from functools import cache
 from itertools import cycle
@@ -96,7 +95,8 @@ def _snippets_of(module: str, label: str, seen: set[str]) -> Iterator[Sample]:
             first += count
             if len(taken) < count:
                 break
-            text = textwrap.dedent("\n".join(line for _, line in taken))
+            # Without indentation, of which a short sample would otherwise be full.
+            text = "\n".join(line.strip() for _, line in taken)
             if len(text) >= LEAST_CHARACTERS and text not in seen:
                 seen.add(text)
                 yield Sample(text, label, f"{name}:{taken[0][0]}")

@@ -121,7 +121,10 @@ def attention_backward(  # noqa: PLR0917
             accumulate=accumulate,
             lengths=lengths,
         )
-    elif kernel == "flash":
+        return
+    # These kernels read it as it lies in memory, whatever its strides.
+    saved = saved._replace(logsumexp=logsumexp.contiguous())
+    if kernel == "flash":
         for part, count in _parts(key, lengths):
             of_part = Saved(*(each[part] for each in saved))
             found = _flash_backward(of_part._replace(key=of_part.key[:, :count], value=of_part.value[:, :count]), look)

@@ -24,6 +24,8 @@ from flopwise.engine.kernels.rounding import FIRST, SECOND, WEIGHTS
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 """Those with a fused form."""
 
+_ARITHMETIC = {"enable_fp_fusion": False}
+"""Products are rounded before they are added, as the plain forms do, whatever a version of Triton does by itself."""
 _SQUARES_PROGRAMS = 1024
 _UPDATE_BLOCK = 1024
 
@@ -49,6 +51,7 @@ def norm_forward(
         biased=bias is not None,
         block=block,
         num_warps=_warps(block),
+        **_ARITHMETIC,
     )
 
 
@@ -79,6 +82,7 @@ def norm_backward(
         whole=block >= width,
         block=block,
         num_warps=_warps(block),
+        **_ARITHMETIC,
     )
     add_rounded(weight_gradient, partial[0].sum(0))
     if bias_gradient is not None:
@@ -131,6 +135,7 @@ def rotate(source: Tensor, cosines: Tensor, sines: Tensor, *, out: Tensor, inver
         inverse=inverse,
         block=block,
         num_warps=4,
+        **_ARITHMETIC,
     )
 
 
@@ -196,6 +201,7 @@ def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tenso
         gated=gate is not None,
         block=block,
         num_warps=4,
+        **_ARITHMETIC,
     )
 
 
@@ -250,6 +256,7 @@ def activation_backward(
         gated=gate is not None,
         block=block,
         num_warps=4,
+        **_ARITHMETIC,
     )
 
 
@@ -299,7 +306,15 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor)
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = _column_block(vocabulary, 4096)
     _cross_entropy_kernel[(rows,)](
-        logits, labels, losses, vocabulary, logits.stride(0), float(scale), block=block, num_warps=_warps(block)
+        logits,
+        labels,
+        losses,
+        vocabulary,
+        logits.stride(0),
+        float(scale),
+        block=block,
+        num_warps=_warps(block),
+        **_ARITHMETIC,
     )
     loss += losses.sum(dtype=torch.float64).to(loss.dtype)
 
@@ -343,6 +358,7 @@ def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor)
         *(width, gradient.stride(0), table_gradient.stride(0)),
         block=block,
         num_warps=4,
+        **_ARITHMETIC,
     )
 
 
@@ -353,7 +369,9 @@ def sum_of_squares(values: Tensor, *, out: Tensor) -> None:
     if not programs:
         return
     partial = torch.empty(programs, dtype=torch.float32, device=values.device)
-    squares_kernel[(programs,)](flat, partial, len(flat), programs * _UPDATE_BLOCK, block=_UPDATE_BLOCK, num_warps=4)
+    squares_kernel[(programs,)](
+        flat, partial, len(flat), programs * _UPDATE_BLOCK, block=_UPDATE_BLOCK, num_warps=4, **_ARITHMETIC
+    )
     out += partial.sum(dtype=torch.float64).to(out.dtype)
 
 
@@ -372,7 +390,7 @@ def adamw(
     settings: AdamW,
     offset: int,
 ) -> None:
-    """See `dispatch.adamw`. Without fused multiply-adds, so that its bits are those of the plain form."""
+    """See `dispatch.adamw`."""
     if not len(weights):
         return
     scale = settings.gradient_scale
@@ -395,5 +413,5 @@ def adamw(
         chance_second=chance[2],
         block=_UPDATE_BLOCK,
         num_warps=4,
-        enable_fp_fusion=False,
+        **_ARITHMETIC,
     )

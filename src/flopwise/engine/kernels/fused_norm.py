@@ -58,12 +58,52 @@ def norm_forward_kernel(
 
 
 @kernel()
+def _statistics(statistics: tl.tensor, row: tl.tensor, rms: tl.constexpr) -> tl.tensor:
+    """A row's mean and reciprocal deviation."""
+    if rms:
+        mean = 0.0
+        reciprocal = tl.load(statistics + row)
+    else:
+        mean = tl.load(statistics + 2 * row)
+        reciprocal = tl.load(statistics + 2 * row + 1)
+    return mean, reciprocal
+
+
+@kernel()
 def _normal(
     source: tl.tensor, place: tl.tensor, inside: tl.tensor, mean: tl.tensor, reciprocal: tl.tensor
 ) -> tl.tensor:
     """A row's normal numbers, zero beyond its end."""
     values = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
     return tl.where(inside, (values - mean) * reciprocal, 0.0)
+
+
+@kernel()
+def _means(
+    gradient: tl.tensor,
+    source: tl.tensor,
+    weight: tl.tensor,
+    width: tl.tensor,
+    mean: tl.tensor,
+    reciprocal: tl.tensor,
+    rms: tl.constexpr,
+    block: tl.constexpr,
+) -> tl.tensor:
+    """Means over a row: of the weighted gradient times the normal numbers, and of the weighted gradient."""
+    columns = tl.arange(0, block)
+    products = tl.zeros((block,), tl.float32)
+    scaled = tl.zeros((block,), tl.float32)
+    for first in range(0, width, block):
+        place = first + columns
+        inside = place < width
+        above = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
+        above *= tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+        products += above * _normal(source, place, inside, mean, reciprocal)
+        scaled += above
+    shift = 0.0
+    if not rms:
+        shift = tl.sum(scaled, 0) / width
+    return tl.sum(products, 0) / width, shift
 
 
 @kernel()
@@ -91,11 +131,7 @@ def norm_backward_kernel(
     whole: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Every so manieth row a program, which sums the weight's gradient over them.
-
-    Where a block is a whole row, the sums stay in registers; else they lie in the program's own row of the partial
-    sums.
-    """
+    """Every so manieth row a program, which sums their weight gradients: in registers where a block is a whole row."""
     program = tl.program_id(0)
     columns = tl.arange(0, block)
     own = program.to(tl.int64) * width
@@ -103,31 +139,14 @@ def norm_backward_kernel(
     bias_sum = tl.zeros((block,), tl.float32)
     for number in range(program, rows, tl.num_programs(0)):
         row = tl.full((), 0, tl.int64) + number
-        mean = 0.0
-        if rms:
-            reciprocal = tl.load(statistics + row)
-        else:
-            mean = tl.load(statistics + 2 * row)
-            reciprocal = tl.load(statistics + 2 * row + 1)
-        products = tl.zeros((block,), tl.float32)
-        scaled = tl.zeros((block,), tl.float32)
+        mean, reciprocal = _statistics(statistics, row, rms)
+        above_row, source_row = gradient + row * gradient_stride, source + row * source_stride
+        share, shift = _means(above_row, source_row, weight, width, mean, reciprocal, rms, block)
         for first in range(0, width, block):
             place = first + columns
             inside = place < width
-            normal = _normal(source + row * source_stride, place, inside, mean, reciprocal)
-            above = tl.load(gradient + row * gradient_stride + place, mask=inside, other=0.0).to(tl.float32)
-            above *= tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-            products += above * normal
-            scaled += above
-        share = tl.sum(products, 0) / width
-        shift = 0.0
-        if not rms:
-            shift = tl.sum(scaled, 0) / width
-        for first in range(0, width, block):
-            place = first + columns
-            inside = place < width
-            normal = _normal(source + row * source_stride, place, inside, mean, reciprocal)
-            above = tl.load(gradient + row * gradient_stride + place, mask=inside, other=0.0).to(tl.float32)
+            normal = _normal(source_row, place, inside, mean, reciprocal)
+            above = tl.load(above_row + place, mask=inside, other=0.0).to(tl.float32)
             # The norm with rms multiplied the weight with rounded numbers.
             multiplied = normal.to(source.dtype.element_ty).to(tl.float32) if rms else normal
             if whole:

@@ -1,0 +1,336 @@
+"""Whole trainings of tiny models: they learn, stop, are killed, go on, and end as if nothing had happened."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopwise.core.catalog import model_table
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.files import to_toml
+from flopwise.core.hardware import Hardware
+from flopwise.core.measurement import RunRecord, StepRecord
+from flopwise.core.store import find_run, list_runs, read_record, read_steps
+from flopwise.core.transformer import Transformer
+from flopwise.engine import checkpoint
+from flopwise.profile.this_machine import this_cpu
+from flopwise.train import Callback, Started
+from flopwise.train import preparing as preparing_module
+from flopwise.train.running import run
+
+TINY = Transformer(
+    name="tiny",
+    title="tiny",
+    source="test",
+    layers=2,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    ffn=64,
+    vocab=264,
+    context=64,
+    tied=True,
+)
+ENCODER = Transformer(
+    name="encoder",
+    title="encoder",
+    source="test",
+    layers=2,
+    hidden=48,
+    heads=4,
+    ffn=96,
+    vocab=264,
+    context=128,
+    causal=False,
+    positions="learned",
+    position_rows=128,
+    norm="layer",
+    norm_bias=True,
+    norm_place="post",
+    embedding_norm=True,
+    final_norm=False,
+    gated=False,
+    activation="gelu",
+    qkv_bias=True,
+    output_bias=True,
+    ffn_bias=True,
+    head_bias=True,
+    head="classifier",
+    labels=2,
+    token_types=2,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hardware() -> Iterator[None]:
+    """Measured once, not for every training."""
+    found: Hardware = this_cpu()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparing_module, "find_hardware", lambda _name: found)
+        yield
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the tiny models, a text, and a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "tiny.toml").write_text(to_toml(model_table(TINY)), encoding="utf-8")
+    (tmp_path / "encoder.toml").write_text(to_toml(model_table(ENCODER)), encoding="utf-8")
+    words = random.Random(1)
+    lines = (" ".join(words.choice(("red", "green", "blue", "seven")) for _ in range(9)) for _ in range(400))
+    (tmp_path / "text.txt").write_text("\n".join(lines), encoding="utf-8")
+    return tmp_path
+
+
+def asked(place: Path, **changes: Any) -> dict[str, Any]:
+    """A training of the tiny model on the text."""
+    return {
+        "model": str(place / "tiny.toml"),
+        "data": (str(place / "text.txt"),),
+        "sequence_tokens": 32,
+        "batch_sequences": 4,
+        "steps": 12,
+        "store": str(place / "runs"),
+        "learning_rate": 3e-3,
+        **changes,
+    }
+
+
+class Recorder(Callback):
+    """Remembers what it is told; may send a signal after a step."""
+
+    def __init__(self, stop_after: int | None = None, by: int = signal.SIGINT) -> None:
+        self.stop_after, self.by = stop_after, by
+        self.started: list[Started] = []
+        self.steps: list[StepRecord] = []
+        self.notes: list[str] = []
+        self.ended: list[RunRecord] = []
+
+    def on_start(self, started: Started) -> None:
+        self.started.append(started)
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+        if record.step == self.stop_after:
+            os.kill(os.getpid(), self.by)
+
+    def on_note(self, note: str) -> None:
+        self.notes.append(note)
+
+    def on_end(self, record: RunRecord) -> None:
+        self.ended.append(record)
+
+
+def final_files(folder: Path) -> dict[str, bytes]:
+    """Weights and optimizer state of the last checkpoint, byte for byte."""
+    found = checkpoint.latest(folder)
+    assert found is not None
+    return {name: (found / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [(step.step, step.loss) for step in read_steps(folder)]
+
+
+def test_a_language_model_learns(place: Path) -> None:
+    told = Recorder()
+    record = run(callbacks=[told], **asked(place, steps=40))
+    assert record.state == "done"
+    assert record.steps_done == 40
+    folder = find_run(place / "runs", record.id)
+    assert read_record(folder) == record
+    measured = record.measurement
+    assert measured is not None
+    assert measured.last_loss < 0.6 * measured.first_loss
+    assert record.metrics["eval_loss"] < 3.0  # type: ignore[operator]
+    assert [step.step for step in told.steps] == list(range(1, 41))
+    assert losses(folder) == [(step.step, step.loss) for step in told.steps]
+    assert told.started[0].first_step == 0
+    assert told.ended == [record]
+    assert sum(row.measured_bytes for row in measured.memory if row.owner == "unaccounted") == 0
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_goes_on_bit_for_bit(place: Path, by: int) -> None:
+    whole = run(**asked(place, clip_norm=1.0))
+    stopped = run(callbacks=[Recorder(stop_after=5, by=by)], **asked(place, clip_norm=1.0))
+    assert stopped.state == "interrupted"
+    assert stopped.steps_done in (5, 6)
+    told = Recorder()
+    resumed = run(callbacks=[told], resume=stopped.id, store=str(place / "runs"))
+    assert resumed.state == "done"
+    assert told.started[0].first_step == stopped.steps_done
+    store = place / "runs"
+    one, other = find_run(store, whole.id), find_run(store, stopped.id)
+    assert losses(one) == losses(other)
+    assert final_files(one) == final_files(other)
+    assert resumed.metrics["train_loss"] == pytest.approx(whole.metrics["train_loss"], rel=1e-12)
+    assert resumed.metrics["epoch"] == whole.metrics["epoch"]
+
+
+def test_more_steps_than_were_asked_for_first(place: Path) -> None:
+    record = run(**asked(place, steps=3, schedule="constant", warmup_steps=0))
+    with pytest.raises(FlopwiseError, match="has done its 3 steps"):
+        run(resume="last", store=str(place / "runs"))
+    longer = run(resume="last", store=str(place / "runs"), steps=6)
+    whole = run(**asked(place, steps=6, schedule="constant", warmup_steps=0))
+    store = place / "runs"
+    assert longer.id == record.id
+    assert final_files(find_run(store, longer.id)) == final_files(find_run(store, whole.id))
+
+
+@pytest.mark.parametrize(("padding", "tokens"), [("length", 16), ("length", 64), ("longest", 64)])
+def test_a_small_encoder_beats_the_majority_class(place: Path, padding: str, tokens: int) -> None:
+    record = run(
+        model=str(place / "encoder.toml"),
+        sequence_tokens=tokens,
+        batch_sequences=16,
+        padding=padding,
+        epochs=3 if tokens > 16 else 4,
+        learning_rate=3e-3,
+        store=str(place / "runs"),
+    )
+    labels = record.data["labels"]
+    accuracy = record.metrics["eval_accuracy"]
+    assert isinstance(accuracy, float)
+    assert accuracy > 2.0 / len(labels), f"{accuracy} on {len(labels)} balanced classes"
+
+
+def test_uneven_micro_batches_change_nothing_but_rounding(place: Path) -> None:
+    precision = "fp32,matrix=fp64,compute=fp64,weights=fp64,gradients=fp64,moments=fp64"
+    whole = run(**asked(place, batch_sequences=48, steps=2, precision=precision))
+    parts = run(**asked(place, batch_sequences=48, micro_batch_sequences=11, steps=2, precision=precision))
+    assert parts.measurement is not None
+    assert parts.measurement.micro_batch_sequences == 11
+    assert parts.plan["rounds_per_step"] == 5
+    store = place / "runs"
+    for (_, one), (_, other) in zip(losses(find_run(store, whole.id)), losses(find_run(store, parts.id)), strict=True):
+        assert one == pytest.approx(other, rel=1e-12)
+
+
+def _trained(arguments: dict[str, Any]) -> None:
+    run(**arguments)
+
+
+def _killed_after(seconds: float, arguments: dict[str, Any]) -> bool:
+    """Train in another process and kill it; whether it was still at work."""
+    process = multiprocessing.get_context("fork").Process(target=_trained, args=(arguments,))
+    process.start()
+    process.join(seconds)
+    alive = process.is_alive()
+    if alive:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    return alive
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_it_ends_as_if_never_killed(place: Path) -> None:
+    steps, every = 60, 3
+    changes = {"steps": steps, "checkpoint_every": every, "clip_norm": 1.0, "precision": "bf16,weights=fp32"}
+    arguments = asked(place, **changes)
+    begun = time.monotonic()
+    assert not _killed_after(120.0, arguments)
+    whole_s = time.monotonic() - begun
+    store = place / "runs"
+    whole = find_run(store, "1")
+    draw = random.Random(7)
+    kills = 0
+    arguments = {**arguments, "store": str(place / "killed")}
+    while kills < 20:
+        there = [run for run in list_runs(place / "killed") if run.record] if (place / "killed").exists() else []
+        attempt = {"resume": "last", "store": str(place / "killed")} if there else arguments
+        if there and read_record(there[-1].folder).state == "done":
+            # It got through: begin another one, so that there are twenty kills.
+            assert losses(there[-1].folder) == losses(whole)
+            attempt = arguments
+        kills += _killed_after(draw.uniform(0.05, 0.6) * whole_s, attempt)
+    last = find_run(place / "killed", "last")
+    if read_record(last).state != "done":
+        assert not _killed_after(120.0, {"resume": "last", "store": str(place / "killed")})
+    assert read_record(last).state == "done"
+    assert losses(last) == losses(whole)
+    assert final_files(last) == final_files(whole)
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_other_hardware_is_refused(place: Path) -> None:
+    from dataclasses import replace
+
+    from flopwise.core.catalog import load_plan, plan_table
+
+    record = run(**asked(place, steps=1))
+    plan, model = load_plan(find_run(place / "runs", record.id) / "plan.toml")
+    other = place / "other.toml"
+    other.write_text(to_toml(plan_table(replace(plan, hardware="h200"), model)), encoding="utf-8")
+    request = {"model": str(other), "data": (str(place / "text.txt"),), "steps": 1, "store": str(place / "runs")}
+    with pytest.MonkeyPatch.context() as patch:
+        from flopwise.profile.this_machine import find_hardware
+
+        cpu = preparing_module.find_hardware("this-cpu")
+        patch.setattr(
+            preparing_module, "find_hardware", lambda name: cpu if name == "this-cpu" else find_hardware(name)
+        )
+        with pytest.raises(FlopwiseError, match="the plan is for") as caught:
+            run(**request)
+        assert caught.value.hint and "--anywhere" in caught.value.hint
+        assert run(**request, anywhere=True).state == "done"
+
+
+def test_a_diverged_training_stops_and_says_so(place: Path) -> None:
+    with pytest.raises(FlopwiseError, match="the loss of step") as caught:
+        run(**asked(place, steps=40, learning_rate=900.0, weight_decay=0.0, warmup_steps=0))
+    assert caught.value.hint
+    (listed,) = list_runs(place / "runs")
+    assert listed.record is not None
+    assert listed.record.state == "failed"
+    assert listed.record.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data": ("nowhere.txt",)}, "nowhere"),
+        ({"model": "mixtral-8x7b"}, "experts"),
+        ({"model": "lstm-lm"}, "cannot be trained"),
+        ({"model": "bert-base", "task": "language"}, "sees what comes after"),
+        ({"task": "classification"}, "left to right"),
+        ({"precision": "fp8"}, "cannot be trained"),
+        ({"precision": "fp16-amp"}, "cannot be trained"),
+        ({"steps": 0}, "steps"),
+        ({"epochs": 1.0}, "--epochs"),
+        ({"micro_batch_sequences": 9}, "larger than the batch"),
+        ({"weights": "."}, "holds no weights"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(place: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(FlopwiseError, match=words) as caught:
+        run(**asked(place, **changes))
+    assert caught.value.hint
+    assert not list_runs(place / "runs") if (place / "runs").exists() else True
+
+
+def test_loggers_are_given_every_step(place: Path) -> None:
+    class Log:
+        def __init__(self) -> None:
+            self.rows: list[dict[str, Any]] = []
+
+        def log(self, data: dict[str, Any]) -> None:
+            self.rows.append(data)
+
+    log = Log()
+    run(loggers=[log], **asked(place, steps=3))
+    assert [row["step"] for row in log.rows] == [1, 2, 3]
+    assert all("loss" in row and "gradient_norm" not in row for row in log.rows)
+    assert "eval_loss" in log.rows[-1]
