@@ -1,15 +1,17 @@
 """Train on this machine's GPU as planned: `python -m benchmarks.gpu_train --output FOLDER [--cases 0,2]`.
 
 For every case a plan is found under its caps, compiled and played by the streaming executor for a few steps with random
-weights and tokens. The table puts what was measured beside what was planned: time, memory, waiting. It is no benchmark of
-what the card can do (a few steps are not a sustained load) but a check that plans run as promised.
+weights and tokens. The table puts what was measured beside what was planned: time, memory, waiting. It is no benchmark
+of what the card can do (a few steps are not a sustained load) but a check that plans run as promised.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import torch
 
 from flopwise.core.catalog import load_hardware, load_model
 from flopwise.core.formats import parse_formats
+from flopwise.core.program import Stream
 from flopwise.core.training import Training
 from flopwise.core.transformer import Transformer
 from flopwise.engine.batch import Batch
@@ -72,6 +75,8 @@ class Row:
     tasks: int
     submit_s: float
     """Time until the host had handed over all tasks of a step."""
+    fullest: str
+    """The task at which the most memory was allocated, and how much of it was beside the slab, in MiB."""
 
 
 def main() -> None:
@@ -85,6 +90,7 @@ def main() -> None:
     for case in chosen:
         begun = time.perf_counter()
         rows.append(_run(case))
+        gc.collect()
         print(f"{rows[-1]}\n  after {time.perf_counter() - begun:.0f} s", flush=True)
         with (given.output / "gpu_train.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
@@ -126,6 +132,7 @@ def _run(case: Case) -> Row:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     batch = _batch(model, case)
+    peaks = _watched(executor)
     seconds, waits, losses, submits = [], [], [], []
     for step in range(case.steps):
         torch.cuda.synchronize()
@@ -135,6 +142,7 @@ def _run(case: Case) -> Row:
         submits.append(executor.submit_s)
         waits.append(result.waited_s or 0.0)
         losses.append(result.loss)
+    print({kind: f"{size / 2**20:.0f} MiB" for kind, size in peaks.items()}, executor.room.left_to_libraries)
     executor.close()
     step_s = float(np.median(seconds[1:]))
     tokens = case.batch_sequences * case.sequence_tokens
@@ -144,7 +152,7 @@ def _run(case: Case) -> Row:
         batch_tokens=tokens,
         device_cap_bytes=question.device_bytes,
         planned_bytes=found.forecast.device_total,
-        peak_allocated_bytes=int(torch.cuda.max_memory_allocated()),
+        peak_allocated_bytes=executor.room.device_slab.numel() + max(peaks.values()),
         peak_reserved_bytes=int(torch.cuda.max_memory_reserved()),
         predicted_step_s=found.forecast.step_s,
         step_s=step_s,
@@ -155,7 +163,23 @@ def _run(case: Case) -> Row:
         last_loss=losses[-1],
         tasks=len(program.tasks),
         submit_s=float(np.median(submits[1:])),
+        fullest=max(peaks, key=lambda kind: peaks[kind]) + f" {max(peaks.values()) / 2**20:.0f}",
     )
+
+
+def _watched(executor: StreamingExecutor) -> dict[str, int]:
+    """By kind of task the most bytes that were allocated beside the slab while one was handed over."""
+    peaks: dict[str, int] = {}
+    run, slab = executor._streams.run, executor.room.device_slab.numel()
+
+    def watch(index: int, stream: Stream, after: Sequence[int], work: Callable[[], None]) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        run(index, stream, after, work)
+        kind = executor.program.tasks[index].kind
+        peaks[kind] = max(peaks.get(kind, 0), int(torch.cuda.max_memory_allocated()) - slab)
+
+    executor._streams.run = watch  # type: ignore[method-assign]
+    return peaks
 
 
 def _batch(model: Transformer, case: Case) -> Batch:

@@ -278,9 +278,17 @@ def test_first_values_have_their_spread() -> None:
         if item.role in ("norm", "bias"):
             assert torch.equal(value, torch.full(item.shape, 1.0 if item.role == "norm" else 0.0))
             continue
-        expected = 0.02 / 4 if item.local in ("output.weight", "down.weight") else 0.02
+        expected = math.sqrt(2 / 5 / item.shape[-1])
+        if item.local in ("output.weight", "down.weight"):
+            expected /= 4
         assert value.std().item() == pytest.approx(expected, rel=0.1)
         assert abs(value.mean().item()) < 5 * expected / math.sqrt(item.elements)
+
+
+def test_wide_models_begin_with_two_hundredths() -> None:
+    model = replace(LLAMA, hidden=4096, head_dim=128, heads=32, kv_heads=8, vocab=200)
+    head = next(item for item in parameters_of(model, TOKENS) if item.name == "head.weight")
+    assert initial_values(head, 0, model.layers).std().item() == pytest.approx(0.02, rel=0.01)
 
 
 def test_filling_sets_every_number() -> None:

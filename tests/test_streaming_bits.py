@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def planned(model: Transformer, cut: str, letters: str, **changes: Any) -> Plan:
     if cut == "whole":
         saves = tuple(letters[layer % len(letters)] for layer in range(model.layers))
         return everything_stays(model, sequence=TOKENS, sequences=2, saves=saves, **changes)
-    return cut_plan(model, sequence=TOKENS, chunk=6, letters=letters, attention=cut, groups=2, **changes)
+    return cut_plan(model, sequence=TOKENS, chunk=9, letters=letters, attention=cut, **changes)
 
 
 def variants(model: Transformer, cut: str, **changes: Any) -> Iterator[Plan]:
@@ -57,9 +58,11 @@ def variants(model: Transformer, cut: str, **changes: Any) -> Iterator[Plan]:
         yield planned(model, cut, "Fi", **changes, **residency)
 
 
-def batches_of(model: Transformer) -> list[Batch]:
-    """The last round of some steps has one sequence, and not two."""
-    return [random_batch(model, 4 - step % 2, TOKENS, step) for step in range(STEPS)]
+def batches_of(model: Transformer, plan: Plan) -> list[Batch]:
+    """Where a round has two sequences, the last of some steps has one."""
+    most = plan.rounds_per_step * plan.sequences_per_round
+    fewer = 1 if plan.sequences_per_round > 1 else 0
+    return [random_batch(model, most - step % 2 * fewer, TOKENS, step) for step in range(STEPS)]
 
 
 def trained(
@@ -67,14 +70,14 @@ def trained(
 ) -> tuple[list[float], list[float | None], dict[str, torch.Tensor]]:
     """Losses, norms of the gradients, weights and moments of all steps."""
     executor = executor_for(plan, model, weights, training)
-    results = [executor.step(batch, step) for step, batch in enumerate(batches_of(model))]
+    results = [executor.step(batch, step) for step, batch in enumerate(batches_of(model, plan))]
     return [result.loss for result in results], [result.gradient_norm for result in results], state_of(executor)
 
 
 def assert_all_alike(plans: Iterator[Plan], model: Transformer, training: Training) -> None:
     weights = parameters(random_module(model))
     first = trained(next(plans), model, training, weights)
-    assert first[0][-1] < first[0][0] * 2
+    assert all(isfinite(loss) for loss in first[0])
     for plan in plans:
         losses, norms, state = trained(plan, model, training, weights)
         assert losses == first[0]
@@ -147,7 +150,7 @@ def test_a_norm_below_the_clip_clips_nothing_and_is_that_of_the_gradients() -> N
     assert_same_bits(loose[2], free[2])
     assert free[1] == [None] * STEPS
     executor = executor_for(plan, model, weights, replace(TRAINING, beta1=0.0, clip_norm=1e6))
-    result = executor.step(batches_of(model)[0], 0)
+    result = executor.step(batches_of(model, plan)[0], 0)
     squares = sum(
         float(values.double().square().sum()) for _, moment, values in executor.moments() if moment == "first"
     )

@@ -47,17 +47,17 @@ def assert_equal_gradients(model: Transformer, plan: Plan, batch: Batch, seed: i
     assert executor.player.arena.empty
     assert executor.player.head_arena.empty
     # What did not fit is within what the plan leaves to libraries, which need it at another time.
-    own = executor.room.left_to_libraries - LIBRARY_WORKSPACE_BYTES
+    own = executor.room.left_to_libraries["workspace"] - LIBRARY_WORKSPACE_BYTES
     assert executor.player.arena.peak_beside_bytes <= own
 
 
 def plan_of(model: Transformer, cut: str, letters: str, **changes: Any) -> Plan:
-    """Two sequences of 19 tokens: in a chunk together, or each in chunks of 6 with a tail of one."""
+    """Sequences of 19 tokens: two in a chunk, or each in chunks of 9 with a tail of one."""
     if cut == "whole sequences":
         saves = tuple(letters[layer % len(letters)] for layer in range(model.layers))
         return everything_stays(model, sequence=TOKENS, sequences=2, saves=saves, **changes)
     attention = cut.rsplit(" ", maxsplit=1)[-1]
-    return cut_plan(model, sequence=TOKENS, chunk=6, letters=letters, attention=attention, groups=2, **changes)
+    return cut_plan(model, sequence=TOKENS, chunk=9, letters=letters, attention=attention, **changes)
 
 
 def cuts_of(model: Transformer) -> list[str]:
@@ -70,7 +70,8 @@ def test_every_save_level_of_every_family_gives_the_gradients_of_autograd(family
     for cut in cuts_of(model):
         for number, letter in enumerate(LETTERS):
             plan = plan_of(model, cut, letter, head_chunk_tokens=HEAD_CHUNKS[number % 3])
-            assert_equal_gradients(model, plan, random_batch(model, 2, TOKENS, number, ragged=number % 2 == 1))
+            batch = random_batch(model, plan.sequences_per_round, TOKENS, number, ragged=number % 2 == 1)
+            assert_equal_gradients(model, plan, batch)
 
 
 RESIDENCIES: dict[str, dict[str, Any]] = {
@@ -97,8 +98,9 @@ def test_every_residency_gives_the_gradients_of_autograd(family: str, residency:
         plan = plan_of(model, cut, LETTERS, **RESIDENCIES[residency])
         sequences = plan.sequences_per_round * plan.rounds_per_step
         assert_equal_gradients(model, plan, random_batch(model, sequences, TOKENS, 5))
-        # The last round may have fewer sequences, and all may be shorter than the plan's.
-        assert_equal_gradients(model, plan, random_batch(model, sequences - 1, TOKENS - 2, 6, ragged=True))
+        # All sequences may be shorter than the plan's, and the last round may have fewer.
+        fewer = sequences - plan.sequences_per_round + 1
+        assert_equal_gradients(model, plan, random_batch(model, fewer, TOKENS - 2, 6, ragged=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "bert-masked"])
@@ -106,8 +108,9 @@ def test_a_round_in_which_no_token_has_a_loss_adds_nothing(family: str) -> None:
     model = TINY[family]
     for cut in cuts_of(model):
         plan = plan_of(model, cut, "fCiA", rounds_per_step=2)
-        batch = random_batch(model, 4, TOKENS, 7)
-        for rounds in (slice(0, 2), slice(2, 4), slice(0, 4)):
+        each = plan.sequences_per_round
+        batch = random_batch(model, 2 * each, TOKENS, 7)
+        for rounds in (slice(0, each), slice(each, 2 * each), slice(0, 2 * each)):
             labels = batch.labels.copy()
             labels[rounds] = NO_LABEL
             assert_equal_gradients(model, plan, Batch(batch.ids, labels, batch.lengths))
@@ -129,7 +132,8 @@ def test_kinds_that_no_family_has_give_the_gradients_of_autograd(kind: str) -> N
     model = OTHER_KINDS[kind]
     for cut in cuts_of(model):
         for letters in ("F", "i", LETTERS):
-            assert_equal_gradients(model, plan_of(model, cut, letters), random_batch(model, 2, TOKENS, 8))
+            plan = plan_of(model, cut, letters)
+            assert_equal_gradients(model, plan, random_batch(model, plan.sequences_per_round, TOKENS, 8))
 
 
 @st.composite

@@ -16,7 +16,7 @@ from torch import Tensor
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.parameters import Parameter, parameters_of
 from flopwise.core.transformer import Transformer
-from flopwise.engine.initial import STANDARD_DEVIATION
+from flopwise.engine.initial import LEAST_DEVIATION
 
 PREFIXES = ("model.", "transformer.", "bert.")
 """What the names of the network without its head begin with in a file of the network with one."""
@@ -368,7 +368,7 @@ def _llama_config(model: Transformer, family: str) -> dict[str, Any]:
         "rope_theta": model.rotary_base,
         "rope_scaling": _rotary_scaling(model),
         "tie_word_embeddings": model.tied,
-        "initializer_range": STANDARD_DEVIATION,
+        "initializer_range": LEAST_DEVIATION,
         **NO_SPECIAL_TOKENS,
         **own,
     }
@@ -406,7 +406,7 @@ def _gpt2_config(model: Transformer, rows: int) -> dict[str, Any]:
         "activation_function": _activation(model),
         "layer_norm_epsilon": model.norm_epsilon,
         "tie_word_embeddings": model.tied,
-        "initializer_range": STANDARD_DEVIATION,
+        "initializer_range": LEAST_DEVIATION,
         **NO_SPECIAL_TOKENS,
         # Without these `transformers` would drop a tenth when it trains on.
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
@@ -436,6 +436,6 @@ def _bert_config(model: Transformer, rows: int) -> dict[str, Any]:
         "hidden_act": _activation(model),
         "layer_norm_eps": model.norm_epsilon,
         "position_embedding_type": "absolute",
-        "initializer_range": STANDARD_DEVIATION,
+        "initializer_range": LEAST_DEVIATION,
         **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     }

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from flopwise.core.parameters import Parameter, parameters_of
 from flopwise.core.transformer import Transformer
 
-STANDARD_DEVIATION = 0.02
+LEAST_DEVIATION = 0.02
+"""Of the first numbers of wide models; narrow ones need larger ones for their inputs to tell: √(2 ÷ 5·width), by Nguyen
+and Salazar (arXiv 1910.05895), which is 0.02 at a width of 1,000."""
 INTO_THE_STREAM = ("output.weight", "down.weight")
 """Matrices whose products are added to the residual stream, 2 in a layer."""
 
@@ -28,7 +30,7 @@ def initial_values(parameter: Parameter, seed: int, layers: int) -> Tensor:
         return torch.zeros(parameter.shape)
     digest = hashlib.sha256(f"{seed} {parameter.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    deviation = STANDARD_DEVIATION
+    deviation = max(LEAST_DEVIATION, sqrt(2 / (5 * parameter.shape[-1])))
     if isinstance(parameter.part, int) and parameter.local in INTO_THE_STREAM:
         deviation /= sqrt(2 * layers)
     return torch.randn(parameter.shape, generator=generator).mul_(deviation)

@@ -7,7 +7,7 @@ it is left free for them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ ALIGNMENT_BYTES = 256
 class Room:
     """Buffers of a program by their number, as bytes."""
 
-    def __init__(self, program: Program, device: torch.device, *, left_to_libraries: int) -> None:
+    def __init__(self, program: Program, device: torch.device, *, left_to_libraries: Mapping[str, int]) -> None:
         self.program, self.device = program, device
         self.left_to_libraries = left_to_libraries
         self._size: dict[int, int] = {}
         for index, buffer in enumerate(program.buffers):
-            own = buffer.bytes - (left_to_libraries if buffer.name == "workspace" else 0)
+            own = buffer.bytes - left_to_libraries.get(buffer.name, 0)
             self._size[index] = max(0, own)
         self.buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * len(program.buffers)
         self.device_slab = self._slab("device")

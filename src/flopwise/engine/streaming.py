@@ -307,7 +307,9 @@ class StreamingExecutor:
         if self.device.type == "cuda":
             others = sum(size for owner, size in planned.items() if owner != "workspace")
             return int(torch.cuda.max_memory_allocated(self.device)) - others
-        own = planned.get("workspace", 0) - self.room.left_to_libraries
+        own = planned.get("workspace", 0) - sum(
+            self.room.left_to_libraries.get(buffer.name, 0) for buffer in self.program.buffers
+        )
         return own + self.player.arena.peak_beside_bytes
 
     def close(self) -> None:
@@ -316,16 +318,17 @@ class StreamingExecutor:
         self.room.close()
 
 
-def left_to_libraries(plan: Plan, model: Transformer) -> int:
-    """Of the workspace, what attention kernels and matrix libraries allocate for themselves.
+def left_to_libraries(plan: Plan, model: Transformer) -> dict[str, int]:
+    """By buffer, what attention kernels and matrix libraries allocate for themselves and the slab leaves free for them.
 
-    Gradients of queries, keys and values come in tensors of their own, those of the queries in fp32 while summed. The
-    arena is fullest at other times, and then finds what is missing in the same memory.
+    Kernels are called for so many heads at once that the planned fp32 sum of the queries' gradients is room enough.
     """
     formats = parse_formats(plan.precision)
-    each = model.query_width * (formats.statistics_bytes + formats.compute_bytes)
-    each += 2 * model.kv_width * formats.compute_bytes
-    return LIBRARY_WORKSPACE_BYTES + each * plan.tokens_of(0)
+    each = model.query_width * formats.statistics_bytes
+    return {
+        "workspace": LIBRARY_WORKSPACE_BYTES + each * plan.tokens_of(0),
+        "attention of a sequence": each * plan.sequence_tokens,
+    }
 
 
 def check_supported(plan: Plan, model: Transformer, training: Training) -> None:

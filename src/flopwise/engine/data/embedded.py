@@ -35,8 +35,6 @@ LABELS = {
     "asyncio": "asyncio",
     "decimal": "_pydecimal",
     "email": "email",
-    "http": "http",
-    "logging": "logging",
     "tarfile": "tarfile",
     "turtle": "turtle",
 }

@@ -7,6 +7,7 @@ for float64).
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -38,9 +39,10 @@ def choose_kernel(
     The choice holds for forward and backward. "flash" is repeatable where the caller asks torch for deterministic
     algorithms, "cudnn" is not; "plain" and "cpu-flash" always are.
     """
-    whole = queries == keys and look.window is None and not padded and not chunked
+    whole = queries == keys and look.window is None and not chunked
     if device.type == "cpu":
-        return "cpu-flash" if whole and dtype != torch.float16 else "plain"
+        return "cpu-flash" if whole and not (padded and look.causal) and dtype != torch.float16 else "plain"
+    whole = whole and not padded
     if device.type != "cuda" or dtype not in _HALVES or look.head_dim % 8 or look.head_dim > 256:
         return "plain"
     if whole and not deterministic and look.head_dim <= 128 and torch.cuda.get_device_capability(device)[0] >= 9:
@@ -71,20 +73,14 @@ def attention_forward(
             _flash_forward(
                 query[part], key[part, :count], value[part, :count], look, out=out[part], logsumexp=logsumexp[part]
             )
-    elif kernel == "cudnn":
-        assert lengths is None and look.window is None and query.shape[1] == key.shape[1]
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *(each.transpose(1, 2) for each in (query, key, value)), None, True, 0.0, look.causal, False
-        )
-        out.copy_(found[0].transpose(1, 2))
-        logsumexp.copy_(found[1].reshape(logsumexp.shape))
     else:
-        assert lengths is None and look.window is None and query.shape[1] == key.shape[1]
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query.transpose(1, 2), _repeated(key, look), _repeated(value, look), 0.0, look.causal
-        )
-        out.copy_(found[0].transpose(1, 2))
-        logsumexp.copy_(found[1])
+        assert look.window is None and query.shape[1] == key.shape[1]
+        taken = 1 if kernel == "cudnn" else 3
+        for piece in _pieces(query, look, taken * query.element_size()):
+            found = _whole_forward(piece, (query, key, value), kernel, lengths)
+            piece.of(out).copy_(found[0].transpose(1, 2))
+            sums = logsumexp[piece.sequences, piece.heads]
+            sums.copy_(found[1].reshape(sums.shape))
 
 
 def attention_backward(  # noqa: PLR0917
@@ -134,10 +130,79 @@ def attention_backward(  # noqa: PLR0917
                 if not accumulate:
                     given[:, count:] = 0
     else:
-        found = _whole_backward(saved, look, kernel)
-        query_gradient.copy_(found[0].transpose(1, 2))
-        _give(of_keys, found[1], accumulate=accumulate)
-        _give(of_values, found[2], accumulate=accumulate)
+        # Gradients of the queries, also in fp32, and those of keys and values for every query head.
+        taken = 3 * query.element_size() + 4 if kernel == "cudnn" else 6 * query.element_size()
+        for piece in _pieces(query, look, taken):
+            found = _whole_backward(piece, saved, kernel, lengths)
+            piece.of(query_gradient).copy_(found[0].transpose(1, 2))
+            _give(piece.of(of_keys), found[1], accumulate=accumulate)
+            _give(piece.of(of_values), found[2], accumulate=accumulate)
+
+
+LEAST_PIECE_BYTES = 8 << 20
+"""Kernels that allocate less than this for themselves are called for all heads at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Heads and sequences that one call of a kernel takes."""
+
+    look: Look
+    sequences: slice
+    heads: slice
+    kv_heads: slice
+    all_heads: int
+    """Query heads that there are."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The piece of queries, or of keys and values."""
+        queries = tensor.shape[2] == self.all_heads
+        return tensor[self.sequences, :, self.heads if queries else self.kv_heads]
+
+
+def _pieces(query: Tensor, look: Look, each_bytes: int) -> list[_Piece]:
+    """As many pieces as keep what a kernel allocates within the fp32 sum of the queries' gradients, which is planned.
+
+    `each_bytes`: what it allocates for each number of the queries.
+    """
+    sequences = query.shape[0]
+    wanted = -(-query.numel() * each_bytes // max(LEAST_PIECE_BYTES, 4 * query.numel()))
+    groups = next(
+        (count for count in range(1, look.kv_heads + 1) if look.kv_heads % count == 0 and count >= wanted),
+        look.kv_heads,
+    )
+    at_once = max(1, sequences // max(1, -(-wanted // groups)))
+    each = look.kv_heads // groups
+    part = replace(look, heads=each * look.group, kv_heads=each)
+    return [
+        _Piece(
+            part,
+            slice(first, min(first + at_once, sequences)),
+            slice(group * each * look.group, (group + 1) * each * look.group),
+            slice(group * each, (group + 1) * each),
+            look.heads,
+        )
+        for first in range(0, sequences, at_once)
+        for group in range(groups)
+    ]
+
+
+def _whole_forward(
+    piece: _Piece, given: tuple[Tensor, Tensor, Tensor], kernel: Kernel, lengths: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Results with heads before tokens, from the kernels that take whole sequences."""
+    look = piece.look
+    query, key, value = (piece.of(tensor) for tensor in given)
+    if kernel == "cudnn":
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *(each.transpose(1, 2) for each in (query, key, value)), None, True, 0.0, look.causal, False
+        )
+    else:
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(query.transpose(1, 2), _repeated(key, look), _repeated(value, look), 0.0, look.causal),
+            attn_mask=_padding(query, None if lengths is None else lengths[piece.sequences]),
+        )
+    return found[0], found[1]
 
 
 def _give(given: Tensor, result: Tensor, *, accumulate: bool) -> None:
@@ -160,20 +225,42 @@ def _repeated(heads: Tensor, look: Look) -> Tensor:
     return moved if look.group == 1 else moved.repeat_interleave(look.group, dim=1)
 
 
-def _whole_backward(saved: Saved, look: Look, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor]:
+def _padding(query: Tensor, lengths: Tensor | None) -> Tensor | None:
+    """What to add to the scores of keys: nothing, or minus infinity beyond a sequence's length, which is at least 1."""
+    if lengths is None:
+        return None
+    beyond = torch.arange(query.shape[1]) >= lengths[:, None, None, None]
+    return torch.zeros(beyond.shape, dtype=query.dtype).masked_fill_(beyond, -torch.inf)
+
+
+def _whole_backward(
+    piece: _Piece, saved: Saved, kernel: Kernel, lengths: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients from the kernels that take whole sequences: the query's with its heads before its tokens."""
-    gradient, query, key, value, out, logsumexp = saved
+    look = piece.look
+    gradient, query, key, value, out = (piece.of(tensor) for tensor in saved[:5])
+    logsumexp = saved.logsumexp[piece.sequences, piece.heads].contiguous()
     above, queries, results = (each.transpose(1, 2) for each in (gradient, query, out))
     if kernel == "cudnn":
         # Without dropout the random state is not read, but a tensor is asked for.
         unused = torch.zeros((), dtype=torch.int64, device=query.device)
         found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(above, queries, key.transpose(1, 2), value.transpose(1, 2), results, logsumexp, unused, unused),
+            *(
+                above,
+                queries,
+                key.transpose(1, 2),
+                value.transpose(1, 2),
+                results,
+                logsumexp[..., None],
+                unused,
+                unused,
+            ),
             *(None, None, None, query.shape[1], key.shape[1], 0.0, look.causal),
         )
         return found[0], found[1].transpose(1, 2), found[2].transpose(1, 2)
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(above, queries, _repeated(key, look), _repeated(value, look), results, logsumexp, 0.0, look.causal)
+        *(above, queries, _repeated(key, look), _repeated(value, look), results, logsumexp, 0.0, look.causal),
+        attn_mask=_padding(query, None if lengths is None else lengths[piece.sequences]),
     )
     of_keys, of_values = (
         torch.unflatten(each, 1, (look.kv_heads, look.group)).sum(2, dtype=logsumexp.dtype).transpose(1, 2)
