@@ -245,17 +245,20 @@ def test_a_kernel_is_chosen_by_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability[0])
 
     def chosen(device: torch.device, dtype: torch.dtype, look: Look, **changed: bool) -> Kernel:
-        options = {"padded": False, "deterministic": False, "chunked": False, **changed}
+        options = {"padded": False, "deterministic": False, **changed}
         return choose_kernel(device, dtype, look, 64, 64, **options)
 
     look, windowed, odd = Look(4, 4, 64, True, None), Look(4, 4, 64, True, 9), Look(4, 4, 63, True, None)
     half, single = torch.bfloat16, torch.float32
     assert chosen(CPU, half, look) == chosen(CPU, torch.float64, look) == "cpu-flash"
-    assert chosen(CPU, single, look, chunked=True) == chosen(CPU, single, look, padded=True) == "plain"
+    both = Look(4, 4, 64, False, None)
+    assert chosen(CPU, single, look, padded=True) == "plain"
+    assert chosen(CPU, single, both, padded=True) == "cpu-flash"
     assert chosen(CPU, single, windowed) == chosen(CPU, torch.float16, look) == "plain"
-    assert choose_kernel(CPU, single, look, 3, 64, padded=False, deterministic=False, chunked=False) == "plain"
+    assert choose_kernel(CPU, single, look, 3, 64, padded=False, deterministic=False) == "plain"
     assert chosen(cuda, half, look) == "cudnn"
-    assert chosen(cuda, half, look, deterministic=True) == chosen(cuda, half, look, chunked=True) == "flash"
+    assert chosen(cuda, half, look, deterministic=True) == "flash"
+    assert choose_kernel(cuda, half, look, 3, 64, padded=False, deterministic=False) == "flash"
     assert chosen(cuda, half, windowed) == chosen(cuda, half, look, padded=True) == "flash"
     assert chosen(cuda, half, odd) == chosen(cuda, single, look) == chosen(cuda, torch.float64, look) == "plain"
     capability[0] = (8, 0)

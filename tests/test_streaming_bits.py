@@ -11,6 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import Tensor  # noqa: E402
+
 from flopwise.core.plan import ENDS, Plan, Residency  # noqa: E402
 from flopwise.core.training import Training  # noqa: E402
 from flopwise.core.transformer import Transformer  # noqa: E402
@@ -66,8 +68,8 @@ def batches_of(model: Transformer, plan: Plan) -> list[Batch]:
 
 
 def trained(
-    plan: Plan, model: Transformer, training: Training, weights: dict[str, torch.Tensor]
-) -> tuple[list[float], list[float | None], dict[str, torch.Tensor]]:
+    plan: Plan, model: Transformer, training: Training, weights: dict[str, Tensor]
+) -> tuple[list[float], list[float | None], dict[str, Tensor]]:
     """Losses, norms of the gradients, weights and moments of all steps."""
     executor = executor_for(plan, model, weights, training)
     results = [executor.step(batch, step) for step, batch in enumerate(batches_of(model, plan))]

@@ -26,11 +26,11 @@ from tests.training_plans import cut_plan, everything_stays, executor_for, rando
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the FLOPs of products of matrices, and of attention where one operator does it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,7 +53,8 @@ def counted(plan: Plan, model: Transformer) -> Counter[str]:
     executor = executor_for(plan, model, parameters(random_module(model)))
     sequences = plan.sequences_per_round * plan.rounds_per_step
     batch = random_batch(model, sequences, plan.sequence_tokens, 0)
-    with _Counting() as counting:
+    counting = _Counting()
+    with counting:
         executor.step(Batch(batch.ids, batch.labels), 0)
     return counting.flops
 

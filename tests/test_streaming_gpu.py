@@ -15,6 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import Tensor  # noqa: E402
+
 from flopwise.core.plan import Plan, Residency  # noqa: E402
 from flopwise.core.training import Training  # noqa: E402
 from flopwise.core.transformer import Transformer  # noqa: E402
@@ -79,16 +81,14 @@ def batch_for(plan: Plan, model: Transformer, seed: int, *, ragged: bool = False
 
 
 @pytest.fixture(params=["cuda"])
-def device(request: pytest.FixtureRequest) -> torch.device:
+def device(request: pytest.FixtureRequest) -> Any:
     return torch.device(request.param)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fastest", "deterministic"])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_the_cpu_in_fp64(
-    family: str, cut: str, deterministic: bool, device: torch.device
-) -> None:
+def test_gradients_are_those_of_the_cpu_in_fp64(family: str, cut: str, deterministic: bool, device: Any) -> None:
     model = FAMILIES[family]
     if not model.causal and cut == "chunk":
         pytest.skip("a model that looks ahead has no attention by chunk")
@@ -112,9 +112,9 @@ def variants(model: Transformer, cut: str, **changes: Any) -> Iterator[Plan]:
         yield planned(model, cut, "Fi", **changes, **residency)
 
 
-def assert_all_alike(plans: Iterator[Plan], model: Transformer, training: Training, device: torch.device) -> None:
+def assert_all_alike(plans: Iterator[Plan], model: Transformer, training: Training, device: Any) -> None:
     weights = parameters(random_module(model))
-    expected: tuple[list[float], dict[str, torch.Tensor]] | None = None
+    expected: tuple[list[float], dict[str, Tensor]] | None = None
     for plan in plans:
         executor = executor_for(plan, model, weights, training, device=device, deterministic=True)
         losses = [executor.step(batch_for(plan, model, step), step).loss for step in range(STEPS)]
@@ -127,7 +127,7 @@ def assert_all_alike(plans: Iterator[Plan], model: Transformer, training: Traini
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_save_levels_and_residencies_change_no_bit(family: str, cut: str, device: torch.device) -> None:
+def test_save_levels_and_residencies_change_no_bit(family: str, cut: str, device: Any) -> None:
     model = FAMILIES[family]
     if not model.causal and cut == "chunk":
         pytest.skip("a model that looks ahead has no attention by chunk")
@@ -136,14 +136,14 @@ def test_save_levels_and_residencies_change_no_bit(family: str, cut: str, device
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_clipped_and_rounded_by_chance_all_residencies_are_alike(cut: str, device: torch.device) -> None:
+def test_clipped_and_rounded_by_chance_all_residencies_are_alike(cut: str, device: Any) -> None:
     model = replace(FAMILIES["llama"], layers=3)
     training = replace(TRAINING, clip_norm=0.5, stochastic_rounding=True, seed=5)
     with repeatable(True):
         assert_all_alike(variants(model, cut, rounds_per_step=3, update_when="end"), model, training, device)
 
 
-def test_an_evaluation_leaves_no_trace(device: torch.device) -> None:
+def test_an_evaluation_leaves_no_trace(device: Any) -> None:
     model = FAMILIES["llama"]
     weights = parameters(random_module(model))
     with repeatable(True):
@@ -165,7 +165,7 @@ BIG: dict[str, Any] = {"hidden": 512, "heads": 8, "kv_heads": 2, "head_dim": 64,
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("shape", ["llama", "qwen3", "wide queries", "gpt2"])
-def test_a_step_takes_no_more_memory_than_planned(shape: str, cut: str, device: torch.device) -> None:
+def test_a_step_takes_no_more_memory_than_planned(shape: str, cut: str, device: Any) -> None:
     model = {
         "llama": replace(TINY["llama"], **BIG),
         "qwen3": replace(TINY["qwen3"], **BIG),

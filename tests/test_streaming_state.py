@@ -11,6 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import Tensor  # noqa: E402
+
 from flopwise.core.plan import ENDS, Plan, Residency  # noqa: E402
 from flopwise.core.training import Training  # noqa: E402
 from flopwise.core.transformer import Transformer  # noqa: E402
@@ -49,7 +51,7 @@ def plans(model: Transformer, **changes: Any) -> Iterator[Plan]:
     for residency in residencies(model.layers):
         more = {**residency, "rounds_per_step": 2, **changes}
         yield everything_stays(model, sequence=TOKENS, sequences=2, saves=("i", "F", "a"), **more)
-        yield cut_plan(model, sequence=TOKENS, chunk=9, letters="iFa", attention="sequence", **more)
+        yield cut_plan(model, sequence=TOKENS, chunk=12, letters="iFa", attention="sequence", **more)
 
 
 def batch_for(plan: Plan, model: Transformer, seed: int) -> Batch:
@@ -59,7 +61,7 @@ def batch_for(plan: Plan, model: Transformer, seed: int) -> Batch:
 # -- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def judged(model: Transformer, weights: dict[str, torch.Tensor], batches: list[Batch]) -> tuple[float, int]:
+def judged(model: Transformer, weights: dict[str, Tensor], batches: list[Batch]) -> tuple[float, int]:
     """Mean loss and right answers by the reference module."""
     module = random_module(model)
     module.load_state_dict(weights)
@@ -79,26 +81,24 @@ def test_an_evaluation_is_the_references_and_leaves_no_trace(family: str) -> Non
     model = replace(TINY[family], layers=3)
     weights = parameters(random_module(model))
     # Any number of sequences, of any length that the plan has.
-    held_out = [
-        random_batch(model, count, width, seed) for seed, (count, width) in enumerate(((3, 19), (1, 7), (5, 18)))
-    ]
+    held_out = [random_batch(model, count, width, seed) for seed, (count, width) in enumerate(((3, 19), (1, 7)))]
     for plan in plans(model):
         alone, watched = (executor_for(plan, model, weights, TRAINING) for _ in range(2))
-        for step in range(3):
+        for step in range(2):
             loss, correct = judged(model, state_of_weights(watched), held_out)
             for _ in range(2):
                 found = watched.evaluate(iter(held_out))
                 assert found.loss == pytest.approx(loss, rel=1e-11)
                 assert found.correct == correct
                 assert found.with_loss == sum(batch.with_loss for batch in held_out)
-                assert found.sequences == 9
+                assert found.sequences == 4
             assert_same_bits(state_of(watched), state_of(alone))
             batch = batch_for(plan, model, step)
             assert watched.step(batch, step) == alone.step(batch, step)
         assert_same_bits(state_of(watched), state_of(alone))
 
 
-def state_of_weights(executor: StreamingExecutor) -> dict[str, torch.Tensor]:
+def state_of_weights(executor: StreamingExecutor) -> dict[str, Tensor]:
     return {name: values.clone() for name, values in executor.weights().items()}
 
 

@@ -145,7 +145,7 @@ def reference_gradients(module: ReferenceModel, batch: Batch) -> tuple[float, di
     lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths).long()
     labels = torch.from_numpy(batch.labels).long()
     loss = module.loss(torch.from_numpy(batch.ids).long(), labels, lengths) / max(1, batch.with_loss)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     found = {
         name: torch.zeros_like(value) if value.grad is None else value.grad.clone()
         for name, value in module.named_parameters()

@@ -37,6 +37,7 @@ class Arena:
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor of that shape with whatever lies there."""
         elements = prod(shape)
+        assert elements, "what is empty has no place to be told by"
         size = elements * dtype.itemsize
         needed = max(1, -(-size // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
         for index, (start, length) in enumerate(self._free):

@@ -7,7 +7,7 @@ level kept and makes the rest, operator by operator, as forward did.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -106,34 +106,16 @@ class Block:
     def attend(self, query: Tensor, keys: Keys, out: Tensor, logsumexp: Tensor, chunk: Chunk) -> None:
         """Attention of a chunk's queries; they are the last of those that see the keys."""
         key, value = self._heads(keys.key, chunk.sequences), self._heads(keys.value, chunk.sequences)
-        queries, results = self._heads(query, chunk.sequences), self._heads(out, chunk.sequences)
-        kernel = self._kernel(query, chunk, key.shape[1])
-        for look, own, shared in self._calls(kernel):
-            attention_forward(
-                queries[:, :, own],
-                key[:, :, shared],
-                value[:, :, shared],
-                look,
-                out=results[:, :, own],
-                logsumexp=logsumexp[:, own],
-                lengths=chunk.lengths,
-                kernel=kernel,
-            )
-
-    def _calls(self, kernel: Kernel) -> list[tuple[Look, slice, slice]]:
-        """Heads that one call of a kernel takes: what it sees, query heads, heads of keys and values.
-
-        A CPU's own kernel repeats keys and values and returns tensors of its own: of one of their heads at a time, so
-        that it needs little memory beside the plan's.
-        """
-        if kernel != "cpu-flash":
-            return [(self.look, slice(None), slice(None))]
-        group = self.look.group
-        look = replace(self.look, heads=group, kv_heads=1)
-        return [
-            (look, slice(head * group, (head + 1) * group), slice(head, head + 1))
-            for head in range(self.model.kv_heads)
-        ]
+        attention_forward(
+            self._heads(query, chunk.sequences),
+            key,
+            value,
+            self.look,
+            out=self._heads(out, chunk.sequences),
+            logsumexp=logsumexp,
+            lengths=chunk.lengths,
+            kernel=self._kernel(query, chunk, key.shape[1]),
+        )
 
     def attends_whole(self, query: Tensor) -> bool:
         """Whether attention over a whole sequence is one call: where a kernel is much faster that way."""
@@ -152,7 +134,6 @@ class Block:
             keys,
             padded=chunk.lengths is not None,
             deterministic=self.deterministic,
-            chunked=self.cut,
         )
 
     # -- a chunk through a block in one piece ---------------------------------------------------------------------
@@ -238,28 +219,22 @@ class Block:
     ) -> None:  # fmt: skip
         """Gradients of queries, and of the keys and values that they looked at."""
         sequences = chunk.sequences
-        query, key, value = (self._heads(each, sequences) for each in (values["query"], keys.key, keys.value))
-        above, out = self._heads(gradient, sequences), self._heads(values["attended"], sequences)
-        sums = values["logsumexp"].view(sequences, self.model.heads, chunk.tokens)
-        of_query = self._heads(query_gradient, sequences)
-        of_key, of_value = self._heads(found.key, sequences), self._heads(found.value, sequences)
-        kernel = self._kernel(query, chunk, key.shape[1])
-        for look, own, shared in self._calls(kernel):
-            attention_backward(
-                above[:, :, own],
-                query[:, :, own],
-                key[:, :, shared],
-                value[:, :, shared],
-                out[:, :, own],
-                sums[:, own],
-                look,
-                query_gradient=of_query[:, :, own],
-                key_gradient=of_key[:, :, shared],
-                value_gradient=of_value[:, :, shared],
-                accumulate=accumulate,
-                lengths=chunk.lengths,
-                kernel=kernel,
-            )
+        query, key = self._heads(values["query"], sequences), self._heads(keys.key, sequences)
+        attention_backward(
+            self._heads(gradient, sequences),
+            query,
+            key,
+            self._heads(keys.value, sequences),
+            self._heads(values["attended"], sequences),
+            values["logsumexp"].view(sequences, self.model.heads, chunk.tokens),
+            self.look,
+            query_gradient=self._heads(query_gradient, sequences),
+            key_gradient=self._heads(found.key, sequences),
+            value_gradient=self._heads(found.value, sequences),
+            accumulate=accumulate,
+            lengths=chunk.lengths,
+            kernel=self._kernel(query, chunk, key.shape[1]),
+        )
 
     # -- keys and values made again -------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from flopwise.core.formats import Formats
 from flopwise.core.plan import POLICY
 from flopwise.core.work import Work
 from flopwise.engine.formats import TYPES, statistics_type
+
+LINE_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,13 @@ class Field:
 
 
 def fields_in_order(wanted: Iterable[tuple[str, int, torch.dtype]]) -> dict[str, Field]:
-    """One after another without gaps: the widest formats first, so that each begins where its numbers may."""
+    """One after another without gaps: first those whose bytes are whole lines, then whole halves of a line, and so on.
+
+    So each begins at a multiple of the largest power of two that divides its own bytes: where its numbers may begin,
+    and, for rows of a usual width, where the widest loads may, however many tokens there are.
+    """
     found, start = {}, 0
-    for name, elements, dtype in sorted(wanted, key=lambda entry: -entry[2].itemsize):
+    for name, elements, dtype in sorted(wanted, key=lambda entry: -gcd(entry[1] * entry[2].itemsize, LINE_BYTES)):
         found[name] = Field(name, start, elements, dtype)
         start += found[name].bytes
     return found
@@ -46,7 +53,8 @@ def fields_in_order(wanted: Iterable[tuple[str, int, torch.dtype]]) -> dict[str,
 class SavedTensors:
     """What a layer keeps of a chunk at each level.
 
-    Of every width, what a lower level keeps comes first; so a copy between levels is at most one piece for each width.
+    Among those that may begin at the same places, what a lower level keeps comes first; so a copy between levels is at
+    most one piece for each power of two.
     """
 
     def __init__(self, work: Work, formats: Formats) -> None:

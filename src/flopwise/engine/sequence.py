@@ -131,6 +131,10 @@ class SequenceBlock:
                 values.places[name] = rows
             elif name in values:
                 rows.copy_(values[name].view(rows.shape))
+                if name != "logsumexp":
+                    # Read where forward read it: a product may depend on where its numbers begin.
+                    values.drop((name,))
+                    values[name] = rows
         needed = {name for op in block.after for name in op.needs} | {*brought}
         made = block.work.made_for(needed, kept)
         block.run(block.ops, values, trained.weights, chunk, made, keep=needed, keys=block.seen(keys, chunk))

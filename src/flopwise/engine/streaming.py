@@ -24,7 +24,7 @@ from flopwise.engine.kernels import dispatch
 from flopwise.engine.layout import moment_fields
 from flopwise.engine.modules import check_trainable
 from flopwise.engine.player import Action, Player
-from flopwise.engine.room import Room
+from flopwise.engine.room import ALIGNMENT_BYTES, Room
 from flopwise.engine.streams import CudaStreams, InOrder, Streams
 from flopwise.engine.updates import as_numbers
 from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES
@@ -325,9 +325,14 @@ def left_to_libraries(plan: Plan, model: Transformer) -> dict[str, int]:
     """
     formats = parse_formats(plan.precision)
     each = model.query_width * formats.statistics_bytes
+
+    def whole_lines(size: int) -> int:
+        # What lies behind in the slab begins at a line as well.
+        return size // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
     return {
-        "workspace": LIBRARY_WORKSPACE_BYTES + each * plan.tokens_of(0),
-        "attention of a sequence": each * plan.sequence_tokens,
+        "workspace": LIBRARY_WORKSPACE_BYTES + whole_lines(each * plan.tokens_of(0)),
+        "attention of a sequence": whole_lines(each * plan.sequence_tokens),
     }
 
 

@@ -8,7 +8,7 @@ for float64).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,14 +32,13 @@ def choose_kernel(
     *,
     padded: bool,
     deterministic: bool,
-    chunked: bool,
 ) -> Kernel:
-    """The fastest kernel that does what is asked; `chunked`: a sequence's queries come in several calls.
+    """The fastest kernel that does what is asked.
 
     The choice holds for forward and backward. "flash" is repeatable where the caller asks torch for deterministic
     algorithms, "cudnn" is not; "plain" and "cpu-flash" always are.
     """
-    whole = queries == keys and look.window is None and not chunked
+    whole = queries == keys and look.window is None
     if device.type == "cpu":
         return "cpu-flash" if whole and not (padded and look.causal) and dtype != torch.float16 else "plain"
     whole = whole and not padded
@@ -76,7 +75,7 @@ def attention_forward(
     else:
         assert look.window is None and query.shape[1] == key.shape[1]
         taken = 1 if kernel == "cudnn" else 3
-        for piece in _pieces(query, look, taken * query.element_size()):
+        for piece in _pieces(query, look, taken * query.nbytes):
             found = _whole_forward(piece, (query, key, value), kernel, lengths)
             piece.of(out).copy_(found[0].transpose(1, 2))
             sums = logsumexp[piece.sequences, piece.heads]
@@ -123,15 +122,12 @@ def attention_backward(  # noqa: PLR0917
     if kernel == "flash":
         for part, count in _parts(key, lengths):
             of_part = Saved(*(each[part] for each in saved))
-            found = _flash_backward(of_part._replace(key=of_part.key[:, :count], value=of_part.value[:, :count]), look)
-            query_gradient[part] = found[0]
-            for given, result in ((of_keys[part], found[1]), (of_values[part], found[2])):
-                _give(given[:, :count], result, accumulate=accumulate)
-                if not accumulate:
-                    given[:, count:] = 0
+            of_part = of_part._replace(key=of_part.key[:, :count], value=of_part.value[:, :count])
+            gradients = _Gradients(query_gradient[part], of_keys[part], of_values[part])
+            _flash_pieces(of_part, look, gradients, accumulate=accumulate)
     else:
         # Gradients of the queries, also in fp32, and those of keys and values for every query head.
-        taken = 3 * query.element_size() + 4 if kernel == "cudnn" else 6 * query.element_size()
+        taken = 3 * query.nbytes + 4 * query.numel() if kernel == "cudnn" else 6 * query.nbytes
         for piece in _pieces(query, look, taken):
             found = _whole_backward(piece, saved, kernel, lengths)
             piece.of(query_gradient).copy_(found[0].transpose(1, 2))
@@ -160,13 +156,13 @@ class _Piece:
         return tensor[self.sequences, :, self.heads if queries else self.kv_heads]
 
 
-def _pieces(query: Tensor, look: Look, each_bytes: int) -> list[_Piece]:
+def _pieces(query: Tensor, look: Look, whole_bytes: int) -> list[_Piece]:
     """As many pieces as keep what a kernel allocates within the fp32 sum of the queries' gradients, which is planned.
 
-    `each_bytes`: what it allocates for each number of the queries.
+    `whole_bytes`: what it would allocate for all of them.
     """
     sequences = query.shape[0]
-    wanted = -(-query.numel() * each_bytes // max(LEAST_PIECE_BYTES, 4 * query.numel()))
+    wanted = -(-whole_bytes // max(LEAST_PIECE_BYTES, 4 * query.numel()))
     groups = next(
         (count for count in range(1, look.kv_heads + 1) if look.kv_heads % count == 0 and count >= wanted),
         look.kv_heads,
@@ -203,6 +199,33 @@ def _whole_forward(
             attn_mask=_padding(query, None if lengths is None else lengths[piece.sequences]),
         )
     return found[0], found[1]
+
+
+class _Gradients(NamedTuple):
+    """Where the gradients of a call go."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def _flash_pieces(saved: Saved, look: Look, gradients: _Gradients, *, accumulate: bool) -> None:
+    """Flash attention's backward, some heads at a time; keys beyond those that are seen get nothing."""
+    count = saved.key.shape[1]
+    query = saved.query
+    # Queries' gradients, also in fp32, and those of keys and values for every query head.
+    expanded = 2 * query.nbytes // max(1, query.shape[1]) * count
+    for piece in _pieces(query, look, query.nbytes + 4 * query.numel() + expanded):
+        gradient, query, key, value, out = (piece.of(each) for each in saved[:5])
+        sums = saved.logsumexp[piece.sequences, piece.heads].contiguous()
+        of_piece = Saved(gradient, query, key, value, out, sums)
+        found = _flash_backward(of_piece, piece.look)
+        piece.of(gradients.query).copy_(found[0])
+        for given, result in ((gradients.key, found[1]), (gradients.value, found[2])):
+            _give(piece.of(given)[:, :count], result, accumulate=accumulate)
+    if not accumulate:
+        gradients.key[:, count:] = 0
+        gradients.value[:, count:] = 0
 
 
 def _give(given: Tensor, result: Tensor, *, accumulate: bool) -> None:
