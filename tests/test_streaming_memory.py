@@ -171,8 +171,7 @@ def assert_within_plan(plan: Plan, model: Transformer, *, training: Training | N
     batch = random_batch(model, plan.sequences_per_round * plan.rounds_per_step, plan.sequence_tokens, 0)
     # Tables of the kernels and of the model are made once.
     executor.evaluate([batch.part(0, 1)])
-    taken = peak_bytes(lambda: executor.step(batch, 0))
-    assert peak_bytes(lambda: executor.evaluate([batch])) <= taken
+    taken = max(peak_bytes(lambda: executor.step(batch, 0)), peak_bytes(lambda: executor.evaluate([batch])))
     sizes = sizes_of(model, plan.sequence_tokens, parse_formats(plan.precision), "adamw")
     total = sum(plan_bytes(plan, sizes)["device"].values())
     assert executor.room.device_slab.numel() + taken <= total

@@ -7,6 +7,8 @@ it is left free for them.
 from __future__ import annotations
 
 import contextlib
+import mmap
+import weakref
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -31,7 +33,7 @@ class Room:
         self.buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * len(program.buffers)
         self.device_slab = self._slab("device")
         self.host_slab = self._slab("host")
-        self._pinned = False
+        self._unpin: weakref.finalize[[int], Room] | None = None
 
     def _slab(self, place: str) -> Tensor:
         """One piece of memory for a place, cut into its buffers; what is borrowed lies over the activations."""
@@ -40,7 +42,7 @@ class Room:
         # By owner, so that what borrows from an owner finds its memory in one piece.
         own.sort(key=lambda index: OWNERS.index(self.program.buffers[index].owner))
         total = sum(self._size[index] for index in own)
-        slab = _allocated(total, self.device if place == "device" else torch.device("cpu"), place)
+        slab = _allocated(total, self.device) if place == "device" else _on_host(total, self.device)
         start, lent = 0, None
         for index in own:
             if self.program.buffers[index].owner == "activations" and lent is None:
@@ -66,14 +68,12 @@ class Room:
                 why="the system refuses to lock so much",
                 hint="a plan with a smaller --host-mem, or a higher limit for locked memory (`ulimit -l`)",
             )
-        self._pinned = True
+        self._unpin = weakref.finalize(self, _unpinned, self.host_slab.data_ptr())
 
     def close(self) -> None:
         """Unlock the host's slab."""
-        if self._pinned:
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostUnregister(self.host_slab.data_ptr())
-            self._pinned = False
+        if self._unpin is not None:
+            self._unpin()
 
     def named(self, prefix: str) -> Iterator[tuple[int, Tensor]]:
         """Buffers whose name begins so, in order."""
@@ -82,20 +82,34 @@ class Room:
                 yield index, self.buffers[index]
 
 
-def _allocated(size: int, device: torch.device, place: str) -> Tensor:
+def _unpinned(address: int) -> None:
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(address)
+
+
+def _allocated(size: int, device: torch.device) -> Tensor:
     """So many bytes, beginning at a whole line."""
-    with _told(size, place):
+    with _told(size, "device"):
         raw = torch.empty(size + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
     first = -raw.data_ptr() % ALIGNMENT_BYTES
     return raw[first : first + size]
+
+
+def _on_host(size: int, device: torch.device) -> Tensor:
+    """The host's bytes: for a GPU in pages of their own, since whole pages are locked."""
+    if device.type != "cuda" or not size:
+        return _allocated(size, torch.device("cpu"))
+    with _told(size, "host"):
+        pages = mmap.mmap(-1, size)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 @contextlib.contextmanager
 def _told(size: int, place: str) -> Iterator[None]:
     try:
         yield
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "alloc" not in str(error).lower():
+    except (torch.OutOfMemoryError, RuntimeError, OSError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
             raise
         raise FlopwiseError(
             f"{size / 2**30:.2f} GiB of {place} memory cannot be had",

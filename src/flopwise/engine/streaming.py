@@ -43,6 +43,8 @@ class StreamingExecutor:
         check_supported(plan, model, training)
         self.plan, self.program, self.model, self.training, self.device = plan, program, model, training, device
         self.formats = parse_formats(plan.precision)
+        # What others hold of the device's memory is not this training's.
+        self._others_bytes = int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
         self.room = Room(program, device, left_to_libraries=left_to_libraries(plan, model))
         self.player = Player(plan, program, model, training, self.room, deterministic=deterministic)
         self._streams: Streams = InOrder()
@@ -306,7 +308,7 @@ class StreamingExecutor:
         """What is not the slab's other buffers: asked of the allocator on a GPU, of the arenas on a CPU."""
         if self.device.type == "cuda":
             others = sum(size for owner, size in planned.items() if owner != "workspace")
-            return int(torch.cuda.max_memory_allocated(self.device)) - others
+            return int(torch.cuda.max_memory_allocated(self.device)) - self._others_bytes - others
         own = planned.get("workspace", 0) - sum(
             self.room.left_to_libraries.get(buffer.name, 0) for buffer in self.program.buffers
         )
