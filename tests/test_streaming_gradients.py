@@ -91,7 +91,7 @@ RESIDENCIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3", "gpt2", "bert", "bert-masked"])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3", "gpt2-untied", "bert"])
 def test_every_residency_gives_the_gradients_of_autograd(family: str, residency: str) -> None:
     model = replace(TINY[family], layers=3)
     for cut in cuts_of(model):
@@ -168,7 +168,7 @@ def settings_of_a_step(draw: st.DrawFn) -> tuple[Transformer, Plan, Batch]:
     return model, plan, Batch(batch.ids, labels.astype(np.int32), batch.lengths)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(settings_of_a_step())
 def test_random_plans_give_the_gradients_of_autograd(setting: tuple[Transformer, Plan, Batch]) -> None:
     assert_equal_gradients(*setting)

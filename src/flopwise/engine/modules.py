@@ -56,6 +56,11 @@ def check_trainable(model: Transformer) -> None:
         raise FlopwiseError(
             f"{model.name}: a window that looks ahead cannot be trained yet", hint="leave out window, or causal = true"
         )
+    if model.head == "masked" and model.final_norm:
+        raise FlopwiseError(
+            f"{model.name}: a norm behind the blocks and a masked head that has its own cannot be trained",
+            hint="final_norm = false, as BERT has it",
+        )
     if model.tied and model.head == "classifier":
         raise FlopwiseError(
             f"{model.name}: a classifier has no matrix that could be the embedding's", hint="tied = false"

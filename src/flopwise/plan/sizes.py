@@ -9,13 +9,14 @@ from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import WIDTH_BYTES, Formats
 from flopwise.core.model import Model
-from flopwise.core.op import Op
+from flopwise.core.op import Gemm, Op
 from flopwise.core.parameters import op_groups
 from flopwise.core.plan import LETTERS, LEVELS, OWN_RULE, POLICY, Plan
 from flopwise.core.traffic import block_saved_bytes, tensor_bytes
 from flopwise.core.transformer import Transformer
+from flopwise.core.work import Work
 from flopwise.core.workload import MOMENTS, Optimizer
-from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES, cast_copy_bytes, temporary_bytes
+from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES, temporary_bytes
 
 MOST_LAYERS = 1024
 """The deepest models of today have under 200."""
@@ -153,8 +154,16 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
             + sum(tensor_bytes(work.tensors[name], formats) for name in ("logsumexp", *_normed_heads(model)))
         ),
         logits=each(head_rows + 2 * stream),
-        fixed_workspace=LIBRARY_WORKSPACE_BYTES + cast_copy_bytes(work, formats) // max(1, model.layers),
+        fixed_workspace=LIBRARY_WORKSPACE_BYTES + _cast_bytes(work, formats),
     )
+
+
+def _cast_bytes(work: Work, formats: Formats) -> int:
+    """Room for one matrix in the products' format, where weights are kept or gradients summed in another."""
+    if formats.weights == formats.compute == formats.gradients:
+        return 0
+    largest = max(weight.elements for op in work.ops if isinstance(op, Gemm) for weight in op.weights)
+    return aligned(largest * formats.compute_bytes)
 
 
 def largest_piece(sizes: Sizes, end: State) -> int:
