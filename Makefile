@@ -15,17 +15,20 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-# The demo needs no torch, so it gets by with the base install.
 $(VENV)/.base: $(VENV)/.created pyproject.toml constraints.txt
 	$(INSTALL) hatchling editables
 	$(INSTALL) --no-build-isolation -e .
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.base
+$(VENV)/.train: $(VENV)/.base
+	$(INSTALL) --no-build-isolation -e '.[train]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.train
 	$(INSTALL) --no-build-isolation -e '.[dev,train]'
 	touch $@
 
-demo: $(VENV)/.base  ## predictions, plans for one device and a cluster, a check on published runs
+demo: $(VENV)/.train  ## predictions, plans for one device and a cluster, a small model trained on this machine
 	$(BIN)/python -m benchmarks.demo
 
 test: $(VENV)/.dev  ## every test, on two processes

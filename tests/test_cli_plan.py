@@ -89,6 +89,7 @@ def test_a_plan_is_written_and_read_back(tmp_path: Path) -> None:
     assert tomllib.loads(file.read_text())["model"]["name"] == model.name == "llama-3-1b"
     assert isinstance(plan, ClusterPlan)
     assert plan.devices == plan.parallel.devices == 8
+    assert plan.expected is not None
     assert plan.expected.step_s == json.loads(result.stdout)["prediction"]["step_s"]
     again = json.loads(_out("predict", str(file), "-o", "json"))
     planned = json.loads(result.stdout)["prediction"]

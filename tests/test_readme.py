@@ -41,6 +41,32 @@ def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) 
         assert written.read_text(encoding="utf-8") == (ROOT / "docs" / written.name).read_text(encoding="utf-8")
 
 
+def _shape(text: str) -> list[str]:
+    """Lines without their figures, which differ from run to run and from machine to machine."""
+    figures = re.compile(r"[-+]?\d[\d,.:]*\s*(ms|s|µs|[KMG]iB|GF|%)?(?=\W|$)")
+    lines = (re.sub(r"\s+", " ", figures.sub("#", line)).strip() for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+def test_the_training_shown_runs_and_prints_the_same_lines(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```text\n\$ flopwise (train.*?)```", README, re.DOTALL)
+    command, _, shown = block.partition("\n")
+    result = subprocess.run(
+        [sys.executable, "-m", "flopwise", *shlex.split(command)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "120", "HOME": str(tmp_path)},
+    )
+    assert result.returncode == 0, result.stderr
+    printed = _shape(result.stdout)
+    assert len(printed) > 20
+    assert _shape(shown)[-len(printed) :] == printed
+    assert (tmp_path / "runs" / "0001" / "record.json").is_file()
+
+
 def test_there_are_commands_to_check() -> None:
     assert len(console_blocks()) >= 2
 

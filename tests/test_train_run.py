@@ -297,7 +297,7 @@ def test_a_plan_for_other_hardware_is_refused(place: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         from flopwise.profile.this_machine import find_hardware
 
-        cpu = preparing_module.find_hardware("this-cpu")
+        cpu = this_cpu()
         patch.setattr(
             preparing_module, "find_hardware", lambda name: cpu if name == "this-cpu" else find_hardware(name)
         )

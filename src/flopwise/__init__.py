@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flopwise import plan, predict
+    from flopwise import plan, predict, train
     from flopwise.core.catalog import load_model as model
     from flopwise.core.errors import FlopwiseError
     from flopwise.profile.this_machine import find_hardware as hardware
 
 __version__ = "0.1.0"
-__all__ = ["FlopwiseError", "__version__", "hardware", "model", "plan", "predict"]
+__all__ = ["FlopwiseError", "__version__", "hardware", "model", "plan", "predict", "train"]
 
 
 def __getattr__(name: str) -> object:
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> object:
         "hardware": ("flopwise.profile.this_machine", "find_hardware"),
         "model": ("flopwise.core.catalog", "load_model"),
     }
-    if name in ("plan", "predict"):
+    if name in ("plan", "predict", "train"):
         return importlib.import_module(f"flopwise.{name}")
     if name in places:
         module, attribute = places[name]

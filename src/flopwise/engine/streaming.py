@@ -196,7 +196,7 @@ class StreamingExecutor:
             loss=float(player.loss.total) / max(1, with_loss),
             with_loss=with_loss,
             gradient_norm=None if norm is None else float(norm),
-            waited_s=waited_s,
+            waited_s=waited_s if self.device.type == "cuda" else None,
         )
 
     def _clip(self) -> Tensor:

@@ -23,5 +23,12 @@ def __getattr__(name: str) -> object:
 
     places = {"Callback": "events", "Started": "events", "TrainRequest": "request", "run": "running"}
     if name in places:
-        return getattr(importlib.import_module(f"flopwise.train.{places[name]}"), name)
+        try:
+            return getattr(importlib.import_module(f"flopwise.train.{places[name]}"), name)
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "safetensors"):
+                raise
+            from flopwise.core.errors import FlopwiseError
+
+            raise FlopwiseError(f"training needs {error.name}", hint="pip install 'flopwise[train]'") from None
     raise AttributeError(f"module 'flopwise.train' has no attribute {name!r}")
