@@ -1,4 +1,4 @@
-"""`make demo`: predictions, plans for one device and a cluster, and a small model planned and trained on this machine."""
+"""`make demo`: predictions, plans for one device and a cluster, a small model planned and trained on this machine."""
 
 from __future__ import annotations
 
