@@ -51,12 +51,12 @@ class Place:
     """GPT-2 keeps its matrices with the inputs as rows."""
 
     def split(self, value: Tensor) -> dict[str, Tensor]:
-        """The tensors of a file; each has memory of its own, as a file of safetensors asks for."""
+        """The tensors of a file: views of the parameter, so that a model on a device needs no second place there."""
         if self.transposed:
-            value = value.t().contiguous()
+            value = value.t()
         if not self.rows:
             return {self.names[0]: value}
-        return {name: part.clone() for name, part in zip(self.names, torch.split(value, list(self.rows)), strict=True)}
+        return dict(zip(self.names, torch.split(value, list(self.rows)), strict=True))
 
     def shapes(self, parameter: Parameter) -> tuple[tuple[int, ...], ...]:
         """Shapes of the tensors."""

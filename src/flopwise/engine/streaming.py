@@ -70,7 +70,9 @@ class StreamingExecutor:
             if parameter.name in values:
                 for index in self._holders("weights", parameter.part):
                     views = self.player.views(index, parameter.part, "weights")
-                    views[parameter.local].copy_(values[parameter.name])
+                    # In its own format first: what is copied to a GPU in another takes room there for a while.
+                    target = views[parameter.local]
+                    target.copy_(values[parameter.name].to(target.dtype))
         self._master_from_weights(values)
 
     def _master_from_weights(self, values: Mapping[str, Tensor]) -> None:
@@ -126,7 +128,8 @@ class StreamingExecutor:
             begin = max(first, parameter.first)
             end = min(first + target.numel(), parameter.first + parameter.elements)
             if begin < end:
-                target[begin - first : end - first].copy_(flat[begin - parameter.first : end - parameter.first])
+                piece = flat[begin - parameter.first : end - parameter.first].to(target.dtype)
+                target[begin - first : end - first].copy_(piece)
 
     def clear_moments(self) -> None:
         """Nothing was learned yet."""

@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels.blocks import add_rounded
 from flopwise.engine.kernels.plain_attention import Look, Saved, plain_backward, plain_forward
 
 Kernel = Literal["plain", "cpu-flash", "cudnn", "flash"]
@@ -156,10 +155,10 @@ class _Piece:
         return tensor[self.sequences, :, self.heads if queries else self.kv_heads]
 
 
-def _pieces(query: Tensor, look: Look, whole_bytes: int) -> list[_Piece]:
+def _pieces(query: Tensor, look: Look, whole_bytes: int, *, within_groups: bool = False) -> list[_Piece]:
     """As many pieces as keep what a kernel allocates within the fp32 sum of the queries' gradients, which is planned.
 
-    `whole_bytes`: what it would allocate for all of them.
+    `whole_bytes`: what it would allocate for all of them. Query heads that share keys are parted only `within_groups`.
     """
     sequences = query.shape[0]
     wanted = -(-whole_bytes // max(LEAST_PIECE_BYTES, 4 * query.numel()))
@@ -168,18 +167,25 @@ def _pieces(query: Tensor, look: Look, whole_bytes: int) -> list[_Piece]:
         look.kv_heads,
     )
     at_once = max(1, sequences // max(1, -(-wanted // groups)))
-    each = look.kv_heads // groups
-    part = replace(look, heads=each * look.group, kv_heads=each)
+    each, shares = look.kv_heads // groups, 1
+    if within_groups and wanted > groups == look.kv_heads:
+        least = -(-wanted // groups)
+        shares = next(
+            count for count in range(1, look.group + 1) if look.group % count == 0 and count >= min(least, look.group)
+        )
+    heads = each * look.group // shares
+    part = replace(look, heads=heads, kv_heads=each)
     return [
         _Piece(
             part,
             slice(first, min(first + at_once, sequences)),
-            slice(group * each * look.group, (group + 1) * each * look.group),
+            slice((group * shares + share) * heads, (group * shares + share + 1) * heads),
             slice(group * each, (group + 1) * each),
             look.heads,
         )
         for first in range(0, sequences, at_once)
         for group in range(groups)
+        for share in range(shares)
     ]
 
 
@@ -215,7 +221,8 @@ def _flash_pieces(saved: Saved, look: Look, gradients: _Gradients, *, accumulate
     query = saved.query
     # Queries' gradients, also in fp32, and those of keys and values for every query head.
     expanded = 2 * query.nbytes // max(1, query.shape[1]) * count
-    for piece in _pieces(query, look, query.nbytes + 4 * query.numel() + expanded):
+    taken = query.nbytes + 4 * query.numel() + expanded
+    for piece in _pieces(query, look, taken, within_groups=accumulate):
         gradient, query, key, value, out = (piece.of(each) for each in saved[:5])
         sums = saved.logsumexp[piece.sequences, piece.heads].contiguous()
         of_piece = Saved(gradient, query, key, value, out, sums)
@@ -232,7 +239,8 @@ def _give(given: Tensor, result: Tensor, *, accumulate: bool) -> None:
     if not accumulate:
         given.copy_(result)
     else:
-        add_rounded(given, result.to(torch.promote_types(given.dtype, torch.float32)))
+        # The sum is made in the wider of the two types and rounded once, without a copy of either.
+        given.add_(result)
 
 
 def _parts(key: Tensor, lengths: Tensor | None) -> list[tuple[slice, int]]:
