@@ -89,7 +89,9 @@ def train(
 
 # -- from words to a request -----------------------------------------------------------------------------------------
 
-RESUME_LEAVES_OPEN = ("resume", "steps", "epochs", "checkpoint_every", "keep", "evaluate_every", "store", "output")
+RESUME_LEAVES_OPEN = (
+    *("resume", "steps", "epochs", "checkpoint_every", "keep", "evaluate_every", "store", "output", "gpus"),
+)
 PLAN_SAYS = ("seq", "micro", "precision", "device_mem", "host_mem")
 
 
@@ -269,6 +271,8 @@ def _with_devices(context: typer.Context, request: TrainRequest) -> TrainRequest
     from flopwise.core.errors import FlopwiseError
     from flopwise.core.store import find_run, read_record, store_folder
 
+    if request.resume and is_given(context, "gpus"):
+        return request
     if request.resume:
         run = read_record(find_run(store_folder(request.store), request.resume))
         planned = run.plan.get("devices")

@@ -205,7 +205,9 @@ class Shape:
         # At the end of a step the state passes where activations were, as far as they are large enough.
         lent = self.least_slots * self.slot if self.plan.update_when == "end" else 0.0
         piece = np.where(choice.optimizer < self.plan.layers, max(block.optimizer, self.end_piece), self.end_piece)
-        found += np.where(passes, np.maximum(0.0, choice.updating - np.floor(lent / piece)) * piece, 0.0)
+        found += np.where(
+            passes, np.maximum(0.0, choice.updating - np.floor(lent / np.maximum(1.0, piece))) * piece, 0.0
+        )
         return np.asarray(found, dtype=np.float64)
 
     def state_on_host(self, choice: Choice) -> Floats:

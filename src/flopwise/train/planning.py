@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from flopwise.core.cluster_plan import ClusterPlan
 from flopwise.core.cluster_plan import Expected as ClusterExpected
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.formats import Formats
+from flopwise.core.formats import POLICIES, Formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.parallel import Parallel
 from flopwise.core.plan import Expected, Forecast, Plan
@@ -82,22 +82,39 @@ def _one(question: Question) -> Promise:
             why="a step runs the batch in micro-batches",
             hint=f"--micro {batch} or less",
         )
-    found = planned(
-        DeviceQuestion(
-            model=question.model,
-            hardware=hardware,
-            hardware_name=question.hardware_name,
-            sequence_tokens=question.sequence_tokens,
-            device_bytes=device_bytes,
-            host_bytes=host_bytes,
-            formats=question.formats,
-            batch_sequences=batch if micro is None or batch is not None else micro,
-            round_sequences=micro,
-            clip=question.clip,
-        ),
-        helps=False,
+    wanted = DeviceQuestion(
+        model=question.model,
+        hardware=hardware,
+        hardware_name=question.hardware_name,
+        sequence_tokens=question.sequence_tokens,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        formats=question.formats,
+        batch_sequences=batch if micro is None or batch is not None else micro,
+        round_sequences=micro,
+        clip=question.clip,
     )
+    if hardware.link is None and question.formats.matrix not in hardware.device.peak_flops:
+        # A CPU computes in formats whose speed nobody measured. The plan is that of fp32, which takes no less memory.
+        other = planned(replace(wanted, formats=POLICIES["fp32"]), helps=False)
+        return _unknown(replace(other.plan, precision=question.formats.name), batch)
+    found = planned(wanted, helps=False)
     return _promise(found.plan, found.forecast, batch)
+
+
+def _unknown(plan: Plan, batch: int | None) -> Promise:
+    """A plan that can be run, and whose speed cannot be told."""
+    return Promise(
+        plan=plan,
+        batch_sequences=plan.rounds_per_step * plan.sequences_per_round if batch is None else batch,
+        step_s=None,
+        tokens_per_s=None,
+        peak_flops=None,
+        peak_format=None,
+        hardware_flops=None,
+        device_bytes=plan.expected.device_bytes if plan.expected else None,
+        host_bytes=plan.expected.host_bytes if plan.expected else None,
+    )
 
 
 def _promise(plan: Plan, expected: Forecast, batch: int | None) -> Promise:
@@ -141,17 +158,7 @@ def given_plan(plan: Plan | ClusterPlan, model: Transformer, hardware: Hardware,
         return _promise(plan, forecast(plan, model, hardware), batch)
     except FlopwiseError:
         # The device may lack a rate that the plan's formats need; it can be run all the same.
-        return Promise(
-            plan=plan,
-            batch_sequences=whole if batch is None else batch,
-            step_s=None,
-            tokens_per_s=None,
-            peak_flops=None,
-            peak_format=None,
-            hardware_flops=None,
-            device_bytes=plan.expected.device_bytes if plan.expected else None,
-            host_bytes=plan.expected.host_bytes if plan.expected else None,
-        )
+        return _unknown(plan, batch)
 
 
 def _several(question: Question) -> Promise:

@@ -19,6 +19,7 @@ from flopwise.core.training import Task, Training
 from flopwise.core.transformer import Transformer
 from flopwise.engine.data import DataRequest, open_classification_data, open_language_data
 from flopwise.engine.devices import choose_device
+from flopwise.engine.formats import check_formats
 from flopwise.engine.modules import check_trainable
 from flopwise.predict.choose import Request, base_workload
 from flopwise.profile.this_machine import find_hardware
@@ -78,7 +79,12 @@ def prepare(
     request: TrainRequest, *, ranks: int, plan: tuple[Plan | ClusterPlan, Model] | None = None,
     tell: Callable[[str, int, int], None] | None = None,
 ) -> Prepared:  # fmt: skip
-    """Settle everything that was left open. `plan`: that of a run which is resumed."""
+    """Settle everything that was left open.
+
+    `plan`: that of a run which is resumed. With another number of ranks than it is for it is made anew, for the same
+    sequences, batch and formats.
+    """
+    resumed = plan is not None
     device = choose_device(request.device)
     name = THIS_MACHINE if device == "cuda" else THIS_CPU
     hardware = find_hardware(name)
@@ -90,11 +96,15 @@ def prepare(
     task = request.task or ("classification" if model.head == "classifier" else "language")
     model = _for_task(model, task)
     check_trainable(model)
+    if request.precision is not None:
+        check_formats(parse_formats(request.precision))
     sequence = _sequence_tokens(request, plan, model, device)
     data = _open_data(request, model, task, sequence, tell)
     if task == "classification":
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
+    if plan is not None and resumed and devices_of(plan[0]) != ranks:
+        request, plan = _for_other_ranks(request, plan[0]), None
     promise = _promise(request, plan, model, hardware, name, sequence, ranks)
     training = _training(request, task, model, data.count, promise, from_weights=weights is not None)
     _check_update(training, promise.plan)
@@ -226,12 +236,26 @@ def _open_data(
     return open_language_data(wanted, tell=tell)
 
 
+def devices_of(plan: Plan | ClusterPlan) -> int:
+    """How many devices a plan is for."""
+    return plan.devices if isinstance(plan, ClusterPlan) else 1
+
+
+def _for_other_ranks(request: TrainRequest, plan: Plan | ClusterPlan) -> TrainRequest:
+    """A request for the same training on another number of devices."""
+    if isinstance(plan, ClusterPlan):
+        batch = plan.batch_sequences
+    else:
+        batch = request.batch_sequences or plan.rounds_per_step * plan.sequences_per_round
+    return replace(request, batch_sequences=batch, micro_batch_sequences=None, precision=plan.precision)
+
+
 def _promise(  # noqa: PLR0917 - what a plan depends on
     request: TrainRequest, plan: tuple[Plan | ClusterPlan, Model] | None, model: Transformer, hardware: Hardware,
     name: str, sequence: int, ranks: int,
 ) -> Promise:  # fmt: skip
     if plan is not None:
-        devices = plan[0].devices if isinstance(plan[0], ClusterPlan) else 1
+        devices = devices_of(plan[0])
         if devices != ranks:
             raise FlopwiseError(
                 f"the plan is for {devices} device{'s' if devices > 1 else ''}, and {ranks} run",
@@ -280,7 +304,8 @@ def _training(
         if not 0 < epochs < 10**6:
             raise FlopwiseError(f"a training cannot have {epochs} epochs", hint="--epochs 3")
         steps = max(1, ceil(epochs * count / batch))
-    steps = steps or (DEFAULT_STEPS if request.model is None else LANGUAGE_STEPS)
+    if steps is None:
+        steps = DEFAULT_STEPS if request.model is None else LANGUAGE_STEPS
     large = describe(model, promise.plan.sequence_tokens).parameters >= LARGE_PARAMETERS
     rate = FINE_TUNING_RATE if from_weights else LARGE_RATE if large else FIRST_RATE
     chosen: dict[str, Any] = {

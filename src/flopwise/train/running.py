@@ -413,7 +413,12 @@ def _merged(record: RunRecord, request: TrainRequest) -> TrainRequest:
     elif "epochs" in changes:
         changes["steps"] = None
     return replace(
-        kept, **changes, resume=request.resume, store=request.store, keep_checkpoints=request.keep_checkpoints
+        kept,
+        **changes,
+        devices=request.devices,
+        resume=request.resume,
+        store=request.store,
+        keep_checkpoints=request.keep_checkpoints,
     )
 
 
