@@ -257,7 +257,7 @@ def test_any_flipped_bit_is_found(name: str, tmp_path: Path) -> None:
         with pytest.raises(FlopwiseError, match="damaged") as caught:
             load(path)
         assert str(path / name) in caught.value.what
-        assert str(tmp_path / "checkpoints" / "step-00000001") in (caught.value.hint or "")
+        assert "step-00000001" in (caught.value.hint or "")
     (path / name).write_bytes(content)
     check_step(load(path))
 

@@ -18,7 +18,7 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import to_toml
 from flopwise.core.hardware import Hardware
 from flopwise.core.measurement import RunRecord, StepRecord
-from flopwise.core.store import find_run, list_runs, read_record, read_steps
+from flopwise.core.store import RunLock, find_run, list_runs, read_record, read_steps
 from flopwise.core.transformer import Transformer
 from flopwise.engine import checkpoint
 from flopwise.profile.this_machine import this_cpu
@@ -185,6 +185,105 @@ def test_more_steps_than_were_asked_for_first(place: Path) -> None:
     store = place / "runs"
     assert longer.id == record.id
     assert final_files(find_run(store, longer.id)) == final_files(find_run(store, whole.id))
+
+
+def test_a_run_with_settings_left_open_goes_on(place: Path) -> None:
+    """Warm-up, batch and rate were chosen for the first number of steps: they stay."""
+    request = asked(place, steps=20, micro_batch_sequences=3)
+    del request["batch_sequences"], request["learning_rate"]
+    first = run(**request)
+    longer = run(resume="last", store=str(place / "runs"), steps=30)
+    assert (first.training.warmup_steps, longer.training.warmup_steps) == (2, 2)
+    assert longer.training.learning_rate == first.training.learning_rate
+    assert longer.steps_done == 30
+    assert [step.samples for step in read_steps(find_run(place / "runs", "last"))] == [8] * 30
+
+
+def test_a_run_from_weights_goes_on_from_them(place: Path) -> None:
+    source = run(**asked(place, steps=30))
+    saved = checkpoint.latest(find_run(place / "runs", source.id))
+    assert saved is not None
+    request = asked(place, model=str(saved), steps=4, checkpoint_every=2)
+    del request["learning_rate"]
+    record = run(callbacks=[Recorder(stop_after=2)], **request)
+    assert record.state == "interrupted"
+    folder = find_run(place / "runs", record.id)
+    assert run(resume=record.id, store=str(place / "runs")).state == "done"
+    # Killed before its first checkpoint, it begins with the same weights again.
+    for found in checkpoint.checkpoints(folder):
+        for path in found.path.iterdir():
+            path.unlink()
+        found.path.rmdir()
+    again = run(resume=record.id, store=str(place / "runs"))
+    assert again.measurement is not None
+    assert record.measurement is not None
+    assert again.measurement.first_loss == record.measurement.first_loss
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_none_left_is_told(place: Path) -> None:
+    request = asked(place, steps=6, checkpoint_every=2, keep_checkpoints=3)
+    whole = run(**request)
+    folder = find_run(place / "runs", whole.id)
+    expected = final_files(folder)
+    found = checkpoint.checkpoints(folder)
+    assert [entry.step for entry in found] == [6, 4, 2]
+    _flip(found[0].path / "model.safetensors")
+    told = Recorder()
+    resumed = run(callbacks=[told], resume="last", store=str(place / "runs"))
+    assert any("step-00000006 is passed over" in note for note in told.notes)
+    assert told.started[0].first_step == 4
+    assert resumed.state == "done"
+    assert final_files(folder) == expected
+    for entry in checkpoint.checkpoints(folder):
+        _flip(entry.path / "optimizer.safetensors")
+    before = losses(folder)
+    with pytest.raises(FlopwiseError, match="no checkpoint of run"):
+        run(resume="last", store=str(place / "runs"))
+    assert losses(folder) == before
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(bytes(content))
+
+
+def test_two_processes_never_train_in_one_folder(place: Path) -> None:
+    record = run(callbacks=[Recorder(stop_after=3)], **asked(place))
+    with RunLock(find_run(place / "runs", record.id)), pytest.raises(FlopwiseError, match="another process"):
+        run(resume="last", store=str(place / "runs"))
+    assert run(resume="last", store=str(place / "runs")).state == "done"
+
+
+def test_a_signal_in_the_last_step_changes_nothing(place: Path) -> None:
+    record = run(callbacks=[Recorder(stop_after=5)], **asked(place, steps=6))
+    if record.state == "done":
+        assert "eval_loss" in record.metrics
+    else:
+        assert record.steps_done == 5
+
+
+def test_a_log_tells_what_happened(place: Path) -> None:
+    record = run(**asked(place, steps=4, checkpoint_every=2))
+    log = (find_run(place / "runs", record.id) / "log.txt").read_text(encoding="utf-8")
+    assert "begins: tiny" in log
+    assert log.count("saved step-") == 2
+    assert log.rstrip().endswith("done after step 4")
+
+
+def test_padding_is_not_counted_as_work_or_speed(place: Path) -> None:
+    request = {"model": str(place / "encoder.toml"), "sequence_tokens": 128, "steps": 6, "store": str(place / "runs")}
+    whole = run(**request)  # type: ignore[arg-type]
+    longest = run(**request, padding="longest")  # type: ignore[arg-type]
+    assert whole.measurement is not None
+    assert longest.measurement is not None
+    assert longest.measurement.model_flops <= whole.measurement.model_flops
+    assert longest.metrics["total_flos"] <= whole.metrics["total_flos"]  # type: ignore[operator]
+    steps = read_steps(find_run(place / "runs", whole.id))
+    assert all(step.tokens < 8 * 128 for step in steps)
+    assert whole.measurement.predicted_step_s is not None
+    mean = sum(step.tokens for step in steps[2:]) / 4
+    assert whole.measurement.predicted_tokens_per_s == pytest.approx(mean / whole.measurement.predicted_step_s)
 
 
 @pytest.mark.slow

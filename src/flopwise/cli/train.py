@@ -83,8 +83,6 @@ def train(
     if record is None:
         return
     _print(record, form, request.store)
-    if record.state == "failed":
-        raise typer.Exit(1)
 
 
 # -- from words to a request -----------------------------------------------------------------------------------------
@@ -332,11 +330,30 @@ def _run(request: TrainRequest) -> RunRecord | None:
     from flopwise.cli.train_progress import watching
     from flopwise.engine.launch import rank_of
 
+    _import_engine()
     if rank_of(os.environ).rank:
         training.run(request)
         return None
     with watching() as callback:
         return training.run(request, callbacks=[callback])
+
+
+def _import_engine() -> None:
+    """Import what trains. An interrupt waits for the end of it: modules that are half imported cannot be left."""
+    import importlib
+    import signal
+    import sys
+
+    asked: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda number, _frame: asked.append(number))
+    try:
+        importlib.import_module("flopwise.train.running")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        sys.exit(130)
 
 
 def _print(record: RunRecord, form: str, store: str | None) -> None:

@@ -7,6 +7,7 @@ written as the strings "nan", "inf" and "-inf", and read back as numbers whereve
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ RECORD = "record.json"
 STEPS = "steps.jsonl"
 PLAN = "plan.toml"
 LOG = "log.txt"
+LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 """What a run's folder holds."""
 
@@ -307,3 +309,28 @@ def _step_of(line: bytes) -> float:
         return from_text(line, StepRecord).step
     except FlopwiseError:
         return float("inf")
+
+
+class RunLock:
+    """Held by the process that trains in a run's folder, and gone with it; a second one is refused."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> Self:
+        self._stream = (self.folder / LOCK).open("a")
+        try:
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._stream.close()
+            raise FlopwiseError(
+                f"run {self.folder.name} is being trained by another process",
+                hint="wait for its end, or stop it first",
+            ) from None
+        except OSError:
+            # The file system has no locks: then nobody is kept out.
+            pass
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()

@@ -50,19 +50,38 @@ def first_weights(
     """Draw every parameter, or take them from a folder; returns those that the folder did not have."""
     missing = {parameter.name for parameter in executor.parameters}
     if folder is not None:
-        loaded = from_huggingface(model, FolderTensors(folder), sequence_tokens)
-        executor.set_weights(loaded.tensors)
-        missing = set(loaded.missing)
+        tensors: Mapping[str, Tensor] = FolderTensors(folder)
+        if missing <= set(tensors):
+            # A checkpoint of ours, of a model that transformers has no class for.
+            _check_shapes(executor, tensors)
+            executor.set_weights(tensors)
+            missing = set()
+        else:
+            loaded = from_huggingface(model, tensors, sequence_tokens)
+            executor.set_weights(loaded.tensors)
+            missing = set(loaded.missing)
     for parameter in executor.parameters:
         if parameter.name in missing:
             executor.set_weights({parameter.name: initial_values(parameter, seed, model.layers)})
     return () if folder is None else tuple(sorted(missing))
 
 
+def _check_shapes(executor: Executor, tensors: Mapping[str, Tensor]) -> None:
+    for parameter in executor.parameters:
+        shape = tuple(tensors[parameter.name].shape)
+        if shape != parameter.shape:
+            raise FlopwiseError(
+                f"{parameter.name} is {shape} in the weights and {parameter.shape} in the model",
+                hint="the model that the weights were saved from",
+            )
+
+
 class FolderTensors(Mapping[str, Tensor]):
     """Tensors of all safetensors files of a folder by name, each read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
+        if not folder.exists():
+            raise FlopwiseError(f"there is no folder {folder}", hint="--weights with a folder of *.safetensors files")
         files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
         files = [path for path in files if path.name != "optimizer.safetensors"]
         if not files:
@@ -75,15 +94,29 @@ class FolderTensors(Mapping[str, Tensor]):
         for path in files:
             try:
                 with safe_open(path, framework="pt") as opened:
-                    self._places.update(dict.fromkeys(opened.keys(), path))
+                    names = list(opened.keys())
             except (OSError, SafetensorError) as error:
                 raise FlopwiseError(
                     f"{path} cannot be read", why=str(error), hint="fetch the file again; it may be cut short"
                 ) from None
+            twice = [name for name in names if name in self._places]
+            if twice:
+                raise FlopwiseError(
+                    f"{twice[0]} is in {self._places[twice[0]].name} and in {path.name}",
+                    why="it is not clear which one is meant",
+                    hint="a folder with the weights of one model",
+                )
+            self._places.update(dict.fromkeys(names, path))
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self._places[name], framework="pt") as opened:
             found: Tensor = opened.get_tensor(name)
+        if not found.is_floating_point():
+            raise FlopwiseError(
+                f"{name} holds {found.dtype} and no floating-point numbers",
+                why="quantised weights cannot be trained",
+                hint="the model's weights in bf16 or fp32",
+            )
         return found
 
     def __iter__(self) -> Iterator[str]:

@@ -361,8 +361,10 @@ def _by_step(parent: Path) -> list[tuple[int, Path]]:
     """Whatever has a checkpoint's name, the latest step first."""
     try:
         names = {path.name for path in parent.iterdir()}
-    except OSError:
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise FlopwiseError(f"{parent} cannot be read", why=error.strerror, hint="check its permissions") from None
     # One that stepped aside counts only until the other is in its place.
     matches = [NAME.fullmatch(name) for name in names if name.removeprefix(REPLACED) not in names - {name}]
     return sorted(((int(match[1]), parent / match[0]) for match in matches if match), reverse=True)
@@ -452,7 +454,7 @@ def _damaged(path: Path, why: str) -> FlopwiseError:
     older = [other for step, other in _by_step(path.parent.parent) if match and step < int(match[1])]
     hint = "begin a new run: there is no checkpoint before this one"
     if older:
-        hint = f"resume from the one before it: {older[0]}"
+        hint = f"`--resume` passes it over and takes {older[0].name}"
     return FlopwiseError(f"{path} is damaged", why=why, hint=hint)
 
 

@@ -41,13 +41,16 @@ class LoopSettings:
     folder: Path
     batch_sequences: int
     evaluation_sequences: int | None
-    """At most so many are evaluated; None: all that are held out."""
+    """Evaluated are so many, in whole batches; None: all that are held out."""
     checkpoint_every: int | None
     keep_checkpoints: int
     evaluate_every: int | None
     writes: bool
     """Whether this process writes files: one of several ranks does."""
-    flops_per_sequence: int
+    model_flops: Callable[[int], int]
+    """Of a sequence of so many tokens."""
+    total_flos: Callable[[int], int]
+    """The same as Hugging Face's trainer counts them."""
     peak_flops: float | None
     predicted_step_s: float | None
     template: CheckpointState
@@ -72,6 +75,8 @@ class Outcome:
     stopped_by: str | None
     evaluation: dict[str, float]
     checkpoint: Path | None
+    model_flops: int
+    """Of the steps, at the lengths that they had."""
 
 
 class Loop:
@@ -84,10 +89,14 @@ class Loop:
         self.executor, self.data, self.model, self.training, self.settings = executor, data, model, training, settings
         self.on_step, self.on_checkpoint = on_step, on_checkpoint
         self.saved: Path | None = None
+        self.progress = Progress()
+        self.flops = 0
+        self._mark = time.perf_counter()
 
     def run(self, begin: Progress, stop: Stop) -> Outcome:
         """From where it stands to the end."""
         progress, records, evaluation = begin, [], {}
+        self._mark = time.perf_counter()
         log = StepLog(self.settings.folder) if self.settings.writes else None
         stopped: str | None = None
         try:
@@ -96,6 +105,9 @@ class Loop:
                 if self.executor.agree(stop.asked is not None):
                     stopped = stop.asked or "another rank"
                 last = progress.step == self.training.steps
+                if last:
+                    # There is nothing to go on with: it ends as if nobody had asked.
+                    stopped = None
                 if stopped is None and (last or _due(progress.step, self.settings.evaluate_every)):
                     evaluation = self.evaluate()
                     record = replace(record, evaluation=evaluation or None)
@@ -116,6 +128,7 @@ class Loop:
             stopped_by=stopped,
             evaluation=evaluation,
             checkpoint=self.saved,
+            model_flops=self.flops,
         )
 
     def _step(self, progress: Progress) -> tuple[Progress, StepRecord]:
@@ -124,12 +137,22 @@ class Loop:
         batch = self.data.batch(progress.position, settings.batch_sequences)
         result = self.executor.step(batch, progress.step)
         took_s = time.perf_counter() - begun
-        peak = settings.peak_flops
-        done = Progress(
+        peak, width = settings.peak_flops, int(batch.ids.shape[1])
+        flops = batch.sequences * settings.model_flops(width)
+        self.flops += flops
+        # With what came between this step and the one before: an evaluation, a checkpoint.
+        mark = time.perf_counter()
+        passed_s, self._mark = mark - self._mark, mark
+        done = self.progress = Progress(
             step=progress.step + 1,
             position=progress.position + batch.sequences,
             totals=_added(
-                progress.totals, loss=result.loss, seconds=took_s, samples=batch.sequences, tokens=batch.tokens
+                progress.totals,
+                loss=result.loss,
+                seconds=passed_s,
+                samples=batch.sequences,
+                tokens=batch.tokens,
+                flos=batch.sequences * settings.total_flos(width),
             ),
         )
         return done, StepRecord(
@@ -140,7 +163,7 @@ class Loop:
             tokens=batch.tokens,
             samples=batch.sequences,
             tokens_per_s=batch.tokens / took_s,
-            mfu=batch.sequences * settings.flops_per_sequence / (took_s * peak) if peak else None,
+            mfu=flops / (took_s * peak) if peak else None,
             gradient_norm=result.gradient_norm,
             predicted_s=settings.predicted_step_s,
             exposed_copy_s=result.waited_s,
@@ -193,6 +216,10 @@ class Loop:
         state = replace(template, step=progress.step, position=progress.position, totals=dict(progress.totals))
         config = huggingface_config(self.model, template.sequence_tokens)
         if config is not None:
+            labels = template.data.get("labels")
+            if labels:
+                config["id2label"] = {str(number): label for number, label in enumerate(labels)}
+                config["label2id"] = {label: number for number, label in enumerate(labels)}
             weights = to_huggingface(self.model, weights)
         self.saved = checkpoint.save(
             self.settings.folder,
@@ -211,6 +238,8 @@ def huggingface_config(model: Transformer, sequence_tokens: int) -> dict[str, An
         family_of(model)
     except FlopwiseError:
         return None
+    if model.positions == "rotary":
+        model = replace(model, context=max(model.context, sequence_tokens))
     return config_of(model, sequence_tokens)
 
 
@@ -226,6 +255,8 @@ def restore(executor: Executor, loaded: checkpoint.Loaded, model: Transformer) -
             name = f"{moment}/{parameter.name}"
             if name in loaded.optimizer:
                 executor.set_moment(parameter.name, moment, loaded.optimizer[name])
+            elif moment != "master":
+                raise FlopwiseError(f"the checkpoint has no {name}", hint="resume from another checkpoint")
     state = loaded.state
     return Progress(step=state.step, position=state.position, totals=dict(state.totals))
 

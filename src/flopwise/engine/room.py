@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flopwise.core.errors import FlopwiseError
+from flopwise.core.plan import Place
 from flopwise.core.program import OWNERS, Program
 
 ALIGNMENT_BYTES = 256
@@ -35,7 +36,7 @@ class Room:
         self.host_slab = self._slab("host")
         self._unpin: weakref.finalize[[int], Room] | None = None
 
-    def _slab(self, place: str) -> Tensor:
+    def _slab(self, place: Place) -> Tensor:
         """One piece of memory for a place, cut into its buffers; what is borrowed lies over the activations."""
         chosen = [index for index, buffer in enumerate(self.program.buffers) if buffer.place == place]
         own = [index for index in chosen if not self.program.buffers[index].borrowed]
@@ -55,6 +56,14 @@ class Room:
                 self.buffers[index] = slab[place_of_borrowed : place_of_borrowed + self._size[index]]
                 place_of_borrowed += self._size[index]
         return slab
+
+    def bytes_by_owner(self, place: Place) -> dict[str, int]:
+        """What was really allocated, by owner."""
+        found: dict[str, int] = {}
+        for index, buffer in enumerate(self.program.buffers):
+            if buffer.place == place and not buffer.borrowed:
+                found[buffer.owner] = found.get(buffer.owner, 0) + self.buffers[index].numel()
+        return {owner: size for owner, size in found.items() if size}
 
     def pin(self) -> None:
         """Lock the host's slab into memory, so that copies run beside the processor: exactly its bytes, no more."""

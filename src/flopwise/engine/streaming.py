@@ -90,22 +90,6 @@ class StreamingExecutor:
             found[parameter.name] = self.player.views(index, parameter.part, "weights")[parameter.local]
         return found
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Gradients by name where they all stay on the device: for tests of small models."""
-        found = {}
-        for parameter in self.parameters:
-            index = self._gradient_buffer(parameter.part)
-            found[parameter.name] = self.player.views(index, parameter.part, "gradients")[parameter.local]
-        return found
-
-    def _gradient_buffer(self, part: Part) -> int:
-        prefix = f"gradients {part} "
-        for task in reversed(self.program.tasks):
-            for use in task.writes:
-                if use.value.startswith(prefix):
-                    return use.buffer
-        raise AssertionError(f"nobody writes the gradient of {part}")
-
     def moments(self) -> Iterator[tuple[str, Moment, Tensor]]:
         """(parameter, which, numbers) of the optimizer's state: to read, not to keep."""
         for part, numbers in self.player.numbers.items():
@@ -292,30 +276,27 @@ class StreamingExecutor:
         rows: list[MemoryRow] = []
         places: tuple[Place, ...] = ("device", "host")
         for place in places:
-            planned = self.program.bytes_by_owner(place)
-            measured = dict(planned)
+            planned, taken = self.program.bytes_by_owner(place), self.room.bytes_by_owner(place)
+            beyond = 0
             if place == "device":
-                measured["workspace"] = self._workspace_bytes(planned)
-            beyond = max(0, measured.get("workspace", 0) - planned.get("workspace", 0))
-            if beyond:
-                measured["workspace"] -= beyond
+                # Beside the slab: what kernels and libraries allocate, and temporaries that found no room.
+                whole = taken.get("workspace", 0) + self._beside_bytes()
+                taken["workspace"] = min(whole, planned.get("workspace", 0))
+                beyond = whole - taken["workspace"]
             rows += [
-                MemoryRow(place=place, owner=owner, planned_bytes=size, measured_bytes=measured[owner])
+                MemoryRow(place=place, owner=owner, planned_bytes=size, measured_bytes=taken.get(owner, 0))
                 for owner, size in planned.items()
             ]
             if planned:
                 rows.append(MemoryRow(place=place, owner="unaccounted", planned_bytes=0, measured_bytes=beyond))
         return tuple(rows)
 
-    def _workspace_bytes(self, planned: Mapping[str, int]) -> int:
-        """What is not the slab's other buffers: asked of the allocator on a GPU, of the arenas on a CPU."""
+    def _beside_bytes(self) -> int:
+        """The most that was allocated beside the slab: asked of the allocator on a GPU, of the arena on a CPU."""
         if self.device.type == "cuda":
-            others = sum(size for owner, size in planned.items() if owner != "workspace")
-            return int(torch.cuda.max_memory_allocated(self.device)) - self._others_bytes - others
-        own = planned.get("workspace", 0) - sum(
-            self.room.left_to_libraries.get(buffer.name, 0) for buffer in self.program.buffers
-        )
-        return own + self.player.arena.peak_beside_bytes
+            slab = self.room.device_slab.numel()
+            return max(0, int(torch.cuda.max_memory_allocated(self.device)) - self._others_bytes - slab)
+        return self.player.arena.peak_beside_bytes
 
     def close(self) -> None:
         """Give back what does not go by itself."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from flopwise.core.measurement import RunRecord, StepRecord
+from flopwise.core.store import LOG
 from flopwise.core.training import Training
 
 
@@ -64,6 +67,38 @@ class Logger(Protocol):
 
     def log(self, data: dict[str, Any]) -> object:
         """Take one step's figures."""
+
+
+class LogFile(Callback):
+    """Writes what happened to a run's `log.txt`, a line each with its time; a full disk does not end the training."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / LOG
+
+    def _write(self, words: str) -> None:
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as stream:
+            stream.write(f"{now} {words}\n")
+
+    def on_start(self, started: Started) -> None:
+        after = f" after step {started.first_step}" if started.first_step else ""
+        self._write(f"begins{after}: {started.model} on {started.hardware}, {started.training.steps} steps")
+        for note in started.notes:
+            self._write(note)
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.evaluation:
+            figures = ", ".join(f"{name} {value:.6g}" for name, value in record.evaluation.items())
+            self._write(f"evaluated after step {record.step}: {figures}")
+
+    def on_checkpoint(self, checkpoint: Path) -> None:
+        self._write(f"saved {checkpoint.name}")
+
+    def on_note(self, note: str) -> None:
+        self._write(note)
+
+    def on_end(self, record: RunRecord) -> None:
+        self._write(f"{record.state} after step {record.steps_done}")
 
 
 class LoggerCallback(Callback):

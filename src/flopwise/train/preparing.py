@@ -14,7 +14,7 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import Formats, parse_formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
-from flopwise.core.plan import Plan
+from flopwise.core.plan import MOST_PAIRS, Plan
 from flopwise.core.training import Task, Training
 from flopwise.core.transformer import Transformer
 from flopwise.engine.data import DataRequest, open_classification_data, open_language_data
@@ -77,12 +77,12 @@ class Prepared:
 
 def prepare(
     request: TrainRequest, *, ranks: int, plan: tuple[Plan | ClusterPlan, Model] | None = None,
-    tell: Callable[[str, int, int], None] | None = None,
+    training: Training | None = None, tell: Callable[[str, int, int], None] | None = None,
 ) -> Prepared:  # fmt: skip
     """Settle everything that was left open.
 
-    `plan`: that of a run which is resumed. With another number of ranks than it is for it is made anew, for the same
-    sequences, batch and formats.
+    `plan` and `training`: those of a run which is resumed. With another number of ranks than the plan is for it is made
+    anew for the same sequences, batch and formats.
     """
     resumed = plan is not None
     device = choose_device(request.device)
@@ -99,6 +99,7 @@ def prepare(
     if request.precision is not None:
         check_formats(parse_formats(request.precision))
     sequence = _sequence_tokens(request, plan, model, device)
+    request = _with_tokenizer(request, weights)
     data = _open_data(request, model, task, sequence, tell)
     if task == "classification":
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
@@ -106,7 +107,12 @@ def prepare(
     if plan is not None and resumed and devices_of(plan[0]) != ranks:
         request, plan = _for_other_ranks(request, plan[0]), None
     promise = _promise(request, plan, model, hardware, name, sequence, ranks)
-    training = _training(request, task, model, data.count, promise, from_weights=weights is not None)
+    steps = _steps(request, task, data.count, promise.batch_sequences)
+    if training is not None:
+        asked = request.steps is not None or request.epochs is not None
+        training = replace(training, steps=steps if asked else training.steps)
+    else:
+        training = _training(request, task, model, promise, steps=steps, from_weights=weights is not None)
     _check_update(training, promise.plan)
     return Prepared(
         model=model,
@@ -176,7 +182,8 @@ def default_model(hardware: Hardware) -> Transformer:
             tied=True,
         )
         work = describe(model, CPU_SEQUENCE_TOKENS)
-        peak = max(fact.value for fact in hardware.device.peak_flops.values())
+        peaks = hardware.device.peak_flops
+        peak = peaks["bf16" if "bf16" in peaks else "fp32"].value
         seconds = DEFAULT_STEPS * CPU_BATCH_SEQUENCES * work.model_flops("causal") / (DEFAULT_SHARE * peak)
         if seconds <= DEFAULT_SECONDS or width == DEFAULT_WIDTHS[-1]:
             return model
@@ -263,9 +270,15 @@ def _promise(  # noqa: PLR0917 - what a plan depends on
             )
         return given_plan(plan[0], model, hardware, request.batch_sequences)
     batch = request.batch_sequences
+    if batch is not None and batch > MOST_PAIRS:
+        raise FlopwiseError(
+            f"a batch of {batch:,} sequences is more than can be planned",
+            why=f"at most {MOST_PAIRS:,} are",
+            hint="--batch 48",
+        )
     if batch is None and model.head == "classifier":
         batch = CLASSIFIER_BATCH_SEQUENCES * ranks
-    elif batch is None and (hardware.link is None or ranks > 1):
+    elif batch is None and (hardware.link is None or ranks > 1 or request.model is None):
         batch = CPU_BATCH_SEQUENCES * ranks
     return find_plan(
         Question(
@@ -291,11 +304,14 @@ def _formats(request: TrainRequest, model: Transformer, hardware: Hardware) -> F
     return workload.formats
 
 
-def _training(
-    request: TrainRequest, task: Task, model: Transformer, count: int, promise: Promise, *, from_weights: bool
-) -> Training:
-    """The settings; what was left open is as small models and fine-tuning have it."""
-    batch = promise.batch_sequences
+def _with_tokenizer(request: TrainRequest, weights: Path | None) -> TrainRequest:
+    """Weights go with the tokenizer that lies beside them, unless another one is named."""
+    if request.tokenizer is None and weights is not None and (weights / "tokenizer.json").is_file():
+        return replace(request, tokenizer=str(weights / "tokenizer.json"))
+    return request
+
+
+def _steps(request: TrainRequest, task: Task, count: int, batch: int) -> int:
     if request.steps is not None and request.epochs is not None:
         raise FlopwiseError("both --steps and --epochs", why="one follows from the other", hint="one of them")
     steps = request.steps
@@ -306,6 +322,13 @@ def _training(
         steps = max(1, ceil(epochs * count / batch))
     if steps is None:
         steps = DEFAULT_STEPS if request.model is None else LANGUAGE_STEPS
+    return steps
+
+
+def _training(
+    request: TrainRequest, task: Task, model: Transformer, promise: Promise, *, steps: int, from_weights: bool
+) -> Training:
+    """The settings; what was left open is as small models and fine-tuning have it."""
     large = describe(model, promise.plan.sequence_tokens).parameters >= LARGE_PARAMETERS
     rate = FINE_TUNING_RATE if from_weights else LARGE_RATE if large else FIRST_RATE
     chosen: dict[str, Any] = {

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import datetime
 import os
-import statistics
-import subprocess
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from flopwise.core.catalog import load_plan, model_table, plan_table
-from flopwise.core.cluster_plan import ClusterPlan
+from flopwise.core.catalog import model_table, plan_table
 from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import plain, to_toml, write_whole
-from flopwise.core.measurement import Measurement, RunRecord, RunState, StepRecord
+from flopwise.core.measurement import RunRecord, RunState, StepRecord
 from flopwise.core.plan import Plan
 from flopwise.core.store import (
     CHECKPOINTS,
     PLAN,
-    find_run,
+    RunLock,
     new_run,
-    read_record,
     read_steps,
     store_folder,
     trim_steps,
@@ -39,16 +33,15 @@ from flopwise.engine.checkpoint import CheckpointState
 from flopwise.engine.devices import device_facts
 from flopwise.engine.executor import Executor
 from flopwise.engine.launch import Rank, rank_of
-from flopwise.engine.loop import Loop, LoopSettings, Outcome, Progress, restore
+from flopwise.engine.loop import Loop, LoopSettings, Progress, restore
 from flopwise.engine.signals import Stop
 from flopwise.plan.compile import compile_plan
 from flopwise.profile.environment import environment
-from flopwise.train.events import Callback, Logger, LoggerCallback, Started
+from flopwise.train.events import Callback, LogFile, Logger, LoggerCallback, Started
+from flopwise.train.measuring import commit, measured, metrics
 from flopwise.train.preparing import Prepared, prepare
 from flopwise.train.request import TrainRequest
-
-WARM_UP_STEPS = 2
-"""Steps that are left out of what was measured, where enough others are there."""
+from flopwise.train.resuming import as_written, find_resumed, merged
 
 LANGUAGE_EVALUATION_SEQUENCES = 64
 """Held-out sequences of a language model that are evaluated: enough to tell, and soon done."""
@@ -116,55 +109,41 @@ class _Listeners(Callback):
             callback.on_end(record)
 
 
-@dataclass(slots=True)
-class _Resumed:
-    """A run that is gone on with."""
-
-    folder: Path
-    record: RunRecord
-    plan: Any
-    checkpoint: Path | None
-
-
 class _Run:
     """A training in its folder."""
 
     def __init__(self, request: TrainRequest, rank: Rank, listeners: _Listeners) -> None:
         self.rank, self.listeners = rank, listeners
         self.writes = rank.rank == 0
-        self.resumed = self._resumed(request) if request.resume else None
-        self.request = request if self.resumed is None else _merged(self.resumed.record, request)
+        self.resumed = find_resumed(request, listeners.on_note) if request.resume else None
+        self.request = request if self.resumed is None else merged(self.resumed.record, request)
 
     def go(self) -> RunRecord:
-        prepared = prepare(
-            self.request,
-            ranks=self.rank.world,
-            plan=self.resumed.plan if self.resumed else None,
-            tell=self.listeners.on_progress,
-        )
-        executor = self._executor(prepared)
-        try:
-            progress = self._begin(executor, prepared)
-            folder = self._folder()
-            record = self._record(prepared, folder, progress)
-            if self.writes:
-                write_whole(folder / PLAN, to_toml(plan_table(prepared.plan, prepared.model)))
-                write_record(folder, record)
-            return self._train(executor, prepared, folder, record, progress)
-        finally:
-            executor.close()
+        """Prepare, train, and leave a record whatever happens."""
+        with self._lock(self.resumed.folder if self.resumed else None):
+            prepared = prepare(
+                self.request,
+                ranks=self.rank.world,
+                plan=self.resumed.plan if self.resumed else None,
+                training=self.resumed.record.training if self.resumed else None,
+                tell=self.listeners.on_progress,
+            )
+            executor = self._executor(prepared)
+            try:
+                progress = self._begin(executor, prepared)
+                # From here on a signal ends the step in flight and no more.
+                with Stop() as stop:
+                    folder = self._folder()
+                    with self._lock(None if self.resumed else folder):
+                        return self._train(executor, prepared, folder, progress, stop)
+            finally:
+                executor.close()
+
+    def _lock(self, folder: Path | None) -> AbstractContextManager[object]:
+        """One process at a time trains in a folder."""
+        return RunLock(folder) if folder is not None and self.writes else nullcontext()
 
     # -- before the first step ------------------------------------------------------------------------------------
-
-    def _resumed(self, request: TrainRequest) -> _Resumed:
-        assert request.resume is not None
-        folder = find_run(store_folder(request.store), request.resume)
-        record = read_record(folder)
-        found = checkpoint.latest(folder)
-        for passed in checkpoint.checkpoints(folder):
-            if passed.problem:
-                self.listeners.on_note(f"{passed.path.name} is passed over: {passed.problem}")
-        return _Resumed(folder, record, load_plan(folder / PLAN), found)
 
     def _executor(self, prepared: Prepared) -> Executor:
         plan, model = prepared.plan, prepared.model
@@ -178,14 +157,14 @@ class _Run:
         """First numbers, or those of a checkpoint."""
         model, tokens = prepared.model, prepared.plan.sequence_tokens
         executor.clear_moments()
-        if self.resumed is None or self.resumed.checkpoint is None:
+        if self.resumed is None or self.resumed.loaded is None:
             if self.resumed is not None:
                 self.listeners.on_note("the run has no checkpoint yet: it begins anew")
             missing = first_weights(executor, model, prepared.training.seed, prepared.weights, tokens)
             if missing:
                 self.listeners.on_note(f"drawn anew, since the weights have none: {', '.join(missing[:4])}")
             return Progress()
-        loaded = checkpoint.load(self.resumed.checkpoint)
+        loaded = self.resumed.loaded
         template = self._template(prepared)
         checkpoint.check_matches(
             loaded.state,
@@ -196,13 +175,12 @@ class _Run:
             sequence_tokens=template.sequence_tokens,
             training=prepared.training,
         )
-        progress = restore(executor, loaded, model)
-        if progress.step >= prepared.training.steps:
+        if loaded.state.step >= prepared.training.steps:
             raise FlopwiseError(
-                f"run {self.resumed.folder.name} has done its {progress.step:,} steps",
-                hint=f"--steps {2 * progress.step} to go on",
+                f"run {self.resumed.folder.name} has done its {loaded.state.step:,} steps",
+                hint=f"--steps {2 * loaded.state.step} to go on",
             )
-        return progress
+        return restore(executor, loaded, model)
 
     def _folder(self) -> Path:
         if self.resumed is not None:
@@ -224,76 +202,82 @@ class _Run:
         )
 
     def _record(self, prepared: Prepared, folder: Path, progress: Progress) -> RunRecord:
-        now = _now()
         facts = {name: str(value) for name, value in environment().items() if value is not None}
-        record = RunRecord(
+        resumed = self.resumed
+        return RunRecord(
             id=folder.name,
             state="running",
-            started=self.resumed.record.started if self.resumed else now,
+            started=resumed.record.started if resumed else _now(),
             model=model_table(prepared.model),
             task=prepared.training.task,
             training=prepared.training,
             plan=plain(prepared.plan),
             data=prepared.data.describe(),
-            environment={**facts, **device_facts(prepared.device), **_commit()},
+            environment={**facts, **device_facts(prepared.device), **commit()},
             steps_done=progress.step,
-            request=_as_written(self.request),
-            resumed_from=None,
+            request=as_written(
+                self.request, batch_sequences=prepared.promise.batch_sequences, weights=prepared.weights
+            ),
+            resumed_from=f"{CHECKPOINTS}/{resumed.checkpoint.name}" if resumed and resumed.checkpoint else None,
         )
-        if self.resumed is not None and self.resumed.checkpoint is not None:
-            record = replace(record, resumed_from=f"{CHECKPOINTS}/{self.resumed.checkpoint.name}")
-            if self.writes:
-                trim_steps(folder, progress.step)
-                checkpoint.drop_later(folder, progress.step)
-        elif self.resumed is not None and self.writes:
-            trim_steps(folder, 0)
-        return record
+
+    def _write_first(self, prepared: Prepared, folder: Path, record: RunRecord, progress: Progress) -> None:
+        """What a folder holds before the first step; a new one that cannot be written is taken away again."""
+        try:
+            write_whole(folder / PLAN, to_toml(plan_table(prepared.plan, prepared.model)))
+            write_record(folder, record)
+        except FlopwiseError:
+            if self.resumed is None:
+                for path in folder.iterdir():
+                    path.unlink()
+                folder.rmdir()
+            raise
+        if self.resumed is not None:
+            trim_steps(folder, progress.step)
+            checkpoint.drop_later(folder, progress.step)
 
     # -- the steps ------------------------------------------------------------------------------------------------
 
-    def _train(
-        self, executor: Executor, prepared: Prepared, folder: Path, record: RunRecord, progress: Progress
-    ) -> RunRecord:
+    def _train(self, executor: Executor, prepared: Prepared, folder: Path, progress: Progress, stop: Stop) -> RunRecord:
+        record = self._record(prepared, folder, progress)
+        if self.writes:
+            self._write_first(prepared, folder, record, progress)
+        listeners = _Listeners([*self.listeners.callbacks, *([LogFile(folder)] if self.writes else [])])
         loop = Loop(
             executor, prepared.data, prepared.model, prepared.training, self._settings(prepared, folder),
-            on_step=self.listeners.on_step, on_checkpoint=self.listeners.on_checkpoint,
+            on_step=listeners.on_step, on_checkpoint=listeners.on_checkpoint,
         )  # fmt: skip
-        self.listeners.on_start(self._started(prepared, folder, progress))
-        with Stop() as stop:
-            try:
-                outcome = loop.run(progress, stop)
-            except FlopwiseError as error:
-                self._ended(folder, replace(record, reason=error.what), "failed", loop)
-                raise
-            except BaseException as error:
-                self._ended(folder, replace(record, reason=repr(error)), "failed", loop)
-                raise
-        if self.resumed is not None and self.writes:
-            earlier = tuple(step for step in read_steps(folder) if step.step <= progress.step)
-            outcome = replace(outcome, steps=(*earlier, *outcome.steps))
-        if outcome.stopped_by:
-            self.listeners.on_note(f"stopped by {outcome.stopped_by} after step {outcome.progress.step}, and saved")
-        record = replace(
-            record,
-            steps_done=outcome.progress.step,
-            reason=outcome.stopped_by,
-            measurement=self._measured(executor, prepared, outcome),
-            metrics=self._metrics(prepared, outcome),
-        )
-        return self._ended(folder, record, "interrupted" if outcome.stopped_by else "done", loop)
+        loop.progress = progress
+        try:
+            listeners.on_start(self._started(prepared, folder, progress))
+            outcome = loop.run(progress, stop)
+            earlier = [step for step in read_steps(folder) if step.step <= progress.step] if self.writes else []
+            if outcome.stopped_by:
+                listeners.on_note(f"stopped by {outcome.stopped_by} after step {outcome.progress.step}, and saved")
+            record = replace(
+                record,
+                reason=outcome.stopped_by,
+                measurement=measured(prepared, outcome, executor.memory(), earlier=earlier, ranks=self.rank.world),
+                metrics=metrics(prepared, outcome),
+            )
+        except BaseException as error:
+            reason = error.what if isinstance(error, FlopwiseError) else repr(error)
+            self._ended(folder, replace(record, reason=reason), "failed", loop)
+            raise
+        record = self._ended(folder, record, "interrupted" if outcome.stopped_by else "done", loop)
+        if self.writes:
+            listeners.on_end(record)
+        return record
 
     def _ended(self, folder: Path, record: RunRecord, state: RunState, loop: Loop) -> RunRecord:
         saved = f"{CHECKPOINTS}/{loop.saved.name}" if loop.saved else record.resumed_from
-        record = replace(record, state=state, ended=_now(), checkpoint=saved)
+        record = replace(record, state=state, ended=_now(), checkpoint=saved, steps_done=loop.progress.step)
         if self.writes:
             write_record(folder, record)
-            if state != "failed":
-                self.listeners.on_end(record)
         return record
 
     def _settings(self, prepared: Prepared, folder: Path) -> LoopSettings:
-        plan, promise = prepared.plan, prepared.promise
-        work = describe(prepared.model, plan.sequence_tokens)
+        promise, model = prepared.promise, prepared.model
         language = prepared.training.task == "language"
         return LoopSettings(
             folder=folder,
@@ -303,7 +287,8 @@ class _Run:
             keep_checkpoints=self.request.keep_checkpoints,
             evaluate_every=self.request.evaluate_every,
             writes=self.writes,
-            flops_per_sequence=work.model_flops("causal"),
+            model_flops=lambda tokens: describe(model, tokens).model_flops("causal"),
+            total_flos=lambda tokens: total_flos(describe(model, tokens), 1),
             peak_flops=promise.peak_flops,
             predicted_step_s=promise.step_s,
             template=self._template(prepared),
@@ -330,119 +315,6 @@ class _Run:
             notes=prepared.notes,
         )
 
-    # -- what it took ---------------------------------------------------------------------------------------------
-
-    def _measured(self, executor: Executor, prepared: Prepared, outcome: Outcome) -> Measurement | None:
-        steps = outcome.steps
-        if not steps:
-            return None
-        timed = steps[WARM_UP_STEPS:] if len(steps) > 2 * WARM_UP_STEPS else steps
-        seconds = sorted(step.step_s for step in timed)
-        rates = sorted(step.tokens_per_s for step in timed)
-        plan, promise, model = prepared.plan, prepared.promise, prepared.model
-        work = describe(model, plan.sequence_tokens)
-        batch = promise.batch_sequences
-        flops = batch * work.model_flops("causal")
-        executed = promise.hardware_flops or flops
-        step_s, peak = statistics.median(seconds), promise.peak_flops
-        micro = plan.micro_batch_sequences if isinstance(plan, ClusterPlan) else plan.sequences_per_round
-        return Measurement(
-            model=model.name,
-            hardware=prepared.hardware.name,
-            devices=self.rank.world,
-            sequence_tokens=plan.sequence_tokens,
-            batch_sequences=batch,
-            micro_batch_sequences=min(micro, batch),
-            batch_tokens=batch * plan.sequence_tokens,
-            precision=plan.precision,
-            optimizer=plan.optimizer,
-            n_params=work.parameters,
-            steps=len(timed),
-            step_s=step_s,
-            step_s_p20=_share_of(seconds, 0.2),
-            step_s_p80=_share_of(seconds, 0.8),
-            tokens_per_s=statistics.median(rates),
-            tokens_per_s_p20=_share_of(rates, 0.2),
-            tokens_per_s_p80=_share_of(rates, 0.8),
-            model_flops=flops,
-            hardware_flops=executed,
-            convention="causal",
-            mfu=flops / (step_s * peak) if peak else None,
-            hfu=executed / (step_s * peak) if peak and promise.hardware_flops else None,
-            peak_flops=peak,
-            peak_format=promise.peak_format,
-            first_loss=steps[0].loss,
-            last_loss=steps[-1].loss,
-            memory=executor.memory(),
-            predicted_step_s=promise.step_s,
-            predicted_tokens_per_s=promise.tokens_per_s,
-        )
-
-    def _metrics(self, prepared: Prepared, outcome: Outcome) -> dict[str, float | str]:
-        """The block that Hugging Face's trainer prints, its rates over all ranks."""
-        totals, done = outcome.progress.totals, outcome.progress.step
-        samples, seconds = totals.get("samples", 0.0), max(totals.get("seconds", 0.0), 1e-9)
-        work = describe(prepared.model, prepared.plan.sequence_tokens)
-        figures: dict[str, float | str] = {
-            "epoch": samples / prepared.data.count,
-            "total_flos": float(total_flos(work, int(samples))),
-            "train_loss": totals.get("loss", 0.0) / max(1, done),
-            "train_runtime": seconds,
-            "train_samples": samples,
-            "train_samples_per_second": samples / seconds,
-            "train_steps_per_second": done / seconds,
-        }
-        return {**figures, **outcome.evaluation}
-
-
-def _share_of(values: Sequence[float], share: float) -> float:
-    """The value below which that share of sorted values lies, the nearest one."""
-    return values[min(len(values) - 1, int(share * len(values)))]
-
-
-def _merged(record: RunRecord, request: TrainRequest) -> TrainRequest:
-    """The request of a run that is resumed; steps and what says when to save may be new."""
-    kept = msgspec.convert(record.request, TrainRequest)
-    changes: dict[str, Any] = {
-        name: getattr(request, name)
-        for name in ("steps", "epochs", "checkpoint_every", "evaluate_every")
-        if getattr(request, name) is not None
-    }
-    if "steps" in changes:
-        changes["epochs"] = None
-    elif "epochs" in changes:
-        changes["steps"] = None
-    return replace(
-        kept,
-        **changes,
-        devices=request.devices,
-        resume=request.resume,
-        store=request.store,
-        keep_checkpoints=request.keep_checkpoints,
-    )
-
-
-def _as_written(request: TrainRequest) -> dict[str, Any]:
-    """A request for the record: sources by their full path, so that it can be resumed from another folder."""
-    table = asdict(replace(request, resume=None, store=None))
-    for name in ("data", "evaluation_data"):
-        table[name] = [str(Path(source).resolve()) for source in table[name]]
-    for name in ("tokenizer", "weights"):
-        if table[name]:
-            table[name] = str(Path(table[name]).resolve())
-    return {name: value for name, value in table.items() if value is not None}
-
 
 def _now() -> str:
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def _commit() -> dict[str, str]:
-    """The commit of flopwise itself, where it runs from a checkout."""
-    folder = Path(__file__).parent
-    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)  # noqa: S603
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return {"commit": answer.stdout.strip()}

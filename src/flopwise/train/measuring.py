@@ -1,0 +1,106 @@
+"""What a training took: a `Measurement`, and the block of figures that Hugging Face's trainer prints."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from flopwise.core.cluster_plan import ClusterPlan
+from flopwise.core.describe import describe
+from flopwise.core.measurement import Measurement, MemoryRow, StepRecord
+from flopwise.engine.loop import Outcome
+from flopwise.train.preparing import Prepared
+
+WARM_UP_STEPS = 2
+"""Steps that are left out of what was measured, where enough others are there."""
+
+
+def measured(
+    prepared: Prepared, outcome: Outcome, memory: tuple[MemoryRow, ...], *, earlier: Sequence[StepRecord], ranks: int
+) -> Measurement | None:
+    """The steps of this process; those of an `earlier` one, perhaps on another machine, tell the first loss alone."""
+    steps = outcome.steps
+    if not steps:
+        return None
+    timed = steps[WARM_UP_STEPS:] if len(steps) > 2 * WARM_UP_STEPS else steps
+    seconds = sorted(step.step_s for step in timed)
+    rates = sorted(step.tokens_per_s for step in timed)
+    shares = [step.mfu for step in timed if step.mfu is not None]
+    plan, promise, model = prepared.plan, prepared.promise, prepared.model
+    work = describe(model, plan.sequence_tokens)
+    batch, flops = promise.batch_sequences, outcome.model_flops // len(steps)
+    mfu = statistics.median(shares) if shares else None
+    whole = batch * work.model_flops("causal")
+    executed = None if promise.hardware_flops is None else promise.hardware_flops * flops // whole
+    micro = plan.micro_batch_sequences if isinstance(plan, ClusterPlan) else plan.sequences_per_round
+    tokens = sum(step.tokens for step in timed) / len(timed)
+    return Measurement(
+        model=model.name,
+        hardware=prepared.hardware.name,
+        devices=ranks,
+        sequence_tokens=plan.sequence_tokens,
+        batch_sequences=batch,
+        micro_batch_sequences=min(micro, batch),
+        batch_tokens=batch * plan.sequence_tokens,
+        precision=plan.precision,
+        optimizer=plan.optimizer,
+        n_params=work.parameters,
+        steps=len(timed),
+        step_s=statistics.median(seconds),
+        step_s_p20=_share_of(seconds, 0.2),
+        step_s_p80=_share_of(seconds, 0.8),
+        tokens_per_s=statistics.median(rates),
+        tokens_per_s_p20=_share_of(rates, 0.2),
+        tokens_per_s_p80=_share_of(rates, 0.8),
+        model_flops=flops,
+        hardware_flops=flops if executed is None else executed,
+        convention="causal",
+        mfu=mfu,
+        hfu=None if mfu is None or executed is None else mfu * executed / flops,
+        peak_flops=promise.peak_flops,
+        peak_format=promise.peak_format,
+        first_loss=(*earlier, *steps)[0].loss,
+        last_loss=steps[-1].loss,
+        memory=memory,
+        predicted_step_s=promise.step_s,
+        # Of the tokens that the steps had: a plan counts padding, which is nothing to train on.
+        predicted_tokens_per_s=tokens / promise.step_s if promise.step_s else None,
+    )
+
+
+def metrics(prepared: Prepared, outcome: Outcome) -> dict[str, float | str]:
+    """The trainer's block, its rates over all ranks; the runtime holds evaluations and checkpoints as its does."""
+    totals, done = outcome.progress.totals, outcome.progress.step
+    samples, seconds = totals.get("samples", 0.0), max(totals.get("seconds", 0.0), 1e-9)
+    figures: dict[str, float | str] = {
+        "epoch": samples / prepared.data.count,
+        "total_flos": totals.get("flos", 0.0),
+        "train_loss": totals.get("loss", 0.0) / max(1, done),
+        "train_runtime": seconds,
+        "train_samples": samples,
+        "train_samples_per_second": samples / seconds,
+        "train_steps_per_second": done / seconds,
+    }
+    return {**figures, **outcome.evaluation}
+
+
+def _share_of(values: Sequence[float], share: float) -> float:
+    """The value below which that share of sorted values lies, the nearest one."""
+    return values[min(len(values) - 1, int(share * len(values)))]
+
+
+def commit() -> dict[str, str]:
+    """The commit of flopwise itself, where it runs from a checkout that tracks it."""
+    here = Path(__file__)
+    command = ["git", "-C", str(here.parent), "log", "-1", "--format=%H", "--", here.name]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    if not answer.stdout.strip():
+        return {}
+    command = ["git", "-C", str(here.parent), "rev-parse", "HEAD"]
+    head = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)  # noqa: S603
+    return {"commit": head.stdout.strip()}

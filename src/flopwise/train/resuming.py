@@ -1,0 +1,103 @@
+"""Going on with a run: what it was asked for, where it stands, and its last checkpoint that is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from flopwise.core.catalog import load_plan
+from flopwise.core.cluster_plan import ClusterPlan
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.measurement import RunRecord
+from flopwise.core.model import Model
+from flopwise.core.plan import Plan
+from flopwise.core.store import PLAN, RECORD, find_run, read_record, store_folder
+from flopwise.engine import checkpoint
+from flopwise.train.request import TrainRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A run that is gone on with."""
+
+    folder: Path
+    record: RunRecord
+    plan: tuple[Plan | ClusterPlan, Model]
+    loaded: checkpoint.Loaded | None
+    """None: it was ended before its first checkpoint."""
+    checkpoint: Path | None
+
+
+def find_resumed(request: TrainRequest, tell: Callable[[str], None]) -> Resumed:
+    """The run that a request names, with its newest checkpoint that is whole."""
+    assert request.resume is not None
+    folder = find_run(store_folder(request.store), request.resume)
+    record = read_record(folder)
+    if not (folder / PLAN).is_file():
+        raise FlopwiseError(
+            f"run {folder.name} has no {PLAN}",
+            why="without it the run cannot go on as it was",
+            hint="begin anew, with --weights and its last checkpoint",
+        )
+    plan = load_plan(folder / PLAN)
+    problems = []
+    for found in checkpoint.checkpoints(folder):
+        try:
+            loaded = checkpoint.load(found.path)
+        except FlopwiseError as error:
+            problems.append(f"{found.path.name}: {error.why or error.what}")
+            tell(f"{found.path.name} is passed over: {error.why or error.what}")
+            continue
+        return Resumed(folder, record, plan, loaded, found.path)
+    if problems:
+        raise FlopwiseError(
+            f"no checkpoint of run {folder.name} is whole",
+            why="; ".join(problems[:3]),
+            hint="bring a whole one back into its folder, or begin a new run",
+        )
+    return Resumed(folder, record, plan, None, None)
+
+
+def merged(record: RunRecord, request: TrainRequest) -> TrainRequest:
+    """The request of a run that is resumed; steps, ranks and what says when to save may be new."""
+    try:
+        kept = msgspec.convert(record.request, TrainRequest)
+    except msgspec.ValidationError as error:
+        raise FlopwiseError(
+            f"{RECORD} of run {record.id} is damaged",
+            why=f"its request cannot be read: {error}",
+            hint="begin a new run, with --weights and the last checkpoint",
+        ) from None
+    changes: dict[str, Any] = {
+        name: getattr(request, name)
+        for name in ("checkpoint_every", "evaluate_every")
+        if getattr(request, name) is not None
+    }
+    return replace(
+        kept,
+        **changes,
+        steps=request.steps,
+        epochs=request.epochs,
+        devices=request.devices,
+        resume=request.resume,
+        store=request.store,
+        keep_checkpoints=request.keep_checkpoints,
+    )
+
+
+def as_written(request: TrainRequest, *, batch_sequences: int, weights: Path | None) -> dict[str, Any]:
+    """A request for the record, with what was chosen for it: paths in full, so that it can be resumed from anywhere."""
+    settled = replace(
+        request, resume=None, store=None, batch_sequences=batch_sequences, weights=str(weights) if weights else None
+    )
+    table = asdict(settled)
+    for name in ("data", "evaluation_data"):
+        table[name] = [str(Path(source).resolve()) for source in table[name]]
+    for name in ("tokenizer", "weights"):
+        if table[name]:
+            table[name] = str(Path(table[name]).resolve())
+    return {name: value for name, value in table.items() if value is not None}
