@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -207,17 +208,40 @@ def test_a_run_from_weights_goes_on_from_them(place: Path) -> None:
     del request["learning_rate"]
     record = run(callbacks=[Recorder(stop_after=2)], **request)
     assert record.state == "interrupted"
-    folder = find_run(place / "runs", record.id)
     assert run(resume=record.id, store=str(place / "runs")).state == "done"
-    # Killed before its first checkpoint, it begins with the same weights again.
-    for found in checkpoint.checkpoints(folder):
-        for path in found.path.iterdir():
-            path.unlink()
-        found.path.rmdir()
-    again = run(resume=record.id, store=str(place / "runs"))
-    assert again.measurement is not None
     assert record.measurement is not None
+    # Ended before its first checkpoint, it begins with the same weights again.
+    with pytest.raises(RuntimeError, match="in the middle"):
+        run(callbacks=[Breaking()], **asked(place, model=str(saved), steps=4))
+    again = run(resume="last", store=str(place / "runs"))
+    assert again.measurement is not None
     assert again.measurement.first_loss == record.measurement.first_loss
+
+
+class Breaking(Callback):
+    def on_step(self, record: StepRecord) -> None:
+        raise RuntimeError(f"in the middle, after step {record.step}")
+
+
+def test_a_checkpoint_that_is_gone_is_not_begun_anew(place: Path) -> None:
+    record = run(**asked(place, steps=2))
+    folder = find_run(place / "runs", record.id)
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(FlopwiseError, match="it is gone"):
+        run(resume="last", store=str(place / "runs"), steps=4)
+    assert read_record(folder) == record
+    (folder / "plan.toml").write_text("nothing", encoding="utf-8")
+    with pytest.raises(FlopwiseError, match="the plan of run"):
+        run(resume="last", store=str(place / "runs"), steps=4)
+
+
+def test_a_logger_that_fails_does_not_end_the_training(place: Path) -> None:
+    class Broken:
+        def log(self, data: dict[str, Any]) -> None:
+            raise ConnectionError(str(data["step"]))
+
+    with pytest.warns(UserWarning, match="a logger failed"):
+        assert run(loggers=[Broken()], **asked(place, steps=3)).state == "done"
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_none_left_is_told(place: Path) -> None:
@@ -272,13 +296,20 @@ def test_a_log_tells_what_happened(place: Path) -> None:
 
 
 def test_padding_is_not_counted_as_work_or_speed(place: Path) -> None:
-    request = {"model": str(place / "encoder.toml"), "sequence_tokens": 128, "steps": 6, "store": str(place / "runs")}
-    whole = run(**request)  # type: ignore[arg-type]
-    longest = run(**request, padding="longest")  # type: ignore[arg-type]
+    rows = "".join(f"{'ab' * (3 + number % 17)},{'even' if number % 2 else 'odd'}\n" for number in range(80))
+    (place / "short.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
+    request: dict[str, Any] = {
+        "model": str(place / "encoder.toml"),
+        "data": (str(place / "short.csv"),),
+        "sequence_tokens": 128,
+        "steps": 6,
+        "store": str(place / "runs"),
+    }
+    whole, longest = run(**request), run(**request, padding="longest")
     assert whole.measurement is not None
     assert longest.measurement is not None
-    assert longest.measurement.model_flops <= whole.measurement.model_flops
-    assert longest.metrics["total_flos"] <= whole.metrics["total_flos"]  # type: ignore[operator]
+    assert longest.measurement.model_flops < whole.measurement.model_flops / 2
+    assert longest.metrics["total_flos"] < whole.metrics["total_flos"]  # type: ignore[operator]
     steps = read_steps(find_run(place / "runs", whole.id))
     assert all(step.tokens < 8 * 128 for step in steps)
     assert whole.measurement.predicted_step_s is not None
@@ -430,6 +461,9 @@ def test_a_diverged_training_stops_and_says_so(place: Path) -> None:
         ({"epochs": 1.0}, "--epochs"),
         ({"micro_batch_sequences": 9}, "larger than the batch"),
         ({"weights": "."}, "holds no weights"),
+        ({"weights": "nowhere"}, "there is no folder"),
+        ({"batch_sequences": 10**7}, "a batch of 10,000,000"),
+        ({"sequense_tokens": 3}, "did you mean sequence_tokens"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(place: Path, changes: dict[str, Any], words: str) -> None:

@@ -88,7 +88,7 @@ class FolderTensors(Mapping[str, Tensor]):
             raise FlopwiseError(
                 f"{folder} holds no weights",
                 why="weights are read from *.safetensors files, and from nothing that runs code when it is read",
-                hint="a folder that `save_pretrained` wrote, or --from-scratch",
+                hint="a folder that `save_pretrained` wrote; without --weights the first values are drawn",
             )
         self._places: dict[str, Path] = {}
         for path in files:

@@ -29,7 +29,7 @@ def check_formats(formats: Formats) -> None:
         if name is not None and name not in TYPES:
             raise FlopwiseError(
                 f"{formats.name} cannot be trained in yet",
-                why=f"there are no kernels for {role} in {name}",
+                why=f"there are no kernels for {'matrix products' if role == 'matrix' else role} in {name}",
                 hint="--precision bf16",
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -106,10 +107,17 @@ class LoggerCallback(Callback):
 
     def __init__(self, logger: Logger) -> None:
         self.logger = logger
+        self.failed = False
 
     def on_step(self, record: StepRecord) -> None:
         import dataclasses
 
         figures = dataclasses.asdict(record)
         evaluation = figures.pop("evaluation") or {}
-        self.logger.log({name: value for name, value in {**figures, **evaluation}.items() if value is not None})
+        if self.failed:
+            return
+        try:
+            self.logger.log({name: value for name, value in {**figures, **evaluation}.items() if value is not None})
+        except Exception as error:  # whatever a tracker raises, the training is worth more
+            self.failed = True
+            warnings.warn(f"a logger failed and is not told any more: {error!r}", stacklevel=2)

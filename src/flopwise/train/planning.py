@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from flopwise.core.cluster_plan import ClusterPlan
@@ -98,7 +99,12 @@ def _one(question: Question) -> Promise:
         # A CPU computes in formats whose speed nobody measured. The plan is that of fp32, which takes no less memory.
         other = planned(replace(wanted, formats=POLICIES["fp32"]), helps=False)
         return _unknown(replace(other.plan, precision=question.formats.name), batch)
-    found = planned(wanted, helps=False)
+    try:
+        found = planned(wanted, helps=False)
+    except FlopwiseError as error:
+        # This machine is the device: another one is no way out.
+        error.hint = re.sub(r",? or another device, as --on \S+", "", error.hint) if error.hint else None
+        raise
     return _promise(found.plan, found.forecast, batch)
 
 

@@ -122,8 +122,8 @@ def prepare(
         hardware=hardware,
         device=device,
         weights=weights,
-        checks=_checks(hardware, promise, data.describe()),
-        notes=tuple(data.notes),
+        checks=_checks(hardware, promise, data.describe(), weights),
+        notes=(*data.notes, *_notes(hardware, promise, training)),
     )
 
 
@@ -359,9 +359,21 @@ def _check_update(training: Training, plan: Plan | ClusterPlan) -> None:
         )
 
 
-def _checks(hardware: Hardware, promise: Promise, data: dict[str, Any]) -> tuple[str, ...]:
+def _notes(hardware: Hardware, promise: Promise, training: Training) -> list[str]:
+    """What a reader should know before the first step."""
+    found = []
+    if promise.step_s is None:
+        found.append(f"nothing is predicted: {hardware.name} has no measured rate for this set-up")
+    if training.warmup_steps >= training.steps:
+        found.append(f"the warm-up of {training.warmup_steps:,} steps outlasts the training")
+    return found
+
+
+def _checks(hardware: Hardware, promise: Promise, data: dict[str, Any], weights: Path | None) -> tuple[str, ...]:
     memory = int(hardware.device.dram.size_bytes.value) / 2**30
     found = [f"{hardware.title}, {memory:,.0f} GiB"]
+    if weights is not None:
+        found.append(f"weights from {weights.name}")
     if promise.device_bytes:
         found.append(f"plan takes {promise.device_bytes / 2**30:,.2f} GiB")
     if promise.host_bytes:

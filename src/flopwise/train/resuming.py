@@ -37,13 +37,14 @@ def find_resumed(request: TrainRequest, tell: Callable[[str], None]) -> Resumed:
     assert request.resume is not None
     folder = find_run(store_folder(request.store), request.resume)
     record = read_record(folder)
-    if not (folder / PLAN).is_file():
+    try:
+        plan = load_plan(folder / PLAN)
+    except FlopwiseError as error:
         raise FlopwiseError(
-            f"run {folder.name} has no {PLAN}",
-            why="without it the run cannot go on as it was",
-            hint="begin anew, with --weights and its last checkpoint",
-        )
-    plan = load_plan(folder / PLAN)
+            f"the plan of run {folder.name} cannot be read",
+            why=error.why or error.what,
+            hint=f"begin a new run with --weights and a checkpoint of {folder}",
+        ) from None
     problems = []
     for found in checkpoint.checkpoints(folder):
         try:
@@ -58,6 +59,12 @@ def find_resumed(request: TrainRequest, tell: Callable[[str], None]) -> Resumed:
             f"no checkpoint of run {folder.name} is whole",
             why="; ".join(problems[:3]),
             hint="bring a whole one back into its folder, or begin a new run",
+        )
+    if record.checkpoint is not None:
+        raise FlopwiseError(
+            f"run {folder.name} has saved {record.checkpoint}, and it is gone",
+            why="to begin anew would lose what is left of it",
+            hint="bring it back into its place, or begin a new run",
         )
     return Resumed(folder, record, plan, None, None)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from flopwise.core.catalog import model_table, plan_table
 from flopwise.core.describe import describe
-from flopwise.core.errors import FlopwiseError
+from flopwise.core.errors import FlopwiseError, unknown_name
 from flopwise.core.files import plain, to_toml, write_whole
 from flopwise.core.measurement import RunRecord, RunState, StepRecord
 from flopwise.core.plan import Plan
@@ -54,7 +54,11 @@ def run(
     loggers: Sequence[Logger] = (),
     **asked: Any,  # noqa: ANN401 - the fields of TrainRequest, checked there
 ) -> RunRecord:
-    """Train. Either a request, or its fields as keywords: `train.run(model="gpt2", steps=10)`."""
+    """Train. Either a request, or its fields as keywords: `train.run(model="gpt2", steps=10)`.
+
+    A callback is a `flopwise.train.Callback` with the methods overridden that it wants to hear of; a logger is anything
+    with `log(dict)`, which is given every step's figures.
+    """
     if request is not None and asked:
         raise FlopwiseError("both a request and keywords were given", hint="one of them")
     wanted = request or _requested(asked)
@@ -72,9 +76,13 @@ def run(
 
 def _requested(asked: dict[str, Any]) -> TrainRequest:
     known = TrainRequest.__dataclass_fields__
-    unknown = [name for name in asked if name not in known]
-    if unknown:
-        raise FlopwiseError(f"train.run has no {unknown[0]}", why=f"it has {', '.join(known)}", hint="check the name")
+    for name in asked:
+        if name not in known:
+            raise unknown_name("argument of train.run", name, known, hint="the fields of flopwise.train.TrainRequest")
+    for name in ("data", "evaluation_data"):
+        if name in asked:
+            several = [asked[name]] if isinstance(asked[name], str | Path) else asked[name]
+            asked[name] = tuple(str(source) for source in several)
     return TrainRequest(**asked)
 
 
@@ -235,6 +243,9 @@ class _Run:
         if self.resumed is not None:
             trim_steps(folder, progress.step)
             checkpoint.drop_later(folder, progress.step)
+            lost = progress.step - len(read_steps(folder))
+            if lost:
+                self.listeners.on_note(f"the lines of {lost:,} of {progress.step:,} steps are missing or damaged")
 
     # -- the steps ------------------------------------------------------------------------------------------------
 
