@@ -32,6 +32,9 @@ class StepRecord:
     gradient_norm: float | None = None
     predicted_s: float | None = None
     exposed_copy_s: float | None = None
+    device_bytes: int | None = None
+    """The most that was taken so far, as far as it can be told."""
+    host_bytes: int | None = None
     evaluation: dict[str, float] | None = None
     """`eval_loss`, `eval_accuracy`, …, where it was evaluated after this step."""
 

@@ -155,6 +155,7 @@ class Loop:
                 flos=batch.sequences * settings.total_flos(width),
             ),
         )
+        memory = self.executor.memory()
         return done, StepRecord(
             step=done.step,
             loss=result.loss,
@@ -167,6 +168,8 @@ class Loop:
             gradient_norm=result.gradient_norm,
             predicted_s=settings.predicted_step_s,
             exposed_copy_s=result.waited_s,
+            device_bytes=sum(row.measured_bytes for row in memory if row.place == "device") or None,
+            host_bytes=sum(row.measured_bytes for row in memory if row.place == "host") or None,
         )
 
     def _diverged(self, record: StepRecord) -> FlopwiseError:

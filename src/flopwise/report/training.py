@@ -126,7 +126,7 @@ GAP = "  "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTable:
-    """Steps as rows of words. Device and host memory are the planned ones: what it was is known at the end."""
+    """Steps as rows of words. Device and host memory are as measured, or as planned where a record does not tell."""
 
     columns: tuple[str, ...]
     steps: int
@@ -144,8 +144,8 @@ class StepTable:
             "predicted": seconds_words(record.predicted_s),
             "tok/s": rate_words(record.tokens_per_s),
             "MFU": share_words(record.mfu),
-            "device": size_words(self.device_bytes),
-            "host": size_words(self.host_bytes),
+            "device": size_words(record.device_bytes or self.device_bytes),
+            "host": size_words(record.host_bytes or self.host_bytes),
             "exposed": seconds_words(record.exposed_copy_s),
         }
         return GAP.join(cells[name].rjust(self._width(name)) for name in self.columns)
@@ -161,8 +161,8 @@ def step_table(
     unknown = {
         "predicted": first.predicted_s is None,
         "MFU": first.mfu is None,
-        "device": not device_bytes,
-        "host": not host_bytes,
+        "device": not (first.device_bytes or device_bytes),
+        "host": not (first.host_bytes or host_bytes),
         "exposed": first.exposed_copy_s is None,
     }
     columns = [name for name in STEP_WIDTHS if not unknown.get(name, False)]
