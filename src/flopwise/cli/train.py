@@ -340,12 +340,9 @@ def _run(request: TrainRequest) -> RunRecord | None:
 def _import_engine() -> None:
     """Import what trains. An interrupt waits for the end of it: modules that are half imported cannot be left."""
     import importlib
-    import os
     import signal
     import sys
 
-    # Threads that wait give way: spinning, they keep each other from cores that others use too.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     asked: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     if before != signal.SIG_IGN:
