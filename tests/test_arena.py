@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, dtype  # noqa: E402
 
-from flopwise.engine.arena import ALIGNMENT_BYTES, Arena  # noqa: E402
+from flopwise.core.program import ALIGNMENT_BYTES  # noqa: E402
+from flopwise.engine.arena import Arena  # noqa: E402
 
 KINDS = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 

@@ -16,11 +16,11 @@ from flopwise.core.catalog import load_hardware, load_model
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import parse_formats
 from flopwise.core.plan import ENDS, LETTERS, Place, Plan, Residency
-from flopwise.core.program import Program, check
+from flopwise.core.program import Program, aligned, check
 from flopwise.core.transformer import Transformer
 from flopwise.plan.compile import compile_plan
 from flopwise.plan.memory import plan_bytes
-from flopwise.plan.sizes import Sizes, aligned, level_bytes, sizes_of
+from flopwise.plan.sizes import Sizes, level_bytes, sizes_of
 from flopwise.predict.simulator import memory_points, simulate
 from flopwise.predict.tasks import TaskSeconds
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from flopwise.core.plan import ENDS, Plan, Residency  # noqa: E402
+from flopwise.core.program import ALIGNMENT_BYTES  # noqa: E402
 from flopwise.core.transformer import Transformer  # noqa: E402
 from flopwise.engine.batch import NO_LABEL, Batch  # noqa: E402
-from flopwise.engine.room import ALIGNMENT_BYTES  # noqa: E402
 from tests.tiny_models import LLAMA, TINY, TOKENS, parameters, random_module  # noqa: E402
 from tests.training_plans import (  # noqa: E402
     any_levels,

@@ -36,9 +36,6 @@ HeatmapOption = Annotated[str, typer.Option(help="Write a grid of caps as an SVG
 SAME_STEP = 1e-3
 """A step that differs by less from what the plan expects is the same."""
 
-HOST_SHARE = 0.88
-"""Of the host's memory, what may be planned with: the system and the loader of data need the rest."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceWords:
@@ -91,7 +88,7 @@ def _caps(hardware: Hardware, words: DeviceWords) -> list[tuple[int, int]]:
     """Every pair of a device cap and a host cap."""
     from flopwise.core.errors import FlopwiseError
     from flopwise.core.units import parse_byte_list
-    from flopwise.predict.choose import Request, capacity_bytes
+    from flopwise.predict.choose import Request, capacity_bytes, default_host_bytes
 
     def listed(option: str, text: str, default: int) -> list[int]:
         if text.lower() == "auto":
@@ -153,12 +150,6 @@ def check_one_cap(text: str) -> None:
             why="a grid of caps is for one device that flopwise itself runs",
             hint="one --device-mem; or one device, without --micro, --recompute, --stack, --offload and the like",
         )
-
-
-def default_host_bytes(hardware: Hardware) -> int:
-    """Most of what the description says the host has; none where it does not say."""
-    memory = hardware.host.memory_bytes if hardware.host else None
-    return int(HOST_SHARE * memory.value) if memory and hardware.link else 0
 
 
 def _question(
@@ -339,18 +330,9 @@ def _write_plan(path: str, found: Planned, model: Model) -> None:
 
     from flopwise.core.catalog import plan_table
     from flopwise.core.files import to_toml, write_whole
-    from flopwise.core.plan import Expected
 
-    forecast = found.forecast
-    expected = Expected(
-        step_s=forecast.step_s,
-        tokens_per_s=forecast.tokens_per_s,
-        mfu=forecast.mfu,
-        hfu=forecast.hfu,
-        device_bytes=forecast.device_total,
-        host_bytes=forecast.host_total,
-    )
-    write_whole(Path(path), to_toml(plan_table(replace(found.plan, expected=expected), model)))
+    promised = replace(found.plan, expected=found.forecast.expected)
+    write_whole(Path(path), to_toml(plan_table(promised, model)))
     typer.echo(f"wrote {path}", err=True)
 
 

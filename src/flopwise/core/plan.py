@@ -273,6 +273,18 @@ class Forecast:
     def host_total(self) -> int:
         return sum(self.host_bytes.values())
 
+    @property
+    def expected(self) -> Expected:
+        """What a plan's file promises of it."""
+        return Expected(
+            step_s=self.step_s,
+            tokens_per_s=self.tokens_per_s,
+            mfu=self.mfu,
+            hfu=self.hfu,
+            device_bytes=self.device_total,
+            host_bytes=self.host_total,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Help:

@@ -45,6 +45,15 @@ Owner = Literal["weights", "gradients", "optimizer", "activations", "stream", "c
 OWNERS: tuple[Owner, ...] = get_args(Owner)
 
 
+ALIGNMENT_BYTES = 256
+"""Every buffer begins where the widest loads may."""
+
+
+def aligned(size: int) -> int:
+    """Rounded up to whole lines."""
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """A piece of memory for one value at a time."""

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-ALIGNMENT_BYTES = 256
+from flopwise.core.program import aligned
 
 
 class Arena:
@@ -39,7 +39,7 @@ class Arena:
         elements = prod(shape)
         assert elements, "what is empty has no place to be told by"
         size = elements * dtype.itemsize
-        needed = max(1, -(-size // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+        needed = aligned(max(1, size))
         for index, (start, length) in enumerate(self._free):
             if length >= needed:
                 if length == needed:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from flopwise.core.formats import Formats
 from flopwise.core.plan import POLICY
+from flopwise.core.program import ALIGNMENT_BYTES
 from flopwise.core.work import Work
 from flopwise.engine.formats import TYPES, statistics_type
-
-LINE_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ def fields_in_order(wanted: Iterable[tuple[str, int, torch.dtype]]) -> dict[str,
     and, for rows of a usual width, where the widest loads may, however many tokens there are.
     """
     found, start = {}, 0
-    for name, elements, dtype in sorted(wanted, key=lambda entry: -gcd(entry[1] * entry[2].itemsize, LINE_BYTES)):
+    for name, elements, dtype in sorted(wanted, key=lambda entry: -gcd(entry[1] * entry[2].itemsize, ALIGNMENT_BYTES)):
         found[name] = Field(name, start, elements, dtype)
         start += found[name].bytes
     return found

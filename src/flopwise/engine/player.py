@@ -11,7 +11,7 @@ from flopwise.core.describe import describe
 from flopwise.core.formats import parse_formats
 from flopwise.core.parameters import Part, parameters_of
 from flopwise.core.plan import Plan
-from flopwise.core.program import Owner, Program, Task, Use
+from flopwise.core.program import Owner, Program, Task, Use, aligned
 from flopwise.core.training import Training
 from flopwise.core.transformer import Transformer
 from flopwise.engine.arena import Arena
@@ -43,7 +43,7 @@ class Player:
         self.numbers: dict[Part, PartNumbers] = numbers_by_part(parameters_of(model, plan.sequence_tokens))
         workspace, head = (next(buffer for _, buffer in room.named(name)) for name in ("workspace", "head chunk"))
         self.inputs = Inputs(plan, workspace, classifies=model.head == "classifier", causal=model.causal)
-        self.arena = Arena(workspace[_whole_lines(self.inputs.bytes) :])
+        self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
         self.head_arena = Arena(head, spill=self.arena)
         self.saved = SavedTensors(work, self.formats)
         operators = Operators(model, work, self.formats, self.arena)
@@ -420,10 +420,6 @@ class Player:
         for low, full, size in self.saved.copies(task.level, "full", tokens, without=apart):
             at_source, at_target = (full, low) if task.kind == "store" else (low, full)
             target[at_target : at_target + size].copy_(source[at_source : at_source + size], non_blocking=True)
-
-
-def _whole_lines(size: int) -> int:
-    return -(-size // 256) * 256
 
 
 def _joined(buffers: Sequence[Tensor]) -> Tensor:

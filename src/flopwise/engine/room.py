@@ -16,9 +16,7 @@ from torch import Tensor
 
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.plan import Place
-from flopwise.core.program import OWNERS, Program
-
-ALIGNMENT_BYTES = 256
+from flopwise.core.program import ALIGNMENT_BYTES, OWNERS, Program
 
 
 class Room:

@@ -13,7 +13,7 @@ from flopwise.core.formats import parse_formats
 from flopwise.core.measurement import MemoryRow
 from flopwise.core.parameters import Part, parameters_of
 from flopwise.core.plan import Place, Plan
-from flopwise.core.program import Program
+from flopwise.core.program import ALIGNMENT_BYTES, Program
 from flopwise.core.training import Training
 from flopwise.core.transformer import Transformer
 from flopwise.engine.batch import Batch
@@ -24,7 +24,7 @@ from flopwise.engine.kernels import dispatch
 from flopwise.engine.layout import moment_fields
 from flopwise.engine.modules import check_trainable
 from flopwise.engine.player import Action, Player
-from flopwise.engine.room import ALIGNMENT_BYTES, Room
+from flopwise.engine.room import Room
 from flopwise.engine.streams import CudaStreams, InOrder, Streams
 from flopwise.engine.updates import as_numbers
 from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES

@@ -15,11 +15,11 @@ from flopwise.core.model import Model
 from flopwise.core.op import Attention
 from flopwise.core.parameters import op_groups
 from flopwise.core.plan import LETTERS, End, Place, Plan
-from flopwise.core.program import Kind, Program
+from flopwise.core.program import Kind, Program, aligned
 from flopwise.core.transformer import Transformer
 from flopwise.plan.builder import Builder, FreeSlots, in_order_of_release
 from flopwise.plan.runs import check_runs
-from flopwise.plan.sizes import Sizes, aligned, context_sets, level_bytes, sizes_of, slot_bytes, working_bytes
+from flopwise.plan.sizes import Sizes, context_sets, level_bytes, sizes_of, slot_bytes, working_bytes
 from flopwise.plan.state import Kept, OptimizerState, Part, ends_of, place_of
 
 END_OF: dict[Kind, End] = {"embed": "embedding", "embed-backward": "embedding", "head": "head"}

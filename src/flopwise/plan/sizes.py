@@ -12,6 +12,7 @@ from flopwise.core.model import Model
 from flopwise.core.op import Gemm, Op
 from flopwise.core.parameters import op_groups
 from flopwise.core.plan import LETTERS, LEVELS, OWN_RULE, POLICY, Plan
+from flopwise.core.program import aligned
 from flopwise.core.traffic import block_saved_bytes, tensor_bytes
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import Work
@@ -21,16 +22,8 @@ from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES, temporary_bytes
 MOST_LAYERS = 1024
 """The deepest models of today have under 200."""
 
-ALIGNMENT_BYTES = 256
-"""Every buffer begins where the widest loads may."""
-
 INPUT_BYTES_PER_TOKEN = 12
 """Identifier, label and position."""
-
-
-def aligned(size: int) -> int:
-    """Rounded up to whole lines."""
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

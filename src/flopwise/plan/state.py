@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from flopwise.core.plan import ENDS, End, Plan, Residency
-from flopwise.core.program import Owner
+from flopwise.core.program import Owner, aligned
 from flopwise.plan.builder import Builder
-from flopwise.plan.sizes import Sizes, State, activation_bytes, aligned
+from flopwise.plan.sizes import Sizes, State, activation_bytes
 
 Part = int | Literal["embedding", "head"]
 """A layer, or one of the ends."""

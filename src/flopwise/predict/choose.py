@@ -136,6 +136,16 @@ def capacity_bytes(hardware: Hardware, request: Request) -> int:
     return cap
 
 
+HOST_SHARE = 0.88
+"""Of the host's memory, what may be planned with: the system and the loader of data need the rest."""
+
+
+def default_host_bytes(hardware: Hardware) -> int:
+    """Most of what the description says the host has; none where it does not say."""
+    memory = hardware.host.memory_bytes if hardware.host else None
+    return int(HOST_SHARE * memory.value) if memory and hardware.link else 0
+
+
 def _formats(hardware: Hardware, reasons: dict[str, str]) -> Formats:
     peaks = hardware.device.peak_flops
     name = "bf16" if "bf16" in peaks else "fp16-mixed" if "fp16" in peaks else "fp32"

@@ -11,17 +11,14 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import POLICIES, Formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.parallel import Parallel
-from flopwise.core.plan import Expected, Forecast, Plan
+from flopwise.core.plan import Forecast, Plan
 from flopwise.core.transformer import Transformer
 from flopwise.plan.cuts import DeviceQuestion
 from flopwise.plan.explain import planned
 from flopwise.plan.forecast import forecast
 from flopwise.plan.runs import check_runs
 from flopwise.predict import step as predicted_step
-from flopwise.predict.choose import Request, capacity_bytes
-
-HOST_SHARE = 0.88
-"""Of the host's memory, what may be planned with: the system and the loader of data need the rest."""
+from flopwise.predict.choose import Request, capacity_bytes, default_host_bytes
 
 CPU_MEMORY_SHARE = 0.6
 """Of a CPU's memory: it is the host's too, and others run there."""
@@ -74,8 +71,7 @@ def _one(question: Question) -> Promise:
         device_bytes = capacity_bytes(hardware, Request(device_memory_bytes=question.device_memory_bytes))
     host_bytes = question.host_memory_bytes
     if host_bytes is None:
-        memory = hardware.host.memory_bytes if hardware.host and hardware.link else None
-        host_bytes = int(HOST_SHARE * memory.value) if memory else 0
+        host_bytes = default_host_bytes(hardware)
     micro, batch = question.micro_batch_sequences, question.batch_sequences
     if micro is not None and batch is not None and micro > batch:
         raise FlopwiseError(
@@ -123,28 +119,20 @@ def _unknown(plan: Plan, batch: int | None) -> Promise:
     )
 
 
-def _promise(plan: Plan, expected: Forecast, batch: int | None) -> Promise:
+def _promise(plan: Plan, found: Forecast, batch: int | None) -> Promise:
     """The plan with its forecast; a batch whose last round is not full takes less in proportion."""
     whole = plan.rounds_per_step * plan.sequences_per_round
     share = 1.0 if batch is None else batch / whole
-    promised = Expected(
-        step_s=expected.step_s,
-        tokens_per_s=expected.tokens_per_s,
-        mfu=expected.mfu,
-        hfu=expected.hfu,
-        device_bytes=expected.device_total,
-        host_bytes=expected.host_total,
-    )
     return Promise(
-        plan=replace(plan, expected=promised),
+        plan=replace(plan, expected=found.expected),
         batch_sequences=whole if batch is None else batch,
-        step_s=share * expected.step_s,
-        tokens_per_s=expected.tokens_per_s,
-        peak_flops=expected.peak_flops,
-        peak_format=expected.peak_format,
-        hardware_flops=int(share * expected.hardware_flops),
-        device_bytes=expected.device_total,
-        host_bytes=expected.host_total,
+        step_s=share * found.step_s,
+        tokens_per_s=found.tokens_per_s,
+        peak_flops=found.peak_flops,
+        peak_format=found.peak_format,
+        hardware_flops=int(share * found.hardware_flops),
+        device_bytes=found.device_total,
+        host_bytes=found.host_total,
     )
 
 

@@ -113,7 +113,6 @@ def prepare(
         training = replace(training, steps=steps if asked else training.steps)
     else:
         training = _training(request, task, model, promise, steps=steps, from_weights=weights is not None)
-    _check_update(training, promise.plan)
     return Prepared(
         model=model,
         training=training,
@@ -348,15 +347,6 @@ def _training(
         seed=request.seed,
         **chosen,
     )
-
-
-def _check_update(training: Training, plan: Plan | ClusterPlan) -> None:
-    if training.clip_norm is not None and isinstance(plan, Plan) and plan.update_when != "end":
-        raise FlopwiseError(
-            "the plan updates each layer before all gradients are there",
-            why="clipping needs their norm first",
-            hint="`flopwise plan … --clip -w plan.toml`, or train without --clip",
-        )
 
 
 def _notes(hardware: Hardware, promise: Promise, training: Training) -> list[str]:
