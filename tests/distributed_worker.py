@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -33,7 +34,7 @@ from flopwise.engine.checkpoint import CheckpointState, load, save
 from flopwise.engine.distributed import DistributedExecutor
 from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels.adamw import AdamW, adamw
-from flopwise.engine.launch import Group, rank_of
+from flopwise.engine.launch import Group, leave, rank_of
 from flopwise.engine.modules import ReferenceModel
 from tests.tiny_models import TINY, TOKENS, parameters, random_module
 
@@ -399,4 +400,6 @@ COMMANDS: dict[str, Callable[[Path], None]] = {
 }
 
 if __name__ == "__main__":
+    faulthandler.enable()
     COMMANDS[sys.argv[1]](Path(sys.argv[2]))
+    leave()

@@ -56,13 +56,18 @@ def by_name(cases: list[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
 
 
-def run_ranks(command: str, folder: Path, ranks: int, **words: Any) -> int:
-    before = Path.cwd()
-    os.chdir(ROOT)
-    try:
-        return spawn([command, str(folder)], ranks, module=WORKER, **words)
-    finally:
-        os.chdir(before)
+SPAWN = f"""
+import sys
+from flopwise.engine.launch import spawn
+sys.exit(spawn(sys.argv[2:], int(sys.argv[1]), module={WORKER!r}))
+"""
+
+
+def run_ranks(command: str, folder: Path, ranks: int) -> None:
+    """Let ranks work; what they wrote is told where they fail."""
+    spawned = [sys.executable, "-c", SPAWN, str(ranks), command, str(folder)]
+    ended = subprocess.run(spawned, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-6000:]
 
 
 def outcome_of(folder: Path, name: str) -> Outcome:
@@ -74,21 +79,21 @@ def outcome_of(folder: Path, name: str) -> Outcome:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two_ranks")
-    assert run_ranks("quick", folder, 2) == 0
+    run_ranks("quick", folder, 2)
     return folder
 
 
 @pytest.fixture(scope="module")
 def two_ranks_more(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two_ranks_more")
-    assert run_ranks("rest", folder, 2) == 0
+    run_ranks("rest", folder, 2)
     return folder
 
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one_rank")
-    assert run_ranks("narrow", folder, 1) == 0
+    run_ranks("narrow", folder, 1)
     return folder
 
 
@@ -182,7 +187,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_elsewhere(two_ranks: Path) -> None:
     plain.restore(checkpoint_in(two_ranks))
     losses = [plain.step(number)[0] for number in range(SAVED_AFTER, STEPS)]
     assert losses == pytest.approx(whole.losses[SAVED_AFTER:], rel=1e-10)
-    assert run_ranks("resume", two_ranks, 1) == 0
+    run_ranks("resume", two_ranks, 1)
     resumed = outcome_of(two_ranks, RESUMED)
     assert resumed.losses == pytest.approx(whole.losses[SAVED_AFTER:], rel=1e-10)
     assert_near(resumed.tensors, whole.tensors, 1e-9)
@@ -207,7 +212,7 @@ def test_memory_is_told_by_owner(two_ranks: Path) -> None:
 
 @pytest.mark.slow
 def test_copies_of_shards_follow_one_process(tmp_path: Path) -> None:
-    assert run_ranks("hybrid", tmp_path, 4) == 0
+    run_ranks("hybrid", tmp_path, 4)
     for case in HYBRID_CASES:
         check_follows(outcome_of(tmp_path, case.name), case)
 
@@ -439,8 +444,11 @@ def test_signals_reach_every_rank_once(tmp_path: Path, monkeypatch: pytest.Monke
         assert json.loads((tmp_path / f"came {rank}").read_text()) == [number]
 
 
-def test_a_rank_that_is_left_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_ranks("lose", tmp_path, 2, grace_s=20.0) in (1, 9)
+def test_a_rank_that_is_left_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert spawn(["lose", str(tmp_path)], 2, module=WORKER, grace_s=20.0) in (1, 9)
     assert "rank 0 lost the others" in capfd.readouterr().err
 
 

@@ -79,9 +79,9 @@ def train(
     _check_packages()
     _spawn_ranks(request)
     record = _run(request)
-    if record is None:
-        return
-    _print(record, form, request.store)
+    if record is not None:
+        _print(record, form, request.store)
+    _leave_ranks()
 
 
 # -- from words to a request -----------------------------------------------------------------------------------------
@@ -319,6 +319,16 @@ def _spawn_ranks(request: TrainRequest) -> None:
 
     if request.devices > 1 and rank_of(os.environ).launched_by == "alone":
         raise typer.Exit(spawn(sys.argv[1:], request.devices))
+
+
+def _leave_ranks() -> None:
+    """One of several processes ends here, and at once."""
+    import os
+
+    from flopwise.engine.launch import leave, rank_of
+
+    if rank_of(os.environ).world > 1:
+        leave()
 
 
 def _run(request: TrainRequest) -> RunRecord | None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import IO, Any, Literal, Self
+from typing import IO, Any, Literal, NoReturn, Self
 
 from flopwise.core.errors import FlopwiseError, shown
 
@@ -339,18 +339,24 @@ class Group:
     ) -> None:
         from torch import distributed
 
+        lost = error
         try:
+            if error is None:
+                # Nobody tears down what another one still talks through.
+                distributed.barrier()
             distributed.destroy_process_group()
-        except RuntimeError:
+        except RuntimeError as failed:
             # What went wrong before says more than that it could not be tidied up.
             if error is None:
-                raise
-        if error is not None and _is_lost(error):
+                lost = failed
+                if not _is_lost(failed):
+                    raise
+        if lost is not None and _is_lost(lost):
             raise FlopwiseError(
                 f"rank {self.rank.rank} lost the others",
-                why=_first_line(error),
+                why=_first_line(lost),
                 hint="the rank that failed first says why",
-            ) from error
+            ) from lost
 
     def _not_met(self, error: Exception) -> FlopwiseError:
         rank = self.rank
@@ -359,6 +365,17 @@ class Group:
             why=_first_line(error),
             hint="start all of them (under Slurm with srun); MASTER_ADDR and MASTER_PORT name another place",
         )
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End a rank's process when all is done, without the interpreter's own end.
+
+    gloo's threads may still hold tensors of the last collectives, and letting go of them while the interpreter is
+    being finalized aborts the process (pytorch/pytorch#179291): seldom, and more often on busy cores.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _is_lost(error: BaseException) -> bool:
