@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -79,15 +80,22 @@ class Outcome:
     """Of the steps, at the lengths that they had."""
 
 
+class Watch(Protocol):
+    """Looks at steps while they run: a profiler."""
+
+    def around(self, step: int) -> AbstractContextManager[None]:
+        """Entered while the step of that number (from 1) runs, its data loaded within."""
+
+
 class Loop:
     """Trains until the last step, or until it is asked to stop."""
 
     def __init__(
         self, executor: Executor, data: Data, model: Transformer, training: Training, settings: LoopSettings,
-        *, on_step: Callable[[StepRecord], None], on_checkpoint: Callable[[Path], None],
+        *, on_step: Callable[[StepRecord], None], on_checkpoint: Callable[[Path], None], watch: Watch | None = None,
     ) -> None:  # fmt: skip
         self.executor, self.data, self.model, self.training, self.settings = executor, data, model, training, settings
-        self.on_step, self.on_checkpoint = on_step, on_checkpoint
+        self.on_step, self.on_checkpoint, self.watch = on_step, on_checkpoint, watch
         self.saved: Path | None = None
         self.progress = Progress()
         self.flops = 0
@@ -133,10 +141,11 @@ class Loop:
 
     def _step(self, progress: Progress) -> tuple[Progress, StepRecord]:
         settings = self.settings
-        begun = time.perf_counter()
-        batch = self.data.batch(progress.position, settings.batch_sequences)
-        result = self.executor.step(batch, progress.step)
-        took_s = time.perf_counter() - begun
+        with self.watch.around(progress.step + 1) if self.watch else nullcontext():
+            begun = time.perf_counter()
+            batch = self.data.batch(progress.position, settings.batch_sequences)
+            result = self.executor.step(batch, progress.step)
+            took_s = time.perf_counter() - begun
         peak, width = settings.peak_flops, int(batch.ids.shape[1])
         flops = batch.sequences * settings.model_flops(width)
         self.flops += flops

@@ -25,7 +25,7 @@ from flopwise.engine.layout import moment_fields
 from flopwise.engine.modules import check_trainable
 from flopwise.engine.player import Action, Player
 from flopwise.engine.room import Room
-from flopwise.engine.streams import CudaStreams, InOrder, Streams
+from flopwise.engine.streams import CudaStreams, InOrder, Span, Streams
 from flopwise.engine.updates import as_numbers
 from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES
 
@@ -61,6 +61,8 @@ class StreamingExecutor:
         self.parameters = parameters_of(model, plan.sequence_tokens)
         self.submit_s = 0.0
         """Of the last step, the time until all tasks were handed to their streams."""
+        self.times_tasks = False
+        """Whether steps take the times of their tasks."""
 
     # -- what it holds --------------------------------------------------------------------------------------------
 
@@ -163,6 +165,7 @@ class StreamingExecutor:
         begun = time.perf_counter()
         with_loss = batch.with_loss
         player = self.player
+        self._streams.begin(timed=self.times_tasks)
         player.scale = 1.0 / max(1, with_loss)
         player.loss.total.zero_()
         player.updates.begin(number)
@@ -185,6 +188,10 @@ class StreamingExecutor:
             gradient_norm=None if norm is None else float(norm),
             waited_s=waited_s if self.device.type == "cuda" else None,
         )
+
+    def task_times(self) -> dict[int, Span]:
+        """When the tasks of the last step ran, by their number in the program; empty where none were taken."""
+        return dict(self._streams.taken)
 
     def _clip(self) -> Tensor:
         return self.player.updates.clip(torch.stack(list(self._squares.values())))

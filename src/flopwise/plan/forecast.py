@@ -168,11 +168,17 @@ def bound_of(times: Times) -> str:
 
 
 def flops_of(plan: Plan, model: Model, convention: Convention) -> tuple[int, int]:
-    """Model FLOPs of a step, and those that are executed: with what flash attention and save levels make again."""
+    """Model FLOPs of a step, and those that are executed."""
+    sequences = plan.rounds_per_step * plan.sequences_per_round
+    model_flops = sequences * describe(model, plan.sequence_tokens).model_flops(convention)
+    return model_flops, int(sum(executed_flops(plan, model, convention).values()))
+
+
+def executed_flops(plan: Plan, model: Model, convention: Convention) -> dict[str, Fraction]:
+    """Operator → FLOPs that a step executes: with what flash attention and save levels make again."""
     work = describe(model, plan.sequence_tokens)
     sequences = plan.rounds_per_step * plan.sequences_per_round
-    model_flops = sequences * work.model_flops(convention)
-    executed = Fraction(sequences * work.total_hardware_flops(convention, "none"))
+    executed = {op.name: Fraction(sequences * work.hardware_flops(op, convention, Fraction(0))) for op in work.ops}
     shares = {level: work.recomputed(POLICY[level]) for level in set(LETTERS.values())}
     attention = next(op for op in work.ops if isinstance(op, Attention))
     for row in plan.saves:
@@ -183,8 +189,8 @@ def flops_of(plan: Plan, model: Model, convention: Convention) -> tuple[int, int
                 if not again:
                     continue
                 part = share if op is not attention else share * _pairs_share(plan, attention, chunk)
-                executed += plan.rounds_per_step * again * part * work.forward_flops(op, convention)
-    return model_flops, int(executed)
+                executed[op.name] += plan.rounds_per_step * again * part * work.forward_flops(op, convention)
+    return executed
 
 
 def _pairs_share(plan: Plan, attention: Attention, chunk: int) -> Fraction:
