@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flopwise.core.program import STREAMS, Buffer, Kind, Program, Stream, Task, Use
+from flopwise.core.program import STREAMS, Buffer, Kind, Program, Stream, Task, Use, task_name
 from flopwise.core.simulation import MemoryPoint, Simulation
 from flopwise.predict.simulator import memory_points, simulate
-from flopwise.report.trace import MOST_POINTS, chrome_trace, task_name
+from flopwise.report.trace import MOST_POINTS, chrome_trace
 
 from .test_program_check import program, right_programs, round_trip, task
 from .test_simulator import LINK, link

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 try:
     import typer
 
-    from flopwise.cli import catalogue, design, env, plan, predict, train, validate
+    from flopwise.cli import catalogue, design, env, plan, predict, profile, profile_run, train, validate
 except KeyboardInterrupt:
     # Most of a short run goes by here, before `main` could answer.
     sys.exit(130)
@@ -33,6 +33,9 @@ app = typer.Typer(
 app.command()(predict.predict)
 app.command()(plan.plan)
 app.command()(train.train)
+profile.app.command(context_settings={"allow_interspersed_args": False})(profile_run.run)
+app.add_typer(profile.app)
+app.command()(profile.why)
 app.command()(design.design)
 app.command()(validate.validate)
 app.command("ls")(catalogue.list_catalogue)

@@ -268,3 +268,18 @@ def check_target(path: str, option: str = "--write", example: str = "plan.toml")
             why="it is a folder" if target.is_dir() else "its folder is not there or not yours to write to",
             hint=f"{option} {example}",
         )
+
+
+def counted(least: int, example: str) -> Callable[[str], int]:
+    """Reads whole numbers from `least` on: 100, 1,000."""
+    from flopwise.core.errors import FlopwiseError, shown
+
+    def read(text: str) -> int:
+        plain = text.strip().replace(",", "").replace("_", "")
+        if not (plain.isascii() and plain.isdecimal()) or len(plain) > MOST_DIGITS or int(plain) < least:
+            raise FlopwiseError(
+                f"cannot be {shown(text)}", why=f"a whole number of at least {least} is expected", hint=example
+            )
+        return int(plain)
+
+    return read

@@ -10,11 +10,11 @@ import typer
 from flopwise.cli import train_options as options
 from flopwise.cli.options import (
     LEAST_DEVICE_BYTES,
-    MOST_DIGITS,
     BatchOption,
     DeviceMemoryOption,
     MicroOption,
     SequenceOption,
+    counted,
     is_given,
     one_of,
     value_of,
@@ -63,8 +63,11 @@ def train(
     anywhere: options.AnywhereOption = False,
     deterministic: options.DeterministicOption = False,
     checkpoint_every: options.CheckpointEveryOption = "auto",
+    no_checkpoint: options.NoCheckpointOption = False,
     keep: options.KeepOption = "2",
     evaluate_every: options.EvaluateEveryOption = "auto",
+    profile: options.ProfileOption = False,
+    profile_steps: options.ProfileStepsOption = "auto",
     store: options.StoreOption = "",
     resume: options.ResumeOption = "",
     output: options.OutputOption = "table",
@@ -87,7 +90,8 @@ def train(
 # -- from words to a request -----------------------------------------------------------------------------------------
 
 RESUME_LEAVES_OPEN = (
-    *("resume", "steps", "epochs", "checkpoint_every", "keep", "evaluate_every", "store", "output", "gpus"),
+    *("resume", "steps", "epochs", "checkpoint_every", "keep", "evaluate_every", "store", "output", "gpus", "profile"),
+    "profile_steps",
 )
 PLAN_SAYS = ("seq", "micro", "precision", "device_mem", "host_mem")
 
@@ -97,7 +101,7 @@ def train_request(context: typer.Context, words: dict[str, Any]) -> TrainRequest
     from flopwise.core.units import parse_sequences, parse_tokens
     from flopwise.train.request import TrainRequest
 
-    devices = value_of(words, "gpus", _count(1, "--gpus 8"))
+    devices = value_of(words, "gpus", counted(1, "--gpus 8"))
     request = TrainRequest(
         model=words["model"] or None,
         data=tuple(words["data"] or ()),
@@ -106,7 +110,7 @@ def train_request(context: typer.Context, words: dict[str, Any]) -> TrainRequest
         text_column=words["text_column"],
         label_column=words["label_column"],
         padding=one_of(words["padding"], ("length", "longest"), "--padding"),
-        steps=value_of(words, "steps", _count(1, "--steps 100")),
+        steps=value_of(words, "steps", counted(1, "--steps 100")),
         epochs=value_of(words, "epochs", _number("--epochs 3")),
         sequence_tokens=value_of(words, "seq", parse_tokens),
         batch_sequences=value_of(words, "batch", parse_sequences),
@@ -121,9 +125,12 @@ def train_request(context: typer.Context, words: dict[str, Any]) -> TrainRequest
         weights=words["weights"] or None,
         anywhere=words["anywhere"],
         deterministic=words["deterministic"],
-        checkpoint_every=value_of(words, "checkpoint_every", _count(1, "--checkpoint-every 100")),
-        keep_checkpoints=value_of(words, "keep", _count(1, "--keep 2")) or TrainRequest().keep_checkpoints,
-        evaluate_every=value_of(words, "evaluate_every", _count(1, "--evaluate-every 100")),
+        checkpoint_every=value_of(words, "checkpoint_every", counted(1, "--checkpoint-every 100")),
+        checkpoint=not words["no_checkpoint"],
+        keep_checkpoints=value_of(words, "keep", counted(1, "--keep 2")) or TrainRequest().keep_checkpoints,
+        evaluate_every=value_of(words, "evaluate_every", counted(1, "--evaluate-every 100")),
+        profile=words["profile"] or is_given(context, "profile_steps"),
+        profile_steps=value_of(words, "profile_steps", counted(1, "--profile-steps 3")),
         store=words["store"] or None,
         resume=words["resume"] or None,
     )
@@ -142,32 +149,17 @@ def _settings(words: dict[str, Any]) -> dict[str, Any]:
     given = {
         "task": None if task == "auto" else task,
         "learning_rate": value_of(words, "learning_rate", _number("--learning-rate 3e-4")),
-        "warmup_steps": value_of(words, "warmup", _count(0, "--warmup 10")),
+        "warmup_steps": value_of(words, "warmup", counted(0, "--warmup 10")),
         "schedule": None if schedule == "auto" else schedule,
         "weight_decay": value_of(words, "weight_decay", _number("--weight-decay 0.1")),
         "beta1": value_of(words, "beta1", _number("--beta1 0.9")),
         "beta2": value_of(words, "beta2", _number("--beta2 0.95")),
         "clip_norm": value_of(words, "clip", _number("--clip 1.0")),
         "stochastic_rounding": words["stochastic_rounding"],
-        "seed": value_of(words, "seed", _count(0, "--seed 0")) or 0,
+        "seed": value_of(words, "seed", counted(0, "--seed 0")) or 0,
     }
     checked = asdict(Training(steps=1, **{name: value for name, value in given.items() if value is not None}))
     return {name: None if value is None else checked[name] for name, value in given.items()}
-
-
-def _count(least: int, example: str) -> Callable[[str], int]:
-    """Reads whole numbers from `least` on: 100, 1,000."""
-    from flopwise.core.errors import FlopwiseError, shown
-
-    def read(text: str) -> int:
-        plain = text.strip().replace(",", "").replace("_", "")
-        if not (plain.isascii() and plain.isdecimal()) or len(plain) > MOST_DIGITS or int(plain) < least:
-            raise FlopwiseError(
-                f"cannot be {shown(text)}", why=f"a whole number of at least {least} is expected", hint=example
-            )
-        return int(plain)
-
-    return read
 
 
 def _number(example: str) -> Callable[[str], float]:
@@ -225,6 +217,10 @@ def _check(context: typer.Context, request: TrainRequest) -> None:
         _check_resume(context)
     if request.steps is not None and request.epochs is not None:
         raise FlopwiseError("--steps beside --epochs", why="each says how long it goes on", hint="one of them")
+    if request.checkpoint_every is not None and not request.checkpoint:
+        raise FlopwiseError(
+            "--checkpoint-every beside --no-checkpoint", why="one wants checkpoints, the other none", hint="one of them"
+        )
     if request.epochs == 0:
         raise FlopwiseError("--epochs: nothing is learned in 0 epochs", hint="--epochs 3")
     if request.weights and request.from_scratch:

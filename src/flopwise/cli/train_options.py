@@ -61,9 +61,18 @@ DeterministicOption = Annotated[
 CheckpointEveryOption = Annotated[
     str, typer.Option(help="Steps between checkpoints. Default: at the end.", show_default=False)
 ]
+NoCheckpointOption = Annotated[
+    bool, typer.Option("--no-checkpoint", help="Save no weights, for a run that is only measured.")
+]
 KeepOption = Annotated[str, typer.Option(help="Checkpoints that are kept, the last ones.")]
 EvaluateEveryOption = Annotated[
     str, typer.Option(help="Steps between evaluations. Default: at the end.", show_default=False)
+]
+ProfileOption = Annotated[
+    bool, typer.Option("--profile", help="Profile a window of steady steps; `flopwise why` then says what limits them.")
+]
+ProfileStepsOption = Annotated[
+    str, typer.Option(help="Steps that are traced, with --profile. Default: 3.", show_default=False)
 ]
 StoreOption = Annotated[str, typer.Option(help="Folder of runs. Default: as FLOPWISE_STORE says, else runs.")]
 ResumeOption = Annotated[str, typer.Option(help="Go on with a run: its number or folder, or last.")]

@@ -105,6 +105,17 @@ class Task:
     """Of a head chunk its first token within the chunk, of an update its first parameter within the layer or end."""
 
 
+def task_name(task: Task) -> str:
+    """What a person calls a task: `forward 3.1` is that of layer 3 and chunk 1, `load weights 3` that of a layer."""
+    copied = f"{task.end} {task.what}" if task.end else task.what
+    words: list[str] = [task.kind, copied] if task.kind in {"load", "store"} else [task.kind]
+    if task.kind == "optimize" and task.end:
+        words.append(task.end)
+    number = ".".join(str(part) for part in (task.layer, task.chunk) if part is not None)
+    level = f"({task.level})" if task.level and task.kind.startswith("backward") else ""
+    return " ".join(word for word in (*words, number, level) if word)
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """Tasks in an order that every stream keeps to."""

@@ -1,8 +1,9 @@
 """The store of runs: a folder with one folder for each run, numbered from `0001`.
 
 A run's folder holds `record.json` (what it is and how far it came), `steps.jsonl` (one line for each step),
-`plan.toml`, `log.txt` and `checkpoints`. JSON has no number for NaN or infinity, and a loss can be either: they are
-written as the strings "nan", "inf" and "-inf", and read back as numbers wherever a number belongs.
+`plan.toml`, `log.txt` and `checkpoints`; where it was profiled, `profile.json` and the trace. JSON has no number for
+NaN or infinity, and a loss can be either: they are written as the strings "nan", "inf" and "-inf", and read back as
+numbers wherever a number belongs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ RECORD = "record.json"
 STEPS = "steps.jsonl"
 PLAN = "plan.toml"
 LOG = "log.txt"
+PROFILE = "profile.json"
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 """What a run's folder holds."""

@@ -43,6 +43,8 @@ class LoopSettings:
     batch_sequences: int
     evaluation_sequences: int | None
     """Evaluated are so many, in whole batches; None: all that are held out."""
+    checkpoints: bool
+    """Whether there are any."""
     checkpoint_every: int | None
     keep_checkpoints: int
     evaluate_every: int | None
@@ -125,7 +127,8 @@ class Loop:
                 self.on_step(record)
                 if not math.isfinite(record.loss):
                     raise self._diverged(record)
-                if last or stopped is not None or _due(progress.step, self.settings.checkpoint_every):
+                due = last or stopped is not None or _due(progress.step, self.settings.checkpoint_every)
+                if due and self.settings.checkpoints:
                     self.save(progress)
         finally:
             if log:

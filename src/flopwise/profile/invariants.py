@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 from flopwise.core.profile import METRIC, Profile, Value
@@ -68,6 +68,12 @@ def _impossible(profile: Profile) -> Iterator[Broken]:
             yield Broken(rule=f"{name} is a number", found=value.value, bound=0.0)
         elif value.value < 0 and METRIC[name].unit != "degC":
             yield Broken(rule=f"{name} >= 0", found=value.value, bound=0.0)
+
+
+def without_impossible(profile: Profile) -> Profile:
+    """Without the values of which nothing can be concluded: not a number, or less than nothing."""
+    values = {name: value for name, value in profile.values.items() if isfinite(value.value) and value.value >= 0}
+    return replace(profile, values=values)
 
 
 def _shares(profile: Profile) -> Iterator[Broken]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from flopwise.core.errors import FlopwiseError, unknown_name
 from flopwise.core.profile import Evidence, Profile, Verdict
-from flopwise.profile.invariants import broken
+from flopwise.profile.invariants import broken, without_impossible
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +68,8 @@ def thresholds_of(words: dict[str, float]) -> Thresholds:
 
 def verdicts(profile: Profile, thresholds: Thresholds | None = None) -> tuple[Verdict, ...]:
     """What limits the run, the most time at stake first; figures that cannot be right last."""
-    chosen = thresholds or Thresholds()
-    found = [verdict for rule in RULES for verdict in rule(profile, chosen)]
+    chosen, sound = thresholds or Thresholds(), without_impossible(profile)
+    found = [verdict for rule in RULES for verdict in rule(sound, chosen)]
     found.sort(key=lambda verdict: -1.0 if verdict.share is None else -verdict.share - 1.0)
     return (*found, *_invalid(profile))
 

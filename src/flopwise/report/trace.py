@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from flopwise.core.program import STREAMS, Task
+from flopwise.core.program import STREAMS, Task, task_name
 from flopwise.core.simulation import MemoryPoint, Simulation
 
 MOST_POINTS = 4000
@@ -25,17 +25,6 @@ def chrome_trace(simulation: Simulation, points: Sequence[MemoryPoint], title: s
     return (
         f'{{"displayTimeUnit": "ms", "otherData": {encode({"title": title}).decode()}, "traceEvents": [\n{lines}\n]}}\n'
     )
-
-
-def task_name(task: Task) -> str:
-    """What a person calls a task: `forward 3.1` is that of layer 3 and chunk 1, `load weights 3` that of a layer."""
-    copied = f"{task.end} {task.what}" if task.end else task.what
-    words: list[str] = [task.kind, copied] if task.kind in {"load", "store"} else [task.kind]
-    if task.kind == "optimize" and task.end:
-        words.append(task.end)
-    number = ".".join(str(part) for part in (task.layer, task.chunk) if part is not None)
-    level = f"({task.level})" if task.level and task.kind.startswith("backward") else ""
-    return " ".join(word for word in (*words, number, level) if word)
 
 
 def _rows(title: str) -> list[dict[str, Any]]:
@@ -58,8 +47,8 @@ def _tasks(simulation: Simulation) -> list[dict[str, Any]]:
                 "ph": "X",
                 "pid": PROCESS,
                 "tid": STREAMS.index(task.stream) + 1,
-                "ts": _microseconds(start_ns),
-                "dur": _microseconds(end_ns - start_ns),
+                "ts": microseconds(start_ns),
+                "dur": microseconds(end_ns - start_ns),
                 "args": _details(task, end - start),
             }
         )
@@ -84,7 +73,7 @@ def _details(task: Task, seconds: float) -> dict[str, Any]:
     return details
 
 
-def _microseconds(nanoseconds: int) -> float:
+def microseconds(nanoseconds: int) -> float:
     """The number that Perfetto reads as just these nanoseconds: it multiplies by 1000 and cuts off the fraction."""
     found = nanoseconds / 1000
     return found if int(found * 1000.0) == nanoseconds else math.nextafter(found, math.inf)
@@ -101,7 +90,7 @@ def _counters(points: Sequence[MemoryPoint]) -> list[dict[str, Any]]:
         for point in _thinned(points, of_place):
             now = of_place(point)
             if now and now != before:
-                moment = _microseconds(round(point.seconds * 1e9))
+                moment = microseconds(round(point.seconds * 1e9))
                 events.append({"name": name, "ph": "C", "pid": PROCESS, "ts": moment, "args": now})
                 before = now
     return events

@@ -53,9 +53,15 @@ class TrainRequest:
     """Only kernels that give the same bits every time, on a GPU too."""
     checkpoint_every: int | None = None
     """Steps; None: at the end alone, and when it is stopped."""
+    checkpoint: bool = True
+    """False: none at all, for a run that is only measured."""
     keep_checkpoints: int = 2
     evaluate_every: int | None = None
     """Steps; None: at the end."""
+    profile: bool = False
+    """Look at a window of steady steps: `profile.json` and a trace in the run's folder."""
+    profile_steps: int | None = None
+    """That are traced; None: three."""
     store: str | None = None
     resume: str | None = None
     """A run's number or folder, or `last`: go on from its last checkpoint."""

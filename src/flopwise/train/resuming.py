@@ -93,6 +93,8 @@ def merged(record: RunRecord, request: TrainRequest) -> TrainRequest:
         resume=request.resume,
         store=request.store,
         keep_checkpoints=request.keep_checkpoints,
+        profile=request.profile,
+        profile_steps=request.profile_steps,
     )
 
 

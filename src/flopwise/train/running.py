@@ -40,6 +40,7 @@ from flopwise.profile.environment import environment
 from flopwise.train.events import Callback, LogFile, Logger, LoggerCallback, Started
 from flopwise.train.measuring import commit, measured, metrics
 from flopwise.train.preparing import Prepared, prepare
+from flopwise.train.profiling import RunProfiler
 from flopwise.train.request import TrainRequest
 from flopwise.train.resuming import as_written, find_resumed, merged
 
@@ -253,18 +254,23 @@ class _Run:
         record = self._record(prepared, folder, progress)
         if self.writes:
             self._write_first(prepared, folder, record, progress)
-        listeners = _Listeners([*self.listeners.callbacks, *([LogFile(folder)] if self.writes else [])])
+        profiler = self._profiler(executor, prepared, folder, progress)
+        files = [LogFile(folder)] if self.writes else []
+        listeners = _Listeners([*self.listeners.callbacks, *files, *([profiler] if profiler else [])])
         loop = Loop(
             executor, prepared.data, prepared.model, prepared.training, self._settings(prepared, folder),
-            on_step=listeners.on_step, on_checkpoint=listeners.on_checkpoint,
+            on_step=listeners.on_step, on_checkpoint=listeners.on_checkpoint, watch=profiler,
         )  # fmt: skip
         loop.progress = progress
         try:
             listeners.on_start(self._started(prepared, folder, progress))
             outcome = loop.run(progress, stop)
+            if profiler is not None and (missing := profiler.close()):
+                listeners.on_note(f"there is no profile: {missing}")
             earlier = [step for step in read_steps(folder) if step.step <= progress.step] if self.writes else []
             if outcome.stopped_by:
-                listeners.on_note(f"stopped by {outcome.stopped_by} after step {outcome.progress.step}, and saved")
+                saved = ", and saved" if self.request.checkpoint else ""
+                listeners.on_note(f"stopped by {outcome.stopped_by} after step {outcome.progress.step}{saved}")
             record = replace(
                 record,
                 reason=outcome.stopped_by,
@@ -280,6 +286,15 @@ class _Run:
             listeners.on_end(record)
         return record
 
+    def _profiler(self, executor: Executor, prepared: Prepared, folder: Path, progress: Progress) -> RunProfiler | None:
+        """One rank looks at itself."""
+        if not self.request.profile or not self.writes:
+            return None
+        return RunProfiler(
+            folder, executor, prepared,
+            done=progress.step, traced=self.request.profile_steps, world=self.rank.world,
+        )  # fmt: skip
+
     def _ended(self, folder: Path, record: RunRecord, state: RunState, loop: Loop) -> RunRecord:
         saved = f"{CHECKPOINTS}/{loop.saved.name}" if loop.saved else record.resumed_from
         record = replace(record, state=state, ended=_now(), checkpoint=saved, steps_done=loop.progress.step)
@@ -294,6 +309,7 @@ class _Run:
             folder=folder,
             batch_sequences=promise.batch_sequences,
             evaluation_sequences=LANGUAGE_EVALUATION_SEQUENCES if language else None,
+            checkpoints=self.request.checkpoint,
             checkpoint_every=self.request.checkpoint_every,
             keep_checkpoints=self.request.keep_checkpoints,
             evaluate_every=self.request.evaluate_every,

@@ -1,0 +1,303 @@
+"""`flopwise profile`: what a profiler or a run wrote, shown, compared, and explained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flopwise.cli.options import FORMS, one_of
+from flopwise.cli.output import progress_bar, show_page, width
+from flopwise.cli.train_options import StoreOption
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+    from flopwise.core.profile import Profile, Read
+    from flopwise.profile.verdicts import Thresholds
+    from flopwise.report.profiles import Judged
+
+app = typer.Typer(
+    name="profile",
+    help="Where the time and memory of a run went: profiles of flopwise and of other tools.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+PAGE_FORMS = (*FORMS, "html")
+SHOW_FORMS = (*PAGE_FORMS, "native")
+
+FilesArgument = Annotated[
+    list[str],
+    typer.Argument(help="Profiles: files of flopwise or another profiler, or runs: 0142, last, their folders."),
+]
+ShowOutputOption = Annotated[
+    str, typer.Option("--output", "-o", help="table, md, csv, json, html, or native: the tool's own layout.")
+]
+CompareOutputOption = Annotated[str, typer.Option("--output", "-o", help="table, md, csv, json or html.")]
+WriteOption = Annotated[str, typer.Option("--write", "-w", help="Write it to this file instead.")]
+SectionOption = Annotated[list[str] | None, typer.Option(help="Only the profile of this name. Repeatable.")]
+ThresholdOption = Annotated[
+    list[str] | None, typer.Option(help="Where a verdict begins: --threshold host_device_share=0.6. Repeatable.")
+]
+TraceOption = Annotated[str, typer.Option(help="Write predicted and measured tasks as a Chrome trace (Perfetto).")]
+BaselineOption = Annotated[str, typer.Option(help="Profile that changes are relative to. Default: the first.")]
+
+
+@app.command()
+def show(
+    files: FilesArgument,
+    section: SectionOption = None,
+    threshold: ThresholdOption = None,
+    trace: TraceOption = "",
+    store: StoreOption = "",
+    output: ShowOutputOption = "table",
+    write: WriteOption = "",
+) -> None:
+    """Print profiles: figures by group, time by kernel, memory by owner, and what limits the run."""
+    form = one_of(output, SHOW_FORMS, "--output")
+    thresholds = _thresholds(threshold)
+    reads = _read(files, store)
+    profiles = _sections(_profiles(reads), section)
+    if trace:
+        _write_trace(profiles, trace)
+    if form == "native":
+        _print(_native(reads, section), write)
+        return
+    judged = _judged(profiles, thresholds)
+    if form == "table":
+        _print_page(_show_page(judged), write)
+        if len(judged) > 1:
+            typer.echo("note: --section NAME shows one of them whole", err=True)
+    else:
+        _print(_show_text(judged, form), write)
+
+
+@app.command()
+def compare(
+    files: FilesArgument,
+    baseline: BaselineOption = "",
+    section: SectionOption = None,
+    threshold: ThresholdOption = None,
+    store: StoreOption = "",
+    output: CompareOutputOption = "table",
+    write: WriteOption = "",
+) -> None:
+    """Print profiles side by side, what changes first, and lines through device time over the batch."""
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.profile.comparing import compare as compared
+    from flopwise.report import profile_comparison as report
+
+    form = one_of(output, PAGE_FORMS, "--output")
+    thresholds = _thresholds(threshold)
+    profiles = _sections(_profiles(_read(files, store)), section)
+    if len(profiles) < 2:
+        raise FlopwiseError(
+            "one profile cannot be compared",
+            why=f"only {profiles[0].name[:60]!r} is there",
+            hint="name a second file or run; `flopwise profile show` prints one",
+        )
+    found = compared(profiles, baseline=baseline or None, thresholds=thresholds)
+    if form == "table":
+        _print_page(report.comparison_page(found, width()), write)
+    elif form == "html":
+        from flopwise.report.profile_page import profiles_page
+
+        _print(profiles_page(_judged(profiles, thresholds), found), write)
+    else:
+        writers = {"md": report.comparison_markdown, "csv": report.comparison_csv, "json": report.comparison_json}
+        _print(writers[form](found), write)
+
+
+@app.command()
+def why(
+    name: Annotated[str, typer.Argument(help="A profile: a file, or a run: 0142, last, its folder.")],
+    section: SectionOption = None,
+    threshold: ThresholdOption = None,
+    store: StoreOption = "",
+) -> None:
+    """Say in a paragraph what limits a run, what does not although it looks so, and what to try first."""
+    from flopwise.report.profile_words import why_lines
+    from flopwise.report.training import as_text
+
+    profiles = _sections(_profiles(_read([name], store)), section)
+    judged = _judged(profiles, _thresholds(threshold))
+    paragraphs = ["\n".join(why_lines(profile, verdicts, width())) for profile, verdicts in judged]
+    show_page(as_text(["\n\n".join(paragraphs)]))
+
+
+# -- from words to profiles ------------------------------------------------------------------------------------------
+
+
+def _path(name: str, store: str) -> Path:
+    """A file or a folder of that name, else the folder of the run that is called so."""
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.files import entry_kind
+    from flopwise.core.store import LAST, find_run, store_folder
+
+    path = Path(name)
+    is_run = name == LAST or (name.isascii() and name.isdecimal())
+    if not is_run and entry_kind(path) != "nothing":
+        return path
+    if is_run or store:
+        if is_run and entry_kind(path) == "file":
+            return path
+        return find_run(store_folder(store), name)
+    near = _near(path)
+    raise FlopwiseError(
+        f"there is no file {name[:200]!r}",
+        why=f"did you mean {' or '.join(near)}?" if near else None,
+        hint="a profile's file, or a run: its number, its folder, or `last`",
+    )
+
+
+def _near(path: Path) -> list[str]:
+    """Names beside a path that is not there, which may have been meant."""
+    from flopwise.core.errors import nearest
+
+    try:
+        beside = [entry.name for entry in path.parent.iterdir()]
+    except (OSError, ValueError):
+        return []
+    return [str(path.parent / name) for name in nearest(path.name, beside, 2)]
+
+
+def _read(names: Sequence[str], store: str) -> tuple[Read, ...]:
+    from flopwise.profile.reading import read_profiles
+
+    paths = [_path(name, store) for name in names]
+    with progress_bar("reading") as tell:
+        return read_profiles(paths, tell)
+
+
+def _profiles(reads: Sequence[Read]) -> list[Profile]:
+    from flopwise.core.errors import FlopwiseError
+
+    found = [profile for read in reads for profile in read.profiles]
+    if not found:
+        raise FlopwiseError("there is no profile in what was named", hint="look at the file, or name another")
+    return found
+
+
+def _sections(profiles: list[Profile], wanted: Sequence[str] | None) -> list[Profile]:
+    """Those that were asked for, in that order; all where none was."""
+    from flopwise.profile.comparing import column_names, column_of
+
+    if not wanted:
+        return profiles
+    names = column_names(profiles)
+    return [profiles[column_of(names, name)] for name in wanted]
+
+
+def _thresholds(words: Sequence[str] | None) -> Thresholds:
+    from flopwise.core.errors import FlopwiseError, shown
+    from flopwise.profile.verdicts import thresholds_of
+
+    values: dict[str, float] = {}
+    for word in words or ():
+        name, separator, number = word.partition("=")
+        try:
+            values[name.strip()] = float(number)
+        except ValueError:
+            why = "a number is expected after the sign" if separator else "the sign = is missing"
+            raise FlopwiseError(
+                f"--threshold cannot be {shown(word)}", why=why, hint="--threshold host_device_share=0.6"
+            ) from None
+    return thresholds_of(values)
+
+
+def _judged(profiles: Sequence[Profile], thresholds: Thresholds) -> list[Judged]:
+    from flopwise.profile.verdicts import verdicts
+
+    return [(profile, verdicts(profile, thresholds)) for profile in profiles]
+
+
+# -- to the terminal, or to a file -----------------------------------------------------------------------------------
+
+
+def _show_page(judged: Sequence[Judged]) -> RenderableType:
+    from flopwise.report.profiles import profile_page, profiles_table
+
+    return profile_page(*judged[0], width()) if len(judged) == 1 else profiles_table(judged, width())
+
+
+def _show_text(judged: Sequence[Judged], form: str) -> str:
+    if form == "html":
+        from flopwise.profile.comparing import compare as compared
+        from flopwise.report.profile_page import profiles_page
+
+        comparison = compared([profile for profile, _ in judged]) if len(judged) > 1 else None
+        return profiles_page(judged, comparison)
+    from flopwise.report import profile_files as report
+
+    writers = {"md": report.profiles_markdown, "csv": report.profiles_csv, "json": report.profiles_json}
+    return writers[form](judged)
+
+
+def _native(reads: Sequence[Read], section: Sequence[str] | None) -> str:
+    """Documents in the layout of the tool that wrote them; only Neuron's is kept."""
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.report.neuron import neuron_document
+
+    if section:
+        raise FlopwiseError(
+            "--section beside -o native", why="a document is printed whole", hint="-o table, or no --section"
+        )
+    without = next((read for read in reads if read.native is None), None)
+    if without is not None:
+        names = ", ".join(profile.name[:60] for profile in without.profiles[:2])
+        raise FlopwiseError(
+            f"{names!r} has no layout of its own", why="only Neuron summaries are kept in theirs", hint="-o table"
+        )
+    text = "\n".join(neuron_document(read.native) for read in reads)
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)
+
+
+def _write_trace(profiles: Sequence[Profile], trace: str) -> None:
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.files import write_whole
+    from flopwise.report.profile_timeline import profile_trace
+
+    if len(profiles) != 1:
+        raise FlopwiseError(
+            f"--trace of {len(profiles)} profiles", why="a file holds one step", hint="--section NAME picks one"
+        )
+    if not profiles[0].tasks:
+        raise FlopwiseError(
+            f"{profiles[0].name[:60]!r} has no tasks for --trace",
+            why="only flopwise's own runs are predicted task by task",
+            hint="the trace of another profiler opens in Perfetto as it is",
+        )
+    write_whole(Path(trace), profile_trace(profiles[0]))
+    typer.echo(f"wrote {trace}   next: open it in ui.perfetto.dev", err=True)
+
+
+def _print(text: str, write: str) -> None:
+    from flopwise.core.files import write_whole
+
+    whole = text if text.endswith("\n") else f"{text}\n"
+    if write:
+        write_whole(Path(write), whole)
+        typer.echo(f"wrote {write}", err=True)
+    else:
+        typer.echo(whole, nl=False)
+
+
+def _print_page(page: RenderableType, write: str) -> None:
+    """A page for a terminal; in a file it is plain text."""
+    if not write:
+        show_page(page)
+        return
+    import io
+
+    from rich.console import Console
+
+    text = io.StringIO()
+    console = Console(file=text, width=width(), highlight=False, markup=False, emoji=False, no_color=True)
+    console.print(page, crop=False)
+    _print("\n".join(line.rstrip() for line in text.getvalue().splitlines()), write)

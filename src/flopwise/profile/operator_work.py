@@ -1,0 +1,139 @@
+"""FLOPs and least bytes of an operator call, from the shapes and types that the PyTorch profiler notes of its inputs.
+
+A multiplication and an addition count 2. A causal mask does not halve attention: the trace does not say what a kernel
+leaves out. Bytes are every operand read once and the result written once. What has no formula here gives None.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import msgspec
+
+TYPE_BYTES = {
+    "double": 8, "float": 4, "bfloat16": 2, "half": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1, "long": 8, "long int": 8, "int": 4, "short": 2, "char": 1, "signed char": 1, "byte": 1,
+    "unsigned char": 1, "bool": 1, "complexfloat": 8,
+}  # fmt: skip
+"""Sizes of the types as traces spell them, in lower case and without `c10::`."""
+FORMATS = {
+    "double": "fp64", "float": "fp32", "bfloat16": "bf16", "half": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
+    "signed char": "int8", "char": "int8",
+}  # fmt: skip
+
+_LARGEST_DIMENSION = 2**48
+_PRODUCTS = {
+    "aten::mm": 0, "aten::_scaled_mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1,
+    "aten::baddbmm_": 1, "aten::_addmm_activation": 1,
+}  # fmt: skip
+"""Products of two matrices, or of two batches of them, and the number of the first."""
+_ATTENTION = re.compile(
+    r"aten::(?:_scaled_dot_product_(?:flash|efficient|cudnn|fused|flash_attention_for_cpu)\w*|"
+    r"scaled_dot_product_attention|_cudnn_attention_(?:forward|backward)|"
+    r"(?P<tokens_first>_(?:flash|efficient)_attention_(?:forward|backward)))$"
+)
+_BACKWARD_PRODUCTS = 2.5
+"""Attention's backward pass multiplies five times where forward does twice."""
+
+Work = tuple[float, float]
+Shape = tuple[int, ...]
+
+
+def type_name(text: object) -> str:
+    """`c10::BFloat16` → `bfloat16`."""
+    return text.lower().removeprefix("c10::") if isinstance(text, str) else ""
+
+
+@lru_cache(maxsize=4096)
+def has_formula(name: str) -> bool:
+    """Whether calls of that operator can be costed at all."""
+    return name in _PRODUCTS or name == "aten::linear" or _ATTENTION.match(name) is not None
+
+
+@lru_cache(maxsize=65536)
+def work_of(name: str, dims: bytes, types: bytes) -> tuple[Work, str] | None:
+    """(FLOPs, least bytes) and the number format of a call; `dims` and `types` are the trace's JSON."""
+    try:
+        shapes = [_shape(entry) for entry in msgspec.json.decode(dims, type=list[Any])]
+        sizes = [TYPE_BYTES.get(type_name(entry)) for entry in msgspec.json.decode(types, type=list[Any])]
+        first = _first_operand(name)
+        work = _work(name, shapes, sizes, first)
+        number_format = FORMATS.get(type_name(msgspec.json.decode(types)[first]), "")
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, IndexError, _UnknownError):
+        return None
+    return work, number_format
+
+
+class _UnknownError(Exception):
+    """The inputs are not what the operator takes."""
+
+
+def _first_operand(name: str) -> int:
+    return 1 if name.endswith("_backward") else _PRODUCTS.get(name, 0)
+
+
+def _work(name: str, shapes: list[Shape], sizes: list[int | None], first: int) -> Work:
+    if name == "aten::linear":
+        return _linear(shapes, sizes)
+    if name in _PRODUCTS:
+        return _product(shapes, sizes, first)
+    found = _ATTENTION.match(name)
+    if found is None:
+        raise _UnknownError
+    return _attention(shapes, sizes, first, tokens_first=found["tokens_first"] is not None)
+
+
+def _shape(entry: object) -> Shape:
+    if not isinstance(entry, list):
+        return ()
+    if not all(isinstance(size, int) and 0 <= size < _LARGEST_DIMENSION for size in entry):
+        return ()
+    return tuple(entry)
+
+
+def _size(sizes: list[int | None], number: int) -> int:
+    size = sizes[number]
+    if size is None:
+        raise _UnknownError
+    return size
+
+
+def _product(shapes: list[Shape], sizes: list[int | None], first: int) -> Work:
+    left, right = shapes[first], shapes[first + 1]
+    if len(left) != len(right) or len(left) not in (2, 3) or left[-1] != right[-2] or left[:-2] != right[:-2]:
+        raise _UnknownError
+    result = (*left[:-1], right[-1])
+    one = _size(sizes, first)
+    moved = one * (prod(left) + prod(right) + prod(result))
+    if first:
+        moved += _size(sizes, 0) * prod(shapes[0])
+    return 2.0 * prod(result) * left[-1], float(moved)
+
+
+def _linear(shapes: list[Shape], sizes: list[int | None]) -> Work:
+    inputs, weights = shapes[0], shapes[1]
+    if not inputs or len(weights) != 2 or inputs[-1] != weights[1]:
+        raise _UnknownError
+    result = prod(inputs[:-1]) * weights[0]
+    bias = prod(shapes[2]) if len(shapes) > 2 and shapes[2] else 0
+    return 2.0 * result * inputs[-1], float(_size(sizes, 0) * (prod(inputs) + prod(weights) + result + bias))
+
+
+def _attention(shapes: list[Shape], sizes: list[int | None], first: int, *, tokens_first: bool) -> Work:
+    query, key, value = shapes[first : first + 3]
+    if len(query) != 4 or len(key) != 4 or len(value) != 4:
+        raise _UnknownError
+    tokens, heads = (1, 2) if tokens_first else (2, 1)
+    if query[3] != key[3] or key[tokens] != value[tokens]:
+        raise _UnknownError
+    scores = query[0] * query[heads] * query[tokens] * key[tokens]
+    result = query[0] * query[heads] * query[tokens] * value[3]
+    flops = 2.0 * scores * (query[3] + value[3])
+    moved = _size(sizes, first) * (prod(query) + prod(key) + prod(value) + result)
+    if first:
+        # The gradients of the result, of query, key and value come on top.
+        return flops * _BACKWARD_PRODUCTS, 2.0 * moved
+    return flops, float(moved)

@@ -1,0 +1,174 @@
+"""Tasks of our own runs as predicted beside as they ran: tables for a terminal, and a trace that Perfetto opens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from rich.console import RenderableType
+from rich.text import Text
+
+from flopwise.core.profile import Profile, TaskTime
+from flopwise.report.profile_words import UNKNOWN, change_words, safe, seconds
+from flopwise.report.tables import text_table
+from flopwise.report.trace import microseconds
+
+TASK_COLUMNS = ("task", "stream", "predicted", "measured", "difference", "change")
+SUM_COLUMNS = ("of", "tasks", "predicted", "measured", "difference", "change")
+MOST_TASKS = 8
+"""Tasks that a page lists."""
+LONGEST_S = 1e9
+"""No step lasts thirty years, and a trace has nanoseconds to count."""
+BESIDE_NAMES = 60
+"""Signs that the other columns take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """Seconds of tasks, as predicted and as measured; None: not known."""
+
+    predicted_s: float | None
+    measured_s: float | None
+
+    @property
+    def difference_s(self) -> float | None:
+        known = self.predicted_s is not None and self.measured_s is not None
+        return self.measured_s - self.predicted_s if known else None  # type: ignore[operator]
+
+
+Span = tuple[float, float]
+"""Start and end."""
+
+
+def predicted(task: TaskTime) -> Span | None:
+    """As it was predicted; None where that is not known, or cannot be."""
+    return _known(task.predicted_start_s, task.predicted_end_s)
+
+
+def measured(task: TaskTime) -> Span | None:
+    """As it ran; None where that is not known, or cannot be."""
+    return _known(task.measured_start_s, task.measured_end_s)
+
+
+def _known(start: float | None, end: float | None) -> Span | None:
+    if start is None or end is None or not -LONGEST_S < start <= end < LONGEST_S:
+        return None
+    return start, end
+
+
+def durations(task: TaskTime) -> Both:
+    """How long a task takes."""
+    return Both(*(None if span is None else span[1] - span[0] for span in (predicted(task), measured(task))))
+
+
+def kind_of(task: TaskTime) -> str:
+    """`load weights` of `load weights 3`: the name without layer, chunk and level."""
+    words = task.name.split()
+    kept = [word for word in words if not word[0].isdigit() and not word.startswith("(")]
+    return " ".join(kept) or task.name
+
+
+def sums(tasks: Sequence[TaskTime], key: Callable[[TaskTime], str]) -> dict[str, tuple[int, Both]]:
+    """Number and seconds of the tasks by what `key` calls them; only those that both are known of are added."""
+    found: dict[str, tuple[int, Both]] = {}
+    for task in tasks:
+        both = durations(task)
+        if both.predicted_s is None or both.measured_s is None:
+            continue
+        count, so_far = found.get(key(task), (0, Both(0.0, 0.0)))
+        added = Both((so_far.predicted_s or 0.0) + both.predicted_s, (so_far.measured_s or 0.0) + both.measured_s)
+        found[key(task)] = (count + 1, added)
+    return found
+
+
+def furthest(tasks: Sequence[TaskTime], most: int = MOST_TASKS) -> list[TaskTime]:
+    """The tasks whose time differs most from the predicted one."""
+    known = [(abs(difference), task) for task in tasks if (difference := durations(task).difference_s) is not None]
+    return [task for _, task in sorted(known, key=lambda pair: -pair[0])[:most]]
+
+
+def task_rows(tasks: Sequence[TaskTime], longest: int = 40) -> list[list[str]]:
+    """Rows of words under `TASK_COLUMNS`, names at most so long."""
+    return [[safe(task.name, longest), safe(task.stream, 12), *_cells(durations(task))] for task in tasks]
+
+
+def sum_rows(profile: Profile, longest: int = 40) -> list[list[str]]:
+    """Rows of words under `SUM_COLUMNS`: by stream, then by kind; names at most so long."""
+    by_stream = sums(profile.tasks, lambda task: task.stream)
+    by_kind = sums(profile.tasks, kind_of)
+    ordered = sorted(by_kind.items(), key=lambda pair: -(pair[1][1].measured_s or 0.0))
+    return [
+        [safe(name, longest), f"{count:,}", *_cells(both)]
+        for name, (count, both) in (*((f"stream {name}", found) for name, found in by_stream.items()), *ordered)
+    ]
+
+
+def _cells(both: Both) -> list[str]:
+    difference = both.difference_s
+    change = difference / both.predicted_s if difference is not None and both.predicted_s else None
+    return [
+        *(UNKNOWN if taken is None else seconds(taken) for taken in (both.predicted_s, both.measured_s)),
+        UNKNOWN if difference is None else f"{'−' if difference < 0 else '+'}{seconds(abs(difference))}",
+        change_words(change) or UNKNOWN,
+    ]
+
+
+def task_tables(profile: Profile, width: int) -> Iterator[RenderableType]:
+    """Sums by stream and kind, then the tasks that differ most; nothing where no task is known both ways."""
+    longest = min(40, width - BESIDE_NAMES)
+    rows = sum_rows(profile, longest)
+    if not rows:
+        yield Text("tasks: none is both predicted and measured")
+        return
+    yield Text("tasks, as predicted and as they ran", style="bold")
+    yield text_table(SUM_COLUMNS, rows, {"of"})
+    yield Text("")
+    yield Text("those that differ most", style="bold")
+    yield text_table(TASK_COLUMNS, task_rows(furthest(profile.tasks), longest), {"task", "stream"})
+
+
+# -- a trace ---------------------------------------------------------------------------------------------------------
+
+PROCESSES = ("predicted", "measured")
+
+
+def profile_trace(profile: Profile) -> str:
+    """The step in Chrome's trace format: two processes, predicted and measured, with a row for each stream."""
+    streams = list(dict.fromkeys(task.stream for task in profile.tasks))
+    events = [*_named(streams), *_events(profile.tasks, streams)]
+    encode = msgspec.json.encode
+    lines = ",\n".join(encode(event).decode() for event in events)
+    title = encode({"title": safe(profile.name)}).decode()
+    return f'{{"displayTimeUnit": "ms", "otherData": {title}, "traceEvents": [\n{lines}\n]}}\n'
+
+
+def _named(streams: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for process, name in enumerate(PROCESSES, 1):
+        yield {"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": name}}
+        yield {"name": "process_sort_index", "ph": "M", "pid": process, "tid": 0, "args": {"sort_index": process}}
+        for number, stream in enumerate(streams, 1):
+            row = {"ph": "M", "pid": process, "tid": number}
+            yield {"name": "thread_name", **row, "args": {"name": safe(stream).replace("-", " ")}}
+            yield {"name": "thread_sort_index", **row, "args": {"sort_index": number}}
+
+
+def _events(tasks: Sequence[TaskTime], streams: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for process, times in enumerate((predicted, measured), 1):
+        # Each begins at 0, so that the two can be laid above each other.
+        begin = min((when[0] for task in tasks if (when := times(task)) is not None), default=0.0)
+        for task in tasks:
+            when = times(task)
+            if when is None:
+                continue
+            start_ns, end_ns = round((when[0] - begin) * 1e9), round((when[1] - begin) * 1e9)
+            yield {
+                "name": safe(task.name),
+                "cat": safe(kind_of(task)),
+                "ph": "X",
+                "pid": process,
+                "tid": streams.index(task.stream) + 1,
+                "ts": microseconds(start_ns),
+                "dur": microseconds(max(0, end_ns - start_ns)),
+            }
