@@ -1,4 +1,4 @@
-"""`make demo`: predictions, plans for one device and a cluster, a small model planned and trained on this machine."""
+"""`make demo`: predictions, plans for one device and a cluster, a small model trained and profiled here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ COMMANDS = (
     "plan llama-3-8b --on h200 --seq 8k --device-mem 40GiB --host-mem 110GiB",
     "plan llama-3-70b --on h100-sxm --gpus 64 --seq 8k --batch-tokens 4M --precision bf16-mixed",
     "validate megatron --leave-out model",
-    "train --steps 120 --store {store}",
+    "train --steps 120 --profile --store {store}",
+    "profile show last --store {store}",
+    "why last --store {store}",
     "ls runs --store {store}",
 )
 

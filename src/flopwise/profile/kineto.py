@@ -249,7 +249,6 @@ def _host_profile(columns: Columns, name: str) -> Profile:
         steps=len(steps) or None,
         values=values | _wall(steps) | _flops(table),
         classes=classes,
-        kernels=table.operators,
         operators=table.operators,
         notes=tuple(notes),
         **_memory(host_memory[0] if host_memory else None),

@@ -19,6 +19,8 @@ Numbers = NDArray[np.int64]
 Window = tuple[int, int]
 
 _STEP = re.compile(r"ProfilerStep#(\d{1,18})$")
+UPDATE_MARK = "Optimizer.step"
+"""How torch begins the name of an optimizer's step in a trace."""
 _DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCH_CATEGORIES = frozenset(
     {"cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "mtia_runtime", "privateuse1_runtime"}
@@ -31,6 +33,7 @@ _LATEST_US = 9e15
 """Times beyond are no times: in nanoseconds they would not fit 64 bits."""
 _LONGEST_US = 1e13
 _MOST_DEVICES = 1024
+_MOST_MARKS = 2**20
 _MOST_NAMES = 100_000
 _LONGEST_NAME = 1000
 _LONGEST_THREAD = 40
@@ -81,6 +84,8 @@ class OperatorColumns:
         self.flops, self.bytes = array("d"), array("d")
         """NaN where they are not known."""
         self.has_work = False
+        self.updates: dict[int, list[Window]] = {}
+        """Thread → when it was in an optimizer's step, as annotations say."""
 
     def __len__(self) -> int:
         return len(self.name)
@@ -94,14 +99,23 @@ class OperatorColumns:
                 (flops, moved), number_format = found
                 self.formats[number_format] = self.formats.get(number_format, 0.0) + flops
                 self.has_work = True
-        place = (str(event.pid)[:_LONGEST_THREAD], str(event.tid)[:_LONGEST_THREAD])
         self.name.append(self.numbers.setdefault(name, len(self.numbers)))
-        self.thread.append(self.threads.setdefault(place, len(self.threads)))
+        self.thread.append(self._thread(event))
         self.external.append(_external(arguments))
         self.start_ns.append(start_ns)
         self.end_ns.append(end_ns)
         self.flops.append(flops)
         self.bytes.append(moved)
+
+    def add_update(self, event: Event, start_ns: int, end_ns: int) -> None:
+        """An annotation round an optimizer's step."""
+        windows = self.updates.setdefault(self._thread(event), [])
+        if len(windows) < _MOST_MARKS:
+            windows.append((start_ns, end_ns))
+
+    def _thread(self, event: Event) -> int:
+        place = (str(event.pid)[:_LONGEST_THREAD], str(event.tid)[:_LONGEST_THREAD])
+        return self.threads.setdefault(place, len(self.threads))
 
 
 class Columns:
@@ -157,6 +171,8 @@ class Columns:
             steps = self.device_steps if category.startswith("gpu") else self.host_steps
             known = steps.get(int(step[1]), (start_ns, end_ns))
             steps[int(step[1])] = (min(known[0], start_ns), max(known[1], end_ns))
+        elif category == "user_annotation" and event.name.startswith(UPDATE_MARK):
+            self.operators.add_update(event, start_ns, end_ns)
 
     def _named(self, name: str) -> str:
         """The name, kept once and not at any length; a file of nothing but new names must not fill the memory."""

@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 from flopwise.core.profile import KERNEL_CLASSES, Spent
 from flopwise.profile.activity import UNKNOWN_BYTES, Activity
 from flopwise.profile.activity_summary import thinned
+from flopwise.profile.intervals import union
 from flopwise.profile.kineto_columns import Numbers, OperatorColumns, Window, kind_numbers
 from flopwise.profile.nesting import Flags, nested
 
 Reals = NDArray[np.float64]
 _NS = 1e-9
 _MATRIX = tuple(KERNEL_CLASSES.index(name) for name in ("gemm", "attention"))
+_OPTIMIZER = KERNEL_CLASSES.index("optimizer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +39,7 @@ class _Calls:
     names: list[str]
     name: Numbers
     kind: Numbers
+    """By the call's name, but within an optimizer's step that of the optimizer, unless it is a product."""
     external: Numbers
     flops: Reals
     bytes: Reals
@@ -53,18 +56,21 @@ class _Calls:
 def _calls(operators: OperatorColumns, window: Window | None) -> _Calls:
     start_ns, end_ns = np.array(operators.start_ns, np.int64), np.array(operators.end_ns, np.int64)
     flops, moved = np.array(operators.flops, np.float64), np.array(operators.bytes, np.float64)
-    nesting = nested(np.array(operators.thread, np.int64), start_ns, end_ns, ~np.isnan(flops))
+    thread = np.array(operators.thread, np.int64)
+    nesting = nested(thread, start_ns, end_ns, ~np.isnan(flops))
     flops[nesting.calls_marked] = np.nan
     moved[nesting.calls_marked] = np.nan
     names = list(operators.numbers)
     name = np.array(operators.name, np.int64)
+    kind = kind_numbers(names)[name] if names else name
+    kind = np.where(_updates(operators, thread, start_ns) & ~np.isin(kind, _MATRIX), _OPTIMIZER, kind)
     inside = np.ones(len(name), np.bool_)
     if window is not None:
         inside = (start_ns >= window[0]) & (start_ns < window[1])
     return _Calls(
         names=names,
         name=name,
-        kind=kind_numbers(names)[name] if names else name,
+        kind=kind,
         external=np.array(operators.external, np.int64),
         flops=flops,
         bytes=moved,
@@ -75,6 +81,16 @@ def _calls(operators: OperatorColumns, window: Window | None) -> _Calls:
         segment_end_ns=nesting.segment_end_ns,
         segment_row=nesting.segment_row,
     )
+
+
+def _updates(operators: OperatorColumns, thread: Numbers, start_ns: Numbers) -> Flags:
+    """Which calls began within an optimizer's step."""
+    found = np.zeros(len(thread), np.bool_)
+    for number, windows in operators.updates.items():
+        starts, ends = union(*np.array(windows, np.int64).T)
+        place = np.searchsorted(starts, start_ns, side="right") - 1
+        found |= (thread == number) & (place >= 0) & (start_ns < ends[np.maximum(place, 0)])
+    return found
 
 
 def operators_of_host(
@@ -167,8 +183,8 @@ def _by_name(calls: _Calls, chosen: Flags, seconds: Reals, *, share: float) -> t
     counts = np.bincount(name, minlength=count)
     times = _sums(calls.name, seconds, count)
     flops, moved = (_sums(name, column[chosen], count) for column in (calls.flops, calls.bytes))
-    kinds = np.zeros(count, np.int64)
-    kinds[calls.name] = calls.kind
+    # One name may be called within an optimizer's step and outside it: what it mostly is says its name.
+    kinds = kind_numbers(calls.names)
 
     def told(work: np.float64) -> float | None:
         return None if np.isnan(work) else float(work) * share

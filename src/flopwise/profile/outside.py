@@ -87,8 +87,6 @@ def child_environment(private: Path, settings: dict[str, object]) -> dict[str, s
     path = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{private}{os.pathsep}{path}" if path else str(private)
     environment[start_up.VARIABLE] = json.dumps(settings)
-    # Torch's tracing library reports every start and stop on stderr, at a level above errors.
-    environment.setdefault("KINETO_LOG_LEVEL", "6")
     return environment
 
 

@@ -62,8 +62,14 @@ READERS: tuple[_Reader, ...] = tuple(
 
 
 def read_profiles(paths: Sequence[Path], tell: Tell | None = None) -> tuple[Read, ...]:
-    """What every path holds: a file, the folder of a run, or a folder of traces, one for each rank."""
-    return tuple(read for path in paths for read in _read(path, tell))
+    """What every path holds: a file, the folder of a run, or a folder of traces. Ranks of one run come together too."""
+    reads = tuple(read for path in paths for read in _read(path, tell))
+    ranks = [profile for read in reads for profile in read.profiles if profile.format == "kineto"]
+    numbers = {profile.rank for profile in ranks}
+    worlds = {profile.world for profile in ranks}
+    if len(ranks) < 2 or None in numbers or len(numbers) < len(ranks) or len(worlds) > 1:
+        return reads
+    return (Read(profiles=(kineto.ranks_together(ranks),)), *reads)
 
 
 def _read(path: Path, tell: Tell | None) -> tuple[Read, ...]:

@@ -148,6 +148,8 @@ class Recorder:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
+        # Torch's tracing library reports every start and stop on stderr, at a level above errors.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         with _quiet():
             self._profiler = profile(

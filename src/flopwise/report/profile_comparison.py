@@ -55,10 +55,11 @@ def _wall_words(fit: WallFit) -> str:
 def _host_words(wait: HostWait) -> str:
     least, most = about(wait.least_share), about(wait.most_share)
     between = least if least == most else f"{least.removesuffix(' %')}–{most}"
-    return (
-        f"The runs wait for their host: the device works only {between} of the wall time in {wait.waiting:,} of the "
-        f"{wait.known:,} profiles whose wall time is known."
-    )
+    share = f"The runs wait for their host: the device works only {between} of the wall time"
+    if wait.known == 1:
+        return f"{share} of the one profile that knows both."
+    which = "all" if wait.waiting == wait.known else f"{wait.waiting:,} of the"
+    return f"{share} in {which} {wait.known:,} profiles that know both."
 
 
 def _rough(value: float, digits: int) -> str:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from flopwise.engine.kernels import activations, plain
 from flopwise.engine.kernels import adamw as plain_adamw
@@ -194,4 +195,6 @@ def adamw(
 
         fused.adamw(weights, gradients, first, second, master, settings=settings, offset=offset)
     else:
-        plain_adamw.adamw(weights, gradients, first, second, master, settings=settings, offset=offset)
+        # In a trace its operators look like any others.
+        with record_function("Optimizer.step#AdamW.step"):
+            plain_adamw.adamw(weights, gradients, first, second, master, settings=settings, offset=offset)
