@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -185,6 +186,14 @@ def test_thresholds_are_the_users() -> None:
     with pytest.raises(FlopwiseError, match=r"cannot be 1\.5"):
         thresholds_of({"host_device_share": 1.5})
     assert all(field.default is not None for field in fields(Thresholds))
+
+
+def test_the_page_on_verdicts_names_every_threshold_and_its_value() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "verdicts.md").read_text(encoding="utf-8")
+    assert re.findall(r"`(\w+)` ([\d.]+)", page) == [
+        (field.name, f"{field.default:g}")
+        for field in sorted(fields(Thresholds), key=lambda field: page.index(field.name))
+    ]
 
 
 # -- what must hold ---------------------------------------------------------------------------------------------------

@@ -235,7 +235,10 @@ def _host_profile(columns: Columns, name: str) -> Profile:
         table, activity = operators_of_host(columns.operators, window=None, steps=1)
     summary = summarised(activity, window_ns=window, steps=len(steps) or None)
     values = {key: value for key, value in summary.values.items() if not key.startswith("copy_")}
-    values |= known("ingested", [("kernel_count", table.calls), ("matrix_count", table.matrix_calls)])
+    # Where there is no GPU, only the program itself can be what the processor waits for between operators.
+    idle_s = values["idle_s"].value if "idle_s" in values else None
+    counted = [("kernel_count", table.calls), ("matrix_count", table.matrix_calls), ("idle_host_s", idle_s)]
+    values |= known("ingested", counted)
     if len(columns.operators.threads) > 1:
         notes.append(f"operators ran on {len(columns.operators.threads)} threads; busy is any of them")
     classes = tuple(replace(spent, count=table.class_calls.get(spent.kind, 0.0)) for spent in summary.classes)
