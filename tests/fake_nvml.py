@@ -59,9 +59,6 @@ class FakeLibrary:
     def do_nvmlSystemGetDriverVersion(self, buffer: Any, _: Any) -> None:  # noqa: N802
         buffer.value = b"580.95.05"
 
-    def do_nvmlDeviceGetCount_v2(self, count: Any) -> None:  # noqa: N802
-        count._obj.value = 2
-
     def do_nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int | None:  # noqa: N802
         return self._found(index.value < 2, handle, index.value)
 
@@ -73,9 +70,6 @@ class FakeLibrary:
 
     def do_nvmlDeviceGetName(self, handle: Any, buffer: Any, _: Any) -> None:  # noqa: N802
         buffer.value = f"Card {handle.value - HANDLE}".encode()
-
-    def do_nvmlDeviceGetUUID(self, _: Any, buffer: Any, __: Any) -> None:  # noqa: N802
-        buffer.value = UUID.encode()
 
     def do_nvmlDeviceGetTotalEnergyConsumption(self, _: Any, energy: Any) -> None:  # noqa: N802
         energy._obj.value = self.energy_mj()

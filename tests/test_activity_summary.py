@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flopwise.core.profile import KERNEL_CLASSES, KernelClass
@@ -34,7 +34,8 @@ def test_copies_and_collectives_beside_computation() -> None:
     assert _ns(summary, "device_busy_s") == 10
     assert _ns(summary, "idle_s") == 0
     assert _ns(summary, "copy_active_s") == 6
-    assert _ns(summary, "copy_exposed_s") == 4
+    # Where both run without computation, the time is the collective's.
+    assert _ns(summary, "copy_exposed_s") == 1
     assert _ns(summary, "comm_exposed_s") == 5
     assert {spent.kind: round(spent.seconds * 1e9, 6) for spent in summary.classes} == {
         "gemm": 4, "communication": 5, "copy": 1,
@@ -115,16 +116,25 @@ ROWS = st.lists(
 
 
 @given(ROWS)
+@example([("gemm", 0, 4, 0), ("copy", 2, 8, 0), ("communication", 5, 10, 0)])
 @settings(max_examples=50, deadline=None)
 def test_sums_agree_with_counting(rows: list[Row]) -> None:
     summary = summarised(_activity(*rows))
     busy = {moment for _, start, end, _ in rows for moment in range(start, end)}
     computing = {m for kind, start, end, _ in rows if kind not in ("copy", "communication") for m in range(start, end)}
-    copying = {moment for kind, start, end, _ in rows if kind == "copy" for moment in range(start, end)}
+    talking, copying = (
+        {moment for kind, start, end, _ in rows if kind == wanted for moment in range(start, end)}
+        for wanted in ("communication", "copy")
+    )
     assert _ns(summary, "device_busy_s") == len(busy)
     assert _ns(summary, "device_span_s") == (max(busy) + 1 - min(busy) if busy else 0)
     assert _ns(summary, "device_busy_s") + _ns(summary, "idle_s") == pytest.approx(_ns(summary, "device_span_s"))
-    assert _ns(summary, "copy_exposed_s") == len(copying - computing)
+    assert _ns(summary, "copy_exposed_s") == len(copying - talking - computing)
+    assert _ns(summary, "comm_exposed_s") == len(talking - computing)
+    charged = sum(spent.seconds for spent in summary.classes if spent.kind not in ("copy", "communication"))
+    parts = ("comm_exposed_s", "copy_exposed_s", "idle_s")
+    whole = round(charged * 1e9, 6) + sum(_ns(summary, name) for name in parts)
+    assert whole == pytest.approx(_ns(summary, "device_span_s"), rel=1e-12)
     assert sum(spent.seconds for spent in summary.classes) == pytest.approx(summary.values["device_busy_s"].value)
     causes = [_ns(summary, f"idle_{cause}_s") for cause in ("host", "copy", "communication")] if busy else []
     assert all(cause >= 0 for cause in causes)

@@ -351,3 +351,29 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 def test_nearest_prefers_the_closest() -> None:
     assert nearest("llama-3-8", ["llama-3-8b", "gpt2", "llama-3-70b"])[0] == "llama-3-8b"
     assert nearest("xyzzy", ["llama-3-8b"]) == []
+
+
+def test_a_link_stays_one_and_keeps_its_targets_permissions(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.txt", tmp_path / "link.txt"
+    target.write_text("old")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    write_whole(link, "new")
+    assert link.is_symlink() and target.read_text() == "new"
+    assert target.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "told")
+        assert os.read(reader, 100) == b"told" and stat.S_ISFIFO(pipe.stat().st_mode)
+    finally:
+        os.close(reader)
+
+
+def test_a_folder_is_no_file_to_write(tmp_path: Path) -> None:
+    with pytest.raises(FlopwiseError, match="cannot write"):
+        write_whole(tmp_path, "text")

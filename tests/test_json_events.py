@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from flopwise.core.errors import FlopwiseError
 from flopwise.profile import json_events
 from flopwise.profile.json_events import Event, EventStream
+from flopwise.profile.kineto_columns import Columns
 from flopwise.profile.opening import Source
 
 HEAD = '{"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "GPU"}, {"id": 1}], "traceEvents": ['
@@ -38,7 +40,7 @@ def _names(events: list[Event]) -> list[str]:
     return [event.name for event in events]
 
 
-@pytest.fixture(params=[150, 1000, 8 * 2**20])
+@pytest.fixture(params=[150, 1000, json_events.BLOCK_BYTES])
 def _block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_events, "BLOCK_BYTES", request.param)
 
@@ -212,3 +214,17 @@ def test_random_bytes(noise: bytes) -> None:
         _read(noise)
     except FlopwiseError as error:
         assert error.hint
+
+
+@pytest.mark.parametrize("_block_bytes", [json_events.BLOCK_BYTES], indirect=True)
+def test_the_smallest_events_take_little_memory() -> None:
+    blocks = iter([b'{"traceEvents":[{}', *[b",{}" * 10_000] * 150, b"]}"])
+    columns = Columns()
+    tracemalloc.start()
+    try:
+        columns.gather(EventStream(Source("x.json", blocks)))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert columns.events == 1_500_001
+    assert peak_bytes < 100e6

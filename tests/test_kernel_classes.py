@@ -96,7 +96,9 @@ def test_operators(kind: KernelClass, name: str) -> None:
 
 def test_the_trace_says_what_a_copy_is() -> None:
     assert class_of("anything gemm", category="gpu_memcpy") == "copy"
-    assert class_of("anything", category="gpu_memset") == "copy"
+    assert class_of("Memcpy HtoD (Pinned -> Device)", category="gpu_memcpy") == "copy"
+    assert class_of("Memcpy DtoD (Device -> Device)", category="gpu_memcpy") == "pointwise"
+    assert class_of("Memset (Device)", category="gpu_memset") == "pointwise"
 
 
 def test_every_kernel_of_the_engine_has_its_class() -> None:

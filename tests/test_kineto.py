@@ -18,9 +18,12 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from flopwise.core.catalog import load_hardware
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.profile import Profile
+from flopwise.profile import kineto_columns
+from flopwise.profile.invariants import broken
 from flopwise.profile.kineto import looks_like, ranks_together, read_source
 from flopwise.profile.opening import Source, opened
 from flopwise.profile.operator_work import work_of
+from flopwise.profile.reading import read_profiles
 
 Json = dict[str, Any]
 BASE = 3_913_618_802_000.0
@@ -176,6 +179,49 @@ def test_peaks_come_from_the_catalogue_and_are_never_guessed() -> None:
     assert any("H900 is not in the catalogue" in note for note in unknown.notes)
 
 
+def test_a_host_that_runs_ahead_has_no_wall_time() -> None:
+    trace = _gpu_trace()
+    for event in trace["traceEvents"]:
+        if event["name"].startswith("ProfilerStep#"):
+            event["ts"], event["dur"] = (
+                BASE + (0 if event["name"].endswith("1") else 1),
+                1 if event["name"].endswith("1") else 125,
+            )
+        if event["cat"] == "kernel" and event["ts"] == BASE + 130:
+            event["dur"] = 300
+    found = _only(trace)
+    assert found.get("step_wall_s") is None
+    assert any("before the device was" in note for note in found.notes)
+    assert broken(found) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "number_format"),
+    [
+        ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "bf16"),
+        ("nvjet_sm90_tss_64x8", "bf16"),
+        ("nvjet_sm90_hsh_128x64", "fp16"),
+        ("nvjet_sm90_qqtst_128x64", "fp8"),
+        ("nvjet_sm100_ddd_64x64", "fp64"),
+    ],
+)
+def test_the_number_format_in_a_kernels_name(name: str, number_format: str) -> None:
+    text = json.dumps(_gpu_trace()).replace("nvjet_tst_128x64", name).replace("c10::BFloat16", "Unknown")
+    assert _only(text.encode()).precision == number_format
+
+
+def test_products_are_counted_once_with_shapes_or_without() -> None:
+    trace = {"traceEvents": [
+        _x("cpu_op", "aten::linear", 0, 10, **_shapes(1, (4, 8), (16, 8), (16,))),
+        _x("cpu_op", "aten::addmm", 2, 9, **_shapes(2, (16,), (4, 8), (8, 16))),
+        _x("cpu_op", "aten::mm", 12, 19, **_shapes(3, (4, 8), (8, 16))),
+    ]}  # fmt: skip
+    assert _only(trace).get("matrix_count") == 2
+    for event in trace["traceEvents"]:
+        del event["args"]["Input Dims"]
+    assert _only(trace).get("matrix_count") == 2
+
+
 def test_the_number_format_follows_operators_where_kernels_do_not_tell() -> None:
     text = json.dumps(_gpu_trace()).replace("nvjet_tst_128x64", "some_gemm").replace("c10::BFloat16", "c10::Half")
     assert _only(text.encode()).precision == "fp16"
@@ -259,6 +305,18 @@ def test_a_cut_trace_says_so() -> None:
     assert _us(found, "device_busy_s") == 52.5
 
 
+@pytest.mark.parametrize("time", ['"soon"', "null", "true", "[1]"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_an_event_of_a_wrong_kind_hides_nothing_else(time: str, place: int) -> None:
+    """Not even as the last of the list, where what stands behind the list follows it."""
+    trace = _gpu_trace()
+    sound = _only(trace)
+    trace["traceEvents"].insert(len(trace["traceEvents"]) if place else 0, {"ph": "X", "cat": "kernel", "ts": "@"})
+    found = _only(json.dumps(trace).replace('"@"', time).encode())
+    assert (found.values, found.device, found.rank) == (sound.values, sound.device, sound.rank)
+    assert found.warnings == ("x.json: 1 events have fields of a wrong kind, left out",)
+
+
 def test_impossible_times_are_left_out_and_told() -> None:
     trace = _gpu_trace()
     bad = [_x("kernel", "gemm", 20, 10, device=0), _x("kernel", "gemm", 0, 1e300, device=0)]
@@ -271,6 +329,68 @@ def test_impossible_times_are_left_out_and_told() -> None:
         "x.json: 1 events have a negative duration, left out",
         "x.json: 2 events have no time or no duration, or an impossible one, left out",
     )
+
+
+@pytest.mark.parametrize(
+    ("limit", "what", "category"),
+    [
+        ("MOST_OPERATORS", "operators", "cpu_op"),
+        ("MOST_DEVICE_ROWS", "activities on devices", "kernel"),
+        ("MOST_LAUNCHES", "launches", "cuda_runtime"),
+        ("MOST_STEPS", "steps", "user_annotation"),
+        ("MOST_STEPS", "steps of optimizers", "user_annotation"),
+        ("MOST_THREADS", "threads", "cpu_op"),
+        ("_MOST_DEVICES", "devices", "kernel"),
+        ("MOST_MEMORY_ROWS", "changes of memory", "cpu_instant_event"),
+    ],
+)
+def test_more_than_the_most_is_left_out_and_told(
+    monkeypatch: pytest.MonkeyPatch, limit: str, what: str, category: str
+) -> None:
+    names = {"steps": "ProfilerStep#{}", "steps of optimizers": "Optimizer.step#AdamW.step"}
+    more = [
+        _x(category, names.get(what, "some").format(n), 50 + n, 51 + n, device=n % 8, correlation=100 + n) | {"tid": n}
+        for n in range(10, 30)
+    ]
+    if what == "changes of memory":
+        more = [_memory(n, n, n) for n in range(10, 30)]
+    content = _gpu_trace()
+    content["traceEvents"] += more
+    assert _profiles(content)[0].warnings == ()
+    monkeypatch.setattr(kineto_columns, limit, 20 if limit == "MOST_DEVICE_ROWS" else 5)
+    found = _profiles(content)
+    assert found[0].warnings == (
+        f"x.json: only the first {20 if limit == 'MOST_DEVICE_ROWS' else 5} {what} are summed up",
+    )
+    for each in found:
+        _assert_sound(each)
+    if what == "devices":
+        assert len(found) == 5
+
+
+def test_names_are_kept_once_and_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = {"traceEvents": [_x("kernel", f"{n}" * 100, 10 * n, 10 * n + 10 - n, device=0) for n in range(9)]}
+    monkeypatch.setattr(kineto_columns, "_MOST_NAME_BYTES", 700)
+    found = _only(trace)
+    assert {spent.name: spent.count for spent in found.kernels} == {
+        **{f"{n}" * 100: 1 for n in range(5)}, kineto_columns.OTHER_NAMES: 4,
+    }  # fmt: skip
+
+
+def test_an_optimizer_that_took_no_time_is_none() -> None:
+    events = [_x("cpu_op", "aten::add", 1, 5), _x("user_annotation", "Optimizer.step#AdamW.step", 2, 2)]
+    assert [spent.kind for spent in _only({"traceEvents": events}).classes] == ["pointwise"]
+
+
+def test_a_folder_that_cannot_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(FlopwiseError, match="cannot be looked into") as error:
+        read_profiles([tmp_path])
+    assert error.value.why == "Permission denied"
+    assert error.value.hint
 
 
 def test_other_traces_are_refused_in_words() -> None:

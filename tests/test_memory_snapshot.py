@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.profile import Profile
 from flopwise.profile import memory_snapshot
-from flopwise.profile.memory_snapshot import looks_like, owner_of, read_source, thinned
+from flopwise.profile.memory_snapshot import looks_like, owner_of, read_source
 from flopwise.profile.opening import Source
 
 MIB = 2**20
@@ -195,17 +194,24 @@ def test_a_look_at_too_much_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("only the first 1000" in warning for warning in profile.warnings)
 
 
-@settings(max_examples=30)
-@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=300), st.integers(4, 40))
-def test_thinning_keeps_ends_and_peaks(levels: list[int], most: int) -> None:
-    seconds = np.arange(len(levels), dtype=np.float64)
-    kept = thinned(seconds, np.array(levels, dtype=np.float64), most)
-    assert len(kept) <= max(most, 4)
-    assert kept[0] == (0.0, float(levels[0]))
-    assert kept[-1] == (len(levels) - 1.0, float(levels[-1]))
-    assert max(level for _, level in kept) == max(levels)
-    assert min(level for _, level in kept) == min(levels)
-    assert all(levels[int(second)] == level for second, level in kept)
+def test_many_events_are_thinned_and_the_peak_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_snapshot, "MOST_POINTS", 10)
+    sizes = [MIB] * 40 + [7 * MIB] + [MIB] * 40
+    events = [
+        {"action": action, "addr": 1, "size": size, "time_us": 2 * number + (action != "alloc")}
+        for number, size in enumerate(sizes)
+        for action in ("alloc", "free_completed")
+    ]
+    (profile,) = profiles(pickle.dumps({"segments": [], "device_traces": [events]}))
+    assert len(profile.memory_over_time) <= 10
+    assert (80e-6, 7.0 * MIB) in profile.memory_over_time
+    assert profile.memory_over_time[-1] == (161e-6, 0.0)
+
+
+def test_times_far_apart_do_not_wrap_around() -> None:
+    events = [{"action": "alloc", "addr": 1, "size": MIB, "time_us": time_us} for time_us in (0, 2**60)]
+    (profile,) = profiles(pickle.dumps({"segments": [], "device_traces": [events]}))
+    assert profile.memory_over_time[-1][0] > 1e9
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,14 @@ def test_parts_of_a_counter_count_where_the_whole_is_not_given() -> None:
     assert scalar_flops({}) is None
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_an_instruction_counted_twice_counts_once(reverse: bool) -> None:
+    by_processor = SCALAR.replace("smsp", "sm")
+    counted = {SCALAR.format("ffma"): 3.0, by_processor.format("ffma"): 4.0, by_processor.format("fadd"): 5.0}
+    given = dict(sorted(counted.items(), reverse=reverse))
+    assert scalar_flops(given) == 2 * 3 + 5
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [

@@ -17,6 +17,7 @@ from flopwise.core.profile import Profile
 from flopwise.profile import nsys
 from flopwise.profile.invariants import broken
 from flopwise.profile.nsys import MAGIC, looks_like, read_path
+from flopwise.profile.verdicts import verdicts
 
 SCHEMA = """
 CREATE TABLE StringIds (id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL);
@@ -212,6 +213,17 @@ def test_ranges_within_each_other_or_far_from_the_gpu_are_no_steps(tmp_path: Pat
         with closing(sqlite3.connect(path)) as database, database:
             insert(database, "NVTX_EVENTS", [(a * MS, b * MS, 59, "step", None, THREAD, 0) for a, b in ranges])
         assert profile_of(path).steps is None
+
+
+def test_more_than_the_whole_bandwidth_is_not_hidden(tmp_path: Path) -> None:
+    path = changed(export(tmp_path / "report.sqlite"), METRICS)
+    kind, names = 0x0101_0000_0000_0000, ["DRAM Read Bandwidth [Throughput %]", "DRAM Write Bandwidth [Throughput %]"]
+    with closing(sqlite3.connect(path)) as database, database:
+        insert(database, "TARGET_INFO_GPU_METRICS", [(kind, number, name) for number, name in enumerate(names)])
+        insert(database, "GPU_METRICS", [(50 * MS, kind, number, 70) for number in range(2)])
+    profile = profile_of(path)
+    assert profile.get("mbu") == pytest.approx(1.4)
+    assert any(verdict.kind == "invalid" for verdict in verdicts(profile))
 
 
 def test_sampled_counters(tmp_path: Path) -> None:

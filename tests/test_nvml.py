@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from flopwise.profile.nvml import NvmlDevice, open_nvml, reason_words, visible_device
+from flopwise.profile.nvml import NvmlDevice, open_nvml, visible_device
 from tests.fake_nvml import BUS, UUID, FakeLibrary
 
 READINGS: dict[str, tuple[str, object]] = {
     "name": ("nvmlDeviceGetName", "Card 1"),
-    "uuid": ("nvmlDeviceGetUUID", UUID),
     "driver_version": ("nvmlSystemGetDriverVersion", "580.95.05"),
     "energy_j": ("nvmlDeviceGetTotalEnergyConsumption", 5000.0),
     "power_w": ("nvmlDeviceGetPowerUsage", 650.0),
@@ -20,7 +19,6 @@ READINGS: dict[str, tuple[str, object]] = {
     "clock_hz": ("nvmlDeviceGetClockInfo", 1485e6),
     "clock_boost_hz": ("nvmlDeviceGetMaxClockInfo", 1980e6),
     "temperature_c": ("nvmlDeviceGetTemperature", 61.0),
-    "memory_used_bytes": ("nvmlDeviceGetMemoryInfo", 600),
     "memory_total_bytes": ("nvmlDeviceGetMemoryInfo", 1000),
     "gpm_sample": ("nvmlGpmSampleGet", None),
 }
@@ -58,7 +56,6 @@ def test_a_device_that_is_not_there_is_none(which: int | str) -> None:
     nvml = open_nvml(FakeLibrary())
     assert nvml is not None
     assert nvml.device(which) is None
-    assert nvml.device_count() == 2
 
 
 def test_no_driver_no_library_of_it() -> None:
@@ -94,13 +91,12 @@ def test_cuda_numbers_only_the_devices_that_it_sees(listed: str | None, index: i
     assert visible_device(index, environment) == expected
 
 
-def test_reasons_in_words_and_under_their_old_name() -> None:
-    assert reason_words(0x4 | 0x40) == ("software power cap", "hardware thermal")
-    assert reason_words(1 << 40) == ()
+def test_reasons_under_their_old_name_too() -> None:
+    assert card(FakeLibrary()).reason_bits() == 0x4
     older = FakeLibrary(missing=["nvmlDeviceGetCurrentClocksEventReasons"])
-    assert card(older).reasons() == ("software power cap",)
+    assert card(older).reason_bits() == 0x4
     older.missing.add("nvmlDeviceGetCurrentClocksThrottleReasons")
-    assert card(older).reasons() is None
+    assert card(older).reason_bits() is None
 
 
 def test_two_samples_make_shares_and_rates() -> None:

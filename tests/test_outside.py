@@ -132,7 +132,6 @@ def test_without_an_optimizer_calls_are_steps_and_breaking_off_leaves_the_whole_
         raise SystemError("as it happens")
         """,
         steps=9,
-        wait_s=0.0,
     )
     assert outcome.exit_code == 1
     written = capfd.readouterr()
@@ -242,7 +241,7 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int],
         monkeypatch.setattr(owner, name, owner.__dict__[name])
     monkeypatch.setattr(atexit, "register", lambda *_: None)
     monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
-    Watcher(tmp_path / "profile", warm_up=1, steps=2, wait_s=0.0, at_most_s=60.0).watch()
+    Watcher(tmp_path / "profile", warm_up=1, steps=2, at_most_s=60.0).watch()
 
     class Plain(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

@@ -18,9 +18,9 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.profile import Profile, Spent, known
 from flopwise.core.store import from_text
 from flopwise.profile import neuron_text
-from flopwise.profile.comparing import Comparison, Row, column_names, column_of, compare
+from flopwise.profile.comparing import Comparison, HostWait, Row, column_names, column_of, compare
 from flopwise.profile.opening import opened
-from flopwise.profile.verdicts import Thresholds
+from flopwise.profile.verdicts import Thresholds, verdicts
 from flopwise.report.profile_comparison import (
     CSV_FIELDS,
     comparison_csv,
@@ -114,6 +114,23 @@ def test_columns_have_names_of_their_own() -> None:
         compare([])
 
 
+def test_many_columns_of_one_name_are_named_one_by_one() -> None:
+    class Name(str):
+        """Counts how often it is written into another one."""
+
+        __slots__ = ()
+        written = 0
+
+        def __format__(self, form: str) -> str:
+            Name.written += 1
+            return str(self)
+
+    alike = timed(1, 0.1, name=Name("x"))
+    names = column_names([alike] * 500)
+    assert names == ("x", *(f"x ({number})" for number in range(2, 501)))
+    assert Name.written < 1000
+
+
 # -- lines -----------------------------------------------------------------------------------------------------------
 
 
@@ -151,11 +168,22 @@ def test_small_batches_off_the_line_are_left_out() -> None:
     assert fit.fixed_s == pytest.approx(0.01)
 
 
+def test_a_line_may_be_level_or_go_through_zero() -> None:
+    for fixed, slope in ((0.3, 0.0), (0.0, 0.1)):
+        (fit,) = compare([timed(batch, fixed + slope * batch) for batch in (1, 2, 3, 7)]).fits
+        assert fit.fixed_s == pytest.approx(fixed, abs=1e-9)
+        assert fit.per_sequence_s == pytest.approx(slope, abs=1e-9)
+        assert min(fit.fixed_s, fit.per_sequence_s) >= 0
+
+
 def test_no_line_where_there_is_none() -> None:
     assert compare([timed(1, 0.1), timed(2, 0.2)]).fits == ()
     assert compare([timed(8, 0.1), timed(8, 0.2), timed(8, 0.3)]).fits == ()
     lengths = [timed(batch, 0.1 * batch, sequence_tokens=64 * batch) for batch in (1, 2, 3)]
     assert compare(lengths).fits == ()
+    assert compare([timed(1, 1.0), timed(2, 4.0), timed(4, 16.0)]).fits == (), "far off the line"
+    assert compare([timed(batch, 1.0 - 0.01 * batch) for batch in (1, 2, 3)]).fits == (), "faster with more to do"
+    assert compare([timed(batch, 0.1 * batch - 0.05) for batch in (1, 2, 3)]).fits == (), "less than no time at 0"
     devices = [timed(batch, 0.1 * batch, device=f"device {batch}") for batch in (1, 2, 3)]
     assert compare(devices).fits == ()
     assert compare(devices).wall_fit is None
@@ -169,6 +197,12 @@ def test_the_host_is_named_only_where_most_wait_for_it() -> None:
     assert compare([waiting, busy]).host_wait is None
     assert compare([busy, timed(1, 0.1)]).host_wait is None
     assert compare([waiting, waiting], thresholds=Thresholds(host_device_share=0.2)).host_wait is None
+    # Idle time that waits for the host is another matter: the device's span is all of the wall time.
+    figures = [("device_span_s", 0.99), ("step_wall_s", 1.0), ("idle_s", 0.5), ("idle_host_s", 0.5)]
+    idle = timed(8, 0.99, values=known("measured", figures))
+    assert any(verdict.kind == "host_bound" for verdict in verdicts(idle))
+    assert compare([idle, idle]).host_wait is None
+    assert compare([waiting, waiting, idle]).host_wait == HostWait(waiting=2, known=3, least_share=0.3, most_share=0.3)
 
 
 # -- forms -----------------------------------------------------------------------------------------------------------

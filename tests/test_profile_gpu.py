@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -14,6 +15,7 @@ from flopwise.core.store import PROFILE, from_text, read_steps
 from flopwise.profile.invariants import broken
 from flopwise.profile.outside import run_outside
 from flopwise.profile.reading import read_profiles
+from flopwise.profile.sampling import read_counter_record
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +27,7 @@ import torch
 model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(8))).cuda().bfloat16()
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 batch = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
-for _ in range(40):
+for _ in range(300):
     optimizer.zero_grad()
     model(batch).square().mean().backward()
     optimizer.step()
@@ -82,8 +84,9 @@ def test_a_training_is_profiled(tmp_path: Path, device_mib: int | None) -> None:
 def test_another_program_is_profiled(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    outcome = run_outside(["python", str(script)], tmp_path / "profile", warm_up=5, steps=4)
+    outcome = run_outside([sys.executable, str(script)], tmp_path / "profile", warm_up=5, steps=4)
     assert outcome.exit_code == 0 and len(outcome.traces) == 1
+    assert read_counter_record(outcome.counters[0]).window == "steady"
     (profile,) = [profile for read in read_profiles([tmp_path / "profile"]) for profile in read.profiles]
     check_sums(profile)
     assert profile.steps == 4

@@ -206,7 +206,7 @@ def test_counters_under_the_names_of_a_profile() -> None:
     )
     values = counters_values(counters, 0.4, steps=4)
     assert {name: value.value for name, value in values.items()} == pytest.approx(
-        {"matrix_active_s": 0.2, "mbu": 0.25, "unit_share": 0.9, "power_w": 600.0, "energy_j": 300.0}
+        {"matrix_active_s": 0.25, "mbu": 0.3125, "unit_share": 0.9, "power_w": 600.0, "energy_j": 300.0}
     )
     assert {value.source for value in values.values()} == {"measured"}
     assert "energy_j" not in counters_values(counters, 0.4)

@@ -205,7 +205,7 @@ SOUND = {
 }  # fmt: skip
 BREAKING = [
     ({"mfu": 0.55, "mfu_roof": 1.1}, "mfu <= hfu"),
-    ({"hfu": 0.7}, "hfu <= matrix_active_s / device_span_s"),
+    ({"hfu": 0.8}, "hfu <= matrix_active_s / device_span_s"),
     ({"mbu_min": 0.55}, "mbu_min <= mbu"),
     ({"mbu": 1.2, "mfu_roof": 1 / 3}, "mbu <= 1"),
     ({"util_limit": 1.0967}, "util_limit <= 1"),

@@ -62,6 +62,7 @@ def show(
     """Print profiles: figures by group, time by kernel, memory by owner, and what limits the run."""
     form = one_of(output, SHOW_FORMS, "--output")
     thresholds = _thresholds(threshold)
+    _keep_inputs(files, write, trace)
     reads = _read(files, store)
     profiles = _sections(_profiles(reads), section)
     if trace:
@@ -95,6 +96,7 @@ def compare(
 
     form = one_of(output, PAGE_FORMS, "--output")
     thresholds = _thresholds(threshold)
+    _keep_inputs(files, write)
     profiles = _sections(_profiles(_read(files, store)), section)
     if len(profiles) < 2:
         raise FlopwiseError(
@@ -129,6 +131,26 @@ def why(
     judged = _judged(profiles, _thresholds(threshold))
     paragraphs = ["\n".join(why_lines(profile, verdicts, width())) for profile, verdicts in judged]
     show_page(as_text(["\n\n".join(paragraphs)]))
+
+
+def _keep_inputs(files: Sequence[str], *targets: str) -> None:
+    """Refuse to write over what is to be read."""
+    from flopwise.core.errors import FlopwiseError
+
+    read = {_real(name) for name in files} - {None}
+    for target in filter(None, targets):
+        if _real(target) in read:
+            raise FlopwiseError(
+                f"{target} is one of the files to read", why="it would be lost", hint="write to another file"
+            )
+
+
+def _real(name: str) -> Path | None:
+    try:
+        return Path(name).resolve()
+    except (OSError, ValueError, RuntimeError):
+        # A loop of links, a null character: no such file.
+        return None
 
 
 # -- from words to profiles ------------------------------------------------------------------------------------------

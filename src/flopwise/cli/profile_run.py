@@ -41,10 +41,11 @@ def run(
     words = {"steps": steps, "warm_up": warm_up}
     traced, before = (value_of(words, name, counted(1, f"--{name.replace('_', '-')} 5")) or 1 for name in words)
     place = Path(folder) if folder else _free_folder()
+    is_new = not place.exists()
     outcome = run_outside(command, place, warm_up=before, steps=traced)
     if not outcome.traces:
-        _nothing(outcome, before + traced, place, made=not folder)
-    _print(place)
+        _nothing(outcome, before + traced, place, is_new=is_new)
+    _print(place, traced)
     if outcome.exit_code:
         typer.echo(f"note: the program ended with exit code {outcome.exit_code}", err=True)
         raise typer.Exit(outcome.exit_code)
@@ -55,23 +56,23 @@ def _free_folder() -> Path:
     return next(Path(name) for name in names if not Path(name).exists())
 
 
-def _nothing(outcome: Outcome, steps: int, folder: Path, *, made: bool) -> None:
+def _nothing(outcome: Outcome, steps: int, folder: Path, *, is_new: bool) -> None:
     """The program ran, and there is no profile of it."""
     from flopwise.core.errors import FlopwiseError
 
-    if made and folder.is_dir() and not any(folder.iterdir()):
+    if is_new and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
     if outcome.exit_code:
         typer.echo("flopwise: the program failed before its steps could be profiled", err=True)
         raise typer.Exit(outcome.exit_code)
     raise FlopwiseError(
         "there is nothing to profile in what ran",
-        why=f"it took fewer than {steps} steps of a torch optimizer or module, or never imported torch",
+        why=f"it took fewer than {steps} steps of a torch optimizer or module, or no torch, or profiled itself",
         hint="let it run longer, or --steps 1 --warm-up 1",
     )
 
 
-def _print(folder: Path) -> None:
+def _print(folder: Path, steps: int) -> None:
     from flopwise.cli.output import progress_bar, show_page, width
     from flopwise.core.files import write_whole
     from flopwise.core.store import PROFILE, to_text
@@ -84,4 +85,6 @@ def _print(folder: Path) -> None:
     write_whole(folder / PROFILE, to_text(profiles) + "\n")
     judged = [(profile, verdicts(profile)) for profile in profiles]
     show_page(profile_page(*judged[0], width()) if len(judged) == 1 else profiles_table(judged, width()))
+    if any(profile.steps is not None and profile.steps < steps for profile in profiles):
+        typer.echo(f"note: the program ended before {steps} steps were traced", err=True)
     typer.echo(f"wrote {folder}   next: flopwise profile why {folder}", err=True)

@@ -193,20 +193,35 @@ def to_json(value: object) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write beside the target and rename into place, so that no reader ever sees half of it."""
+    """Write beside the target and rename into place, so that no reader ever sees half of it.
+
+    A link stays one, and what it leads to is replaced, with the permissions that it had. A device or a pipe cannot be
+    replaced, and is written to.
+    """
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise FlopwiseError(f"cannot write {path}", why=error.strerror, hint=WRITABLE_HINT) from None
+        target = path.resolve()
+        mode = target.stat().st_mode if target.exists() else stat.S_IFREG | 0o644
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            with target.open("w", encoding="utf-8") as stream:
+                stream.write(text)
+            return
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _not_written(path, error) from None
     temporary = Path(name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(path)
+        temporary.chmod(stat.S_IMODE(mode))
+        temporary.replace(target)
     except OSError as error:
-        raise FlopwiseError(f"cannot write {path}", why=error.strerror, hint=WRITABLE_HINT) from None
+        raise _not_written(path, error) from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _not_written(path: Path, error: Exception) -> FlopwiseError:
+    why = error.strerror if isinstance(error, OSError) else str(error)
+    return FlopwiseError(f"cannot write {path}", why=why, hint=WRITABLE_HINT)

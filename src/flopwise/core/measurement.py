@@ -118,6 +118,8 @@ class RunRecord:
     measurement: Measurement | None = None
     metrics: dict[str, float | str] = field(default_factory=dict)
     """The block of train metrics: `epoch`, `train_loss`, `train_runtime`, …"""
+    profile: str | None = None
+    """Where it was profiled: the profile, relative to the folder."""
     request: dict[str, Any] = field(default_factory=dict)
     """What was asked for, to go on with it later."""
     reason: str | None = None

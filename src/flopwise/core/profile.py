@@ -57,7 +57,7 @@ METRICS: tuple[Metric, ...] = (
     *_metrics(
         "overall",
         ("step_wall_s", "s", "a step as the host sees it"),
-        ("device_span_s", "s", "from the device's first activity to its last"),
+        ("device_span_s", "s", "from the device's first activity to its last; of a CPU, the step itself"),
         ("device_busy_s", "s", "something ran or was copied on the device"),
         ("idle_s", "s", "nothing did"),
         ("idle_host_s", "s", "of the idle time: nothing was handed to the device yet"),
@@ -76,7 +76,7 @@ METRICS: tuple[Metric, ...] = (
         "matrix_engine",
         ("matrix_active_s", "s", "the matrix unit had work"),
         ("matrix_count", "count", "matrix products"),
-        ("mfu", "share", "model FLOPs over what the peak could do in the span"),
+        ("mfu", "share", "model FLOPs over what the peak could do in the same time"),
         ("hfu", "share", "executed FLOPs over the same"),
         ("mfu_roof", "share", "the MFU at which device-memory bandwidth would be used up"),
     ),
@@ -99,7 +99,7 @@ METRICS: tuple[Metric, ...] = (
         ("spill_write_bytes", "B", "of the writes: the same"),
         ("copy_active_s", "s", "a copy engine had work"),
         ("copy_time_s", "s", "copies added up, overlaps counted each"),
-        ("copy_exposed_s", "s", "copies with no computation beside them"),
+        ("copy_exposed_s", "s", "copies with nothing else beside them"),
         ("copy_bytes", "B", "moved by copy engines"),
         ("copy_count", "count", "copies"),
         ("copy_packet_bytes", "B", "mean size of what one copy, or one of its packets, moves"),
@@ -141,6 +141,13 @@ class Peaks:
     """That the FLOP/s are for."""
     source: str
     """`datasheet`, `measured`, or who says so."""
+
+    def __post_init__(self) -> None:
+        for value in (self.flops, self.bandwidth):
+            if value is not None and not 1.0 <= value < 1e30:
+                raise FlopwiseError(
+                    f"a device's peak cannot be {value:g} a second", hint="leave out peaks that are not known"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,11 +47,12 @@ def summarised(
     busy = intervals.union(activity.start_ns, activity.end_ns)
     span = window_ns or ((int(busy[0][0]), int(busy[1][-1])) if len(busy[0]) else (0, 0))
     share = 1 / (steps or 1)
-    values = known(source, _times(activity, busy, span, share))
+    charged = intervals.charged(activity.start_ns, activity.end_ns, activity.kind, len(KERNEL_CLASSES))
+    values = known(source, _times(activity, busy, charged, span, share))
     values |= known(source, _counts(activity, share))
     values |= known(source, idle_causes(activity, busy, span, share))
     values |= known("modelled", _engines(activity, share))
-    return Summary(values=values, classes=_classes(activity, share), kernels=_kernels(activity, share))
+    return Summary(values=values, classes=_classes(activity, charged, share), kernels=_kernels(activity, share))
 
 
 def within(activity: Activity, window_ns: tuple[int, int]) -> Activity:
@@ -88,10 +89,10 @@ def _of(activity: Activity, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) 
 
 
 def _times(
-    activity: Activity, busy: intervals.Intervals, span: tuple[int, int], share: float
+    activity: Activity, busy: intervals.Intervals, charged: Numbers, span: tuple[int, int], share: float
 ) -> list[tuple[str, float]]:
+    """Exposed is what a copy or a collective is charged with, once: with both beside each other, the collective."""
     busy_ns = intervals.total(busy)
-    computing = _of(activity, activity.kind < _COMMUNICATION)
     found = [
         ("device_span_s", span[1] - span[0]),
         ("device_busy_s", busy_ns),
@@ -103,7 +104,7 @@ def _times(
         found += [
             (f"{name}_active_s", intervals.total(active)),
             (f"{name}_time_s", int((activity.end_ns[chosen] - activity.start_ns[chosen]).sum())),
-            (f"{name}_exposed_s", intervals.difference_length(active, computing)),
+            (f"{name}_exposed_s", int(charged[number])),
         ]
     return [(name, nanoseconds * _NS * share) for name, nanoseconds in found]
 
@@ -167,8 +168,7 @@ def idle_causes(
     ]
 
 
-def _classes(activity: Activity, share: float) -> tuple[Spent, ...]:
-    charged = intervals.charged(activity.start_ns, activity.end_ns, activity.kind, len(KERNEL_CLASSES))
+def _classes(activity: Activity, charged: Numbers, share: float) -> tuple[Spent, ...]:
     counts = np.bincount(activity.kind, minlength=len(KERNEL_CLASSES))
     return tuple(
         Spent(name=name, kind=name, seconds=int(charged[number]) * _NS * share, count=int(counts[number]) * share)

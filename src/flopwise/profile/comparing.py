@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
@@ -9,12 +10,16 @@ from math import isfinite, nan
 from flopwise.core.errors import FlopwiseError, unknown_name
 from flopwise.core.profile import KERNEL_CLASSES, METRICS, Profile, Unit, ValueSource
 from flopwise.core.units import LARGEST_COUNT
-from flopwise.profile.verdicts import Thresholds, device_share, matrix_fill, spill_share, verdicts
+from flopwise.profile.invariants import without_impossible
+from flopwise.profile.verdicts import Thresholds, device_share, matrix_fill, spill_share
 
 FIRST = ("step_wall_s", "device_span_s", "tokens_per_s", "samples_per_s", "mfu")
 """What is asked first."""
 LARGEST_RESIDUAL = 0.01
 """A line that is further off than this at some point does not hold there."""
+WORST_RESIDUAL = 0.05
+"""A line through the fewest points that is further off than this is none."""
+_ROUNDING = 1e-9
 FEWEST_POINTS = 3
 """A line through two points always fits."""
 
@@ -129,11 +134,12 @@ def column_names(profiles: Sequence[Profile]) -> tuple[str, ...]:
     """The profiles' names; of several alike the second is called `name (2)`."""
     names: list[str] = []
     taken: set[str] = set()
+    counts: Counter[str] = Counter()
     for profile in profiles:
-        name, number = profile.name, 1
+        name = profile.name
         while name in taken:
-            number += 1
-            name = f"{profile.name} ({number})"
+            counts[profile.name] += 1
+            name = f"{profile.name} ({counts[profile.name] + 1})"
         taken.add(name)
         names.append(name)
     return tuple(names)
@@ -320,7 +326,10 @@ def _fits(named: Sequence[Named]) -> Iterator[Fit]:
 
 
 def _fit(found: Sequence[tuple[int, float, str]], sequence_tokens: int | None) -> Fit | None:
-    """The line through device times, small batches left out as long as some time is more than 1 % off it."""
+    """The line through device times, small batches left out as long as some time is more than 1 % off it.
+
+    None where that leaves a line that is far off, or one that no device can have: less than no time at some batch.
+    """
     points = sorted(found)
     smallest = points[0][0] if points else 0
     while len(points) >= FEWEST_POINTS and len({batch for batch, *_ in points}) >= FEWEST_POINTS:
@@ -331,9 +340,13 @@ def _fit(found: Sequence[tuple[int, float, str]], sequence_tokens: int | None) -
         least = points[0][0]
         fewer = [point for point in points if point[0] > least]
         if residual <= LARGEST_RESIDUAL or len(points) <= FEWEST_POINTS or len(fewer) < FEWEST_POINTS:
+            # A line through 0, or a level one, may miss it by rounding.
+            largest, longest, _ = points[-1]
+            if residual > WORST_RESIDUAL or min(fixed, slope * largest) < -_ROUNDING * longest:
+                return None
             return Fit(
-                fixed_s=fixed,
-                per_sequence_s=slope,
+                fixed_s=max(0.0, fixed),
+                per_sequence_s=max(0.0, slope),
                 least_batch=least,
                 is_partial=least > smallest,
                 points=len(points),
@@ -399,14 +412,15 @@ def _lengths(named: Sequence[Named]) -> Iterator[LengthRow]:
 
 
 def _host_wait(profiles: Sequence[Profile], thresholds: Thresholds | None) -> HostWait | None:
+    limit = (thresholds or Thresholds()).host_device_share
     shares = []
     known = 0
     for profile in profiles:
-        share = device_share(profile)
+        share = device_share(without_impossible(profile))
         if share is None:
             continue
         known += 1
-        if any(verdict.kind == "host_bound" for verdict in verdicts(profile, thresholds)):
+        if share < limit:
             shares.append(share)
     if 2 * len(shares) <= known:
         return None

@@ -17,7 +17,6 @@ import functools
 import os
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -36,7 +35,6 @@ def install(settings: Mapping[str, Any]) -> None:
         Path(settings["folder"]),
         warm_up=settings["warm_up"],
         steps=settings["steps"],
-        wait_s=settings["wait_s"],
         at_most_s=settings["at_most_s"],
     )
     watcher.watch()
@@ -45,11 +43,10 @@ def install(settings: Mapping[str, Any]) -> None:
 class Watcher:
     """One process of the program."""
 
-    def __init__(self, folder: Path, *, warm_up: int, steps: int, wait_s: float, at_most_s: float) -> None:
+    def __init__(self, folder: Path, *, warm_up: int, steps: int, at_most_s: float) -> None:
         self._new_recorder = functools.partial(
-            Recorder, folder, warm_up=warm_up, steps=steps, at_most_s=at_most_s, replace=False
+            Recorder, folder, warm_up=warm_up, steps=steps, at_most_s=at_most_s, with_memory=True, replace=False
         )
-        self._begin_forward = time.perf_counter() + wait_s
         self._alive = True
         self._acting = False
         self._thread: int | None = None
@@ -169,7 +166,7 @@ class Watcher:
 
     def _root_called(self, module: Any) -> None:  # noqa: ANN401 - torch is not imported here
         # A copy of the module has no such hook, but may share the table of hooks.
-        if self._root is None or self._root() is not module or time.perf_counter() < self._begin_forward:
+        if self._root is None or self._root() is not module:
             return
         if _capturing() or not self._same_thread():
             return

@@ -1,7 +1,7 @@
 """Arithmetic of half-open intervals [start, end) in whole nanoseconds, as arrays of starts and ends.
 
 Every result is merged: sorted, apart from each other, none of them empty. Intervals that end where or before they
-begin count for nothing. All in O(n log n) without a loop over rows.
+begin count for nothing. All in O(n log n) without a loop over rows, and so is the thinning of points over time.
 """
 
 from __future__ import annotations
@@ -55,37 +55,6 @@ def complement(merged: Intervals, window: tuple[int, int]) -> Intervals:
     return free_starts[real], free_ends[real]
 
 
-def difference(left: Intervals, right: Intervals) -> Intervals:
-    """The merged set `left` without the time of the merged set `right`."""
-    if not len(left[0]):
-        return NONE
-    return intersection(left, complement(right, (int(left[0][0]), int(left[1][-1]))))
-
-
-def intersection(left: Intervals, right: Intervals) -> Intervals:
-    """The time covered by both of two merged sets."""
-    if not len(left[0]) or not len(right[0]):
-        return NONE
-    # For every interval of `left`: the run [first, beyond) of intervals of `right` that overlap it.
-    first = np.searchsorted(right[1], left[0], side="right")
-    beyond = np.searchsorted(right[0], left[1], side="left")
-    counts = np.maximum(beyond - first, 0)
-    own = np.repeat(np.arange(len(counts)), counts)
-    before = np.cumsum(counts) - counts
-    other = np.arange(len(own)) - before[own] + first[own]
-    return np.maximum(left[0][own], right[0][other]), np.minimum(left[1][own], right[1][other])
-
-
-def intersection_length(left: Intervals, right: Intervals) -> int:
-    """How long two merged sets coincide."""
-    return total(left) + total(right) - total(joined(left, right))
-
-
-def difference_length(left: Intervals, right: Intervals) -> int:
-    """How long the merged set `left` runs with nothing of the merged set `right` beside it."""
-    return total(joined(left, right)) - total(right)
-
-
 def charged(starts: Numbers, ends: Numbers, classes: Numbers, count: int) -> Numbers:
     """Nanoseconds of each of `count` classes when time in which several run is the lowest number's alone.
 
@@ -99,3 +68,23 @@ def charged(starts: Numbers, ends: Numbers, classes: Numbers, count: int) -> Num
             covered = joined(covered, union(starts[chosen], ends[chosen]))
         sums[number + 1] = total(covered)
     return np.diff(sums)
+
+
+def highest_points(time_ns: Numbers, values: NDArray[np.generic], most: int) -> tuple[tuple[float, float], ...]:
+    """(seconds since the first, value) of at most so many of the points, by time.
+
+    Kept are the first, the last and the highest of each of `most` - 2 stretches of equally many points.
+    """
+    assert most > 2
+    order = np.argsort(time_ns, kind="stable")
+    ordered = values[order].astype(np.float64)
+    count = len(order)
+    kept: Numbers = np.arange(count)
+    if count > most:
+        begins = np.linspace(0, count, most - 1).astype(np.int64)[:-1]
+        highest = np.repeat(np.maximum.reduceat(ordered, begins), np.diff(begins, append=count))
+        peaks = np.flatnonzero(ordered == highest)
+        # Of several as high in one stretch, the first.
+        kept = np.unique(np.concatenate([[0, count - 1], peaks[np.searchsorted(peaks, begins)]]))
+    since_ns = time_ns[order[kept]] - time_ns[order[:1]]
+    return tuple(zip((since_ns / 1e9).tolist(), ordered[kept].tolist(), strict=True))

@@ -17,8 +17,9 @@ import msgspec
 from flopwise.core.errors import FlopwiseError
 from flopwise.profile.opening import Source
 
-BLOCK_BYTES = 8 * 2**20
-LARGEST_EVENT_BYTES = 16 * 2**20
+BLOCK_BYTES = 2 * 2**20
+"""The smallest events take thirty times their bytes once they are decoded."""
+LARGEST_EVENT_BYTES = 8 * 2**20
 MOST_METADATA_BYTES = 4 * 2**20
 _TRIED_CUTS = 6
 _MOST_BRACES = 20_000
@@ -92,6 +93,7 @@ class EventStream:
         self._skipped_bytes = 0
         self._skipped_places = 0
         self._wrong: Counter[str] = Counter()
+        self._first: dict[str, int] = {}
         self._is_cut = False
         self._is_odd = False
 
@@ -107,17 +109,22 @@ class EventStream:
         if self._skipped_places:
             told.append(f"{name}: {self._skipped_bytes} bytes in {self._skipped_places} places are damaged, left out")
         told.extend(f"{name}: {count} events {what}, left out" for what, count in sorted(self._wrong.items()))
+        told.extend(f"{name}: only the first {most} {what} are summed up" for what, most in sorted(self._first.items()))
         return told
 
     def wrong(self, what: str, count: int = 1) -> None:
         """Count events that their reader had no use for, under one heading."""
         self._wrong[what] += count
 
+    def only_first(self, most: int, what: str) -> None:
+        """Tell that there are more than these, of which the reader took no more."""
+        self._first[what] = most
+
     def __iter__(self) -> Iterator[list[Event]]:
         waiting = self._begin()
         ended = False
         while not ended:
-            block = self._source.read(BLOCK_BYTES)
+            block = self._source.read(max(BLOCK_BYTES // 4, BLOCK_BYTES - len(waiting)))
             ended = not block
             waiting = (waiting + block).lstrip(_SPACE_AND_COMMA)
             events, waiting, finished = self._last(waiting) if ended else self._next(waiting)
@@ -209,9 +216,9 @@ class EventStream:
                 self.wrong("have fields of a wrong kind")
             if piece.event is not None and piece.event.ph:
                 events.append(piece.event)
-                end = _END_OF_LIST.match(waiting, done)
-                if end is not None:
-                    return events, waiting[end.end() :], True
+            is_whole = piece.is_wrong or (piece.event is not None and piece.event.ph != "")
+            if is_whole and (end := _END_OF_LIST.match(waiting, done)):
+                return events, waiting[end.end() :], True
         rest = waiting[done:].lstrip(_SPACE_AND_COMMA)
         if is_last and len(rest) < _MOST_SPACE_BETWEEN:
             # No more than the beginning of an event: the file is cut off, which is told as such.
@@ -314,6 +321,9 @@ def _decoded_event(piece: bytes) -> tuple[Event | None, Literal["", "short", "wr
     try:
         _object.decode(piece)
     except _DAMAGE as error:
+        end = _end_before_more(piece, error)
+        if end is not None:
+            return None, "wrong", end
         return None, "short" if "truncated" in str(error) else "damaged", 0
     return None, "wrong", len(piece)
 

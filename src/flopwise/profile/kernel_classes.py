@@ -72,6 +72,7 @@ _LONGEST_NAME = 2000
 def class_of(name: str, *, category: str = "") -> KernelClass:
     """The class of a kernel or an operator; `category` is the trace's own, which settles what a copy is."""
     if category in ("gpu_memcpy", "gpu_memset"):
-        return "copy"
+        # What stays within device memory is work on it like a kernel's; copy engines go over a link.
+        return "pointwise" if category == "gpu_memset" or "DtoD" in name else "copy"
     looked_at = name[:_LONGEST_NAME]
     return next((kind for kind, rule in _COMPILED if rule.search(looked_at)), "other")

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.profile import KernelClass, MemoryUse, Profile, Read, Spent, Value, known
+from flopwise.core.profile import KernelClass, MemoryUse, Peaks, Profile, Read, Spent, Value, known
 from flopwise.profile.activity import Activity
 from flopwise.profile.activity_summary import rows, summarised, thinned
+from flopwise.profile.intervals import highest_points
 from flopwise.profile.json_events import EventStream
 from flopwise.profile.kineto_columns import Columns, MemoryColumns, Window
 from flopwise.profile.kineto_devices import named_device, number_format_of, peaks_of
@@ -56,7 +57,7 @@ def read_source(source: Source, name: str) -> Read:
             for number in numbers
         ]
     elif len(columns.operators):
-        found = [_host_profile(columns, name)]
+        found = [_host_profile(columns, name, alone=(_where(metadata)["world"] or 1) == 1)]
     else:
         raise _nothing_in(source.name, columns, stream)
     warnings = tuple(stream.warnings)
@@ -176,9 +177,14 @@ def _steps(found: dict[int, Window]) -> tuple[list[Window], Window | None]:
     return steps, (steps[0][0], max(end for _, end in steps)) if steps else None
 
 
-def _wall(steps: list[Window]) -> dict[str, Value]:
-    seconds = sum(end - start for start, end in steps) * 1e-9 / len(steps) if steps else None
-    return known("ingested", [("step_wall_s", seconds)])
+def _wall(steps: list[Window], span_s: float | None) -> tuple[dict[str, Value], list[str]]:
+    """A step as the host sees it, where the host waits for the device; else a note."""
+    if not steps:
+        return {}, []
+    seconds = (steps[-1][1] - steps[0][0]) * 1e-9 / len(steps)
+    if span_s is not None and seconds < span_s:
+        return {}, ["the host was through with its steps before the device was: their marks are no step's wall time"]
+    return known("ingested", [("step_wall_s", seconds)]), []
 
 
 def _device_profile(columns: Columns, metadata: dict[str, Any], number: int, name: str) -> Profile:
@@ -194,6 +200,8 @@ def _device_profile(columns: Columns, metadata: dict[str, Any], number: int, nam
         notes.append("no steps are marked in the trace (`profiler.step()`), so the whole of it is summed up")
     kept = rows(activity, chosen)
     summary = summarised(kept, steps=len(steps) or None)
+    wall, said = _wall(steps, summary.values["device_span_s"].value if "device_span_s" in summary.values else None)
+    notes += said
     table = operators_of_device(columns.operators, kept, external[chosen], steps=len(steps) or 1)
     device = named_device(metadata, number)
     number_format = number_format_of(kept, columns.operators.formats)
@@ -206,7 +214,7 @@ def _device_profile(columns: Columns, metadata: dict[str, Any], number: int, nam
         precision=number_format,
         steps=len(steps) or None,
         peaks=peaks,
-        values=summary.values | _wall(steps) | _flops(table),
+        values=summary.values | wall | _flops(table, peaks, summary.values.get("device_span_s")),
         classes=summary.classes,
         kernels=summary.kernels,
         operators=table.operators,
@@ -225,7 +233,7 @@ def _in_steps(activity: Activity, columns: Columns, window: Window) -> np.ndarra
     return np.where(activity.launch_ns >= 0, launched, ran)
 
 
-def _host_profile(columns: Columns, name: str) -> Profile:
+def _host_profile(columns: Columns, name: str, *, alone: bool) -> Profile:
     steps, window = _steps(columns.host_steps)
     table, activity = operators_of_host(columns.operators, window=window, steps=len(steps) or 1)
     notes = ["no GPU in the trace: the device is the host's processor, busy while an operator runs"]
@@ -235,8 +243,8 @@ def _host_profile(columns: Columns, name: str) -> Profile:
         table, activity = operators_of_host(columns.operators, window=None, steps=1)
     summary = summarised(activity, window_ns=window, steps=len(steps) or None)
     values = {key: value for key, value in summary.values.items() if not key.startswith("copy_")}
-    # Where there is no GPU, only the program itself can be what the processor waits for between operators.
-    idle_s = values["idle_s"].value if "idle_s" in values else None
+    # With neither a GPU nor other ranks, only the program itself can be what operators wait for.
+    idle_s = values["idle_s"].value if "idle_s" in values and alone else None
     counted = [("kernel_count", table.calls), ("matrix_count", table.matrix_calls), ("idle_host_s", idle_s)]
     values |= known("ingested", counted)
     if len(columns.operators.threads) > 1:
@@ -250,7 +258,7 @@ def _host_profile(columns: Columns, name: str) -> Profile:
         format="kineto",
         precision=max(columns.operators.formats, key=columns.operators.formats.__getitem__, default=None) or None,
         steps=len(steps) or None,
-        values=values | _wall(steps) | _flops(table),
+        values=values | _wall(steps, None)[0] | _flops(table, None, None),
         classes=classes,
         operators=table.operators,
         notes=tuple(notes),
@@ -258,19 +266,18 @@ def _host_profile(columns: Columns, name: str) -> Profile:
     )
 
 
-def _flops(table: OperatorTable) -> dict[str, Value]:
-    return known("modelled", [("hardware_flops", table.flops)])
+def _flops(table: OperatorTable, peaks: Peaks | None, span: Value | None) -> dict[str, Value]:
+    hfu = None
+    if table.flops is not None and peaks is not None and span is not None and span.value > 0:
+        hfu = table.flops / (span.value * peaks.flops)
+    return known("modelled", [("hardware_flops", table.flops), ("hfu", hfu)])
 
 
 def _memory(columns: MemoryColumns | None) -> dict[str, Any]:
     """The allocator's bytes over time, thinned to the highest of each stretch; at most in use, at most reserved."""
     if columns is None:
         return {}
-    time_ns, allocated = np.array(columns.time_ns, np.int64), np.array(columns.allocated, np.int64)
-    order = np.argsort(time_ns, kind="stable")
-    time_ns, allocated = time_ns[order], allocated[order]
-    stretches = np.array_split(np.arange(len(order)), min(len(order), MOST_MEMORY_POINTS))
-    highest = [int(stretch[np.argmax(allocated[stretch])]) for stretch in stretches]
+    time_ns, allocated = np.asarray(columns.time_ns), np.asarray(columns.allocated)
     peak, reserved = float(allocated.max()), float(max(columns.reserved))
     uses: tuple[MemoryUse, ...] = ()
     if reserved >= peak > 0:
@@ -281,5 +288,5 @@ def _memory(columns: MemoryColumns | None) -> dict[str, Any]:
     return {
         "memory": uses,
         "memory_total_bytes": max(reserved, peak),
-        "memory_over_time": tuple((int(time_ns[row] - time_ns[0]) * 1e-9, float(allocated[row])) for row in highest),
+        "memory_over_time": highest_points(time_ns, allocated, MOST_MEMORY_POINTS),
     }

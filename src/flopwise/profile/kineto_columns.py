@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from array import array
 from dataclasses import dataclass, field, replace
 
@@ -32,12 +33,25 @@ _OLD_CATEGORIES = {
 _LATEST_US = 9e15
 """Times beyond are no times: in nanoseconds they would not fit 64 bits."""
 _LONGEST_US = 1e13
-_MOST_DEVICES = 1024
-_MOST_MARKS = 2**20
-_MOST_NAMES = 100_000
+# A trace of 1 GB may have ten times the rows of a usual one; with these it is summed up within 1 GiB all the same.
+MOST_OPERATORS = 2_000_000
+MOST_DEVICE_ROWS = 2_000_000
+"""Over all devices."""
+MOST_LAUNCHES = 4_000_000
+MOST_MEMORY_ROWS = 2_000_000
+"""Over all devices and the host."""
+MOST_THREADS = 4096
+MOST_STEPS = 100_000
+"""Of the host, of the devices, and of optimizers, each."""
+_MOST_DEVICES = 64
+_LARGEST_DEVICE = 1023
+_MOST_NAMES = 20_000
+_MOST_NAME_BYTES = 32 * 2**20
 _LONGEST_NAME = 1000
 _LONGEST_THREAD = 40
-OTHER_NAMES = f"(names beyond the first {_MOST_NAMES})"
+_LONGEST_SHAPES = 1000
+"""Bytes of JSON; longer ones are no product's and no attention's."""
+OTHER_NAMES = "(other names)"
 _WHOLE = 2**62
 NO_ARGUMENTS = Arguments()
 
@@ -75,6 +89,8 @@ class OperatorColumns:
     """What the host called."""
 
     def __init__(self) -> None:
+        self.reached: dict[str, int] = {}
+        """What there is more of than is taken → how many are."""
         self.numbers: dict[str, int] = {}
         self.threads: dict[tuple[object, object], int] = {}
         self.formats: dict[str, float] = {}
@@ -86,21 +102,29 @@ class OperatorColumns:
         self.has_work = False
         self.updates: dict[int, list[Window]] = {}
         """Thread → when it was in an optimizer's step, as annotations say."""
+        self._updates = 0
 
     def __len__(self) -> int:
         return len(self.name)
 
     def add(self, event: Event, name: str, start_ns: int, end_ns: int) -> None:
+        if len(self.name) >= MOST_OPERATORS:
+            self.reached["operators"] = MOST_OPERATORS
+            return
+        thread = self._thread(event)
+        if thread is None:
+            return
         arguments = event.args or NO_ARGUMENTS
         flops = moved = float("nan")
         if arguments.input_dims and has_formula(name):
-            found = work_of(name, bytes(arguments.input_dims), bytes(arguments.input_type))
+            dims, types = bytes(arguments.input_dims), bytes(arguments.input_type)
+            found = work_of(name, dims, types) if len(dims) + len(types) <= _LONGEST_SHAPES else None
             if found is not None:
                 (flops, moved), number_format = found
                 self.formats[number_format] = self.formats.get(number_format, 0.0) + flops
                 self.has_work = True
         self.name.append(self.numbers.setdefault(name, len(self.numbers)))
-        self.thread.append(self._thread(event))
+        self.thread.append(thread)
         self.external.append(_external(arguments))
         self.start_ns.append(start_ns)
         self.end_ns.append(end_ns)
@@ -109,13 +133,24 @@ class OperatorColumns:
 
     def add_update(self, event: Event, start_ns: int, end_ns: int) -> None:
         """An annotation round an optimizer's step."""
-        windows = self.updates.setdefault(self._thread(event), [])
-        if len(windows) < _MOST_MARKS:
-            windows.append((start_ns, end_ns))
+        if self._updates >= MOST_STEPS:
+            self.reached["steps of optimizers"] = MOST_STEPS
+            return
+        thread = self._thread(event)
+        if thread is not None:
+            self._updates += 1
+            self.updates.setdefault(thread, []).append((start_ns, end_ns))
 
-    def _thread(self, event: Event) -> int:
+    def _thread(self, event: Event) -> int | None:
+        """Its number; None: there are too many."""
         place = (str(event.pid)[:_LONGEST_THREAD], str(event.tid)[:_LONGEST_THREAD])
-        return self.threads.setdefault(place, len(self.threads))
+        found = self.threads.get(place)
+        if found is None:
+            if len(self.threads) >= MOST_THREADS:
+                self.reached["threads"] = MOST_THREADS
+                return None
+            found = self.threads[place] = len(self.threads)
+        return found
 
 
 class Columns:
@@ -130,7 +165,10 @@ class Columns:
         self.device_steps: dict[int, Window] = {}
         self.events = 0
         self._launch_correlation, self._launch_ns, self._launch_external = array("q"), array("q"), array("q")
+        self._launches: tuple[Numbers, Numbers, Numbers] | None = None
+        self._device_rows = self._memory_rows = self._name_bytes = 0
         self._names: dict[str, str] = {}
+        self._reached: dict[str, int] = {}
 
     def gather(self, stream: EventStream) -> None:
         """Take all events of a trace."""
@@ -141,6 +179,10 @@ class Columns:
                     self._take(event, stream)
                 elif event.name == "[memory]" and event.args is not None:
                     self._take_memory(event, event.args)
+            # Before the next ones are decoded.
+            events.clear()
+        for what, most in (self._reached | self.operators.reached).items():
+            stream.only_first(most, what)
 
     def _take(self, event: Event, stream: EventStream) -> None:
         category = _OLD_CATEGORIES.get(event.cat, event.cat)
@@ -163,33 +205,55 @@ class Columns:
         elif category in _LAUNCH_CATEGORIES:
             arguments = event.args or NO_ARGUMENTS
             correlation = _whole(arguments.correlation)
-            if correlation > 0:
+            if correlation > 0 and self._has_room("launches", len(self._launch_ns), MOST_LAUNCHES):
                 self._launch_correlation.append(correlation)
                 self._launch_ns.append(start_ns)
                 self._launch_external.append(_external(arguments))
         elif (step := _STEP.match(event.name)) is not None:
             steps = self.device_steps if category.startswith("gpu") else self.host_steps
-            known = steps.get(int(step[1]), (start_ns, end_ns))
-            steps[int(step[1])] = (min(known[0], start_ns), max(known[1], end_ns))
+            known = steps.get(int(step[1]))
+            if known is not None:
+                steps[int(step[1])] = (min(known[0], start_ns), max(known[1], end_ns))
+            elif self._has_room("steps", len(steps), MOST_STEPS):
+                steps[int(step[1])] = (start_ns, end_ns)
         elif category == "user_annotation" and event.name.startswith(UPDATE_MARK):
             self.operators.add_update(event, start_ns, end_ns)
+
+    def _has_room(self, what: str, taken: int, most: int) -> bool:
+        """Whether there is; where there is not, that is told at the end."""
+        if taken < most:
+            return True
+        self._reached[what] = most
+        return False
 
     def _named(self, name: str) -> str:
         """The name, kept once and not at any length; a file of nothing but new names must not fill the memory."""
         if len(name) > _LONGEST_NAME:
             name = name[:_LONGEST_NAME] + "…"
-        if name not in self._names and len(self._names) >= _MOST_NAMES:
+        known = self._names.get(name)
+        if known is not None:
+            return known
+        if len(self._names) >= _MOST_NAMES or self._name_bytes >= _MOST_NAME_BYTES:
             return OTHER_NAMES
-        return self._names.setdefault(name, name)
+        self._name_bytes += sys.getsizeof(name)
+        self._names[name] = name
+        return name
 
     def _take_device(self, event: Event, category: str, start_ns: int, end_ns: int) -> None:
+        if not self._has_room("activities on devices", self._device_rows, MOST_DEVICE_ROWS):
+            return
         name = self._named(event.name)
         arguments = event.args or NO_ARGUMENTS
         number = _whole(arguments.device)
         if number < 0:
             number = _whole(event.pid)
-        number = number if 0 <= number < _MOST_DEVICES else 0
-        device = self.devices.setdefault(number, DeviceColumns())
+        number = number if 0 <= number <= _LARGEST_DEVICE else 0
+        device = self.devices.get(number)
+        if device is None:
+            if not self._has_room("devices", len(self.devices), _MOST_DEVICES):
+                return
+            device = self.devices[number] = DeviceColumns()
+        self._device_rows += 1
         kind = class_of(name, category=category)
         moved = _whole(arguments.bytes)
         if kind == "communication" and moved < 0:
@@ -212,31 +276,46 @@ class Columns:
         if allocated < 0 or not -_LATEST_US < event.ts < _LATEST_US:
             return
         key = (arguments.device_type != 0, _whole(arguments.device_id))
-        if key not in self.memory and len(self.memory) >= _MOST_DEVICES:
+        if key not in self.memory and not self._has_room("devices with memory", len(self.memory), _MOST_DEVICES):
             return
+        if not self._has_room("changes of memory", self._memory_rows, MOST_MEMORY_ROWS):
+            return
+        self._memory_rows += 1
         columns = self.memory.setdefault(key, MemoryColumns())
         columns.time_ns.append(round(event.ts * 1000))
         columns.allocated.append(allocated)
         columns.reserved.append(_whole(arguments.reserved))
 
     def activity(self, number: int) -> tuple[Activity, Numbers]:
-        """What ran on a device, each with the time of its launch; and the external id of what launched it, or -1."""
-        device = self.devices[number]
-        correlation = np.array(device.correlation, np.int64)
-        external = np.array(device.external, np.int64)
+        """What ran on a device, each with the time of its launch; and the external id of what launched it, or -1.
+
+        Once for each device: its columns are given up, there may be no room for them twice.
+        """
+        device = self.devices.pop(number)
         built = device.builder.built()
-        launched = np.array(self._launch_correlation, np.int64)
+        correlation, external = np.asarray(device.correlation), np.asarray(device.external)
+        del device
+        launched, launch_ns, launch_external = self._sorted_launches()
         if not len(launched):
             return built, external
-        # Stable: where the runtime and the driver below it note the same launch, the first of the file counts.
-        order = np.argsort(launched, kind="stable")
-        launched = launched[order]
         place = np.minimum(np.searchsorted(launched, correlation), len(launched) - 1)
         is_known = (launched[place] == correlation) & (correlation > 0)
-        row = order[place]
-        launch_ns = np.where(is_known, np.array(self._launch_ns, np.int64)[row], -1)
-        launch_external = np.where(is_known, np.array(self._launch_external, np.int64)[row], -1)
-        return replace(built, launch_ns=launch_ns), np.where(external > 0, external, launch_external)
+        built = replace(built, launch_ns=np.where(is_known, launch_ns[place], -1))
+        return built, np.where(external > 0, external, np.where(is_known, launch_external[place], -1))
+
+    def _sorted_launches(self) -> tuple[Numbers, Numbers, Numbers]:
+        """Correlations, times and external ids, by correlation."""
+        if self._launches is None:
+            # Stable: where the runtime and the driver below it note the same launch, the first of the file counts.
+            order = np.argsort(np.asarray(self._launch_correlation), kind="stable")
+            correlation = np.asarray(self._launch_correlation)[order]
+            self._launch_correlation = array("q")
+            launch_ns = np.asarray(self._launch_ns)[order]
+            self._launch_ns = array("q")
+            external = np.asarray(self._launch_external)[order]
+            self._launch_external = array("q")
+            self._launches = (correlation, launch_ns, external)
+        return self._launches
 
 
 def kind_numbers(names: list[str]) -> Numbers:

@@ -14,12 +14,12 @@ from flopwise.profile.activity import Activity
 
 # The maker's kernels name the formats of what they multiply; nvjet's by letters.
 _FORMAT_RULES = (
-    ("fp8", r"e4m3|e5m2|fp8|nvjet_qq"),
-    ("bf16", r"bf16|bfloat16|nvjet_tst"),
-    ("tf32", r"tf32|s1688gemm_f32|nvjet_sss"),
-    ("fp16", r"(?<!b)f16(?!f32_f32)|half|hgemm|nvjet_hsh|h16816|s16816gemm_fp16"),
+    ("fp8", r"e4m3|e5m2|fp8|nvjet_(sm\d+_)?qq"),
+    ("bf16", r"bf16|bfloat16|nvjet_(sm\d+_)?ts[ts]"),
+    ("tf32", r"tf32|s1688gemm_f32|nvjet_(sm\d+_)?sss"),
+    ("fp16", r"(?<!b)f16(?!f32_f32)|half|hgemm|nvjet_(sm\d+_)?hs[hs]|h16816|s16816gemm_fp16"),
     ("fp32", r"sgemm|f32f32_f32f32|gemm_fp?32"),
-    ("fp64", r"dgemm|f64f64|nvjet_ddd"),
+    ("fp64", r"dgemm|f64f64|nvjet_(sm\d+_)?ddd"),
 )
 _FORMATS = tuple((name, re.compile(rule, re.IGNORECASE)) for name, rule in _FORMAT_RULES)
 _LONGEST_NAME = 200
@@ -49,17 +49,18 @@ def named_device(metadata: dict[str, Any], number: int) -> NamedDevice:
 def number_format_of(activity: Activity, operator_formats: dict[str, float]) -> str | None:
     """In which format was multiplied most: by names of products' kernels, by operators' inputs, by attention's kernels.
 
-    Attention comes last, since cuDNN calls its kernels f16 for either format of 16 bits.
+    Names of products count where they tell it of most of their time. Attention comes last, since cuDNN calls its
+    kernels f16 for either format of 16 bits.
     """
     operators = {name: flops for name, flops in operator_formats.items() if name}
-    for counted in (_seconds(activity, "gemm"), operators, _seconds(activity, "attention")):
-        if counted:
-            return max(counted, key=counted.__getitem__)
-    return None
+    products, whole = _seconds(activity, "gemm")
+    attention, _ = _seconds(activity, "attention")
+    ways = (products if 2 * sum(products.values()) >= whole else {}, operators, products, attention)
+    return next((max(counted, key=counted.__getitem__) for counted in ways if counted), None)
 
 
-def _seconds(activity: Activity, kind: KernelClass) -> dict[str, float]:
-    """Time of a class by the number format in kernels' names, of those that tell it."""
+def _seconds(activity: Activity, kind: KernelClass) -> tuple[dict[str, float], float]:
+    """Time of a class by the number format in kernels' names, of those that tell it; and of all."""
     chosen = activity.kind == KERNEL_CLASSES.index(kind)
     lengths = (activity.end_ns - activity.start_ns)[chosen] * 1e-9
     by_name = np.bincount(activity.name[chosen], weights=lengths, minlength=len(activity.names))
@@ -68,7 +69,7 @@ def _seconds(activity: Activity, kind: KernelClass) -> dict[str, float]:
         found = next((name for name, rule in _FORMATS if rule.search(activity.names[number])), None)
         if found is not None:
             seconds[found] = seconds.get(found, 0.0) + float(by_name[number])
-    return seconds
+    return seconds, float(by_name.sum())
 
 
 def peaks_of(device: str | None, number_format: str | None) -> tuple[Peaks | None, str]:

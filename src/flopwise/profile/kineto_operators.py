@@ -54,16 +54,19 @@ class _Calls:
 
 
 def _calls(operators: OperatorColumns, window: Window | None) -> _Calls:
-    start_ns, end_ns = np.array(operators.start_ns, np.int64), np.array(operators.end_ns, np.int64)
+    # Views, no copies, but for the two that are changed.
+    start_ns, end_ns = np.asarray(operators.start_ns), np.asarray(operators.end_ns)
     flops, moved = np.array(operators.flops, np.float64), np.array(operators.bytes, np.float64)
-    thread = np.array(operators.thread, np.int64)
-    nesting = nested(thread, start_ns, end_ns, ~np.isnan(flops))
+    thread = np.asarray(operators.thread)
+    names = list(operators.numbers)
+    name = np.asarray(operators.name)
+    kind = kind_numbers(names)[name] if names else name
+    is_matrix = np.isin(kind, _MATRIX)
+    # Without shapes nothing has known work; that a product lies within another's call is to be known all the same.
+    nesting = nested(thread, start_ns, end_ns, ~np.isnan(flops) if operators.has_work else is_matrix)
     flops[nesting.calls_marked] = np.nan
     moved[nesting.calls_marked] = np.nan
-    names = list(operators.numbers)
-    name = np.array(operators.name, np.int64)
-    kind = kind_numbers(names)[name] if names else name
-    kind = np.where(_updates(operators, thread, start_ns) & ~np.isin(kind, _MATRIX), _OPTIMIZER, kind)
+    kind = np.where(_updates(operators, thread, start_ns) & ~is_matrix, _OPTIMIZER, kind)
     inside = np.ones(len(name), np.bool_)
     if window is not None:
         inside = (start_ns >= window[0]) & (start_ns < window[1])
@@ -71,7 +74,7 @@ def _calls(operators: OperatorColumns, window: Window | None) -> _Calls:
         names=names,
         name=name,
         kind=kind,
-        external=np.array(operators.external, np.int64),
+        external=np.asarray(operators.external),
         flops=flops,
         bytes=moved,
         worker=nesting.worker,
@@ -88,8 +91,12 @@ def _updates(operators: OperatorColumns, thread: Numbers, start_ns: Numbers) -> 
     found = np.zeros(len(thread), np.bool_)
     for number, windows in operators.updates.items():
         starts, ends = union(*np.array(windows, np.int64).T)
-        place = np.searchsorted(starts, start_ns, side="right") - 1
-        found |= (thread == number) & (place >= 0) & (start_ns < ends[np.maximum(place, 0)])
+        if not len(starts):
+            continue
+        own = np.flatnonzero(thread == number)
+        begun = start_ns[own]
+        place = np.searchsorted(starts, begun, side="right") - 1
+        found[own] = (place >= 0) & (begun < ends[np.maximum(place, 0)])
     return found
 
 

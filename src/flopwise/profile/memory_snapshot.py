@@ -15,16 +15,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.profile import MemoryOwner, MemoryUse, Profile, Read
 from flopwise.core.units import show_bytes, show_seconds
+from flopwise.profile.intervals import Numbers, highest_points
 from flopwise.profile.opening import BLOCK_BYTES, Source
 from flopwise.profile.plain_pickle import plain_data
 
@@ -36,6 +35,8 @@ MOST_DEVICES = 64
 MOST_WARNINGS = 5
 _LARGEST = 2**60
 """Bytes and microseconds beyond it are nonsense."""
+_LONGEST_US = 2**53
+"""More would not fit 64 bits as nanoseconds."""
 
 _WORDS = (b"segments", b"device_traces", b"segment_type")
 _IN_USE = ("active_allocated", "active_pending_free", "active_awaiting_free")
@@ -281,9 +282,9 @@ def _profile(name: str, heap: _Heap, replay: _Replay, common: list[str]) -> Prof
         levels = base + changes
         when = ""
         if min(replay.times_us) >= 0:
-            seconds = _seconds(replay)
-            over_time = thinned(seconds, levels)
-            when = f" after {show_seconds(float(seconds[levels.argmax()]))}"
+            elapsed_ns = _elapsed_ns(replay)
+            over_time = highest_points(elapsed_ns, levels, MOST_POINTS)
+            when = f" after {show_seconds(float(elapsed_ns[levels.argmax()]) / 1e9)}"
         else:
             warnings.append("events without a time: memory over time is not known")
         notes.append(f"peak of what was asked for: {show_bytes(float(levels.max()))}{when}")
@@ -318,24 +319,11 @@ def _failures(replay: _Replay) -> Iterator[str]:
         yield f"out of memory {len(replay.failures) - MOST_WARNINGS} times more"
 
 
-def _seconds(replay: _Replay) -> NDArray[np.float64]:
-    times = np.maximum.accumulate(np.array(replay.times_us))
-    return np.asarray(np.concatenate([times[:1], times]) - times[0], dtype=np.float64) / 1e6
-
-
-def thinned(
-    seconds: NDArray[np.float64], levels: NDArray[np.float64], most: int = MOST_POINTS
-) -> tuple[tuple[float, float], ...]:
-    """At most so many of the points, in order: the first, the last, and of each stretch the lowest and the highest."""
-    count = len(levels)
-    kept: NDArray[np.int64] = np.arange(count)
-    if count > most:
-        edges = np.linspace(0, count, (most - 2) // 2 + 1).astype(int)
-        stretches = [levels[low:high] for low, high in pairwise(edges)]
-        lowest = [low + int(stretch.argmin()) for low, stretch in zip(edges, stretches, strict=False)]
-        highest = [low + int(stretch.argmax()) for low, stretch in zip(edges, stretches, strict=False)]
-        kept = np.unique([0, *lowest, *highest, count - 1])
-    return tuple((float(seconds[index]), float(levels[index])) for index in kept)
+def _elapsed_ns(replay: _Replay) -> Numbers:
+    """Since the first event: before it, and after each."""
+    times = np.maximum.accumulate(np.asarray(replay.times_us))
+    elapsed_us = np.minimum(times - times[0], _LONGEST_US)
+    return np.concatenate([elapsed_us[:1], elapsed_us]) * 1000
 
 
 def _system(data: Mapping[Any, Any], device: int) -> dict[str, str]:

@@ -41,7 +41,7 @@ _OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
 _DEVICE_NAME = "device__attribute_display_name"
 _LOCAL = ("l1tex__t_bytes_pipe_lsu_mem_local_op_ld.sum", "l1tex__t_bytes_pipe_lsu_mem_local_op_st.sum")
 _TENSOR = re.compile(r"sm__ops_path_tensor_src_(?!int)\w+\.sum")
-_SCALAR = re.compile(r"smsp?__sass_thread_inst_executed_op_[fhd](add|mul|fma)_pred_on\.sum")
+_SCALAR = re.compile(r"sm(?:sp)?__sass_thread_inst_executed_op_[fhd](add|mul|fma)_pred_on\.sum")
 _TAKEN = {*_DURATION, _READ, _WRITTEN, _MOVED, _TENSOR_ACTIVE, _OCCUPANCY, *_LOCAL}
 
 _SCALES = {
@@ -50,7 +50,7 @@ _SCALES = {
     **dict.fromkeys(("us", "usecond"), 1e-6),
     **dict.fromkeys(("ms", "msecond"), 1e-3),
     **dict.fromkeys(("s", "second"), 1.0),
-    **dict.fromkeys(("", "inst", "1", "n/a"), 1.0),
+    **dict.fromkeys(("", "inst", "op", "ops", "1", "n/a"), 1.0),
     "%": 0.01,
 }
 """By the unit in small letters. ncu's prefixes are powers of 1000."""
@@ -177,8 +177,11 @@ def tensor_flops(metrics: dict[str, float]) -> float | None:
 
 def scalar_flops(metrics: dict[str, float]) -> float | None:
     """Of the other units: instructions of threads, a fused multiply-add counting twice."""
-    found = [(2 if "fma_" in name else 1) * value for name, value in metrics.items() if _SCALAR.fullmatch(name)]
-    return sum(found) if found else None
+    counted: dict[str, float] = {}
+    # The same instructions may be counted by processor (sm) and by its quarters (smsp); these come last, and stand.
+    for name in sorted(name for name in metrics if _SCALAR.fullmatch(name)):
+        counted[name.partition("__")[2]] = (2 if "fma_" in name else 1) * metrics[name]
+    return sum(counted.values()) if counted else None
 
 
 class _Table:

@@ -39,9 +39,9 @@ def nested(thread: Numbers, start_ns: Numbers, end_ns: Numbers, marked: Flags) -
             walk.enter(row, on, start, end, is_marked)
     walk.leave_all()
     return Nesting(
-        segment_start_ns=np.array(walk.segment_start, np.int64),
-        segment_end_ns=np.array(walk.segment_end, np.int64),
-        segment_row=np.array(walk.segment_row, np.int64),
+        segment_start_ns=np.asarray(walk.segment_start),
+        segment_end_ns=np.asarray(walk.segment_end),
+        segment_row=np.asarray(walk.segment_row),
         worker=walk.worker,
         calls_marked=walk.calls_marked,
     )

@@ -242,7 +242,9 @@ class _Trace:
                 else:
                     kind = "Memset" if table == FILLS else f"Memcpy {_COPY_KINDS.get(row[7], 'other')}"
                     moved = row[6] if type(row[6]) is int and 0 <= row[6] < 2**60 else UNKNOWN_BYTES
-                    builder.add(kind, "copy", start, end, stream=stream, moved_bytes=moved, launch_ns=launch)
+                    category = "gpu_memset" if table == FILLS else "gpu_memcpy"
+                    kernel_class = class_of(kind, category=category)
+                    builder.add(kind, kernel_class, start, end, stream=stream, moved_bytes=moved, launch_ns=launch)
         if odd:
             self.database.warnings.append(f"{odd} rows of {table} make no sense and are left out")
 
@@ -448,7 +450,7 @@ def _counters(means: dict[str, float], span_s: float, bandwidth: float | None) -
     if "units" in shares:
         values["unit_share"] = Value(shares["units"], "ingested")
     if "read" in shares and "write" in shares:
-        values["mbu"] = Value(min(1.0, shares["read"] + shares["write"]), "ingested")
+        values["mbu"] = Value(shares["read"] + shares["write"], "ingested")
     for name, share in (("hbm_read_bytes", shares.get("read")), ("hbm_write_bytes", shares.get("write"))):
         if share is not None and bandwidth is not None:
             values[name] = Value(share * bandwidth * span_s, "modelled")

@@ -15,7 +15,7 @@ from typing import Any
 LIBRARY = "libnvidia-ml.so.1"
 SUCCESS = 0
 TEXT_BYTES = 96
-"""The longest name, UUID or version that NVML writes."""
+"""The longest name or version that NVML writes."""
 SM_CLOCK = 1
 GPU_SENSOR = 0
 
@@ -137,11 +137,6 @@ class Nvml:
         """The driver's version, such as 580.95.05."""
         return self.text("nvmlSystemGetDriverVersion")
 
-    def device_count(self) -> int | None:
-        """Devices that the driver shows, whatever CUDA_VISIBLE_DEVICES says."""
-        count = ctypes.c_uint()
-        return count.value if self.call("nvmlDeviceGetCount_v2", ctypes.byref(count)) else None
-
     def device(self, which: int | str) -> NvmlDevice | None:
         """By NVML's own number, by UUID (with or without `GPU-`) or by PCI bus id; None: there is none."""
         handle = ctypes.c_void_p()
@@ -176,10 +171,6 @@ class NvmlDevice:
         """Such as NVIDIA H200."""
         return self._nvml.text("nvmlDeviceGetName", self._handle)
 
-    def uuid(self) -> str | None:
-        """Such as GPU-0d5a…, the same in CUDA."""
-        return self._nvml.text("nvmlDeviceGetUUID", self._handle)
-
     def driver_version(self) -> str | None:
         """Of the driver that this device runs under."""
         return self._nvml.driver_version()
@@ -211,15 +202,11 @@ class NvmlDevice:
         """Of the chip."""
         return _scaled(self._number("nvmlDeviceGetTemperature", ctypes.c_uint(GPU_SENSOR)), 1.0)
 
-    def memory_used_bytes(self) -> int | None:
-        """By all programs."""
-        memory = self._memory()
-        return None if memory is None else int(memory.used)
-
     def memory_total_bytes(self) -> int | None:
         """Of the card."""
-        memory = self._memory()
-        return None if memory is None else int(memory.total)
+        memory = _Memory()
+        found = self._nvml.call("nvmlDeviceGetMemoryInfo", self._handle, ctypes.byref(memory))
+        return int(memory.total) if found else None
 
     def reason_bits(self) -> int | None:
         """Why the clock is not the highest, as bits of `REASONS`."""
@@ -229,11 +216,6 @@ class NvmlDevice:
             if self._nvml.call(function, self._handle, ctypes.byref(bits)):
                 return bits.value
         return None
-
-    def reasons(self) -> tuple[str, ...] | None:
-        """The same in words."""
-        bits = self.reason_bits()
-        return None if bits is None else reason_words(bits)
 
     def has_gpm(self) -> bool:
         """Whether it has utilisation counters: Hopper and later."""
@@ -255,10 +237,6 @@ class NvmlDevice:
     def _number(self, function: str, *arguments: object) -> int | None:
         number = ctypes.c_uint()
         return number.value if self._nvml.call(function, self._handle, *arguments, ctypes.byref(number)) else None
-
-    def _memory(self) -> _Memory | None:
-        memory = _Memory()
-        return memory if self._nvml.call("nvmlDeviceGetMemoryInfo", self._handle, ctypes.byref(memory)) else None
 
 
 class GpmSample:
@@ -290,11 +268,6 @@ class GpmSample:
     def free(self) -> None:
         """Give the memory back; once."""
         self._nvml.call("nvmlGpmSampleFree", self._sample)
-
-
-def reason_words(bits: int) -> tuple[str, ...]:
-    """A mask of reasons in words; bits that have none are left out."""
-    return tuple(word for bit, word in REASONS.items() if bits & bit)
 
 
 def _scaled(number: int | None, factor: float) -> float | None:

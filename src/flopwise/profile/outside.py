@@ -49,14 +49,13 @@ def run_outside(
     *,
     warm_up: int,
     steps: int,
-    wait_s: float = 5.0,
     at_most_s: float = 60.0,
 ) -> Outcome:
     """Run a command to its end, with our terminal, and record some of its steps into `folder`.
 
-    `wait_s`: a program that steps no optimizer is recorded by calls of its outermost module, from so many seconds after
-    it imports torch. `at_most_s`: recording ends with the first step after so long. The command must take at least
-    `warm_up` + `steps` steps, or two more where calls are steps; those of the second after that give better counters.
+    A program that steps no optimizer is recorded by calls of its outermost module. `at_most_s`: recording ends with the
+    first step after so long. The command must take at least `warm_up` + `steps` steps; those of the second after that
+    give better counters.
     """
     executable = _checked(command, warm_up, steps)
     folder = _empty(folder)
@@ -65,7 +64,6 @@ def run_outside(
         "folder": str(folder),
         "warm_up": warm_up,
         "steps": steps,
-        "wait_s": wait_s,
         "at_most_s": at_most_s,
     }
     with tempfile.TemporaryDirectory(prefix="flopwise-profile-", ignore_cleanup_errors=True) as private:

@@ -13,7 +13,7 @@ from flopwise.core.profile import Profile, Read
 from flopwise.core.store import PROFILE, from_text
 from flopwise.profile import kineto, memory_snapshot, ncu, neuron_json, neuron_text, nsys, trainer_metrics
 from flopwise.profile.opening import Source, Tell, opened
-from flopwise.profile.sampling import counters_values, read_counter_record
+from flopwise.profile.sampling import CounterRecord, counters_values, read_counter_record
 
 HEAD_BYTES = 64 * 2**10
 """Of a file, what tells its kind."""
@@ -102,18 +102,33 @@ def _read_folder(folder: Path, tell: Tell | None) -> tuple[Read, ...]:
     own = folder / PROFILE
     if entry_kind(own) == "file":
         return _read(own, tell)
-    traces = sorted(entry for entry in folder.iterdir() if entry.name.endswith(TRACE_ENDINGS) and "trace" in entry.name)
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise FlopwiseError(
+            f"{folder} cannot be looked into",
+            why=error.strerror,
+            hint="check the folder's permissions, or name a file in it",
+        ) from None
+    traces = [entry for entry in entries if entry.name.endswith(TRACE_ENDINGS) and "trace" in entry.name]
     if not traces:
         raise FlopwiseError(
             f"{folder} holds no profile",
             why=f"neither a {PROFILE} nor traces are in it",
             hint="`flopwise train … --profile` makes one, or name a file",
         )
+    several = len(traces) > 1
     return tuple(
-        replace(read, profiles=tuple(_with_counters(profile, trace) for profile in read.profiles))
+        replace(read, profiles=tuple(_of_folder(profile, trace, several=several) for profile in read.profiles))
         for trace in traces
         for read in _read(trace, tell)
     )
+
+
+def _of_folder(profile: Profile, trace: Path, *, several: bool) -> Profile:
+    """Called by the folder, which says more than that it is a trace; with the counters that lie beside it."""
+    name = trace.parent.resolve().name or trace.name
+    return _with_counters(replace(profile, name=f"{name} {profile.name}" if several else name), trace)
 
 
 def _with_counters(profile: Profile, trace: Path) -> Profile:
@@ -127,5 +142,18 @@ def _with_counters(profile: Profile, trace: Path) -> Profile:
     except FlopwiseError as error:
         return replace(profile, warnings=(*profile.warnings, error.what))
     counted = counters_values(record.counters, span_s, steps=record.steps)
-    device = profile.device or record.device
-    return replace(profile, device=device, values={**profile.values, **counted})
+    return replace(
+        profile,
+        device=profile.device or record.device,
+        values={**profile.values, **counted},
+        notes=(*profile.notes, _tracing_note(profile, record)),
+    )
+
+
+def _tracing_note(profile: Profile, record: CounterRecord) -> str:
+    """Tracing slows a program down; by how much, steps behind it tell."""
+    wall_s, seconds = profile.get("step_wall_s"), record.counters.seconds
+    if record.window == "profiled" or not wall_s or not seconds or not record.steps:
+        return "all steps that were timed were traced, which slows the host: the program alone may be faster"
+    slower = wall_s / (seconds / record.steps)
+    return f"times are those of traced steps, which took {slower:.2f} times as long as steps behind them"

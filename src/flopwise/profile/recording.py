@@ -12,6 +12,7 @@ import dataclasses
 import gzip
 import json
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,15 +28,20 @@ if TYPE_CHECKING:
 
 STEP_MARK = "ProfilerStep#"
 """How torch names a step in a trace; the number follows."""
-LARGEST_CUT_BYTES = 2**30
+LONGEST_PAUSE_S = 0.01
+LONGEST_PAUSE_SHARE = 0.02
+"""Between two steps that are counted, of the time so far; behind a longer pause counting begins anew."""
+LARGEST_CUT_BYTES = 2**27
 """Of JSON. A trace that ends within a step is read back to cut that step off; a larger one is given up."""
 
 
 class _Stage(Enum):
     WARMING = auto()
     READY = auto()
+    ARMED = auto()
     RECORDING = auto()
     SETTLING = auto()
+    SETTLED = auto()
     COUNTING = auto()
     DONE = auto()
 
@@ -58,11 +64,13 @@ class Recorder:
         at_most_s: float | None = None,
         with_memory: bool = False,
         replace: bool = True,
+        begins: bool = False,
         sampler: Callable[[], Samples] | None = None,
     ) -> None:
         """`at_most_s`: stop recording at the end of the first step after so many seconds. `with_memory`: every
         allocation as well. `replace`: take the place of files of this rank; else, where there are some, write beside
-        them under a name with the process's number."""
+        them under a name with the process's number. `begins`: `begin` is called before every step, so that what lies
+        between steps (an evaluation, a checkpoint) is neither recorded before the first one nor counted."""
         assert warm_up >= 1, "the profiler gets ready within the last step of the warm-up"
         assert steps >= 1
         self._folder = folder
@@ -72,6 +80,8 @@ class Recorder:
         self._at_most_s = at_most_s
         self._with_memory = with_memory
         self._replace = replace
+        self._begins = begins
+        self._last_end = 0.0
         self._sampler_of = sampler or (lambda: sampler_for(*_device()))
         self._sampler: Samples | None = None
         self._profiler: profile | None = None
@@ -93,23 +103,42 @@ class Recorder:
         """Files that are there, whole."""
         return tuple(self._written)
 
+    def begin(self) -> None:
+        """A step begins."""
+        if self._stage is _Stage.ARMED:
+            self._record()
+        elif self._stage is _Stage.RECORDING:
+            assert self._profiler is not None
+            self._profiler.step()
+        elif self._stage is _Stage.SETTLED:
+            self._count()
+        elif self._stage is _Stage.COUNTING:
+            now = time.perf_counter()
+            if now - self._last_end > max(LONGEST_PAUSE_S, LONGEST_PAUSE_SHARE * (now - self._stage_start)):
+                assert self._sampler is not None
+                self._sampler.stop()
+                self._count()
+
     def step(self) -> None:
         """A step has ended."""
         if self._stage is _Stage.DONE:
             return
         self._stage_steps += 1
+        self._last_end = time.perf_counter()
         if self._stage is _Stage.WARMING and self._stage_steps >= self._warm_up - 1:
             self._prepare()
         elif self._stage is _Stage.READY:
-            self._record()
+            self._go_on(_Stage.ARMED, self._record)
         elif self._stage is _Stage.RECORDING:
+            assert self._profiler is not None
             if self._stage_steps >= self._steps or self._late():
                 self._finish_recording(whole=True)
+            elif self._begins:
+                _end_step_mark(self._profiler)
             else:
-                assert self._profiler is not None
                 self._profiler.step()
         elif self._stage is _Stage.SETTLING:
-            self._open_window(_Stage.COUNTING)
+            self._go_on(_Stage.SETTLED, self._count)
         elif self._stage is _Stage.COUNTING and time.perf_counter() - self._stage_start >= ENERGY_WINDOW_S:
             self._finish_counting()
 
@@ -117,24 +146,36 @@ class Recorder:
         """The program ends: write what there is, in whole steps."""
         stage, self._stage = self._stage, _Stage.DONE
         if stage is _Stage.RECORDING and self._stage_steps > 0:
-            self._finish_recording(whole=False)
+            assert self._profiler is not None
+            # Between two steps there is no mark, and so none to be cut off.
+            self._finish_recording(whole=self._profiler.step_rec_fn is None)
             self._stage = _Stage.DONE
         elif stage is _Stage.COUNTING and self._sampler is not None:
             # Less than a second: the counters of the recorded steps, already written, are as good.
             self._sampler.stop()
-        elif stage in (_Stage.READY, _Stage.RECORDING):
+        elif stage in (_Stage.READY, _Stage.ARMED, _Stage.RECORDING):
             self._drop_profiler(stage)
 
     def discard(self) -> None:
         """Take back what was written, and record nothing more."""
         stage, self._stage = self._stage, _Stage.DONE
-        if stage in (_Stage.READY, _Stage.RECORDING):
+        if stage in (_Stage.READY, _Stage.ARMED, _Stage.RECORDING):
             self._drop_profiler(stage)
         elif stage is _Stage.COUNTING and self._sampler is not None:
             self._sampler.stop()
         for path in self._written:
             path.unlink(missing_ok=True)
         self._written = []
+
+    def _go_on(self, waiting: _Stage, go: Callable[[], None]) -> None:
+        """At once, or when the next step begins."""
+        if self._begins:
+            self._enter(waiting)
+        else:
+            go()
+
+    def _count(self) -> None:
+        self._open_window(_Stage.COUNTING)
 
     def _enter(self, stage: _Stage) -> None:
         self._stage = stage
@@ -150,6 +191,9 @@ class Recorder:
 
         # Torch's tracing library reports every start and stop on stderr, at a level above errors.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
+            # Beside it, this one would end the other's recording.
+            raise RuntimeError("torch's profiler runs already")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         with _quiet():
             self._profiler = profile(
@@ -191,7 +235,7 @@ class Recorder:
             with _quiet():
                 profiler.stop()
                 self._folder.mkdir(parents=True, exist_ok=True)
-                profiler.export_chrome_trace(str(temporary))
+                _export(profiler, temporary)
             if whole or _cut_last_step(temporary):
                 self._written.append(self._placed(temporary))
                 self._write_counters(counters, steps, "profiled")
@@ -269,6 +313,17 @@ def _end_step_mark(profiler: profile) -> None:
     mark, profiler.step_rec_fn = profiler.step_rec_fn, None
     if mark is not None:
         mark.__exit__(None, None, None)
+
+
+def _export(profiler: profile, path: Path) -> None:
+    """The trace, gzipped; torch itself packs line by line at the highest level, which takes many times as long."""
+    plain = path.with_suffix("")
+    try:
+        profiler.export_chrome_trace(str(plain))
+        with plain.open("rb") as source, gzip.open(path, "wb", compresslevel=2) as target:
+            shutil.copyfileobj(source, target, 2**20)
+    finally:
+        _remove(plain)
 
 
 def _device() -> tuple[str, int | str]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 ENERGY_WINDOW_S = 1.0
 """The energy counter of a GPU moves in steps of tens of milliseconds: shorter windows say too little."""
+GPM_WINDOW_S = 0.2
+"""The maker calls counters over less than 100 ms invalid."""
 SMALLEST_GAP_S = 1e-4
 
 Window = Literal["steady", "profiled"]
@@ -147,6 +149,8 @@ class Sampler:
         seconds = self._clock() - self._started
         energy_j = _difference(self._first_energy_j, self._device.energy_j())
         shares = self._shares()
+        if seconds < GPM_WINDOW_S:
+            shares = {}
         self._repeated.end()
         self._repeated = None
         powers = _known(sample.power_w for sample in self._samples)
@@ -323,19 +327,22 @@ def sampler_for(device_type: str, index: int | str = 0, *, every_s: float = 0.1,
 def counters_values(counters: Counters, span_s: float, *, steps: int | None = None) -> dict[str, Value]:
     """Counters under the names of `METRICS`, for a profile in which a step spans `span_s` on the device.
 
-    `steps` of the window divide its energy; without them it is left out. Traffic is only counted as a sum of reads and
-    writes, so it appears as `mbu` alone.
+    `steps` of the window divide its energy and its seconds, of which the counters' shares are; without them the energy
+    is left out, and a step is taken to be as long as its span. Traffic is only counted as a sum of reads and writes, so
+    it appears as `mbu` alone.
     """
     from flopwise.core.profile import known
 
     energy_j = counters.energy_j
+    step_s = counters.seconds / steps if counters.seconds and steps else span_s
+    in_span = step_s / span_s if span_s > 0 else 1.0
     return known(
         "measured",
         (
-            ("matrix_active_s", None if counters.matrix_share is None else counters.matrix_share * span_s),
+            ("matrix_active_s", None if counters.matrix_share is None else counters.matrix_share * step_s),
             ("unit_share", counters.unit_share),
             ("occupancy", counters.occupancy),
-            ("mbu", counters.dram_share),
+            ("mbu", None if counters.dram_share is None else counters.dram_share * in_span),
             ("throttle_share", counters.throttle_share),
             ("throttle_loss", counters.throttle_loss),
             ("clock_mean_hz", counters.clock_mean_hz),

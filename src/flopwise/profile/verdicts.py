@@ -90,9 +90,10 @@ def spill_share(profile: Profile) -> float | None:
 def matrix_fill(profile: Profile) -> float | None:
     """Model FLOPs over what the peak could do while the matrix unit was active."""
     active, flops = profile.get("matrix_active_s"), profile.get("model_flops")
-    if not active or flops is None or profile.peaks is None:
+    if active is None or flops is None or profile.peaks is None:
         return None
-    return flops / (active * profile.peaks.flops)
+    possible = active * profile.peaks.flops
+    return flops / possible if possible > 0 else None
 
 
 def fragmentation(profile: Profile) -> float | None:

@@ -39,8 +39,7 @@ def fit_words(fit: Fit) -> str:
     begun = f" from batch {fit.least_batch:,} on" if fit.is_partial else ""
     length = f" of sequence {fit.sequence_tokens:,}" if fit.sequence_tokens is not None else ""
     # What is left at batch 0 is extrapolated: two digits of it.
-    sign = "−" if fit.per_sequence_s < 0 else "+"
-    line = f"{_rough(fit.fixed_s, 2)} {sign} {_rough(abs(fit.per_sequence_s), 3)} × batch{begun}"
+    line = f"{_rough(fit.fixed_s, 2)} + {_rough(fit.per_sequence_s, 3)} × batch{begun}"
     return f"Device time is {line} ({fit.points:,} profiles{length}, at most {about(fit.largest_residual)} off)."
 
 

@@ -216,8 +216,9 @@ def evidence_words(verdict: Verdict) -> str:
 
 
 def _found(evidence: Evidence) -> str:
-    beside = "" if evidence.bound is None else f" beside {scaled(evidence.bound, evidence.unit)}"
-    return f"found {scaled(evidence.value, evidence.unit)}{beside}"
+    # Enough digits to tell apart what differs by a per cent.
+    beside = "" if evidence.bound is None else f" beside {evidence.bound:.5g}"
+    return f"found {evidence.value:.5g}{beside}"
 
 
 def stake_words(verdict: Verdict) -> str:
@@ -263,6 +264,8 @@ def _words(sentences: Sequence[str]) -> int:
 
 
 def _what_it_is(profile: Profile) -> str:
+    if not (profile.device or profile.batch_sequences or profile.sequence_tokens or profile.precision):
+        return f"This is {name_words(profile)}."
     told = f"{name_words(profile)} ran"
     if profile.device:
         told += f" on {safe(profile.device, 40)}"

@@ -118,7 +118,7 @@ def run_page(record: RunRecord, steps: Sequence[StepRecord], width: int) -> Rend
         ("loss", loss_parts(record.measurement, steps)),
         ("speed", measured_parts(record.measurement) if record.measurement else []),
         ("step", _step_parts(record.measurement) if record.measurement else []),
-        ("profile", [f"flopwise why {record.id}"] if record.request.get("profile") else []),
+        ("profile", [f"flopwise why {record.id}"] if record.profile else []),
         ("made with", environment_parts(record.environment)),
     ]
     ended = f" to {when_words(record.ended)}" if record.ended else ""

@@ -304,7 +304,7 @@ def end_page(record: RunRecord, width: int, *, store: str | None = None) -> Rend
         parts.append(Text("too few steps to measure a speed"))
     beside = f" --store {shlex.quote(store)}" if store else ""
     following = [f"saved run {record.id}   next: flopwise show {record.id}{beside}"]
-    if record.request.get("profile"):
+    if record.profile:
         following.append(f"flopwise why {record.id}{beside}")
     if record.state != "done":
         parts.append(as_text(wrapped(state_parts(record), width)))

@@ -18,13 +18,18 @@ WARM_UP_STEPS = 2
 
 
 def measured(
-    prepared: Prepared, outcome: Outcome, memory: tuple[MemoryRow, ...], *, earlier: Sequence[StepRecord], ranks: int
-) -> Measurement | None:
-    """The steps of this process; those of an `earlier` one, perhaps on another machine, tell the first loss alone."""
+    prepared: Prepared, outcome: Outcome, memory: tuple[MemoryRow, ...], *, earlier: Sequence[StepRecord], ranks: int,
+    slowed: range = range(0),
+) -> Measurement | None:  # fmt: skip
+    """The steps of this process; those of an `earlier` one, perhaps on another machine, tell the first loss alone.
+
+    Steps that a profiler has `slowed` down are left out, unless there are no others behind the warm-up.
+    """
     steps = outcome.steps
     if not steps:
         return None
     timed = steps[WARM_UP_STEPS:] if len(steps) > 2 * WARM_UP_STEPS else steps
+    timed = tuple(step for step in timed if step.step not in slowed) or timed
     seconds = sorted(step.step_s for step in timed)
     rates = sorted(step.tokens_per_s for step in timed)
     shares = [step.mfu for step in timed if step.mfu is not None]

@@ -6,7 +6,7 @@ tasks and the rates come from steps that are not traced, and what the time was s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,29 +17,35 @@ from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import write_whole
 from flopwise.core.hardware import Hardware
-from flopwise.core.measurement import MemoryRow, StepRecord
+from flopwise.core.measurement import Measurement, MemoryRow, StepRecord
 from flopwise.core.op import Attention
 from flopwise.core.plan import Plan
 from flopwise.core.profile import MemoryOwner, MemoryUse, Peaks, Profile, Spent, TaskTime, Value, known
 from flopwise.core.program import Program, task_name
+from flopwise.core.simulation import Simulation
 from flopwise.core.store import PROFILE, to_text
 from flopwise.engine.executor import Executor
 from flopwise.engine.streaming import StreamingExecutor
 from flopwise.engine.streams import Span
 from flopwise.plan.forecast import executed_flops
-from flopwise.predict.simulator import simulate
+from flopwise.predict.simulator import memory_points, simulate
 from flopwise.predict.tasks import TaskSeconds
 from flopwise.profile import kineto
 from flopwise.profile.opening import opened
 from flopwise.profile.recording import Recorder
-from flopwise.profile.sampling import CounterRecord, counters_values, read_counter_record, sampler_for
+from flopwise.profile.sampling import CounterRecord, counters_values, read_counter_record
 from flopwise.train.events import Callback
 from flopwise.train.preparing import Prepared
+from flopwise.train.request import TrainRequest
 
 WARM_UP_STEPS = 2
 TRACED_STEPS = 3
+LONGEST_TRACE_S = 20.0
+"""Behind the step in which it has passed, tracing ends: a trace grows with every kernel, by megabytes a second."""
 MOST_TASKS = 4000
 """Of a step, how many a profile keeps."""
+MOST_POINTS = 500
+"""Of memory over time."""
 
 OWNERS: dict[str, MemoryOwner] = {
     "weights": "parameters",
@@ -58,20 +64,29 @@ class RunProfiler(Callback):
     """Watches a training's steps, and leaves `profile.json`, the trace and the counters in its folder."""
 
     def __init__(
-        self, folder: Path, executor: Executor, prepared: Prepared, *, done: int, traced: int | None, world: int
+        self, folder: Path, executor: Executor, prepared: Prepared, *, done: int, request: TrainRequest, world: int
     ) -> None:
-        """`done`: steps before the first one, of a run that is resumed. `traced`: how many to trace; None: a few."""
+        """`done`: steps before the first one, of a run that is resumed."""
         self.folder, self.executor, self.prepared, self.world = folder, executor, prepared, world
         left = prepared.training.steps - done
-        steps = max(1, min(traced or TRACED_STEPS, left - 1))
+        steps = max(1, min(request.profile_steps or TRACED_STEPS, left - 1))
         warm_up = max(1, min(WARM_UP_STEPS, left - steps))
         self.first = done + warm_up + 1
-        self.last = done + warm_up + steps
+        for every in (request.evaluate_every, request.checkpoint_every):
+            if every is not None:
+                # What comes between two traced steps would be in the trace, and taken for a part of them.
+                steps = min(steps, -self.first % every + 1)
+        self.traced = range(self.first, self.first + steps)
+        """Steps, counted from 1, that are slowed down."""
         self.task_times: dict[int, Span] = {}
         self.records: dict[int, StepRecord] = {}
         self.problem: str | None = None
+        self._recorder: Recorder | None = None
+        self._guarded(lambda: self._start(warm_up, steps))
+
+    def _start(self, warm_up: int, steps: int) -> None:
         self._recorder = Recorder(
-            folder, warm_up=warm_up, steps=steps, rank=0, sampler=lambda: sampler_for(prepared.device)
+            self.folder, warm_up=warm_up, steps=steps, rank=0, at_most_s=LONGEST_TRACE_S, begins=True
         )
 
     # -- while it runs --------------------------------------------------------------------------------------------
@@ -83,54 +98,65 @@ class RunProfiler(Callback):
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
         streaming = self.executor if isinstance(self.executor, StreamingExecutor) else None
-        if self._recorder.done or self.problem:
+        recorder = self._recorder
+        if recorder is None or recorder.done or self.problem:
             yield
             return
         if streaming:
             streaming.times_tasks = step >= self.first
+        self._guarded(recorder.begin)
         yield
         if streaming:
             self.task_times = streaming.task_times()
             streaming.times_tasks = False
-        try:
-            self._recorder.step()
-        except (OSError, RuntimeError) as error:
-            # A disk that is full costs the profile and not the training.
-            self.problem = f"the trace could not be written: {error}"
+        self._guarded(recorder.step)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """A full disk, a profiler that does not start: whatever goes wrong costs the profile and not the training."""
+        if self.problem is None:
+            try:
+                action()
+            except Exception as error:
+                self.problem = f"profiling failed: {error!r}"
+
+    def abandon(self) -> None:
+        """The training has failed: nothing is left running, and nothing is written any more."""
+        if self._recorder is not None:
+            self._guarded(self._recorder.discard)
 
     # -- at its end -----------------------------------------------------------------------------------------------
 
-    def close(self) -> str | None:
-        """Write the profile; returns why there is none, where there is none."""
-        try:
-            if self.problem is None:
-                self._recorder.close()
-            traces = [path for path in self._recorder.written if path.name.startswith("trace")]
-            if not traces:
-                return self.problem or "the run ended before a step was traced"
-            with opened(traces[0]) as source:
-                read = kineto.read_source(source, traces[0].name)
-            profile = self._assembled(read.profiles[0], self._counters())
-            write_whole(self.folder / PROFILE, to_text(profile) + "\n")
-        except FlopwiseError as error:
-            return error.what if error.why is None else f"{error.what}: {error.why}"
-        except (OSError, RuntimeError) as error:
-            return str(error)
-        return None
+    def close(self, measurement: Measurement) -> str | None:
+        """Write the profile of a training that took so long; returns why there is none, where there is none."""
+        self._guarded(lambda: self._write(measurement))
+        return self.problem
+
+    def _write(self, measurement: Measurement) -> None:
+        assert self._recorder is not None
+        self._recorder.close()
+        traces = [path for path in self._recorder.written if path.name.startswith("trace")]
+        if not traces:
+            self.problem = "the run ended before a step was traced"
+            return
+        with opened(traces[0]) as source:
+            read = kineto.read_source(source, traces[0].name)
+        profile = self._assembled(read.profiles[0], self._counters(), measurement)
+        write_whole(self.folder / PROFILE, to_text(profile) + "\n")
 
     def _counters(self) -> CounterRecord | None:
+        assert self._recorder is not None
         files = [path for path in self._recorder.written if path.name.startswith("counters")]
         return read_counter_record(files[0]) if files else None
 
     def _traced_s(self) -> float:
         """Mean of a traced step."""
-        return fmean(record.step_s for step, record in self.records.items() if step <= self.last)
+        return fmean(record.step_s for step, record in self.records.items() if step in self.traced)
 
     def _steady(self) -> list[StepRecord]:
         """Steps that were not traced."""
-        return [record for step, record in sorted(self.records.items()) if step > self.last]
+        return [record for step, record in sorted(self.records.items()) if step not in self.traced]
 
-    def _assembled(self, trace: Profile, counted: CounterRecord | None) -> Profile:
+    def _assembled(self, trace: Profile, counted: CounterRecord | None, measurement: Measurement) -> Profile:
         prepared, plan, memory = self.prepared, self.prepared.plan, self.executor.memory()
         peaks = _peaks(prepared, self.world)
         span_s = trace.get("device_span_s") or self._traced_s()
@@ -140,10 +166,10 @@ class RunProfiler(Callback):
         }
         values = {
             **measured,
-            **known("measured", [("step_wall_s", self._traced_s())]),
-            **self._rates(peaks),
+            **_rates(measurement, peaks),
             **(counters_values(counted.counters, span_s, steps=counted.steps) if counted else {}),
         }
+        values |= _intensity(values, peaks, span_s)
         device = [row for row in memory if row.place == "device"]
         return replace(
             trace,
@@ -163,35 +189,11 @@ class RunProfiler(Callback):
             memory_total_bytes=float(sum(row.measured_bytes for row in device)),
             memory_capacity_bytes=prepared.hardware.device.dram.size_bytes.value,
             memory_planned=memory,
+            memory_over_time=self._memory_over_time(),
             tasks=self._tasks(),
             system={**trace.system, **_limits(counted)},
             notes=(*trace.notes, *self._notes()),
         )
-
-    def _rates(self, peaks: Peaks | None) -> dict[str, Value]:
-        """Of the steps that were counted and not traced: what the training itself reports."""
-        promise, model = self.prepared.promise, self.prepared.model
-        records = self._steady() or list(self.records.values())
-        seconds = fmean(record.step_s for record in records)
-        whole = promise.batch_sequences * describe(model, self.prepared.plan.sequence_tokens).model_flops("causal")
-        flops = float(whole)
-        if peaks and all(record.mfu is not None for record in records):
-            # Sequences that are padded to the longest of a batch differ from step to step.
-            flops = fmean((record.mfu or 0.0) * record.step_s for record in records) * peaks.flops * self.world
-        executed = None if promise.hardware_flops is None else promise.hardware_flops * flops / whole
-        counted = [("model_flops", flops / self.world)]
-        shares = []
-        if executed is not None:
-            counted.append(("hardware_flops", executed / self.world))
-        if peaks:
-            shares = [("mfu", flops / self.world / (seconds * peaks.flops))]
-            if executed is not None:
-                shares.append(("hfu", executed / self.world / (seconds * peaks.flops)))
-            if peaks.bandwidth:
-                counted.append(("ridge", peaks.flops / peaks.bandwidth))
-        shares.append(("tokens_per_s", fmean(record.tokens for record in records) / seconds))
-        shares.append(("samples_per_s", fmean(record.samples for record in records) / seconds))
-        return {**known("counted", counted), **known("measured", shares)}
 
     def _with_flops(self, classes: tuple[Spent, ...]) -> tuple[Spent, ...]:
         """Products and attention with the FLOPs that the plan executes."""
@@ -225,13 +227,29 @@ class RunProfiler(Callback):
             if index in self.task_times
         )
 
+    def _memory_over_time(self) -> tuple[tuple[float, float], ...]:
+        """Bytes of the device's buffers that were in use, by the times that the tasks took."""
+        executor = self.executor
+        if not isinstance(executor, StreamingExecutor) or len(self.task_times) < len(executor.program.tasks):
+            return ()
+        spans = [self.task_times[index] for index in range(len(executor.program.tasks))]
+        starts, ends = (tuple(span[side] for span in spans) for side in (0, 1))
+        played = Simulation(
+            program=executor.program, starts=starts, ends=ends, step_s=max(ends), busy={}, idle={},
+            exposed_copy_s=0.0, peak_device_bytes={}, peak_host_bytes={},
+        )  # fmt: skip
+        points = [(point.seconds, float(sum(point.device.values()))) for point in memory_points(played)]
+        size = -(-len(points) // MOST_POINTS)
+        stretches = [points[first : first + size] for first in range(0, len(points), size)] if points else []
+        return tuple(max(stretch, key=lambda point: point[1]) for stretch in stretches)
+
     def _notes(self) -> Iterator[str]:
         steady = self._steady()
         if steady:
             slower = self._traced_s() / fmean(record.step_s for record in steady)
             yield (
-                f"rates, clocks and times of tasks are those of steps that were not traced ({len(steady):,}); traced "
-                f"ones took {slower:.2f} times as long"
+                "rates, clocks and times of tasks are those of steps that were not traced; traced ones took "
+                f"{slower:.2f} times as long"
             )
         if isinstance(self.prepared.plan, ClusterPlan):
             yield f"rank 0 of {self.world}"
@@ -239,10 +257,42 @@ class RunProfiler(Callback):
             yield f"of the step's {len(self.executor.program.tasks):,} tasks the first {MOST_TASKS:,} are kept"
 
 
+def _rates(measurement: Measurement, peaks: Peaks | None) -> dict[str, Value]:
+    """Those of the training itself, which leave the traced steps out."""
+    devices = measurement.devices
+    ridge = peaks.flops / peaks.bandwidth if peaks and peaks.bandwidth else None
+    counted = known(
+        "counted",
+        [
+            ("model_flops", measurement.model_flops / devices),
+            ("hardware_flops", measurement.hardware_flops / devices if measurement.hfu is not None else None),
+            ("ridge", ridge),
+        ],
+    )
+    samples_per_s = measurement.batch_sequences / measurement.step_s
+    rates = [("mfu", measurement.mfu), ("hfu", measurement.hfu), ("tokens_per_s", measurement.tokens_per_s)]
+    return counted | known("measured", [*rates, ("samples_per_s", samples_per_s)])
+
+
+def _intensity(values: dict[str, Value], peaks: Peaks | None, span_s: float) -> dict[str, Value]:
+    """FLOPs a byte, where the use of the bandwidth was counted."""
+    use, flops = values.get("mbu"), values.get("hardware_flops")
+    if use is None or flops is None or peaks is None or not peaks.bandwidth or use.value <= 0:
+        return {}
+    return known("modelled", [("intensity", flops.value / (use.value * peaks.bandwidth * span_s))])
+
+
 def _limits(counted: CounterRecord | None) -> dict[str, str]:
-    """Why the clock was not the highest."""
-    reasons = counted.counters.reasons if counted else {}
-    return {f"limited by {word}": f"{share:.0%} of the samples" for word, share in reasons.items()}
+    """Why the clock was not the highest; what the system counted of this process."""
+    if counted is None:
+        return {}
+    counters = counted.counters
+    found = {f"limited by {word}": f"{share:.0%} of the samples" for word, share in counters.reasons.items()}
+    if counters.context_switches is not None:
+        found["context switches a step"] = f"{counters.context_switches / max(1, counted.steps):.1f}"
+    if counters.resident_peak_bytes is not None:
+        found["the process took at most"] = f"{counters.resident_peak_bytes / 2**20:,.0f} MiB"
+    return found
 
 
 def memory_uses(rows: list[MemoryRow]) -> tuple[MemoryUse, ...]:

@@ -19,6 +19,7 @@ from flopwise.core.plan import Plan
 from flopwise.core.store import (
     CHECKPOINTS,
     PLAN,
+    PROFILE,
     RunLock,
     new_run,
     read_steps,
@@ -265,19 +266,23 @@ class _Run:
         try:
             listeners.on_start(self._started(prepared, folder, progress))
             outcome = loop.run(progress, stop)
-            if profiler is not None and (missing := profiler.close()):
-                listeners.on_note(f"there is no profile: {missing}")
             earlier = [step for step in read_steps(folder) if step.step <= progress.step] if self.writes else []
             if outcome.stopped_by:
                 saved = ", and saved" if self.request.checkpoint else ""
                 listeners.on_note(f"stopped by {outcome.stopped_by} after step {outcome.progress.step}{saved}")
-            record = replace(
-                record,
-                reason=outcome.stopped_by,
-                measurement=measured(prepared, outcome, executor.memory(), earlier=earlier, ranks=self.rank.world),
-                metrics=metrics(prepared, outcome),
-            )
+            found = measured(
+                prepared, outcome, executor.memory(), earlier=earlier, ranks=self.rank.world,
+                slowed=profiler.traced if profiler else range(0),
+            )  # fmt: skip
+            record = replace(record, reason=outcome.stopped_by, measurement=found, metrics=metrics(prepared, outcome))
+            if profiler is not None and found is not None:
+                missing = profiler.close(found)
+                record = replace(record, profile=None if missing else PROFILE)
+                if missing:
+                    listeners.on_note(f"there is no profile: {missing}")
         except BaseException as error:
+            if profiler is not None:
+                profiler.abandon()
             reason = error.what if isinstance(error, FlopwiseError) else repr(error)
             self._ended(folder, replace(record, reason=reason), "failed", loop)
             raise
@@ -292,7 +297,7 @@ class _Run:
             return None
         return RunProfiler(
             folder, executor, prepared,
-            done=progress.step, traced=self.request.profile_steps, world=self.rank.world,
+            done=progress.step, request=self.request, world=self.rank.world,
         )  # fmt: skip
 
     def _ended(self, folder: Path, record: RunRecord, state: RunState, loop: Loop) -> RunRecord:
