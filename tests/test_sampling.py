@@ -200,6 +200,11 @@ def test_a_machine_that_tells_nothing_still_knows_its_process(tmp_path: Path) ->
     assert counters.context_switches >= 0
 
 
+def test_counters_of_the_card_need_a_fifth_of_a_second() -> None:
+    assert window(FakeLibrary(), 0.1).matrix_share is None
+    assert window(FakeLibrary(), 0.25).matrix_share is not None
+
+
 def test_counters_under_the_names_of_a_profile() -> None:
     counters = Counters(
         seconds=2.0, energy_j=1200.0, power_w=600.0, matrix_share=0.5, dram_share=0.25, unit_share=0.9, samples=20
