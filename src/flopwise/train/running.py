@@ -275,11 +275,6 @@ class _Run:
                 slowed=profiler.traced if profiler else range(0),
             )  # fmt: skip
             record = replace(record, reason=outcome.stopped_by, measurement=found, metrics=metrics(prepared, outcome))
-            if profiler is not None and found is not None:
-                missing = profiler.close(found)
-                record = replace(record, profile=None if missing else PROFILE)
-                if missing:
-                    listeners.on_note(f"there is no profile: {missing}")
         except BaseException as error:
             if profiler is not None:
                 profiler.abandon()
@@ -287,6 +282,14 @@ class _Run:
             self._ended(folder, replace(record, reason=reason), "failed", loop)
             raise
         record = self._ended(folder, record, "interrupted" if outcome.stopped_by else "done", loop)
+        if profiler is not None and found is not None:
+            # Long traces take a while, in which nothing else can be lost any more.
+            missing = profiler.close(found)
+            if missing:
+                listeners.on_note(f"there is no profile: {missing}")
+            else:
+                record = replace(record, profile=PROFILE)
+                write_record(folder, record)
         if self.writes:
             listeners.on_end(record)
         return record
