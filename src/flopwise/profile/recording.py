@@ -88,6 +88,8 @@ class Recorder:
         self._stage = _Stage.WARMING
         self._stage_steps = 0
         self._stage_start = 0.0
+        self.recorded = 0
+        """Steps that are in the trace."""
         self._written: list[Path] = []
         self._stem: str | None = None
         if warm_up == 1:
@@ -223,7 +225,7 @@ class Recorder:
     def _finish_recording(self, *, whole: bool) -> None:
         assert self._profiler is not None
         assert self._sampler is not None
-        steps = self._stage_steps
+        steps = self.recorded = self._stage_steps
         # Before anything can fail: there is no second try.
         profiler, self._profiler = self._profiler, None
         self._enter(_Stage.DONE)

@@ -7,7 +7,7 @@ tasks and the rates come from steps that are not traced, and what the time was s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -76,8 +76,7 @@ class RunProfiler(Callback):
             if every is not None:
                 # What comes between two traced steps would be in the trace, and taken for a part of them.
                 steps = min(steps, -self.first % every + 1)
-        self.traced = range(self.first, self.first + steps)
-        """Steps, counted from 1, that are slowed down."""
+        self._planned = steps
         self.task_times: dict[int, Span] = {}
         self.records: dict[int, StepRecord] = {}
         self.problem: str | None = None
@@ -88,6 +87,12 @@ class RunProfiler(Callback):
         self._recorder = Recorder(
             self.folder, warm_up=warm_up, steps=steps, rank=0, at_most_s=LONGEST_TRACE_S, begins=True
         )
+
+    @property
+    def traced(self) -> range:
+        """Steps, counted from 1, that are slowed down; fewer than planned where they are long."""
+        recorded = self._recorder.recorded if self._recorder else 0
+        return range(self.first, self.first + (recorded or self._planned))
 
     # -- while it runs --------------------------------------------------------------------------------------------
 
@@ -118,11 +123,17 @@ class RunProfiler(Callback):
                 action()
             except Exception as error:
                 self.problem = f"profiling failed: {error!r}"
+                # Nothing may go on recording, step after step.
+                with suppress(Exception):
+                    self._discard()
+
+    def _discard(self) -> None:
+        if self._recorder is not None:
+            self._recorder.discard()
 
     def abandon(self) -> None:
         """The training has failed: nothing is left running, and nothing is written any more."""
-        if self._recorder is not None:
-            self._guarded(self._recorder.discard)
+        self._guarded(self._discard)
 
     # -- at its end -----------------------------------------------------------------------------------------------
 
