@@ -23,21 +23,26 @@ def console_blocks() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("command", "shown"), console_blocks(), ids=[command for command, _ in console_blocks()])
-def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) -> None:
-    # Files that the page names lie in the repository; what a command writes does not go there.
-    (tmp_path / "tests").symlink_to(ROOT / "tests")
+def printed(command: str, folder: Path) -> str:
+    """What a command prints in a terminal of 120 columns; its home is the folder that it runs in."""
     result = subprocess.run(
         [sys.executable, "-m", "flopwise", *shlex.split(command)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "120"},
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "120", "HOME": str(folder)},
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == shown.strip()
+    return result.stdout
+
+
+@pytest.mark.parametrize(("command", "shown"), console_blocks(), ids=[command for command, _ in console_blocks()])
+def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) -> None:
+    # Files that the page names lie in the repository; what a command writes does not go there.
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    assert printed(command, tmp_path).strip() == shown.strip()
     # A picture that a command writes is the one that the page shows.
     for written in (path for path in tmp_path.iterdir() if not path.is_symlink()):
         assert written.read_text(encoding="utf-8") == (ROOT / "docs" / written.name).read_text(encoding="utf-8")
@@ -53,19 +58,9 @@ def _shape(text: str) -> list[str]:
 def test_the_training_shown_runs_and_prints_the_same_lines(tmp_path: Path) -> None:
     (block,) = re.findall(r"```text\n\$ flopwise (train.*?)```", README, re.DOTALL)
     command, _, shown = block.partition("\n")
-    result = subprocess.run(
-        [sys.executable, "-m", "flopwise", *shlex.split(command)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "120", "HOME": str(tmp_path)},
-    )
-    assert result.returncode == 0, result.stderr
-    printed = _shape(result.stdout)
-    assert len(printed) > 20
-    assert _shape(shown)[-len(printed) :] == printed
+    lines = _shape(printed(command, tmp_path))
+    assert len(lines) > 20
+    assert _shape(shown)[-len(lines) :] == lines
     assert (tmp_path / "runs" / "0001" / "record.json").is_file()
 
 
@@ -74,16 +69,7 @@ def test_what_is_shown_in_part_is_how_it_begins(tmp_path: Path) -> None:
     assert blocks
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     for command, shown in blocks:
-        result = subprocess.run(
-            [sys.executable, "-m", "flopwise", *shlex.split(command)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            cwd=tmp_path,
-            env={"PATH": "/usr/bin:/bin", "COLUMNS": "120"},
-        )
-        assert shown.count("\n") > 5 and result.stdout.startswith(shown)
+        assert shown.count("\n") > 5 and printed(command, tmp_path).startswith(shown)
 
 
 def test_there_are_commands_to_check() -> None:
