@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from statistics import fmean
@@ -63,12 +64,15 @@ def test_its_mfu_is_the_trainers(run: tuple[Path, list[StepRecord], list[str]], 
     assert profile.steps == 3 and profile.peaks is not None
     measurement = json.loads((run[0] / "record.json").read_text())["measurement"]
     assert known(profile, "mfu") == measurement["mfu"] and measurement["steps"] == 9 - 2 - 3
-    flops = known(profile, "model_flops")
-    # The traced steps, by the trace's clock and by the trainer's.
+
+    # The traced steps, by the trace's clock and by the trainer's: the same to a per cent, but for what else ran here.
     traced = [step for step in steps if 2 < step.step <= 5]
-    share = flops / (known(profile, "device_span_s") * profile.peaks.flops)
-    assert share == pytest.approx(fmean(step.mfu or 0.0 for step in traced), rel=0.03)
-    assert known(profile, "step_wall_s") == pytest.approx(fmean(step.step_s for step in traced), rel=0.03)
+    events = json.loads(gzip.decompress((run[0] / "trace-rank0.json.gz").read_bytes()))["traceEvents"]
+    marks = [event["dur"] / 1e6 for event in events if event["name"].startswith("ProfilerStep#")]
+    flops = known(profile, "model_flops")
+    shares = [flops / (mark * profile.peaks.flops) for mark in marks]
+    ratios = [share / (step.mfu or 0.0) for share, step in zip(shares, traced, strict=True)]
+    assert max(ratios) == pytest.approx(1, abs=0.01) and known(profile, "step_wall_s") >= fmean(marks) * (1 - 1e-6)
 
 
 def test_products_and_attention_have_the_programs_flops(profile: Profile) -> None:
@@ -99,6 +103,9 @@ def test_memory_is_the_runs(run: tuple[Path, list[StepRecord], list[str]], profi
     record = json.loads((run[0] / "record.json").read_text())
     rows = [row for row in record["measurement"]["memory"] if row["place"] == "device"]
     assert profile.memory_total_bytes == sum(row["measured_bytes"] for row in rows)
+    assert profile.memory_total_bytes is not None
+    peak = max(size for _, size in profile.memory_over_time)
+    assert 0.5 * profile.memory_total_bytes < peak <= profile.memory_total_bytes
     assert {use.name: use.bytes for use in profile.memory} == {row["owner"]: row["measured_bytes"] for row in rows}
 
 

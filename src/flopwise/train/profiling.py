@@ -200,7 +200,7 @@ class RunProfiler(Callback):
             memory_total_bytes=float(sum(row.measured_bytes for row in device)),
             memory_capacity_bytes=prepared.hardware.device.dram.size_bytes.value,
             memory_planned=memory,
-            memory_over_time=self._memory_over_time(),
+            memory_over_time=self._memory_over_time(device),
             tasks=self._tasks(),
             system={**trace.system, **_limits(counted)},
             notes=(*trace.notes, *self._notes()),
@@ -238,8 +238,8 @@ class RunProfiler(Callback):
             if index in self.task_times
         )
 
-    def _memory_over_time(self) -> tuple[tuple[float, float], ...]:
-        """Bytes of the device's buffers that were in use, by the times that the tasks took."""
+    def _memory_over_time(self, rows: list[MemoryRow]) -> tuple[tuple[float, float], ...]:
+        """Bytes of the device's buffers that were in use, by the times of tasks; none for room that was never taken."""
         executor = self.executor
         if not isinstance(executor, StreamingExecutor) or len(self.task_times) < len(executor.program.tasks):
             return ()
@@ -249,7 +249,11 @@ class RunProfiler(Callback):
             program=executor.program, starts=starts, ends=ends, step_s=max(ends), busy={}, idle={},
             exposed_copy_s=0.0, peak_device_bytes={}, peak_host_bytes={},
         )  # fmt: skip
-        points = [(point.seconds, float(sum(point.device.values()))) for point in memory_points(played)]
+        taken = {row.owner: row.measured_bytes for row in rows}
+        points = [
+            (point.seconds, float(sum(min(size, taken.get(owner, size)) for owner, size in point.device.items())))
+            for point in memory_points(played)
+        ]
         size = -(-len(points) // MOST_POINTS)
         stretches = [points[first : first + size] for first in range(0, len(points), size)] if points else []
         return tuple(max(stretch, key=lambda point: point[1]) for stretch in stretches)
