@@ -284,6 +284,8 @@ def test_a_plan_for_several_devices_starts_as_many(trainer: Trainer, spawned: li
 def test_several_devices_are_started_once(
     trainer: Trainer, spawned: list[tuple[list[str], int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    left: list[int] = []
+    monkeypatch.setattr("flopwise.engine.launch.leave", lambda code=0: left.append(code))
     assert answered(["train", "--gpus", "2"])[0] == 7
     assert spawned == [(["train", "--gpus", "2"], 2)]
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
@@ -296,6 +298,8 @@ def test_several_devices_are_started_once(
     code, out, err = answered(["train", "--gpus", "2"])
     assert (code, out, err, trainer.callbacks) == (0, "", "", 0)
     assert len(spawned) == 1
+    # Each of several ranks ends its process by itself.
+    assert left == [0, 0]
 
 
 def test_a_run_is_resumed_on_as_many_devices(trainer: Trainer, spawned: list[tuple[list[str], int]]) -> None:
