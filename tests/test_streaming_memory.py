@@ -198,7 +198,9 @@ def test_no_allocation_of_a_step_is_beyond_the_plan(family: str, precision: str)
 @pytest.mark.parametrize("family", ["llama", "llama-biased", "mistral", "qwen3", "gpt2", "bert", "bert-masked"])
 def test_no_allocation_of_any_family_is_beyond_the_plan(family: str, precision: str) -> None:
     model = wide(TINY[family])
-    for plan in shapes(model, 4096, precision=precision, head_chunk_tokens=1024):
+    # Formats change what is allocated, not how it grows with the sequence: one of them goes the long way.
+    tokens = 4096 if precision == "fp32" else 2048
+    for plan in shapes(model, tokens, precision=precision, head_chunk_tokens=tokens // 4):
         assert_within_plan(plan, model)
 
 
