@@ -132,6 +132,12 @@ def test_the_page_fits_its_width(width: int) -> None:
             assert cell_len(line) <= width, line
 
 
+def test_a_group_of_nothing_but_zeros_is_one_row() -> None:
+    nothing = known("measured", [(name, 0.0) for name in ("comm_active_s", "comm_time_s", "comm_count")])
+    lines = page_of(a_profile(values={**a_profile().values, **nothing}), 100)
+    assert [line.split() for line in lines if "comm" in line] == [["communication", "none"]]
+
+
 def test_a_group_is_named_on_its_first_row_only() -> None:
     lines = page_of(a_profile(), 80)
     begin = lines.index(next(line for line in lines if line.startswith("Group")))

@@ -286,7 +286,11 @@ def _how_it_went(profile: Profile) -> str:
     a_step = "A step" if profile.steps is not None or wall is not None else "What was profiled"
     told = []
     if wall is not None:
-        told.append(f"{a_step} takes {seconds(wall)}" + ("" if span is None else f", the device {seconds(span)} of it"))
+        # On a CPU the two are one.
+        apart = span is not None and abs(span - wall) > 1e-3 * wall
+        told.append(
+            f"{a_step} takes {seconds(wall)}" + (f", the device {seconds(span)} of it" if span and apart else "")
+        )
     elif span is not None:
         told.append(f"{a_step} takes the device {seconds(span)}")
     if mfu is not None:

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flopwise.core.profile import KERNEL_CLASSES, METRICS, Peaks, Profile, Spent, ValueSource, Verdict
+from flopwise.core.profile import KERNEL_CLASSES, METRIC, METRICS, Peaks, Profile, Spent, ValueSource, Verdict
 from flopwise.report.profile_timeline import task_tables
 from flopwise.report.profile_words import (
     BEYOND_READING,
@@ -105,13 +105,18 @@ def usual_source(profile: Profile) -> ValueSource:
 
 
 def value_table(profile: Profile) -> Table:
-    """Every value under its group, whose name stands on the first row only."""
+    """Every value under its group, whose name stands on the first row only; a group of nothing but zeros is one row."""
     usual = usual_source(profile)
     rows: list[list[str]] = []
     group = ""
+    used = {METRIC[name].group for name, value in profile.values.items() if value.value != 0}
     for metric in METRICS:
         value = profile.values.get(metric.name)
-        if value is None:
+        if value is None or (metric.group not in used and metric.group == group):
+            continue
+        if metric.group not in used:
+            rows.append([metric.group, "", "none", "", "", ""])
+            group = metric.group
             continue
         share = profile.share(metric.name) if metric.unit == "s" and metric.name not in _WHOLES else None
         rows.append(
