@@ -39,18 +39,26 @@ def width() -> int:
     return max(shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns, NARROWEST_TABLE)
 
 
+# Names may hold [brackets] and :colons:, which are not ours to interpret.
+_PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+
+
 def show_page(page: RenderableType) -> None:
     from rich.console import Console
 
-    # Names may hold [brackets] and :colons:, which are not ours to interpret.
-    plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "width": width()}
     if sys.stdout.isatty():
-        Console(**plain).print(page, crop=False)
-        return
-    # Into a file or a pipe: without the blanks that pad a terminal's lines.
+        Console(**_PLAIN, width=width()).print(page, crop=False)
+    else:
+        typer.echo(page_text(page))
+
+
+def page_text(page: RenderableType, *, in_file: bool = False) -> str:
+    """A page for a pipe, without the blanks that pad a terminal's lines; in a file never with colours."""
+    from rich.console import Console
+
     text = io.StringIO()
-    Console(**plain, file=text).print(page, crop=False)
-    typer.echo("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
+    Console(**_PLAIN, width=width(), file=text, force_terminal=False if in_file else None).print(page, crop=False)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwise.cli.options import FORMS, one_of
-from flopwise.cli.output import progress_bar, show_page, width
+from flopwise.cli.output import page_text, progress_bar, show_page, width
 from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ def show(
     if form == "native":
         _print(_native(reads, section), write)
         return
-    judged = _judged(profiles, thresholds)
+    judged = judged_by(profiles, thresholds)
     if form == "table":
-        _print_page(_show_page(judged), write)
+        _print_page(judged_page(judged), write)
         if len(judged) > 1:
             typer.echo("note: --section NAME shows one of them whole", err=True)
     else:
@@ -110,7 +110,7 @@ def compare(
     elif form == "html":
         from flopwise.report.profile_page import profiles_page
 
-        _print(profiles_page(_judged(profiles, thresholds), found), write)
+        _print(profiles_page(judged_by(profiles, thresholds), found), write)
     else:
         writers = {"md": report.comparison_markdown, "csv": report.comparison_csv, "json": report.comparison_json}
         _print(writers[form](found), write)
@@ -128,7 +128,7 @@ def why(
     from flopwise.report.training import as_text
 
     profiles = _sections(_profiles(_read([name], store)), section)
-    judged = _judged(profiles, _thresholds(threshold))
+    judged = judged_by(profiles, _thresholds(threshold))
     paragraphs = ["\n".join(why_lines(profile, verdicts, width())) for profile, verdicts in judged]
     show_page(as_text(["\n\n".join(paragraphs)]))
 
@@ -233,7 +233,7 @@ def _thresholds(words: Sequence[str] | None) -> Thresholds:
     return thresholds_of(values)
 
 
-def _judged(profiles: Sequence[Profile], thresholds: Thresholds) -> list[Judged]:
+def judged_by(profiles: Sequence[Profile], thresholds: Thresholds | None = None) -> list[Judged]:
     from flopwise.profile.verdicts import verdicts
 
     return [(profile, verdicts(profile, thresholds)) for profile in profiles]
@@ -242,7 +242,8 @@ def _judged(profiles: Sequence[Profile], thresholds: Thresholds) -> list[Judged]
 # -- to the terminal, or to a file -----------------------------------------------------------------------------------
 
 
-def _show_page(judged: Sequence[Judged]) -> RenderableType:
+def judged_page(judged: Sequence[Judged]) -> RenderableType:
+    """One profile whole, of several a row each."""
     from flopwise.report.profiles import profile_page, profiles_table
 
     return profile_page(*judged[0], width()) if len(judged) == 1 else profiles_table(judged, width())
@@ -312,14 +313,7 @@ def _print(text: str, write: str) -> None:
 
 def _print_page(page: RenderableType, write: str) -> None:
     """A page for a terminal; in a file it is plain text."""
-    if not write:
+    if write:
+        _print(page_text(page, in_file=True), write)
+    else:
         show_page(page)
-        return
-    import io
-
-    from rich.console import Console
-
-    text = io.StringIO()
-    console = Console(file=text, width=width(), highlight=False, markup=False, emoji=False, no_color=True)
-    console.print(page, crop=False)
-    _print("\n".join(line.rstrip() for line in text.getvalue().splitlines()), write)

@@ -73,18 +73,16 @@ def _nothing(outcome: Outcome, steps: int, folder: Path, *, is_new: bool) -> Non
 
 
 def _print(folder: Path, steps: int) -> None:
-    from flopwise.cli.output import progress_bar, show_page, width
+    from flopwise.cli.output import progress_bar, show_page
+    from flopwise.cli.profile import judged_by, judged_page
     from flopwise.core.files import write_whole
     from flopwise.core.store import PROFILE, to_text
     from flopwise.profile.reading import read_profiles
-    from flopwise.profile.verdicts import verdicts
-    from flopwise.report.profiles import profile_page, profiles_table
 
     with progress_bar("reading") as tell:
         profiles = [profile for read in read_profiles([folder], tell) for profile in read.profiles]
     write_whole(folder / PROFILE, to_text(profiles) + "\n")
-    judged = [(profile, verdicts(profile)) for profile in profiles]
-    show_page(profile_page(*judged[0], width()) if len(judged) == 1 else profiles_table(judged, width()))
+    show_page(judged_page(judged_by(profiles)))
     if any(profile.steps is not None and profile.steps < steps for profile in profiles):
         typer.echo(f"note: the program ended before {steps} steps were traced", err=True)
     typer.echo(f"wrote {folder}   next: flopwise profile why {folder}", err=True)

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
+
 from flopwise.core.cluster_plan import ClusterPlan
 from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
@@ -31,6 +33,7 @@ from flopwise.plan.forecast import executed_flops
 from flopwise.predict.simulator import memory_points, simulate
 from flopwise.predict.tasks import TaskSeconds
 from flopwise.profile import kineto
+from flopwise.profile.intervals import highest_points
 from flopwise.profile.opening import opened
 from flopwise.profile.recording import Recorder
 from flopwise.profile.sampling import CounterRecord, counters_values, read_counter_record
@@ -250,13 +253,10 @@ class RunProfiler(Callback):
             exposed_copy_s=0.0, peak_device_bytes={}, peak_host_bytes={},
         )  # fmt: skip
         taken = {row.owner: row.measured_bytes for row in rows}
-        points = [
-            (point.seconds, float(sum(min(size, taken.get(owner, size)) for owner, size in point.device.items())))
-            for point in memory_points(played)
-        ]
-        size = -(-len(points) // MOST_POINTS)
-        stretches = [points[first : first + size] for first in range(0, len(points), size)] if points else []
-        return tuple(max(stretch, key=lambda point: point[1]) for stretch in stretches)
+        points = memory_points(played)
+        sizes = [sum(min(size, taken.get(owner, size)) for owner, size in point.device.items()) for point in points]
+        moments = np.array([round(point.seconds * 1e9) for point in points], np.int64)
+        return highest_points(moments, np.array(sizes), MOST_POINTS)
 
     def _notes(self) -> Iterator[str]:
         steady = self._steady()
