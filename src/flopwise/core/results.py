@@ -1,0 +1,299 @@
+"""`Result`: one measurement, or one that could not be had, as a flat row with its unit in every name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from flopwise.core.measurement import RunRecord
+from flopwise.core.profile import Profile
+from flopwise.core.sweep import AUTO, Attempt, Cell, Settings, cell_id
+
+Source = Literal["measured", "predicted", "imported"]
+SAVED = {"f": "full", "a": "attention", "c": "context", "i": "input"}
+"""The letters of a plan's `saves`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A row of `results.csv`. Unknown is None. Rates are those of all devices together unless a name says otherwise."""
+
+    cell: str | None
+    run: str | None = None
+    attempt: int | None = None
+    repeat: int | None = None
+    state: str
+    """A cell's state; `running`, `interrupted` or `unreadable` too for runs that no sweep has started."""
+    reason: str | None = None
+    source: Source = "measured"
+
+    model: str | None = None
+    hardware: str | None = None
+    devices: int | None = None
+    sequence_tokens: int | None = None
+    batch_sequences: int | None = None
+    micro_batch_sequences: int | None = None
+    """Of one device."""
+    accumulation_steps: int | None = None
+    batch_tokens: int | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+    recompute: str | None = None
+    """What backward makes again: `none`, a policy's name, or how many of a plan's chunks are kept at which level."""
+    sharding: str | None = None
+    device_cap_bytes: int | None = None
+    host_cap_bytes: int | None = None
+    n_params: int | None = None
+
+    steps: int | None = None
+    """That were measured, those of the warm-up left out."""
+    step_s: float | None = None
+    """Median."""
+    step_s_p20: float | None = None
+    step_s_p80: float | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_p20: float | None = None
+    tokens_per_s_p80: float | None = None
+    tokens_per_s_per_device: float | None = None
+    samples_per_s: float | None = None
+    model_flops_per_s_per_device: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    convention: str | None = None
+    peak_flops: float | None = None
+    """Of all devices together."""
+    peak_format: str | None = None
+    last_loss: float | None = None
+
+    device_bytes: int | None = None
+    """The most that was taken on one device."""
+    host_bytes: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    clock_hz: float | None = None
+    energy_j_per_token: float | None = None
+    price_per_device_hour: float | None = None
+    tokens_per_dollar: float | None = None
+
+    predicted_fits: bool | None = None
+    predicted_step_s: float | None = None
+    predicted_tokens_per_s: float | None = None
+    prediction_error: float | None = None
+    """Of the predicted speed, relative to the measured one."""
+    predicted_device_bytes: int | None = None
+    predicted_host_bytes: int | None = None
+    bound: str | None = None
+    """What limits it: the profile's first verdict, else the prediction's."""
+
+    seed: int | None = None
+    started: str | None = None
+    flopwise: str | None = None
+    commit: str | None = None
+    python: str | None = None
+    torch: str | None = None
+    cuda: str | None = None
+    driver: str | None = None
+    card: str | None = None
+    """The GPU, or the processor, as it calls itself."""
+
+
+FIELDS = tuple(field.name for field in fields(Result))
+"""The columns of `results.csv`, in their order."""
+
+
+def settings_of(record: RunRecord) -> Settings:
+    """The cell that a run has measured: what it was asked for stays open where it was left open."""
+    request, plan = record.request, record.plan
+    measured = record.measurement
+    batch = request.get("batch_sequences") or (measured.batch_sequences if measured else plan.get("batch_sequences"))
+    return Settings(
+        model=record.model,
+        hardware=str(plan.get("hardware") or (measured.hardware if measured else "-")),
+        devices=int(plan.get("devices") or 1),
+        sequence_tokens=int(plan.get("sequence_tokens") or 0),
+        batch_sequences=int(batch) if batch else AUTO,
+        micro_batch_sequences=request.get("micro_batch_sequences") or AUTO,
+        precision=str(plan.get("precision") or "-"),
+        optimizer=str(plan.get("optimizer") or "adamw"),
+        task=record.task,
+        device_memory_bytes=request.get("device_memory_bytes"),
+        host_memory_bytes=request.get("host_memory_bytes"),
+    )
+
+
+def result_of_run(record: RunRecord, profile: Profile | None = None, bound: str | None = None) -> Result:
+    """A run as a row; `bound` is the word of the profile's first verdict."""
+    settings, environment, plan = settings_of(record), record.environment, record.plan
+    row = Result(
+        cell=cell_id(settings),
+        run=record.id,
+        state="ok" if record.state == "done" else record.state,
+        reason=record.reason,
+        model=settings.model_name,
+        hardware=settings.hardware,
+        devices=settings.devices,
+        sequence_tokens=settings.sequence_tokens,
+        batch_sequences=None if settings.batch_sequences == AUTO else settings.batch_sequences,
+        precision=settings.precision,
+        optimizer=settings.optimizer,
+        recompute=recompute_words(plan),
+        sharding=_sharding(plan),
+        device_cap_bytes=settings.device_memory_bytes,
+        host_cap_bytes=settings.host_memory_bytes,
+        seed=record.training.seed,
+        started=record.started,
+        bound=bound,
+        flopwise=environment.get("flopwise"),
+        commit=environment.get("commit"),
+        python=environment.get("python"),
+        torch=environment.get("torch"),
+        cuda=environment.get("cuda"),
+        driver=environment.get("driver"),
+        card=environment.get("gpu") or environment.get("cpu"),
+    )
+    return _with_measurement(_with_expectation(row, plan), record, profile)
+
+
+def _with_expectation(row: Result, plan: dict[str, Any]) -> Result:
+    expected = plan.get("expected")
+    if not isinstance(expected, dict):
+        return row
+    return replace(
+        row,
+        predicted_fits=True,
+        predicted_step_s=expected.get("step_s"),
+        predicted_tokens_per_s=expected.get("tokens_per_s"),
+        predicted_device_bytes=expected.get("device_bytes"),
+        predicted_host_bytes=expected.get("host_bytes"),
+    )
+
+
+def _with_measurement(row: Result, record: RunRecord, profile: Profile | None) -> Result:
+    measured = record.measurement
+    if measured is None:
+        return row
+    devices, batch, micro = measured.devices, measured.batch_sequences, measured.micro_batch_sequences
+    predicted = measured.predicted_tokens_per_s
+    known = {name: profile.get(name) if profile else None for name in ("power_w", "power_limit_w", "clock_mean_hz")}
+    energy = profile.get("energy_j") if profile else None
+    return replace(
+        row,
+        devices=devices,
+        batch_sequences=batch,
+        micro_batch_sequences=micro,
+        accumulation_steps=-(-batch // (micro * devices)),
+        batch_tokens=measured.batch_tokens,
+        n_params=measured.n_params,
+        steps=measured.steps,
+        step_s=measured.step_s,
+        step_s_p20=measured.step_s_p20,
+        step_s_p80=measured.step_s_p80,
+        tokens_per_s=measured.tokens_per_s,
+        tokens_per_s_p20=measured.tokens_per_s_p20,
+        tokens_per_s_p80=measured.tokens_per_s_p80,
+        tokens_per_s_per_device=measured.tokens_per_s / devices,
+        samples_per_s=batch / measured.step_s,
+        model_flops_per_s_per_device=measured.model_flops / measured.step_s / devices,
+        mfu=measured.mfu,
+        hfu=measured.hfu,
+        convention=measured.convention,
+        peak_flops=measured.peak_flops,
+        peak_format=measured.peak_format,
+        last_loss=measured.last_loss,
+        device_bytes=measured.total_bytes("device"),
+        host_bytes=measured.total_bytes("host"),
+        power_w=known["power_w"],
+        power_limit_w=known["power_limit_w"],
+        clock_hz=known["clock_mean_hz"],
+        energy_j_per_token=energy * devices / measured.batch_tokens if energy is not None else None,
+        predicted_step_s=measured.predicted_step_s,
+        predicted_tokens_per_s=predicted,
+        prediction_error=predicted / measured.tokens_per_s - 1 if predicted and measured.tokens_per_s else None,
+    )
+
+
+def result_of_cell(cell: Cell, attempt: Attempt | None, run: Result | None = None) -> Result:
+    """A cell as a row: as its attempt ended, with what its run measured; without an attempt, as it is foreseen."""
+    settings, foreseen = cell.settings, cell.foreseen
+    if run is None:
+        run = Result(
+            cell=cell.id,
+            state="planned",
+            model=settings.model_name,
+            hardware=settings.hardware,
+            devices=settings.devices,
+            sequence_tokens=settings.sequence_tokens,
+            batch_sequences=None if settings.batch_sequences == AUTO else settings.batch_sequences,
+            micro_batch_sequences=None if settings.micro_batch_sequences == AUTO else settings.micro_batch_sequences,
+            precision=settings.precision,
+            optimizer=settings.optimizer,
+            device_cap_bytes=settings.device_memory_bytes,
+            host_cap_bytes=settings.host_memory_bytes,
+        )
+    if foreseen is not None:
+        run = _with_foreseen(run, settings, foreseen.fits)
+        given: dict[str, Any] = {
+            "predicted_step_s": foreseen.step_s,
+            "predicted_tokens_per_s": foreseen.tokens_per_s,
+            "predicted_device_bytes": foreseen.device_bytes,
+            "predicted_host_bytes": foreseen.host_bytes,
+            "batch_sequences": foreseen.batch_sequences,
+            "micro_batch_sequences": foreseen.micro_batch_sequences,
+            "recompute": foreseen.recompute,
+            "bound": foreseen.bound,
+        }
+        # What a run has said itself stands.
+        run = replace(run, **{name: value for name, value in given.items() if getattr(run, name) is None})
+    if attempt is None:
+        source: Source = "predicted" if foreseen is not None else run.source
+        return replace(run, cell=cell.id, source=source, reason=foreseen.reason if foreseen else None)
+    return replace(
+        run,
+        cell=cell.id,
+        attempt=attempt.number,
+        repeat=attempt.repeat,
+        state=attempt.state,
+        reason=attempt.reason,
+        started=run.started or attempt.started,
+        batch_sequences=run.batch_sequences or attempt.batch_sequences,
+        micro_batch_sequences=run.micro_batch_sequences or attempt.micro_batch_sequences,
+    )
+
+
+def _with_foreseen(row: Result, settings: Settings, fits: bool) -> Result:
+    batch = row.batch_sequences
+    tokens = None if batch is None else batch * settings.sequence_tokens
+    return replace(row, predicted_fits=fits, batch_tokens=row.batch_tokens or tokens)
+
+
+def priced(row: Result, per_device_hour: float) -> Result:
+    """With what a dollar trains, where a device costs so much an hour."""
+    rate = row.tokens_per_s or row.predicted_tokens_per_s
+    if not rate or not row.devices or per_device_hour <= 0:
+        return replace(row, price_per_device_hour=per_device_hour)
+    return replace(
+        row,
+        price_per_device_hour=per_device_hour,
+        tokens_per_dollar=rate * 3600 / (per_device_hour * row.devices),
+    )
+
+
+def recompute_words(plan: dict[str, Any]) -> str | None:
+    """`none`, a policy, or how many (layer, chunk) of a plan for one device save how much: `saves 24 full, 8 input`."""
+    if isinstance(plan.get("recompute"), str):
+        return str(plan["recompute"])
+    saves = plan.get("saves")
+    if not isinstance(saves, list | tuple) or not saves:
+        return None
+    letters = Counter("".join(map(str, saves)).lower())
+    if set(letters) <= {"f"}:
+        return "none"
+    return f"saves {', '.join(f'{letters[letter]} {level}' for letter, level in SAVED.items() if letters[letter])}"
+
+
+def _sharding(plan: dict[str, Any]) -> str | None:
+    parallel = plan.get("parallel")
+    if not isinstance(parallel, dict):
+        return None
+    return f"zero{parallel['zero']}" if parallel.get("zero") else "none"

@@ -1,0 +1,227 @@
+"""Sweeps in the store: `cells/ID/cell.json` with one file for each attempt beside it, and `sweeps/NAME.json`.
+
+A cell belongs to the store and not to a sweep, so that a second sweep finds what a first one has measured. Files are
+written whole; an attempt's number is claimed by making its file, so that two processes never write the same one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TypeVar
+
+from flopwise.core.errors import FlopwiseError, unknown_name
+from flopwise.core.files import WRITABLE_HINT, write_whole
+from flopwise.core.store import from_text, to_text
+from flopwise.core.sweep import ENDED, Attempt, Cell, SweepRecord
+
+CELLS = "cells"
+SWEEPS = "sweeps"
+CELL = "cell.json"
+LOCK = ".lock"
+CELL_NAME = re.compile(r"[0-9a-f]{12}", re.ASCII)
+ATTEMPT_NAME = re.compile(r"attempt-([0-9]{4,9})\.json", re.ASCII)
+SWEEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+STALE_AFTER_S = 120.0
+"""An attempt on another machine that is so far beyond its time limit has died with it."""
+
+Kind = TypeVar("Kind", Cell, Attempt, SweepRecord)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A file of the store that cannot be read, and why."""
+
+    path: Path
+    why: str
+
+
+# -- cells -----------------------------------------------------------------------------------------------------------
+
+
+def cell_folder(store: Path, cell: str) -> Path:
+    assert CELL_NAME.fullmatch(cell)
+    return store / CELLS / cell
+
+
+def write_cell(store: Path, cell: Cell) -> None:
+    folder = cell_folder(store, cell.id)
+    _make(folder)
+    write_whole(folder / CELL, to_text(cell) + "\n")
+
+
+def read_cell(store: Path, cell: str) -> Cell:
+    return _read(cell_folder(store, cell) / CELL, Cell)
+
+
+def list_cells(store: Path) -> tuple[list[Cell], list[Problem]]:
+    """Every cell of the store by its id, and what cannot be read; whatever else lies there is left alone."""
+    cells, problems = [], []
+    for name in sorted(_names(store / CELLS, CELL_NAME)):
+        try:
+            cells.append(read_cell(store, name))
+        except FlopwiseError as error:
+            problems.append(_problem(store / CELLS / name, error))
+    return cells, problems
+
+
+@contextmanager
+def claimed(store: Path, cell: str) -> Iterator[bool]:
+    """Whether this process has the cell for itself: gone with the process, however that ends."""
+    folder = cell_folder(store, cell)
+    _make(folder)
+    with (folder / LOCK).open("a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            # The file system has no locks: then the attempts' own files tell who is at work.
+            pass
+        yield True
+
+
+# -- attempts --------------------------------------------------------------------------------------------------------
+
+
+def new_attempt(store: Path, attempt: Attempt) -> Attempt:
+    """The attempt under the cell's next free number, its file made."""
+    folder = cell_folder(store, attempt.cell)
+    _make(folder)
+    number = max(_attempt_numbers(folder), default=0)
+    while True:
+        number += 1
+        path = _attempt_path(folder, number)
+        try:
+            path.open("x").close()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise _cannot_write(path, error) from None
+        numbered = replace(attempt, number=number)
+        write_attempt(store, numbered)
+        return numbered
+
+
+def write_attempt(store: Path, attempt: Attempt) -> None:
+    write_whole(_attempt_path(cell_folder(store, attempt.cell), attempt.number), to_text(attempt) + "\n")
+
+
+def read_attempts(store: Path, cell: str) -> tuple[list[Attempt], list[Problem]]:
+    """A cell's attempts in their order. One whose process is gone without a word is `failed`, and says so."""
+    folder = cell_folder(store, cell)
+    attempts, problems = [], []
+    for number in sorted(_attempt_numbers(folder)):
+        path = _attempt_path(folder, number)
+        try:
+            attempt = _read(path, Attempt)
+        except FlopwiseError as error:
+            problems.append(_problem(path, error))
+            continue
+        attempts.append(_gone(attempt) if attempt.state not in ENDED and is_gone(attempt) else attempt)
+    return attempts, problems
+
+
+def is_gone(attempt: Attempt) -> bool:
+    """Whether the process of an attempt that has not ended can no longer be there."""
+    if attempt.host == socket.gethostname() and attempt.pid is not None:
+        return not _lives(attempt.pid)
+    if attempt.time_limit_s is None:
+        return False
+    begun = datetime.fromisoformat(attempt.started)
+    return (datetime.now(tz=begun.tzinfo) - begun).total_seconds() > attempt.time_limit_s + STALE_AFTER_S
+
+
+def _gone(attempt: Attempt) -> Attempt:
+    return replace(attempt, state="failed", reason=attempt.reason or "its process was killed, or its machine went down")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _attempt_path(folder: Path, number: int) -> Path:
+    return folder / f"attempt-{number:04d}.json"
+
+
+def _attempt_numbers(folder: Path) -> list[int]:
+    found = (ATTEMPT_NAME.fullmatch(name) for name in _names(folder, ATTEMPT_NAME))
+    return [int(match[1]) for match in found if match is not None]
+
+
+# -- sweeps ----------------------------------------------------------------------------------------------------------
+
+
+def write_sweep(store: Path, record: SweepRecord) -> None:
+    if not SWEEP_NAME.fullmatch(record.name):
+        raise FlopwiseError(
+            f"a sweep cannot be called {record.name!r}",
+            why="letters, digits, dots, dashes and underscores, at most 64, the first a letter or digit",
+            hint="--name mpt-on-h200",
+        )
+    _make(store / SWEEPS)
+    write_whole(store / SWEEPS / f"{record.name}.json", to_text(record) + "\n")
+
+
+def read_sweep(store: Path, name: str) -> SweepRecord:
+    known = sweep_names(store)
+    if name not in known:
+        raise unknown_name("sweep", name, known, hint="--store FOLDER names another store")
+    return _read(store / SWEEPS / f"{name}.json", SweepRecord)
+
+
+def sweep_names(store: Path) -> list[str]:
+    pattern = re.compile(SWEEP_NAME.pattern + r"\.json", re.ASCII)
+    return sorted(name.removesuffix(".json") for name in _names(store / SWEEPS, pattern))
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def _names(folder: Path, pattern: re.Pattern[str]) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries if pattern.fullmatch(entry.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise FlopwiseError(f"{folder} cannot be listed", why=error.strerror, hint="check its permissions") from None
+
+
+def _read(path: Path, kind: type[Kind]) -> Kind:
+    try:
+        return from_text(path.read_bytes(), kind)
+    except FlopwiseError as error:
+        why = error.what if error.why is None else f"{error.what}: {error.why}"
+        raise FlopwiseError(f"{path} is damaged", why=why, hint="remove it, and run the sweep again") from None
+    except OSError as error:
+        raise FlopwiseError(f"{path} cannot be read", why=error.strerror, hint="run the sweep again") from None
+
+
+def _problem(path: Path, error: FlopwiseError) -> Problem:
+    return Problem(path, error.what if error.why is None else f"{error.what}: {error.why}")
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> FlopwiseError:
+    return FlopwiseError(f"cannot write {path}", why=error.strerror, hint=WRITABLE_HINT)
