@@ -11,7 +11,22 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 try:
     import typer
 
-    from flopwise.cli import catalogue, design, env, plan, predict, profile, profile_run, train, validate
+    from flopwise.cli import (
+        catalogue,
+        compare,
+        design,
+        env,
+        export,
+        plan,
+        predict,
+        profile,
+        profile_run,
+        report,
+        serve,
+        sweep,
+        train,
+        validate,
+    )
 except KeyboardInterrupt:
     # Most of a short run goes by here, before `main` could answer.
     sys.exit(130)
@@ -36,6 +51,11 @@ app.command()(train.train)
 profile.app.command(context_settings={"allow_interspersed_args": False})(profile_run.run)
 app.add_typer(profile.app)
 app.command()(profile.why)
+app.command()(sweep.sweep)
+app.command()(report.report)
+app.command()(compare.compare)
+app.command()(serve.serve)
+app.command()(export.export)
 app.command()(design.design)
 app.command()(validate.validate)
 app.command("ls")(catalogue.list_catalogue)

@@ -7,12 +7,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from flopwise.core.measurement import RunRecord
+from flopwise.core.plan import LETTERS
 from flopwise.core.profile import Profile
 from flopwise.core.sweep import AUTO, Attempt, Cell, Settings, cell_id
 
 Source = Literal["measured", "predicted", "imported"]
-SAVED = {"f": "full", "a": "attention", "c": "context", "i": "input"}
-"""The letters of a plan's `saves`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,7 +288,7 @@ def recompute_words(plan: dict[str, Any]) -> str | None:
     letters = Counter("".join(map(str, saves)).lower())
     if set(letters) <= {"f"}:
         return "none"
-    return f"saves {', '.join(f'{letters[letter]} {level}' for letter, level in SAVED.items() if letters[letter])}"
+    return f"saves {', '.join(f'{letters[letter]} {level}' for letter, level in LETTERS.items() if letters[letter])}"
 
 
 def _sharding(plan: dict[str, Any]) -> str | None:
