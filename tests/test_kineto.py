@@ -17,7 +17,7 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.profile.invariants import broken
 from flopwise.profile.kineto import looks_like, ranks_together, read_source
 from flopwise.profile.opening import opened
-from flopwise.profile.operator_work import work_of
+from flopwise.profile.operator_work import CAUSAL, work_of
 from tests.traces import (
     BASE,
     an_event,
@@ -248,6 +248,22 @@ def test_what_looks_like_a_trace() -> None:
 def test_work_from_shapes(name: str, dims: list[object], flops: float | None) -> None:
     found = work_of(name, json.dumps(dims).encode(), json.dumps(["float"] * len(dims)).encode())
     assert (None if found is None else found[0][0]) == flops
+
+
+@pytest.mark.parametrize(("keys", "value", "share"), [(5, "True", 0.5), (5, "False", 1), (7, "True", 1), (5, [1], 1)])
+def test_a_causal_square_counts_half(keys: int, value: object, share: float) -> None:
+    dims = [[2, 3, 5, 8], [2, 1, keys, 8], [2, 1, keys, 8]]
+    values = ["", "", "", "", "0.", value, ""]
+    words = [json.dumps(part).encode() for part in (dims, ["float"] * 3, values)]
+    found = work_of("aten::scaled_dot_product_attention", *words)
+    assert found is not None and found[0][0] == share * 4 * 2 * 3 * 5 * keys * 8
+
+
+@pytest.mark.parametrize("name", sorted(CAUSAL))
+def test_where_an_attention_says_that_it_is_causal(name: str) -> None:
+    """By torch's own schema."""
+    arguments = getattr(torch.ops.aten, name).default._schema.arguments
+    assert arguments[CAUSAL[name]].name in {"is_causal", "custom_mask_type"}
 
 
 @cache

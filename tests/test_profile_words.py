@@ -191,6 +191,14 @@ def test_why_names_the_limits_in_order_and_what_is_none() -> None:
     assert places == sorted(places)
 
 
+def test_why_tells_a_step_from_one_that_is_traced() -> None:
+    values = known("measured", [("step_wall_s", 0.048), ("samples_per_s", 400.0)])
+    profile = Profile(name="x", format="flopwise", batch_sequences=8, steps=1, values=values)
+    assert "A step takes 20 ms (48 ms while it is traced)." in why_paragraph(profile, ())
+    near = replace(profile, values=values | known("measured", [("step_wall_s", 0.0205)]))
+    assert "A step takes 20.5 ms." in why_paragraph(near, ())
+
+
 def test_why_does_not_deny_a_limit_that_holds() -> None:
     bound = known("measured", [("device_span_s", 1.0), ("mbu", 0.8), ("intensity", 50.0), ("ridge", 200.0)])
     profile = Profile(name="x", format="kineto", values=bound)

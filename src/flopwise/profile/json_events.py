@@ -53,6 +53,7 @@ class Arguments(msgspec.Struct, gc=False):
     message_type: Any = msgspec.field(default=None, name="dtype")
     input_dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
     input_type: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
+    input_values: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Concrete Inputs")
     allocated: Any = msgspec.field(default=None, name="Total Allocated")
     reserved: Any = msgspec.field(default=None, name="Total Reserved")
     device_type: Any = msgspec.field(default=None, name="Device Type")

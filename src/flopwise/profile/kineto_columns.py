@@ -117,8 +117,8 @@ class OperatorColumns:
         arguments = event.args or NO_ARGUMENTS
         flops = moved = float("nan")
         if arguments.input_dims and has_formula(name):
-            dims, types = bytes(arguments.input_dims), bytes(arguments.input_type)
-            found = work_of(name, dims, types) if len(dims) + len(types) <= _LONGEST_SHAPES else None
+            given = [bytes(raw) for raw in (arguments.input_dims, arguments.input_type, arguments.input_values)]
+            found = work_of(name, *given) if sum(map(len, given)) <= _LONGEST_SHAPES else None
             if found is not None:
                 (flops, moved), number_format = found
                 self.formats[number_format] = self.formats.get(number_format, 0.0) + flops

@@ -1,7 +1,7 @@
 """FLOPs and least bytes of an operator call, from the shapes and types that the PyTorch profiler notes of its inputs.
 
-A multiplication and an addition count 2. A causal mask does not halve attention: the trace does not say what a kernel
-leaves out. Bytes are every operand read once and the result written once. What has no formula here gives None.
+A multiplication and an addition count 2. Attention over a square counts half of it where the call says that its mask is
+causal, as everywhere in flopwise; a mask that is handed over as a tensor leaves nothing out. Bytes are every operand read once and the result written once. What has no formula here gives None.
 """
 
 from __future__ import annotations
@@ -35,6 +35,21 @@ _ATTENTION = re.compile(
     r"scaled_dot_product_attention|_cudnn_attention_(?:forward|backward)|"
     r"(?P<tokens_first>_(?:flash|efficient)_attention_(?:forward|backward)))$"
 )
+CAUSAL = {
+    "scaled_dot_product_attention": 5,
+    "_cudnn_attention_forward": 10, "_cudnn_attention_backward": 14,
+    "_scaled_dot_product_cudnn_attention": 6, "_scaled_dot_product_cudnn_attention_backward": 14,
+    "_scaled_dot_product_flash_attention": 4, "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention": 6, "_scaled_dot_product_efficient_attention_backward": 11,
+    "_scaled_dot_product_flash_attention_for_cpu": 4, "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+    "_scaled_dot_product_fused_attention_overrideable": 5,
+    "_scaled_dot_product_fused_attention_overrideable_backward": 13,
+    "_flash_attention_forward": 8, "_flash_attention_backward": 11,
+    "_efficient_attention_forward": 9, "_efficient_attention_backward": 14,
+}  # fmt: skip
+"""Which of an attention's arguments says that its mask is causal."""
+_IS_CAUSAL = frozenset({"True", "1", "2"})
+"""Of an efficient attention's kinds of mask, 1 and 2 are causal, from either corner."""
 _BACKWARD_PRODUCTS = 2.5
 """Attention's backward pass multiplies five times where forward does twice."""
 
@@ -54,13 +69,15 @@ def has_formula(name: str) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def work_of(name: str, dims: bytes, types: bytes) -> tuple[Work, str] | None:
-    """(FLOPs, least bytes) and the number format of a call; `dims` and `types` are the trace's JSON."""
+def work_of(name: str, dims: bytes, types: bytes, values: bytes = b"") -> tuple[Work, str] | None:
+    """(FLOPs, least bytes) and the number format of a call; `dims`, `types` and `values` are the trace's JSON."""
     try:
         shapes = [_shape(entry) for entry in msgspec.json.decode(dims, type=list[Any])]
         sizes = [TYPE_BYTES.get(type_name(entry)) for entry in msgspec.json.decode(types, type=list[Any])]
         first = _first_operand(name)
         work = _work(name, shapes, sizes, first)
+        if _is_causal(name, values):
+            work = _halved(work, shapes[first], shapes[first + 1], tokens_first=_tokens_first(name))
         number_format = FORMATS.get(type_name(msgspec.json.decode(types)[first]), "")
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, IndexError, _UnknownError):
         return None
@@ -80,10 +97,29 @@ def _work(name: str, shapes: list[Shape], sizes: list[int | None], first: int) -
         return _linear(shapes, sizes)
     if name in _PRODUCTS:
         return _product(shapes, sizes, first)
-    found = _ATTENTION.match(name)
-    if found is None:
+    if _ATTENTION.match(name) is None:
         raise _UnknownError
-    return _attention(shapes, sizes, first, tokens_first=found["tokens_first"] is not None)
+    return _attention(shapes, sizes, first, tokens_first=_tokens_first(name))
+
+
+def _tokens_first(name: str) -> bool:
+    """Whether tokens come before heads in its operands."""
+    found = _ATTENTION.match(name)
+    return found is not None and found["tokens_first"] is not None
+
+
+def _is_causal(name: str, values: bytes) -> bool:
+    place = CAUSAL.get(name.removeprefix("aten::"))
+    if place is None or not values:
+        return False
+    found = msgspec.json.decode(values, type=list[Any])
+    return place < len(found) and str(found[place]) in _IS_CAUSAL
+
+
+def _halved(work: Work, query: Shape, key: Shape, *, tokens_first: bool) -> Work:
+    """Half the products of a square; for others it depends on the corner that the mask begins at, so that all count."""
+    tokens = 1 if tokens_first else 2
+    return (work[0] / 2, work[1]) if query[tokens] == key[tokens] else work
 
 
 def _shape(entry: object) -> Shape:

@@ -15,6 +15,8 @@ from flopwise.report.training import printable
 UNKNOWN = "-"
 LONGEST_NAME = 60
 """Signs of a name of a file that a line repeats."""
+SLOWED = 0.1
+"""Traced steps that take so much longer are told apart from others."""
 FEWEST_WORDS, MOST_WORDS = 60, 140
 """Of the paragraph."""
 
@@ -288,14 +290,26 @@ def _how_it_went(profile: Profile) -> str:
     if wall is not None:
         # On a CPU the two are one.
         apart = span is not None and abs(span - wall) > 1e-3 * wall
-        told.append(
-            f"{a_step} takes {seconds(wall)}" + (f", the device {seconds(span)} of it" if span and apart else "")
-        )
+        steady = _untraced_s(profile)
+        if steady is not None and abs(wall - steady) > SLOWED * steady:
+            told.append(f"{a_step} takes {seconds(steady)} ({seconds(wall)} while it is traced)")
+        else:
+            told.append(
+                f"{a_step} takes {seconds(wall)}" + (f", the device {seconds(span)} of it" if span and apart else "")
+            )
     elif span is not None:
         told.append(f"{a_step} takes the device {seconds(span)}")
     if mfu is not None:
         told.append(f"{'at ' if told else 'It reaches '}{about(mfu)} MFU")
     return f"{', '.join(told)}." if told else ""
+
+
+def _untraced_s(profile: Profile) -> float | None:
+    """A step of our own run as its rates have it: they leave traced steps out."""
+    rate, batch = profile.get("samples_per_s"), profile.batch_sequences
+    if profile.format != "flopwise" or not rate or not batch:
+        return None
+    return batch * (profile.world or 1) / rate
 
 
 def _whole(profile: Profile) -> str:
