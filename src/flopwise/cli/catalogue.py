@@ -14,25 +14,31 @@ from flopwise.cli.train_options import StoreOption
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from flopwise.core.index import Indexed
     from flopwise.core.measurement import StepRecord
-    from flopwise.core.store import Listed
+
+MOST_STYLED = 1000
+"""Rows that are printed in colours; more of them only take longer, and the heading is out of sight."""
 
 
 def list_catalogue(
-    what: Annotated[str, typer.Argument(help="models, hardware, stacks or runs.")] = "models",
+    what: Annotated[str, typer.Argument(help="models, hardware, stacks, runs or sweeps.")] = "models",
     store: StoreOption = "",
     output: Annotated[str, typer.Option("--output", "-o", help="table, md, csv or json.")] = "table",
 ) -> None:
-    """List the models, the hardware or the training frameworks (stacks) of the catalogue, or the runs of a store."""
+    """List the models, hardware or training frameworks (stacks) of the catalogue, or the runs or sweeps of a store."""
     from flopwise.core.catalog import hardware_names, load_hardware, load_model, load_stack, model_names, stack_names
     from flopwise.core.files import to_json
     from flopwise.report import listings
     from flopwise.report.tables import csv_text
 
-    kind = one_of(what, ("models", "hardware", "stacks", "runs"), "flopwise ls")
+    kind = one_of(what, ("models", "hardware", "stacks", "runs", "sweeps"), "flopwise ls")
     form = one_of(output, FORMS, "--output")
     if kind == "runs":
         _list_runs(store, form)
+        return
+    if kind == "sweeps":
+        _list_sweeps(store, form)
         return
     _refuse_store(store, f"flopwise ls {kind}")
     columns: tuple[str, ...]
@@ -63,8 +69,12 @@ def _print_rows(
 
     if form == "md":
         typer.echo(markdown_table(columns, rows, words), nl=False)
+        return
+    table = text_table(columns, rows, words, shown=fitting_columns(columns, rows, width(), giving_way))
+    if len(rows) > MOST_STYLED:
+        typer.echo(table.plain)
     else:
-        show_page(text_table(columns, rows, words, shown=fitting_columns(columns, rows, width(), giving_way)))
+        show_page(table)
 
 
 def show(
@@ -135,12 +145,13 @@ def _refuse_store(store: str, command: str) -> None:
 
 
 def _list_runs(store: str, form: str) -> None:
-    from flopwise.core.store import list_runs, store_folder, to_text
+    from flopwise.core.index import indexed_runs
+    from flopwise.core.store import store_folder, to_text
     from flopwise.report import runs
     from flopwise.report.tables import csv_text
 
     folder = store_folder(store)
-    entries = [runs.run_entry(listed, _last_step(listed)) for listed in list_runs(folder)]
+    entries = [_run_entry(run, folder / run.name) for run in indexed_runs(folder, profiles=False)]
     if form == "json":
         typer.echo(to_text(entries))
     elif form == "csv":
@@ -155,12 +166,52 @@ def _list_runs(store: str, form: str) -> None:
                 typer.echo(f"note: {entry['run']}: {entry['problem']}", err=True)
 
 
-def _last_step(listed: Listed) -> StepRecord | None:
-    """Of a run whose record does not tell yet: it goes on, or was killed."""
-    if listed.record is None or listed.record.measurement is not None:
+def _list_sweeps(store: str, form: str) -> None:
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.store import store_folder, to_text
+    from flopwise.core.sweep_store import read_attempts, read_sweep, sweep_names
+    from flopwise.report import runs
+    from flopwise.report.tables import csv_text
+
+    folder = store_folder(store)
+    entries = []
+    for name in sweep_names(folder):
+        try:
+            sweep = read_sweep(folder, name)
+            attempts = [read_attempts(folder, cell)[0] for cell in sweep.cells]
+        except FlopwiseError as error:
+            typer.echo(f"note: {name}: {error.what}", err=True)
+            continue
+        entries.append(runs.sweep_entry(sweep, attempts))
+    if form == "json":
+        typer.echo(to_text(entries))
+    elif form == "csv":
+        typer.echo(csv_text(entries) if entries else f"{','.join(runs.SWEEP_FIELDS)}\n", nl=False)
+    elif entries or form == "md":
+        _print_rows(runs.SWEEP_COLUMNS, runs.sweep_rows(entries), form, runs.SWEEP_WORDS, runs.SWEEP_GIVING_WAY)
+    if not entries:
+        typer.echo(f"note: there are no sweeps in {folder}; `flopwise sweep` begins one", err=True)
+
+
+def _run_entry(run: Indexed, folder: Path) -> dict[str, Any]:
+    from flopwise.core.index import process_is_gone
+    from flopwise.report.runs import indexed_entry
+
+    # Of a run whose record does not tell yet: it goes on, or was killed.
+    is_open = run.problem is None and run.get("step_s") is None
+    last = _last_step(folder) if is_open else None
+    return indexed_entry(run, folder, last, killed=run.run_state == "running" and process_is_gone(folder))
+
+
+def _last_step(folder: Path) -> StepRecord | None:
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.index import last_step
+
+    try:
+        return last_step(folder)
+    except FlopwiseError as error:
+        typer.echo(f"note: {error.what}", err=True)
         return None
-    steps = _steps(listed.folder)
-    return steps[-1] if steps else None
 
 
 def _steps(folder: Path) -> list[StepRecord]:

@@ -1,8 +1,142 @@
-"""`flopwise compare`: two sets of runs, joined by cell."""
+"""`flopwise compare`: two sets of runs, joined by cell; exit code 1 where the second is slower."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-def compare() -> None:
-    """Two sets of runs, joined by cell."""
-    raise NotImplementedError
+import typer
+
+from flopwise.cli.options import FORMS, OutputOption, one_of
+from flopwise.cli.output import show_page, width
+from flopwise.cli.train_options import StoreOption
+
+if TYPE_CHECKING:
+    from flopwise.core.results import Result
+    from flopwise.core.statistics import Sample
+    from flopwise.report.run_comparison import Measured
+
+SideArgument = typer.Argument(
+    help="A sweep, runs (142, 3-17, last), a cell, a folder of runs, STORE/SWEEP, or a results.csv.", show_default=False
+)
+ThresholdOption = Annotated[str, typer.Option(help="Slow-down that counts: 3% or 0.03.")]
+THRESHOLD_HINT = "--threshold 3%, or 0.03"
+
+
+def compare(
+    before: Annotated[str, SideArgument],
+    after: Annotated[str, SideArgument],
+    threshold: ThresholdOption = "3%",
+    store: StoreOption = "",
+    output: OutputOption = "table",
+) -> None:
+    """Two sets of runs, joined by cell: what became faster or slower, by how much, and how sure that is.
+
+    Exit code 1 when a cell is slower: the change is at least the threshold and its whole 95 % interval above 0; or
+    when one that ran does not any more.
+    """
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.report import run_comparison as report
+
+    form = one_of(output, FORMS, "--output")
+    limit = _share(threshold)
+    sides = [_side(word, store) for word in (before, after)]
+    for word, side in zip((before, after), sides, strict=True):
+        if not side:
+            raise FlopwiseError(f"there is nothing to compare in {word}", hint="`flopwise ls runs`, `flopwise sweep`")
+    found = report.compared(sides[0], sides[1], names=(before, after), threshold=limit)
+    if all(cell.verdict.startswith("only") for cell in found.cells):
+        raise FlopwiseError(
+            f"{before} and {after} have no cell in common",
+            why="a cell is a model, its hardware, lengths, batch, precision and caps, all the same",
+            hint="name two single runs to compare them whatever they are",
+        )
+    if form == "table":
+        show_page(report.comparison_page(found, width()))
+    else:
+        writers = {"md": report.comparison_markdown, "csv": report.comparison_csv, "json": report.comparison_json}
+        typer.echo(writers[form](found), nl=False)
+        if form == "csv":
+            for line in (report.summary_words(found), *found.notes):
+                typer.echo(f"note: {line}", err=True)
+    if found.is_worse:
+        raise typer.Exit(1)
+
+
+def _share(text: str) -> float:
+    from flopwise.core.errors import FlopwiseError, shown
+
+    plain = text.strip().replace(" ", "")
+    try:
+        value = float(plain.removesuffix("%")) / (100 if plain.endswith("%") else 1)
+    except ValueError:
+        value = float("nan")
+    if not 0 <= value < 1:
+        raise FlopwiseError(
+            f"--threshold cannot be {shown(text)}", why="a share between 0 and 1, or per cent", hint=THRESHOLD_HINT
+        )
+    return value
+
+
+# -- from words to rows ----------------------------------------------------------------------------------------------
+
+
+def _side(word: str, store: str) -> list[Measured]:
+    """The rows that a word stands for, each with the steps of its run; several words with commas."""
+    from flopwise.core.files import entry_kind
+    from flopwise.report.results_files import read_results
+    from flopwise.report.run_comparison import Measured, quantiles_of
+
+    found: list[Measured] = []
+    for name in filter(None, (part.strip() for part in word.split(","))):
+        if entry_kind(Path(name)) == "file":
+            found += [Measured(row=row, sample=quantiles_of(row)) for row in read_results(Path(name))]
+            continue
+        folder, names = _place(name, store)
+        found += [Measured(row=row, sample=_sample(folder, row)) for row in _rows(folder, names)]
+    return found
+
+
+def _place(name: str, store: str) -> tuple[Path, list[str]]:
+    """The store that a name belongs to, and what is meant of it; nothing: all."""
+    from flopwise.core.files import entry_kind
+    from flopwise.core.store import LAST, RECORD, store_folder
+    from flopwise.core.sweep_store import sweep_names
+
+    given, path = store_folder(store), Path(name)
+    if "/" not in name and (name == LAST or name.isdecimal() or name in sweep_names(given)):
+        return given, [name]
+    if entry_kind(path / RECORD) == "file":
+        return path.resolve().parent, [path.resolve().name]
+    if entry_kind(path) == "folder":
+        return path, []
+    if "/" in name and entry_kind(path.parent) == "folder" and path.name in sweep_names(path.parent):
+        return path.parent, [path.name]
+    return given, [name]
+
+
+def _rows(store: Path, names: list[str]) -> list[Result]:
+    from flopwise.core.collecting import collect
+
+    collected = collect(store, names)
+    for problem in collected.problems:
+        typer.echo(f"note: {problem.path}: {problem.why}", err=True)
+    return collected.rows
+
+
+def _sample(store: Path, row: Result) -> Sample | None:
+    """The times of a run's steps that count; what its row knows where they cannot be read."""
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.statistics import steady_seconds
+    from flopwise.core.store import RUN_NAME, read_record, read_steps
+    from flopwise.report.run_comparison import quantiles_of
+
+    summary = quantiles_of(row)
+    if summary is None or row.run is None or not RUN_NAME.fullmatch(row.run):
+        return summary
+    folder = store / row.run
+    try:
+        seconds = steady_seconds(read_record(folder), read_steps(folder))
+    except FlopwiseError:
+        return summary
+    return seconds if len(seconds) else summary

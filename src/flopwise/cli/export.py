@@ -2,7 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Annotated
 
-def export() -> None:
-    """A plan for another trainer."""
-    raise NotImplementedError
+import typer
+
+PlanArgument = Annotated[str, typer.Argument(help="A plan's file, as `flopwise plan … -w plan.toml` writes it.")]
+ToOption = Annotated[str, typer.Option("--to", help="torchtitan, accelerate, deepspeed or megatron.")]
+WriteOption = Annotated[str, typer.Option("--write", "-w", help="File to write. Default: print it.")]
+
+WITHOUT_COMMENTS = ("deepspeed",)
+NOTES = ".notes.txt"
+"""Follows the name of a file that cannot hold comments: what was not carried over stands there."""
+
+
+def export(plan: PlanArgument, to: ToOption, write: WriteOption = "") -> None:
+    """A plan for another trainer: its configuration, and what of the plan has no place in it."""
+    from pathlib import Path
+
+    from flopwise.cli.options import check_target
+    from flopwise.core.catalog import load_plan
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.files import write_whole
+    from flopwise.report.exporting import BEYOND
+    from flopwise.report.exports import FILES, VERSIONS, export_plan
+
+    target = to.strip().lower()
+    if write:
+        example = FILES.get(target, "train.toml")
+        check_target(write, example=example)
+        if Path(write).resolve() == Path(plan).resolve():
+            raise FlopwiseError(f"{write} is the plan itself", why="it would be lost", hint=f"--write {example}")
+    made = export_plan(*load_plan(Path(plan)), target)
+    notes = "".join(f"  {name}: {why}\n" for name, why in made.left.items())
+    if write:
+        write_whole(Path(write), made.text)
+        typer.echo(f"wrote {write}", err=True)
+    else:
+        typer.echo(made.text, nl=False)
+    counts = f"{len(made.carried)} fields carried over, {len(made.left)} not, or not wholly"
+    if target not in WITHOUT_COMMENTS:
+        typer.echo(f"{counts}: the comments say why", err=True)
+        return
+    typer.echo(f"{counts}:\n{notes}", err=True, nl=False)
+    if write:
+        beside = Path(f"{write}{NOTES}")
+        write_whole(beside, f"field names of {VERSIONS[target]}\n{BEYOND}\n{counts}:\n{notes}")
+        typer.echo(f"wrote {beside}", err=True)

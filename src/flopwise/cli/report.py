@@ -1,8 +1,354 @@
-"""`flopwise report`: runs as a table, files or a page."""
+"""`flopwise report` and `flopwise collect`: results of runs, sweeps and files as a table, files, pictures or a page."""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-def report() -> None:
-    """Runs as a table, files or a page."""
-    raise NotImplementedError
+import typer
+
+from flopwise.cli.options import FORMS, names, one_of
+from flopwise.cli.output import page_text, show_page, width
+from flopwise.cli.train_options import StoreOption
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flopwise.core.profile import Profile
+    from flopwise.core.results import Result
+    from flopwise.report.page_data import RunDetail
+
+REPORT_FORMS = (*FORMS, "html")
+STATES = (
+    *("ok", "oom", "timeout", "failed", "skipped", "planned", "running"),
+    *("interrupted", "unreadable", "error"),
+)
+DEFAULT_PAGE = "report.html"
+FILE_SUFFIXES = (".csv", ".json", ".md", ".markdown", ".txt")
+"""What is called so is a file, be it there or not, and no run and no sweep."""
+CSV_NAME, MARKDOWN_NAME = "results.csv", "results.md"
+
+NamesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Runs (0142, 3-17, last, a folder), sweeps by name, and files of results. Default: all of the store."
+    ),
+]
+PriceOption = Annotated[str, typer.Option(help="What a device costs an hour, in dollars: adds tokens per dollar.")]
+
+
+def report(
+    what: NamesArgument = None,
+    output: Annotated[str, typer.Option("--output", "-o", help="table, md, csv, json or html.")] = "table",
+    write: Annotated[str, typer.Option("--write", "-w", help="Write it to this file instead; html: report.html.")] = "",
+    state: Annotated[str, typer.Option(help="Only rows in these states: ok,oom.")] = "",
+    model: Annotated[str, typer.Option(help="Only these models, several with commas; * stands for anything.")] = "",
+    best: Annotated[
+        bool, typer.Option("--best", help="Of each model, hardware, devices, sequence and precision the fastest.")
+    ] = False,
+    sort: Annotated[str, typer.Option(help="By this column, the largest first; +step_s: the smallest first.")] = "",
+    columns: Annotated[str, typer.Option(help="Only these columns, as the CSV names them: run,tokens_per_s,mfu.")] = "",
+    price: PriceOption = "",
+    plot: Annotated[str, typer.Option(help="Draw a picture too: FILE.svg or FILE.png.")] = "",
+    x: Annotated[
+        str, typer.Option("--x", help="Of the picture: sequence, batch, micro-batch, devices, device-cap, host-cap.")
+    ] = "",
+    y: Annotated[str, typer.Option("--y", help="The same; with it the picture is a heatmap, without it lines.")] = "",
+    value: Annotated[str, typer.Option(help="Of the picture: tokens_per_s or mfu.")] = "",
+    store: StoreOption = "",
+) -> None:
+    """Results of runs and sweeps as a table, markdown, CSV, JSON, a page or a picture."""
+    form = one_of(output, REPORT_FORMS, "--output")
+    named = tuple(what or ())
+    chosen = _columns(columns, form)
+    _check_picture(plot, x, y, value)
+    _keep_inputs(named, write, plot)
+    rows = _chosen(gathered(named, store, price), state, model, best=best)
+    rows = _sorted(rows, sort)
+    if plot:
+        from flopwise.report.plots import plot as draw
+
+        kind = one_of("heatmap" if y else "scaling", ("heatmap", "scaling"), "--plot")
+        draw(rows, kind, Path(plot), x=x or "sequence", y=y or "batch", value=value or "tokens_per_s")
+        typer.echo(f"wrote {plot}", err=True)
+    if form == "html":
+        _write_page(rows, named, store, write or DEFAULT_PAGE)
+    else:
+        _print(rows, form, chosen, write)
+
+
+def collect(
+    what: NamesArgument = None,
+    into: Annotated[str, typer.Option(help="Folder for results.csv and results.md; made where it is not there.")] = ".",
+    price: PriceOption = "",
+    store: StoreOption = "",
+) -> None:
+    """Write results.csv, at full precision, and results.md, for people, into a folder."""
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.files import WRITABLE_HINT, write_whole
+    from flopwise.report.results import results_markdown
+    from flopwise.report.results_files import results_csv
+
+    folder, named = Path(into), tuple(what or ())
+    _keep_inputs(named, *(str(folder / name) for name in (CSV_NAME, MARKDOWN_NAME)))
+    rows = gathered(named, store, price)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise FlopwiseError(f"cannot write to {into[:200]!r}", why=why, hint=WRITABLE_HINT) from None
+    for name, text in ((CSV_NAME, results_csv(rows)), (MARKDOWN_NAME, results_markdown(rows))):
+        write_whole(folder / name, text)
+        typer.echo(str(folder / name))
+    typer.echo(f"{_rows_words(len(rows))}   next: flopwise report {folder / CSV_NAME}", err=True)
+
+
+# -- from words to rows ----------------------------------------------------------------------------------------------
+
+
+def gathered(named: Sequence[str], store: str, price: str = "") -> list[Result]:
+    """Rows of the files and of the store's runs and sweeps that were named; of the whole store where none was."""
+    from flopwise.core.collecting import collect as collected
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.results import checked, priced
+    from flopwise.core.store import VARIABLE, store_folder
+    from flopwise.report.results_files import read_results
+
+    per_hour = _price(price)
+    files = [name for name in named if _is_file(name)]
+    others = [name for name in named if name not in files]
+    rows = [row for name in files for row in read_results(Path(name))]
+    folder = store_folder(store)
+    if others or not named:
+        found = collected(folder, others, judge=first_verdict)
+        for problem in found.problems:
+            typer.echo(f"note: {problem.path}: {problem.why}", err=True)
+        rows += found.rows
+    if not rows:
+        raise FlopwiseError(
+            f"there are no results in {', '.join(named) if named else folder}",
+            why="no run and no cell of a sweep is there",
+            hint=f"`flopwise train` or `flopwise sweep` makes some; --store FOLDER, or {VARIABLE}, names another store",
+        )
+    sound = [checked(row) for row in rows]
+    return sound if per_hour is None else [priced(row, per_hour) for row in sound]
+
+
+def first_verdict(profile: Profile) -> str | None:
+    """What limits a run most, in a word."""
+    from flopwise.profile.verdicts import verdicts
+
+    found = [verdict.kind for verdict in verdicts(profile) if verdict.kind != "invalid"]
+    return found[0] if found else None
+
+
+def _is_file(name: str) -> bool:
+    from flopwise.core.files import entry_kind
+    from flopwise.core.store import LAST
+
+    if name == LAST or (name.isascii() and name.isdecimal()):
+        return False
+    return entry_kind(Path(name)) == "file" or Path(name).suffix.lower() in FILE_SUFFIXES
+
+
+def _price(text: str) -> float | None:
+    from flopwise.core.errors import FlopwiseError, shown
+
+    if not text:
+        return None
+    try:
+        price = float(text.strip().removeprefix("$"))
+    except ValueError:
+        price = math.nan
+    if not (math.isfinite(price) and price > 0):
+        raise FlopwiseError(
+            f"--price cannot be {shown(text)}", why="dollars for an hour of one device", hint="--price 2.5"
+        )
+    return price
+
+
+def _columns(text: str, form: str) -> list[str] | None:
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.report.results_files import check_fields
+
+    if not text:
+        return None
+    if form == "html":
+        raise FlopwiseError(
+            "--columns beside -o html", why="the page has all of them", hint="leave --columns out, or -o md"
+        )
+    chosen = names(text, "a column")
+    check_fields(chosen, "--columns")
+    return chosen
+
+
+def _check_picture(plot: str, *options: str) -> None:
+    from flopwise.core.errors import FlopwiseError
+
+    if not plot and any(options):
+        raise FlopwiseError(
+            "--x, --y and --value are for a picture", why="no file is named for one", hint="--plot results.svg"
+        )
+
+
+def _chosen(rows: list[Result], state: str, model: str, *, best: bool) -> list[Result]:
+    """Rows that the options leave; an error where none is."""
+    from fnmatch import fnmatchcase
+
+    from flopwise.core.errors import FlopwiseError, unknown_name
+
+    kept = rows
+    if state:
+        states = [one_of(word, STATES, "--state") for word in names(state, "a state")]
+        kept = [row for row in kept if row.state in states]
+    if model:
+        known = sorted({row.model for row in rows if row.model})
+        patterns = [pattern.lower() for pattern in names(model, "a model")]
+        for pattern in patterns:
+            if not any(fnmatchcase(name.lower(), pattern) for name in known):
+                raise unknown_name("model among the results", pattern, known, hint="--model 'mpt-*' takes several")
+        kept = [row for row in kept if row.model and any(fnmatchcase(row.model.lower(), word) for word in patterns)]
+    if best:
+        kept = fastest(kept)
+    if not kept:
+        raise FlopwiseError(
+            f"none of {_rows_words(len(rows))} is left",
+            why=f"their states: {', '.join(sorted({row.state for row in rows}))}",
+            hint="leave out --state, --model or --best",
+        )
+    return kept
+
+
+def fastest(rows: Sequence[Result]) -> list[Result]:
+    """Of each model, hardware, devices, sequence and precision the ok row with the most tokens/s."""
+    found: dict[tuple[object, ...], Result] = {}
+    for row in rows:
+        if row.state != "ok" or row.tokens_per_s is None:
+            continue
+        key = (row.model, row.hardware, row.devices, row.sequence_tokens, row.precision)
+        other = found.get(key)
+        if other is None or row.tokens_per_s > (other.tokens_per_s or 0.0):
+            found[key] = row
+    return list(found.values())
+
+
+def _sorted(rows: list[Result], sort: str) -> list[Result]:
+    """Numbers from the largest to the smallest, words from A to Z, a plus sign the other way; unknown ones last."""
+    from flopwise.report.results_files import check_fields, kinds
+
+    if not sort:
+        return rows
+    name = sort.strip().removeprefix("+")
+    check_fields([name], "--sort")
+
+    def is_known(row: Result) -> bool:
+        found = getattr(row, name)
+        return found is not None and not (isinstance(found, float) and math.isnan(found))
+
+    known, unknown = [row for row in rows if is_known(row)], [row for row in rows if not is_known(row)]
+    down = (kinds()[name] is not str) != sort.strip().startswith("+")
+    return [*sorted(known, key=lambda row: getattr(row, name), reverse=down), *unknown]
+
+
+# -- to the terminal, or to a file -----------------------------------------------------------------------------------
+
+
+def _print(rows: list[Result], form: str, columns: Sequence[str] | None, write: str) -> None:
+    from flopwise.core.files import write_whole
+    from flopwise.core.results import FIELDS
+    from flopwise.report import results, results_files
+
+    if form == "table" and not write:
+        show_page(results.results_table(rows, width(), columns))
+        return
+    if form == "table":
+        text = page_text(results.results_table(rows, width(), columns), in_file=True) + "\n"
+    elif form == "md":
+        text = results.results_markdown(rows, columns)
+    elif form == "csv":
+        text = results_files.results_csv(rows, columns or FIELDS)
+    else:
+        text = results_files.results_json(rows, columns or FIELDS)
+    if write:
+        write_whole(Path(write), text)
+        typer.echo(f"wrote {write}", err=True)
+    else:
+        typer.echo(text, nl=False)
+
+
+def _write_page(rows: list[Result], named: Sequence[str], store: str, write: str) -> None:
+    from datetime import datetime
+
+    from flopwise.core.files import write_whole
+    from flopwise.core.store import store_folder
+    from flopwise.report.page import page_html
+    from flopwise.report.page_data import PageData
+
+    title = ", ".join(named) if named else str(store_folder(store))
+    page = PageData(
+        title=title if len(title) <= 60 else f"{title[:59]}…",
+        created=datetime.now().astimezone().isoformat(timespec="seconds"),
+        rows=rows,
+        details=_details(rows, named, store_folder(store)),
+    )
+    write_whole(Path(write), page_html(page))
+    typer.echo(write)
+
+
+def _details(rows: Sequence[Result], named: Sequence[str], store: Path) -> dict[str, RunDetail]:
+    """What the page shows of each run beside its row; a run that is not at hand, as in a file, has none."""
+    from flopwise.core.store import RUN_NAME
+
+    folders = {Path(name).name: Path(name) for name in named if "/" in name}
+    details = {}
+    for run in dict.fromkeys(row.run for row in rows if row.run and row.source == "measured"):
+        folder = folders.get(run) or (store / run if RUN_NAME.fullmatch(run) else None)
+        if folder is not None and (detail := _detail(folder)) is not None:
+            details[run] = detail
+    return details
+
+
+def _detail(folder: Path) -> RunDetail | None:
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.store import PROFILE, read_record, read_steps
+    from flopwise.profile.reading import read_profiles
+    from flopwise.profile.verdicts import verdicts
+    from flopwise.report.page_data import run_detail
+
+    try:
+        record, steps = read_record(folder), read_steps(folder)
+    except FlopwiseError:
+        # The row itself says that it is unreadable.
+        return None
+    profile = None
+    if record.profile and (folder / PROFILE).is_file():
+        try:
+            profile = read_profiles([folder / PROFILE])[0].profiles[0]
+        except (FlopwiseError, IndexError) as error:
+            typer.echo(f"note: {folder / PROFILE}: {error}".splitlines()[0], err=True)
+    return run_detail(record, profile, verdicts(profile) if profile else (), steps)
+
+
+def _rows_words(count: int) -> str:
+    return f"{count:,} {'row' if count == 1 else 'rows'}"
+
+
+def _keep_inputs(named: Sequence[str], *targets: str) -> None:
+    """Refuse to write over what is to be read."""
+    from flopwise.core.errors import FlopwiseError
+
+    read = [Path(name) for name in named if _is_file(name)]
+    for target in filter(None, targets):
+        if any(_same(path, Path(target)) for path in read):
+            raise FlopwiseError(
+                f"{target} is one of the files to read", why="it would be lost", hint="write to another file"
+            )
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.resolve() == other.resolve()
+    except (OSError, ValueError, RuntimeError):
+        # A loop of links, a null character: no such file.
+        return False

@@ -2,7 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Annotated
 
-def serve() -> None:
-    """The page, live."""
-    raise NotImplementedError
+import typer
+
+from flopwise.cli.train_options import StoreOption
+
+PORT = 8642
+
+
+def serve(
+    port: Annotated[str, typer.Option(help="Port; the next free one where it is taken. 0: any.")] = str(PORT),
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    store: StoreOption = "",
+) -> None:
+    """Serve the page of all runs, which follows the store, on this machine alone."""
+    from flopwise.cli.options import counted, value_of
+    from flopwise.cli.serving import Live, listening, run_server, tell
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.files import entry_kind
+    from flopwise.core.store import VARIABLE, store_folder
+
+    number = value_of({"port": port}, "port", counted(0, f"--port {PORT}"))
+    wanted = PORT if number is None else number
+    if wanted >= 2**16:
+        raise FlopwiseError(f"--port {wanted} does not exist", why="the last one is 65535", hint=f"--port {PORT}")
+    folder = store_folder(store)
+    if entry_kind(folder) not in ("folder", "nothing"):
+        raise FlopwiseError(f"{folder} is not a folder of runs", hint=f"--store FOLDER, or {VARIABLE}, names the store")
+    if entry_kind(folder) == "nothing":
+        tell(f"note: there is no {folder} yet; its runs are shown as they come")
+    server = listening(Live(folder), wanted)
+    if wanted and server.server_port != wanted:
+        tell(f"note: port {wanted} is taken: {server.server_port} instead")
+    run_server(server, open_browser=open_browser)

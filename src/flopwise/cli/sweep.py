@@ -1,8 +1,401 @@
-"""`flopwise sweep`: many set-ups, predicted and run."""
+"""`flopwise sweep`: a grid of set-ups, every cell of it predicted first, and then run for real."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
 
-def sweep() -> None:
-    """Many set-ups, predicted and run."""
-    raise NotImplementedError
+import typer
+
+from flopwise.cli import sweep_options as options
+from flopwise.cli.options import FORMS, counted, hardware_named, is_given, one_of, value_of
+from flopwise.cli.output import progress_bar, show_page, width
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from flopwise.core.hardware import Hardware
+    from flopwise.core.sweep import Cell, SweepRecord
+    from flopwise.report.sweeps import Preview
+    from flopwise.sweep.grid import Grid, Skip
+    from flopwise.sweep.sweep_file import SweepFile
+
+DEFAULT_STEPS = 20
+AXIS_OPTIONS = {
+    "model": "model", "set": "change", "on": "on", "gpus": "gpus", "seq": "seq", "batch": "batch",
+    "batch_tokens": "batch_tokens", "micro": "micro", "precision": "precision", "device_mem": "device_mem",
+    "host_mem": "host_mem",
+}  # fmt: skip
+"""Axis → the parameter that its option is."""
+OF_SLURM = ("partition", "account", "gpu_type", "gpus_per_node", "sbatch", "activate")
+OF_SKYPILOT = ("accelerator", "infra", "spot", "bucket")
+RESUME_LEAVES_OPEN = (
+    *("resume", "retry", "force", "only", "slots", "store", "output", "dry_run", "launcher"),
+    *(*OF_SLURM, *OF_SKYPILOT),
+)
+
+
+def sweep(
+    context: typer.Context,
+    file: options.FileArgument = "",
+    model: options.ModelOption = "",
+    on: options.OnOption = "",
+    gpus: options.GpusOption = "",
+    seq: options.SequenceOption = "",
+    batch: options.BatchOption = "",
+    batch_tokens: options.BatchTokensOption = "",
+    micro: options.MicroOption = "",
+    precision: options.PrecisionOption = "",
+    device_mem: options.DeviceMemoryOption = "",
+    host_mem: options.HostMemoryOption = "",
+    change: options.SetOption = None,
+    steps: options.StepsOption = "",
+    repeat: options.RepeatOption = "",
+    time_limit: options.TimeLimitOption = "",
+    predict: options.PredictOption = False,
+    dry_run: options.DryRunOption = False,
+    resume: options.ResumeOption = "",
+    retry: options.RetryOption = False,
+    force: options.ForceOption = False,
+    name: options.NameOption = "",
+    only: options.OnlyOption = "",
+    slots: options.SlotsOption = "",
+    no_profile: options.NoProfileOption = False,
+    device: options.DeviceOption = "",
+    data: options.DataOption = None,
+    tokenizer: options.TokenizerOption = "",
+    seed: options.SeedOption = "",
+    launcher: options.LauncherOption = "local",
+    partition: options.PartitionOption = "",
+    account: options.AccountOption = "",
+    gpu_type: options.GpuTypeOption = "",
+    gpus_per_node: options.GpusPerNodeOption = "",
+    sbatch: options.SbatchOption = None,
+    activate: options.ActivateOption = "",
+    accelerator: options.AcceleratorOption = "",
+    infra: options.InfraOption = "",
+    spot: options.SpotOption = False,
+    bucket: options.BucketOption = "",
+    store: options.StoreOption = "",
+    output: options.OutputOption = "table",
+) -> None:
+    """Run a grid of models, sequences, batches, precisions and caps, each cell predicted first.
+
+    Several values with commas, ranges as 512-8k*2 (times 2) and 1-16+5 (5 more). A sweep that was stopped goes on with
+    --resume; what is finished is not done again.
+    """
+    from flopwise.core.store import store_folder
+
+    words = dict(locals())
+    form = one_of(output, FORMS, "--output")
+    where = one_of(launcher, options.LAUNCHERS, "--launcher")
+    _check(context, where)
+    folder = store_folder(store)
+    asked = _Stored(folder, resume) if resume else _Asked(context, words)
+    wanted = _only(only, asked.record, asked.skipped)
+    if predict or dry_run:
+        _print_preview(asked.preview(wanted, is_run=not predict), form)
+        return
+    from flopwise.cli import sweep_launch
+
+    if where == "local":
+        sweep_launch.check_here(asked.record, asked.chosen(wanted))
+    asked.write(folder)
+    launch = {"local": sweep_launch.run, "slurm": sweep_launch.submit, "skypilot": sweep_launch.write_tasks}[where]
+    launch(folder, asked.record, asked.chosen(wanted), words)
+
+
+def _check(context: typer.Context, launcher: str) -> None:
+    """Refuse what cannot be meant together."""
+    from flopwise.core.errors import FlopwiseError
+
+    given = [name for name in context.params if is_given(context, name)]
+    for kind, names in (("slurm", OF_SLURM), ("skypilot", OF_SKYPILOT)):
+        for name in names:
+            if name in given and launcher != kind:
+                raise FlopwiseError(f"{_option(name)} is for {kind}", hint=f"--launcher {kind}, or without it")
+    if "predict" in given and "dry_run" in given:
+        raise FlopwiseError("--predict beside --dry-run", why="neither runs anything", hint="one of them")
+    beside = [name for name in given if name not in RESUME_LEAVES_OPEN]
+    if "resume" in given and beside:
+        what = f"the file {context.params['file']}" if beside[0] == "file" else _option(beside[0])
+        raise FlopwiseError(
+            f"{what} beside --resume",
+            why="the sweep that is resumed says it",
+            hint=f"--resume {context.params['resume']} alone; --retry, --force, --only and --slots go with it",
+        )
+
+
+def _option(name: str) -> str:
+    return "--set" if name == "change" else f"--{name.replace('_', '-')}"
+
+
+# -- what was asked for ----------------------------------------------------------------------------------------------
+
+
+class _Sweep:
+    """A sweep's record and its cells, be they new or from the store."""
+
+    record: SweepRecord
+    cells: list[Cell]
+    skipped: Mapping[str, str]
+    titles: Mapping[str, str]
+
+    def chosen(self, wanted: Sequence[str]) -> list[Cell]:
+        return [cell for cell in self.cells if cell.id in wanted]
+
+    def preview(self, wanted: Sequence[str], *, is_run: bool) -> Preview:
+        from dataclasses import replace
+
+        from flopwise.report.sweeps import Preview
+        from flopwise.sweep.predicting import sweep_seconds
+
+        # What is foreseen of a cell in another sweep is no part of this one, which leaves it out.
+        cells = [
+            replace(cell, foreseen=None) if cell.id in self.skipped else cell
+            for cell in self.cells
+            if cell.id in {*wanted, *self.skipped}
+        ]
+        record = self.record
+        total_s = sweep_seconds(cells, steps=record.steps, repeats=record.repeats) if is_run else None
+        return Preview(cells=cells, skipped=self.skipped, titles=self.titles, total_s=total_s)
+
+    def write(self, store: Path) -> None:
+        raise NotImplementedError
+
+
+class _Asked(_Sweep):
+    """A new sweep, from words: expanded and predicted, with nothing written yet."""
+
+    def __init__(self, context: typer.Context, words: Mapping[str, Any]) -> None:
+        from flopwise.core.sweep import Cell, cell_id
+
+        file = _file(words["file"])
+        flags = {axis: words[name] for axis, name in AXIS_OPTIONS.items() if words[name]}
+        run = _run_words(context, words, file)
+        request = {**{axis: _plain(given) for axis, given in {**file.grid, **flags}.items()}, **_further(file)}
+        self.hardware: dict[str, Hardware] = {}
+        grid = self._grid(file, flags, run)
+        settings = _settings_of_run(run)
+        self.skipped = grid.skipped
+        ids = [cell_id(one) for one in grid.settings]
+        foreseen = self._foreseen(grid, ids, settings["steps"], to_run=not words["predict"])
+        self.cells = [
+            Cell(id=number, settings=one, foreseen=foreseen.get(number))
+            for number, one in zip(ids, grid.settings, strict=True)
+        ]
+        self.record = _record(run.get("name") or _default_name(ids), ids, settings, request)
+
+    def _grid(self, file: SweepFile, flags: Mapping[str, Any], run: Mapping[str, Any]) -> Grid:
+        from flopwise.core.catalog import THIS_CPU, THIS_MACHINE
+        from flopwise.sweep.grid import expand, hardware_word, joined
+        from flopwise.sweep.sweep_file import all_axes
+
+        here = THIS_CPU if run.get("device") == "cpu" else THIS_MACHINE
+        every = all_axes(file, flags if "on" in flags or "on" in file.grid else {"on": here, **flags})
+        named = {name: hardware_named(name) for axes in every for name in axes.on}
+        self.hardware = {hardware_word(name, machine): machine for name, machine in named.items()}
+        self.titles = {name: machine.title for name, machine in self.hardware.items()}
+        return joined([expand(axes, named, file.skip) for axes in every])
+
+    def _foreseen(self, grid: Grid, ids: Sequence[str], steps: int, *, to_run: bool) -> dict[str, Any]:
+        from flopwise.sweep.predicting import foresee_all
+
+        kept = [(cell, one) for cell, one in zip(ids, grid.settings, strict=True) if cell not in grid.skipped]
+        with progress_bar("predicting") as tell:
+            found = foresee_all([one for _, one in kept], self.hardware, steps=steps, to_run=to_run, tell=tell)
+        return {cell: one for (cell, _), one in zip(kept, found, strict=True)}
+
+    def write(self, store: Path) -> None:
+        """The cells and the record; a sweep of that name with other cells is not replaced."""
+        from dataclasses import replace
+
+        from flopwise.core.errors import FlopwiseError
+        from flopwise.core.sweep_store import list_cells, read_sweep, sweep_names, write_cell, write_sweep
+
+        record = self.record
+        if record.name in sweep_names(store):
+            before = read_sweep(store, record.name)
+            if before.cells != record.cells:
+                raise FlopwiseError(
+                    f"there is a sweep {record.name} with other cells",
+                    why=f"it has {len(before.cells):,} of them, since {before.created}",
+                    hint=f"--resume {record.name} to go on with it, or another --name",
+                )
+            self.record = record = replace(record, created=before.created)
+        there = {cell.id for cell in list_cells(store)[0]} if self.skipped else set()
+        for cell in self.cells:
+            # What was foreseen of a cell in another sweep stays where this one leaves it out.
+            if cell.id not in self.skipped or cell.id not in there:
+                write_cell(store, cell)
+        write_sweep(store, record)
+        for skipped, why in self.skipped.items():
+            _write_skipped(store, record, skipped, why)
+
+
+class _Stored(_Sweep):
+    """A sweep of the store."""
+
+    def __init__(self, store: Path, name: str) -> None:
+        from flopwise.core.sweep_store import read_cell, read_sweep
+        from flopwise.sweep.grid import left_out
+
+        self.record = read_sweep(store, name)
+        self.cells = [read_cell(store, cell) for cell in self.record.cells]
+        rules = _rules(self.record)
+        reasons = {cell.id: left_out(cell.settings, rules) for cell in self.cells}
+        self.skipped = {cell: why for cell, why in reasons.items() if why is not None}
+        self.titles = {}
+
+    def write(self, store: Path) -> None:
+        """It is there."""
+
+
+def _file(path: str) -> SweepFile:
+    from pathlib import Path
+
+    from flopwise.sweep.sweep_file import SweepFile, read_sweep_file
+
+    return read_sweep_file(Path(path)) if path else SweepFile()
+
+
+def _plain(given: object) -> object:
+    return list(given) if isinstance(given, list | tuple) else given
+
+
+def _further(file: SweepFile) -> dict[str, Any]:
+    """What a file asks for beside its grid."""
+    rules = [
+        {**{axis: list(values) for axis, values in rule.axes.items()}, "reason": rule.reason} for rule in file.skip
+    ]
+    found = {"cells": [{axis: _plain(given) for axis, given in cell.items()} for cell in file.cells], "skip": rules}
+    return {name: value for name, value in found.items() if value}
+
+
+RUN_OPTIONS = ("steps", "repeat", "time_limit", "data", "tokenizer", "seed", "device", "name")
+
+
+def _run_words(context: typer.Context, words: Mapping[str, Any], file: SweepFile) -> dict[str, Any]:
+    """How it is run: what was typed, else what the file says."""
+    given = {name: words[name] for name in RUN_OPTIONS if words[name]}
+    found = {**file.run, **given}
+    if is_given(context, "no_profile"):
+        found["profile"] = False
+    return found
+
+
+def _settings_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
+    from pathlib import Path
+
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.sweep.sweep_file import parse_duration
+
+    def read(name: str, parse: Any, default: Any) -> Any:  # noqa: ANN401 - as its parser says
+        return value_of(run, name, parse) if name in run else default
+
+    missing = [
+        source for source in (*run.get("data", ()), run.get("tokenizer")) if source and not Path(source).exists()
+    ]
+    if missing:
+        raise FlopwiseError(f"there is no file {missing[0]}", hint="check the path of --data and --tokenizer")
+    return {
+        "steps": read("steps", counted(1, "--steps 20"), DEFAULT_STEPS) or DEFAULT_STEPS,
+        "repeats": read("repeat", counted(1, "--repeat 3"), 1) or 1,
+        "time_limit_s": read("time_limit", parse_duration, None),
+        "profile": run.get("profile", True),
+        "device": one_of(run.get("device", "auto"), ("auto", "cpu", "cuda"), "--device"),
+        # Whole paths: a resumed sweep may be started from another folder.
+        "data": tuple(str(Path(source).resolve()) for source in run.get("data", ())),
+        "tokenizer": str(Path(run["tokenizer"]).resolve()) if run.get("tokenizer") else None,
+        "seed": read("seed", counted(0, "--seed 0"), 0) or 0,
+    }
+
+
+def _default_name(ids: Sequence[str]) -> str:
+    import hashlib
+
+    return f"sweep-{hashlib.sha256(' '.join(ids).encode()).hexdigest()[:8]}"
+
+
+def _record(name: str, ids: Sequence[str], settings: Mapping[str, Any], request: dict[str, Any]) -> SweepRecord:
+    from flopwise.core.errors import FlopwiseError, shown
+    from flopwise.core.sweep import SweepRecord
+    from flopwise.core.sweep_store import SWEEP_NAME
+
+    if not SWEEP_NAME.fullmatch(name):
+        raise FlopwiseError(
+            f"a sweep cannot be called {shown(name)}",
+            why="letters, digits, dots, dashes and underscores, at most 64, the first a letter or digit",
+            hint="--name mpt-on-h200",
+        )
+    return SweepRecord(name=name, created=_now(), cells=tuple(ids), request=request, **settings)
+
+
+def _now() -> str:
+    from datetime import datetime
+
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _only(text: str, record: SweepRecord, skipped: Mapping[str, str]) -> list[str]:
+    """The cells that are meant: those that are named, else all that are not skipped."""
+    from flopwise.cli.options import names
+    from flopwise.core.errors import unknown_name
+
+    if not text:
+        return [cell for cell in record.cells if cell not in skipped]
+    named = names(text, "a cell (--only)")
+    for cell in named:
+        if cell not in record.cells:
+            raise unknown_name("cell of this sweep", cell, record.cells, hint="--dry-run lists them")
+    return [cell for cell in record.cells if cell in named]
+
+
+def _write_skipped(store: Path, record: SweepRecord, cell: str, why: str) -> None:
+    """A cell that is left out says so; what was measured of it before stays."""
+    from flopwise.core.sweep import Attempt
+    from flopwise.core.sweep_store import new_attempt, read_attempts
+
+    if not read_attempts(store, cell)[0]:
+        now = _now()
+        new_attempt(
+            store,
+            Attempt(
+                number=0, cell=cell, repeat=1, state="skipped", started=now, ended=now, sweep=record.name,
+                steps=record.steps, reason=why,
+            ),
+        )  # fmt: skip
+
+
+def _rules(record: SweepRecord) -> list[Skip]:
+    """What a stored sweep leaves out."""
+    from flopwise.sweep.grid import Skip
+
+    return [
+        Skip(axes={axis: tuple(values) for axis, values in rule.items() if axis != "reason"}, reason=rule["reason"])
+        for rule in record.request.get("skip", ())
+    ]
+
+
+# -- to people -------------------------------------------------------------------------------------------------------
+
+
+def _print_preview(preview: Preview, form: str) -> None:
+    from dataclasses import replace
+
+    from flopwise.core.results import result_of_cell
+    from flopwise.report.results_files import results_csv, results_json
+    from flopwise.report.sweeps import preview_line, preview_markdown, preview_page
+
+    if form == "table":
+        show_page(preview_page(preview, width()))
+        return
+    if form == "md":
+        typer.echo(preview_markdown(preview), nl=False)
+        return
+    rows = []
+    for cell in preview.cells:
+        why, row = preview.skipped.get(cell.id), result_of_cell(cell, None)
+        rows.append(row if why is None else replace(row, state="skipped", reason=why, source="predicted"))
+    typer.echo(results_csv(rows) if form == "csv" else results_json(rows), nl=form != "csv")
+    typer.echo(preview_line(preview), err=True)

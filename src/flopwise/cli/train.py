@@ -79,7 +79,7 @@ def train(
     words = dict(locals())
     form = one_of(output, ("table", "json"), "--output")
     request = train_request(context, words)
-    _check_packages()
+    check_packages()
     _spawn_ranks(request)
     record = _run(request)
     if record is not None:
@@ -293,7 +293,7 @@ def _with_devices(context: typer.Context, request: TrainRequest) -> TrainRequest
 # -- running ---------------------------------------------------------------------------------------------------------
 
 
-def _check_packages() -> None:
+def check_packages() -> None:
     from importlib.util import find_spec
 
     from flopwise.core.errors import FlopwiseError

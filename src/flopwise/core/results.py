@@ -6,10 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from flopwise.core.measurement import RunRecord
-from flopwise.core.plan import LETTERS
+from flopwise.core.measurement import Measurement, RunRecord
+from flopwise.core.plan import LETTERS, Place
 from flopwise.core.profile import Profile
 from flopwise.core.sweep import AUTO, Attempt, Cell, Settings, cell_id
+from flopwise.core.units import show_count, show_share
 
 Source = Literal["measured", "predicted", "imported"]
 
@@ -108,13 +109,14 @@ def settings_of(record: RunRecord) -> Settings:
     batch = request.get("batch_sequences") or (measured.batch_sequences if measured else plan.get("batch_sequences"))
     return Settings(
         model=record.model,
-        hardware=str(plan.get("hardware") or (measured.hardware if measured else "-")),
-        devices=int(plan.get("devices") or 1),
-        sequence_tokens=int(plan.get("sequence_tokens") or 0),
+        # A plan may say `this-machine`; what was measured knows which that is.
+        hardware=str((measured.hardware if measured else None) or plan.get("hardware") or "-"),
+        devices=int(plan.get("devices") or (measured.devices if measured else 1)),
+        sequence_tokens=int(plan.get("sequence_tokens") or (measured.sequence_tokens if measured else 0)),
         batch_sequences=int(batch) if batch else AUTO,
         micro_batch_sequences=request.get("micro_batch_sequences") or AUTO,
-        precision=str(plan.get("precision") or "-"),
-        optimizer=str(plan.get("optimizer") or "adamw"),
+        precision=str(plan.get("precision") or (measured.precision if measured else "-")),
+        optimizer=str(plan.get("optimizer") or (measured.optimizer if measured else "adamw")),
         task=record.task,
         device_memory_bytes=request.get("device_memory_bytes"),
         host_memory_bytes=request.get("host_memory_bytes"),
@@ -129,12 +131,12 @@ def result_of_run(record: RunRecord, profile: Profile | None = None, bound: str 
         run=record.id,
         state="ok" if record.state == "done" else record.state,
         reason=record.reason,
-        model=settings.model_name,
-        hardware=settings.hardware,
+        model=_known(settings.model_name),
+        hardware=_known(settings.hardware),
         devices=settings.devices,
-        sequence_tokens=settings.sequence_tokens,
+        sequence_tokens=settings.sequence_tokens or None,
         batch_sequences=None if settings.batch_sequences == AUTO else settings.batch_sequences,
-        precision=settings.precision,
+        precision=_known(settings.precision),
         optimizer=settings.optimizer,
         recompute=recompute_words(plan),
         sharding=_sharding(plan),
@@ -148,10 +150,26 @@ def result_of_run(record: RunRecord, profile: Profile | None = None, bound: str 
         python=environment.get("python"),
         torch=environment.get("torch"),
         cuda=environment.get("cuda"),
-        driver=environment.get("driver"),
-        card=environment.get("gpu") or environment.get("cpu"),
+        driver=None if _on_cpu(environment) else environment.get("driver"),
+        card=_card(environment),
     )
     return _with_measurement(_with_expectation(row, plan), record, profile)
+
+
+def _known(word: str) -> str | None:
+    """A cell's settings are never without a word; a row's are."""
+    return None if word == "-" else word
+
+
+def _on_cpu(environment: dict[str, str]) -> bool:
+    return environment.get("device") == "cpu"
+
+
+def _card(environment: dict[str, str]) -> str | None:
+    """What it ran on: a machine with a GPU may have trained on its processor."""
+    if _on_cpu(environment):
+        return environment.get("cpu")
+    return environment.get("device_name") or environment.get("gpu") or environment.get("cpu")
 
 
 def _with_expectation(row: Result, plan: dict[str, Any]) -> Result:
@@ -173,9 +191,10 @@ def _with_measurement(row: Result, record: RunRecord, profile: Profile | None) -
     if measured is None:
         return row
     devices, batch, micro = measured.devices, measured.batch_sequences, measured.micro_batch_sequences
-    predicted = measured.predicted_tokens_per_s
+    predicted = measured.predicted_tokens_per_s or row.predicted_tokens_per_s
     known = {name: profile.get(name) if profile else None for name in ("power_w", "power_limit_w", "clock_mean_hz")}
-    energy = profile.get("energy_j") if profile else None
+    # Without its steps a profile's energy is that of all it has seen, which no batch divides.
+    energy = profile.get("energy_j") if profile and profile.steps else None
     return replace(
         row,
         devices=devices,
@@ -200,16 +219,21 @@ def _with_measurement(row: Result, record: RunRecord, profile: Profile | None) -
         peak_flops=measured.peak_flops,
         peak_format=measured.peak_format,
         last_loss=measured.last_loss,
-        device_bytes=measured.total_bytes("device"),
-        host_bytes=measured.total_bytes("host"),
+        device_bytes=_taken(measured, "device"),
+        host_bytes=_taken(measured, "host"),
         power_w=known["power_w"],
         power_limit_w=known["power_limit_w"],
         clock_hz=known["clock_mean_hz"],
         energy_j_per_token=energy * devices / measured.batch_tokens if energy is not None else None,
-        predicted_step_s=measured.predicted_step_s,
+        predicted_step_s=measured.predicted_step_s or row.predicted_step_s,
         predicted_tokens_per_s=predicted,
         prediction_error=predicted / measured.tokens_per_s - 1 if predicted and measured.tokens_per_s else None,
     )
+
+
+def _taken(measured: Measurement, place: Place) -> int | None:
+    """None where nobody has looked at the place: that is not 0 bytes."""
+    return measured.total_bytes(place) if any(row.place == place for row in measured.memory) else None
 
 
 def result_of_cell(cell: Cell, attempt: Attempt | None, run: Result | None = None) -> Result:
@@ -268,14 +292,31 @@ def _with_foreseen(row: Result, settings: Settings, fits: bool) -> Result:
 
 def priced(row: Result, per_device_hour: float) -> Result:
     """With what a dollar trains, where a device costs so much an hour."""
-    rate = row.tokens_per_s or row.predicted_tokens_per_s
+    # What was tried and is not ok trains nothing, whatever was predicted of it.
+    rate = row.predicted_tokens_per_s if row.state == "planned" else row.tokens_per_s
     if not rate or not row.devices or per_device_hour <= 0:
-        return replace(row, price_per_device_hour=per_device_hour)
+        return replace(row, price_per_device_hour=per_device_hour, tokens_per_dollar=None)
     return replace(
         row,
         price_per_device_hour=per_device_hour,
         tokens_per_dollar=rate * 3600 / (per_device_hour * row.devices),
     )
+
+
+ERROR = "error"
+"""State of a row whose figures cannot be right."""
+
+
+def checked(row: Result) -> Result:
+    """The row itself, or one in the state `error` where it claims more than the device's peak."""
+    beyond = [
+        f"{name} {show_share(share)}" for name, share in (("MFU", row.mfu), ("HFU", row.hfu)) if share and share > 1
+    ]
+    if not beyond or row.state == ERROR:
+        return row
+    divided = f"{show_count(row.peak_flops)}FLOP/s {row.peak_format or ''}".rstrip() if row.peak_flops else "the peak"
+    why = f"{' and '.join(beyond)} of {divided}: the peak, its format or the FLOPs are wrong"
+    return replace(row, state=ERROR, reason=f"{why}; {row.reason}" if row.reason else why)
 
 
 def recompute_words(plan: dict[str, Any]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ FINISHED: frozenset[CellState] = frozenset({"ok", "oom"})
 """States that trying again would not change; only `--force` does."""
 Auto = Literal["auto"]
 AUTO: Auto = "auto"
+INTERRUPTED = "interrupted"
+"""How the reason of an attempt begins that was ended before it could say anything of its cell."""
 
 NOT_IDENTITY = ("title", "source")
 """Fields of a model's table that say nothing of its shape."""
@@ -118,6 +121,28 @@ class Attempt:
     pid: int | None = None
     job: str | None = None
     """Of a cluster's scheduler."""
+
+
+def says_nothing(attempt: Attempt) -> bool:
+    """Whether an attempt that is over tells nothing of its cell: it was interrupted, or its process is gone."""
+    if attempt.state != "failed":
+        return False
+    return attempt.ended is None or (attempt.reason or "").startswith(INTERRUPTED)
+
+
+def standing(attempts: Iterable[Attempt]) -> list[Attempt]:
+    """Those that stand for a cell, one for each repeat: the newest one that says anything, else the newest.
+
+    Where it was never measured, the last one that looked for a micro-batch, unless that went well.
+    """
+    found: dict[int, Attempt] = {}
+    for attempt in sorted(attempts, key=lambda attempt: attempt.number):
+        if attempt.repeat not in found or not says_nothing(attempt) or says_nothing(found[attempt.repeat]):
+            found[attempt.repeat] = attempt
+    searched = found.pop(0, None)
+    if not found and searched is not None and searched.state != "ok":
+        return [searched]
+    return [found[repeat] for repeat in sorted(found)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

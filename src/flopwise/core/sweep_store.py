@@ -10,6 +10,7 @@ import fcntl
 import os
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
-from flopwise.core.errors import FlopwiseError, unknown_name
+from flopwise.core.errors import FlopwiseError, shown, unknown_name
 from flopwise.core.files import WRITABLE_HINT, write_whole
 from flopwise.core.store import from_text, to_text
 from flopwise.core.sweep import ENDED, Attempt, Cell, SweepRecord
@@ -31,6 +32,8 @@ ATTEMPT_NAME = re.compile(r"attempt-([0-9]{4,9})\.json", re.ASCII)
 SWEEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 STALE_AFTER_S = 120.0
 """An attempt on another machine that is so far beyond its time limit has died with it."""
+LATEST_START_S = 60.0
+"""After its attempt was written; a process under its number that is younger is another one."""
 
 Kind = TypeVar("Kind", Cell, Attempt, SweepRecord)
 
@@ -47,7 +50,10 @@ class Problem:
 
 
 def cell_folder(store: Path, cell: str) -> Path:
-    assert CELL_NAME.fullmatch(cell)
+    if not CELL_NAME.fullmatch(cell):
+        raise FlopwiseError(
+            f"{shown(cell)} is no cell", why="its name is twelve hexadecimal digits", hint="run the sweep again"
+        )
     return store / CELLS / cell
 
 
@@ -77,7 +83,11 @@ def claimed(store: Path, cell: str) -> Iterator[bool]:
     """Whether this process has the cell for itself: gone with the process, however that ends."""
     folder = cell_folder(store, cell)
     _make(folder)
-    with (folder / LOCK).open("a") as stream:
+    try:
+        opened = (folder / LOCK).open("a")
+    except OSError as error:
+        raise _cannot_write(folder / LOCK, error) from None
+    with opened as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -99,16 +109,36 @@ def new_attempt(store: Path, attempt: Attempt) -> Attempt:
     number = max(_attempt_numbers(folder), default=0)
     while True:
         number += 1
-        path = _attempt_path(folder, number)
-        try:
-            path.open("x").close()
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise _cannot_write(path, error) from None
         numbered = replace(attempt, number=number)
-        write_attempt(store, numbered)
-        return numbered
+        if _claim(_attempt_path(folder, number), to_text(numbered) + "\n"):
+            return numbered
+
+
+def _claim(path: Path, text: str) -> bool:
+    """Make a file that was not there, whole; False: there is one."""
+    whole = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    write_whole(whole, text)
+    try:
+        os.link(whole, path)
+    except FileExistsError:
+        return False
+    except OSError:
+        return _claim_without_links(path, text)
+    finally:
+        whole.unlink(missing_ok=True)
+    return True
+
+
+def _claim_without_links(path: Path, text: str) -> bool:
+    """As `_claim`, where the file system has no links: for a moment the file is empty."""
+    try:
+        path.open("x").close()
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+    write_whole(path, text)
+    return True
 
 
 def write_attempt(store: Path, attempt: Attempt) -> None:
@@ -132,11 +162,15 @@ def read_attempts(store: Path, cell: str) -> tuple[list[Attempt], list[Problem]]
 
 def is_gone(attempt: Attempt) -> bool:
     """Whether the process of an attempt that has not ended can no longer be there."""
+    try:
+        begun = datetime.fromisoformat(attempt.started)
+    except ValueError:
+        # Nobody of ours has written this.
+        return True
     if attempt.host == socket.gethostname() and attempt.pid is not None:
-        return not _lives(attempt.pid)
+        return not _lives(attempt.pid, begun.timestamp())
     if attempt.time_limit_s is None:
         return False
-    begun = datetime.fromisoformat(attempt.started)
     return (datetime.now(tz=begun.tzinfo) - begun).total_seconds() > attempt.time_limit_s + STALE_AFTER_S
 
 
@@ -144,14 +178,25 @@ def _gone(attempt: Attempt) -> Attempt:
     return replace(attempt, state="failed", reason=attempt.reason or "its process was killed, or its machine went down")
 
 
-def _lives(pid: int) -> bool:
+def _lives(pid: int, begun_s: float) -> bool:
+    """Whether a process of this machine still runs, and is not another one that was given its number since."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
+        pass
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        booted = re.search(rb"^btime ([0-9]+)", Path("/proc/stat").read_bytes(), re.MULTILINE)
+    except OSError:
         return True
-    return True
+    if fields[0] in (b"Z", b"X"):
+        return False
+    if booted is None:
+        return True
+    since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return int(booted[1]) + since_boot_s <= begun_s + LATEST_START_S
 
 
 def _attempt_path(folder: Path, number: int) -> Path:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import ceil, isfinite
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from flopwise.core.index import UNREADABLE, Indexed, indexed
 from flopwise.core.measurement import Measurement, RunRecord, StepRecord
 from flopwise.core.store import Listed
+from flopwise.core.sweep import Attempt, CellState, SweepRecord, standing
 from flopwise.core.training import Training
 from flopwise.core.units import show_bytes, show_count, show_share
 from flopwise.report.predictions import OPTIMIZER_TITLES
@@ -39,7 +43,8 @@ FIELDS = (
     *("predicted_tokens_per_s", "prediction_error", "started", "ended", "folder", "problem"),
 )
 """Of a run's entry in JSON and CSV."""
-UNREADABLE = "unreadable"
+KILLED = "killed"
+"""A run that its record says is running, and that no process holds any more."""
 LONGEST_NAME = 28
 
 # -- a row for each --------------------------------------------------------------------------------------------------
@@ -47,27 +52,31 @@ LONGEST_NAME = 28
 
 def run_entry(listed: Listed, last: StepRecord | None) -> dict[str, Any]:
     """What a listing says of a run, at full precision; `last` is its last step where that says more than the record."""
-    record = listed.record
+    return indexed_entry(indexed(listed), listed.folder, last)
+
+
+def indexed_entry(
+    run: Indexed, folder: Path, last: StepRecord | None = None, *, killed: bool = False
+) -> dict[str, Any]:
+    """The same of a run as the store's index has it; `killed`: its record says that it runs, and nobody does."""
     entry: dict[str, Any] = dict.fromkeys(FIELDS)
-    entry |= {"run": listed.folder.name, "folder": str(listed.folder)}
-    if record is None:
-        return entry | {"state": UNREADABLE, "problem": listed.problem}
-    measured = record.measurement
-    predicted = measured.predicted_tokens_per_s if measured else None
-    known = measured is not None and predicted is not None and measured.tokens_per_s > 0
+    entry |= {"run": run.name, "folder": str(folder)}
+    if run.problem is not None:
+        return entry | {"state": UNREADABLE, "problem": run.problem}
+    is_measured = run.get("step_s") is not None
     return entry | {
-        "state": record.state,
-        "model": model_name(record),
-        "task": record.task,
-        "steps_done": max(record.steps_done, last.step if last else 0),
-        "steps": record.training.steps,
-        "last_loss": last.loss if last else measured.last_loss if measured else None,
-        "tokens_per_s": measured.tokens_per_s if measured else last.tokens_per_s if last else None,
-        "mfu": measured.mfu if measured else last.mfu if last else None,
-        "predicted_tokens_per_s": predicted,
-        "prediction_error": predicted / measured.tokens_per_s - 1 if known and measured and predicted else None,
-        "started": record.started,
-        "ended": record.ended,
+        "state": KILLED if killed else run.run_state,
+        "model": run.get("model"),
+        "task": run.task,
+        "steps_done": max(run.steps_done, last.step if last else 0),
+        "steps": run.steps_asked,
+        "last_loss": last.loss if last else run.get("last_loss"),
+        "tokens_per_s": last.tokens_per_s if last and not is_measured else run.get("tokens_per_s"),
+        "mfu": last.mfu if last and not is_measured else run.get("mfu"),
+        "predicted_tokens_per_s": run.get("predicted_tokens_per_s") if is_measured else None,
+        "prediction_error": run.get("prediction_error"),
+        "started": run.get("started"),
+        "ended": run.ended,
     }
 
 
@@ -102,6 +111,46 @@ def _row(entry: Mapping[str, Any]) -> list[str]:
 def when_words(moment: str | None) -> str:
     """The minute of an ISO time."""
     return printable(moment[:16].replace("T", " ")) if moment else UNKNOWN
+
+
+# -- sweeps ----------------------------------------------------------------------------------------------------------
+
+STATES: tuple[CellState, ...] = get_args(CellState)
+SWEEP_FIELDS = ("sweep", "cells", *STATES, "steps", "repeats", "created")
+SWEEP_COLUMNS = ("sweep", "cells", "states", "steps", "repeats", "created")
+SWEEP_WORDS = {"sweep", "states", "created"}
+SWEEP_GIVING_WAY = ("repeats", "steps")
+
+
+def sweep_entry(sweep: SweepRecord, attempts: Sequence[Sequence[Attempt]]) -> dict[str, Any]:
+    """A sweep with its cells by state; `attempts` are those of each cell. One is ok when all of its repeats are."""
+    counts = Counter(_cell_state(each, sweep.repeats) for each in attempts)
+    told = {"steps": sweep.steps, "repeats": sweep.repeats, "created": sweep.created}
+    return {"sweep": sweep.name, "cells": len(sweep.cells), **{state: counts[state] for state in STATES}, **told}
+
+
+def _cell_state(attempts: Sequence[Attempt], repeats: int) -> CellState:
+    """As the newest of its attempts is, where it has not been measured often enough."""
+    states = [attempt.state for attempt in standing(attempts)]
+    if states.count("ok") >= repeats:
+        return "ok"
+    left = [state for state in states if state != "ok"]
+    return left[-1] if left else "planned"
+
+
+def sweep_rows(entries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Rows of words under `SWEEP_COLUMNS`."""
+    return [
+        [
+            entry["sweep"],
+            f"{entry['cells']:,}",
+            ", ".join(f"{entry[state]:,} {state}" for state in STATES if entry[state]) or UNKNOWN,
+            f"{entry['steps']:,}",
+            f"{entry['repeats']:,}",
+            when_words(entry["created"]),
+        ]
+        for entry in entries
+    ]
 
 
 # -- a page for one --------------------------------------------------------------------------------------------------

@@ -1,0 +1,417 @@
+"""The page over HTTP, on this machine's loopback alone: it reads the store, and nothing that is asked for changes it.
+
+No path of a request is ever made a path of the file system, but for a run's number that the store itself has listed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socketserver import TCPServer
+from typing import TYPE_CHECKING, Any
+
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.files import entry_kind
+from flopwise.core.store import RUN_NAME, STEPS
+
+if TYPE_CHECKING:
+    from flopwise.core.results import Result
+    from flopwise.report.page_data import PageData
+
+EVERY_S = 2.0
+"""The store is read at most so often, however many ask."""
+REQUEST_S = 10.0
+"""In which a request must have arrived, and for each answer in which it must have been taken."""
+MOST_REQUEST_BYTES = 2**15
+MOST_TARGET = 2**11
+"""Characters of what is asked for."""
+MOST_CONNECTIONS = 32
+PORTS_TRIED = 32
+LOOPBACKS = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
+NAMES = ("localhost", "127.0.0.1", "[::1]")
+"""What a request may call this server: any other name leads here by a trick."""
+
+RUN = re.compile(rf"/run/({RUN_NAME.pattern})\.json", re.ASCII)
+NOTHING = "default-src 'none'; frame-ancestors 'none'"
+HTML, JSON, CSV, MARKDOWN, TEXT = (
+    f"{kind}; charset=utf-8" for kind in ("text/html", "application/json", "text/csv", "text/markdown", "text/plain")
+)
+
+
+def tell(line: str) -> None:
+    """Say something on the terminal, where everybody but the data is told."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+# -- what is served --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request is answered with."""
+
+    body: bytes
+    kind: str
+    policy: str = NOTHING
+    status: HTTPStatus = HTTPStatus.OK
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def etag(self) -> str:
+        return f'"{hashlib.sha256(self.body).hexdigest()[:32]}"'
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The rows as they were last read, and the answers that have been made of them."""
+
+    rows: list[Result]
+    created: str
+    """When they came to be as they are: while nothing changes, nothing of the page does."""
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+
+class Live:
+    """A store as it is now, read at most every `EVERY_S` seconds."""
+
+    def __init__(self, store: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.store = store
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: _Seen | None = None
+        self._failure: FlopwiseError | None = None
+        self._read_at = 0.0
+        self._told: set[str] = set()
+
+    def answer(self, path: str) -> Answer | None:
+        """What stands at a path; None: nothing does."""
+        run = RUN.fullmatch(path)
+        if run is not None:
+            return self._run(run[1])
+        make = ROUTES.get(path)
+        if make is None:
+            return None
+        with self._lock:
+            seen = self._now()
+            if path not in seen.answers:
+                seen.answers[path] = make(self, seen)
+            return seen.answers[path]
+
+    def _now(self) -> _Seen:
+        is_fresh = (self._seen or self._failure) and self._clock() - self._read_at < EVERY_S
+        if not is_fresh:
+            try:
+                self._look()
+            except FlopwiseError as error:
+                self._failure = error
+            self._read_at = self._clock()
+        if self._failure is not None:
+            raise self._failure
+        assert self._seen is not None
+        return self._seen
+
+    def _look(self) -> None:
+        rows = self._collected()
+        self._failure = None
+        # NaN is not itself: where rows seem to differ, they are compared as they are written.
+        if self._seen is None or (rows != self._seen.rows and repr(rows) != repr(self._seen.rows)):
+            self._seen = _Seen(rows, datetime.now().astimezone().isoformat(timespec="milliseconds"))
+
+    def _collected(self) -> list[Result]:
+        from flopwise.cli.report import first_verdict
+        from flopwise.core.collecting import collect
+        from flopwise.core.results import checked
+
+        found = collect(self.store, judge=first_verdict)
+        for problem in found.problems:
+            line = f"note: {problem.path}: {problem.why}"
+            if line not in self._told:
+                self._told.add(line)
+                tell(line)
+        return [checked(row) for row in found.rows]
+
+    def page(self, seen: _Seen) -> PageData:
+        from flopwise.report.page_data import PageData
+
+        title = str(self.store)
+        short = title if len(title) <= 60 else f"…{title[-59:]}"
+        return PageData(title=short, created=seen.created, rows=seen.rows, live=True)
+
+    def _run(self, name: str) -> Answer | None:
+        from flopwise.core.index import run_names
+
+        # The name is taken from the store's own list, never from the request.
+        found = next((known for known in run_names(self.store) if known == name), None)
+        return None if found is None else Answer(_detail_text(self.store / found).encode(), JSON)
+
+
+def _page(live: Live, seen: _Seen) -> Answer:
+    from flopwise.report.page import LIBRARIES, SCRIPTS, asset, page_html, policy
+
+    scripts = [asset(name).replace("\r\n", "\n") for name in (*LIBRARIES, *SCRIPTS)]
+    rules = f"{policy(scripts, live=True)}; frame-ancestors 'none'"
+    return Answer(page_html(live.page(seen)).encode(), HTML, rules)
+
+
+def _data(live: Live, seen: _Seen) -> Answer:
+    from flopwise.report.page_data import page_json
+
+    return Answer(page_json(live.page(seen)).encode(), JSON)
+
+
+def _csv(_: Live, seen: _Seen) -> Answer:
+    from flopwise.report.results_files import results_csv
+
+    return Answer(results_csv(seen.rows).encode(), CSV)
+
+
+def _markdown(_: Live, seen: _Seen) -> Answer:
+    from flopwise.report.results import results_markdown
+
+    return Answer(results_markdown(seen.rows).encode(), MARKDOWN)
+
+
+ROUTES: dict[str, Callable[[Live, _Seen], Answer]] = {
+    "/": _page,
+    "/data.json": _data,
+    "/results.csv": _csv,
+    "/results.md": _markdown,
+}
+
+
+def _detail_text(folder: Path) -> str:
+    """One run's details; of one that cannot be read, why."""
+    from flopwise.core.index import UNREADABLE, read_profile
+    from flopwise.core.store import read_record, read_steps
+    from flopwise.profile.verdicts import verdicts
+    from flopwise.report.page_data import RunDetail, detail_json, run_detail
+
+    try:
+        record = read_record(folder)
+    except FlopwiseError as error:
+        why = error.what if error.why is None else f"{error.what}: {error.why}"
+        return detail_json(RunDetail(run=folder.name, model="-", state=UNREADABLE, reason=why))
+    try:
+        # Whatever else has taken the file's place could be waited for without end.
+        steps = read_steps(folder) if entry_kind(folder / STEPS) == "file" else []
+    except FlopwiseError as error:
+        tell(f"note: {error.what}")
+        steps = []
+    profile = read_profile(folder)
+    return detail_json(run_detail(record, profile, verdicts(profile) if profile else (), steps))
+
+
+# -- the server ------------------------------------------------------------------------------------------------------
+
+
+class Server(ThreadingHTTPServer):
+    """Listens on the loopback, to a few at a time."""
+
+    daemon_threads = True
+    request_queue_size = MOST_CONNECTIONS
+
+    def __init__(self, live: Live, family: int, host: str, port: int) -> None:
+        self.address_family = family
+        self.live = live
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__((host, port), Handler)
+        host_names = {f"{name}:{self.server_port}" for name in NAMES}
+        self.host_names = host_names | (set(NAMES) if self.server_port == 80 else set())
+
+    def server_bind(self) -> None:
+        # The base class would ask a name server what this host is called.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as the base class has it
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+        del request, client_address
+        error = sys.exception()
+        # A client that went away, or took too long, is nobody's mistake.
+        if not isinstance(error, OSError):
+            tell(f"note: a request failed: {type(error).__name__}: {error}")
+
+    @property
+    def url(self) -> str:
+        host = "[::1]" if self.address_family == socket.AF_INET6 else "127.0.0.1"
+        return f"http://{host}:{self.server_port}/"
+
+
+class _Arriving(socket.SocketIO):
+    """A request as it arrives: it ends with the time or the bytes that it may take."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection, "r")
+        self._connection = connection
+        self._until = time.monotonic() + REQUEST_S
+        self._room = MOST_REQUEST_BYTES
+
+    @property
+    def is_full(self) -> bool:
+        return self._room <= 0
+
+    def readinto(self, buffer: Any) -> int | None:  # noqa: ANN401 - a buffer
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request did not arrive in time")
+        if self.is_full:
+            return 0
+        self._connection.settimeout(left)
+        count = super().readinto(memoryview(buffer)[: self._room])
+        self._room -= count or 0
+        return count
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request for each connection: GET and HEAD."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version = "flopwise"
+    sys_version = ""
+    timeout = REQUEST_S
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._arriving = _Arriving(self.connection)
+        self.rfile = io.BufferedReader(self._arriving)
+
+    def do_GET(self) -> None:
+        self._respond(self._answered())
+
+    def do_HEAD(self) -> None:
+        self._respond(self._answered())
+
+    def _answered(self) -> Answer:
+        hosts = self.headers.get_all("Host") or []
+        if self._arriving.is_full:
+            return _refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request is too long")
+        if len(hosts) != 1 or hosts[0].strip().lower() not in self.server.host_names:
+            return _refusal(HTTPStatus.FORBIDDEN, "this server is called localhost, and by no other name")
+        # As it was sent: `self.path` has been tidied up.
+        target = self.requestline.split()[1]
+        if len(target) > MOST_TARGET:
+            return _refusal(HTTPStatus.REQUEST_URI_TOO_LONG, "the address is too long")
+        try:
+            found = self.server.live.answer(target.partition("?")[0])
+        except FlopwiseError as error:
+            tell(f"note: {error.what}{f': {error.why}' if error.why else ''}")
+            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the runs cannot be read; the terminal says why")
+        except Exception as error:
+            tell(f"note: {self.command} {target!r} failed: {type(error).__name__}: {error}")
+            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the answer could not be made; the terminal says why")
+        return found or _refusal(HTTPStatus.NOT_FOUND, "there is nothing of that name")
+
+    def _respond(self, answer: Answer) -> None:
+        wanted = self.headers.get("If-None-Match", "") if answer.status == HTTPStatus.OK else ""
+        known = {word.strip().removeprefix("W/") for word in wanted.split(",")}
+        is_known = answer.status == HTTPStatus.OK and bool(known & {answer.etag, "*"})
+        self.connection.settimeout(REQUEST_S)
+        self.close_connection = True
+        # The oldest protocol has no headers, and what cannot be read counts as such a request.
+        self.request_version = "HTTP/1.1"
+        self.send_response(HTTPStatus.NOT_MODIFIED if is_known else answer.status)
+        for name, value in (*_headers(answer), *answer.headers, ("Connection", "close")):
+            self.send_header(name, value)
+        if not is_known:
+            self.send_header("Content-Type", answer.kind)
+            self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        if self.command != "HEAD" and not is_known:
+            self.wfile.write(answer.body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class finds wrong with a request, in our words."""
+        del message, explain
+        status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
+        if not hasattr(self, "headers"):
+            self.headers = self.MessageClass()
+        words = {
+            HTTPStatus.METHOD_NOT_ALLOWED: "only GET and HEAD are answered",
+            HTTPStatus.REQUEST_URI_TOO_LONG: "the address is too long",
+        }
+        self._respond(_refusal(status, words.get(status, "the request is not one that can be read")))
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as the base class has it
+        """Requests are not told of; what goes wrong is."""
+
+
+def _headers(answer: Answer) -> tuple[tuple[str, str], ...]:
+    fixed = (
+        ("Content-Security-Policy", answer.policy),
+        ("X-Content-Type-Options", "nosniff"),
+        ("X-Frame-Options", "DENY"),
+        ("Referrer-Policy", "no-referrer"),
+        ("Cross-Origin-Resource-Policy", "same-origin"),
+        ("Cross-Origin-Opener-Policy", "same-origin"),
+        ("Cache-Control", "no-cache"),
+    )
+    return (*fixed, ("ETag", answer.etag)) if answer.status == HTTPStatus.OK else fixed
+
+
+def _refusal(status: HTTPStatus, sentence: str) -> Answer:
+    allowed = (("Allow", "GET, HEAD"),) if status == HTTPStatus.METHOD_NOT_ALLOWED else ()
+    return Answer(f"{sentence}\n".encode(), TEXT, status=status, headers=allowed)
+
+
+# -- from words to a server ------------------------------------------------------------------------------------------
+
+
+def listening(live: Live, port: int) -> Server:
+    """A server on that port, on the next one that is free, or with 0 on any."""
+    why = ""
+    tried = range(port, min(port + PORTS_TRIED, 2**16)) if port else (0,)
+    for number in tried:
+        for family, host in LOOPBACKS:
+            try:
+                return Server(live, family, host, number)
+            except PermissionError as error:
+                raise FlopwiseError(
+                    f"port {number} cannot be had", why=error.strerror, hint="--port 8642, or any above 1023"
+                ) from None
+            except OSError as error:
+                why = error.strerror or str(error)
+                if family == socket.AF_INET and error.errno == errno.EADDRINUSE:
+                    # The same port on the other loopback would be another server's neighbour.
+                    break
+    raise FlopwiseError(f"no port from {port} on can be had", why=why, hint="--port 0 takes any that is free")
+
+
+def run_server(server: Server, *, open_browser: bool = False) -> None:
+    """Serve until Ctrl-C, which ends it quietly."""
+    tell(f"serving {server.live.store} at {server.url}   Ctrl-C ends it")
+    try:
+        if open_browser:
+            import webbrowser
+
+            webbrowser.open(server.url)
+        server.serve_forever(poll_interval=0.2)
+    except KeyboardInterrupt:
+        tell("")
+    finally:
+        server.server_close()

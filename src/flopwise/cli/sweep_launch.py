@@ -1,0 +1,127 @@
+"""A sweep's cells on their way: run here, submitted to Slurm, or written down for SkyPilot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from flopwise.cli.options import counted, value_of
+from flopwise.cli.output import show_page, width
+from flopwise.core.results import Result
+from flopwise.core.sweep import Cell, SweepRecord
+
+
+def check_here(record: SweepRecord, cells: Sequence[Cell]) -> None:
+    """Refuse before anything is written what cannot run on this machine."""
+    from flopwise.cli.train import check_packages
+    from flopwise.core.catalog import THIS_CPU
+    from flopwise.sweep.slots import Slots, check_hardware
+
+    check_packages()
+    on_cpu = all(cell.settings.hardware == THIS_CPU for cell in cells)
+    check_hardware((cell.settings for cell in cells), record, Slots(record, None, on_cpu=on_cpu))
+
+
+def run(store: Path, record: SweepRecord, cells: Sequence[Cell], words: Mapping[str, Any]) -> None:
+    """Run what is not finished, show how it goes on, and print the results; exit code 1 where attempts failed."""
+    from flopwise.cli.sweep_progress import watching
+    from flopwise.sweep.running import run_sweep
+
+    slots = value_of(words, "slots", counted(1, "--slots 2")) if words["slots"] else None
+    wanted = [cell.id for cell in cells]
+    typer.echo(f"sweep {record.name} in {store}", err=True)
+    try:
+        with watching(cells, repeats=record.repeats) as tell:
+            # Without any cell left, `only` would stand for all of them.
+            attempts = (
+                run_sweep(
+                    store, record, force=words["force"], retry=words["retry"], slots=slots, only=wanted, tell=tell
+                )
+                if wanted
+                else []
+            )
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted   go on with: flopwise sweep --resume {record.name}{_store_words(words)}", err=True)
+        raise typer.Exit(130) from None
+    _print_results(store, record.name, wanted if words["only"] else record.cells, words["output"].lower())
+    bad = [attempt for attempt in attempts if attempt.state in ("failed", "timeout")]
+    if bad:
+        again = f"flopwise sweep --resume {record.name} --retry{_store_words(words)}"
+        typer.echo(f"{len(bad):,} of {len(attempts):,} attempts failed or took too long   next: {again}", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"next: flopwise report {record.name} -o html{_store_words(words)}", err=True)
+
+
+def _store_words(words: Mapping[str, Any]) -> str:
+    return f" --store {words['store']}" if words["store"] else ""
+
+
+def submit(store: Path, record: SweepRecord, cells: Sequence[Cell], words: Mapping[str, Any]) -> None:
+    """Hand the cells to Slurm, and tell its jobs."""
+    from flopwise.sweep import slurm
+
+    nodes = value_of(words, "gpus_per_node", counted(1, "--gpus-per-node 8")) if words["gpus_per_node"] else None
+    site = slurm.SlurmOptions(
+        partition=words["partition"] or None,
+        account=words["account"] or None,
+        gpu_type=words["gpu_type"] or None,
+        gpus_per_node=nodes or slurm.SlurmOptions().gpus_per_node,
+        extra=tuple(words["sbatch"] or ()),
+        activate=words["activate"] or None,
+        at_once=value_of(words, "slots", counted(1, "--slots 2")) if words["slots"] else None,
+        flags=(*(("--force",) if words["force"] else ()), *(("--retry",) if words["retry"] else ())),
+    )
+    found = slurm.submit(store, record, site, cells=cells)
+    for job in found.jobs:
+        typer.echo(
+            f"{job.id}  {found.folder / job.script}  {len(job.cells):,} cell{'' if len(job.cells) == 1 else 's'}"
+        )
+    left_out = (
+        (found.queued, "have a job already"),
+        (found.finished, "are finished"),
+        (found.failed, "have failed, and --retry tries them again"),
+    )
+    for some, why in left_out:
+        if some:
+            typer.echo(f"cells that {why}: {len(some):,}", err=True)
+    typer.echo(f"next: flopwise report {record.name}{_store_words(words)}", err=True)
+
+
+def write_tasks(store: Path, record: SweepRecord, cells: Sequence[Cell], words: Mapping[str, Any]) -> None:
+    """Write a task for SkyPilot beside the sweep, for each hardware and number of devices."""
+    from flopwise.core.files import write_whole
+    from flopwise.core.sweep_store import SWEEPS
+    from flopwise.sweep.skypilot import SkyOptions, render_all
+
+    chosen = SkyOptions(
+        store=store,
+        accelerator=words["accelerator"] or None,
+        infra=words["infra"] or None,
+        use_spot=words["spot"],
+        bucket=words["bucket"] or None,
+    )
+    for name, text in render_all(record, cells, chosen).items():
+        write_whole(store / SWEEPS / name, text)
+        typer.echo(f"{store / SWEEPS / name}")
+    typer.echo("next: sky launch FILE", err=True)
+
+
+def _print_results(store: Path, name: str, cells: Sequence[str], form: str) -> None:
+    from flopwise.cli.report import gathered
+
+    rows: list[Result] = [row for row in gathered((name,), str(store)) if row.cell in cells]
+    if form == "table":
+        from flopwise.report.results import results_table
+
+        show_page(results_table(rows, width()))
+    elif form == "md":
+        from flopwise.report.results import results_markdown
+
+        typer.echo(results_markdown(rows), nl=False)
+    else:
+        from flopwise.report.results_files import results_csv, results_json
+
+        typer.echo(results_csv(rows) if form == "csv" else results_json(rows), nl=form != "csv")

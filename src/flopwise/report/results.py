@@ -1,0 +1,410 @@
+"""Results for people: a table for a terminal, and `results.md` in the columns of the published MPT benchmarks and more.
+
+What did not come out (out of memory, out of time, failed, skipped) stays in both, with its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from flopwise.core.results import ERROR, Result, checked
+from flopwise.core.units import BINARY_UNITS, show_count, show_share, significant
+from flopwise.report.results_files import OFFLOADED, TITLE, kinds
+from flopwise.report.tables import fitting_columns, markdown_table, text_table
+from flopwise.report.training import UNKNOWN, as_text, printable, rate_words, seconds_words, size_words, wrapped
+
+LONGEST_NAME = 28
+GOOD = ("ok", "planned", "running")
+"""States that need no reason."""
+STATE_STYLES = {"ok": "", "planned": "dim", "running": "cyan", "skipped": "dim", "interrupted": "yellow"}
+"""Of rows in a terminal; all others are red."""
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def spread_words(low: float | None, high: float | None) -> str:
+    """`11,190–11,260`: with as many digits as tell the two apart, at least three."""
+    if low is None or high is None:
+        return UNKNOWN
+    if low == high or not (math.isfinite(low) and math.isfinite(high)):
+        return f"{significant(low)}–{significant(high)}"
+    digits = next((count for count in range(3, 8) if significant(low, count) != significant(high, count)), 3)
+    return f"{significant(low, digits)}–{significant(high, digits)}"
+
+
+def share_or_error(row: Result, share: float | None) -> str:
+    """A share of the peak; never a figure where the row's are wrong."""
+    if row.state == ERROR:
+        return ERROR
+    return UNKNOWN if share is None else show_share(share)
+
+
+def signed_share(share: float | None) -> str:
+    if share is None or not math.isfinite(share):
+        return UNKNOWN
+    return f"{'−' if share < 0 else '+'}{show_share(abs(share))}"
+
+
+def field_words(row: Result, name: str) -> str:
+    """One field of a row for a person, whatever it is."""
+    value = getattr(row, name)
+    if name in ("mfu", "hfu"):
+        return share_or_error(row, value)
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, bool | str):
+        return printable(value) if isinstance(value, str) else "yes" if value else "no"
+    return _number_words(name, value)
+
+
+def _number_words(name: str, value: float) -> str:
+    if name == "prediction_error":
+        return signed_share(value)
+    if name.endswith("_bytes"):
+        return size_words(int(value))
+    if name.endswith(("step_s", "step_s_p20", "step_s_p80")):
+        return seconds_words(value)
+    if name in ("peak_flops", "model_flops_per_s_per_device"):
+        return f"{show_count(value)}FLOP/s"
+    if name == "seed":
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else significant(value)
+
+
+def _count(value: int | None) -> str:
+    return UNKNOWN if value is None else f"{value:,}"
+
+
+def _name(text: str | None) -> str:
+    word = printable(text) if text else UNKNOWN
+    return word if cell_len(word) <= LONGEST_NAME else f"{word[: LONGEST_NAME - 1]}…"
+
+
+def _bound(row: Result) -> str | None:
+    """Verdicts are called `host_bound`; people say `host bound`."""
+    return row.bound.replace("_", " ") if row.bound else None
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+Words = Callable[[Result], str]
+
+TABLE: dict[str, Words] = {
+    "run": lambda row: printable(row.run) if row.run else UNKNOWN,
+    "state": lambda row: printable(row.state),
+    "model": lambda row: _name(row.model),
+    "on": lambda row: _name(row.hardware),
+    "devices": lambda row: _count(row.devices),
+    "sequence": lambda row: _count(row.sequence_tokens),
+    "batch": lambda row: _count(row.batch_sequences),
+    "micro": lambda row: _count(row.micro_batch_sequences),
+    "precision": lambda row: _name(row.precision),
+    "device cap": lambda row: size_words(row.device_cap_bytes),
+    "host cap": lambda row: size_words(row.host_cap_bytes),
+    "tok/s": lambda row: rate_words(row.tokens_per_s),
+    "p20–p80": lambda row: spread_words(row.tokens_per_s_p20, row.tokens_per_s_p80),
+    "predicted": lambda row: rate_words(row.predicted_tokens_per_s),
+    "error": lambda row: signed_share(row.prediction_error),
+    "MFU": lambda row: share_or_error(row, row.mfu),
+    "HFU": lambda row: share_or_error(row, row.hfu),
+    "memory": lambda row: size_words(row.device_bytes),
+    "host": lambda row: size_words(row.host_bytes),
+    "J/tok": lambda row: rate_words(row.energy_j_per_token),
+    "tok/$": lambda row: UNKNOWN if row.tokens_per_dollar is None else show_count(row.tokens_per_dollar),
+    "bound": lambda row: _name(_bound(row)),
+    "cell": lambda row: printable(row.cell) if row.cell else UNKNOWN,
+}
+LEFT = {"run", "state", "model", "on", "precision", "bound", "cell"}
+SAME_FOR_ALL: dict[str, Callable[[Result], str]] = {
+    "model": lambda row: _name(row.model),
+    "on": lambda row: f"on {_name(row.hardware)}",
+    "devices": lambda row: f"{_count(row.devices)} {'device' if row.devices == 1 else 'devices'}",
+    "sequence": lambda row: f"sequence {_count(row.sequence_tokens)}",
+    "precision": lambda row: f"precision {_name(row.precision)}",
+    "device cap": lambda row: f"device cap {size_words(row.device_cap_bytes)}",
+    "host cap": lambda row: f"host cap {size_words(row.host_cap_bytes)}",
+}
+"""Columns that need not be, where all rows say the same: it stands above the table instead."""
+GIVING_WAY = (
+    *("cell", "host", "bound", "micro", "J/tok", "HFU", "p20–p80", "on", "precision", "error", "predicted"),
+    *("memory", "host cap", "device cap", "devices", "batch", "tok/$", "MFU"),
+)
+MOST_NAMED = 6
+"""Rows that one reason lists by name."""
+
+
+def results_table(rows: Sequence[Result], width: int, columns: Sequence[str] | None = None) -> RenderableType:
+    """Results for a terminal, a row each, reasons below; `columns` are fields of `Result` and never give way."""
+    sound = [checked(row) for row in rows]
+    styles = [STATE_STYLES.get(row.state, "red") for row in sound]
+    if columns is not None:
+        cells = [[field_words(row, name) for name in columns] for row in sound]
+        left = [name for name in columns if kinds()[name] is str]
+        return text_table(columns, cells, left, styles=styles)
+    cells = [[words(row) for words in TABLE.values()] for row in sound]
+    names = tuple(TABLE)
+    empty = {name for place, name in enumerate(names) if all(row[place] == UNKNOWN for row in cells)}
+    shared = [name for name in SAME_FOR_ALL if name not in empty and len(sound) > 1 and _is_same(name, sound)]
+    kept = [name for name in names if name not in empty and name not in shared]
+    places = [names.index(name) for name in kept]
+    body = [[row[place] for place in places] for row in cells]
+    fitting = fitting_columns(kept, body, width, GIVING_WAY)
+    page: list[RenderableType] = []
+    if shared:
+        parts = [SAME_FOR_ALL[name](sound[0]) for name in shared]
+        page += [Text("\n".join(wrapped(parts, width)), style="bold", no_wrap=True, overflow="ignore"), ""]
+    page.append(text_table(kept, body, LEFT, shown=fitting, styles=styles))
+    reasons = _reasons(sound, width)
+    if reasons:
+        page += ["", as_text(reasons)]
+    return Group(*page)
+
+
+def _is_same(name: str, rows: Sequence[Result]) -> bool:
+    return len({TABLE[name](row) for row in rows}) == 1
+
+
+def _reasons(rows: Sequence[Result], width: int) -> list[str]:
+    """Why rows are not ok, each reason once."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.reason or row.state not in GOOD:
+            key = (row.state, printable(row.reason) if row.reason else "no reason is known")
+            found.setdefault(key, []).append(printable(row.run or _title(row)))
+    lines = []
+    for (state, reason), names in found.items():
+        listed = ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" * (len(names) > MOST_NAMED))
+        lines += wrapped([f"{state}: {listed}: {reason}"], width, indent=2)
+    return lines
+
+
+def _title(row: Result) -> str:
+    """What is told of a row that has no run."""
+    counts = {"sequence": row.sequence_tokens, "batch": row.batch_sequences, "devices": row.devices}
+    parts = [row.model or "a row", *(f"{noun} {count:,}" for noun, count in counts.items() if count is not None)]
+    return " ".join(parts)
+
+
+# -- results.md ------------------------------------------------------------------------------------------------------
+
+
+def _plain_share(row: Result, share: float | None) -> str:
+    """In per cent without the sign, as the published tables print it."""
+    if row.state == ERROR:
+        return ERROR
+    return UNKNOWN if share is None else f"{100 * share:.2f}"
+
+
+def _rate(value: float | None) -> str:
+    return UNKNOWN if value is None else significant(value, 4)
+
+
+def _gib(size: int | None) -> str:
+    return UNKNOWN if size is None else significant(size / BINARY_UNITS["GiB"], 4)
+
+
+def precision_parts(precision: str | None) -> tuple[str, str]:
+    """The number format, and what is said beyond it: `amp_bf16 DEFAULT`, `bf16-mixed`, `bf16,gradients=fp32`."""
+    word = printable(precision) if precision else UNKNOWN
+    place = next((index for index, sign in enumerate(word) if sign in " -," and index), len(word))
+    return word[:place], word[place + 1 :].strip() or UNKNOWN
+
+
+def _checkpointing(row: Result) -> str:
+    if row.recompute is None:
+        return UNKNOWN
+    return "False" if row.recompute.removesuffix(OFFLOADED) == "none" else "True"
+
+
+def _offload(row: Result) -> str:
+    if row.recompute is None or row.source != "imported":
+        return UNKNOWN
+    return str(row.recompute.endswith(OFFLOADED))
+
+
+def _text(value: str | None) -> str:
+    return printable(value) if value else UNKNOWN
+
+
+PUBLISHED: dict[str, Words] = {
+    "Model": lambda row: _text(row.model),
+    "SeqLen (T)": lambda row: _count(row.sequence_tokens),
+    "# GPUs": lambda row: _count(row.devices),
+    "GPU": lambda row: _text(row.hardware),
+    "MFU": lambda row: _plain_share(row, row.mfu),
+    "HFU": lambda row: _plain_share(row, row.hfu),
+    "Model TFLOP": lambda row: (
+        UNKNOWN if row.model_flops_per_s_per_device is None else _rate(row.model_flops_per_s_per_device / 1e12)
+    ),
+    "MicroBatchSize": lambda row: _count(row.micro_batch_sequences),
+    "GradAccum": lambda row: _count(row.accumulation_steps),
+    "GlobalBatchSize": lambda row: _count(row.batch_sequences),
+    "Throughput (S/s)": lambda row: _rate(row.samples_per_s),
+    "Throughput (T/s)": lambda row: _rate(row.tokens_per_s),
+    "Throughput (T/s/GPU)": lambda row: _rate(row.tokens_per_s_per_device),
+    "GlobalBatchSize (T)": lambda row: _count(row.batch_tokens),
+    "Precision": lambda row: precision_parts(row.precision)[0],
+    "MP Mode": lambda row: precision_parts(row.precision)[1],
+    "Sharding Strategy": lambda row: _text(row.sharding),
+    "Activation Checkpointing": _checkpointing,
+    "Activation CPUOffload": _offload,
+    "NumParams": lambda row: _count(row.n_params),
+}
+"""The columns of llm-foundry's benchmark tables, by their names and in their order."""
+FURTHER: dict[str, Words] = {
+    "p20–p80 (T/s)": lambda row: spread_words(row.tokens_per_s_p20, row.tokens_per_s_p80),
+    "Recompute": lambda row: _text(row.recompute),
+    "Convention": lambda row: _text(row.convention),
+    "Device cap (GiB)": lambda row: _gib(row.device_cap_bytes),
+    "Host cap (GiB)": lambda row: _gib(row.host_cap_bytes),
+    "Peak memory (GiB)": lambda row: _gib(row.device_bytes),
+    "Host memory (GiB)": lambda row: _gib(row.host_bytes),
+    "Energy (J/T)": lambda row: _rate(row.energy_j_per_token),
+    "T per $": lambda row: _rate(row.tokens_per_dollar),
+    "Predicted (T/s)": lambda row: _rate(row.predicted_tokens_per_s),
+    "Error": lambda row: signed_share(row.prediction_error),
+    "Bound": lambda row: _text(_bound(row)),
+    "State": lambda row: row.state,
+    "Cell": lambda row: _text(row.cell),
+    "Run": lambda row: _text(row.run),
+    "Reason": lambda row: _text(row.reason),
+}
+"""What those tables lack; a column that nobody fills is left out."""
+ALWAYS = ("State",)
+MARKDOWN_LEFT = {
+    *("Model", "GPU", "Precision", "MP Mode", "Sharding Strategy", "Activation Checkpointing"),
+    *("Activation CPUOffload", "Recompute", "Convention", "Bound", "State", "Cell", "Run", "Reason"),
+}
+NOTES = (
+    "T is a token, S a sequence; rates are those of all devices, the median of the measured steps, with the rates that"
+    " 20 % and 80 % of the steps stay below.",
+    "MFU and HFU are in per cent of the peak named below. HFU counts what is really made again in backward; that of"
+    " imported rows is as published.",
+    "Model TFLOP is TFLOP/s of one device, 10¹² each. Throughput keeps its digits: a slow row is not cut to 0.",
+    "Error is that of the predicted speed against the measured one. A row in the state `error` claims more than its"
+    " peak, so that no figure of it is to be trusted.",
+)
+
+
+def results_markdown(rows: Sequence[Result], columns: Sequence[str] | None = None) -> str:
+    """`results.md`: a table for each hardware and number format, then what MFU divides by, and where rows come from.
+
+    With `columns`, fields of `Result`, one table of those alone.
+    """
+    sound = [checked(row) for row in rows]
+    if columns is not None:
+        cells = [[_escaped(field_words(row, name)) for name in columns] for row in sound]
+        left = [name for name in columns if kinds()[name] is str]
+        return markdown_table(columns, cells, left)
+    parts = [f"{TITLE}\n"]
+    for heading, group in _groups(sound).items():
+        parts.append(f"## {_escaped(heading)}\n\n{_markdown_rows(group)}")
+    parts.append("\n".join(f"- {note}" for note in NOTES) + "\n")
+    parts.append("## What MFU divides by\n\n" + "\n".join(f"- {line}" for line in peak_lines(sound)) + "\n")
+    parts.append("## Provenance\n\n" + "\n".join(f"- {line}" for line in provenance_lines(sound)) + "\n")
+    return "\n".join(parts)
+
+
+def _markdown_rows(rows: Sequence[Result]) -> str:
+    filled = {
+        name: words for name, words in FURTHER.items() if name in ALWAYS or any(words(row) != UNKNOWN for row in rows)
+    }
+    columns = {**PUBLISHED, **filled}
+    cells = [[_escaped(words(row)) for words in columns.values()] for row in rows]
+    return markdown_table(tuple(columns), cells, MARKDOWN_LEFT)
+
+
+def _escaped(text: str) -> str:
+    """Text that stays text within markdown; the table itself takes care of its bars."""
+    return text.replace("\\", "\\\\").replace("<", "&lt;").replace("`", "\\`").replace("*", "\\*")
+
+
+def heading_of(row: Result) -> str:
+    """`H100 80GB BF16`, as the published tables are headed."""
+    hardware, number_format = _text(row.hardware), precision_parts(row.precision)[0].removeprefix("amp_")
+    is_model = any(sign.isdigit() for sign in hardware) and not any(sign in "/." for sign in hardware)
+    device = hardware.replace("_", " ").upper() if is_model else hardware
+    parts = [device if row.hardware else "unknown hardware", number_format.upper() if row.precision else ""]
+    return " ".join(filter(None, parts))
+
+
+def _groups(rows: Iterable[Result]) -> dict[str, list[Result]]:
+    found: dict[str, list[Result]] = {}
+    for row in rows:
+        found.setdefault(heading_of(row), []).append(row)
+    return found
+
+
+CONVENTION_WORDS = {
+    "causal": "half the square of attention, matrix products only",
+    "palm": "6 FLOPs for each parameter and token, the full square of attention",
+}
+
+
+def peak_lines(rows: Sequence[Result]) -> list[str]:
+    """What utilisation was divided by, and how FLOPs were counted: a line for each hardware, format and convention."""
+    peaks: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        if row.mfu is not None:
+            key = (heading_of(row), _text(row.peak_format), _text(row.convention))
+            known = [row.peak_flops / row.devices / 1e12] if row.peak_flops and row.devices else []
+            peaks.setdefault(key, []).extend(known)
+    lines = []
+    for (heading, number_format, how), found in peaks.items():
+        # The peak of a processor is measured anew by every run.
+        one = significant(found[0], 4) if found else ""
+        words = one if len(set(found)) < 2 else spread_words(min(found), max(found))
+        peak = f"{words} TFLOP/s of {number_format} a device" if found else "a peak that is not recorded"
+        counted = f"FLOPs counted `{how}`" + (f": {CONVENTION_WORDS[how]}" if how in CONVENTION_WORDS else "")
+        lines.append(f"{_escaped(heading)}: {peak}; {counted}")
+    return lines or ["no row has an MFU: the peak of its device is not known, or nothing was measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Environment:
+    """All that must be the same for two rows to have been made alike."""
+
+    source: str
+    flopwise: str | None
+    commit: str | None
+    python: str | None
+    torch: str | None
+    cuda: str | None
+    driver: str | None
+    card: str | None
+    power_limit_w: float | None
+
+    def words(self) -> list[str]:
+        named = [
+            (self.card, "{}"),
+            (self.driver, "driver {}"),
+            (None if self.power_limit_w is None else significant(self.power_limit_w), "power cap {} W"),
+            (self.flopwise, "flopwise {}"),
+            (self.commit, "commit {}"),
+            (self.torch, "torch {}"),
+            (self.cuda, "CUDA {}"),
+            (self.python, "Python {}"),
+        ]
+        return [words.format(_escaped(printable(value))) for value, words in named if value]
+
+
+def provenance_lines(rows: Sequence[Result]) -> list[str]:
+    """A line for each environment that rows were made in: how many, when, on what, with what."""
+    found: dict[_Environment, list[Result]] = {}
+    for row in rows:
+        names = ("source", "flopwise", "commit", "python", "torch", "cuda", "driver", "card", "power_limit_w")
+        found.setdefault(_Environment(*(getattr(row, name) for name in names)), []).append(row)
+    lines = []
+    for environment, group in found.items():
+        dates = sorted(printable(row.started[:10]) for row in group if row.started)
+        when = [] if not dates else [dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"]
+        known = [*when, *environment.words()] or ["versions, commit, driver and date are not recorded"]
+        count = f"{len(group):,} {'row' if len(group) == 1 else 'rows'} {environment.source}"
+        lines.append(f"{count}: {' · '.join(known)}")
+    return lines or ["there are no rows"]

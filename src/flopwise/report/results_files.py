@@ -1,0 +1,320 @@
+"""Results as files: `results.csv` and JSON at full precision, both read back equal; published tables read as results.
+
+CSV is that of RFC 4180 with a header. An empty cell is None. A spreadsheet takes text that begins with = + - @ for a
+formula, so such text is written with an apostrophe before it, as is empty text and text that has one there itself;
+reading takes it off again.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+
+from flopwise.core.catalog import load_model, model_names
+from flopwise.core.describe import describe
+from flopwise.core.errors import FlopwiseError, nearest, shown
+from flopwise.core.files import entry_kind
+from flopwise.core.results import FIELDS, Result, Source
+from flopwise.core.store import NOT_FINITE, to_text
+from flopwise.report.benchmark_tables import BenchmarkRow, markdown_tables, read_benchmark_tables
+
+TITLE = "# Results"
+"""The first line of `results.md`."""
+LARGEST_FILE_BYTES = 256 * 2**20
+ESCAPED = ("=", "+", "-", "@", "\t", "\r", "\n", "'")
+"""What a spreadsheet may act on where a cell begins with it, and the apostrophe that keeps it from doing so."""
+NEEDED = ("state",)
+"""Columns that a row cannot do without."""
+SOURCES: tuple[str, ...] = get_args(Source)
+
+
+@cache
+def kinds() -> dict[str, type]:
+    """What each field holds where it is not None: str, int, float or bool."""
+    hints = get_type_hints(Result)
+    return {name: _kind(hints[name]) for name in FIELDS}
+
+
+def _kind(hint: object) -> type:
+    choices = [choice for choice in get_args(hint) or (hint,) if choice is not type(None)]
+    return choices[0] if isinstance(choices[0], type) else str
+
+
+def check_fields(names: Sequence[str], where: str) -> None:
+    """Refuse names that results do not have, and a name that stands twice."""
+    for number, name in enumerate(names):
+        if name not in FIELDS:
+            close = nearest(name, FIELDS)
+            why = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(FIELDS)}"
+            raise FlopwiseError(
+                f"{where}: results have no column {shown(name)}",
+                why=why,
+                hint="`flopwise report -o csv` prints every column",
+            )
+        if name in names[:number]:
+            raise FlopwiseError(f"{where}: the column {shown(name)} stands twice", hint="remove one of the two")
+
+
+# -- CSV -------------------------------------------------------------------------------------------------------------
+
+
+def results_csv(rows: Sequence[Result], columns: Sequence[str] = FIELDS) -> str:
+    """A line for each row under the names of its fields, numbers at full precision."""
+    stream = io.StringIO(newline="")
+    writer = csv.writer(stream, lineterminator="\r\n")
+    writer.writerow(columns)
+    writer.writerows([_cell(getattr(row, name)) for name in columns] for row in rows)
+    return stream.getvalue()
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f"'{value}" if not value or value.startswith(ESCAPED) else value
+    return repr(value)
+
+
+def read_results_csv(source: str | Path) -> list[Result]:
+    """Rows of `results.csv`: its text, or the path of the file. Columns may be missing and stand in any order."""
+    where, text = (str(source), _text(source)) if isinstance(source, Path) else ("results.csv", source)
+    reader = csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True)
+    names: list[str] | None = None
+    rows: list[Result] = []
+    line = 1
+    try:
+        for cells in reader:
+            if names is None:
+                names = cells
+                _check_header(names, where)
+            elif cells:
+                rows.append(_csv_row(names, cells, f"{where}: line {line}"))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise FlopwiseError(f"{where}: line {line} is not CSV", why=str(error), hint="write the file anew") from None
+    if names is None:
+        raise FlopwiseError(f"{where} is empty", why="the first line names the columns", hint="write the file anew")
+    return rows
+
+
+def _check_header(names: Sequence[str], where: str) -> None:
+    check_fields(names, f"{where}: line 1")
+    for needed in NEEDED:
+        if needed not in names:
+            raise FlopwiseError(
+                f"{where}: line 1: the column {needed!r} is missing",
+                why="it tells whether a row was measured at all",
+                hint=f"add {needed!r}, with ok in every row that was measured",
+            )
+
+
+def _csv_row(names: Sequence[str], cells: Sequence[str], where: str) -> Result:
+    if len(cells) != len(names):
+        raise FlopwiseError(
+            f"{where}: {len(cells)} cells where {len(names)} belong",
+            why="every line has as many as the first",
+            hint="look for a missing or an extra comma, or a quotation mark",
+        )
+    values = {name: _read_cell(name, cell, where) for name, cell in zip(names, cells, strict=True)}
+    return _result(values, where)
+
+
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?|[+-]?(?:nan|inf)", re.ASCII)
+_WHOLE = re.compile(r"[+-]?[0-9]{1,400}", re.ASCII)
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
+
+
+def _read_cell(name: str, cell: str, where: str) -> object:
+    kind = kinds()[name]
+    if cell == "":
+        return None
+    if kind is str:
+        return cell.removeprefix("'")
+    text = cell.strip().lower()
+    if kind is bool and text in ("true", "false"):
+        return text == "true"
+    if kind is int and _WHOLE.fullmatch(text):
+        return int(text)
+    if kind is float and _NUMBER.fullmatch(text):
+        return float(text)
+    raise FlopwiseError(
+        f"{where}, column {name}: {shown(cell)} is not {_WORDS[kind]}",
+        why="full precision, no separators of thousands and no unit are expected",
+        hint="correct the cell, or leave it empty where the value is not known",
+    )
+
+
+def _result(values: dict[str, Any], where: str) -> Result:
+    """A row of values of the right kinds; whether words are among those that a field can have is checked here."""
+    if values.get("state") is None:
+        raise FlopwiseError(f"{where}, column state: it is empty", hint="ok, oom, timeout, failed or skipped")
+    if values.get("source") is None:
+        values["source"] = "imported"
+    if values["source"] not in SOURCES:
+        raise FlopwiseError(
+            f"{where}, column source: {shown(values['source'])} is not known",
+            why=f"it is one of {', '.join(SOURCES)}",
+            hint="imported, where somebody else measured it",
+        )
+    return Result(**{"cell": None, **values})
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def results_json(rows: Sequence[Result], columns: Sequence[str] = FIELDS) -> str:
+    """A list of objects with a key for each field; NaN and infinity are words, as in a run's record."""
+    return to_text([{name: getattr(row, name) for name in columns} for row in rows]) + "\n"
+
+
+def read_results_json(source: str | Path) -> list[Result]:
+    """Rows of `results.json`: its text, or the path of the file."""
+    where, text = (str(source), _text(source)) if isinstance(source, Path) else ("results.json", source)
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise FlopwiseError(f"{where} is not valid JSON", why=str(error), hint="write the file anew") from None
+    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
+        raise FlopwiseError(
+            f"{where} does not hold results", why="a list of objects is expected", hint="`flopwise report -o json`"
+        )
+    return [_json_row(item, f"{where}: row {number}") for number, item in enumerate(found, 1)]
+
+
+def _json_row(item: dict[str, Any], where: str) -> Result:
+    check_fields(list(item), where)
+    return _result({name: _json_value(name, value, where) for name, value in item.items()}, where)
+
+
+def _json_value(name: str, value: object, where: str) -> object:
+    kind = kinds()[name]
+    if kind is float and isinstance(value, str) and value in NOT_FINITE:
+        return NOT_FINITE[value]
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if value is None or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
+        return value
+    raise FlopwiseError(
+        f"{where}, column {name}: {shown(value)} is not {_WORDS.get(kind, 'text')}",
+        hint="correct it, or write null where it is not known",
+    )
+
+
+# -- published tables ------------------------------------------------------------------------------------------------
+
+PUBLISHED_PEAKS = {("h100", "bf16"): 989.5e12, ("h100", "fp8"): 1979e12, ("a100", "bf16"): 312e12}
+"""Of one device, FLOP/s: what llm-foundry's tables divide by (Composer's `GPU_AVAILABLE_FLOPS`)."""
+OFFLOADED = " and offload"
+"""Behind `recompute`: what is kept goes to the host."""
+
+
+def results_of_benchmarks(rows: Sequence[BenchmarkRow]) -> list[Result]:
+    """Published rows as results.
+
+    Their MFU counts 6·N FLOPs a token for all N parameters and the full square of attention: the convention `palm`.
+    Their HFU is not counted but MFU × 4/3 under checkpointing, else MFU. Sequences/s, which is printed without its
+    decimals, comes from tokens/s. A model gets the catalogue's name only where its number of parameters is the same.
+    """
+    return [_benchmark_result(row) for row in rows]
+
+
+def _benchmark_result(row: BenchmarkRow) -> Result:
+    number_format = row.precision.lower().removeprefix("amp_")
+    peak = PUBLISHED_PEAKS.get((row.device.lower().partition("_")[0], number_format))
+    if peak and abs(row.model_flops_per_s_per_device - row.mfu * peak) > 0.01 * row.mfu * peak:
+        peak = None
+    rate = row.tokens_per_s or None
+    step_s = row.global_batch_tokens / row.tokens_per_s if rate else None
+    return Result(
+        cell=None,
+        state="ok",
+        source="imported",
+        model=_model_name(row.model, row.sequence_tokens, row.parameters),
+        hardware=row.device,
+        devices=row.devices,
+        sequence_tokens=row.sequence_tokens,
+        batch_sequences=row.global_batch,
+        micro_batch_sequences=row.micro_batch,
+        accumulation_steps=row.accumulation_steps,
+        batch_tokens=row.global_batch_tokens,
+        precision=f"{row.precision} {row.mixed_precision_mode}",
+        recompute=("full" if row.activation_checkpointing else "none") + OFFLOADED * row.activation_offload,
+        sharding=row.sharding,
+        n_params=row.parameters,
+        step_s=step_s,
+        tokens_per_s=None if rate is None else float(rate),
+        tokens_per_s_per_device=None if rate is None else rate / row.devices,
+        samples_per_s=None if rate is None else rate / row.sequence_tokens,
+        model_flops_per_s_per_device=row.model_flops_per_s_per_device,
+        mfu=row.mfu,
+        hfu=row.hfu,
+        convention="palm",
+        peak_flops=None if peak is None else peak * row.devices,
+        peak_format=None if peak is None else number_format,
+    )
+
+
+@cache
+def _model_name(published: str, sequence_tokens: int, parameters: int) -> str:
+    name = f"mpt-{published.lower()}"
+    if name not in model_names():
+        return published
+    return name if describe(load_model(name), sequence_tokens).parameters == parameters else published
+
+
+# -- any of them -----------------------------------------------------------------------------------------------------
+
+
+def read_results(path: Path) -> list[Result]:
+    """Results of a file: `results.csv`, `results.json`, or a markdown document with published benchmark tables."""
+    text = _text(path)
+    try:
+        return _reader(path, text)(text)
+    except FlopwiseError as error:
+        what = re.sub(r"^results\.(csv|json)(: )?", "", error.what).strip()
+        raise FlopwiseError(f"{path}: {what}", why=error.why, hint=error.hint) from None
+
+
+def _reader(path: Path, text: str) -> Callable[[str], list[Result]]:
+    suffix = path.suffix.lower()
+    if suffix == ".json" or (suffix != ".csv" and text.lstrip().startswith(("[", "{"))):
+        return read_results_json
+    if suffix in (".md", ".markdown") or (suffix != ".csv" and markdown_tables(text)):
+        return _read_markdown
+    return read_results_csv
+
+
+def _read_markdown(text: str) -> list[Result]:
+    if text.startswith(f"{TITLE}\n"):
+        raise FlopwiseError(
+            "this is a `results.md` of flopwise itself",
+            why="its figures are rounded for people",
+            hint="name results.csv, which `flopwise collect` writes beside it",
+        )
+    return results_of_benchmarks(read_benchmark_tables(text))
+
+
+def _text(path: Path) -> str:
+    hint = "a results.csv or results.json of flopwise, or a markdown document with benchmark tables"
+    if entry_kind(path) == "nothing":
+        raise FlopwiseError(f"there is no file {shown(str(path))}", hint=hint)
+    if entry_kind(path) != "file":
+        raise FlopwiseError(f"{path} is not a file", hint=hint)
+    try:
+        if path.stat().st_size > LARGEST_FILE_BYTES:
+            why = f"at most {LARGEST_FILE_BYTES:,} bytes are read"
+            raise FlopwiseError(f"{path} is too large for results", why=why, hint=hint)
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise FlopwiseError(f"{path} cannot be read", why=error.strerror, hint=hint) from None
+    except UnicodeDecodeError as error:
+        raise FlopwiseError(f"{path} is not text", why=f"byte {error.start} is not UTF-8", hint=hint) from None

@@ -1,0 +1,388 @@
+"""Two sets of results side by side: joined by cell, each change with its interval, and a word for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from typing import Any
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from flopwise.core.results import Result
+from flopwise.core.statistics import Change, Quantiles, Sample, change
+from flopwise.core.store import to_text
+from flopwise.core.units import significant
+from flopwise.report.tables import csv_text, fitting_columns, markdown_table, text_table
+from flopwise.report.training import UNKNOWN, as_text, printable, rate_words, wrapped
+
+MEASURED = frozenset({"ok", "error"})
+"""States of rows that have a speed."""
+BAD = frozenset({"oom", "timeout", "failed", "interrupted"})
+"""States that are worse than a speed."""
+WORSE = ("slower", "worse")
+"""Verdicts that a comparison fails for."""
+VERDICTS = (*("slower", "worse", "faster", "better", "unclear", "same", "not measured"), "only before", "only after")
+STYLES = {"slower": "red", "worse": "red", "faster": "green", "better": "green", "unclear": "yellow"}
+SETTINGS = (
+    *("model", "hardware", "devices", "sequence_tokens", "batch_sequences", "micro_batch_sequences"),
+    *("precision", "optimizer", "device_cap_bytes", "host_cap_bytes"),
+)
+"""What tells cells apart."""
+MADE_WITH = ("hardware", "card", "power_limit_w", "driver", "cuda", "torch", "python", "flopwise", "commit")
+"""What may differ between two sides without being the change that is looked for."""
+LONGEST_NAME = 24
+LONGEST_VALUE = 40
+COMMIT_DIGITS = 12
+MOST_NAMED = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """A row, with the times of its steps as far as they are known."""
+
+    row: Result
+    sample: Sample | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellChange:
+    """One cell on both sides, or on one."""
+
+    cell: str | None
+    settings: Result
+    """A row of it, for what was run."""
+    before_state: str | None
+    after_state: str | None
+    before_tokens_per_s: float | None
+    after_tokens_per_s: float | None
+    change: Change | None
+    """Of the median time of a token; None where a side has none."""
+    verdict: str
+    same_runs: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Everything that `flopwise compare` says."""
+
+    names: tuple[str, str]
+    threshold: float
+    cells: tuple[CellChange, ...]
+    differences: dict[str, tuple[str, str]]
+    """What the sides were made with, where that differs."""
+    notes: tuple[str, ...]
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(cell.verdict for cell in self.cells)
+
+    @property
+    def is_worse(self) -> bool:
+        return any(self.counts[verdict] for verdict in WORSE)
+
+
+# -- from rows to changes --------------------------------------------------------------------------------------------
+
+
+def quantiles_of(row: Result) -> Quantiles | None:
+    """What a row itself knows of its steps."""
+    if row.step_s is None or not row.step_s > 0:
+        return None
+    return Quantiles(median=row.step_s, p20=row.step_s_p20, p80=row.step_s_p80, steps=row.steps)
+
+
+def compared(
+    before: Sequence[Measured], after: Sequence[Measured], *, names: tuple[str, str], threshold: float
+) -> Comparison:
+    """Join two sides by cell; several rows of a cell are its repeats.
+
+    Two single cells are compared whatever they are.
+    """
+    sides = [_by_cell(side) for side in (before, after)]
+    notes = []
+    if not sides[0].keys() & sides[1].keys() and len(sides[0]) == len(sides[1]) == 1:
+        notes.append(_other_settings(before[0].row, after[0].row))
+        sides[1] = {next(iter(sides[0])): next(iter(sides[1].values()))}
+    keys = list(dict.fromkeys([*sides[0], *sides[1]]))
+    found = [_cell_change(sides[0].get(key, ()), sides[1].get(key, ()), threshold) for key in keys]
+    # What calls for a look comes first; among those alike the order of the cells stays.
+    cells = tuple(sorted(found, key=lambda cell: VERDICTS.index(cell.verdict)))
+    notes += _notes(cells)
+    rows = [[each.row for key in side if key in keys for each in side[key]] for side in sides]
+    return Comparison(
+        names=names, threshold=threshold, cells=cells, differences=_differences(*rows), notes=tuple(notes)
+    )
+
+
+def _by_cell(side: Sequence[Measured]) -> dict[object, list[Measured]]:
+    found: dict[object, list[Measured]] = {}
+    for each in side:
+        # Tables from elsewhere have no cells; their settings stand for them.
+        key = each.row.cell or tuple(getattr(each.row, name) for name in SETTINGS)
+        found.setdefault(key, []).append(each)
+    return found
+
+
+def _cell_change(before: Sequence[Measured], after: Sequence[Measured], threshold: float) -> CellChange:
+    settings = (*before, *after)[0].row
+    states = [_state(side) for side in (before, after)]
+    samples = [_per_token(side) for side in (before, after)]
+    found = change(*samples) if samples[0] and samples[1] else None
+    if not before or not after:
+        verdict = "only after" if not before else "only before"
+    else:
+        verdict = found.verdict(threshold) if found else _state_verdict(*states)
+    rates = [_rate(side) for side in samples]
+    runs = [
+        {(each.row.run, each.row.started, each.row.step_s) for each in side if each.row.run} for side in (before, after)
+    ]
+    return CellChange(
+        cell=settings.cell,
+        settings=settings,
+        before_state=states[0],
+        after_state=states[1],
+        before_tokens_per_s=rates[0],
+        after_tokens_per_s=rates[1],
+        change=found,
+        verdict=verdict,
+        same_runs=bool(runs[0]) and runs[0] == runs[1],
+    )
+
+
+def _state(side: Sequence[Measured]) -> str | None:
+    """Of a cell: it was measured if one of its repeats was."""
+    states = [each.row.state for each in side]
+    return next((state for state in states if state in MEASURED), states[-1] if states else None)
+
+
+def _state_verdict(before: str | None, after: str | None) -> str:
+    if before in MEASURED:
+        return "worse" if after in BAD else "not measured"
+    if after in MEASURED:
+        return "better" if before in BAD else "not measured"
+    return "same" if before == after and before in BAD else "not measured"
+
+
+def _per_token(side: Sequence[Measured]) -> list[Sample]:
+    """Seconds of a token: where the largest batch was looked for, two sides may have found different ones."""
+    found: list[Sample] = []
+    for each in side:
+        sample, tokens = each.sample, float(each.row.batch_tokens or 1)
+        if sample is None or each.row.state not in MEASURED:
+            continue
+        if isinstance(sample, Quantiles):
+            low, high = (None if value is None else value / tokens for value in (sample.p20, sample.p80))
+            found.append(Quantiles(median=sample.median / tokens, p20=low, p80=high, steps=sample.steps))
+        elif len(sample):
+            found.append(sample / tokens)
+    return found
+
+
+def _rate(samples: Sequence[Sample]) -> float | None:
+    """Tokens a second, of all repeats."""
+    medians = [each.median if isinstance(each, Quantiles) else float(np.median(each)) for each in samples]
+    return exp(-sum(log(median) for median in medians) / len(medians)) if medians else None
+
+
+def _other_settings(before: Result, after: Result) -> str:
+    differing = [
+        f"{name} {_value_words(getattr(before, name))} → {_value_words(getattr(after, name))}"
+        for name in SETTINGS
+        if getattr(before, name) != getattr(after, name)
+    ]
+    return f"the two are different cells: {', '.join(differing) or 'the model’s shape or a cap'}"
+
+
+def _notes(cells: Sequence[CellChange]) -> list[str]:
+    notes = []
+    same = sum(cell.same_runs for cell in cells)
+    if same:
+        notes.append(
+            f"{same:,} of {len(cells):,} cells are the same runs on both sides; measure again with --force, or into "
+            "another --store"
+        )
+    bases = Counter(cell.change.basis for cell in cells if cell.change)
+    if bases["steps"]:
+        notes.append("with one run on each side the scatter between runs is assumed; repeats measure it")
+    if bases["quantiles"]:
+        notes.append("without the steps of its runs an interval comes from p20, p80 and the number of steps")
+    if bases["unknown"]:
+        notes.append(f"{bases['unknown']:,} cells have too few steps for an interval")
+    return notes
+
+
+def _differences(before: Sequence[Result], after: Sequence[Result]) -> dict[str, tuple[str, str]]:
+    found = {}
+    for name in MADE_WITH:
+        values = [dict.fromkeys(getattr(row, name) for row in side) for side in (before, after)]
+        known = [[value for value in side if value is not None] for side in values]
+        if known[0] and known[1] and set(known[0]) != set(known[1]):
+            longest = COMMIT_DIGITS if name == "commit" else LONGEST_VALUE
+            found[name] = (_some(known[0], longest), _some(known[1], longest))
+    return found
+
+
+def _some(values: Iterable[object], longest: int) -> str:
+    named = [_value_words(value)[:longest] for value in values]
+    return ", ".join(named[:MOST_NAMED]) + (f", … ({len(named)})" if len(named) > MOST_NAMED else "")
+
+
+def _value_words(value: object) -> str:
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, float):
+        return significant(value)
+    return f"{value:,}" if isinstance(value, int) else printable(str(value)[:LONGEST_VALUE])
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+LABELS: dict[str, tuple[str, Callable[[Result], object]]] = {
+    "model": ("model", lambda row: row.model),
+    "hardware": ("hardware", lambda row: row.hardware),
+    "devices": ("devices", lambda row: row.devices),
+    "sequence_tokens": ("seq", lambda row: row.sequence_tokens),
+    "batch_sequences": ("batch", lambda row: row.batch_sequences),
+    "precision": ("precision", lambda row: row.precision),
+}
+WORDS = {"cell", "model", "hardware", "precision", "verdict"}
+GIVING_WAY = ("cell", "precision", "hardware", "batch", "devices")
+RESULT_COLUMNS = ("before tok/s", "after tok/s", "time", "95 % interval", "verdict")
+
+
+def percent_words(share: float | None) -> str:
+    """`+5.1 %`, `−0.3 %`."""
+    if share is None:
+        return UNKNOWN
+    rounded = round(100 * share, 1)
+    return f"{'−' if rounded < 0 else '+' if rounded > 0 else ''}{abs(rounded):.1f} %"
+
+
+def _interval_words(found: Change | None) -> str:
+    if found is None or found.low is None or found.high is None:
+        return UNKNOWN
+    return f"{percent_words(found.low).removesuffix(' %')} to {percent_words(found.high)}"
+
+
+def table_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of words: settings that are the same in all cells are left out, but for the model."""
+    kept = [
+        name
+        for name, (_, get) in LABELS.items()
+        if name == "model" or len({get(cell.settings) for cell in comparison.cells}) > 1
+    ]
+    columns = ["cell", *(LABELS[name][0] for name in kept), *RESULT_COLUMNS]
+    rows = []
+    for cell in comparison.cells:
+        labels = [_value_words(LABELS[name][1](cell.settings))[:LONGEST_NAME] for name in kept]
+        sides = [
+            rate_words(rate) if rate is not None else (state or UNKNOWN)
+            for rate, state in (
+                (cell.before_tokens_per_s, cell.before_state),
+                (cell.after_tokens_per_s, cell.after_state),
+            )
+        ]
+        relative = percent_words(cell.change.relative if cell.change else None)
+        rows.append([cell.cell or UNKNOWN, *labels, *sides, relative, _interval_words(cell.change), cell.verdict])
+    return columns, rows
+
+
+def summary_words(comparison: Comparison) -> str:
+    """`12 cells: 1 slower, 11 same`."""
+    counts = comparison.counts
+    told = ", ".join(f"{counts[verdict]:,} {verdict}" for verdict in VERDICTS if counts[verdict])
+    count = len(comparison.cells)
+    return f"{count:,} cell{'' if count == 1 else 's'}: {told}"
+
+
+def rule_words(comparison: Comparison) -> str:
+    """What the words of the table mean."""
+    limit = f"{100 * comparison.threshold:g} %"
+    return (
+        f"time: of a token, its median, after against before. slower: by {limit} or more, the whole interval above 0; "
+        f"same: the whole interval within {limit}; worse: it ran before and fails now."
+    )
+
+
+def _difference_lines(comparison: Comparison) -> list[str]:
+    lines = [f"{name}: {before} → {after}" for name, (before, after) in comparison.differences.items()]
+    return [*lines, *comparison.notes]
+
+
+def _heading(comparison: Comparison) -> str:
+    before, after = (printable(name) for name in comparison.names)
+    return f"{before} → {after}"
+
+
+def comparison_page(comparison: Comparison, width: int) -> RenderableType:
+    """For a terminal."""
+    columns, rows = table_rows(comparison)
+    shown = fitting_columns(columns, rows, width, GIVING_WAY)
+    styles = [STYLES.get(cell.verdict, "") for cell in comparison.cells]
+    parts: list[RenderableType] = [Text(_heading(comparison), style="bold"), ""]
+    parts.append(text_table(columns, rows, WORDS, shown=shown, styles=styles))
+    parts += ["", as_text(wrapped([summary_words(comparison)], width))]
+    for line in _difference_lines(comparison):
+        parts.append(as_text(wrapped([line], width, indent=2)))
+    parts += ["", Text(f"{chr(10).join(wrapped([rule_words(comparison)], width))}", style="dim", no_wrap=True)]
+    return Group(*parts)
+
+
+def comparison_markdown(comparison: Comparison) -> str:
+    """For an issue, or the page of a change."""
+    columns, rows = table_rows(comparison)
+    lines = [f"**{_heading(comparison)}**: {summary_words(comparison)}", ""]
+    lines += [markdown_table(columns, rows, WORDS)]
+    lines += [f"- {line}" for line in _difference_lines(comparison)]
+    lines += [""] if comparison.differences or comparison.notes else []
+    return "\n".join([*lines, rule_words(comparison), ""])
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def records(comparison: Comparison) -> list[dict[str, Any]]:
+    """A row for each cell, at full precision."""
+    return [
+        {
+            "cell": cell.cell,
+            **{name: getattr(cell.settings, name) for name in SETTINGS},
+            "before_state": cell.before_state,
+            "after_state": cell.after_state,
+            "before_runs": cell.change.runs[0] if cell.change else None,
+            "after_runs": cell.change.runs[1] if cell.change else None,
+            "before_tokens_per_s": cell.before_tokens_per_s,
+            "after_tokens_per_s": cell.after_tokens_per_s,
+            "time_change": cell.change.relative if cell.change else None,
+            "time_change_low": cell.change.low if cell.change else None,
+            "time_change_high": cell.change.high if cell.change else None,
+            "interval_from": cell.change.basis if cell.change else None,
+            "verdict": cell.verdict,
+        }
+        for cell in comparison.cells
+    ]
+
+
+def comparison_csv(comparison: Comparison) -> str:
+    return csv_text(records(comparison))
+
+
+def comparison_json(comparison: Comparison) -> str:
+    """With what the sides were made with, and whether any cell is worse."""
+    text = to_text(
+        {
+            "before": comparison.names[0],
+            "after": comparison.names[1],
+            "threshold": comparison.threshold,
+            "worse": comparison.is_worse,
+            "counts": {verdict: comparison.counts[verdict] for verdict in VERDICTS},
+            "cells": records(comparison),
+            "differences": {name: list(sides) for name, sides in comparison.differences.items()},
+            "notes": list(comparison.notes),
+        }
+    )
+    return f"{text}\n"

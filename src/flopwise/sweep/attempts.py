@@ -1,0 +1,398 @@
+"""One attempt at a cell: a fresh process that trains, watched to its end, and what its end means."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Literal, Protocol
+
+from flopwise.core.catalog import THIS_CPU
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.files import to_toml, write_whole
+from flopwise.core.measurement import RunRecord
+from flopwise.core.store import RUN_NAME, from_text, read_record
+from flopwise.core.sweep import AUTO, INTERRUPTED, Attempt, Cell, CellState, SweepRecord
+from flopwise.core.sweep_store import cell_folder, new_attempt, write_attempt
+from flopwise.core.units import show_seconds
+from flopwise.sweep import keeper
+from flopwise.sweep.slurm_scripts import JOB_VARIABLE, PREFIX_VARIABLE
+
+MODEL = "model.toml"
+"""A cell's model, for the command that trains it."""
+GRACE_S = 10.0
+"""Between being asked to end and being ended."""
+LOOK_EVERY_S = 0.1
+LOG_BYTES = 64 * 1024
+"""Of what an attempt wrote to stderr, the end that is kept."""
+LONGEST_LOG_BYTES = 16 * LOG_BYTES
+"""While it runs."""
+OUTPUT_BYTES = 16 * 2**20
+LONGEST_REASON = 300
+
+OF_ANOTHER_LAUNCH = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FLOPWISE_SPAWNED"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_ID", PREFIX_VARIABLE),
+)
+"""Variables with which an attempt would take itself for one of several ranks that somebody else has started."""
+
+SHORT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|\bMemoryError\b|no (?:plan|strategy) fits|memory cannot be had"
+    r"|can(?:no|')t allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED",
+    re.IGNORECASE,
+)
+RUN_LINE = re.compile(r"^run ([0-9]{4,9}) ", re.MULTILINE | re.ASCII)
+"""What `flopwise train` begins with on stderr."""
+ID_LINE = re.compile(r'^\s*\{?\s*"id":\s*"([0-9]{4,9})"', re.MULTILINE | re.ASCII)
+
+Ending = Literal["itself", "timeout", "interrupted"]
+
+
+class Asking(Protocol):
+    """Tells whether an end is wanted, and by which signal."""
+
+    @property
+    def asked(self) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NeverAsked:
+    asked: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What an attempt is wanted for."""
+
+    cell: Cell
+    sweep: SweepRecord
+    repeat: int
+    steps: int
+    profile: bool = False
+    batch_sequences: int | None = None
+    """None: as the cell has it, which may leave it to the plan."""
+    micro_batch_sequences: int | None = None
+
+
+Command = Callable[[Trial, Path, Path], list[str]]
+"""From a trial, the store and the model's file to the words of a command."""
+
+
+def train_command(trial: Trial, store: Path, model: Path) -> list[str]:
+    """`flopwise train` for a trial: every setting that is not open, in figures that are read back exactly."""
+    settings, sweep = trial.cell.settings, trial.sweep
+    if settings.optimizer != "adamw":
+        raise FlopwiseError(f"{settings.optimizer} cannot be trained with", hint="adamw is what `flopwise train` has")
+    batch = trial.batch_sequences or settings.batch_sequences
+    micro = trial.micro_batch_sequences or settings.micro_batch_sequences
+    options: dict[str, object] = {
+        "task": settings.task,
+        "seq": settings.sequence_tokens,
+        "batch": batch,
+        "micro": micro,
+        "precision": settings.precision,
+        "device-mem": AUTO if settings.device_memory_bytes is None else settings.device_memory_bytes,
+        "host-mem": AUTO if settings.host_memory_bytes is None else settings.host_memory_bytes,
+        "steps": trial.steps,
+        "gpus": settings.devices,
+        "seed": sweep.seed,
+        "device": "cpu" if settings.hardware == THIS_CPU else sweep.device,
+        "tokenizer": sweep.tokenizer or AUTO,
+    }
+    words = [sys.executable, "-m", "flopwise", "train", str(model)]
+    for name, value in options.items():
+        if value != AUTO:
+            words += [f"--{name}", str(value)]
+    for source in sweep.data:
+        words += ["--data", source]
+    words += ["--no-checkpoint", *(["--profile"] if trial.profile else []), "--store", str(store), "-o", "json"]
+    return [*shlex.split(os.environ.get(PREFIX_VARIABLE, "")), *words]
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+def run_attempt(
+    store: Path,
+    trial: Trial,
+    *,
+    command: Command = train_command,
+    environment: Mapping[str, str] | None = None,
+    stop: Asking | None = None,
+    grace_s: float = GRACE_S,
+) -> Attempt:
+    """Try a cell in a process of its own; its attempt, written when it starts and again at its end."""
+    folder, model = cell_folder(store, trial.cell.id), cell_folder(store.resolve(), trial.cell.id) / MODEL
+    try:
+        words = command(trial, store.resolve(), model)
+    except FlopwiseError as error:
+        return without_process(store, trial, "failed", _line_of(error.what))
+    attempt = new_attempt(store, _begun(trial))
+    log = log_path(folder, attempt)
+    limit_s = trial.sweep.time_limit_s
+    try:
+        write_whole(model, to_toml(trial.cell.settings.model))
+        # Appended to, so that it can be cut short while the process writes.
+        with tempfile.TemporaryFile() as output, log.open("ab") as errors:
+            kept = Kept(words, _environment(environment), (output, errors), grace_s)
+            try:
+                attempt = replace(attempt, pid=kept.process.pid)
+                write_attempt(store, attempt)
+                ending = _watched(kept, limit_s, stop or NeverAsked(), log)
+            finally:
+                kept.end()
+            said = _tail(output, OUTPUT_BYTES)
+    except OSError as error:
+        failed = f"no process could be started: {error.strerror or error}"
+        return _written(store, replace(attempt, state="failed", reason=failed, ended=now()))
+    cut(log, LOG_BYTES)
+    told = log_text(log)
+    record = find_record(store, said, told)
+    code = kept.process.returncode
+    state, reason = judged(code, ending, record, told)
+    if state == "timeout":
+        reason = f"not done within {show_seconds(limit_s or 0.0)}"
+    elif ending == "interrupted" and state == "failed":
+        reason = f"{INTERRUPTED} by {stop.asked if stop else None}"
+    run = record.id if record else None
+    return _written(store, replace(attempt, state=state, reason=reason, ended=now(), exit_code=code, run=run))
+
+
+def without_process(store: Path, trial: Trial, state: CellState, reason: str) -> Attempt:
+    """An attempt that needed no process to be judged."""
+    begun = _begun(trial)
+    return new_attempt(store, replace(begun, state=state, reason=reason, ended=begun.started, pid=None))
+
+
+def _begun(trial: Trial) -> Attempt:
+    """Until the attempt has a process, ours stands for it."""
+    return Attempt(
+        number=0,
+        cell=trial.cell.id,
+        repeat=trial.repeat,
+        state="running",
+        started=now(),
+        sweep=trial.sweep.name,
+        steps=trial.steps,
+        time_limit_s=trial.sweep.time_limit_s,
+        batch_sequences=trial.batch_sequences,
+        micro_batch_sequences=trial.micro_batch_sequences,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        job=os.environ.get(JOB_VARIABLE) or os.environ.get("SLURM_JOB_ID"),
+    )
+
+
+def _written(store: Path, attempt: Attempt) -> Attempt:
+    write_attempt(store, attempt)
+    return attempt
+
+
+def _environment(changes: Mapping[str, str] | None) -> dict[str, str]:
+    ours = {name: value for name, value in os.environ.items() if name not in OF_ANOTHER_LAUNCH}
+    return {**ours, **(changes or {})}
+
+
+class Kept:
+    """A command under a keeper, which ends it when the line to us is gone."""
+
+    def __init__(
+        self, command: list[str], environment: dict[str, str], files: tuple[IO[bytes], IO[bytes]], grace_s: float
+    ) -> None:
+        reading, self._line = os.pipe()
+        self._held = True
+        self.grace_s = grace_s
+        words = [sys.executable, "-I", "-S", str(Path(keeper.__file__)), str(reading), str(grace_s), *command]
+        try:
+            self.process = subprocess.Popen(  # noqa: S603 - our own interpreter
+                words,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=files[0],
+                stderr=files[1],
+                pass_fds=(reading,),
+                start_new_session=True,
+            )
+        except BaseException:
+            self.hang_up()
+            raise
+        finally:
+            os.close(reading)
+
+    def hang_up(self) -> None:
+        """Ask for the end: the whole group is told, and after its grace killed."""
+        if self._held:
+            self._held = False
+            os.close(self._line)
+
+    def end(self) -> None:
+        """Leave nothing running."""
+        self.hang_up()
+        try:
+            self.process.wait(self.grace_s + 2 * keeper.STUCK_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        # Where the keeper itself was killed, nobody else does it.
+        keeper.end_session(self.process.pid)
+
+
+def _watched(kept: Kept, limit_s: float | None, stop: Asking, log: Path) -> Ending:
+    begun = time.monotonic()
+    while True:
+        try:
+            kept.process.wait(LOOK_EVERY_S)
+        except subprocess.TimeoutExpired:
+            pass
+        else:
+            return "itself"
+        if stop.asked:
+            return "interrupted"
+        if limit_s is not None and time.monotonic() - begun > limit_s:
+            return "timeout"
+        cut(log, LONGEST_LOG_BYTES)
+
+
+# -- what was written ------------------------------------------------------------------------------------------------
+
+
+def log_path(folder: Path, attempt: Attempt) -> Path:
+    """Where the end of an attempt's stderr is kept."""
+    return folder / f"attempt-{attempt.number:04d}.log"
+
+
+def log_text(path: Path) -> str:
+    """What an attempt wrote; nothing where that is gone."""
+    try:
+        with path.open("rb") as stream:
+            return _tail(stream, LOG_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def cut(path: Path, most: int) -> None:
+    """Shorten a log that is longer than that to its last 64 KiB."""
+    try:
+        if path.stat().st_size <= most:
+            return
+        with path.open("rb+") as stream:
+            tail = _tail(stream, LOG_BYTES)
+            stream.truncate(0)
+            stream.seek(0)
+            stream.write(tail)
+    except OSError:
+        # A log is no reason to lose an attempt.
+        return
+
+
+def _tail(stream: IO[bytes], most: int) -> bytes:
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(max(0, size - most))
+    return stream.read(most)
+
+
+def find_record(store: Path, output: bytes, errors: str) -> RunRecord | None:
+    """The run of an attempt: what it printed, else what lies in the folder that it has named."""
+    try:
+        return from_text(output, RunRecord)
+    except FlopwiseError:
+        pass
+    names = [match[1] for match in ID_LINE.finditer(output.decode(errors="replace"))]
+    names += [match[1] for match in RUN_LINE.finditer(errors)]
+    for name in reversed(names):
+        found = run_record(store, name)
+        if found is not None:
+            return found
+    return None
+
+
+def run_record(store: Path, run: str | None) -> RunRecord | None:
+    """The record of a run, where there still is one that can be read."""
+    if run is None or not RUN_NAME.fullmatch(run):
+        return None
+    try:
+        return read_record(store / run)
+    except FlopwiseError:
+        return None
+
+
+# -- what it means ---------------------------------------------------------------------------------------------------
+
+
+def judged(code: int, ending: Ending, record: RunRecord | None, errors: str) -> tuple[CellState, str | None]:
+    """The state that an attempt ended in, and why if it is not ok."""
+    if code == 0 and record is not None and record.state == "done":
+        return ("ok", None) if record.measurement is not None else ("failed", "it has measured nothing")
+    if ending == "timeout":
+        return "timeout", None
+    if ending == "interrupted":
+        return "failed", INTERRUPTED
+    if record is not None and record.state == "interrupted":
+        return "failed", f"{INTERRUPTED} by {record.reason}, from outside"
+    return _failed(code, record, errors)
+
+
+def _failed(code: int, record: RunRecord | None, errors: str) -> tuple[CellState, str]:
+    """Of a process that ended by itself, and not well."""
+    if code == 0:
+        return "failed", "it ended without a record of its run"
+    short = _short_of_memory(record, errors)
+    if short is not None:
+        return "oom", short
+    # A shell, or the process that has started ranks, tells of a signal by 128 and its number.
+    number = -code if code < 0 else code - 128
+    if number == signal.SIGKILL:
+        return "oom", "killed by the system, most likely for memory"
+    if number > 0 and number in signal.valid_signals():
+        return "failed", signal.Signals(number).name
+    return "failed", last_words(errors) or f"exit code {code}"
+
+
+def _short_of_memory(record: RunRecord | None, errors: str) -> str | None:
+    reason = record.reason if record is not None and record.state == "failed" else None
+    if reason and SHORT_OF_MEMORY.search(reason):
+        return _line_of(reason)
+    words = last_words(errors)
+    if words and SHORT_OF_MEMORY.search(words):
+        return words
+    lines = [line for line in errors.splitlines() if SHORT_OF_MEMORY.search(line)]
+    return _line_of(lines[-1]) if lines else None
+
+
+def last_words(errors: str) -> str | None:
+    """Why a process ended, in a line: flopwise's own error with its reason, else the last line that says anything."""
+    lines = [line.rstrip() for line in errors.splitlines()]
+    for index in range(len(lines) - 1, -1, -1):
+        if lines[index].startswith("error: "):
+            why = next((line.strip() for line in lines[index + 1 :] if line.strip()), "")
+            told = lines[index].removeprefix("error: ")
+            return _line_of(f"{told}: {why}" if why and not why.startswith("hint: ") else told)
+    said = [line for line in lines if line.strip() and not line.startswith(("note: ", "hint: "))]
+    return _line_of(said[-1]) if said else None
+
+
+def _line_of(text: str) -> str:
+    line = " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
+    return line if len(line) <= LONGEST_REASON else f"{line[:LONGEST_REASON]}…"
+
+
+def settled(store: Path, attempt: Attempt) -> Attempt:
+    """An attempt whose process went without a word, written as what became of it: its run may have been done."""
+    record = find_record(store, b"", log_text(log_path(cell_folder(store, attempt.cell), attempt)))
+    if record is not None and record.state == "done" and record.measurement is not None:
+        return _written(store, replace(attempt, state="ok", reason=None, run=record.id, ended=record.ended or now()))
+    return _written(store, replace(attempt, run=record.id if record else None))
+
+
+def now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")

@@ -1,0 +1,411 @@
+"""What a sweep's cells will take, before any of them runs.
+
+Cells that are to run for real on one device are planned as `flopwise train` plans them, and so are those with a cap on
+host memory, which only a plan heeds. All others are predicted as `flopwise predict` does it, thousands at a time.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flopwise.core.catalog import THIS_CPU, THIS_MACHINE
+from flopwise.core.cluster_plan import ClusterPlan
+from flopwise.core.describe import describe
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.files import decode
+from flopwise.core.formats import Formats, parse_formats
+from flopwise.core.hardware import Hardware
+from flopwise.core.model import ARCHITECTURES, Model
+from flopwise.core.parallel import Parallel
+from flopwise.core.plan import Plan
+from flopwise.core.results import recompute_words
+from flopwise.core.sweep import AUTO, Cell, Foreseen, Settings
+from flopwise.core.transformer import Transformer
+from flopwise.core.units import show_bytes
+from flopwise.plan.cuts import DeviceQuestion
+from flopwise.plan.forecast import forecast
+from flopwise.plan.memory import plan_bytes
+from flopwise.plan.sizes import sizes_of
+from flopwise.plan.smallest import least_device
+from flopwise.predict.choose import Request, capacity_bytes, default_host_bytes
+from flopwise.sweep.auto_batch import largest, most_sequences
+from flopwise.sweep.grid import label
+from flopwise.sweep.many import Case, Outcome, Predictor
+from flopwise.train.planning import CPU_MEMORY_SHARE, Promise, Question, find_plan
+
+START_S = {"cpu": 4.2, "gpu": 15.0}
+"""Seconds of an attempt beside its steps, by kind of device. cpu: measured, three steps of a model of two layers on two
+cores of an EPYC, interpreter, torch, data and the last evaluation included. gpu: an estimate, CUDA's context and
+kernels that are compiled on first use on top of it."""
+DOES_NOT_FIT = 1
+"""Exit code of the errors that say that no plan fits; others are mistakes."""
+
+Tell = Callable[[str, int, int], None]
+"""Told what is being done, how many cells are, of how many."""
+
+
+def foresee(settings: Settings, hardware: Hardware, *, steps: int, to_run: bool) -> Foreseen:
+    """What one cell will take."""
+    return foresee_all([settings], {settings.hardware: hardware}, steps=steps, to_run=to_run)[0]
+
+
+def foresee_all(
+    cells: Sequence[Settings],
+    hardware: Mapping[str, Hardware],
+    *,
+    steps: int,
+    to_run: bool,
+    tell: Tell | None = None,
+) -> list[Foreseen]:
+    """What each cell will take, in their order; `hardware`: what the cells' names of it stand for."""
+    models = _Models()
+    found: dict[int, Foreseen] = {}
+    together: dict[str, list[tuple[int, Settings]]] = {}
+    for place, settings in enumerate(cells):
+        if to_run:
+            check_trainable(models.of(settings))
+        if to_run or settings.host_memory_bytes is not None:
+            machine = hardware[settings.hardware]
+            found[place] = _told(settings, lambda s=settings, m=machine: _planned(s, models.of(s), m))  # type: ignore[misc]
+            if tell is not None:
+                tell("planning", len(found), len(cells))
+        else:
+            together.setdefault(settings.hardware, []).append((place, settings))
+    for name, some in together.items():
+        outcomes = _predicted([settings for _, settings in some], models, hardware[name])
+        found |= {place: outcome for (place, _), outcome in zip(some, outcomes, strict=True)}
+        if tell is not None:
+            tell("predicting", len(found), len(cells))
+    return [_with_time(found[place], hardware[settings.hardware], steps) for place, settings in enumerate(cells)]
+
+
+def check_trainable(model: Model) -> None:
+    """Refuse a model that can be predicted and not be trained."""
+    if not isinstance(model, Transformer):
+        raise FlopwiseError(
+            f"{model.name} cannot be trained yet",
+            why="its layers run time step by time step, for which there are no operators",
+            hint="--predict, or a transformer: `flopwise ls models`",
+        )
+    if not model.causal and model.head != "classifier":
+        raise FlopwiseError(
+            f"{model.name} sees what comes after; it cannot learn to foretell it",
+            why="language modelling here is the next token's, and it is no part of this model",
+            hint="--predict, --set head=classifier --set labels=2 with --data, or a decoder such as gpt2",
+        )
+
+
+class _Models:
+    """Descriptions of the tables that cells hold, each read once."""
+
+    def __init__(self) -> None:
+        self._by_table: dict[int, tuple[dict[str, Any], Model]] = {}
+
+    def of(self, settings: Settings) -> Model:
+        known = self._by_table.get(id(settings.model))
+        if known is None:
+            fields = {key: value for key, value in settings.model.items() if key != "architecture"}
+            kind = ARCHITECTURES[str(settings.model["architecture"])]
+            known = settings.model, decode(fields, kind, settings.model_name)
+            # The table is kept beside it, so that its identity stays its own.
+            self._by_table[id(settings.model)] = known
+        return known[1]
+
+
+def _told(settings: Settings, look: Callable[[], Foreseen]) -> Foreseen:
+    """What `look` finds; a mistake is told with the cell that it is in."""
+    try:
+        return look()
+    except FlopwiseError as error:
+        raise error.within(label(settings)) from None
+
+
+def _with_time(foreseen: Foreseen, hardware: Hardware, steps: int) -> Foreseen:
+    if foreseen.step_s is None:
+        return foreseen
+    start_s = START_S["cpu" if hardware.device.kind == "cpu" else "gpu"]
+    return replace(foreseen, attempt_s=start_s + steps * foreseen.step_s)
+
+
+# -- the plan that would run -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Sequences of a step, and of a micro-batch where that is not left to the plan."""
+
+    batch: int
+    micro: int | None
+
+
+def _planned(settings: Settings, model: Model, hardware: Hardware) -> Foreseen:
+    assert isinstance(model, Transformer) or settings.host_memory_bytes is not None
+    if not isinstance(model, Transformer):
+        raise FlopwiseError(f"{model.name} cannot be planned for a host", why="only transformers are", hint="--model")
+    question = _question(settings, model, hardware)
+    batch, micro = settings.batch_sequences, settings.micro_batch_sequences
+    if batch != AUTO:
+        sizes = _Sizes(batch, None if micro == AUTO else micro)
+        return _foreseen(question, sizes, _try(question, sizes))
+    tries: dict[int, Promise | FlopwiseError] = {}
+
+    def fits(count: int) -> bool:
+        tries[count] = _try(question, _Sizes(count * settings.devices, count))
+        return not isinstance(tries[count], FlopwiseError)
+
+    # Plans recompute and stream, so that the largest that is of use mostly fits; else nobody knows where it lies.
+    most = most_sequences(settings.sequence_tokens)
+    count = largest(fits, most, most, stride=max(1, most // 4))
+    sizes = _Sizes(max(1, count) * settings.devices, max(1, count))
+    foreseen = _foreseen(question, sizes, tries[max(1, count)])
+    if isinstance(tries[max(1, count)], FlopwiseError):
+        return replace(foreseen, batch_sequences=None, micro_batch_sequences=None)
+    return foreseen
+
+
+def _question(settings: Settings, model: Transformer, hardware: Hardware) -> Question:
+    """As `flopwise train` asks it of the machine that it runs on."""
+    return Question(
+        model=model,
+        hardware=hardware,
+        hardware_name=THIS_CPU if hardware.device.kind == "cpu" else THIS_MACHINE,
+        sequence_tokens=settings.sequence_tokens,
+        batch_sequences=None,
+        micro_batch_sequences=None,
+        formats=parse_formats(settings.precision),
+        device_memory_bytes=settings.device_memory_bytes,
+        host_memory_bytes=settings.host_memory_bytes,
+        clip=False,
+        devices=settings.devices,
+    )
+
+
+def _try(question: Question, sizes: _Sizes) -> Promise | FlopwiseError:
+    """The plan, or why there is none."""
+    asked = replace(question, batch_sequences=sizes.batch, micro_batch_sequences=sizes.micro)
+    try:
+        promise = find_plan(asked)
+    except FlopwiseError as error:
+        if error.exit_code != DOES_NOT_FIT:
+            raise
+        return error
+    if question.devices == 1 or promise.device_bytes is None:
+        return promise
+    # Several devices are predicted, not planned: it is for us to see whether it fits.
+    capacity = capacity_bytes(question.hardware, Request(device_memory_bytes=question.device_memory_bytes))
+    if promise.device_bytes <= capacity:
+        return promise
+    short = _TooLargeError(
+        promise, f"{show_bytes(promise.device_bytes)} are needed, and there are {show_bytes(capacity)}"
+    )
+    short.exit_code = DOES_NOT_FIT
+    return short
+
+
+class _TooLargeError(FlopwiseError):
+    """A set-up over several devices that takes more than each of them has."""
+
+    def __init__(self, promise: Promise, what: str) -> None:
+        super().__init__(what)
+        self.promise = promise
+
+
+def _foreseen(question: Question, sizes: _Sizes, found: Promise | FlopwiseError) -> Foreseen:
+    if isinstance(found, FlopwiseError):
+        return Foreseen(
+            fits=False,
+            method="plan",
+            batch_sequences=sizes.batch,
+            micro_batch_sequences=sizes.micro,
+            device_bytes=_needed(question, sizes, found),
+            reason=f"{found.what}: {found.why}" if found.why else found.what,
+        )
+    plan, batch = found.plan, found.batch_sequences
+    device_bytes, host_bytes = _taken(question, found)
+    flops = batch * describe(question.model, question.sequence_tokens).model_flops("causal")
+    spent = None if found.step_s is None or found.peak_flops is None else found.step_s * found.peak_flops
+    return Foreseen(
+        fits=True,
+        method="plan",
+        batch_sequences=batch,
+        micro_batch_sequences=plan.sequences_per_round if isinstance(plan, Plan) else plan.micro_batch_sequences,
+        step_s=found.step_s,
+        tokens_per_s=found.tokens_per_s,
+        mfu=None if spent is None else flops / spent,
+        hfu=None if spent is None or found.hardware_flops is None else found.hardware_flops / spent,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        recompute=recompute_words({"saves": plan.saves} if isinstance(plan, Plan) else {"recompute": plan.recompute}),
+        bound=_bound(question, found),
+    )
+
+
+def _taken(question: Question, promise: Promise) -> tuple[int | None, int | None]:
+    """Memory of a device and of the host; that of a plan is known where its speed is not."""
+    plan = promise.plan
+    if promise.device_bytes is not None or not isinstance(plan, Plan):
+        return promise.device_bytes, promise.host_bytes
+    sizes = sizes_of(question.model, plan.sequence_tokens, question.formats, plan.optimizer)
+    taken = plan_bytes(plan, sizes)
+    return sum(taken["device"].values()), sum(taken["host"].values())
+
+
+def _bound(question: Question, promise: Promise) -> str | None:
+    """What limits the step, where its speed is known."""
+    plan = promise.plan
+    if promise.step_s is None:
+        return None
+    if isinstance(plan, Plan):
+        return forecast(plan, question.model, question.hardware).bound
+    case = _case(question.model, question.hardware, plan.precision, _request_of(plan))
+    return Predictor(question.hardware).outcomes([case])[0].bound
+
+
+def _request_of(plan: ClusterPlan) -> Request:
+    return Request(
+        sequence_tokens=plan.sequence_tokens,
+        batch_sequences=plan.batch_sequences,
+        micro_batch_sequences=plan.micro_batch_sequences,
+        recompute=plan.recompute,
+        parallel=plan.parallel,
+        device_memory_bytes=plan.device_memory_bytes,
+    )
+
+
+def _needed(question: Question, sizes: _Sizes, error: FlopwiseError) -> int | None:
+    """The least device memory with which there would be a plan."""
+    if isinstance(error, _TooLargeError):
+        return error.promise.device_bytes
+    least = least_device(device_question(question, sizes.batch, sizes.micro))
+    return least.bytes if least else None
+
+
+def device_question(question: Question, batch: int, micro: int | None) -> DeviceQuestion:
+    """What `find_plan` asks of a search for one device."""
+    hardware = question.hardware
+    if question.device_memory_bytes is None and hardware.link is None:
+        device_bytes = int(CPU_MEMORY_SHARE * hardware.device.dram.size_bytes.value)
+    else:
+        device_bytes = capacity_bytes(hardware, Request(device_memory_bytes=question.device_memory_bytes))
+    host = question.host_memory_bytes
+    return DeviceQuestion(
+        model=question.model,
+        hardware=hardware,
+        hardware_name=question.hardware_name,
+        sequence_tokens=question.sequence_tokens,
+        device_bytes=device_bytes,
+        host_bytes=default_host_bytes(hardware) if host is None else host,
+        formats=question.formats,
+        batch_sequences=batch,
+        round_sequences=micro,
+        clip=question.clip,
+    )
+
+
+# -- a step with all state on the devices ----------------------------------------------------------------------------
+
+
+def _predicted(cells: Sequence[Settings], models: _Models, hardware: Hardware) -> list[Foreseen]:
+    """Cells on one hardware, all at once."""
+    predictor = Predictor(hardware)
+    cases: list[Case] = []
+    found: dict[int, Foreseen] = {}
+    places: list[int] = []
+    formats = {name: parse_formats(name) for name in {settings.precision for settings in cells}}
+    for place, settings in enumerate(cells):
+        model = models.of(settings)
+        case = _case(model, hardware, formats[settings.precision], _request(settings))
+        if settings.batch_sequences == AUTO:
+            count = _auto_count(predictor, case, settings)
+            if count == 0:
+                found[place] = _too_large(predictor.least_bytes(case), capacity_bytes(hardware, case.request), None)
+                continue
+            sized = replace(case.request, batch_sequences=count * settings.devices, micro_batch_sequences=count)
+            case = replace(case, request=sized)
+        cases.append(case)
+        places.append(place)
+    try:
+        outcomes = predictor.outcomes(cases)
+    except FlopwiseError:
+        # Which of them it is that cannot be predicted is for the error to say.
+        for place, case in zip(places, cases, strict=True):
+            _told(cells[place], lambda c=case: _outcome_words(predictor.outcomes([c])[0]))  # type: ignore[misc]
+        raise
+    found |= {place: _outcome_words(outcome) for place, outcome in zip(places, outcomes, strict=True)}
+    return [found[place] for place in range(len(cells))]
+
+
+def _auto_count(predictor: Predictor, case: Case, settings: Settings) -> int:
+    try:
+        return predictor.largest_micro_batch(case, most_sequences(settings.sequence_tokens))
+    except FlopwiseError as error:
+        raise error.within(label(settings)) from None
+
+
+def _case(model: Model, hardware: Hardware, formats: Formats | str, request: Request) -> Case:
+    return Case(model=model, hardware=hardware, request=replace(request, formats=formats))
+
+
+def _request(settings: Settings) -> Request:
+    batch, micro = settings.batch_sequences, settings.micro_batch_sequences
+    return Request(
+        sequence_tokens=settings.sequence_tokens,
+        batch_sequences=None if batch == AUTO else batch,
+        micro_batch_sequences=None if micro == AUTO else micro,
+        device_memory_bytes=settings.device_memory_bytes,
+        parallel=Parallel(data=settings.devices, zero=3) if settings.devices > 1 else Parallel(),
+    )
+
+
+def _outcome_words(outcome: Outcome) -> Foreseen:
+    workload = outcome.workload
+    if not outcome.fits:
+        sizes = _Sizes(workload.batch_sequences, workload.micro_batch_sequences)
+        return _too_large(outcome.device_bytes, outcome.capacity_bytes, sizes)
+    return Foreseen(
+        fits=True,
+        method="predict",
+        batch_sequences=workload.batch_sequences,
+        micro_batch_sequences=workload.micro_batch_sequences,
+        step_s=outcome.step_s,
+        tokens_per_s=workload.batch_tokens / outcome.step_s,
+        mfu=outcome.mfu,
+        hfu=outcome.hfu,
+        device_bytes=outcome.device_bytes,
+        recompute=workload.recompute,
+        bound=outcome.bound,
+    )
+
+
+def _too_large(needed: int, capacity: int, sizes: _Sizes | None) -> Foreseen:
+    return Foreseen(
+        fits=False,
+        method="predict",
+        batch_sequences=sizes.batch if sizes else None,
+        micro_batch_sequences=sizes.micro if sizes else None,
+        device_bytes=needed,
+        reason=f"{show_bytes(needed)} are needed on a device, and there are {show_bytes(capacity)}",
+    )
+
+
+# -- all of it -------------------------------------------------------------------------------------------------------
+
+LOOKING_ATTEMPTS = 3
+"""Short ones that looking for the largest micro-batch takes where the prediction is nearly right."""
+LOOKING_STEPS = 2
+
+
+def sweep_seconds(cells: Sequence[Cell], *, steps: int, repeats: int) -> float:
+    """What all attempts of a sweep take one after the other, as far as it is foreseen."""
+    total = 0.0
+    for cell in cells:
+        foreseen = cell.foreseen
+        if foreseen is None or foreseen.attempt_s is None or foreseen.step_s is None:
+            continue
+        total += repeats * foreseen.attempt_s
+        if cell.settings.batch_sequences == AUTO:
+            total += LOOKING_ATTEMPTS * (foreseen.attempt_s - (steps - LOOKING_STEPS) * foreseen.step_s)
+    return total

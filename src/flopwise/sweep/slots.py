@@ -1,0 +1,113 @@
+"""Where a sweep's processes run: each on GPUs of its own, or on its share of the cores."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, load_hardware
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.sweep import Settings, SweepRecord
+from flopwise.sweep.slurm_scripts import PREFIX_VARIABLE
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+THREADS = "OMP_NUM_THREADS"
+
+
+def gpu_ids() -> list[str]:
+    """GPUs that may be used, as CUDA_VISIBLE_DEVICES names them; those of nvidia-smi where it says nothing."""
+    told = os.environ.get(VISIBLE)
+    if told is not None:
+        # As CUDA reads it: whatever follows a number below zero is not there.
+        ids: list[str] = []
+        for word in (word.strip() for word in told.split(",")):
+            if not word or word.startswith("-"):
+                break
+            ids.append(word)
+        return ids
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip().isdigit()]
+
+
+class Slots:
+    """So many processes at once; whoever wants more GPUs than are free waits, and is not overtaken."""
+
+    def __init__(self, record: SweepRecord, at_once: int | None, *, on_cpu: bool = False) -> None:
+        # A cluster's scheduler has given each of its tasks what it may use.
+        self.scheduled = PREFIX_VARIABLE in os.environ
+        self.gpus = [] if on_cpu or record.device == "cpu" or self.scheduled else gpu_ids()
+        self.count = max(1, at_once or len(self.gpus) or 1)
+        if self.gpus:
+            self.count = min(self.count, len(self.gpus))
+        self._free = list(self.gpus)
+        self._changed = threading.Condition()
+        self._turn = threading.Lock()
+
+    def too_few(self, settings: Settings) -> str | None:
+        """Why a cell cannot run here, if it cannot."""
+        if not self.gpus or settings.hardware == THIS_CPU or settings.devices <= len(self.gpus):
+            return None
+        return f"{settings.devices} GPUs are wanted, and {len(self.gpus)} are here"
+
+    @contextmanager
+    def taken(self, settings: Settings) -> Iterator[dict[str, str]]:
+        """The environment of a process for a cell, whose devices are its own as long as this is entered."""
+        if not self.gpus or settings.hardware == THIS_CPU:
+            yield self._threads()
+            return
+        with self._turn, self._changed:
+            self._changed.wait_for(lambda: len(self._free) >= settings.devices)
+            ours, self._free = self._free[: settings.devices], self._free[settings.devices :]
+        try:
+            yield {VISIBLE: ",".join(ours)}
+        finally:
+            with self._changed:
+                self._free = sorted([*self._free, *ours], key=self.gpus.index)
+                self._changed.notify_all()
+
+    def _threads(self) -> dict[str, str]:
+        if self.count == 1:
+            return {}
+        cores = len(os.sched_getaffinity(0))
+        told = os.environ.get(THREADS, "")
+        ours = max(1, cores // self.count)
+        return {THREADS: str(min(ours, int(told)) if told.isdecimal() and int(told) else ours)}
+
+
+def check_hardware(cells: Iterable[Settings], record: SweepRecord, slots: Slots) -> None:
+    """Refuse to measure under the name of hardware that is not here."""
+    wanted = {settings.hardware for settings in cells} - {THIS_CPU}
+    if slots.scheduled or not wanted:
+        return
+    if not slots.gpus:
+        if record.device == "cuda":
+            raise FlopwiseError("there is no GPU here", why="--device cuda wants one", hint="--device cpu")
+        others = sorted(wanted - {THIS_MACHINE})
+        if others:
+            raise _elsewhere(others[0], "this machine's CPU")
+        return
+    from flopwise.profile.this_machine import this_machine
+
+    here = this_machine()
+    for name in sorted(wanted - {THIS_MACHINE}):
+        if load_hardware(name).name != here.name:
+            raise _elsewhere(name, here.title)
+
+
+def _elsewhere(name: str, here: str) -> FlopwiseError:
+    return FlopwiseError(
+        f"the cells are for {name}, and what would run them is {here}",
+        why="they would be measured under a wrong name",
+        hint="--on this-machine, or --dry-run for what is predicted",
+    )
