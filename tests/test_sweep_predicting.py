@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from flopwise.core.catalog import load_hardware, load_model, model_table
 from flopwise.core.errors import FlopwiseError
+from flopwise.core.describe import describe
 from flopwise.core.formats import parse_formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.parallel import Parallel
@@ -27,7 +28,7 @@ from flopwise.predict import Request, step
 from flopwise.sweep.auto_batch import most_sequences
 from flopwise.sweep.grid import expand, read_axes
 from flopwise.sweep.many import Case, Predictor
-from flopwise.sweep.predicting import START_S, foresee, foresee_all, sweep_seconds
+from flopwise.sweep.predicting import START_S, START_S_PER_PARAMETER, foresee, foresee_all, sweep_seconds
 from flopwise.train.planning import Question, find_plan
 
 H200 = load_hardware("h200")
@@ -193,7 +194,8 @@ def test_a_cell_to_run_is_planned_as_training_plans_it(words: dict[str, str]) ->
     assert found.hfu == pytest.approx(promise.plan.expected.hfu, rel=1e-3)
     assert found.bound
     assert promise.step_s is not None
-    assert found.attempt_s == pytest.approx(START_S["gpu"] + 10 * promise.step_s)
+    start_s = START_S["gpu"] + START_S_PER_PARAMETER * describe(model, cell.sequence_tokens).parameters
+    assert found.attempt_s == pytest.approx(start_s + 10 * promise.step_s)
 
 
 def test_what_no_plan_fits_says_how_much_it_needs() -> None:

@@ -109,6 +109,7 @@ def collect(
 
 def gathered(named: Sequence[str], store: str, price: str = "") -> list[Result]:
     """Rows of the files and of the store's runs and sweeps that were named; of the whole store where none was."""
+    from flopwise.cli.sweep_launch import settle
     from flopwise.core.collecting import collect as collected
     from flopwise.core.errors import FlopwiseError
     from flopwise.core.results import checked, priced
@@ -121,6 +122,7 @@ def gathered(named: Sequence[str], store: str, price: str = "") -> list[Result]:
     rows = [row for name in files for row in read_results(Path(name))]
     folder = store_folder(store)
     if others or not named:
+        settle(folder, others)
         found = collected(folder, others, judge=first_verdict)
         for problem in found.problems:
             typer.echo(f"note: {problem.path}: {problem.why}", err=True)
@@ -285,7 +287,8 @@ def _write_page(rows: list[Result], named: Sequence[str], store: str, write: str
     from flopwise.report.page import page_html
     from flopwise.report.page_data import PageData
 
-    title = ", ".join(named) if named else str(store_folder(store))
+    # Pages are passed on: where a store lies is nobody else's business.
+    title = ", ".join(Path(name).name for name in named) if named else store_folder(store).resolve().name
     page = PageData(
         title=title if len(title) <= 60 else f"{title[:59]}…",
         created=datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -296,13 +299,20 @@ def _write_page(rows: list[Result], named: Sequence[str], store: str, write: str
     typer.echo(write)
 
 
+MOST_DETAILS = 200
+"""Runs whose details a page may carry; `flopwise serve` has those of all."""
+
+
 def _details(rows: Sequence[Result], named: Sequence[str], store: Path) -> dict[str, RunDetail]:
     """What the page shows of each run beside its row; a run that is not at hand, as in a file, has none."""
     from flopwise.core.store import RUN_NAME
 
     folders = {Path(name).name: Path(name) for name in named if "/" in name}
     details = {}
-    for run in dict.fromkeys(row.run for row in rows if row.run and row.source == "measured"):
+    runs = [row for row in rows if row.run and row.source == "measured"]
+    # Where there are more than a page carries, the newest of those that ran to their end.
+    runs.sort(key=lambda row: (row.state == "ok", row.started or ""), reverse=True)
+    for run in sorted({row.run: None for row in runs[:MOST_DETAILS] if row.run}):
         folder = folders.get(run) or (store / run if RUN_NAME.fullmatch(run) else None)
         if folder is not None and (detail := _detail(folder)) is not None:
             details[run] = detail

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def run(store: Path, record: SweepRecord, cells: Sequence[Cell], words: Mapping[
     slots = value_of(words, "slots", counted(1, "--slots 2")) if words["slots"] else None
     wanted = [cell.id for cell in cells]
     typer.echo(f"sweep {record.name} in {store}", err=True)
+    settle(store, (record.name,))
     try:
         with watching(cells, repeats=record.repeats) as tell:
             # Without any cell left, `only` would stand for all of them.
@@ -55,8 +57,22 @@ def run(store: Path, record: SweepRecord, cells: Sequence[Cell], words: Mapping[
     typer.echo(f"next: flopwise report {record.name} -o html{_store_words(words)}", err=True)
 
 
+def settle(store: Path, names: Sequence[str]) -> None:
+    """Write down how the jobs of these sweeps ended, of all sweeps where none is named; trouble is told, no more."""
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.sweep_store import read_sweep, sweep_names
+    from flopwise.sweep.slurm import settle_here
+
+    for name in sweep_names(store):
+        if name in names or not names:
+            try:
+                settle_here(store, read_sweep(store, name))
+            except FlopwiseError as error:
+                typer.echo(f"note: {error.what}", err=True)
+
+
 def _store_words(words: Mapping[str, Any]) -> str:
-    return f" --store {words['store']}" if words["store"] else ""
+    return f" --store {shlex.quote(words['store'])}" if words["store"] else ""
 
 
 def submit(store: Path, record: SweepRecord, cells: Sequence[Cell], words: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """FLOPs and least bytes of an operator call, from the shapes and types that the PyTorch profiler notes of its inputs.
 
 A multiplication and an addition count 2. Attention over a square counts half of it where the call says that its mask is
-causal, as everywhere in flopwise; a mask that is handed over as a tensor leaves nothing out. Bytes are every operand read once and the result written once. What has no formula here gives None.
+causal, as everywhere in flopwise; a mask that is handed over as a tensor leaves nothing out. Bytes are every operand
+read once and the result written once. What has no formula here gives None.
 """
 
 from __future__ import annotations

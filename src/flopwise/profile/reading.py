@@ -27,12 +27,16 @@ KINDS = (
 )
 
 
+_FIRST_FIELDS = (b"name", b"format", b"origin", b"world", b"batch_sequences", b"sequence_tokens", b"peaks")
+
+
 class _Own:
     """Profiles that flopwise wrote."""
 
     @staticmethod
     def looks_like(head: bytes) -> bool:
-        return head.lstrip()[:1] in b"{[" and b'"memory_over_time"' in head and b'"train_metrics"' in head
+        # The first fields: what follows them may be longer than what is looked at.
+        return head.lstrip()[:1] in b"{[" and all(b'"%b"' % name in head for name in _FIRST_FIELDS)
 
     @staticmethod
     def read_source(source: Source, name: str) -> Read:

@@ -36,10 +36,12 @@ from flopwise.sweep.grid import label
 from flopwise.sweep.many import Case, Outcome, Predictor
 from flopwise.train.planning import CPU_MEMORY_SHARE, Promise, Question, find_plan
 
-START_S = {"cpu": 4.2, "gpu": 15.0}
+START_S = {"cpu": 4.2, "gpu": 18.0}
 """Seconds of an attempt beside its steps, by kind of device. cpu: measured, three steps of a model of two layers on two
-cores of an EPYC, interpreter, torch, data and the last evaluation included. gpu: an estimate, CUDA's context and
-kernels that are compiled on first use on top of it."""
+cores of an EPYC, interpreter, torch, data and the last evaluation included. gpu: measured, MPT 125M to 7B on an H200
+with 16 cores (`benchmarks/results/mpt_h200`): 18 s, and for each parameter what follows."""
+START_S_PER_PARAMETER = 9e-9
+"""First weights, drawn on the host, and the profile."""
 DOES_NOT_FIT = 1
 """Exit code of the errors that say that no plan fits; others are mistakes."""
 
@@ -79,7 +81,10 @@ def foresee_all(
         found |= {place: outcome for (place, _), outcome in zip(some, outcomes, strict=True)}
         if tell is not None:
             tell("predicting", len(found), len(cells))
-    return [_with_time(found[place], hardware[settings.hardware], steps) for place, settings in enumerate(cells)]
+    return [
+        _with_time(found[place], hardware[settings.hardware], steps, models.parameters(settings))
+        for place, settings in enumerate(cells)
+    ]
 
 
 def check_trainable(model: Model) -> None:
@@ -114,6 +119,9 @@ class _Models:
             self._by_table[id(settings.model)] = known
         return known[1]
 
+    def parameters(self, settings: Settings) -> int:
+        return describe(self.of(settings), settings.sequence_tokens).parameters
+
 
 def _told(settings: Settings, look: Callable[[], Foreseen]) -> Foreseen:
     """What `look` finds; a mistake is told with the cell that it is in."""
@@ -123,10 +131,10 @@ def _told(settings: Settings, look: Callable[[], Foreseen]) -> Foreseen:
         raise error.within(label(settings)) from None
 
 
-def _with_time(foreseen: Foreseen, hardware: Hardware, steps: int) -> Foreseen:
+def _with_time(foreseen: Foreseen, hardware: Hardware, steps: int, parameters: int) -> Foreseen:
     if foreseen.step_s is None:
         return foreseen
-    start_s = START_S["cpu" if hardware.device.kind == "cpu" else "gpu"]
+    start_s = START_S["cpu" if hardware.device.kind == "cpu" else "gpu"] + START_S_PER_PARAMETER * parameters
     return replace(foreseen, attempt_s=start_s + steps * foreseen.step_s)
 
 

@@ -83,8 +83,9 @@ function predictionError(row) {
   return measured && predicted ? predicted / measured - 1 : null;
 }
 
+/** Whether it ran to its end: the few steps of one that was stopped say little. */
 function isMeasured(row) {
-  return row.source !== "predicted" && number(row.tokens_per_s) !== null;
+  return row.state === "ok" && row.source !== "predicted" && number(row.tokens_per_s) !== null;
 }
 
 function loadPage(page) {
