@@ -28,7 +28,7 @@ $(VENV)/.dev: $(VENV)/.train
 	$(INSTALL) --no-build-isolation -e '.[dev,train]'
 	touch $@
 
-demo: $(VENV)/.train  ## predictions, plans for one device and a cluster, a small model trained and profiled here
+demo: $(VENV)/.train  ## predictions, plans, a small model trained and profiled here, a sweep, its table and its page
 	$(BIN)/python -m benchmarks.demo
 
 test: $(VENV)/.dev  ## every test, on two processes

@@ -41,7 +41,8 @@ def printed(command: str, folder: Path) -> str:
 @pytest.mark.parametrize(("command", "shown"), console_blocks(), ids=[command for command, _ in console_blocks()])
 def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) -> None:
     # Files that the page names lie in the repository; what a command writes does not go there.
-    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    for folder in ("tests", "benchmarks"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     assert printed(command, tmp_path).strip() == shown.strip()
     # A picture that a command writes is the one that the page shows.
     for written in (path for path in tmp_path.iterdir() if not path.is_symlink()):

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flopwise.core.catalog import load_hardware, load_model, model_table
-from flopwise.core.errors import FlopwiseError
 from flopwise.core.describe import describe
+from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import parse_formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.parallel import Parallel

@@ -99,13 +99,19 @@ def _share_of(values: Sequence[float], share: float) -> float:
 def commit() -> dict[str, str]:
     """The commit of flopwise itself, where it runs from a checkout that tracks it."""
     here = Path(__file__)
-    command = ["git", "-C", str(here.parent), "log", "-1", "--format=%H", "--", here.name]
+    if not _git(here.parent, "log", "-1", "--format=%H", "--", here.name).strip():
+        return {}
+    head = _git(here.parent, "rev-parse", "HEAD").strip()
+    # What is not committed is code that nobody can get by that commit.
+    changed = _git(here.parent, "status", "--porcelain", "--", str(here.parents[1])).strip()
+    return {"commit": f"{head} with changes" if changed else head}
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What git says, in a word or two; nothing where it cannot tell."""
+    command = ["git", "-C", str(folder), *words]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)  # noqa: S603
     except (OSError, subprocess.SubprocessError):
-        return {}
-    if not answer.stdout.strip():
-        return {}
-    command = ["git", "-C", str(here.parent), "rev-parse", "HEAD"]
-    head = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)  # noqa: S603
-    return {"commit": head.stdout.strip()}
+        return ""
+    return answer.stdout
