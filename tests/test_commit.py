@@ -40,5 +40,6 @@ def test_a_checkout_with_changes_says_so(checkout: Path) -> None:
     assert measuring.commit() == {"commit": f"{head} with changes"}
 
 
-def test_outside_of_a_checkout_there_is_none(checkout: Path) -> None:
+@pytest.mark.usefixtures("checkout")
+def test_outside_of_a_checkout_there_is_none() -> None:
     assert measuring.commit() == {}
