@@ -82,6 +82,12 @@ elif kind == "crash":
     sys.exit("Traceback (most recent call last):\n  File x\nValueError: the matrix is not square\n")
 elif kind == "wrong":
     sys.exit("error: --batch cannot be 0\n\n  a step has sequences\n\nhint: --batch 8")
+elif kind == "folder":
+    print("reading out of memory papers/a.txt", file=sys.stderr)
+    sys.exit("error: there is no file out of memory papers/b.txt\n\n  look again\n\nhint: --data")
+elif kind == "kernel":
+    words = "[rank1]: RuntimeError: CUDA error: out of memory\nCUDA errors may be reported later.\nCompile again."
+    sys.exit("Traceback (most recent call last):\n" + words)
 elif kind == "memory":
     sys.exit("Traceback:\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\nnote: later words")
 elif kind == "signal":
@@ -138,6 +144,13 @@ def stand_in(store: Path, how: Mapping[str, str] | str = "ok") -> Callable[[Tria
         return [sys.executable, "-I", "-S", "-c", SCRIPT, told, str(at), str(micro)]
 
     return command
+
+
+def a_run(store: Path, name: str = "0001") -> str:
+    """A run in the store that is done and was measured; its name."""
+    (store / name).mkdir(parents=True)
+    (store / name / "record.json").write_text(to_text(a_record(name, state="done", measurement=a_measurement())))
+    return name
 
 
 def alive(session: int) -> list[str]:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,8 @@ def test_only_some_cells() -> None:
         ((*SMALL, "--device", "gpu"), "--device cannot be 'gpu'"),
         ((*SMALL, "--data", "nowhere"), "there is no file nowhere"),
         ((*SMALL, "--name", "a/b"), "a sweep cannot be called 'a/b'"),
+        ((*SMALL, "--name", "3-17"), "a sweep cannot be called '3-17'"),
+        ((*SMALL, "--name", "mine.csv"), "a sweep cannot be called 'mine.csv'"),
         ((*SMALL, "--launcher", "slurn"), "--launcher cannot be 'slurn'"),
         ((*SMALL, "--partition", "gpu"), "--partition is for slurm"),
         ((*SMALL, "--launcher", "slurm", "--spot"), "--spot is for skypilot"),
@@ -268,12 +271,13 @@ def test_a_sweep_writes_its_cells_and_its_record(tmp_path: Path, stand_in: Calla
     assert "measured last week" in found.stdout
 
 
-@pytest.mark.parametrize(("state", "code"), [("ok", 0), ("oom", 0), ("failed", 1), ("timeout", 1)])
+@pytest.mark.parametrize(("state", "code"), [("ok", 0), ("oom", 0), ("failed", 1), ("timeout", 1), ("running", 1)])
 def test_exit_codes(state: CellState, code: int, stand_in: Callable[..., list[dict[str, Any]]]) -> None:
     stand_in(state)
     found = answer(*SMALL, "--name", "small")
     assert found.exit_code == code, found.output
-    assert ("--resume small --retry" in found.stderr) == (code == 1)
+    assert ("--resume small --retry" in found.stderr) == (state in ("failed", "timeout"))
+    assert found.stderr.count("was left to attempt 1, which may still run on") == (2 if state == "running" else 0)
 
 
 def test_an_interrupted_sweep_says_how_it_goes_on(stand_in: Callable[..., list[dict[str, Any]]]) -> None:
@@ -296,6 +300,24 @@ def test_a_stored_sweep_goes_on(tmp_path: Path, stand_in: Callable[..., list[dic
     assert out("--resume", "from-a-file", "--dry-run").startswith("3 cells · 2 fit · 1 skipped")
 
 
+def test_a_stored_sweep_may_have_another_time_limit(
+    tmp_path: Path, stand_in: Callable[..., list[dict[str, Any]]]
+) -> None:
+    stand_in("timeout")
+    (tmp_path / "sweep.toml").write_text(FILE)
+    answer("sweep.toml", "--time-limit", "1s", "--name", "slow")
+    calls = stand_in("ok")
+    answer("--resume", "slow", "--time-limit", "2m")
+    assert calls[-1]["record"].time_limit_s == 120
+    assert read_sweep(tmp_path / "runs", "slow").time_limit_s == 120
+
+
+def test_slots_are_read_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "sweep.toml").write_text(FILE)
+    assert error("sweep.toml", "--slots", "0").exit_code == 2
+    assert not (tmp_path / "runs").exists()
+
+
 def test_what_is_left_out_keeps_what_is_known_of_it(
     tmp_path: Path, stand_in: Callable[..., list[dict[str, Any]]]
 ) -> None:
@@ -311,6 +333,51 @@ def test_what_is_left_out_keeps_what_is_known_of_it(
     assert out("--resume", "from-a-file", "--dry-run").startswith("3 cells · 2 fit · 1 skipped")
 
 
+def test_a_rule_in_other_words_than_the_cells_still_holds(
+    tmp_path: Path, stand_in: Callable[..., list[dict[str, Any]]]
+) -> None:
+    """A cell has the name of the hardware that `this-machine` stands for."""
+    calls = stand_in("ok")
+    text = FILE.replace('on = "h200"', 'on = "this-machine"').replace('seq = "1k"', 'seq = "1k"\non = "this-machine"')
+    (tmp_path / "sweep.toml").write_text(text)
+    assert answer("sweep.toml").exit_code == 0
+    cells = calls[0]["record"].cells
+    assert answer("--resume", "from-a-file").exit_code == 0
+    assert calls[1]["only"] == [cells[0], cells[2]] and calls[1]["named"] == ()
+    assert answer("--resume", "from-a-file", "--only", cells[1]).exit_code == 0
+    assert calls[2]["only"] == calls[2]["named"] == [cells[1]]
+    # A file that is asked anew decides anew.
+    (tmp_path / "sweep.toml").write_text(text[: text.index("[[skip]]")])
+    assert answer("sweep.toml").exit_code == 0
+    assert answer("--resume", "from-a-file").exit_code == 0
+    assert calls[3]["only"] == calls[4]["only"] == list(cells)
+
+
+def test_a_cell_that_is_damaged_stops_no_other(
+    tmp_path: Path, stand_in: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flopwise.sweep import slurm
+
+    calls = stand_in("ok")
+    assert answer(*SMALL, "--name", "small").exit_code == 0
+    first, second = calls[0]["record"].cells
+    (tmp_path / "runs" / "cells" / first / "cell.json").write_text("{")
+    answer("--resume", "small")
+    assert calls[1]["only"] == [first, second], "which tells of it, and fails"
+    found = answer("--resume", "small", "--dry-run")
+    assert (found.exit_code, found.stdout.startswith("1 cell · 1 fits")) == (1, True)
+    assert f"note: cell {first}: " in found.stderr and "is damaged" in found.stderr
+    heard: list[Any] = []
+
+    def submit(*_: Any, cells: Any, **__: Any) -> slurm.Submission:
+        heard.extend(cells)
+        return slurm.Submission(folder=tmp_path, jobs=())
+
+    monkeypatch.setattr(slurm, "submit", submit)
+    assert answer("--resume", "small", "--launcher", "slurm").exit_code == 1
+    assert [cell.id for cell in heard] == [second]
+
+
 def test_a_name_is_that_of_the_cells(tmp_path: Path, stand_in: Callable[..., list[dict[str, Any]]]) -> None:
     calls = stand_in("ok")
     for words in (SMALL, SMALL, (*SMALL, "--seq", "2k")):
@@ -320,8 +387,15 @@ def test_a_name_is_that_of_the_cells(tmp_path: Path, stand_in: Callable[..., lis
     assert calls[0]["record"].created == calls[1]["record"].created
     assert len(names[0]) == len("sweep-") + 8
     assert answer(*SMALL, "--name", "mine").exit_code == 0
+    before = read_sweep(tmp_path / "runs", "mine")
     other = error(*SMALL, "--seq", "4k", "--name", "mine")
     assert "there is a sweep mine with other cells" in other.what
+    assert "--force" in (other.hint or "")
+    assert read_sweep(tmp_path / "runs", "mine") == before
+    assert answer(*SMALL, "--name", "mine", "--steps", "7").exit_code == 0
+    assert read_sweep(tmp_path / "runs", "mine") == replace(before, steps=7)
+    assert answer(*SMALL, "--seq", "4k", "--name", "mine", "--force").exit_code == 0
+    assert len(read_sweep(tmp_path / "runs", "mine").cells) == 1
     assert len(list((tmp_path / "runs" / "sweeps").iterdir())) == 3
 
 
@@ -346,7 +420,10 @@ def test_cells_are_handed_to_slurm_with_what_the_site_wants(tmp_path: Path, monk
 
     heard: dict[str, Any] = {}
 
-    def submit(store: Path, record: SweepRecord, site: slurm.SlurmOptions, *, cells: Any) -> slurm.Submission:
+    def submit(
+        store: Path, record: SweepRecord, site: slurm.SlurmOptions, *, cells: Any, named: Any
+    ) -> slurm.Submission:
+        assert named == ()
         heard.update(store=store, record=record, site=site, cells=cells)
         job = slurm.Job(id="42", script="a.sh", submitted=record.created, array=True, cells=record.cells[:1])
         return slurm.Submission(folder=store / "slurm", jobs=(job,), finished=record.cells[1:])

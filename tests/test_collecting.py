@@ -14,7 +14,7 @@ from flopwise.core.collecting import collect
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.profile import Profile
 from flopwise.core.results import Result, result_of_run
-from flopwise.core.store import LOCK, RECORD, read_record, write_record
+from flopwise.core.store import LOCK, RECORD, read_record, to_text, write_record
 from flopwise.core.sweep import SweepRecord
 from flopwise.core.sweep_store import cell_folder, write_cell, write_sweep
 
@@ -169,8 +169,8 @@ def test_cells_in_every_state(tmp_path: Path) -> None:
     assert (planned.source, planned.predicted_tokens_per_s, planned.run) == ("predicted", 33_437.0, None)
     assert (oom.reason, oom.sequence_tokens, oom.model) == ("needs 90 GiB", 1024, "gpt2")
     everything = collect(store).rows
-    assert sorted(row.state for row in everything) == ["failed", "ok", "oom", "skipped", "timeout"]
-    assert everything[0].run == run.id
+    assert sorted(row.state for row in everything) == ["failed", "ok", "oom", "planned", "skipped", "timeout"]
+    assert (everything[0].run, everything[-1]) == (run.id, planned)
 
 
 def test_attempts_that_looked_for_the_batch(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_run_folder_that_vanished(tmp_path: Path) -> None:
     store = make_store(tmp_path, 2, sweep="s", steps=6)
     shutil.rmtree(store / "0001")
     rows = collect(store, ["s"]).rows
-    assert told(rows) == [("0001", "ok"), ("0002", "ok")]
+    assert told(rows) == [("0001", "unreadable"), ("0002", "ok")]
     assert rows[0].reason == "its run 0001 is no longer in the store"
     assert rows[0].step_s is None
     assert [row.run for row in collect(store).rows] == ["0002", "0001"]
@@ -241,9 +241,11 @@ def test_nothing_leads_out_of_the_store(tmp_path: Path) -> None:
 
 
 def test_numbers_are_runs_before_they_are_sweeps(tmp_path: Path) -> None:
-    store = make_store(tmp_path, 2, sweep="2", steps=6)
-    write_sweep(store, SweepRecord(name="2026", created=STARTED, cells=(), steps=1))
-    write_sweep(store, replace(collect(store, ["2026"]).sweeps[0], name="1-2"))
+    """No sweep may be called so any more; a store may have such ones."""
+    store = make_store(tmp_path, 2, sweep="s", steps=6)
+    for name in ("2", "1-2"):
+        record = SweepRecord(name=name, created=STARTED, cells=(), steps=1)
+        (store / "sweeps" / f"{name}.json").write_text(to_text(record))
     assert [row.run for row in collect(store, ["2"]).rows] == ["0002"]
     assert collect(store, ["1-2"]).rows == []
     assert collect(store, ["1-2"]).sweeps[0].name == "1-2"

@@ -271,6 +271,23 @@ def test_the_heat_map_can_show_other_axes(opened: Any, sweep: PageData) -> None:
     assert any("%" in text for text in page.locator("#heatmap text").all_text_contents())
 
 
+def test_a_square_shows_the_median_of_its_runs(opened: Any, sweep: PageData) -> None:
+    """Three runs of one cell, one of them an outlier: the best would be 9,000."""
+    first, other = sweep.rows[0], sweep.rows[1]
+    runs = [
+        replace(first, run=f"01{rate}", cell="aaaaaaaaaaaa", repeat=place, tokens_per_s=float(rate))
+        for place, rate in enumerate((1000, 1100, 9000), 1)
+    ]
+    page = opened(
+        replace(sweep, rows=[*runs, replace(other, cell="bbbbbbbbbbbb", tokens_per_s=500.0)], details={})
+    ).page
+    words = set(page.locator("#heatmap text").all_text_contents())
+    assert "1,100" in words and not any(word.startswith("9") for word in words)
+    titles = page.locator("#heatmap .target title").all_text_contents()
+    assert any("median of 3 runs" in title and "0101100" not in title for title in titles)
+    assert "Of several runs it shows the median." in page.locator("#heatmap .answer").inner_text()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(opened: Any, sweep: PageData, scheme: str) -> None:
     found = opened(sweep, "#run=0003", color_scheme=scheme)

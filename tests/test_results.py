@@ -62,7 +62,7 @@ def test_a_run_as_a_row() -> None:
     assert (row.model, row.hardware, row.seed) == ("llama-3-8b", "h200", 7)
     assert row.samples_per_s == pytest.approx(measured.batch_sequences / measured.step_s)
     assert row.model_flops_per_s_per_device == pytest.approx(measured.model_flops / measured.step_s)
-    assert row.energy_j_per_token == pytest.approx(11_000 / measured.batch_tokens)
+    assert row.energy_j_per_token == pytest.approx(11_000 / (measured.tokens_per_s * measured.step_s))
     assert row.prediction_error == pytest.approx(11_300 / measured.tokens_per_s - 1)
     assert (row.power_w, row.power_limit_w, row.clock_hz) == (650.0, 700.0, 1.755e9)
     assert (row.card, row.torch, row.commit) == ("NVIDIA H200", "2.13.0", "0" * 40)
@@ -98,6 +98,39 @@ def test_energy_is_not_divided_where_the_profile_does_not_know_its_steps() -> No
     assert result_of_run(a_record(), a_profile(steps=None)).energy_j_per_token is None
 
 
+def test_energy_is_of_tokens_without_their_padding_and_of_a_processor_is_that_of_all() -> None:
+    measured = a_measurement(devices=2)
+    # Half of every batch is padding.
+    measured = replace(measured, tokens_per_s=measured.batch_tokens / measured.step_s / 2)
+    on_gpus = result_of_run(a_record(measurement=measured), a_profile())
+    on_cpu = result_of_run(a_record(measurement=measured, environment={"device": "cpu"}), a_profile())
+    assert on_gpus.energy_j_per_token == pytest.approx(2 * 11_000 / (measured.batch_tokens / 2))
+    # Its counters know nothing of processes.
+    assert on_cpu.energy_j_per_token == pytest.approx(11_000 / (measured.batch_tokens / 2))
+
+
+@pytest.mark.parametrize(
+    ("environment", "hardware"),
+    [
+        ({"gpu": "NVIDIA H200"}, "h200"),
+        ({"gpu": "NVIDIA H200", "device_name": "NVIDIA A100-SXM4-80GB"}, "a100-80gb"),
+        ({"device": "cpu", "gpu": "NVIDIA H200"}, "this-cpu"),
+        ({"gpu": "Odd Card 9"}, "this-machine"),
+        ({}, "this-machine"),
+    ],
+    ids=["gpu", "the device that was used", "cpu", "unknown card", "nothing known"],
+)
+def test_a_run_that_failed_has_the_hardware_and_cell_of_one_that_did_not(
+    environment: dict[str, str], hardware: str
+) -> None:
+    plan = {"hardware": "this-machine", "precision": "bf16", "sequence_tokens": 8192}
+    request = {"batch_sequences": 24}
+    failed = a_record(state="failed", measurement=None, plan=plan, environment=environment, request=request)
+    assert settings_of(failed).hardware == hardware
+    good = a_record(measurement=a_measurement(hardware=hardware), plan=plan, environment=environment, request=request)
+    assert result_of_run(failed).cell == result_of_run(good).cell
+
+
 def test_the_card_is_what_the_run_was_on() -> None:
     machine = {"cpu": "EPYC", "gpu": "NVIDIA L40S", "driver": "580.95.05"}
     on_cpu = result_of_run(a_record(environment={**machine, "device": "cpu"}))
@@ -120,7 +153,7 @@ def test_several_devices_share_the_rate() -> None:
     assert row.tokens_per_s_per_device == measured.tokens_per_s / 8
     # 52 sequences on 8 devices are at most 7 each: three micro-batches of 3.
     assert row.accumulation_steps == 3
-    assert row.energy_j_per_token == pytest.approx(8 * 11_000 / measured.batch_tokens)
+    assert row.energy_j_per_token == pytest.approx(8 * 11_000 / (measured.tokens_per_s * measured.step_s))
     assert row.sharding == "zero3"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,11 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.sweep import Cell, SweepRecord
 from flopwise.core.sweep_store import read_attempts
 from flopwise.sweep import slurm_queue
-from flopwise.sweep.slurm import SlurmOptions, reasons, render, settle, states, submit
+from flopwise.sweep.slurm import SlurmOptions, read_jobs, reasons, render, settle, states, submit
 from flopwise.sweep.slurm_queue import elapsed_seconds, parse_sacct, parse_squeue, task_ids
 from flopwise.sweep.slurm_scripts import job_time_s, nodes_for, show_minutes
 from tests.slurm_cells import Commands, attempt, cell, record_of, stored
+from tests.sweep_stand_in import a_run
 
 NEXT_YEAR = "2999-01-01T00:00:00+00:00"
 """Later than any submission of a test."""
@@ -287,7 +290,7 @@ def test_submitting_keeps_the_jobs_numbers(three: Three, commands: Commands) -> 
     ]
     commands.say("sacct", "501_0|COMPLETED|0:0|00:01:00\n501_1|RUNNING|0:0|00:00:10\n502_0|PENDING|0:0|00:00:00\n")
     commands.say("squeue")
-    attempt(store, cells[0], state="ok", ended=NEXT_YEAR, job="501_0")
+    attempt(store, cells[0], state="ok", ended=NEXT_YEAR, job="501_0", run=a_run(store))
     assert list(states(store, record).values()) == ["ok", "running", "planned"]
     assert commands.called("sacct") == ["-n", "-P", "-X", "--format=JobID,State,ExitCode,Elapsed", "-j", "501,502"]
 
@@ -296,7 +299,7 @@ def test_a_cell_is_not_submitted_twice(three: Three, commands: Commands) -> None
     store, record, cells = three
     commands.count("sbatch")
     submit(store, record, SlurmOptions())
-    attempt(store, cells[0], state="ok", ended=NEXT_YEAR, job="501_0")
+    attempt(store, cells[0], state="ok", ended=NEXT_YEAR, job="501_0", run=a_run(store))
     attempt(store, cells[1], state="failed", ended=NEXT_YEAR, reason="exit code 3", job="501_1")
     commands.say("sacct", "501_0|COMPLETED|0:0|00:01:00\n501_1|FAILED|1:0|00:00:10\n502_0|PENDING|0:0|00:00:00\n")
     commands.say("squeue")
@@ -308,6 +311,48 @@ def test_a_cell_is_not_submitted_twice(three: Three, commands: Commands) -> None
     forced = submit(store, record, SlurmOptions(flags=("--force",)), cells=cells[:1])
     assert [job.cells for job in forced.jobs] == [(cells[0].id,)]
     assert " --resume night --force --only " in (forced.folder / forced.jobs[0].script).read_text()
+
+
+def test_a_cell_that_the_sweep_leaves_out_is_not_submitted_unless_it_is_named(three: Three, commands: Commands) -> None:
+    store, plain, cells = three
+    record = replace(plain, request={"skipped": {cells[0].id: "too slow"}})
+    commands.count("sbatch")
+    commands.say("sacct")
+    commands.say("squeue")
+    first = submit(store, record, SlurmOptions(flags=("--force",)))
+    assert first.skipped == (cells[0].id,)
+    assert [job.cells for job in first.jobs] == [(cells[1].id,), (cells[2].id,)]
+    second = submit(store, record, SlurmOptions(), cells=cells[:1], named=[cells[0].id])
+    assert [job.cells for job in second.jobs] == [(cells[0].id,)]
+
+
+@pytest.mark.parametrize("changes", [{"run": "0009"}, {"steps": 4}], ids=["lost", "fewer steps"])
+def test_what_a_sweep_here_would_measure_again_is_submitted(
+    three: Three, commands: Commands, changes: dict[str, object]
+) -> None:
+    store, record, cells = three
+    commands.count("sbatch")
+    attempt(store, cells[0], **({"state": "ok", "ended": NEXT_YEAR, "run": a_run(store)} | changes))
+    submission = submit(store, record, SlurmOptions(), cells=cells[:1])
+    assert (len(submission.jobs), submission.finished) == (1, ())
+    assert states(store, replace(record, cells=record.cells[1:])) == dict.fromkeys(record.cells[1:], "planned")
+
+
+def test_two_submissions_at_once_lose_no_job(three: Three, commands: Commands) -> None:
+    store, record, cells = three
+    commands.count("sbatch")
+    script = commands.folder / "sbatch"
+    script.write_text(script.read_text().replace("#!/bin/sh\n", "#!/bin/sh\nsleep 0.3\n"))
+    commands.say("sacct")
+    commands.say("squeue")
+    threads = [threading.Thread(target=submit, args=(store, record, SlurmOptions())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    listed = read_jobs(store, record.name).jobs
+    assert [job.id for job in listed] == ["501", "502"], "the second finds the jobs of the first"
+    assert sorted(name for job in listed for name in job.cells) == sorted(cell.id for cell in cells)
 
 
 def test_a_refusal_is_told_and_loses_no_job(three: Three, commands: Commands) -> None:

@@ -12,6 +12,7 @@ from flopwise.core.sweep_store import claimed, read_attempts
 from flopwise.sweep import slurm
 from flopwise.sweep.slurm import SlurmOptions, read_jobs, settle, settle_here, states, submit
 from tests.slurm_cells import Commands, attempt, cell, stored
+from tests.sweep_stand_in import a_run
 
 LATER = "2999-01-01T00:00:00+00:00"
 """Than any submission of a test."""
@@ -161,6 +162,16 @@ def test_an_attempt_without_a_job_s_number_is_known_by_its_time(one: One, comman
     assert [(made.number, made.state, made.job) for made in written] == [(1, "timeout", "501_0")]
 
 
+@pytest.mark.parametrize("started", ["yesterday", "", "2026-01-01T00:00:00", "0001-01-01T00:00:00"])
+def test_an_attempt_that_began_at_no_time_is_none_of_the_job(one: One, commands: Commands, started: str) -> None:
+    store, record, only = one
+    commands.say("sacct", "501_0|TIMEOUT|0:0|00:16:00\n")
+    attempt(store, only, started=started)
+    assert [made.number for made in settle(store, record)] == [2]
+    assert settle(store, record) == []
+    assert set(states(store, record)) == {only.id}
+
+
 def test_a_cell_that_somebody_has_is_left_alone(one: One, commands: Commands) -> None:
     store, record, only = one
     commands.say("sacct", "501_0|FAILED|1:0|00:00:10\n")
@@ -201,8 +212,9 @@ def test_two_measurements_are_wanted(tmp_path: Path, made: list[dict[str, object
     """Without any job, a cell's attempts tell its state."""
     only = cell(batch_sequences="auto", micro_batch_sequences="auto")
     record = stored(tmp_path, only, repeats=2)
+    a_run(tmp_path)
     for changes in made:
-        attempt(tmp_path, only, **({"ended": LATER} | changes))
+        attempt(tmp_path, only, **({"ended": LATER, "run": "0001"} | changes))
     assert states(tmp_path, record) == {only.id: expected}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from flopwise.core.catalog import load_model, model_table
 from flopwise.core.sweep import AUTO, Attempt, says_nothing
 from flopwise.core.sweep_store import cell_folder, read_attempts
 from flopwise.core.units import parse_bytes
+from flopwise.sweep import attempts, keeper
 from flopwise.sweep.attempts import (
+    KILLED,
     LOG_BYTES,
     LONGEST_REASON,
     MODEL,
@@ -118,9 +121,11 @@ def test_the_model_is_written_so_that_it_is_read_back_equal(tmp_path: Path) -> N
         ("fits:-1", "oom", 1, "no plan fits mpt-small in so little: the smallest plan needs more"),
         ("signal:SIGSEGV", "failed", -signal.SIGSEGV, "SIGSEGV"),
         ("signal:SIGABRT", "failed", -signal.SIGABRT, "SIGABRT"),
-        ("signal:SIGKILL", "oom", -signal.SIGKILL, "killed by the system, most likely for memory"),
+        ("folder", "failed", 1, "there is no file out of memory papers/b.txt: look again"),
+        ("kernel", "oom", 1, "[rank1]: RuntimeError: CUDA error: out of memory"),
+        ("signal:SIGKILL", "failed", -signal.SIGKILL, KILLED),
         ("code:139", "failed", 139, "SIGSEGV"),
-        ("code:137", "oom", 137, "killed by the system, most likely for memory"),
+        ("code:137", "failed", 137, KILLED),
         ("code:3", "failed", 3, "exit code 3"),
     ],
 )
@@ -220,7 +225,44 @@ def test_where_the_keeper_is_killed_nothing_is_left_either(tmp_path: Path) -> No
     thread.start()
     attempt = tried(tmp_path, stand_in(tmp_path, "family:600"))
     thread.join()
-    assert attempt.state == "oom"
+    assert (attempt.state, attempt.reason) == ("failed", KILLED)
+
+
+@pytest.mark.parametrize(("after", "state"), [((0, 3), "failed"), ((1, 3), "oom"), ((0, 4), "oom")])
+def test_who_is_killed_while_the_system_kills_for_memory_is_out_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: tuple[int, ...], state: str
+) -> None:
+    answers = iter([(0, 3), after])
+    monkeypatch.setattr(keeper, "memory_kills", lambda: next(answers))
+    assert tried(tmp_path, stand_in(tmp_path, "signal:SIGKILL")).state == state
+
+
+def test_the_systems_count_of_what_it_killed_is_read() -> None:
+    told = re.search(r"^oom_kill ([0-9]+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    assert told is not None and int(told[1]) in keeper.memory_kills()
+
+
+def test_the_run_is_known_while_it_goes_on_and_the_file_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "BEAT_S", 0.2)
+    trial, stop = a_trial(tmp_path), Asked()
+    command = stand_in(tmp_path, "sleep:600")
+    thread = threading.Thread(
+        target=run_attempt, args=(tmp_path, trial), kwargs={"command": command, "stop": stop, "grace_s": 0.5}
+    )
+    thread.start()
+    try:
+        until(lambda: any(attempt.run == "0001" for attempt in read_attempts(tmp_path, trial.cell.id)[0]))
+        (attempt,), _ = read_attempts(tmp_path, trial.cell.id)
+        assert attempt.state == "running"
+        path = cell_folder(tmp_path, trial.cell.id) / "attempt-0001.json"
+        os.utime(path, (1e9, 1e9))
+        until(lambda: path.stat().st_mtime > time.time() - 60)
+    finally:
+        stop.asked = "SIGINT"
+        thread.join(20)
+    assert read_attempts(tmp_path, trial.cell.id)[0][0].run == "0001"
 
 
 def test_a_run_that_was_done_when_its_sweep_died_counts(tmp_path: Path) -> None:

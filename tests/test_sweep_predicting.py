@@ -277,6 +277,38 @@ def test_what_cannot_be_trained_is_told(words: dict[str, Any], what: str) -> Non
         foreseen(to_run=True, **words)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ranks_on_a_cpu_share_its_memory(precision: str) -> None:
+    from flopwise.profile.this_machine import this_cpu
+
+    machine = this_cpu()
+    size = replace(machine.device.dram.size_bytes, value=float(24 * GIB))
+    levels = (*machine.device.memory[:-1], replace(machine.device.memory[-1], size_bytes=size))
+    small = replace(machine, device=replace(machine.device, memory=levels))
+    words = {"on": "this-cpu", "gpus": "8", "batch": "8", "seq": "256", "precision": precision}
+
+    def found(model: str) -> Foreseen:
+        (cell,) = expand(read_axes({"model": model, **words}), {"this-cpu": small}).settings
+        return foresee(cell, small, steps=3, to_run=True)
+
+    large, little = found("mpt-30b"), found("mpt-125m")
+    # Weights, gradients and two moments of 30 billion parameters in fp32, over eight ranks.
+    assert not large.fits and large.device_bytes is not None and large.device_bytes > 16 * 29e9 / 8
+    assert large.reason is not None and "are needed, and there are 1.80 GiB" in large.reason
+    assert little.fits and little.device_bytes is not None and 16 * 124e6 / 8 < little.device_bytes < 1.8 * GIB
+
+
+def test_where_memory_cannot_be_told_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flopwise.profile.this_machine import this_cpu
+
+    monkeypatch.setattr("flopwise.sweep.predicting._bytes_of_each", lambda *_: None)
+    machine = this_cpu()
+    axes = read_axes({"model": "mpt-125m", "on": "this-cpu", "gpus": "2", "batch": "8", "seq": "256"})
+    (cell,) = expand(axes, {"this-cpu": machine}).settings
+    found = foresee(cell, machine, steps=3, to_run=True)
+    assert found.device_bytes is None and "not known" in (found.reason or "")
+
+
 def test_a_mistake_names_its_cell() -> None:
     with pytest.raises(FlopwiseError, match=r"mpt-125m · sequence 1,024 · batch 8 .*200 GiB: a cap"):
         foreseen(to_run=False, seq="1k", batch="8", device_mem="40,200GiB")

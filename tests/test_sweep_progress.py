@@ -12,6 +12,7 @@ from rich.console import Console
 
 from flopwise.cli.sweep_progress import LiveProgress, PlainProgress, TimeLeft, cell_words, ended_words, watching
 from flopwise.core.sweep import AUTO, Cell, Foreseen
+from flopwise.sweep.predicting import sweep_seconds
 from flopwise.sweep.running import AttemptEnded, CellBegun, CellEnded, CellSkipped, Event, Noticed, SweepEnded
 
 from .sweep_stand_in import a_cell
@@ -57,6 +58,25 @@ def test_repeats_and_looking_are_counted_and_what_cannot_fit_is_not() -> None:
     auto = replace(cell, settings=replace(cell.settings, batch_sequences=AUTO, micro_batch_sequences=AUTO))
     assert TimeLeft([auto], repeats=1).seconds() == 40.0
     assert TimeLeft([replace(cell, foreseen=Foreseen(fits=False, method="plan"))]).seconds() == 0.0
+
+
+def test_looking_takes_few_steps_and_both_say_the_same() -> None:
+    foreseen = Foreseen(fits=True, method="plan", step_s=2.0, attempt_s=15.0 + 20 * 2.0)
+    auto = a_cell(foreseen=foreseen, batch_sequences=AUTO, micro_batch_sequences=AUTO)
+    left = TimeLeft([auto], repeats=2, steps=20)
+    # Twice 55 s, and three short ones of 15 s and two steps.
+    assert left.seconds() == sweep_seconds([auto], steps=20, repeats=2) == pytest.approx(2 * 55.0 + 3 * 19.0)
+    left.ended(auto, an_attempt(cell=auto.id, repeat=0), 19.0)
+    assert left.seconds() == pytest.approx(2 * 55.0 + 2 * 19.0)
+
+
+def test_what_runs_beside_each_other_takes_less_time() -> None:
+    cells = cells_of(4)
+    left = TimeLeft(cells, share=lambda _: 0.5)
+    assert left.seconds() == sweep_seconds(cells, steps=1, repeats=1, share=lambda _: 0.5) == 20.0
+    for cell in cells[:3]:
+        left.closed(cell.id)
+    assert left.seconds() == 10.0, "one alone takes as long as it takes"
 
 
 def test_cells_without_a_prediction_are_taken_for_average() -> None:

@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,11 @@ from typing import Any
 import pytest
 
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.sweep import AUTO, Attempt, Cell, Foreseen, SweepRecord
+from flopwise.core.sweep import AUTO, Attempt, Cell, Foreseen
 from flopwise.core.sweep_store import CELL, CELLS, LOCK, cell_folder, claimed, new_attempt, read_attempts
 from flopwise.sweep.attempts import Trial
+from flopwise.sweep.auto_batch import LOOKING_STEPS
 from flopwise.sweep.running import (
-    LOOKING_STEPS,
     AttemptEnded,
     CellBegun,
     CellEnded,
@@ -33,7 +32,6 @@ from flopwise.sweep.running import (
     SweepEnded,
     run_sweep,
 )
-from flopwise.sweep.slots import Slots, check_hardware, gpu_ids
 
 from .sweep_stand_in import a_cell, a_sweep, alive, stand_in, until
 from .test_sweep_store import an_attempt, now
@@ -136,6 +134,36 @@ def test_what_a_sweep_leaves_out_stays_so_unless_it_is_named(tmp_path: Path) -> 
     assert swept(tmp_path, cells)[0] == [left_out]
     (other,), _ = swept(tmp_path, cells, record=replace(a_sweep(*cells), name="another"))
     assert (other.state, other.number) == ("ok", 2)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_was_decided_decides_whatever_was_measured_of_it(tmp_path: Path, force: bool) -> None:
+    cells = cells_of(tmp_path, 2)
+    measured = new_attempt(tmp_path, an_attempt(cell=cells[0].id, sweep="another", run="0001", steps=1))
+    record = replace(a_sweep(*cells), request={"skipped": {cells[0].id: "too slow"}})
+    first, second = swept(tmp_path, cells, record=record, only=[cell.id for cell in cells], force=force)[0]
+    assert first == measured and second.state == "ok"
+    (named,), _ = swept(tmp_path, cells, record=record, only=[cells[0].id], named=[cells[0].id])
+    assert (named.state, named.number) == ("ok", 2)
+
+
+def test_a_rule_that_is_gone_leaves_nothing_out(tmp_path: Path) -> None:
+    cells = cells_of(tmp_path, 1)
+    new_attempt(tmp_path, an_attempt(state="skipped", cell=cells[0].id, sweep="small", reason="too slow"))
+    (attempt,), _ = swept(tmp_path, cells, record=replace(a_sweep(*cells), request={"skipped": {}}))
+    assert (attempt.state, attempt.number) == ("ok", 2)
+
+
+def test_more_steps_are_another_measurement_and_fewer_are_none(tmp_path: Path) -> None:
+    cells = cells_of(tmp_path, 2)
+    how = {cells[0].id: "ok", cells[1].id: "memory"}
+    first, _ = swept(tmp_path, cells, how)
+    assert swept(tmp_path, cells, "crash", record=a_sweep(*cells, steps=2))[0] == first
+    again, events = swept(tmp_path, cells, "ok", record=a_sweep(*cells, steps=5))
+    assert [(attempt.state, attempt.number, attempt.steps) for attempt in again] == [("ok", 2, 5), ("oom", 1, 3)]
+    assert [(event.cell, event.words) for event in events if isinstance(event, Noticed)] == [
+        (cells[0].id, "measured over 3 steps before, and again, since 5 are wanted")
+    ]
 
 
 def test_what_is_foreseen_not_to_fit_needs_no_process(tmp_path: Path) -> None:
@@ -356,6 +384,29 @@ def test_an_attempt_on_another_machine_is_left_alone(tmp_path: Path) -> None:
     assert [event.words for event in events if isinstance(event, Noticed)] == [
         "attempt 1 is running on another.example"
     ]
+    assert read_attempts(tmp_path, cells[0].id)[0] == [there]
+    (forced,), _ = swept(tmp_path, cells, force=True)
+    assert (forced.state, forced.number) == ("ok", 2)
+    assert swept(tmp_path, cells)[0] == [forced], "what is measured is not left to it"
+
+
+def test_an_attempt_on_another_machine_that_is_silent_is_tried_again(tmp_path: Path) -> None:
+    cells = cells_of(tmp_path, 1)
+    left = an_attempt(state="running", ended=None, started=now(), cell=cells[0].id, host="another.example", pid=1)
+    new_attempt(tmp_path, left)
+    os.utime(cell_folder(tmp_path, cells[0].id) / "attempt-0001.json", (1e9, 1e9))
+    (attempt,), _ = swept(tmp_path, cells)
+    assert (attempt.state, attempt.number) == ("ok", 2)
+
+
+def test_an_attempt_that_lives_here_is_waited_for_even_by_force(tmp_path: Path) -> None:
+    cells = cells_of(tmp_path, 1)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"]) as process:
+        left = an_attempt(state="running", ended=None, started=now(), cell=cells[0].id, pid=process.pid)
+        new_attempt(tmp_path, replace(left, host=socket.gethostname()))
+        (attempt,), events = swept(tmp_path, cells, force=True)
+        assert process.poll() is not None
+    assert attempt.number == 2 and kinds(events)[0] == "Noticed"
 
 
 def test_an_attempt_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:
@@ -384,65 +435,3 @@ def test_events_hold_what_a_page_shows(tmp_path: Path) -> None:
     assert ended.attempt == attempts[0] and 0 < ended.seconds < 20
     assert events[-1] == SweepEnded(attempts=tuple(attempts), stopped_by=None)
     assert json.loads((cell_folder(tmp_path, cells[0].id) / "attempt-0001.json").read_text())["state"] == "ok"
-
-
-# -- where they run --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("told", "expected"), [("", []), ("0,1", ["0", "1"]), ("2, GPU-ab", ["2", "GPU-ab"]), ("1,-1,0", ["1"])]
-)
-def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, told: str, expected: list[str]) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
-    assert gpu_ids() == expected
-
-
-def test_gpus_are_counted_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_ids() == []
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 0\necho 1\n")
-    program.chmod(0o755)
-    assert gpu_ids() == ["0", "1"]
-    program.write_text("#!/bin/sh\nexit 9\n")
-    assert gpu_ids() == []
-
-
-def on_gpus(monkeypatch: pytest.MonkeyPatch, ids: str, at_once: int | None = None) -> Slots:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ids)
-    return Slots(replace(a_sweep(), device="cuda"), at_once)
-
-
-def test_each_process_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = on_gpus(monkeypatch, "4,5,6")
-    one, two = a_cell(hardware="h200").settings, a_cell(hardware="h200", devices=2).settings
-    assert slots.count == 3 and on_gpus(monkeypatch, "4,5,6", 2).count == 2
-    with slots.taken(one) as first, slots.taken(two) as second:
-        assert (first, second) == ({"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "5,6"})
-    with slots.taken(two) as first:
-        assert first == {"CUDA_VISIBLE_DEVICES": "4,5"}
-        waiting = threading.Thread(target=_enter, args=(lambda: slots.taken(two),))
-        waiting.start()
-        waiting.join(0.2)
-        assert waiting.is_alive()
-    waiting.join(5)
-    assert not waiting.is_alive()
-    assert slots.too_few(one) is None
-    assert slots.too_few(a_cell(devices=8, hardware="h200").settings) == "8 GPUs are wanted, and 3 are here"
-
-
-def _enter(make: Callable[[], Any]) -> None:
-    with make():
-        pass
-
-
-def test_hardware_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    record: SweepRecord = replace(a_sweep(), device="auto")
-    slots = Slots(record, None)
-    check_hardware([a_cell().settings, a_cell(hardware="this-machine").settings], record, slots)
-    with pytest.raises(FlopwiseError, match="the cells are for h200"):
-        check_hardware([a_cell(hardware="h200").settings], record, slots)
-    with pytest.raises(FlopwiseError, match="no GPU"):
-        check_hardware([a_cell(hardware="h200").settings], replace(record, device="cuda"), slots)

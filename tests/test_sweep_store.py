@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -18,22 +19,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.sweep import Attempt, Foreseen, Settings, cell_id, says_nothing, standing
+from flopwise.core.sweep import Attempt, Foreseen, Settings, SweepRecord, cell_id, says_nothing, standing
 from flopwise.core.sweep_store import (
     CELL,
     CELLS,
     LOCK,
+    SILENT_AFTER_S,
     STALE_AFTER_S,
     SWEEPS,
+    beat,
     cell_folder,
     claimed,
     is_gone,
     list_cells,
+    moment,
     new_attempt,
     read_attempts,
     read_cell,
     read_sweep,
     sweep_names,
+    verdict,
     write_attempt,
     write_cell,
     write_sweep,
@@ -235,6 +240,32 @@ def test_on_another_machine_only_time_tells(limit_s: float | None, ago_s: float,
     assert is_gone(attempt) is gone
 
 
+@pytest.mark.parametrize(("silent_s", "gone"), [(0.0, False), (200.0, False), (SILENT_AFTER_S + 60.0, True)])
+def test_on_another_machine_a_file_that_nobody_touches_tells(tmp_path: Path, silent_s: float, gone: bool) -> None:
+    made = new_attempt(
+        tmp_path, an_attempt(state="running", ended=None, started=now(10**6), host="another.example", pid=1)
+    )
+    path = cell_folder(tmp_path, made.cell) / "attempt-0001.json"
+    os.utime(path, (time.time() - silent_s,) * 2)
+    ((attempt,), _) = read_attempts(tmp_path, made.cell)
+    assert attempt.state == ("failed" if gone else "running")
+    beat(tmp_path, made)
+    assert read_attempts(tmp_path, made.cell)[0] == [made]
+
+
+def test_an_attempt_of_this_machine_lives_as_long_as_its_process(tmp_path: Path) -> None:
+    running: dict[str, Any] = {"state": "running", "ended": None, "started": now(), "host": socket.gethostname()}
+    made = new_attempt(tmp_path, an_attempt(**running, pid=os.getpid()))
+    os.utime(cell_folder(tmp_path, made.cell) / "attempt-0001.json", (1e9, 1e9))
+    assert read_attempts(tmp_path, made.cell)[0] == [made]
+
+
+@pytest.mark.parametrize("text", ["yesterday", "", "2026-13-01T00:00:00+00:00", "0001-01-01T00:00:00"])
+def test_what_is_no_time_is_none_and_no_error(text: str) -> None:
+    found = moment(text)
+    assert found is None or found.tzinfo is not None
+
+
 def test_an_attempt_that_began_at_no_time_is_gone(tmp_path: Path) -> None:
     new_attempt(
         tmp_path, an_attempt(state="running", started="yesterday", ended=None, host=socket.gethostname(), pid=1)
@@ -288,9 +319,46 @@ def test_a_sweep_is_read_back_equal_and_found_by_its_name(tmp_path: Path) -> Non
     assert "mpt.on-h200_1" in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("last", "runs"), ("LAST", "runs"), ("3", "runs"), ("0142", "runs"), ("3-17", "runs"),
+        ("0123456789ab", "a cell"), ("a.csv", "a file"), ("a.json", "a file"), ("a.MD", "a file"),
+        ("a.markdown", "a file"), ("a.txt", "a file"), ("a.html", "a file"), ("a.toml", "a file"),
+    ],
+)  # fmt: skip
+def test_a_sweep_is_not_called_what_stands_for_something_else(tmp_path: Path, name: str, why: str) -> None:
+    with pytest.raises(FlopwiseError, match="cannot be called") as told:
+        write_sweep(tmp_path, replace(a_sweep(), name=name))
+    assert told.value.why == f"`flopwise report` would take it for {why}"
+    assert told.value.hint
+
+
+@pytest.mark.parametrize("name", ["last-week", "3-17-b", "v1.2", "0123456789abc", "html"])
+def test_names_that_only_look_a_little_like_it_are_taken(tmp_path: Path, name: str) -> None:
+    write_sweep(tmp_path, replace(a_sweep(), name=name))
+    assert sweep_names(tmp_path) == [name]
+
+
 @pytest.mark.parametrize("name", ["", ".", "../x", "a/b", "-x", "x" * 65, "a b", "ä"])
 def test_a_sweeps_name_is_no_path(tmp_path: Path, name: str) -> None:
     with pytest.raises(FlopwiseError, match="cannot be called"):
         write_sweep(tmp_path, replace(a_sweep(), name=name))
     with pytest.raises(FlopwiseError, match="no sweep is called"):
         read_sweep(tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "earlier_s", "expected"),
+    [(1.0, 1.0, "failed"), (60.0, 1.0, "open"), (None, 1.0, "open"), (1.0, 60.0, "failed")],
+)
+def test_what_took_too_long_is_tried_again_with_more_time(
+    tmp_path: Path, limit_s: float | None, earlier_s: float, expected: str
+) -> None:
+    cell = a_cell(tmp_path)
+    record = SweepRecord(name="x", created="", cells=(cell.id,), steps=3, time_limit_s=limit_s)
+    tried = Attempt(
+        number=1, cell=cell.id, repeat=1, state="timeout", started="2026-01-01T00:00:00+00:00", steps=3,
+        time_limit_s=earlier_s, reason="not done in time",
+    )  # fmt: skip
+    assert verdict(tmp_path, record, cell, [tried]) == expected

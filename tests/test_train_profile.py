@@ -68,7 +68,8 @@ def test_its_mfu_is_the_trainers(run: tuple[Path, list[StepRecord], list[str]], 
     steps = run[1]
     assert profile.steps == 3 and profile.peaks is not None
     measurement = json.loads((run[0] / "record.json").read_text())["measurement"]
-    assert known(profile, "mfu") == measurement["mfu"] and measurement["steps"] == 9 - 2 - 3
+    # The warm-up takes two steps, and a third where that one has not settled.
+    assert known(profile, "mfu") == measurement["mfu"] and measurement["steps"] in (9 - 2 - 3, 9 - 3 - 3)
 
     # The traced steps, by the trace's clock and by the trainer's: the same to a per cent, but for what else ran here.
     traced = [step for step in steps if 2 < step.step <= 5]
@@ -155,3 +156,11 @@ def test_the_window_is_as_long_as_asked_for(tmp_path: Path) -> None:
     folder, steps, _ = trained(tmp_path, steps=4, profile_steps=1)
     found = from_text((folder / PROFILE).read_text(), Profile)
     assert found.steps == 1 and len(steps) == 4
+
+
+def test_of_a_few_steps_the_first_is_not_what_is_measured(tmp_path: Path) -> None:
+    """Two of three are traced: they are warm at least."""
+    folder, steps, _ = trained(tmp_path, steps=3)
+    measurement = json.loads((folder / "record.json").read_text())["measurement"]
+    assert measurement["steps"] == 2
+    assert measurement["step_s"] == pytest.approx((steps[1].step_s + steps[2].step_s) / 2)

@@ -27,13 +27,16 @@ def compare(
     before: Annotated[str, SideArgument],
     after: Annotated[str, SideArgument],
     threshold: ThresholdOption = "3%",
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="Cells that ran before and were not measured again are no failure.")
+    ] = False,
     store: StoreOption = "",
     output: OutputOption = "table",
 ) -> None:
     """Two sets of runs, joined by cell: what became faster or slower, by how much, and how sure that is.
 
     Exit code 1 when a cell is slower: the change is at least the threshold and its whole 95 % interval above 0; or
-    when one that ran does not any more.
+    when one that ran fails now, fails more often, or was not measured again.
     """
     from flopwise.core.errors import FlopwiseError
     from flopwise.report import run_comparison as report
@@ -44,8 +47,8 @@ def compare(
     for word, side in zip((before, after), sides, strict=True):
         if not side:
             raise FlopwiseError(f"there is nothing to compare in {word}", hint="`flopwise ls runs`, `flopwise sweep`")
-    found = report.compared(sides[0], sides[1], names=(before, after), threshold=limit)
-    if all(cell.verdict.startswith("only") for cell in found.cells):
+    found = report.compared(sides[0], sides[1], names=(before, after), threshold=limit, allow_missing=allow_missing)
+    if all(None in (cell.before_state, cell.after_state) for cell in found.cells):
         raise FlopwiseError(
             f"{before} and {after} have no cell in common",
             why="a cell is a model, its hardware, lengths, batch, precision and caps, all the same",
@@ -84,16 +87,17 @@ def _share(text: str) -> float:
 def _side(word: str, store: str) -> list[Measured]:
     """The rows that a word stands for, each with the steps of its run; several words with commas."""
     from flopwise.core.files import entry_kind
+    from flopwise.core.results import checked
     from flopwise.report.results_files import read_results
     from flopwise.report.run_comparison import Measured, quantiles_of
 
     found: list[Measured] = []
     for name in filter(None, (part.strip() for part in word.split(","))):
         if entry_kind(Path(name)) == "file":
-            found += [Measured(row=row, sample=quantiles_of(row)) for row in read_results(Path(name))]
+            found += [Measured(row=checked(row), sample=quantiles_of(row)) for row in read_results(Path(name))]
             continue
         folder, names = _place(name, store)
-        found += [Measured(row=row, sample=_sample(folder, row)) for row in _rows(folder, names)]
+        found += [Measured(row=checked(row), sample=_sample(folder, row)) for row in _rows(folder, names)]
     return found
 
 
@@ -116,8 +120,10 @@ def _place(name: str, store: str) -> tuple[Path, list[str]]:
 
 
 def _rows(store: Path, names: list[str]) -> list[Result]:
+    from flopwise.cli.sweep_launch import settle
     from flopwise.core.collecting import collect
 
+    settle(store, names)
     collected = collect(store, names)
     for problem in collected.problems:
         typer.echo(f"note: {problem.path}: {problem.why}", err=True)

@@ -1,5 +1,6 @@
 """The page over HTTP, on this machine's loopback alone: it reads the store, and nothing that is asked for changes it.
 
+How the jobs of a cluster ended is written down now and then, as by every command that tells results.
 No path of a request is ever made a path of the file system, but for a run's number that the store itself has listed.
 """
 
@@ -9,6 +10,7 @@ import errno
 import hashlib
 import io
 import re
+import shutil
 import socket
 import sys
 import threading
@@ -23,15 +25,19 @@ from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
 
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import entry_kind
-from flopwise.core.store import RUN_NAME, STEPS
+from flopwise.core.store import RUN_NAME
 
 if TYPE_CHECKING:
+    from flopwise.core.collecting import Memory
     from flopwise.core.results import Result
     from flopwise.report.page_data import PageData
 
 EVERY_S = 2.0
 """The store is read at most so often, however many ask."""
+SETTLE_EVERY_S = 30.0
+"""A cluster's scheduler is asked at most so often how its jobs ended."""
+SUBMIT = "sbatch"
+"""The program that tells that there is one."""
 REQUEST_S = 10.0
 """In which a request must have arrived, and for each answer in which it must have been taken."""
 MOST_REQUEST_BYTES = 2**15
@@ -95,6 +101,8 @@ class Live:
         self._failure: FlopwiseError | None = None
         self._read_at = 0.0
         self._told: set[str] = set()
+        self._settled_at: float | None = None
+        self._memory: Memory | None = None
 
     def answer(self, path: str) -> Answer | None:
         """What stands at a path; None: nothing does."""
@@ -132,16 +140,28 @@ class Live:
 
     def _collected(self) -> list[Result]:
         from flopwise.cli.report import first_verdict
-        from flopwise.core.collecting import collect
+        from flopwise.core.collecting import Memory, collect
         from flopwise.core.results import checked
 
-        found = collect(self.store, judge=first_verdict)
+        self._settle()
+        self._memory = self._memory or Memory()
+        found = collect(self.store, judge=first_verdict, memory=self._memory)
         for problem in found.problems:
             line = f"note: {problem.path}: {problem.why}"
             if line not in self._told:
                 self._told.add(line)
                 tell(line)
         return [checked(row) for row in found.rows]
+
+    def _settle(self) -> None:
+        """Write down how the jobs of sweeps ended, where there is a scheduler to ask."""
+        if shutil.which(SUBMIT) is None:
+            return
+        if self._settled_at is None or self._clock() - self._settled_at >= SETTLE_EVERY_S:
+            from flopwise.cli.sweep_launch import settle
+
+            settle(self.store, ())
+            self._settled_at = self._clock()
 
     def page(self, seen: _Seen) -> PageData:
         from flopwise.report.page_data import PageData
@@ -151,11 +171,13 @@ class Live:
         return PageData(title=short, created=seen.created, rows=seen.rows, live=True)
 
     def _run(self, name: str) -> Answer | None:
+        from flopwise.cli.run_details import detail_of
         from flopwise.core.index import run_names
+        from flopwise.report.page_data import detail_json
 
         # The name is taken from the store's own list, never from the request.
         found = next((known for known in run_names(self.store) if known == name), None)
-        return None if found is None else Answer(_detail_text(self.store / found).encode(), JSON)
+        return None if found is None else Answer(detail_json(detail_of(self.store / found, tell)).encode(), JSON)
 
 
 def _page(live: Live, seen: _Seen) -> Answer:
@@ -190,28 +212,6 @@ ROUTES: dict[str, Callable[[Live, _Seen], Answer]] = {
     "/results.csv": _csv,
     "/results.md": _markdown,
 }
-
-
-def _detail_text(folder: Path) -> str:
-    """One run's details; of one that cannot be read, why."""
-    from flopwise.core.index import UNREADABLE, read_profile
-    from flopwise.core.store import read_record, read_steps
-    from flopwise.profile.verdicts import verdicts
-    from flopwise.report.page_data import RunDetail, detail_json, run_detail
-
-    try:
-        record = read_record(folder)
-    except FlopwiseError as error:
-        why = error.what if error.why is None else f"{error.what}: {error.why}"
-        return detail_json(RunDetail(run=folder.name, model="-", state=UNREADABLE, reason=why))
-    try:
-        # Whatever else has taken the file's place could be waited for without end.
-        steps = read_steps(folder) if entry_kind(folder / STEPS) == "file" else []
-    except FlopwiseError as error:
-        tell(f"note: {error.what}")
-        steps = []
-    profile = read_profile(folder)
-    return detail_json(run_detail(record, profile, verdicts(profile) if profile else (), steps))
 
 
 # -- the server ------------------------------------------------------------------------------------------------------

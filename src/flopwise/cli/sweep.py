@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flopwise.core.hardware import Hardware
     from flopwise.core.sweep import Cell, SweepRecord
     from flopwise.report.sweeps import Preview
-    from flopwise.sweep.grid import Grid, Skip
+    from flopwise.sweep.grid import Grid
     from flopwise.sweep.sweep_file import SweepFile
 
 DEFAULT_STEPS = 20
@@ -30,7 +30,7 @@ AXIS_OPTIONS = {
 OF_SLURM = ("partition", "account", "gpu_type", "gpus_per_node", "sbatch", "activate")
 OF_SKYPILOT = ("accelerator", "infra", "spot", "bucket")
 RESUME_LEAVES_OPEN = (
-    *("resume", "retry", "force", "only", "slots", "store", "output", "dry_run", "launcher"),
+    *("resume", "retry", "force", "only", "slots", "store", "output", "dry_run", "launcher", "time_limit"),
     *(*OF_SLURM, *OF_SKYPILOT),
 )
 
@@ -84,25 +84,50 @@ def sweep(
     Several values with commas, ranges as 512-8k*2 (times 2) and 1-16+5 (5 more). A sweep that was stopped goes on with
     --resume; what is finished is not done again.
     """
+    _sweep(context, dict(locals()))
+
+
+def _sweep(context: typer.Context, words: dict[str, Any]) -> None:
+    """What was typed, done."""
+    from flopwise.cli.sweep_launch import at_once
     from flopwise.core.store import store_folder
 
-    words = dict(locals())
-    form = one_of(output, FORMS, "--output")
-    where = one_of(launcher, options.LAUNCHERS, "--launcher")
+    form = one_of(words["output"], FORMS, "--output")
+    where = one_of(words["launcher"], options.LAUNCHERS, "--launcher")
     _check(context, where)
-    folder = store_folder(store)
-    asked = _Stored(folder, resume) if resume else _Asked(context, words)
-    wanted = _only(only, asked.record, asked.skipped)
-    if predict or dry_run:
-        _print_preview(asked.preview(wanted, is_run=not predict), form)
-        return
+    # Before anything is written.
+    at_once(words)
+    folder = store_folder(words["store"])
+    asked = _Stored(folder, words["resume"], words["time_limit"]) if words["resume"] else _Asked(context, words)
+    wanted = _only(words["only"], asked.record, asked.skipped)
+    if words["predict"] or words["dry_run"]:
+        where = ""
+    unread = _tell_unread(asked, wanted) if where != "local" else False
+    if where:
+        _launch(asked, folder, wanted, where, words)
+    else:
+        _print_preview(asked.preview(wanted, is_run=not words["predict"], slots=words["slots"]), form)
+    if unread:
+        raise typer.Exit(1)
+
+
+def _tell_unread(asked: _Sweep, wanted: Sequence[str]) -> bool:
+    """Tell of cells that cannot be read, and whether there are any; a sweep that runs here tells of them itself."""
+    unread = [cell for cell in wanted if cell in asked.problems]
+    for cell in unread:
+        typer.echo(f"note: cell {cell}: {asked.problems[cell]}", err=True)
+    return bool(unread)
+
+
+def _launch(asked: _Sweep, store: Path, wanted: Sequence[str], where: str, words: Mapping[str, Any]) -> None:
     from flopwise.cli import sweep_launch
 
+    meant = sweep_launch.Wanted(ids=wanted, cells=asked.chosen(wanted), named=wanted if words["only"] else ())
     if where == "local":
-        sweep_launch.check_here(asked.record, asked.chosen(wanted))
-    asked.write(folder)
+        sweep_launch.check_here(asked.record, meant.cells)
+    asked.write(store, force=words["force"])
     launch = {"local": sweep_launch.run, "slurm": sweep_launch.submit, "skypilot": sweep_launch.write_tasks}[where]
-    launch(folder, asked.record, asked.chosen(wanted), words)
+    launch(store, asked.record, meant, words)
 
 
 def _check(context: typer.Context, launcher: str) -> None:
@@ -140,15 +165,19 @@ class _Sweep:
     cells: list[Cell]
     skipped: Mapping[str, str]
     titles: Mapping[str, str]
+    problems: Mapping[str, str]
+    """Cell → why it cannot be read."""
 
     def chosen(self, wanted: Sequence[str]) -> list[Cell]:
         return [cell for cell in self.cells if cell.id in wanted]
 
-    def preview(self, wanted: Sequence[str], *, is_run: bool) -> Preview:
+    def preview(self, wanted: Sequence[str], *, is_run: bool, slots: str = "") -> Preview:
         from dataclasses import replace
 
+        from flopwise.cli.sweep_launch import at_once
         from flopwise.report.sweeps import Preview
         from flopwise.sweep.predicting import sweep_seconds
+        from flopwise.sweep.slots import slots_for
 
         # What is foreseen of a cell in another sweep is no part of this one, which leaves it out.
         cells = [
@@ -156,11 +185,13 @@ class _Sweep:
             for cell in self.cells
             if cell.id in {*wanted, *self.skipped}
         ]
-        record = self.record
-        total_s = sweep_seconds(cells, steps=record.steps, repeats=record.repeats) if is_run else None
+        record, total_s = self.record, None
+        if is_run:
+            share = slots_for(record, [cell.settings for cell in cells], at_once({"slots": slots})).share
+            total_s = sweep_seconds(cells, steps=record.steps, repeats=record.repeats, share=share)
         return Preview(cells=cells, skipped=self.skipped, titles=self.titles, total_s=total_s)
 
-    def write(self, store: Path) -> None:
+    def write(self, store: Path, *, force: bool) -> None:
         raise NotImplementedError
 
 
@@ -169,6 +200,7 @@ class _Asked(_Sweep):
 
     def __init__(self, context: typer.Context, words: Mapping[str, Any]) -> None:
         from flopwise.core.sweep import Cell, cell_id
+        from flopwise.core.sweep_store import SKIPPED
 
         file = _file(words["file"])
         flags = {axis: words[name] for axis, name in AXIS_OPTIONS.items() if words[name]}
@@ -177,7 +209,9 @@ class _Asked(_Sweep):
         self.hardware: dict[str, Hardware] = {}
         grid = self._grid(file, flags, run)
         settings = _settings_of_run(run)
-        self.skipped = grid.skipped
+        self.skipped, self.problems = grid.skipped, {}
+        # The rules' words need not be those of the cells: what they came to is kept.
+        request[SKIPPED] = dict(grid.skipped)
         ids = [cell_id(one) for one in grid.settings]
         foreseen = self._foreseen(grid, ids, settings["steps"], to_run=not words["predict"])
         self.cells = [
@@ -206,8 +240,8 @@ class _Asked(_Sweep):
             found = foresee_all([one for _, one in kept], self.hardware, steps=steps, to_run=to_run, tell=tell)
         return {cell: one for (cell, _), one in zip(kept, found, strict=True)}
 
-    def write(self, store: Path) -> None:
-        """The cells and the record; a sweep of that name with other cells is not replaced."""
+    def write(self, store: Path, *, force: bool) -> None:
+        """The cells and the record; a sweep of that name with other cells is replaced only by force."""
         from dataclasses import replace
 
         from flopwise.core.errors import FlopwiseError
@@ -216,11 +250,11 @@ class _Asked(_Sweep):
         record = self.record
         if record.name in sweep_names(store):
             before = read_sweep(store, record.name)
-            if before.cells != record.cells:
+            if set(before.cells) != set(record.cells) and not force:
                 raise FlopwiseError(
                     f"there is a sweep {record.name} with other cells",
                     why=f"it has {len(before.cells):,} of them, since {before.created}",
-                    hint=f"--resume {record.name} to go on with it, or another --name",
+                    hint=f"--resume {record.name} to go on with it, another --name, or --force to replace it",
                 )
             self.record = record = replace(record, created=before.created)
         there = {cell.id for cell in list_cells(store)[0]} if self.skipped else set()
@@ -236,19 +270,32 @@ class _Asked(_Sweep):
 class _Stored(_Sweep):
     """A sweep of the store."""
 
-    def __init__(self, store: Path, name: str) -> None:
-        from flopwise.core.sweep_store import read_cell, read_sweep
-        from flopwise.sweep.grid import left_out
+    def __init__(self, store: Path, name: str, time_limit: str) -> None:
+        """With the time limit that was typed, if any, instead of its own."""
+        from dataclasses import replace
+
+        from flopwise.core.errors import FlopwiseError
+        from flopwise.core.sweep_store import read_attempts, read_cell, read_sweep, skipped_cells
+        from flopwise.sweep.sweep_file import parse_duration
 
         self.record = read_sweep(store, name)
-        self.cells = [read_cell(store, cell) for cell in self.record.cells]
-        rules = _rules(self.record)
-        reasons = {cell.id: left_out(cell.settings, rules) for cell in self.cells}
-        self.skipped = {cell: why for cell, why in reasons.items() if why is not None}
-        self.titles = {}
+        if time_limit:
+            limit_s = value_of({"time_limit": time_limit}, "time_limit", parse_duration)
+            self.record = replace(self.record, time_limit_s=limit_s)
+        self.cells, self.problems, self.titles = [], {}, {}
+        for cell in self.record.cells:
+            try:
+                self.cells.append(read_cell(store, cell))
+            except FlopwiseError as error:
+                self.problems[cell] = error.what if error.why is None else f"{error.what}: {error.why}"
+        tried = {cell.id: read_attempts(store, cell.id)[0] for cell in self.cells}
+        self.skipped = skipped_cells(self.record, tried)
 
-    def write(self, store: Path) -> None:
-        """It is there."""
+    def write(self, store: Path, *, force: bool) -> None:  # noqa: ARG002 - it is there, and stays what it is
+        """Its time limit may be another one now."""
+        from flopwise.core.sweep_store import write_sweep
+
+        write_sweep(store, self.record)
 
 
 def _file(path: str) -> SweepFile:
@@ -318,23 +365,11 @@ def _default_name(ids: Sequence[str]) -> str:
 
 
 def _record(name: str, ids: Sequence[str], settings: Mapping[str, Any], request: dict[str, Any]) -> SweepRecord:
-    from flopwise.core.errors import FlopwiseError, shown
     from flopwise.core.sweep import SweepRecord
-    from flopwise.core.sweep_store import SWEEP_NAME
+    from flopwise.core.sweep_store import check_sweep_name, now
 
-    if not SWEEP_NAME.fullmatch(name):
-        raise FlopwiseError(
-            f"a sweep cannot be called {shown(name)}",
-            why="letters, digits, dots, dashes and underscores, at most 64, the first a letter or digit",
-            hint="--name mpt-on-h200",
-        )
-    return SweepRecord(name=name, created=_now(), cells=tuple(ids), request=request, **settings)
-
-
-def _now() -> str:
-    from datetime import datetime
-
-    return datetime.now().astimezone().isoformat(timespec="seconds")
+    check_sweep_name(name)
+    return SweepRecord(name=name, created=now(), cells=tuple(ids), request=request, **settings)
 
 
 def _only(text: str, record: SweepRecord, skipped: Mapping[str, str]) -> list[str]:
@@ -354,27 +389,17 @@ def _only(text: str, record: SweepRecord, skipped: Mapping[str, str]) -> list[st
 def _write_skipped(store: Path, record: SweepRecord, cell: str, why: str) -> None:
     """A cell that is left out says so; what was measured of it before stays."""
     from flopwise.core.sweep import Attempt
-    from flopwise.core.sweep_store import new_attempt, read_attempts
+    from flopwise.core.sweep_store import new_attempt, now, read_attempts
 
     if not read_attempts(store, cell)[0]:
-        now = _now()
+        today = now()
         new_attempt(
             store,
             Attempt(
-                number=0, cell=cell, repeat=1, state="skipped", started=now, ended=now, sweep=record.name,
+                number=0, cell=cell, repeat=1, state="skipped", started=today, ended=today, sweep=record.name,
                 steps=record.steps, reason=why,
             ),
         )  # fmt: skip
-
-
-def _rules(record: SweepRecord) -> list[Skip]:
-    """What a stored sweep leaves out."""
-    from flopwise.sweep.grid import Skip
-
-    return [
-        Skip(axes={axis: tuple(values) for axis, values in rule.items() if axis != "reason"}, reason=rule["reason"])
-        for rule in record.request.get("skip", ())
-    ]
 
 
 # -- to people -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +16,75 @@ from flopwise.core.results import Result
 from flopwise.core.sweep import Cell, SweepRecord
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """The cells of a sweep that are meant."""
+
+    ids: Sequence[str]
+    cells: Sequence[Cell]
+    """Those of them that can be read."""
+    named: Sequence[str] = ()
+    """Those of them that --only names, which are tried though the sweep leaves them out."""
+
+
 def check_here(record: SweepRecord, cells: Sequence[Cell]) -> None:
     """Refuse before anything is written what cannot run on this machine."""
     from flopwise.cli.train import check_packages
-    from flopwise.core.catalog import THIS_CPU
-    from flopwise.sweep.slots import Slots, check_hardware
+    from flopwise.sweep.slots import check_hardware, slots_for
 
     check_packages()
-    on_cpu = all(cell.settings.hardware == THIS_CPU for cell in cells)
-    check_hardware((cell.settings for cell in cells), record, Slots(record, None, on_cpu=on_cpu))
+    settings = [cell.settings for cell in cells]
+    check_hardware(settings, record, slots_for(record, settings, None))
 
 
-def run(store: Path, record: SweepRecord, cells: Sequence[Cell], words: Mapping[str, Any]) -> None:
-    """Run what is not finished, show how it goes on, and print the results; exit code 1 where attempts failed."""
+def at_once(words: Mapping[str, Any]) -> int | None:
+    """What --slots says."""
+    return value_of(words, "slots", counted(1, "--slots 2")) if words["slots"] else None
+
+
+def run(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any]) -> None:
+    """Run what is not finished, show how it goes on, and print the results.
+
+    The exit code is 1 where attempts failed, and where a cell was left to an attempt on another machine.
+    """
     from flopwise.cli.sweep_progress import watching
     from flopwise.sweep.running import run_sweep
+    from flopwise.sweep.slots import slots_for
 
-    slots = value_of(words, "slots", counted(1, "--slots 2")) if words["slots"] else None
-    wanted = [cell.id for cell in cells]
+    slots, wanted, cells = at_once(words), asked.ids, asked.cells
+    share = slots_for(record, [cell.settings for cell in cells], slots).share
     typer.echo(f"sweep {record.name} in {store}", err=True)
     settle(store, (record.name,))
     try:
-        with watching(cells, repeats=record.repeats) as tell:
+        with watching(cells, steps=record.steps, repeats=record.repeats, share=share) as tell:
             # Without any cell left, `only` would stand for all of them.
             attempts = (
                 run_sweep(
-                    store, record, force=words["force"], retry=words["retry"], slots=slots, only=wanted, tell=tell
+                    store, record, force=words["force"], retry=words["retry"], slots=slots, only=wanted,
+                    named=asked.named, tell=tell,
                 )
                 if wanted
                 else []
-            )
+            )  # fmt: skip
     except KeyboardInterrupt:
         typer.echo(f"interrupted   go on with: flopwise sweep --resume {record.name}{_store_words(words)}", err=True)
         raise typer.Exit(130) from None
     _print_results(store, record.name, wanted if words["only"] else record.cells, words["output"].lower())
+    elsewhere = [attempt for attempt in attempts if attempt.state == "running"]
+    for attempt in elsewhere:
+        typer.echo(
+            f"cell {attempt.cell} was left to attempt {attempt.number}, which may still run on {attempt.host}"
+            "   --force tries it all the same",
+            err=True,
+        )
     bad = [attempt for attempt in attempts if attempt.state in ("failed", "timeout")]
     if bad:
         again = f"flopwise sweep --resume {record.name} --retry{_store_words(words)}"
-        typer.echo(f"{len(bad):,} of {len(attempts):,} attempts failed or took too long   next: {again}", err=True)
+        typer.echo(
+            f"{len({one.cell for one in bad}):,} of {len(wanted):,} cells failed or took too long   next: {again}",
+            err=True,
+        )
+    if bad or elsewhere:
         raise typer.Exit(1)
     typer.echo(f"next: flopwise report {record.name} -o html{_store_words(words)}", err=True)
 
@@ -75,7 +107,7 @@ def _store_words(words: Mapping[str, Any]) -> str:
     return f" --store {shlex.quote(words['store'])}" if words["store"] else ""
 
 
-def submit(store: Path, record: SweepRecord, cells: Sequence[Cell], words: Mapping[str, Any]) -> None:
+def submit(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any]) -> None:
     """Hand the cells to Slurm, and tell its jobs."""
     from flopwise.sweep import slurm
 
@@ -87,10 +119,10 @@ def submit(store: Path, record: SweepRecord, cells: Sequence[Cell], words: Mappi
         gpus_per_node=nodes or slurm.SlurmOptions().gpus_per_node,
         extra=tuple(words["sbatch"] or ()),
         activate=words["activate"] or None,
-        at_once=value_of(words, "slots", counted(1, "--slots 2")) if words["slots"] else None,
+        at_once=at_once(words),
         flags=(*(("--force",) if words["force"] else ()), *(("--retry",) if words["retry"] else ())),
     )
-    found = slurm.submit(store, record, site, cells=cells)
+    found = slurm.submit(store, record, site, cells=asked.cells, named=asked.named)
     for job in found.jobs:
         typer.echo(
             f"{job.id}  {found.folder / job.script}  {len(job.cells):,} cell{'' if len(job.cells) == 1 else 's'}"
@@ -99,6 +131,7 @@ def submit(store: Path, record: SweepRecord, cells: Sequence[Cell], words: Mappi
         (found.queued, "have a job already"),
         (found.finished, "are finished"),
         (found.failed, "have failed, and --retry tries them again"),
+        (found.skipped, "are skipped"),
     )
     for some, why in left_out:
         if some:
@@ -106,7 +139,7 @@ def submit(store: Path, record: SweepRecord, cells: Sequence[Cell], words: Mappi
     typer.echo(f"next: flopwise report {record.name}{_store_words(words)}", err=True)
 
 
-def write_tasks(store: Path, record: SweepRecord, cells: Sequence[Cell], words: Mapping[str, Any]) -> None:
+def write_tasks(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any]) -> None:
     """Write a task for SkyPilot beside the sweep, for each hardware and number of devices."""
     from flopwise.core.files import write_whole
     from flopwise.core.sweep_store import SWEEPS
@@ -119,7 +152,7 @@ def write_tasks(store: Path, record: SweepRecord, cells: Sequence[Cell], words: 
         use_spot=words["spot"],
         bucket=words["bucket"] or None,
     )
-    for name, text in render_all(record, cells, chosen).items():
+    for name, text in render_all(record, asked.cells, chosen).items():
         write_whole(store / SWEEPS / name, text)
         typer.echo(f"{store / SWEEPS / name}")
     typer.echo("next: sky launch FILE", err=True)

@@ -12,22 +12,23 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from flopwise.core.sweep import AUTO, Attempt, Cell
+from flopwise.core.sweep import AUTO, ENDED, Attempt, Cell
 from flopwise.core.units import show_bytes, show_seconds
 from flopwise.report.training import clock_words, printable
+from flopwise.sweep.predicting import Share, alone, attempt_seconds, beside_each_other, cell_seconds
 from flopwise.sweep.running import AttemptEnded, CellBegun, CellEnded, CellSkipped, Event, Noticed, SweepEnded
 
 REFRESHES_PER_S = 4
 LONGEST_REASON = 120
 """Characters of a reason that a line has; its attempt's file has more."""
-LOOKING_ATTEMPTS = 3
-"""That looking for a micro-batch takes where the prediction is nearly right."""
 
 
 @contextmanager
-def watching(cells: Sequence[Cell], *, repeats: int = 1) -> Iterator[Callable[[Event], None]]:
+def watching(
+    cells: Sequence[Cell], *, steps: int = 1, repeats: int = 1, share: Share = alone
+) -> Iterator[Callable[[Event], None]]:
     """A callback for `run_sweep` that shows it to whoever looks at stderr; `cells` are all that it was asked for."""
-    left = TimeLeft(cells, repeats)
+    left = TimeLeft(cells, repeats, steps=steps, share=share)
     if not sys.stderr.isatty():
         yield PlainProgress(left)
         return
@@ -38,10 +39,15 @@ def watching(cells: Sequence[Cell], *, repeats: int = 1) -> Iterator[Callable[[E
         live.close()
 
 
+LONGEST_NAME = 28
+
+
 def cell_words(cell: Cell, micro: int | None = None) -> str:
     """`mpt-125m · sequence 2,048 · batch 32`."""
     settings = cell.settings
-    words = [printable(settings.model_name), f"sequence {settings.sequence_tokens:,}"]
+    name = printable(settings.model_name)
+    words = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"]
+    words.append(f"sequence {settings.sequence_tokens:,}")
     if settings.devices > 1:
         words.insert(1, f"{settings.devices:,} devices")
     batch = settings.batch_sequences
@@ -73,27 +79,17 @@ def ended_words(event: AttemptEnded) -> str:
 class TimeLeft:
     """What is still to come by the predictions, as far off as those of the attempts that have ended."""
 
-    def __init__(self, cells: Sequence[Cell], repeats: int = 1) -> None:
+    def __init__(self, cells: Sequence[Cell], repeats: int = 1, *, steps: int = 1, share: Share = alone) -> None:
         self.total = len(cells)
-        self.repeats = repeats
-        self.open = {cell.id: self._foreseen_s(cell) for cell in cells}
+        self.steps = steps
+        self.open = {cell.id: cell_seconds(cell, steps=steps, repeats=repeats) for cell in cells}
+        self.shares = {cell.id: share(cell.settings) for cell in cells}
         self.predicted_s = 0.0
         self.measured_s = 0.0
 
-    def _foreseen_s(self, cell: Cell) -> float | None:
-        foreseen, settings = cell.foreseen, cell.settings
-        if foreseen is None:
-            return None
-        if not foreseen.fits and settings.devices == 1:
-            return 0.0
-        if foreseen.attempt_s is None:
-            return None
-        looks = settings.batch_sequences == AUTO and settings.micro_batch_sequences == AUTO
-        return foreseen.attempt_s * (self.repeats + (LOOKING_ATTEMPTS if looks else 0))
-
     def ended(self, cell: Cell, attempt: Attempt, seconds: float) -> None:
         """Learn from an attempt that was measured, which is one of a cell's less to come."""
-        expected = cell.foreseen.attempt_s if cell.foreseen else None
+        expected = attempt_seconds(cell, steps=self.steps, looking=attempt.repeat == 0)
         if attempt.state == "ok" and attempt.repeat and expected and seconds:
             self.predicted_s += expected
             self.measured_s += seconds
@@ -110,13 +106,13 @@ class TimeLeft:
 
     def seconds(self) -> float | None:
         """None where too little is known: cells without a prediction are taken for average ones."""
-        known = [seconds for seconds in self.open.values() if seconds is not None]
         if not self.open:
             return 0.0
+        known = [(seconds, self.shares[cell]) for cell, seconds in self.open.items() if seconds is not None]
         if not known:
             return None
         factor = self.measured_s / self.predicted_s if self.predicted_s else 1.0
-        return factor * sum(known) * len(self.open) / len(known)
+        return factor * beside_each_other(known) * len(self.open) / len(known)
 
 
 class _Shown:
@@ -146,7 +142,8 @@ class _Shown:
             case CellEnded():
                 self.left.closed(event.cell.id)
             case CellSkipped():
-                self.skipped += 1
+                # One that another machine may still be at is left to it.
+                self.skipped += all(attempt.state in ENDED for attempt in event.attempts)
                 self.left.closed(event.cell.id)
             case Noticed():
                 self.say(f"note: cell {event.cell}: {printable(event.words)}")
@@ -160,6 +157,10 @@ class _Shown:
             self.say(f"{self.skipped:,} {said} there already")
         if event.stopped_by:
             self.say(f"stopped by {event.stopped_by} after {self.left.done:,} of {self.left.total:,} cells")
+
+
+LEAST_ROOM, BESIDE = 16, 52
+"""Columns for what runs, and for what stands beside it."""
 
 
 class PlainProgress(_Shown):
@@ -217,6 +218,9 @@ class LiveProgress(_Shown):
     def renew(self) -> None:
         words = list(self.running.values())
         told = words[0] + (f" and {len(words) - 1} more" if len(words) > 1 else "") if words else ""
+        # The bar, the count and the time that is left come first.
+        room = max(LEAST_ROOM, self.console.width - BESIDE)
+        told = told if len(told) <= room else f"{told[: room - 1]}…"
         self.renewed_s = self.clock()
         self.bar.update(self.task, completed=self.left.done, description=told)
 

@@ -11,14 +11,14 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
 
-from flopwise.core import results
+from flopwise.core import results, sweep
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import write_whole
 from flopwise.core.measurement import RunRecord, StepRecord
@@ -62,6 +62,8 @@ class Indexed:
     ended: str | None = None
     problem: str | None = None
     """Why its record cannot be read."""
+    origin: object = field(default=None, compare=False, repr=False)
+    """The same object for as long as the index that it comes from stands; None: it was read just now."""
 
     def get(self, field: str) -> Any:  # noqa: ANN401 - as the field's type is
         return self.values[PLACES[field]]
@@ -109,7 +111,7 @@ def indexed_runs(
     root = os.fspath(store)
     for name in found:
         folder = f"{root}/{name}"
-        record, profile = _mark(f"{folder}/{RECORD}"), _mark(f"{folder}/{PROFILE}")
+        record, profile = mark_of(f"{folder}/{RECORD}"), mark_of(f"{folder}/{PROFILE}")
         entry = kept.get(name)
         if entry is None or entry.record != record or entry.profile != profile or not _serves(entry, wanted):
             run, entry = _fresh(Path(folder), record, profile, judge if profiles else None, wanted)
@@ -150,7 +152,8 @@ def _serves(entry: _Entry, wanted: str | None) -> bool:
     return entry.profile == NO_FILE or wanted in (UNSEEN, entry.judge)
 
 
-def _mark(path: str) -> Mark:
+def mark_of(path: str) -> Mark:
+    """As a file is now, without opening it."""
     try:
         found = os.stat(path)  # noqa: PTH116 - a path object for each of 10,000 runs takes longer than the call
     except OSError:
@@ -167,6 +170,7 @@ def _from_entry(name: str, entry: _Entry) -> Indexed:
         entry.steps_done,
         entry.steps_asked,
         entry.ended,
+        origin=entry.values,
     )
 
 
@@ -251,13 +255,17 @@ def process_is_gone(folder: Path) -> bool:
 # -- the file --------------------------------------------------------------------------------------------------------
 
 
+_REMEMBERED: dict[str, tuple[Mark, dict[str, _Entry]]] = {}
+"""The index that was read last, for a process that reads it again and again; nobody changes what it holds."""
+
+
 def _maker() -> str:
     """The version that makes the rows, and when the code that does it last changed: a checkout keeps its version."""
     version = sys.modules[__name__.partition(".")[0]].__version__
-    return f"{version} {_mark(results.__file__)[0]}"
+    return " ".join([version, *(str(mark_of(str(part.__file__))[0]) for part in (results, sweep))])
 
 
-def _is_ours(path: Path) -> bool:
+def is_ours(path: Path) -> bool:
     """A plain file of a size that can be read: a link might lead anywhere, and a pipe never ends."""
     try:
         found = path.lstat()
@@ -268,19 +276,24 @@ def _is_ours(path: Path) -> bool:
 
 def _read_index(store: Path) -> dict[str, _Entry]:
     path = store / INDEX
-    if not _is_ours(path):
+    if not is_ours(path):
         return {}
+    mark, place = mark_of(os.fspath(path)), os.path.realpath(path)
+    if place in _REMEMBERED and _REMEMBERED[place][0] == mark:
+        return _REMEMBERED[place][1]
     try:
         index = msgspec.json.decode(path.read_bytes(), type=_Index, strict=False)
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
         return {}
     is_current = index.layout == LAYOUT and index.maker == _maker() and tuple(index.fields) == FIELDS
-    return index.runs if is_current else {}
+    _REMEMBERED.clear()
+    _REMEMBERED[place] = (mark, index.runs if is_current else {})
+    return _REMEMBERED[place][1]
 
 
 def _write_index(store: Path, entries: dict[str, _Entry]) -> None:
     path = store / INDEX
-    if (path.is_symlink() or path.exists()) and not _is_ours(path):
+    if (path.is_symlink() or path.exists()) and not is_ours(path):
         return
     # JSON has no number for NaN and infinity: as everywhere in the store they are words.
     runs = {name: _with_words(msgspec.structs.astuple(entry)) for name, entry in entries.items()}

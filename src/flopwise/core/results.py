@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names
 from flopwise.core.measurement import Measurement, RunRecord
 from flopwise.core.plan import LETTERS, Place
 from flopwise.core.profile import Profile
@@ -109,8 +111,7 @@ def settings_of(record: RunRecord) -> Settings:
     batch = request.get("batch_sequences") or (measured.batch_sequences if measured else plan.get("batch_sequences"))
     return Settings(
         model=record.model,
-        # A plan may say `this-machine`; what was measured knows which that is.
-        hardware=str((measured.hardware if measured else None) or plan.get("hardware") or "-"),
+        hardware=_hardware(str((measured.hardware if measured else None) or plan.get("hardware") or "-"), record),
         devices=int(plan.get("devices") or (measured.devices if measured else 1)),
         sequence_tokens=int(plan.get("sequence_tokens") or (measured.sequence_tokens if measured else 0)),
         batch_sequences=int(batch) if batch else AUTO,
@@ -121,6 +122,18 @@ def settings_of(record: RunRecord) -> Settings:
         device_memory_bytes=request.get("device_memory_bytes"),
         host_memory_bytes=request.get("host_memory_bytes"),
     )
+
+
+def _hardware(name: str, record: RunRecord) -> str:
+    """A plan may say `this-machine`; which one that is the record of a run that was not measured tells too."""
+    if name != THIS_MACHINE:
+        return name
+    if _on_cpu(record.environment):
+        return THIS_CPU
+    card = record.environment.get("device_name") or record.environment.get("gpu") or ""
+    key = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+    known = hardware_aliases().get(key, key) if key else ""
+    return known if known in hardware_names() else name
 
 
 def result_of_run(record: RunRecord, profile: Profile | None = None, bound: str | None = None) -> Result:
@@ -195,6 +208,9 @@ def _with_measurement(row: Result, record: RunRecord, profile: Profile | None) -
     known = {name: profile.get(name) if profile else None for name in ("power_w", "power_limit_w", "clock_mean_hz")}
     # Without its steps a profile's energy is that of all it has seen, which no batch divides.
     energy = profile.get("energy_j") if profile and profile.steps else None
+    # A GPU counts its own energy, a processor that of the whole machine. Padding is no token.
+    all_energy = energy if energy is None or _on_cpu(record.environment) else energy * devices
+    tokens = measured.tokens_per_s * measured.step_s
     return replace(
         row,
         devices=devices,
@@ -224,7 +240,7 @@ def _with_measurement(row: Result, record: RunRecord, profile: Profile | None) -
         power_w=known["power_w"],
         power_limit_w=known["power_limit_w"],
         clock_hz=known["clock_mean_hz"],
-        energy_j_per_token=energy * devices / measured.batch_tokens if energy is not None else None,
+        energy_j_per_token=all_energy / tokens if all_energy is not None and tokens else None,
         predicted_step_s=measured.predicted_step_s or row.predicted_step_s,
         predicted_tokens_per_s=predicted,
         prediction_error=predicted / measured.tokens_per_s - 1 if predicted and measured.tokens_per_s else None,
@@ -238,56 +254,76 @@ def _taken(measured: Measurement, place: Place) -> int | None:
 
 def result_of_cell(cell: Cell, attempt: Attempt | None, run: Result | None = None) -> Result:
     """A cell as a row: as its attempt ended, with what its run measured; without an attempt, as it is foreseen."""
+    return Result(**cell_values(cell, attempt, None if run is None else values_of(run)))
+
+
+def values_of(row: Result) -> dict[str, Any]:
+    """Field → value."""
+    return {name: getattr(row, name) for name in FIELDS}
+
+
+def cell_values(cell: Cell, attempt: Attempt | None, run: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The fields of `result_of_cell`, before they are a row; `run` holds those of its run, and is filled in."""
     settings, foreseen = cell.settings, cell.foreseen
-    if run is None:
-        run = Result(
-            cell=cell.id,
-            state="planned",
-            model=settings.model_name,
-            hardware=settings.hardware,
-            devices=settings.devices,
-            sequence_tokens=settings.sequence_tokens,
-            batch_sequences=None if settings.batch_sequences == AUTO else settings.batch_sequences,
-            micro_batch_sequences=None if settings.micro_batch_sequences == AUTO else settings.micro_batch_sequences,
-            precision=settings.precision,
-            optimizer=settings.optimizer,
-            device_cap_bytes=settings.device_memory_bytes,
-            host_cap_bytes=settings.host_memory_bytes,
-        )
+    values = _settings_values(settings) if run is None else run
+    if attempt is not None:
+        _fill(values, {name: getattr(attempt, name) for name in ("batch_sequences", "micro_batch_sequences")})
     if foreseen is not None:
-        run = _with_foreseen(run, settings, foreseen.fits)
-        given: dict[str, Any] = {
-            "predicted_step_s": foreseen.step_s,
-            "predicted_tokens_per_s": foreseen.tokens_per_s,
-            "predicted_device_bytes": foreseen.device_bytes,
-            "predicted_host_bytes": foreseen.host_bytes,
-            "batch_sequences": foreseen.batch_sequences,
-            "micro_batch_sequences": foreseen.micro_batch_sequences,
-            "recompute": foreseen.recompute,
-            "bound": foreseen.bound,
-        }
-        # What a run has said itself stands.
-        run = replace(run, **{name: value for name, value in given.items() if getattr(run, name) is None})
+        _fill(values, {name: getattr(foreseen, given) for name, given in FORESEEN.items()})
+        values["predicted_fits"] = foreseen.fits
+    batch = values.get("batch_sequences")
+    if batch is not None:
+        _fill(values, {"batch_tokens": batch * settings.sequence_tokens})
+    values["cell"] = cell.id
     if attempt is None:
-        source: Source = "predicted" if foreseen is not None else run.source
-        return replace(run, cell=cell.id, source=source, reason=foreseen.reason if foreseen else None)
-    return replace(
-        run,
-        cell=cell.id,
+        is_foreseen = foreseen is not None
+        source: Source = "predicted" if is_foreseen else values.get("source", "measured")
+        values.update(source=source, reason=foreseen.reason if foreseen else None)
+        return values
+    values.update(
         attempt=attempt.number,
         repeat=attempt.repeat,
         state=attempt.state,
         reason=attempt.reason,
-        started=run.started or attempt.started,
-        batch_sequences=run.batch_sequences or attempt.batch_sequences,
-        micro_batch_sequences=run.micro_batch_sequences or attempt.micro_batch_sequences,
+        started=values.get("started") or attempt.started,
     )
+    return values
 
 
-def _with_foreseen(row: Result, settings: Settings, fits: bool) -> Result:
-    batch = row.batch_sequences
-    tokens = None if batch is None else batch * settings.sequence_tokens
-    return replace(row, predicted_fits=fits, batch_tokens=row.batch_tokens or tokens)
+FORESEEN = {
+    "predicted_step_s": "step_s",
+    "predicted_tokens_per_s": "tokens_per_s",
+    "predicted_device_bytes": "device_bytes",
+    "predicted_host_bytes": "host_bytes",
+    "batch_sequences": "batch_sequences",
+    "micro_batch_sequences": "micro_batch_sequences",
+    "recompute": "recompute",
+    "bound": "bound",
+}
+"""Field of a row → that of a prediction."""
+
+
+def _fill(values: dict[str, Any], given: dict[str, Any]) -> None:
+    """What has been said already stands."""
+    for name, value in given.items():
+        if values.get(name) is None:
+            values[name] = value
+
+
+def _settings_values(settings: Settings) -> dict[str, Any]:
+    return {
+        "state": "planned",
+        "model": settings.model_name,
+        "hardware": settings.hardware,
+        "devices": settings.devices,
+        "sequence_tokens": settings.sequence_tokens,
+        "batch_sequences": None if settings.batch_sequences == AUTO else settings.batch_sequences,
+        "micro_batch_sequences": None if settings.micro_batch_sequences == AUTO else settings.micro_batch_sequences,
+        "precision": settings.precision,
+        "optimizer": settings.optimizer,
+        "device_cap_bytes": settings.device_memory_bytes,
+        "host_cap_bytes": settings.host_memory_bytes,
+    }
 
 
 def priced(row: Result, per_device_hour: float) -> Result:

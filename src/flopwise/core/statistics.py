@@ -57,11 +57,11 @@ def warm_up_steps(seconds: Sequence[float] | Seconds) -> int:
     """How many steps at the start are warm-up: two at least, then all before the first window that has settled.
 
     A window of five steps has settled when its median is as far from the second half's median as 2 % or as the second
-    half's own p20 to p80, whichever is more. At most half of the steps are left out, and of four or fewer none.
+    half's own p20 to p80, whichever is more. At most half of the steps are left out, and of four or fewer the first.
     """
     times = np.asarray(seconds, dtype=np.float64)
     if len(times) <= 2 * LEAST_WARM_UP:
-        return 0
+        return min(1, max(0, len(times) - 1))
     most = len(times) // 2
     later = times[most:]
     goal, low, high = (float(value) for value in np.quantile(later, (0.5, 0.2, 0.8)))
@@ -150,12 +150,17 @@ def median_draws(seconds: Seconds, generator: np.random.Generator) -> Seconds:
     return np.asarray(middle + (drawn - middle) * (size / count) ** 0.5 * _few(-(-count // length)))
 
 
-def interval(seconds: Seconds) -> tuple[float, float] | None:
-    """95 % interval of one run's median step time, within that run; None of fewer than three steps."""
-    if len(seconds) < LEAST_STEPS:
+def relative_half_width(runs: Sequence[Quantiles]) -> float | None:
+    """Half of the 95 % interval of what several runs of the same settings have in common, relative to it.
+
+    Student's t over their medians, whose scatter is never less than the steps within them tell; None of one run.
+    """
+    if len(runs) < 2:
         return None
-    low, high = np.quantile(median_draws(seconds, np.random.default_rng(SEED)), (0.025, 0.975))
-    return float(low), float(high)
+    centres = np.array([_middle(run) for run in runs])
+    known = [error**2 for run in runs if (error := _quantile_error(run)) is not None]
+    variance = max(float(np.var(centres, ddof=1)), sum(known) / len(known) if known else 0.0)
+    return exp(min(_student(len(runs) - 1) * (variance / len(runs)) ** 0.5, LARGEST_LOG)) - 1
 
 
 def _few(units: int) -> float:
@@ -176,11 +181,16 @@ def _middle(sample: Sample) -> float:
 def _log_draws(sample: Sample, generator: np.random.Generator) -> Seconds | None:
     if not isinstance(sample, Quantiles):
         return np.log(np.maximum(median_draws(sample, generator), 1e-12)) if len(sample) >= LEAST_STEPS else None
+    error = _quantile_error(sample)
+    return None if error is None else np.asarray(log(sample.median) + generator.normal(0.0, 1.0, DRAWS) * error)
+
+
+def _quantile_error(sample: Quantiles) -> float | None:
+    """Of a run's log median, as its steps tell."""
     if sample.p20 is None or sample.p80 is None or (sample.steps or 0) < LEAST_STEPS:
         return None
     assert sample.steps is not None
-    error = _spread(sample) * MEDIAN_ERROR / float(sample.steps) ** 0.5 * _few(sample.steps)
-    return np.asarray(log(sample.median) + generator.normal(0.0, 1.0, DRAWS) * error)
+    return float(_spread(sample) * MEDIAN_ERROR / float(sample.steps) ** 0.5 * _few(sample.steps))
 
 
 # -- two sides -------------------------------------------------------------------------------------------------------
@@ -213,9 +223,6 @@ class Change:
         if self.relative <= -threshold and self.high < 0:
             return "faster"
         return "same" if -threshold < self.low and self.high < threshold else "unclear"
-
-    def alarms(self, threshold: float) -> bool:
-        return self.verdict(threshold) == "slower"
 
 
 def change(before: Sequence[Sample], after: Sequence[Sample]) -> Change:

@@ -21,8 +21,8 @@ AUTO: Auto = "auto"
 INTERRUPTED = "interrupted"
 """How the reason of an attempt begins that was ended before it could say anything of its cell."""
 
-NOT_IDENTITY = ("title", "source")
-"""Fields of a model's table that say nothing of its shape."""
+NOT_IDENTITY = ("name", "title", "source")
+"""Fields of a model's table that say nothing of its shape: the same one under two names is one cell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,17 +11,19 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from flopwise.core.errors import FlopwiseError, shown, unknown_name
 from flopwise.core.files import WRITABLE_HINT, write_whole
-from flopwise.core.store import from_text, to_text
-from flopwise.core.sweep import ENDED, Attempt, Cell, SweepRecord
+from flopwise.core.measurement import RunRecord
+from flopwise.core.store import LAST, RUN_NAME, from_text, read_record, to_text
+from flopwise.core.sweep import AUTO, ENDED, Attempt, Cell, SweepRecord, says_nothing, standing
 
 CELLS = "cells"
 SWEEPS = "sweeps"
@@ -30,6 +32,15 @@ LOCK = ".lock"
 CELL_NAME = re.compile(r"[0-9a-f]{12}", re.ASCII)
 ATTEMPT_NAME = re.compile(r"attempt-([0-9]{4,9})\.json", re.ASCII)
 SWEEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+OF_RUNS = re.compile(rf"{LAST}|[0-9]+(?:-[0-9]+)?", re.ASCII | re.IGNORECASE)
+"""What stands for runs wherever results are named, so that no sweep may be called so."""
+OF_FILES = (".csv", ".json", ".md", ".markdown", ".txt", ".html", ".toml")
+SKIPPED = "skipped"
+"""In the request of a sweep: cell → why it is left out, as its rules were when it was asked for."""
+BEAT_S = 30.0
+"""Between two touches of the file of an attempt that runs."""
+SILENT_AFTER_S = 300.0
+"""An attempt on another machine whose file nobody has touched for so long has died with it."""
 STALE_AFTER_S = 120.0
 """An attempt on another machine that is so far beyond its time limit has died with it."""
 LATEST_START_S = 60.0
@@ -156,22 +167,55 @@ def read_attempts(store: Path, cell: str) -> tuple[list[Attempt], list[Problem]]
         except FlopwiseError as error:
             problems.append(_problem(path, error))
             continue
-        attempts.append(_gone(attempt) if attempt.state not in ENDED and is_gone(attempt) else attempt)
+        if attempt.state not in ENDED and is_gone(attempt, silent_s=_silent_s(path)):
+            attempt = _gone(attempt)
+        attempts.append(attempt)
     return attempts, problems
 
 
-def is_gone(attempt: Attempt) -> bool:
-    """Whether the process of an attempt that has not ended can no longer be there."""
-    try:
-        begun = datetime.fromisoformat(attempt.started)
-    except ValueError:
+def is_gone(attempt: Attempt, *, silent_s: float = 0.0) -> bool:
+    """Whether the process of an attempt that has not ended can no longer be there.
+
+    `silent_s`: since when its file was not touched, which tells of another machine's.
+    """
+    begun = moment(attempt.started)
+    if begun is None:
         # Nobody of ours has written this.
         return True
     if attempt.host == socket.gethostname() and attempt.pid is not None:
         return not _lives(attempt.pid, begun.timestamp())
+    if silent_s > SILENT_AFTER_S:
+        return True
     if attempt.time_limit_s is None:
         return False
     return (datetime.now(tz=begun.tzinfo) - begun).total_seconds() > attempt.time_limit_s + STALE_AFTER_S
+
+
+def moment(text: str) -> datetime | None:
+    """A time as the store's files have it; None for what is none."""
+    try:
+        found = datetime.fromisoformat(text)
+        return found if found.tzinfo is not None else found.astimezone()
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def now() -> str:
+    """Local time with its offset, as the store's files have it."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def beat(store: Path, attempt: Attempt) -> None:
+    """Touch the file of an attempt that runs, so that other machines know; trouble with it ends nothing."""
+    with suppress(OSError):
+        os.utime(_attempt_path(cell_folder(store, attempt.cell), attempt.number))
+
+
+def _silent_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _gone(attempt: Attempt) -> Attempt:
@@ -208,16 +252,97 @@ def _attempt_numbers(folder: Path) -> list[int]:
     return [int(match[1]) for match in found if match is not None]
 
 
+# -- what is left to try -----------------------------------------------------------------------------------------------
+
+Verdict = Literal["open", "finished", "failed", "skipped"]
+"""open: to be tried; finished: trying again would change nothing; failed: only to be retried; skipped: left out."""
+
+
+def run_record(store: Path, run: str | None) -> RunRecord | None:
+    """The record of a run, where there still is one that can be read."""
+    if run is None or not RUN_NAME.fullmatch(run):
+        return None
+    try:
+        return read_record(store / run)
+    except FlopwiseError:
+        return None
+
+
+def missing_repeats(store: Path, record: SweepRecord, attempts: Sequence[Attempt]) -> list[int]:
+    """Repeats without a measurement of as many steps that can still be read."""
+    there = {
+        attempt.repeat
+        for attempt in standing(attempts)
+        if attempt.state == "ok" and attempt.steps >= record.steps and run_record(store, attempt.run) is not None
+    }
+    return [repeat for repeat in range(1, record.repeats + 1) if repeat not in there]
+
+
+def verdict(
+    store: Path, record: SweepRecord, cell: Cell, attempts: Sequence[Attempt], *, named: bool = False
+) -> Verdict:
+    """What a sweep has still to do for a cell, by what was tried of it; one that is `named` is not left out."""
+    if not named and cell.id in skipped_cells(record, {cell.id: attempts}):
+        return "skipped"
+    if not missing_repeats(store, record, attempts):
+        return "finished"
+    told = [attempt for attempt in attempts if attempt.state in ENDED and not says_nothing(attempt)]
+    if not told or told[-1].state in ("ok", "skipped"):
+        return "open"
+    if told[-1].state == "timeout" and _is_longer(record.time_limit_s, told[-1].time_limit_s):
+        return "open"
+    if told[-1].state != "oom":
+        return "failed"
+    # Looking for a micro-batch, that one did not fit is no end.
+    return "open" if looks(cell) and told[-1].micro_batch_sequences is not None else "finished"
+
+
+def _is_longer(limit_s: float | None, than_s: float | None) -> bool:
+    """Of two time limits, either of which may be none."""
+    return than_s is not None and (limit_s is None or limit_s > than_s)
+
+
+def looks(cell: Cell) -> bool:
+    """Whether the largest micro-batch is to be looked for."""
+    return cell.settings.batch_sequences == AUTO and cell.settings.micro_batch_sequences == AUTO
+
+
+def skipped_cells(record: SweepRecord, attempts: Mapping[str, Sequence[Attempt]]) -> dict[str, str]:
+    """Cells that a sweep leaves out, and why: as it was decided, be the rules' words what they are.
+
+    A record without that decision has it in the attempts of its cells that say so.
+    """
+    decided = record.request.get(SKIPPED)
+    if isinstance(decided, dict):
+        return {cell: str(why) for cell, why in decided.items() if cell in record.cells}
+    found = {}
+    for cell, tried in attempts.items():
+        ours = [attempt for attempt in tried if attempt.sweep == record.name]
+        if ours and ours[-1].state == "skipped":
+            found[cell] = ours[-1].reason or "it is left out"
+    return found
+
+
 # -- sweeps ----------------------------------------------------------------------------------------------------------
 
 
+def check_sweep_name(name: str) -> None:
+    """Refuse a name that is no file's, or that stands for something else wherever results are named."""
+    if not SWEEP_NAME.fullmatch(name):
+        why = "letters, digits, dots, dashes and underscores, at most 64, the first a letter or digit"
+    elif OF_RUNS.fullmatch(name):
+        why = "`flopwise report` would take it for runs"
+    elif CELL_NAME.fullmatch(name):
+        why = "`flopwise report` would take it for a cell"
+    elif name.lower().endswith(OF_FILES):
+        why = "`flopwise report` would take it for a file"
+    else:
+        return
+    raise FlopwiseError(f"a sweep cannot be called {shown(name)}", why=why, hint="--name mpt-on-h200")
+
+
 def write_sweep(store: Path, record: SweepRecord) -> None:
-    if not SWEEP_NAME.fullmatch(record.name):
-        raise FlopwiseError(
-            f"a sweep cannot be called {record.name!r}",
-            why="letters, digits, dots, dashes and underscores, at most 64, the first a letter or digit",
-            hint="--name mpt-on-h200",
-        )
+    check_sweep_name(record.name)
     _make(store / SWEEPS)
     write_whole(store / SWEEPS / f"{record.name}.json", to_text(record) + "\n")
 

@@ -145,6 +145,8 @@ class PageData:
     details: Mapping[str, RunDetail] = field(default_factory=dict)
     live: bool = False
     """Served, and asked for again every few seconds."""
+    left_out: int = 0
+    """Runs among the rows whose details are there and were not asked for: there are too many for a page."""
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
@@ -160,7 +162,7 @@ def page_json(page: PageData) -> str:
         "count": len(page.rows),
         "names": FIELDS,
         "columns": [column([getattr(row, name) for row in page.rows]) for name in FIELDS],
-        "left_out": left_out,
+        "left_out": page.left_out + left_out,
     }
     listed = ",".join(f"{msgspec.json.encode(name).decode()}:{text}" for name, text in details.items())
     return f'{to_text(head, indent=0)[:-1]},"details":{{{listed}}}}}'

@@ -1,6 +1,7 @@
 """Results for people: a table for a terminal, and `results.md` in the columns of the published MPT benchmarks and more.
 
-What did not come out (out of memory, out of time, failed, skipped) stays in both, with its reason.
+What did not come out (out of memory, out of time, failed, skipped) stays in both, with its reason. The repeats of a
+cell that went well are one line.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
@@ -15,8 +17,9 @@ from rich.text import Text
 
 from flopwise.core.results import ERROR, Result, checked
 from flopwise.core.units import BINARY_UNITS, show_count, show_share, significant
+from flopwise.report.repeats import Line, lines_of
 from flopwise.report.results_files import OFFLOADED, TITLE, kinds
-from flopwise.report.tables import fitting_columns, markdown_table, text_table
+from flopwise.report.tables import fitting_columns, markdown_table, markdown_text, text_table
 from flopwise.report.training import UNKNOWN, as_text, printable, rate_words, seconds_words, size_words, wrapped
 
 LONGEST_NAME = 28
@@ -81,6 +84,7 @@ def _count(value: int | None) -> str:
     return UNKNOWN if value is None else f"{value:,}"
 
 
+@lru_cache(maxsize=4096)
 def _name(text: str | None) -> str:
     word = printable(text) if text else UNKNOWN
     return word if cell_len(word) <= LONGEST_NAME else f"{word[: LONGEST_NAME - 1]}…"
@@ -120,6 +124,7 @@ TABLE: dict[str, Words] = {
     "bound": lambda row: _name(_bound(row)),
     "cell": lambda row: printable(row.cell) if row.cell else UNKNOWN,
 }
+RATE = tuple(TABLE).index("tok/s")
 LEFT = {"run", "state", "model", "on", "precision", "bound", "cell"}
 SAME_FOR_ALL: dict[str, Callable[[Result], str]] = {
     "model": lambda row: _name(row.model),
@@ -140,15 +145,22 @@ MOST_NAMED = 6
 
 
 def results_table(rows: Sequence[Result], width: int, columns: Sequence[str] | None = None) -> RenderableType:
-    """Results for a terminal, a row each, reasons below; `columns` are fields of `Result` and never give way."""
-    sound = [checked(row) for row in rows]
+    """Results for a terminal, a row each, reasons below; `columns` are fields of `Result` and never give way.
+
+    With `columns` every measurement has its row, else those of a cell that went well have one.
+    """
+    every = [checked(row) for row in rows]
+    lines = [Line(row) for row in every] if columns is not None else lines_of(every)
+    sound = [line.row for line in lines]
     styles = [STATE_STYLES.get(row.state, "red") for row in sound]
     if columns is not None:
         cells = [[field_words(row, name) for name in columns] for row in sound]
         left = [name for name in columns if kinds()[name] is str]
         return text_table(columns, cells, left, styles=styles)
-    cells = [[words(row) for words in TABLE.values()] for row in sound]
     names = tuple(TABLE)
+    cells = [[words(line.row) for words in TABLE.values()] for line in lines]
+    for line, row in zip(lines, cells, strict=True):
+        row[RATE] = line.rate_words(row[RATE])
     empty = {name for place, name in enumerate(names) if all(row[place] == UNKNOWN for row in cells)}
     shared = [name for name in SAME_FOR_ALL if name not in empty and len(sound) > 1 and _is_same(name, sound)]
     kept = [name for name in names if name not in empty and name not in shared]
@@ -160,7 +172,7 @@ def results_table(rows: Sequence[Result], width: int, columns: Sequence[str] | N
         parts = [SAME_FOR_ALL[name](sound[0]) for name in shared]
         page += [Text("\n".join(wrapped(parts, width)), style="bold", no_wrap=True, overflow="ignore"), ""]
     page.append(text_table(kept, body, LEFT, shown=fitting, styles=styles))
-    reasons = _reasons(sound, width)
+    reasons = _reasons(every, width)
     if reasons:
         page += ["", as_text(reasons)]
     return Group(*page)
@@ -257,6 +269,7 @@ PUBLISHED: dict[str, Words] = {
     "NumParams": lambda row: _count(row.n_params),
 }
 """The columns of llm-foundry's benchmark tables, by their names and in their order."""
+PUBLISHED_RATE = "Throughput (T/s)"
 FURTHER: dict[str, Words] = {
     "p20–p80 (T/s)": lambda row: spread_words(row.tokens_per_s_p20, row.tokens_per_s_p80),
     "Recompute": lambda row: _text(row.recompute),
@@ -283,7 +296,8 @@ MARKDOWN_LEFT = {
 }
 NOTES = (
     "T is a token, S a sequence; rates are those of all devices, the median of the measured steps, with the rates that"
-    " 20 % and 80 % of the steps stay below.",
+    " 20 % and 80 % of the steps stay below. Of several runs of a cell it is their median, ± half of the 95 %"
+    " interval (Student's t over the runs).",
     "MFU and HFU are in per cent of the peak named below. HFU counts what is really made again in backward; that of"
     " imported rows is as published.",
     "Model TFLOP is TFLOP/s of one device, 10¹² each. Throughput keeps its digits: a slow row is not cut to 0.",
@@ -299,12 +313,12 @@ def results_markdown(rows: Sequence[Result], columns: Sequence[str] | None = Non
     """
     sound = [checked(row) for row in rows]
     if columns is not None:
-        cells = [[_escaped(field_words(row, name)) for name in columns] for row in sound]
+        cells = [[markdown_text(field_words(row, name)) for name in columns] for row in sound]
         left = [name for name in columns if kinds()[name] is str]
         return markdown_table(columns, cells, left)
     parts = [f"{TITLE}\n"]
     for heading, group in _groups(sound).items():
-        parts.append(f"## {_escaped(heading)}\n\n{_markdown_rows(group)}")
+        parts.append(f"## {markdown_text(heading)}\n\n{_markdown_rows(group)}")
     parts.append("\n".join(f"- {note}" for note in NOTES) + "\n")
     parts.append("## What MFU divides by\n\n" + "\n".join(f"- {line}" for line in peak_lines(sound)) + "\n")
     parts.append("## Provenance\n\n" + "\n".join(f"- {line}" for line in provenance_lines(sound)) + "\n")
@@ -316,13 +330,12 @@ def _markdown_rows(rows: Sequence[Result]) -> str:
         name: words for name, words in FURTHER.items() if name in ALWAYS or any(words(row) != UNKNOWN for row in rows)
     }
     columns = {**PUBLISHED, **filled}
-    cells = [[_escaped(words(row)) for words in columns.values()] for row in rows]
+    rate = tuple(columns).index(PUBLISHED_RATE)
+    lines = lines_of(rows)
+    cells = [[markdown_text(words(line.row)) for words in columns.values()] for line in lines]
+    for line, row in zip(lines, cells, strict=True):
+        row[rate] = line.rate_words(row[rate])
     return markdown_table(tuple(columns), cells, MARKDOWN_LEFT)
-
-
-def _escaped(text: str) -> str:
-    """Text that stays text within markdown; the table itself takes care of its bars."""
-    return text.replace("\\", "\\\\").replace("<", "&lt;").replace("`", "\\`").replace("*", "\\*")
 
 
 def heading_of(row: Result) -> str:
@@ -362,7 +375,7 @@ def peak_lines(rows: Sequence[Result]) -> list[str]:
         words = one if len(set(found)) < 2 else spread_words(min(found), max(found))
         peak = f"{words} TFLOP/s of {number_format} a device" if found else "a peak that is not recorded"
         counted = f"FLOPs counted `{how}`" + (f": {CONVENTION_WORDS[how]}" if how in CONVENTION_WORDS else "")
-        lines.append(f"{_escaped(heading)}: {peak}; {counted}")
+        lines.append(f"{markdown_text(heading)}: {peak}; {counted}")
     return lines or ["no row has an MFU: the peak of its device is not known, or nothing was measured"]
 
 
@@ -391,7 +404,7 @@ class _Environment:
             (self.cuda, "CUDA {}"),
             (self.python, "Python {}"),
         ]
-        return [words.format(_escaped(printable(value))) for value, words in named if value]
+        return [words.format(markdown_text(printable(value))) for value, words in named if value]
 
 
 def provenance_lines(rows: Sequence[Result]) -> list[str]:

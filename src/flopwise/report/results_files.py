@@ -24,12 +24,11 @@ from flopwise.core.files import entry_kind
 from flopwise.core.results import FIELDS, Result, Source
 from flopwise.core.store import NOT_FINITE, to_text
 from flopwise.report.benchmark_tables import BenchmarkRow, markdown_tables, read_benchmark_tables
+from flopwise.report.tables import csv_word
 
 TITLE = "# Results"
 """The first line of `results.md`."""
 LARGEST_FILE_BYTES = 256 * 2**20
-ESCAPED = ("=", "+", "-", "@", "\t", "\r", "\n", "'")
-"""What a spreadsheet may act on where a cell begins with it, and the apostrophe that keeps it from doing so."""
 NEEDED = ("state",)
 """Columns that a row cannot do without."""
 SOURCES: tuple[str, ...] = get_args(Source)
@@ -80,7 +79,7 @@ def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return f"'{value}" if not value or value.startswith(ESCAPED) else value
+        return csv_word(value) if value else "'"
     return repr(value)
 
 

@@ -12,21 +12,30 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flopwise.core.results import Result
+from flopwise.core.index import UNREADABLE
+from flopwise.core.results import ERROR, Result
 from flopwise.core.statistics import Change, Quantiles, Sample, change
 from flopwise.core.store import to_text
 from flopwise.core.units import significant
-from flopwise.report.tables import csv_text, fitting_columns, markdown_table, text_table
+from flopwise.report.tables import csv_text, fitting_columns, markdown_table, markdown_text, text_table
 from flopwise.report.training import UNKNOWN, as_text, printable, rate_words, wrapped
 
-MEASURED = frozenset({"ok", "error"})
-"""States of rows that have a speed."""
-BAD = frozenset({"oom", "timeout", "failed", "interrupted"})
+MEASURED = "ok"
+"""The state of rows whose speed counts."""
+BAD = frozenset({"oom", "timeout", "failed", "interrupted", UNREADABLE, ERROR})
 """States that are worse than a speed."""
+MISSING = "missing"
+"""Verdict of a cell that has a speed before, and after it neither one nor a failure."""
 WORSE = ("slower", "worse")
 """Verdicts that a comparison fails for."""
-VERDICTS = (*("slower", "worse", "faster", "better", "unclear", "same", "not measured"), "only before", "only after")
-STYLES = {"slower": "red", "worse": "red", "faster": "green", "better": "green", "unclear": "yellow"}
+VERDICTS = (
+    *("slower", "worse", MISSING, "faster", "better", "unclear", "same", "not measured"),
+    *("only before", "only after"),
+)
+STYLES = {
+    **{"slower": "red", "worse": "red", MISSING: "red"},
+    **{"faster": "green", "better": "green", "unclear": "yellow"},
+}
 SETTINGS = (
     *("model", "hardware", "devices", "sequence_tokens", "batch_sequences", "micro_batch_sequences"),
     *("precision", "optimizer", "device_cap_bytes", "host_cap_bytes"),
@@ -75,6 +84,8 @@ class Comparison:
     differences: dict[str, tuple[str, str]]
     """What the sides were made with, where that differs."""
     notes: tuple[str, ...]
+    allow_missing: bool = False
+    """Cells that nobody has measured again are no reason to fail."""
 
     @property
     def counts(self) -> Counter[str]:
@@ -82,7 +93,8 @@ class Comparison:
 
     @property
     def is_worse(self) -> bool:
-        return any(self.counts[verdict] for verdict in WORSE)
+        failing = WORSE if self.allow_missing else (*WORSE, MISSING)
+        return any(self.counts[verdict] for verdict in failing)
 
 
 # -- from rows to changes --------------------------------------------------------------------------------------------
@@ -96,7 +108,12 @@ def quantiles_of(row: Result) -> Quantiles | None:
 
 
 def compared(
-    before: Sequence[Measured], after: Sequence[Measured], *, names: tuple[str, str], threshold: float
+    before: Sequence[Measured],
+    after: Sequence[Measured],
+    *,
+    names: tuple[str, str],
+    threshold: float,
+    allow_missing: bool = False,
 ) -> Comparison:
     """Join two sides by cell; several rows of a cell are its repeats.
 
@@ -114,7 +131,12 @@ def compared(
     notes += _notes(cells)
     rows = [[each.row for key in side if key in keys for each in side[key]] for side in sides]
     return Comparison(
-        names=names, threshold=threshold, cells=cells, differences=_differences(*rows), notes=tuple(notes)
+        names=names,
+        threshold=threshold,
+        cells=cells,
+        differences=_differences(*rows),
+        notes=tuple(notes),
+        allow_missing=allow_missing,
     )
 
 
@@ -132,10 +154,9 @@ def _cell_change(before: Sequence[Measured], after: Sequence[Measured], threshol
     states = [_state(side) for side in (before, after)]
     samples = [_per_token(side) for side in (before, after)]
     found = change(*samples) if samples[0] and samples[1] else None
-    if not before or not after:
-        verdict = "only after" if not before else "only before"
-    else:
-        verdict = found.verdict(threshold) if found else _state_verdict(*states)
+    verdict = found.verdict(threshold) if found else _state_verdict(*states)
+    if found and verdict != "slower" and _ok_share(after) < _ok_share(before):
+        verdict = "worse"
     rates = [_rate(side) for side in samples]
     runs = [
         {(each.row.run, each.row.started, each.row.step_s) for each in side if each.row.run} for side in (before, after)
@@ -154,15 +175,24 @@ def _cell_change(before: Sequence[Measured], after: Sequence[Measured], threshol
 
 
 def _state(side: Sequence[Measured]) -> str | None:
-    """Of a cell: it was measured if one of its repeats was."""
+    """Of a cell: it was measured if one of its repeats was; None where a side does not have it."""
     states = [each.row.state for each in side]
-    return next((state for state in states if state in MEASURED), states[-1] if states else None)
+    return next((state for state in states if state == MEASURED), states[-1] if states else None)
+
+
+def _ok_share(side: Sequence[Measured]) -> float:
+    """Of the repeats that came to an end, how many went well."""
+    ended = [each.row.state == MEASURED for each in side if each.row.state == MEASURED or each.row.state in BAD]
+    return sum(ended) / len(ended) if ended else 0.0
 
 
 def _state_verdict(before: str | None, after: str | None) -> str:
-    if before in MEASURED:
-        return "worse" if after in BAD else "not measured"
-    if after in MEASURED:
+    """Where at least one side has no speed."""
+    if before == MEASURED:
+        return "worse" if after in BAD else MISSING if after != MEASURED else "not measured"
+    if before is None or after is None:
+        return "only after" if before is None else "only before"
+    if after == MEASURED:
         return "better" if before in BAD else "not measured"
     return "same" if before == after and before in BAD else "not measured"
 
@@ -171,8 +201,8 @@ def _per_token(side: Sequence[Measured]) -> list[Sample]:
     """Seconds of a token: where the largest batch was looked for, two sides may have found different ones."""
     found: list[Sample] = []
     for each in side:
-        sample, tokens = each.sample, float(each.row.batch_tokens or 1)
-        if sample is None or each.row.state not in MEASURED:
+        sample, tokens = each.sample, _tokens(each.row)
+        if sample is None or each.row.state != MEASURED:
             continue
         if isinstance(sample, Quantiles):
             low, high = (None if value is None else value / tokens for value in (sample.p20, sample.p80))
@@ -180,6 +210,13 @@ def _per_token(side: Sequence[Measured]) -> list[Sample]:
         elif len(sample):
             found.append(sample / tokens)
     return found
+
+
+def _tokens(row: Result) -> float:
+    """Of a step, without the padding, as tokens/s has them."""
+    if row.tokens_per_s and row.step_s:
+        return row.tokens_per_s * row.step_s
+    return float(row.batch_tokens or 1)
 
 
 def _rate(samples: Sequence[Sample]) -> float | None:
@@ -199,6 +236,12 @@ def _other_settings(before: Result, after: Result) -> str:
 
 def _notes(cells: Sequence[CellChange]) -> list[str]:
     notes = []
+    missing = sum(cell.verdict == MISSING for cell in cells)
+    if missing:
+        notes.append(
+            f"{missing:,} of {len(cells):,} cells ran before and were not measured again; --allow-missing lets "
+            "that pass"
+        )
     same = sum(cell.same_runs for cell in cells)
     if same:
         notes.append(
@@ -280,14 +323,16 @@ def table_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     for cell in comparison.cells:
         labels = [_value_words(LABELS[name][1](cell.settings))[:LONGEST_NAME] for name in kept]
         sides = [
-            rate_words(rate) if rate is not None else (state or UNKNOWN)
+            rate_words(rate) if rate is not None else printable(state or UNKNOWN)
             for rate, state in (
                 (cell.before_tokens_per_s, cell.before_state),
                 (cell.after_tokens_per_s, cell.after_state),
             )
         ]
         relative = percent_words(cell.change.relative if cell.change else None)
-        rows.append([cell.cell or UNKNOWN, *labels, *sides, relative, _interval_words(cell.change), cell.verdict])
+        rows.append(
+            [printable(cell.cell or UNKNOWN), *labels, *sides, relative, _interval_words(cell.change), cell.verdict]
+        )
     return columns, rows
 
 
@@ -304,7 +349,8 @@ def rule_words(comparison: Comparison) -> str:
     limit = f"{100 * comparison.threshold:g} %"
     return (
         f"time: of a token, its median, after against before. slower: by {limit} or more, the whole interval above 0; "
-        f"same: the whole interval within {limit}; worse: it ran before and fails now."
+        f"same: the whole interval within {limit}; worse: it ran before, and fails now or more often; "
+        f"{MISSING}: it ran before and was not measured again."
     )
 
 
@@ -335,9 +381,9 @@ def comparison_page(comparison: Comparison, width: int) -> RenderableType:
 def comparison_markdown(comparison: Comparison) -> str:
     """For an issue, or the page of a change."""
     columns, rows = table_rows(comparison)
-    lines = [f"**{_heading(comparison)}**: {summary_words(comparison)}", ""]
-    lines += [markdown_table(columns, rows, WORDS)]
-    lines += [f"- {line}" for line in _difference_lines(comparison)]
+    lines = [f"**{markdown_text(_heading(comparison))}**: {summary_words(comparison)}", ""]
+    lines += [markdown_table(columns, [[markdown_text(cell) for cell in row] for row in rows], WORDS)]
+    lines += [f"- {markdown_text(line)}" for line in _difference_lines(comparison)]
     lines += [""] if comparison.differences or comparison.notes else []
     return "\n".join([*lines, rule_words(comparison), ""])
 

@@ -49,6 +49,8 @@ def _cap(size: int | None) -> str:
 def _fits(cell: Cell) -> str:
     if cell.foreseen is None:
         return "skipped"
+    if cell.foreseen.fits and cell.foreseen.reason:
+        return "not known"
     return "✓ fits" if cell.foreseen.fits else "✗ needs"
 
 
@@ -92,7 +94,7 @@ SHARED: dict[str, Words] = {
 def preview_line(preview: Preview) -> str:
     """`10 cells · 8 fit · about 14 min on NVIDIA H200`."""
     cells = preview.cells
-    fit = sum(cell.foreseen is not None and cell.foreseen.fits for cell in cells)
+    fit = sum(cell.foreseen is not None and cell.foreseen.fits and not cell.foreseen.reason for cell in cells)
     parts = [f"{len(cells):,} cell{'' if len(cells) == 1 else 's'}", f"{fit:,} fit{'s' if fit == 1 else ''}"]
     if preview.skipped:
         parts.append(f"{len(preview.skipped):,} skipped")

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 from rich.cells import cell_len
 from rich.text import Text
 
 GAP = 2
 """Blanks between two columns."""
+
+ACTED_ON = ("=", "+", "-", "@", "\t", "\r", "\n", "'")
+"""What a spreadsheet may act on where a cell begins with it, and the apostrophe that keeps it from doing so."""
+HARMLESS = re.compile(r"-|[+-]?[0-9.,]+(?:[eE][+-]?[0-9]+)?(?: ?%)?", re.ASCII)
+"""Words that begin with such a sign and are a number, or stand for none."""
 
 Rows = Sequence[Sequence[str]]
 
@@ -39,11 +46,17 @@ def text_table(
     left = set(words)
     places = [index for index, name in enumerate(columns) if shown is None or name in shown]
     widths = _widths(columns, rows)
+    is_left = [name in left for name in columns]
+    lines = []
+    for row in (columns, *rows):
+        cells = [_padded(row[place], widths[place], left=is_left[place]) for place in places]
+        lines.append((" " * GAP).join(cells).rstrip())
     table = Text(no_wrap=True, overflow="ignore")
-    for number, row in enumerate((columns, *rows)):
-        cells = [_padded(row[place], widths[place], left=columns[place] in left) for place in places]
-        style = "bold" if number == 0 else styles[number - 1] if styles else ""
-        table.append((" " * GAP).join(cells).rstrip() + ("\n" if number < len(rows) else ""), style=style)
+    table.append(lines[0], style="bold")
+    # Neighbours of one style are one piece: thousands of pieces take long to print.
+    body = zip(lines[1:], styles or [""] * len(rows), strict=True)
+    for style, group in groupby(body, key=lambda each: each[1]):
+        table.append("".join(f"\n{line}" for line, _ in group), style=style)
     return table
 
 
@@ -65,19 +78,39 @@ def markdown_table(columns: Sequence[str], rows: Rows, words: Iterable[str]) -> 
     return line(columns) + line(rule) + "".join(line(row) for row in escaped)
 
 
+def markdown_text(text: str) -> str:
+    """Text that stays text within markdown, on one line; a table itself takes care of its bars."""
+    line = " ".join(text.splitlines()) if text.splitlines()[1:] else text.rstrip("\r\n")
+    return re.sub(r"([\\`*\[])", r"\\\1", line).replace("<", "&lt;")
+
+
+def csv_word(text: str) -> str:
+    """Text that a spreadsheet takes for text: with an apostrophe before what it would take for a formula."""
+    return f"'{text}" if text.startswith(ACTED_ON) else text
+
+
 def csv_text(records: Sequence[Mapping[str, object]]) -> str:
     """One line per record under the names of the first one's keys; None is an empty cell."""
     stream = io.StringIO()
     writer = csv.DictWriter(stream, fieldnames=list(records[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(records)
+    writer.writerows({name: _csv_cell(value) for name, value in record.items()} for record in records)
     return stream.getvalue()
 
 
+def _csv_cell(value: object) -> object:
+    return csv_word(value) if isinstance(value, str) and not HARMLESS.fullmatch(value) else value
+
+
 def _widths(columns: Sequence[str], rows: Rows) -> list[int]:
-    return [max(cell_len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
+    return [max(map(_width, {row[index] for row in (columns, *rows)})) for index in range(len(columns))]
+
+
+def _width(cell: str) -> int:
+    """In columns of a terminal; plain letters, which most cells have, need no table of widths."""
+    return len(cell) if cell.isascii() and cell.isprintable() else cell_len(cell)
 
 
 def _padded(cell: str, width: int, *, left: bool) -> str:
-    blanks = " " * (width - cell_len(cell))
+    blanks = " " * (width - _width(cell))
     return cell + blanks if left else blanks + cell

@@ -12,8 +12,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
@@ -21,9 +21,9 @@ from flopwise.core.catalog import THIS_CPU
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import to_toml, write_whole
 from flopwise.core.measurement import RunRecord
-from flopwise.core.store import RUN_NAME, from_text, read_record
+from flopwise.core.store import from_text
 from flopwise.core.sweep import AUTO, INTERRUPTED, Attempt, Cell, CellState, SweepRecord
-from flopwise.core.sweep_store import cell_folder, new_attempt, write_attempt
+from flopwise.core.sweep_store import BEAT_S, beat, cell_folder, new_attempt, now, run_record, write_attempt
 from flopwise.core.units import show_seconds
 from flopwise.sweep import keeper
 from flopwise.sweep.slurm_scripts import JOB_VARIABLE, PREFIX_VARIABLE
@@ -47,10 +47,18 @@ OF_ANOTHER_LAUNCH = (
 """Variables with which an attempt would take itself for one of several ranks that somebody else has started."""
 
 SHORT_OF_MEMORY = re.compile(
-    r"out of memory|OutOfMemoryError|\bMemoryError\b|no (?:plan|strategy) fits|memory cannot be had"
-    r"|can(?:no|')t allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED",
+    r"(?:^|: |\b(?:CUDA|HIP|ran) )out of memory(?=$|[.:;,(]| \()|OutOfMemoryError|\bMemoryError\b"
+    r"|no (?:plan|strategy) fits|memory cannot be had|can(?:no|')t allocate memory|std::bad_alloc"
+    r"|CUBLAS_STATUS_ALLOC_FAILED",
     re.IGNORECASE,
 )
+"""Of the words that a process ended with: 'out of memory' within others may be the name of a file."""
+EXCEPTION_LINE = re.compile(
+    r"^(?:\[[^\]]{1,40}\]:?\s*)?(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception)(?::|$)", re.ASCII
+)
+"""How Python tells what ended it, perhaps behind the name of a rank; what a library adds may follow."""
+KILLED = "killed (SIGKILL): by the system for lack of memory, or by somebody"
+KILLED_FOR_MEMORY = "killed by the system for lack of memory"
 RUN_LINE = re.compile(r"^run ([0-9]{4,9}) ", re.MULTILINE | re.ASCII)
 """What `flopwise train` begins with on stderr."""
 ID_LINE = re.compile(r'^\s*\{?\s*"id":\s*"([0-9]{4,9})"', re.MULTILINE | re.ASCII)
@@ -140,6 +148,7 @@ def run_attempt(
     attempt = new_attempt(store, _begun(trial))
     log = log_path(folder, attempt)
     limit_s = trial.sweep.time_limit_s
+    kills = keeper.memory_kills()
     try:
         write_whole(model, to_toml(trial.cell.settings.model))
         # Appended to, so that it can be cut short while the process writes.
@@ -148,9 +157,11 @@ def run_attempt(
             try:
                 attempt = replace(attempt, pid=kept.process.pid)
                 write_attempt(store, attempt)
-                ending = _watched(kept, limit_s, stop or NeverAsked(), log)
+                watch = _Watch(store, attempt, log)
+                ending = _watched(kept, limit_s, stop or NeverAsked(), watch)
             finally:
                 kept.end()
+            attempt = watch.attempt
             said = _tail(output, OUTPUT_BYTES)
     except OSError as error:
         failed = f"no process could be started: {error.strerror or error}"
@@ -159,12 +170,13 @@ def run_attempt(
     told = log_text(log)
     record = find_record(store, said, told)
     code = kept.process.returncode
-    state, reason = judged(code, ending, record, told)
+    short = any(after > before for before, after in zip(kills, keeper.memory_kills(), strict=False))
+    state, reason = judged(code, ending, record, told, short=short)
     if state == "timeout":
         reason = f"not done within {show_seconds(limit_s or 0.0)}"
     elif ending == "interrupted" and state == "failed":
         reason = f"{INTERRUPTED} by {stop.asked if stop else None}"
-    run = record.id if record else None
+    run = record.id if record else attempt.run
     return _written(store, replace(attempt, state=state, reason=reason, ended=now(), exit_code=code, run=run))
 
 
@@ -247,7 +259,39 @@ class Kept:
         keeper.end_session(self.process.pid)
 
 
-def _watched(kept: Kept, limit_s: float | None, stop: Asking, log: Path) -> Ending:
+class _Watch:
+    """What is written of an attempt while it runs: that it does, and its run as soon as that has a folder."""
+
+    def __init__(self, store: Path, attempt: Attempt, log: Path) -> None:
+        self.store, self.attempt, self.log = store, attempt, log
+        self._seen_bytes = 0
+        self._beaten_s = time.monotonic()
+
+    def look(self) -> None:
+        if self.attempt.run is None:
+            self._find_run()
+        if time.monotonic() - self._beaten_s >= BEAT_S:
+            self._beaten_s = time.monotonic()
+            beat(self.store, self.attempt)
+        cut(self.log, LONGEST_LOG_BYTES)
+
+    def _find_run(self) -> None:
+        try:
+            size = self.log.stat().st_size
+        except OSError:
+            return
+        if size == self._seen_bytes:
+            return
+        self._seen_bytes = size
+        names = [match[1] for match in RUN_LINE.finditer(log_text(self.log))]
+        run = next((name for name in names if (self.store / name).is_dir()), None)
+        if run is not None:
+            # It is written again at its end; that it cannot be now is no reason to end it.
+            with suppress(FlopwiseError):
+                self.attempt = _written(self.store, replace(self.attempt, run=run))
+
+
+def _watched(kept: Kept, limit_s: float | None, stop: Asking, watch: _Watch) -> Ending:
     begun = time.monotonic()
     while True:
         try:
@@ -260,7 +304,7 @@ def _watched(kept: Kept, limit_s: float | None, stop: Asking, log: Path) -> Endi
             return "interrupted"
         if limit_s is not None and time.monotonic() - begun > limit_s:
             return "timeout"
-        cut(log, LONGEST_LOG_BYTES)
+        watch.look()
 
 
 # -- what was written ------------------------------------------------------------------------------------------------
@@ -316,21 +360,13 @@ def find_record(store: Path, output: bytes, errors: str) -> RunRecord | None:
     return None
 
 
-def run_record(store: Path, run: str | None) -> RunRecord | None:
-    """The record of a run, where there still is one that can be read."""
-    if run is None or not RUN_NAME.fullmatch(run):
-        return None
-    try:
-        return read_record(store / run)
-    except FlopwiseError:
-        return None
-
-
 # -- what it means ---------------------------------------------------------------------------------------------------
 
 
-def judged(code: int, ending: Ending, record: RunRecord | None, errors: str) -> tuple[CellState, str | None]:
-    """The state that an attempt ended in, and why if it is not ok."""
+def judged(
+    code: int, ending: Ending, record: RunRecord | None, errors: str, *, short: bool = False
+) -> tuple[CellState, str | None]:
+    """The state that an attempt ended in, and why if it is not ok; `short`: the system has killed for memory since."""
     if code == 0 and record is not None and record.state == "done":
         return ("ok", None) if record.measurement is not None else ("failed", "it has measured nothing")
     if ending == "timeout":
@@ -339,20 +375,20 @@ def judged(code: int, ending: Ending, record: RunRecord | None, errors: str) -> 
         return "failed", INTERRUPTED
     if record is not None and record.state == "interrupted":
         return "failed", f"{INTERRUPTED} by {record.reason}, from outside"
-    return _failed(code, record, errors)
+    return _failed(code, record, errors, short=short)
 
 
-def _failed(code: int, record: RunRecord | None, errors: str) -> tuple[CellState, str]:
+def _failed(code: int, record: RunRecord | None, errors: str, *, short: bool) -> tuple[CellState, str]:
     """Of a process that ended by itself, and not well."""
     if code == 0:
         return "failed", "it ended without a record of its run"
-    short = _short_of_memory(record, errors)
-    if short is not None:
-        return "oom", short
+    words = _short_of_memory(record, errors)
+    if words is not None:
+        return "oom", words
     # A shell, or the process that has started ranks, tells of a signal by 128 and its number.
     number = -code if code < 0 else code - 128
     if number == signal.SIGKILL:
-        return "oom", "killed by the system, most likely for memory"
+        return ("oom", KILLED_FOR_MEMORY) if short else ("failed", KILLED)
     if number > 0 and number in signal.valid_signals():
         return "failed", signal.Signals(number).name
     return "failed", last_words(errors) or f"exit code {code}"
@@ -365,8 +401,8 @@ def _short_of_memory(record: RunRecord | None, errors: str) -> str | None:
     words = last_words(errors)
     if words and SHORT_OF_MEMORY.search(words):
         return words
-    lines = [line for line in errors.splitlines() if SHORT_OF_MEMORY.search(line)]
-    return _line_of(lines[-1]) if lines else None
+    raised = [line for line in errors.splitlines() if EXCEPTION_LINE.match(line)]
+    return _line_of(raised[-1]) if raised and SHORT_OF_MEMORY.search(raised[-1]) else None
 
 
 def last_words(errors: str) -> str | None:
@@ -391,8 +427,4 @@ def settled(store: Path, attempt: Attempt) -> Attempt:
     record = find_record(store, b"", log_text(log_path(cell_folder(store, attempt.cell), attempt)))
     if record is not None and record.state == "done" and record.measurement is not None:
         return _written(store, replace(attempt, state="ok", reason=None, run=record.id, ended=record.ended or now()))
-    return _written(store, replace(attempt, run=record.id if record else None))
-
-
-def now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")
+    return _written(store, replace(attempt, run=record.id if record else attempt.run))

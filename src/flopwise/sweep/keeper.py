@@ -81,6 +81,35 @@ def _end(process: subprocess.Popen[bytes], grace_s: float) -> int:
         return -signal.SIGKILL if process.poll() is None else process.returncode
 
 
+def memory_kills() -> tuple[int, ...]:
+    """How often the system has killed for lack of memory: in this process's control group, and on this machine.
+
+    A count that cannot be read is 0, so that two answers of one process can be compared.
+    """
+    groups = Path("/sys/fs/cgroup")
+    files = [groups / "memory.events", groups / "memory" / "memory.oom_control", Path("/proc/vmstat")]
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if not kinds:
+            files.append(groups / path.lstrip("/") / "memory.events")
+        elif "memory" in kinds.split(","):
+            files.append(groups / "memory" / path.lstrip("/") / "memory.oom_control")
+    return tuple(_count(path, "oom_kill") for path in files)
+
+
+def _count(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    found = [line.split() for line in lines]
+    return next((int(fields[1]) for fields in found if len(fields) == 2 and fields[0] == name), 0)
+
+
 def _stays(_number: int, _frame: FrameType | None) -> None:
     return
 

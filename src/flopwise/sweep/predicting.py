@@ -16,22 +16,26 @@ from flopwise.core.cluster_plan import ClusterPlan
 from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import decode
-from flopwise.core.formats import Formats, parse_formats
+from flopwise.core.formats import POLICIES, Formats, parse_formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import ARCHITECTURES, Model
 from flopwise.core.parallel import Parallel
 from flopwise.core.plan import Plan
 from flopwise.core.results import recompute_words
 from flopwise.core.sweep import AUTO, Cell, Foreseen, Settings
+from flopwise.core.sweep_store import looks
 from flopwise.core.transformer import Transformer
 from flopwise.core.units import show_bytes
+from flopwise.core.workload import Workload
 from flopwise.plan.cuts import DeviceQuestion
 from flopwise.plan.forecast import forecast
 from flopwise.plan.memory import plan_bytes
 from flopwise.plan.sizes import sizes_of
 from flopwise.plan.smallest import least_device
-from flopwise.predict.choose import Request, capacity_bytes, default_host_bytes
-from flopwise.sweep.auto_batch import largest, most_sequences
+from flopwise.predict.choose import PLAIN, Request, capacity_bytes, default_host_bytes
+from flopwise.predict.cluster import peak_bytes
+from flopwise.predict.strategies import listed
+from flopwise.sweep.auto_batch import LOOKING_ATTEMPTS, LOOKING_STEPS, largest, most_sequences
 from flopwise.sweep.grid import label
 from flopwise.sweep.many import Case, Outcome, Predictor
 from flopwise.train.planning import CPU_MEMORY_SHARE, Promise, Question, find_plan
@@ -42,6 +46,7 @@ cores of an EPYC, interpreter, torch, data and the last evaluation included. gpu
 with 16 cores (`benchmarks/results/mpt_h200`): 18 s, and for each parameter what follows."""
 START_S_PER_PARAMETER = 9e-9
 """First weights, drawn on the host, and the profile."""
+NOT_KNOWN = "whether it fits is not known: nothing tells how much memory each device takes"
 DOES_NOT_FIT = 1
 """Exit code of the errors that say that no plan fits; others are mistakes."""
 
@@ -200,17 +205,49 @@ def _try(question: Question, sizes: _Sizes) -> Promise | FlopwiseError:
         if error.exit_code != DOES_NOT_FIT:
             raise
         return error
-    if question.devices == 1 or promise.device_bytes is None:
+    if isinstance(promise.plan, Plan):
         return promise
     # Several devices are predicted, not planned: it is for us to see whether it fits.
-    capacity = capacity_bytes(question.hardware, Request(device_memory_bytes=question.device_memory_bytes))
-    if promise.device_bytes <= capacity:
+    capacity = _capacity_of_each(question)
+    if promise.device_bytes is None:
+        promise = replace(promise, device_bytes=_bytes_of_each(promise.plan, question))
+    if promise.device_bytes is None or promise.device_bytes <= capacity:
         return promise
     short = _TooLargeError(
         promise, f"{show_bytes(promise.device_bytes)} are needed, and there are {show_bytes(capacity)}"
     )
     short.exit_code = DOES_NOT_FIT
     return short
+
+
+def _capacity_of_each(question: Question) -> int:
+    """What each of several devices has; ranks on a CPU share its memory."""
+    there = capacity_bytes(question.hardware, Request(device_memory_bytes=question.device_memory_bytes))
+    if question.hardware.device.kind != "cpu":
+        return there
+    return min(there, int(CPU_MEMORY_SHARE * question.hardware.device.dram.size_bytes.value) // question.devices)
+
+
+def _bytes_of_each(plan: ClusterPlan, question: Question) -> int | None:
+    """Memory of each device where a step's time cannot be told, for want of a network; None: nor can this."""
+    workload = Workload(
+        sequence_tokens=plan.sequence_tokens,
+        batch_sequences=plan.batch_sequences,
+        micro_batch_sequences=plan.micro_batch_sequences,
+        formats=question.formats,
+        recompute=plan.recompute,
+        attention=plan.attention,
+        fusion=plan.fusion,
+        optimizer=plan.optimizer,
+    )
+    # Where nobody has measured the speed of a format: those of fp32 take no less.
+    for formats in (question.formats, POLICIES["fp32"]):
+        try:
+            set_up = listed([(question.model, plan.parallel, replace(workload, formats=formats))], question.hardware)
+            return int(peak_bytes(set_up, question.hardware, PLAIN)[0])
+        except FlopwiseError:
+            continue
+    return None
 
 
 class _TooLargeError(FlopwiseError):
@@ -248,6 +285,7 @@ def _foreseen(question: Question, sizes: _Sizes, found: Promise | FlopwiseError)
         host_bytes=host_bytes,
         recompute=recompute_words({"saves": plan.saves} if isinstance(plan, Plan) else {"recompute": plan.recompute}),
         bound=_bound(question, found),
+        reason=NOT_KNOWN if device_bytes is None else None,
     )
 
 
@@ -401,19 +439,44 @@ def _too_large(needed: int, capacity: int, sizes: _Sizes | None) -> Foreseen:
 
 # -- all of it -------------------------------------------------------------------------------------------------------
 
-LOOKING_ATTEMPTS = 3
-"""Short ones that looking for the largest micro-batch takes where the prediction is nearly right."""
-LOOKING_STEPS = 2
+
+def attempt_seconds(cell: Cell, *, steps: int, looking: bool = False) -> float | None:
+    """What one attempt takes, where that is foreseen; one that looks for a micro-batch has few steps."""
+    foreseen = cell.foreseen
+    if foreseen is None or foreseen.attempt_s is None:
+        return None
+    if not looking or foreseen.step_s is None:
+        return foreseen.attempt_s
+    return max(0.0, foreseen.attempt_s - (steps - LOOKING_STEPS) * foreseen.step_s)
 
 
-def sweep_seconds(cells: Sequence[Cell], *, steps: int, repeats: int) -> float:
-    """What all attempts of a sweep take one after the other, as far as it is foreseen."""
-    total = 0.0
-    for cell in cells:
-        foreseen = cell.foreseen
-        if foreseen is None or foreseen.attempt_s is None or foreseen.step_s is None:
-            continue
-        total += repeats * foreseen.attempt_s
-        if cell.settings.batch_sequences == AUTO:
-            total += LOOKING_ATTEMPTS * (foreseen.attempt_s - (steps - LOOKING_STEPS) * foreseen.step_s)
-    return total
+def cell_seconds(cell: Cell, *, steps: int, repeats: int) -> float | None:
+    """What all attempts of a cell take one after the other; None where it is not foreseen."""
+    if cell.foreseen is not None and not cell.foreseen.fits and cell.settings.devices == 1:
+        # No process is needed for it.
+        return 0.0
+    whole = attempt_seconds(cell, steps=steps)
+    short = attempt_seconds(cell, steps=steps, looking=True)
+    if whole is None or short is None:
+        return None
+    return repeats * whole + (LOOKING_ATTEMPTS * short if looks(cell) else 0.0)
+
+
+Share = Callable[[Settings], float]
+"""Of all that can run at once, what a cell takes, as `Slots` has it."""
+
+
+def alone(_settings: Settings) -> float:
+    """The share of cells that run one after the other."""
+    return 1.0
+
+
+def beside_each_other(times: Sequence[tuple[float, float]]) -> float:
+    """Seconds for cells that take so long each, and so large a share of what can run at once."""
+    return max(sum(seconds * share for seconds, share in times), max((seconds for seconds, _ in times), default=0.0))
+
+
+def sweep_seconds(cells: Sequence[Cell], *, steps: int, repeats: int, share: Share = alone) -> float:
+    """What a sweep takes, as far as it is foreseen."""
+    known = [(cell_seconds(cell, steps=steps, repeats=repeats), share(cell.settings)) for cell in cells]
+    return beside_each_other([(seconds, part) for seconds, part in known if seconds is not None])

@@ -12,29 +12,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flopwise.core.catalog import THIS_CPU
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import WRITABLE_HINT
-from flopwise.core.sweep import AUTO, ENDED, FINISHED, Attempt, Cell, CellState, SweepRecord, says_nothing, standing
-from flopwise.core.sweep_store import CELLS, claimed, read_attempts, read_cell
+from flopwise.core.sweep import AUTO, ENDED, FINISHED, Attempt, Cell, CellState, SweepRecord, standing
+from flopwise.core.sweep_store import CELLS, claimed, looks, missing_repeats, now, read_attempts, read_cell, verdict
 from flopwise.core.units import show_bytes
 from flopwise.engine.signals import Stop
 from flopwise.sweep.attempts import (
     GRACE_S,
     Command,
     Trial,
-    now,
     run_attempt,
-    run_record,
     settled,
     train_command,
     without_process,
 )
-from flopwise.sweep.auto_batch import largest, most_sequences
-from flopwise.sweep.slots import Slots, check_hardware
+from flopwise.sweep.auto_batch import LOOKING_STEPS, largest, most_sequences
+from flopwise.sweep.slots import Slots, check_hardware, slots_for
 
-LOOKING_STEPS = 2
-"""Of an attempt that only tells whether a micro-batch fits: the second one has all that the first one has left."""
 LOOK_AGAIN_S = 0.5
 """Between looks at cells that another sweep has."""
 
@@ -99,23 +94,25 @@ def run_sweep(
     retry: bool = False,
     slots: int | None = None,
     only: Sequence[str] = (),
+    named: Sequence[str] = (),
     tell: Callable[[Event], None] | None = None,
     command: Command = train_command,
     grace_s: float = GRACE_S,
 ) -> list[Attempt]:
     """Try what is not finished; the attempts that stand for the cells, in their order, those of earlier sweeps too.
 
-    `force` tries everything anew, `retry` what has failed or took too long. `only`: ids of the cells that are meant.
+    `force` tries everything anew, whatever an attempt on another machine says; `retry` what has failed or took too
+    long. `only`: ids of the cells that are meant; `named`: those that are tried though the sweep leaves them out. A
+    cell whose attempt may still run on another machine is left to it, and has that attempt in the answer.
     SIGINT and SIGTERM end what runs, in an orderly way, and then this one, as KeyboardInterrupt or SystemExit; a second
     signal ends it at once, and its processes all the same.
     """
     _check_writable(store)
     sweep = _Sweep(store, record, tell or _unheard, command, grace_s)
-    sweep.force, sweep.retry, sweep.only = force, retry, only
+    sweep.force, sweep.retry, sweep.named = force, retry, named
     wanted = [cell for cell in record.cells if not only or cell in only]
     cells = sweep.read(wanted)
-    on_cpu = all(cell.settings.hardware == THIS_CPU for cell in cells)
-    sweep.slots = Slots(record, slots, on_cpu=on_cpu)
+    sweep.slots = slots_for(record, [cell.settings for cell in cells], slots)
     check_hardware((cell.settings for cell in cells), record, sweep.slots)
     with Stop() as stop:
         sweep.stop = stop
@@ -162,7 +159,7 @@ class _Sweep:
     stop: Stop
     force = False
     retry = False
-    only: Sequence[str] = ()
+    named: Sequence[str] = ()
 
     def __init__(
         self, store: Path, record: SweepRecord, tell: Callable[[Event], None], command: Command, grace_s: float
@@ -265,13 +262,17 @@ class _Sweep:
     def _go(self, cell: Cell) -> bool:
         attempts = self._attempts(cell)
         running = [attempt for attempt in attempts if attempt.state not in ENDED]
-        if running:
-            here = running[0].host == socket.gethostname()
-            self.notice(cell.id, f"attempt {running[0].number} is running on {running[0].host}")
-            if here:
+        for attempt in running:
+            self.notice(cell.id, f"attempt {attempt.number} is running on {attempt.host}")
+            if attempt.host == socket.gethostname():
                 # Its sweep is gone; it is being ended, or ends by itself.
                 return False
-        elif self.force or not self._is_done(cell, attempts):
+        found = verdict(self.store, self.record, cell, attempts, named=cell.id in self.named)
+        if self.force and found != "skipped":
+            found = "open"
+        elsewhere = [] if self.force or found in ("finished", "skipped") else running
+        if not elsewhere and (found == "open" or (found == "failed" and self.retry)):
+            self._tell_of_more_steps(cell, attempts)
             try:
                 self._measure(cell, [] if self.force else attempts)
             except _Interrupted:
@@ -280,33 +281,17 @@ class _Sweep:
             self.found[cell.id] = tuple(standing(self._attempts(cell)))
             self.tell(CellEnded(cell=cell, attempts=self.found[cell.id]))
             return True
-        self.found[cell.id] = tuple(standing(attempts))
+        # An attempt elsewhere is part of the answer, be it only one that looks for a micro-batch.
+        self.found[cell.id] = tuple(dict.fromkeys([*standing(attempts), *elsewhere]))
         self.tell(CellSkipped(cell=cell, attempts=self.found[cell.id]))
         return True
 
-    def _is_done(self, cell: Cell, attempts: list[Attempt]) -> bool:
-        """Whether nothing is to be tried; what failed is, only where that is asked for."""
-        if not self._missing(attempts):
-            return True
-        told = [attempt for attempt in attempts if attempt.state in ENDED and not says_nothing(attempt)]
-        if told and told[-1].state == "skipped":
-            # Left out by this sweep, it stays so unless it is named; another sweep may want it.
-            return told[-1].sweep == self.record.name and not self.only
-        if not told or told[-1].state == "ok":
-            return False
-        if told[-1].state != "oom":
-            return not self.retry
-        # Looking for a micro-batch, that one did not fit is no end.
-        return not _looks(cell) or told[-1].micro_batch_sequences is None
-
-    def _missing(self, attempts: list[Attempt]) -> list[int]:
-        """Repeats without a measurement that can still be read."""
-        there = {
-            attempt.repeat
-            for attempt in standing(attempts)
-            if attempt.state == "ok" and run_record(self.store, attempt.run) is not None
-        }
-        return [repeat for repeat in range(1, self.record.repeats + 1) if repeat not in there]
+    def _tell_of_more_steps(self, cell: Cell, attempts: list[Attempt]) -> None:
+        """Say why a cell that has a measurement is measured again."""
+        steps = [attempt.steps for attempt in standing(attempts) if attempt.state == "ok"]
+        if steps and not self.force and min(steps) < self.record.steps:
+            before, wanted = min(steps), self.record.steps
+            self.notice(cell.id, f"measured over {before:,} steps before, and again, since {wanted:,} are wanted")
 
     def _measure(self, cell: Cell, attempts: list[Attempt]) -> None:
         unfit = self.slots.too_few(cell.settings)
@@ -322,10 +307,10 @@ class _Sweep:
             for attempt in attempts
             if attempt.micro_batch_sequences is not None and attempt.state in FINISHED
         }
-        missing = self._missing(attempts)
+        missing = missing_repeats(self.store, self.record, attempts)
         while missing:
             micro = None
-            if _looks(cell):
+            if looks(cell):
                 try:
                     micro = self._look(cell, fits)
                 except _NotTold:
@@ -338,7 +323,7 @@ class _Sweep:
             attempt = self._attempt(cell, missing[0], micro)
             if attempt.state == "ok":
                 missing.pop(0)
-            elif attempt.state == "oom" and micro is not None and _looks(cell):
+            elif attempt.state == "oom" and micro is not None and looks(cell):
                 # A measurement takes a little more than looking did.
                 fits[micro] = False
             else:
@@ -395,11 +380,6 @@ class _Sweep:
     def _without_process(self, cell: Cell, state: CellState, reason: str) -> None:
         attempt = without_process(self.store, self._trial(cell, 1), state, reason)
         self.tell(AttemptEnded(cell=cell, attempt=attempt, seconds=0.0))
-
-
-def _looks(cell: Cell) -> bool:
-    """Whether the largest micro-batch is to be looked for."""
-    return cell.settings.batch_sequences == AUTO and cell.settings.micro_batch_sequences == AUTO
 
 
 def _too_much(cell: Cell) -> str | None:

@@ -60,6 +60,11 @@ class Slots:
             return None
         return f"{settings.devices} GPUs are wanted, and {len(self.gpus)} are here"
 
+    def share(self, settings: Settings) -> float:
+        """Of all that can run at once, what a cell takes: of the time of a sweep, so much of its own counts."""
+        of_gpus = settings.devices / len(self.gpus) if self.gpus and settings.hardware != THIS_CPU else 0.0
+        return min(1.0, max(1.0 / self.count, of_gpus))
+
     @contextmanager
     def taken(self, settings: Settings) -> Iterator[dict[str, str]]:
         """The environment of a process for a cell, whose devices are its own as long as this is entered."""
@@ -83,6 +88,11 @@ class Slots:
         told = os.environ.get(THREADS, "")
         ours = max(1, cores // self.count)
         return {THREADS: str(min(ours, int(told)) if told.isdecimal() and int(told) else ours)}
+
+
+def slots_for(record: SweepRecord, cells: Iterable[Settings], at_once: int | None) -> Slots:
+    """Those of a sweep with these cells."""
+    return Slots(record, at_once, on_cpu=all(settings.hardware == THIS_CPU for settings in cells))
 
 
 def check_hardware(cells: Iterable[Settings], record: SweepRecord, slots: Slots) -> None:

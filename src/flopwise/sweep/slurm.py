@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -12,7 +14,6 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import WRITABLE_HINT, entry_kind, write_whole
 from flopwise.core.store import from_text, to_text
 from flopwise.core.sweep import (
-    AUTO,
     ENDED,
     FINISHED,
     INTERRUPTED,
@@ -23,8 +24,18 @@ from flopwise.core.sweep import (
     says_nothing,
     standing,
 )
-from flopwise.core.sweep_store import claimed, new_attempt, read_attempts, read_cell, write_attempt
-from flopwise.sweep.attempts import now, settled
+from flopwise.core.sweep_store import (
+    claimed,
+    missing_repeats,
+    moment,
+    new_attempt,
+    now,
+    read_attempts,
+    read_cell,
+    verdict,
+    write_attempt,
+)
+from flopwise.sweep.attempts import settled
 from flopwise.sweep.slurm_queue import UNKNOWN, Task, ask, is_installed, sbatch
 from flopwise.sweep.slurm_scripts import (
     JOB_VARIABLE,
@@ -98,38 +109,66 @@ class Submission:
     """Cells that were left out, since trying them again would change nothing."""
     failed: tuple[str, ...] = ()
     """Cells that were left out, since they have failed or took too long, and are not to be tried again."""
+    skipped: tuple[str, ...] = ()
+    """Cells that the sweep itself leaves out."""
 
 
 # -- submitting ------------------------------------------------------------------------------------------------------
 
 
 def submit(
-    store: Path, record: SweepRecord, options: SlurmOptions, *, cells: Sequence[Cell] | None = None
+    store: Path,
+    record: SweepRecord,
+    options: SlurmOptions,
+    *,
+    cells: Sequence[Cell] | None = None,
+    named: Sequence[str] = (),
 ) -> Submission:
     """Submit the sweep's cells, or those given, that have no job in the queue and that a job would try.
 
     What earlier jobs left open is settled first: a job would otherwise take it for still running. `jobs.json` is
-    written after each script, so that a later refusal loses no job.
+    written after each script, so that a later refusal loses no job. `named`: cells that are submitted though the sweep
+    leaves them out. Of two submissions of a sweep the second waits for the first.
     """
+    with _alone(slurm_folder(store, record.name)):
+        return _submit(store, record, options, cells, named)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process has the folder's list of jobs for itself; the folder is made where it is not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise FlopwiseError(f"cannot write {folder}", why=error.strerror, hint=WRITABLE_HINT) from None
+    try:
+        # Where the file system has no locks, nobody waits.
+        with suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
+def _submit(
+    store: Path, record: SweepRecord, options: SlurmOptions, cells: Sequence[Cell] | None, named: Sequence[str]
+) -> Submission:
     folder = slurm_folder(store, record.name)
     wanted = [read_cell(store, name) for name in record.cells] if cells is None else list(cells)
     listed = read_jobs(store, record.name)
     tasks = _tasks(listed, [cell.id for cell in wanted])
     _settle(store, record, listed, tasks)
-    left_out: dict[str, list[str]] = {"queued": [], "finished": [], "failed": []}
+    left_out: dict[str, list[str]] = {"queued": [], "finished": [], "failed": [], "skipped": []}
     chosen = []
     for cell in wanted:
         queued = cell.id in tasks and not tasks[cell.id].is_over
-        why = "queued" if queued else _why_not(store, record, cell, options)
+        why = "queued" if queued else _why_not(store, record, cell, options, named=cell.id in named)
         if why is None:
             chosen.append(cell)
         else:
             left_out[why].append(cell.id)
     scripts = render(record, chosen, store.absolute(), options)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FlopwiseError(f"cannot write {folder}", why=error.strerror, hint=WRITABLE_HINT) from None
     jobs: list[Job] = []
     for script in scripts:
         path = folder / script.name
@@ -141,18 +180,14 @@ def submit(
     return Submission(folder=folder, jobs=tuple(jobs), **{why: tuple(names) for why, names in left_out.items()})
 
 
-def _why_not(store: Path, record: SweepRecord, cell: Cell, options: SlurmOptions) -> str | None:
+def _why_not(store: Path, record: SweepRecord, cell: Cell, options: SlurmOptions, *, named: bool) -> str | None:
     """Why a job would have nothing to do for a cell, if so."""
-    if "--force" in options.flags:
+    found = verdict(store, record, cell, read_attempts(store, cell.id)[0], named=named)
+    if found == "skipped":
+        return found
+    if "--force" in options.flags or found == "open" or (found == "failed" and "--retry" in options.flags):
         return None
-    attempts = read_attempts(store, cell.id)[0]
-    own = _own_state(cell, attempts, record.repeats)
-    if own in FINISHED:
-        return "finished"
-    told = [attempt for attempt in standing(attempts) if not says_nothing(attempt)]
-    if own in ("failed", "timeout") and told and "--retry" not in options.flags:
-        return "failed"
-    return None
+    return found
 
 
 def read_jobs(store: Path, name: str) -> JobList:
@@ -180,7 +215,7 @@ def states(store: Path, record: SweepRecord) -> dict[str, CellState]:
     found: dict[str, CellState] = {}
     for cell in record.cells:
         attempts = read_attempts(store, cell)[0]
-        own = _own_state(read_cell(store, cell), attempts, record.repeats)
+        own = _own_state(store, record, read_cell(store, cell), attempts)
         task, job = tasks.get(cell), listed.newest(cell)
         if task is None or job is None or own in FINISHED:
             found[cell] = own
@@ -208,21 +243,20 @@ def _ended_state(task: Task, made: Sequence[Attempt], own: CellState) -> CellSta
     return task.cell_state
 
 
-def _own_state(cell: Cell, attempts: Sequence[Attempt], repeats: int) -> CellState:
-    """What the attempts say: ok when as many as wanted are, otherwise what the newest of the others came to."""
+def _own_state(store: Path, record: SweepRecord, cell: Cell, attempts: Sequence[Attempt]) -> CellState:
+    """What the attempts say: the state in which a sweep is done with the cell, else how far it has come."""
     if any(attempt.state not in ENDED for attempt in attempts):
         return "running"
-    stand = standing(attempts)
-    measured = {attempt.repeat for attempt in stand if attempt.state == "ok"}
-    others = [attempt for attempt in stand if attempt.state != "ok"]
-    if measured.issuperset(range(1, repeats + 1)):
-        return "ok"
-    if not others:
-        return "planned"
-    last = max(others, key=lambda attempt: attempt.number)
-    looks = cell.settings.batch_sequences == cell.settings.micro_batch_sequences == AUTO
-    # Looking for the largest micro-batch, that one did not fit is no end.
-    return "planned" if last.state == "oom" and looks and last.micro_batch_sequences is not None else last.state
+    found = verdict(store, record, cell, attempts)
+    if found == "finished":
+        return "oom" if missing_repeats(store, record, attempts) else "ok"
+    if found == "skipped":
+        return "skipped"
+    told = [attempt for attempt in attempts if not says_nothing(attempt)]
+    if found == "failed":
+        return told[-1].state
+    others = [attempt for attempt in standing(attempts) if attempt.state != "ok"]
+    return "failed" if others and says_nothing(others[-1]) else "planned"
 
 
 def _tasks(listed: JobList, cells: Iterable[str]) -> dict[str, Task]:
@@ -239,8 +273,9 @@ def _tasks(listed: JobList, cells: Iterable[str]) -> dict[str, Task]:
 
 
 def _unlisted(name: str, job: Job) -> Task:
-    age = _now() - datetime.fromisoformat(job.submitted)
-    return Task(id=name, state="PENDING" if age.total_seconds() < FORGOTTEN_AFTER_S else UNKNOWN)
+    submitted = moment(job.submitted)
+    is_new = submitted is not None and (_now() - submitted).total_seconds() < FORGOTTEN_AFTER_S
+    return Task(id=name, state="PENDING" if is_new else UNKNOWN)
 
 
 # -- closing what is left open ---------------------------------------------------------------------------------------
@@ -327,9 +362,10 @@ def _is_of(attempt: Attempt, task: Task, job: Job, record: SweepRecord) -> bool:
     """Whether a job made an attempt: by its name, else by the sweep and the time."""
     if attempt.job == task.id:
         return True
-    begun = datetime.fromisoformat(attempt.started)
-    submitted = datetime.fromisoformat(job.submitted) - timedelta(seconds=SKEW_S)
-    return attempt.job is None and attempt.sweep == record.name and begun >= submitted
+    begun, submitted = moment(attempt.started), moment(job.submitted)
+    if begun is None or submitted is None or attempt.job is not None or attempt.sweep != record.name:
+        return False
+    return (begun - submitted).total_seconds() >= -SKEW_S
 
 
 def _now() -> datetime:

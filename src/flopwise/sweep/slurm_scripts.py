@@ -13,8 +13,9 @@ from typing import Literal
 
 from flopwise.core.catalog import THIS_CPU
 from flopwise.core.errors import FlopwiseError, shown
-from flopwise.core.sweep import AUTO, Cell, SweepRecord
-from flopwise.core.sweep_store import CELL_NAME, SWEEP_NAME, SWEEPS
+from flopwise.core.sweep import Cell, SweepRecord
+from flopwise.core.sweep_store import CELL_NAME, SWEEP_NAME, SWEEPS, looks
+from flopwise.sweep.auto_batch import MOST_LOOKING_ATTEMPTS
 
 PREFIX_VARIABLE = "FLOPWISE_ATTEMPT_PREFIX"
 """Words before the command of each attempt, quoted as for a shell: how a job on several nodes starts its ranks."""
@@ -29,8 +30,6 @@ FORESEEN_FACTOR = 4.0
 """An attempt may take so many times what was foreseen before its job is ended."""
 UNFORESEEN_S = 3600.0
 """For an attempt of which neither a prediction nor a limit tells anything."""
-LOOKING_ATTEMPTS = 8
-"""Attempts that looking for the largest micro-batch may take: doubling, then halving the gap."""
 ENDING_S = 120.0
 """Between an attempt's own limit and the job's, so that it is flopwise that ends it and writes down why."""
 
@@ -178,8 +177,8 @@ def job_time_s(record: SweepRecord, cell: Cell) -> float:
     else:
         attempt_s = min(FORESEEN_FACTOR * foreseen + START_S, math.inf if limit is None else limit)
     attempts = record.repeats
-    if cell.settings.batch_sequences == cell.settings.micro_batch_sequences == AUTO:
-        attempts += LOOKING_ATTEMPTS
+    if looks(cell):
+        attempts += MOST_LOOKING_ATTEMPTS
     return attempts * (attempt_s + ENDING_S)
 
 

@@ -10,11 +10,9 @@ from pathlib import Path
 from flopwise.core.cluster_plan import ClusterPlan
 from flopwise.core.describe import describe
 from flopwise.core.measurement import Measurement, MemoryRow, StepRecord
+from flopwise.core.statistics import LEAST_WARM_UP, warm_up_steps
 from flopwise.engine.loop import Outcome
 from flopwise.train.preparing import Prepared
-
-WARM_UP_STEPS = 2
-"""Steps that are left out of what was measured, where enough others are there."""
 
 
 def measured(
@@ -23,13 +21,15 @@ def measured(
 ) -> Measurement | None:  # fmt: skip
     """The steps of this process; those of an `earlier` one, perhaps on another machine, tell the first loss alone.
 
-    Steps that a profiler has `slowed` down are left out, unless there are no others behind the warm-up.
+    Steps that a profiler has `slowed` down are left out, unless there are hardly any others; so is the warm-up.
     """
     steps = outcome.steps
     if not steps:
         return None
-    timed = steps[WARM_UP_STEPS:] if len(steps) > 2 * WARM_UP_STEPS else steps
-    timed = tuple(step for step in timed if step.step not in slowed) or timed
+    untraced = tuple(step for step in steps if step.step not in slowed)
+    # Warm steps that were traced say more than the first one alone.
+    chosen = untraced if len(untraced) > LEAST_WARM_UP else steps
+    timed = chosen[warm_up_steps([step.step_s for step in chosen]) :]
     seconds = sorted(step.step_s for step in timed)
     rates = sorted(step.tokens_per_s for step in timed)
     shares = [step.mfu for step in timed if step.mfu is not None]

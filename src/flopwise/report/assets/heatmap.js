@@ -1,5 +1,5 @@
 "use strict";
-// Two settings against each other: the best figure of each pair, or the word of what went wrong.
+// Two settings against each other: the best cell's figure of each pair, or the word of what went wrong.
 
 const AXES = {
   device_cap_bytes: ["device memory cap", capWords],
@@ -84,7 +84,22 @@ function fullestPair(values, rows) {
   return best ? [best.across, best.up] : [names[0], undefined];
 }
 
-/** One square of the map: its best row, or the word of those that have none. */
+function cellOf(row) {
+  return row.cell ?? row.key;
+}
+
+/** Of each cell the median of its runs; the run in the middle stands for them. */
+function cellMedians(valued) {
+  return d3
+    .groups(valued, (each) => cellOf(each.row))
+    .map(([, runs]) => {
+      const value = d3.median(runs, (run) => run.found.value);
+      const middle = d3.least(runs, (run) => Math.abs(run.found.value - value)) ?? runs[0];
+      return { row: middle.row, runs: runs.length, found: { ...middle.found, value } };
+    });
+}
+
+/** One square of the map: the median of its best cell, or the word of those that have none. */
 function squares(rows, across, up, measure) {
   const groups = d3.groups(
     rows.filter((row) => row[across] !== null && (!up || row[up] !== null)),
@@ -96,13 +111,14 @@ function squares(rows, across, up, measure) {
       const valued = group.map((row) => ({ row, found: MEASURES[measure][1](row) })).filter((each) => each.found);
       const better = measure === "prediction_error" ? d3.least : d3.greatest;
       const ran = valued.filter((each) => !each.found.predicted);
-      const best = better(ran.length ? ran : valued, (each) => each.found.value);
+      const best = better(cellMedians(ran.length ? ran : valued), (each) => each.found.value);
       const row = best?.row ?? group[0];
       return {
         x,
         y,
         row,
-        count: group.length,
+        count: new Set(group.map(cellOf)).size,
+        runs: best?.runs ?? 0,
         value: best?.found.value ?? null,
         predicted: best?.found.predicted ?? false,
         word: SHORT_STATE[row.state] ?? (row.state === "ok" ? UNKNOWN : plainWords(row.state)),
@@ -145,7 +161,9 @@ function drawHeatmap(rows) {
     fill(
       "heatmap",
       "What does more memory buy?",
-      `${why}. To see how speed changes with memory, sequence or batch, run several set-ups: \`flopwise sweep --device-mem 24,40GiB --host-mem 64,128GiB\`.`,
+      state.rows.length && !rows.length
+        ? "The filters leave no row."
+        : `${why}. To see how speed changes with memory, sequence or batch, run several set-ups: \`flopwise sweep --device-mem 24,40GiB --host-mem 64,128GiB\`.`,
     );
     return;
   }
@@ -301,7 +319,8 @@ function squareTitle(cell, measure) {
   const lines = [`${rowName(cell.row)} · ${stateWord(cell.row.state)}`, runWords(cell.row)];
   if (cell.value !== null)
     lines.push(`${squareWords(cell, measure, 100)} ${MEASURES[measure][0]}${cell.predicted ? ", predicted" : ""}`);
-  if (cell.count > 1) lines.push(`best of ${cell.count} rows`);
+  if (cell.runs > 1) lines.push(`median of ${cell.runs} runs`);
+  if (cell.count > 1) lines.push(`best of ${cell.count} cells`);
   if (cell.row.reason) lines.push(cut(cell.row.reason, 160));
   return lines.join("\n");
 }
@@ -321,7 +340,9 @@ function heatmapSentence(cells, across, up, measure, rows) {
       .filter(Boolean)
       .join(" and ");
   const figure = (cell) => `${squareWords(cell, measure, 100)}${measure === "tokens_per_s" ? " tok/s" : ""}`;
-  const several = d3.max(cells, (cell) => cell.count) > 1 ? " A square shows its best row." : "";
+  const bestOf = d3.max(cells, (cell) => cell.count) > 1 ? " A square shows its best cell." : "";
+  const middleOf = d3.max(cells, (cell) => cell.runs) > 1 ? " Of several runs it shows the median." : "";
+  const several = `${bestOf}${middleOf}`;
   const guess = valued.some((cell) => cell.predicted) ? " ~ is predicted, not run." : "";
   if (valued.length === 1 || best.value === least.value)
     return `${figure(best)} at ${place(best)}.${out}${several}${guess}`;

@@ -97,7 +97,8 @@ function memoryBar(bar) {
   const most = d3.max(sides, ([, sizes]) => d3.sum(sizes)),
     cap = bar.cap_bytes;
   const isNear = cap !== null && cap < 6 * most,
-    end = isNear ? Math.max(cap, most) * 1.04 : most * 1.08;
+    end = isNear ? Math.max(cap, most) * 1.04 : most * 1.08,
+    isSmall = isNear && cap < 0.25 * end;
   const pieces = sides.flatMap(([side, sizes]) => {
     let begin = 0;
     return sizes
@@ -156,9 +157,10 @@ function memoryBar(bar) {
               x: (value) => value,
               text: () => `cap ${capWords(cap)}`,
               frameAnchor: "top",
-              textAnchor: "end",
+              // A small cap stands at the left, where the bar's own name is.
+              textAnchor: isSmall ? "start" : "end",
               dy: -14,
-              dx: 6,
+              dx: isSmall ? 14 : 6,
               fill: "var(--bad)",
               fontWeight: 600,
             }),

@@ -17,6 +17,11 @@ function drawCards(rows) {
   byId("cards").replaceChildren(bestCard(rows), fitsCard(rows), errorCard(rows), boundCard(rows));
 }
 
+/** Why there is nothing: the filters, where they leave no row. */
+function nothing(rows, words) {
+  return state.rows.length && !rows.length ? "the filters leave no row" : words;
+}
+
 function bestCard(rows) {
   let best = null;
   for (const row of rows) {
@@ -31,7 +36,7 @@ function bestCard(rows) {
       best = { ...found, row };
     }
   }
-  if (!best) return card("best speed", UNKNOWN, "no run has been measured or foreseen yet");
+  if (!best) return card("best speed", UNKNOWN, nothing(rows, "no run has been measured or foreseen yet"));
   const figure = make(
     "span",
     {},
@@ -64,7 +69,7 @@ function fitsCard(rows) {
       (row) => row.state,
     )
     .map(([name, count]) => `${countWords(count)} ${stateWord(name)}`);
-  const beneath = others.length ? others.join(" · ") : known.length ? "all of them ran" : "no run has ended yet";
+  const beneath = others.length ? others.join(" · ") : known.length ? "all of them ran" : nothing(rows, "no run has ended yet");
   const figure = known.length
     ? make("span", {}, `${countWords(fitting)} `, make("small", {}, `of ${countWords(known.length)}`))
     : UNKNOWN;
@@ -76,7 +81,7 @@ function errorCard(rows) {
     .filter(isMeasured)
     .map(predictionError)
     .filter((error) => error !== null);
-  if (!errors.length) return card("prediction is off by", UNKNOWN, "nothing is both predicted and measured");
+  if (!errors.length) return card("prediction is off by", UNKNOWN, nothing(rows, "nothing is both predicted and measured"));
   const middle = d3.median(errors, Math.abs);
   const furthest = errors.reduce((most, error) => (Math.abs(error) > Math.abs(most) ? error : most), 0);
   return card(
@@ -94,7 +99,7 @@ function boundCard(rows) {
     (row) => cut(boundWords(row.bound), 26),
   );
   bounds.sort((left, right) => right[1] - left[1]);
-  if (!bounds.length) return card("bound by", UNKNOWN, withCode("profile a run to know: `flopwise train --profile`"));
+  if (!bounds.length) return card("bound by", UNKNOWN, withCode(nothing(rows, "profile a run to know: `flopwise train --profile`")));
   const total = d3.sum(bounds, (pair) => pair[1]);
   const rest = bounds.slice(1, 3).map(([word, count]) => `${word} ${countWords(count)}`);
   const beneath = `${countWords(bounds[0][1])} of ${countOf(total, "run")}${rest.length ? ` · ${rest.join(" · ")}` : ""}`;
@@ -147,7 +152,8 @@ function drawAccuracy(rows) {
     fill(
       "accuracy",
       question,
-      "No row is both predicted and measured. Train with a plan, which predicts itself: `flopwise plan MODEL -w plan.toml`, then `flopwise train plan.toml`.",
+      rows.length || !state.rows.length ? "No row is both predicted and measured. Train with a plan, which predicts itself: `flopwise plan MODEL -w plan.toml`, then `flopwise train plan.toml`."
+        : "The filters leave no row.",
     );
     return;
   }

@@ -17,7 +17,8 @@ function significant(value, digits = 3) {
 
 function scaledWords(value, step, units, digits = 3) {
   let place = 0;
-  while (place < units.length - 1 && Math.abs(Number(value.toPrecision(digits))) >= step) {
+  // As it is, and as it will be printed: 1024 has four digits.
+  while (place < units.length - 1 && Math.max(Math.abs(value), Math.abs(Number(value.toPrecision(digits)))) >= step) {
     value /= step;
     place += 1;
   }

@@ -1,0 +1,65 @@
+"""What the page shows of one run, read from its folder: of whatever has become of its files no more than is sound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flopwise.core.measurement import StepRecord
+    from flopwise.core.profile import Profile
+    from flopwise.report.page_data import RunDetail
+
+MOST_STEPS_BYTES = 64 * 2**20
+"""Of a file of steps: beyond it the curve is left out."""
+
+Tell = Callable[[str], None]
+
+
+def detail_of(folder: Path, tell: Tell) -> RunDetail:
+    """A run's details; of one that cannot be read, why. `tell` hears of parts that are left out."""
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.index import UNREADABLE
+    from flopwise.core.store import read_record
+    from flopwise.profile.verdicts import verdicts
+    from flopwise.report.page_data import RunDetail, run_detail
+
+    try:
+        record = read_record(folder)
+    except FlopwiseError as error:
+        why = error.what if error.why is None else f"{error.what}: {error.why}"
+        return RunDetail(run=folder.name, model="-", state=UNREADABLE, reason=why)
+    profile = _profile(folder, tell) if record.profile else None
+    return run_detail(record, profile, verdicts(profile) if profile else (), _steps(folder, tell))
+
+
+def _profile(folder: Path, tell: Tell) -> Profile | None:
+    from flopwise.core.index import MOST_PROFILE_BYTES, read_profile
+    from flopwise.core.store import PROFILE
+
+    profile = read_profile(folder)
+    if profile is None and (folder / PROFILE).is_file():
+        tell(f"note: {folder / PROFILE}: it is damaged, or larger than {MOST_PROFILE_BYTES / 2**20:.0f} MiB")
+    return profile
+
+
+def _steps(folder: Path, tell: Tell) -> list[StepRecord]:
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.files import entry_kind
+    from flopwise.core.store import STEPS, read_steps
+
+    path = folder / STEPS
+    # Whatever else has taken the file's place could be waited for without end.
+    if entry_kind(path) != "file":
+        return []
+    try:
+        if path.stat().st_size > MOST_STEPS_BYTES:
+            tell(f"note: {path}: it is larger than {MOST_STEPS_BYTES / 2**20:.0f} MiB")
+            return []
+        return read_steps(folder)
+    except FlopwiseError as error:
+        tell(f"note: {error.what}")
+    except OSError as error:
+        tell(f"note: {path}: {error.strerror}")
+    return []

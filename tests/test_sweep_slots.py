@@ -1,0 +1,86 @@
+"""Where a sweep's processes run: GPUs of their own, a share of the cores, and hardware that is not here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.sweep import SweepRecord
+from flopwise.sweep.slots import Slots, check_hardware, gpu_ids, slots_for
+
+from .sweep_stand_in import a_cell, a_sweep
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"), [("", []), ("0,1", ["0", "1"]), ("2, GPU-ab", ["2", "GPU-ab"]), ("1,-1,0", ["1"])]
+)
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, told: str, expected: list[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
+    assert gpu_ids() == expected
+
+
+def test_gpus_are_counted_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_ids() == []
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 0\necho 1\n")
+    program.chmod(0o755)
+    assert gpu_ids() == ["0", "1"]
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert gpu_ids() == []
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, ids: str, at_once: int | None = None) -> Slots:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ids)
+    return Slots(replace(a_sweep(), device="cuda"), at_once)
+
+
+def test_each_process_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = on_gpus(monkeypatch, "4,5,6")
+    one, two = a_cell(hardware="h200").settings, a_cell(hardware="h200", devices=2).settings
+    assert slots.count == 3 and on_gpus(monkeypatch, "4,5,6", 2).count == 2
+    with slots.taken(one) as first, slots.taken(two) as second:
+        assert (first, second) == ({"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "5,6"})
+    with slots.taken(two) as first:
+        assert first == {"CUDA_VISIBLE_DEVICES": "4,5"}
+        waiting = threading.Thread(target=_enter, args=(lambda: slots.taken(two),))
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert slots.too_few(one) is None
+    assert slots.too_few(a_cell(devices=8, hardware="h200").settings) == "8 GPUs are wanted, and 3 are here"
+
+
+def _enter(make: Callable[[], Any]) -> None:
+    with make():
+        pass
+
+
+def test_hardware_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    record: SweepRecord = replace(a_sweep(), device="auto")
+    slots = Slots(record, None)
+    check_hardware([a_cell().settings, a_cell(hardware="this-machine").settings], record, slots)
+    with pytest.raises(FlopwiseError, match="the cells are for h200"):
+        check_hardware([a_cell(hardware="h200").settings], record, slots)
+    with pytest.raises(FlopwiseError, match="no GPU"):
+        check_hardware([a_cell(hardware="h200").settings], replace(record, device="cuda"), slots)
+
+
+def test_the_share_of_a_cell_is_that_of_its_gpus_or_of_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = a_cell(hardware="h200").settings, a_cell(hardware="h200", devices=2).settings
+    slots = on_gpus(monkeypatch, "0,1,2,3")
+    assert (slots.share(one), slots.share(two)) == (0.25, 0.5)
+    assert slots.share(replace(one, devices=8)) == 1.0
+    assert on_gpus(monkeypatch, "0,1,2,3", 1).share(one) == 1.0
+    on_cpu = a_cell(devices=4).settings
+    assert slots_for(a_sweep(), [on_cpu], 2).share(on_cpu) == 0.5
