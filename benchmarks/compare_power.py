@@ -69,7 +69,7 @@ def rates(noise: Noise, *, runs: int, steps: int, slow_down: float, pairs: int) 
     for _ in range(pairs):
         sides = [[simulated(noise, steps, slow, generator) for _ in range(runs)] for slow in (0.0, slow_down)]
         found = change(*sides)
-        alarms += found.alarms(THRESHOLD)
+        alarms += found.verdict(THRESHOLD) == "slower"
         holding += found.low is not None and found.high is not None and found.low <= slow_down <= found.high
     return alarms / pairs, holding / pairs
 

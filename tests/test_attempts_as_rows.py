@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from flopwise.core.collecting import GONE, collect
+from flopwise.core.collecting import collect
 from flopwise.core.results import Result
 from flopwise.core.store import LOCK, read_record, write_record
 from flopwise.core.sweep import Attempt, Cell, SweepRecord
-from flopwise.core.sweep_store import cell_folder, write_cell, write_sweep
+from flopwise.core.sweep_store import GONE, cell_folder, write_cell, write_sweep
 
 from .run_stores import STARTED, a_cell, a_record, make_store, write_attempted, write_run
 

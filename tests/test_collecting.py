@@ -249,3 +249,10 @@ def test_numbers_are_runs_before_they_are_sweeps(tmp_path: Path) -> None:
     assert [row.run for row in collect(store, ["2"]).rows] == ["0002"]
     assert collect(store, ["1-2"]).rows == []
     assert collect(store, ["1-2"]).sweeps[0].name == "1-2"
+
+
+def test_a_number_that_is_no_folder_is_unreadable(tmp_path: Path) -> None:
+    make_store(tmp_path, runs=1)
+    (tmp_path / "0098").write_text("not a run")
+    (row,) = collect(tmp_path, ["98"]).rows
+    assert (row.run, row.state) == ("0098", "unreadable")

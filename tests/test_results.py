@@ -203,9 +203,11 @@ def test_a_cell_that_nobody_has_tried() -> None:
 
 def test_a_cell_out_of_memory_keeps_its_reason_and_prediction() -> None:
     cell = Cell(id=cell_id(SETTINGS), settings=SETTINGS, foreseen=FORESEEN)
-    row = result_of_cell(cell, an_attempt(state="oom", reason=OOM_REASON, micro_batch_sequences=8))
+    row = result_of_cell(cell, an_attempt(state="oom", reason=OOM_REASON, micro_batch_sequences=8, pid=7))
     assert (row.state, row.reason, row.attempt, row.repeat) == ("oom", OOM_REASON, 2, 1)
     assert (row.predicted_fits, row.tokens_per_s, row.source) == (True, None, "measured")
+    # Where no process was started, nothing was measured.
+    assert result_of_cell(cell, an_attempt(state="oom", reason=OOM_REASON)).source == "predicted"
 
 
 def test_what_a_run_has_measured_stands_over_what_was_foreseen() -> None:
@@ -241,7 +243,9 @@ def test_more_than_the_peak_is_an_error() -> None:
     assert wrong.state == "error"
     assert wrong.reason == "MFU 133.0 % of 990 TFLOP/s bf16: the peak, its format or the FLOPs are wrong"
     assert checked(wrong) == wrong
-    assert checked(a_result(hfu=float("nan"))).state == "ok"
+    for odd in ({"hfu": float("nan")}, {"tokens_per_s": -5.0}, {"step_s": float("inf")}, {"devices": 0}):
+        assert checked(a_result(**odd)).state == "error"
+        assert "no run has such figures" in (checked(a_result(**odd)).reason or "")
 
 
 # -- the table -------------------------------------------------------------------------------------------------------

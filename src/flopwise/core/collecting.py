@@ -24,6 +24,8 @@ from flopwise.core.sweep import Attempt, Cell, SweepRecord, standing
 from flopwise.core.sweep_store import (
     CELL_NAME,
     CELLS,
+    GONE,
+    RUN_LINE,
     SWEEPS,
     Problem,
     moment,
@@ -33,12 +35,9 @@ from flopwise.core.sweep_store import (
 )
 
 RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})", re.ASCII)
-RUN_LINE = re.compile(r"^run ([0-9]{4,9}) ", re.MULTILINE | re.ASCII)
-"""What `flopwise train` begins with on stderr, and so in the log of an attempt."""
 MOST_LOG_BYTES = 2**21
 LATEST_RUN_S = 120.0
 """After an attempt last gave a sign of itself: a run that began later is another's."""
-GONE = "its process was killed, or its machine went down"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,7 +245,9 @@ class _Store:
         found = self.attempt_of.get(name)
         if found is not None:
             return self.attempt_row(*found)
-        run = self.runs([name])[name]
+        run = self.runs([name]).get(name)
+        if run is None:
+            return Result(cell=None, run=name, state=UNREADABLE, reason="it is not a run's folder")
         if self.memory is not None and run.origin is not None:
             return self.memory.row(name, (run.origin, None, None), lambda: run.result)
         return _unless_gone(run.result, self.folder / name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, fields, replace
+from math import inf
 from typing import Any, Literal
 
 from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names
@@ -280,6 +281,9 @@ def cell_values(cell: Cell, attempt: Attempt | None, run: dict[str, Any] | None 
         source: Source = "predicted" if is_foreseen else values.get("source", "measured")
         values.update(source=source, reason=foreseen.reason if foreseen else None)
         return values
+    if attempt.pid is None and attempt.job is None and attempt.run is None and foreseen is not None:
+        # No process was needed to tell.
+        values["source"] = "predicted"
     values.update(
         attempt=attempt.number,
         repeat=attempt.repeat,
@@ -343,12 +347,22 @@ ERROR = "error"
 """State of a row whose figures cannot be right."""
 
 
+POSITIVE = ("devices", "sequence_tokens", "batch_sequences", "step_s", "tokens_per_s", "mfu", "hfu", "peak_flops")
+
+
 def checked(row: Result) -> Result:
-    """The row itself, or one in the state `error` where it claims more than the device's peak."""
+    """The row itself, or one in the state `error` where it claims what cannot be: more than the device's peak."""
+    if row.state == ERROR:
+        return row
+    figures = ((name, getattr(row, name)) for name in POSITIVE)
+    odd = [f"{name} is {value}" for name, value in figures if value is not None and not 0 < value < inf]
+    if odd:
+        why = f"{', '.join(odd)}: no run has such figures"
+        return replace(row, state=ERROR, reason=f"{why}; {row.reason}" if row.reason else why)
     beyond = [
         f"{name} {show_share(share)}" for name, share in (("MFU", row.mfu), ("HFU", row.hfu)) if share and share > 1
     ]
-    if not beyond or row.state == ERROR:
+    if not beyond:
         return row
     divided = f"{show_count(row.peak_flops)}FLOP/s {row.peak_format or ''}".rstrip() if row.peak_flops else "the peak"
     why = f"{' and '.join(beyond)} of {divided}: the peak, its format or the FLOPs are wrong"

@@ -41,6 +41,9 @@ BEAT_S = 30.0
 """Between two touches of the file of an attempt that runs."""
 SILENT_AFTER_S = 300.0
 """An attempt on another machine whose file nobody has touched for so long has died with it."""
+RUN_LINE = re.compile(r"^run ([0-9]{4,9}) ", re.MULTILINE | re.ASCII)
+"""What `flopwise train` begins with on stderr, and so in the log of an attempt."""
+GONE = "its process was killed, or its machine went down"
 STALE_AFTER_S = 120.0
 """An attempt on another machine that is so far beyond its time limit has died with it."""
 LATEST_START_S = 60.0
@@ -219,7 +222,7 @@ def _silent_s(path: Path) -> float:
 
 
 def _gone(attempt: Attempt) -> Attempt:
-    return replace(attempt, state="failed", reason=attempt.reason or "its process was killed, or its machine went down")
+    return replace(attempt, state="failed", reason=attempt.reason or GONE)
 
 
 def _lives(pid: int, begun_s: float) -> bool:

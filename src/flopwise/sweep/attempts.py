@@ -23,7 +23,7 @@ from flopwise.core.files import to_toml, write_whole
 from flopwise.core.measurement import RunRecord
 from flopwise.core.store import from_text
 from flopwise.core.sweep import AUTO, INTERRUPTED, Attempt, Cell, CellState, SweepRecord
-from flopwise.core.sweep_store import BEAT_S, beat, cell_folder, new_attempt, now, run_record, write_attempt
+from flopwise.core.sweep_store import BEAT_S, RUN_LINE, beat, cell_folder, new_attempt, now, run_record, write_attempt
 from flopwise.core.units import show_seconds
 from flopwise.sweep import keeper
 from flopwise.sweep.slurm_scripts import JOB_VARIABLE, PREFIX_VARIABLE
@@ -59,8 +59,6 @@ EXCEPTION_LINE = re.compile(
 """How Python tells what ended it, perhaps behind the name of a rank; what a library adds may follow."""
 KILLED = "killed (SIGKILL): by the system for lack of memory, or by somebody"
 KILLED_FOR_MEMORY = "killed by the system for lack of memory"
-RUN_LINE = re.compile(r"^run ([0-9]{4,9}) ", re.MULTILINE | re.ASCII)
-"""What `flopwise train` begins with on stderr."""
 ID_LINE = re.compile(r'^\s*\{?\s*"id":\s*"([0-9]{4,9})"', re.MULTILINE | re.ASCII)
 
 Ending = Literal["itself", "timeout", "interrupted"]
