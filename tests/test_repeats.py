@@ -106,4 +106,5 @@ def test_digits(value: float, half: float, words: str) -> None:
 def test_what_is_told_is_never_surer_than_it_is(value: float, half: float) -> None:
     told, width = (float(part.replace(",", "")) for part in plus_minus(value, half).split(" ± "))
     assert width >= half * (1 - 1e-9)
-    assert abs(told - value) <= width
+    # Behind sixteen digits a number in a table is not the same any more.
+    assert abs(told - value) <= width + 1e-15 * value

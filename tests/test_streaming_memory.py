@@ -193,13 +193,17 @@ def test_no_allocation_of_a_step_is_beyond_the_plan(family: str, precision: str)
     assert_within_plan(plan, model)
 
 
+LONG_FAMILIES = ("llama-biased", "gpt2", "bert-masked")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-mixed"])
 @pytest.mark.parametrize("family", ["llama", "llama-biased", "mistral", "qwen3", "gpt2", "bert", "bert-masked"])
 def test_no_allocation_of_any_family_is_beyond_the_plan(family: str, precision: str) -> None:
     model = wide(TINY[family])
-    # Formats change what is allocated, not how it grows with the sequence: one of them goes the long way.
-    tokens = 4096 if precision == "fp32" else 2048
+    # Formats change what is allocated, not how it grows with the sequence: one of them goes the long way, of families
+    # that hold what the others have.
+    tokens = 4096 if precision == "fp32" and family in LONG_FAMILIES else 2048
     for plan in shapes(model, tokens, precision=precision, head_chunk_tokens=tokens // 4):
         assert_within_plan(plan, model)
 
