@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from flopwise.cli import sweep_launch
 from flopwise.core.collecting import collect
@@ -16,7 +18,7 @@ from flopwise.core.store import VARIABLE, read_record, write_record
 from flopwise.core.sweep import SweepRecord
 from flopwise.core.sweep_store import write_cell, write_sweep
 from flopwise.report.results_files import results_csv
-from flopwise.report.run_comparison import Measured, compared, quantiles_of
+from flopwise.report.run_comparison import Measured, compared, comparison_page, percent_words, quantiles_of
 
 from .result_rows import a_result, lost
 from .run_stores import STARTED, a_cell, make_store, noisy_steps, write_attempted, write_run
@@ -137,3 +139,31 @@ def test_jobs_are_settled_before_they_are_compared(monkeypatch: pytest.MonkeyPat
         make_store(Path(side), 1, sweep="s", steps=20)
     answered(["compare", "before", "after/s"])
     assert asked == [(Path("before"), ()), (Path("after"), ("s",))]
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("share", "words"), [(0.051, "+5.1 %"), (-0.003, "−0.3 %"), (0.0, "0.0 %"), (5.3e7, "over +1,000 %"), (None, "-")]
+)
+def test_changes_in_words(share: float | None, words: str) -> None:
+    assert percent_words(share) == words
+
+
+def test_a_narrow_table_keeps_what_tells_rows_apart() -> None:
+    rows = [
+        Measured(row=row, sample=quantiles_of(row))
+        for row in (
+            replace(
+                a_result(), cell=f"{batch:012x}", model="mpt-125m+layers=1+hidden=64+heads=2", batch_sequences=batch
+            )
+            for batch in (16, 32)
+        )
+    ]
+    page = comparison_page(compared(rows, rows, names=("a", "b"), threshold=0.03), 80)
+    text = io.StringIO()
+    Console(width=80, file=text).print(page)
+    header = next(line for line in text.getvalue().splitlines() if "verdict" in line)
+    assert "batch" in header and "model" not in header
+    assert max(map(len, text.getvalue().splitlines())) <= 80

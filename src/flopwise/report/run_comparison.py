@@ -46,6 +46,7 @@ MADE_WITH = ("hardware", "card", "power_limit_w", "driver", "cuda", "torch", "py
 LONGEST_NAME = 24
 LONGEST_VALUE = 40
 COMMIT_DIGITS = 12
+MOST_TOLD = 10.0
 MOST_NAMED = 4
 
 
@@ -293,14 +294,17 @@ LABELS: dict[str, tuple[str, Callable[[Result], object]]] = {
     "precision": ("precision", lambda row: row.precision),
 }
 WORDS = {"cell", "model", "hardware", "precision", "verdict"}
-GIVING_WAY = ("cell", "precision", "hardware", "batch", "devices")
+GIVING_WAY = ("precision", "hardware", "batch", "devices")
+"""Behind the cell's id."""
 RESULT_COLUMNS = ("before tok/s", "after tok/s", "time", "95 % interval", "verdict")
 
 
 def percent_words(share: float | None) -> str:
-    """`+5.1 %`, `−0.3 %`."""
+    """`+5.1 %`, `−0.3 %`; what is beyond reading is `over +1,000 %`."""
     if share is None:
         return UNKNOWN
+    if share > MOST_TOLD:
+        return f"over +{100 * MOST_TOLD:,.0f} %"
     rounded = round(100 * share, 1)
     return f"{'−' if rounded < 0 else '+' if rounded > 0 else ''}{abs(rounded):.1f} %"
 
@@ -309,6 +313,10 @@ def _interval_words(found: Change | None) -> str:
     if found is None or found.low is None or found.high is None:
         return UNKNOWN
     return f"{percent_words(found.low).removesuffix(' %')} to {percent_words(found.high)}"
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= LONGEST_NAME else f"{words[: LONGEST_NAME - 1]}…"
 
 
 def table_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -321,7 +329,7 @@ def table_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     columns = ["cell", *(LABELS[name][0] for name in kept), *RESULT_COLUMNS]
     rows = []
     for cell in comparison.cells:
-        labels = [_value_words(LABELS[name][1](cell.settings))[:LONGEST_NAME] for name in kept]
+        labels = [_cut(_value_words(LABELS[name][1](cell.settings))) for name in kept]
         sides = [
             rate_words(rate) if rate is not None else printable(state or UNKNOWN)
             for rate, state in (
@@ -367,7 +375,9 @@ def _heading(comparison: Comparison) -> str:
 def comparison_page(comparison: Comparison, width: int) -> RenderableType:
     """For a terminal."""
     columns, rows = table_rows(comparison)
-    shown = fitting_columns(columns, rows, width, GIVING_WAY)
+    # A model that all have tells no row from another.
+    same = ("model",) if len({cell.settings.model for cell in comparison.cells}) == 1 else ()
+    shown = fitting_columns(columns, rows, width, ("cell", *same, *GIVING_WAY))
     styles = [STYLES.get(cell.verdict, "") for cell in comparison.cells]
     parts: list[RenderableType] = [Text(_heading(comparison), style="bold"), ""]
     parts.append(text_table(columns, rows, WORDS, shown=shown, styles=styles))
