@@ -98,6 +98,11 @@ def test_only_a_name_of_a_cell_is_a_path(tmp_path: Path, name: str) -> None:
         cell_folder(tmp_path, name)
 
 
+def test_a_store_that_no_folder_can_be_is_told_in_words() -> None:
+    with pytest.raises(FlopwiseError, match="cannot be listed"):
+        sweep_names(Path("\0"))
+
+
 def test_damage_hides_no_other_cell(tmp_path: Path) -> None:
     good, half, empty = a_cell(tmp_path), a_cell(tmp_path, devices=2), a_cell(tmp_path, devices=3)
     path = cell_folder(tmp_path, half.id) / CELL

@@ -373,6 +373,9 @@ def _names(folder: Path, pattern: re.Pattern[str]) -> list[str]:
         return []
     except OSError as error:
         raise FlopwiseError(f"{folder} cannot be listed", why=error.strerror, hint="check its permissions") from None
+    except ValueError as error:
+        # A name that no folder can have, such as one with a null byte.
+        raise FlopwiseError(f"{str(folder)!r} cannot be listed", why=str(error), hint="--store FOLDER") from None
 
 
 def _read(path: Path, kind: type[Kind]) -> Kind:

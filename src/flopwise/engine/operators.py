@@ -20,6 +20,7 @@ from flopwise.engine.arena import Arena
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.blocks import add_rounded, row_blocks
+from flopwise.engine.products import Products
 from flopwise.engine.rotary import cosines_and_sines, rotary_frequencies
 from flopwise.engine.values import Gradients, Values
 
@@ -55,6 +56,7 @@ class Operators:
         self.compute, self.statistics = TYPES[formats.compute], statistics_type(formats)
         self.weights_differ = TYPES[formats.weights] != self.compute
         self._frequencies: Tensor | None = None
+        self._plain_products = Products(arena)
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -89,7 +91,7 @@ class Operators:
         return (values[op.inputs[0]] if self.model.gated else None), values[op.inputs[-1]]
 
     def _product(self, op: Gemm, values: Values, weights: Weights, wanted: Collection[str]) -> None:
-        source = values[op.inputs[0]]
+        source, products = values[op.inputs[0]], self._products(op)
         for name, first, last in self.columns(op):
             if name not in wanted:
                 continue
@@ -97,11 +99,14 @@ class Operators:
             matrix = self._cast(weights[f"{op.name}.weight"][first:last])
             if f"{op.name}.bias" in weights:
                 bias = self._cast(weights[f"{op.name}.bias"][first:last])
-                torch.addmm(bias, source, matrix.t(), out=out)
+                products.forward(source, matrix, bias, out=out)
                 self._uncast(bias)
             else:
-                torch.mm(source, matrix.t(), out=out)
+                products.forward(source, matrix, None, out=out)
             self._uncast(matrix)
+
+    def _products(self, op: Gemm) -> Products:  # noqa: ARG002 - of all operators the same so far
+        return self._plain_products
 
     def columns(self, op: Gemm) -> list[tuple[str, int, int]]:
         """Each result of a product with its rows of the weight."""
@@ -187,18 +192,15 @@ class Operators:
 
     def _product_backward(self, op: Gemm, values: Values, gradients: Gradients, trained: Trained) -> None:
         weights, sums = trained.weights, trained.sums
-        source = values[op.inputs[0]]
+        source, products = values[op.inputs[0]], self._products(op)
         for name, first, last in self.columns(op):
             gradient = gradients[name]
-            self._add_product(sums[f"{op.name}.weight"][first:last], gradient, source)
+            products.to_matrix(gradient, source, total=sums[f"{op.name}.weight"][first:last])
             if f"{op.name}.bias" in sums:
                 add_rounded(sums[f"{op.name}.bias"][first:last], self.column_sums(gradient))
             matrix = self._cast(weights[f"{op.name}.weight"][first:last])
             target, there = gradients.target(op.inputs[0], tuple(source.shape), source.dtype)
-            if there:
-                target.addmm_(gradient, matrix)
-            else:
-                torch.mm(gradient, matrix, out=target)
+            products.to_source(gradient, matrix, out=target, add=there)
             self._uncast(matrix)
             gradients.drop(name)
 
@@ -210,16 +212,6 @@ class Operators:
         for block in row_blocks(values.shape[0], values.shape[1] * self.statistics.itemsize, 1):
             total += values[block].sum(0, dtype=self.statistics)
         return total
-
-    def _add_product(self, target: Tensor, gradient: Tensor, source: Tensor) -> None:
-        """The weight's gradient: outputs' gradients times inputs, summed over the rows."""
-        if target.dtype == gradient.dtype:
-            target.addmm_(gradient.t(), source)
-            return
-        product = self.arena.take(tuple(target.shape), gradient.dtype)
-        torch.mm(gradient.t(), source, out=product)
-        target.add_(product)
-        self.arena.give(product)
 
     def _norm_backward(self, op: Streaming, values: Values, gradients: Gradients, trained: Trained) -> None:
         weights, sums = trained.weights, trained.sums
