@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels import activations, dispatch, fused, plain
+from flopwise.engine.kernels import activations, dispatch, fused, fused_activations, plain
 from flopwise.engine.kernels import adamw as plain_adamw
 from flopwise.engine.kernels.adamw import AdamW
 from flopwise.engine.kernels.rounding import Seed
@@ -95,7 +95,7 @@ def test_rotations(dtype: torch.dtype, shape: tuple[int, int, int], inverse: boo
     close(buffer, expected)
 
 
-@pytest.mark.parametrize("kind", fused.ACTIVATIONS)
+@pytest.mark.parametrize("kind", fused_activations.ACTIVATIONS)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("rows", "width"), SHAPES[:5])
@@ -103,14 +103,50 @@ def test_activations(kind: str, dtype: torch.dtype, gated: bool, rows: int, widt
     together, gradient = normal(rows, 2 * width, dtype=dtype) * 4, normal(rows, width, dtype=dtype)
     together[0, 0], together[-1, -1] = 300.0, -300.0
     results: list[list[Tensor]] = []
-    for form in (activations, fused):
+    for form in (activations, fused_activations):
         inputs, above, out = together.clone(), gradient.clone(), torch.empty_like(gradient)
         gate, up = inputs[:, :width] if gated else None, inputs[:, width:]
         form.activation_forward(kind, gate, up, out=out)
         form.activation_backward(kind, above, gate, up, gate_out=gate, up_out=above)
         results.append([out, above, inputs])
+        again, made = together.clone(), gradient.clone()
+        gate, up = again[:, :width] if gated else None, again[:, width:]
+        form.activation_backward(kind, made, gate, up, gate_out=gate, up_out=up, again=True)
+        assert torch.equal(made, out), "the result that is made again is the one that forward made"
+        results[-1] += [again]
     for expected, found in zip(*results, strict=True):
         close(found, expected)
+
+
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rms", [True, False])
+def test_norms_of_sums_and_norms_made_again(rows: int, width: int, dtype: torch.dtype, rms: bool) -> None:
+    source, other, gradient = (normal(rows, width + 3, dtype=dtype)[:, :width] for _ in range(3))
+    weight, bias = normal(width, dtype=dtype), None if rms else normal(width, dtype=dtype)
+    results: list[list[Tensor]] = []
+    for form in (plain, fused):
+        out, total, copied = (torch.empty_like(source) for _ in range(3))
+        statistics = torch.empty((rows,) if rms else (rows, 2), device=DEVICE)
+        form.norm_forward(
+            *(source, weight, bias),
+            epsilon=1e-5, rms=rms, out=out, statistics=statistics, other=other, total=total,
+        )  # fmt: skip
+        alone = torch.empty_like(out)
+        form.norm_forward(total, weight, bias, epsilon=1e-5, rms=rms, out=alone, statistics=statistics, total=copied)
+        assert torch.equal(total, torch.add(source, other))
+        assert torch.equal(copied, total)
+        assert torch.equal(alone, out)
+        sums, below, above = torch.zeros(2, width, device=DEVICE), torch.ones_like(source), gradient.clone()
+        form.norm_backward(
+            *(above, total, weight, statistics),
+            rms=rms, out=below, weight_gradient=sums[0], bias_gradient=None if rms else sums[1],
+            accumulate=True, again=True, bias=bias,
+        )  # fmt: skip
+        close(above, out, 0.0 if form is fused else 1.0)
+        results.append([out, below, sums])
+    for expected, found in zip(*results, strict=True):
+        close(found, expected, 30 if width == 1 else 2)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -36,10 +36,12 @@ HEAD_CHUNKS = (1, 7, 1000)
 """One token, a number that divides nothing, and more than a chunk has."""
 
 
-def assert_equal_gradients(model: Transformer, plan: Plan, batch: Batch, seed: int = 0) -> None:
+def assert_equal_gradients(
+    model: Transformer, plan: Plan, batch: Batch, seed: int = 0, *, packs: bool | None = None
+) -> None:
     module = random_module(model, seed=seed)
     loss, expected = reference_gradients(module, batch)
-    executor = executor_for(plan, model, parameters(module))
+    executor = executor_for(plan, model, parameters(module), packs=packs)
     result = executor.step(batch, 0)
     assert result.loss == pytest.approx(loss, rel=1e-11, abs=1e-12)
     assert result.with_loss == batch.with_loss
@@ -62,6 +64,16 @@ def plan_of(model: Transformer, cut: str, letters: str, **changes: Any) -> Plan:
 
 def cuts_of(model: Transformer) -> list[str]:
     return [cut for cut in CUTS if model.causal or cut != "attention by chunk"]
+
+
+@pytest.mark.parametrize("family", [name for name, model in TINY.items() if not model.qk_norm])
+def test_packed_products_give_the_gradients_of_autograd(family: str) -> None:
+    model = TINY[family]
+    for cut in cuts_of(model):
+        for number, letter in enumerate("fai"):
+            plan = plan_of(model, cut, letter)
+            batch = random_batch(model, plan.sequences_per_round, TOKENS, number, ragged=number % 2 == 1)
+            assert_equal_gradients(model, plan, batch, packs=True)
 
 
 @pytest.mark.parametrize("family", TINY)

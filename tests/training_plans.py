@@ -109,11 +109,12 @@ def random_batch(
 
 def executor_for(
     plan: Plan, model: Transformer, weights: dict[str, torch.Tensor], training: Training = GRADIENTS,
-    *, device: torch.device = CPU, deterministic: bool = False,
+    *, device: torch.device = CPU, deterministic: bool = False, packs: bool | None = None,
 ) -> StreamingExecutor:  # fmt: skip
     """An executor with these weights."""
+    program = compile_plan(plan, model)
     executor = StreamingExecutor(
-        plan, compile_plan(plan, model), model, training, device=device, deterministic=deterministic
+        plan, program, model, training, device=device, deterministic=deterministic, packs=packs
     )
     executor.clear_moments()
     executor.set_weights(weights)

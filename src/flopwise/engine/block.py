@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flopwise.core.op import Attention, Op
+from flopwise.core.op import Attention, Gemm, Op, Streaming
 from flopwise.core.parameters import op_groups
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import Work
@@ -70,10 +70,28 @@ class Block:
         self.ops = ops
         self._first_need = {name: op for op in reversed(ops) for name in op.needs}
         """Of the block's operators the first that needs a value: the last that backward comes to."""
+        self._makers = self._made_by_backward()
+        self.lazy = {maker.outputs[0] for maker in self._makers.values()}
+        """What backward needs and makes itself, so that nobody else has to make it again."""
+        first = ops[0]
+        self.begins_with_norm = isinstance(first, Streaming) and first.kind == "norm" and first.inputs == ("input",)
         self.look = Look(model.heads, model.kv_heads, model.head_dim, model.causal, model.window)
         self.extras = HEAD_NORMS if model.qk_norm else ()
         self.cut = False
         """Whether sequences are cut into chunks, so that a chunk's attention must come out the same alone."""
+
+    def _made_by_backward(self) -> dict[str, Op]:
+        """Products whose input a norm or an activation made for them alone → that operator."""
+        found: dict[str, Op] = {}
+        for op in self.ops:
+            if not isinstance(op, Gemm):
+                continue
+            name = op.inputs[0]
+            maker = next((other for other in self.ops if name in other.outputs), None)
+            is_alone = sum(name in other.inputs for other in self.ops) == 1
+            if is_alone and isinstance(maker, Streaming) and (maker.kind == "norm" or maker.name == "activation"):
+                found[op.name] = maker
+        return found
 
     # -- one operator after another -------------------------------------------------------------------------------
 
@@ -84,10 +102,18 @@ class Block:
         """Make the wanted tensors of these operators; temporaries go as soon as nobody reads them any more."""
         running = [op for op in ops if not wanted.isdisjoint(op.outputs)]
         last_use = {name: index for index, op in enumerate(running) for name in op.inputs}
+        summed: Op | None = None
         for index, op in enumerate(running):
             made = [name for name in op.outputs if name in wanted]
             if isinstance(op, Attention):
                 self._attend(values, chunk, keys)
+            elif summed is not None:
+                self.operators.residual_norm(summed, op, values, weights)
+                values.drop(name for name in summed.inputs if last_use[name] < index and name not in keep)
+                summed = None
+            elif _is_sum_for_norm(op, running[index + 1 : index + 2]):
+                summed = op
+                continue
             else:
                 self.operators.forward(op, values, weights, chunk.rows, made)
             used_up = [name for name in op.inputs if last_use[name] == index]
@@ -120,7 +146,7 @@ class Block:
     def attends_whole(self, query: Tensor) -> bool:
         """Whether attention over a whole sequence is one call: where a kernel is much faster that way."""
         whole = Chunk(1, query.shape[0], 0, query.new_empty(0), None)
-        return self._kernel(query, whole, query.shape[0]) == "cudnn"
+        return self._kernel(query, whole, query.shape[0]) in ("cudnn", "flash-4")
 
     def _heads(self, tensor: Tensor, sequences: int) -> Tensor:
         return tensor.view(sequences, -1, tensor.shape[-1] // self.model.head_dim, self.model.head_dim)
@@ -164,7 +190,7 @@ class Block:
         self, values: Values, weights: Weights, chunk: Chunk, kept: Collection[str], *, keys: Keys | None = None
     ) -> None:
         """Everything that the block's backward reads and that was not kept."""
-        needed = {name for op in self.ops for name in op.needs}
+        needed = {name for op in self.ops for name in op.needs} - self.lazy
         made = self.work.made_for(needed, kept)
         self.run(self.ops, values, weights, chunk, made, keep=needed, keys=keys)
 
@@ -184,14 +210,34 @@ class Block:
 
     def back(self, ops: Sequence[Op], values: Values, gradients: Gradients, trained: Trained, chunk: Chunk) -> None:
         """Operators in the opposite order; a value goes when the first of the block that needs it is done."""
+        done: set[str] = set()
         for op in reversed(ops):
-            self.operators.backward(op, values, gradients, trained, chunk.rows)
-            values.drop(name for name in op.needs if self._first_need[name] is op)
+            if op.name in done:
+                continue
+            used = [op]
+            maker = self._makers.get(op.name)
+            if maker is not None and isinstance(op, Gemm) and op.inputs[0] not in values:
+                # The weight's gradient waits until the product's input is there again.
+                self.operators.to_source(op, gradients, trained)
+                source = self.operators.backward_again(maker, values, gradients, trained)
+                self.operators.to_matrix(op, source, gradients, trained)
+                gradients.drop(maker.outputs[0])
+                done.add(maker.name)
+                # What an activation read holds gradients now.
+                used += [maker] if maker.name != "activation" else []
+            else:
+                self.operators.backward(op, values, gradients, trained, chunk.rows)
+            for each in used:
+                values.drop(name for name in each.needs if self._first_need[name] is each)
 
     def _attention_back(
         self, values: Values, gradients: Gradients, chunk: Chunk, keys: Keys | None, key_sums: Keys | None
     ) -> None:
         query = values["query"]
+        if self.operators.packs:
+            kv_width = self.model.kv_width
+            widths = (query.shape[1], kv_width, kv_width)
+            gradients.pack(("query", "key", "value"), widths, query.shape[0], query.dtype)
         query_gradient, _ = gradients.target("query", tuple(query.shape), query.dtype)
         if keys is None or key_sums is None:
             own = Keys(values["key"], values["value"])
@@ -242,3 +288,11 @@ class Block:
         """Keys and values from a chunk's input, to where `values` has a place for them."""
         made = self.work.made_for(("key", "value"), ("input",))
         self.run(self.before, values, weights, chunk, made, keep=("key", "value", *values.places))
+
+
+def _is_sum_for_norm(op: Op, after: Sequence[Op]) -> bool:
+    """Whether an operator is a sum of two, and the next one its norm."""
+    if not isinstance(op, Streaming) or op.kind != "residual" or len(op.inputs) != 2 or not after:
+        return False
+    norm = after[0]
+    return isinstance(norm, Streaming) and norm.kind == "norm" and norm.inputs == op.outputs

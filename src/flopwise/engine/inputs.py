@@ -45,15 +45,22 @@ class Inputs:
             batch, width = _filled_up(batch, self.plan.sequence_tokens), self.plan.sequence_tokens
         count = sequences * width
         self.batch, self.width = batch, width
-        self._ids[:count].copy_(torch.from_numpy(np.ascontiguousarray(batch.ids).reshape(-1)))
-        positions = torch.arange(width, dtype=torch.int32).repeat(sequences)
-        self._positions[:count].copy_(positions)
-        labels = torch.from_numpy(np.ascontiguousarray(batch.labels).reshape(-1))
-        self._labels[: labels.numel()].copy_(labels)
+        self._bring(batch.ids, self._ids)
+        one = torch.arange(width, dtype=torch.int32, device=self._positions.device)
+        self._positions[:count].view(sequences, width).copy_(one)
+        self._bring(batch.labels, self._labels)
         self._lengths = None
         # Behind a causal model's sequence there is only padding, which none of its tokens sees.
         if batch.lengths is not None and not self.causal and int(batch.lengths.min()) < width:
             self._lengths = torch.from_numpy(np.ascontiguousarray(batch.lengths)).to(self._ids.device)
+
+    @staticmethod
+    def _bring(values: np.ndarray, target: Tensor) -> None:
+        """Numbers to the beginning of a buffer. From pinned memory, so that nobody waits for what is under way."""
+        flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1))
+        if target.is_cuda:
+            flat = flat.pin_memory()
+        target[: flat.numel()].copy_(flat, non_blocking=True)
 
     def chunk(self, number: int) -> Chunk | None:
         """The tokens of a chunk; None where the micro-batch has none for it."""

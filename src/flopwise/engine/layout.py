@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flopwise.core.formats import Formats
+from flopwise.core.op import Gemm, Op, SaveLevel
 from flopwise.core.plan import POLICY
 from flopwise.core.program import ALIGNMENT_BYTES
 from flopwise.core.work import Work
@@ -56,7 +57,7 @@ class SavedTensors:
     most one piece for each power of two.
     """
 
-    def __init__(self, work: Work, formats: Formats) -> None:
+    def __init__(self, work: Work, formats: Formats, *, packed: bool = False) -> None:
         inside = {name for op in work.ops if op.in_block for name in (*op.inputs, *op.outputs)}
         self.each: dict[str, int] = {name: work.tensors[name].elements // work.sequence_tokens for name in inside}
         """Numbers a token of every tensor in a block."""
@@ -68,6 +69,8 @@ class SavedTensors:
             kept.sort(key=lambda tensor: tensor.level)
             self._saved[level] = tuple(tensor.name for tensor in kept)
         self.fields = lru_cache(maxsize=1024)(self._fields)
+        self._packs = [_kept_together(op, work) for op in work.ops if op.in_block and packed]
+        """Results of one product that only the highest level keeps: they lie beside each other."""
 
     def names(self, level: str) -> tuple[str, ...]:
         return self._saved[level]
@@ -78,7 +81,11 @@ class SavedTensors:
 
     def views(self, buffer: Tensor, level: str, tokens: int) -> dict[str, Tensor]:
         """Name → its numbers, a row for each token (and head)."""
-        return {name: field.of(buffer).view(tokens, -1) for name, field in self.fields(level, tokens).items()}
+        fields = self.fields(level, tokens)
+        found = {name: field.of(buffer).view(tokens, -1) for name, field in fields.items()}
+        for names in self._packs:
+            found.update(columns_of(fields, names, buffer, tokens))
+        return found
 
     def copies(
         self, level: str, other: str, tokens: int, *, without: Collection[str] = ()
@@ -95,6 +102,23 @@ class SavedTensors:
             else:
                 found.append((field.start, start, field.bytes))
         return found
+
+
+def _kept_together(op: Op, work: Work) -> tuple[str, ...]:
+    alike = isinstance(op, Gemm) and all(work.tensors[name].level == SaveLevel.EVERYTHING for name in op.outputs)
+    return op.outputs if alike else ()
+
+
+def columns_of(fields: Mapping[str, Field], names: Sequence[str], buffer: Tensor, rows: int) -> dict[str, Tensor]:
+    """Fields that follow each other as columns of one tensor; nothing where they do not."""
+    chosen = [fields[name] for name in names if name in fields]
+    ends = [field.start + field.bytes for field in chosen]
+    follows = all(end == field.start for end, field in zip(ends, chosen[1:], strict=False))
+    if len(chosen) < 2 or len(chosen) != len(names) or not follows:
+        return {}
+    whole = buffer[chosen[0].start : ends[-1]].view(chosen[0].dtype).view(rows, -1)
+    widths = [field.elements // rows for field in chosen]
+    return dict(zip(names, torch.split(whole, widths, dim=1), strict=True))
 
 
 def moment_fields(parameters: int, formats: Formats) -> dict[str, Field]:

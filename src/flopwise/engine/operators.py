@@ -22,7 +22,7 @@ from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.blocks import add_rounded, row_blocks
 from flopwise.engine.products import Products
 from flopwise.engine.rotary import cosines_and_sines, rotary_frequencies
-from flopwise.engine.values import Gradients, Values
+from flopwise.engine.values import Gradients, Values, joined_columns
 
 Weights = Mapping[str, Tensor]
 """Trained tensors of a part by their names in the description, or their gradients."""
@@ -48,10 +48,21 @@ class Rows:
         return int(self.positions.shape[0])
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Results of a product with the rows of its weight, and their gradient."""
+
+    names: tuple[str, ...]
+    rows: slice
+    gradient: Tensor
+
+
 class Operators:
     """All operators but attention, for one model in one set of formats."""
 
-    def __init__(self, model: Transformer, work: Work, formats: Formats, arena: Arena) -> None:
+    def __init__(self, model: Transformer, work: Work, formats: Formats, arena: Arena, *, packs: bool = False) -> None:
+        self.packs = packs
+        """Whether results that one product makes lie beside each other, so that it is one call."""
         self.model, self.work, self.arena = model, work, arena
         self.compute, self.statistics = TYPES[formats.compute], statistics_type(formats)
         self.weights_differ = TYPES[formats.weights] != self.compute
@@ -91,19 +102,42 @@ class Operators:
         return (values[op.inputs[0]] if self.model.gated else None), values[op.inputs[-1]]
 
     def _product(self, op: Gemm, values: Values, weights: Weights, wanted: Collection[str]) -> None:
-        source, products = values[op.inputs[0]], self._products(op)
-        for name, first, last in self.columns(op):
-            if name not in wanted:
-                continue
-            out = values.room(name, (source.shape[0], last - first), self.compute)
-            matrix = self._cast(weights[f"{op.name}.weight"][first:last])
-            if f"{op.name}.bias" in weights:
-                bias = self._cast(weights[f"{op.name}.bias"][first:last])
-                products.forward(source, matrix, bias, out=out)
-                self._uncast(bias)
-            else:
-                products.forward(source, matrix, None, out=out)
-            self._uncast(matrix)
+        source = values[op.inputs[0]]
+        columns = self.columns(op)
+        if self.packs and len(columns) > 1 and all(name in wanted for name in op.outputs):
+            places = [values.places[name] for name in op.outputs if name in values.places]
+            joined = joined_columns(places) if len(places) == len(columns) else None
+            if joined is not None:
+                for name, first, last in columns:
+                    values.room(name, (source.shape[0], last - first), self.compute)
+                self._multiply(op, source, weights, slice(None), joined)
+                return
+            if op.outputs[0] not in values.places:
+                self._packed_product(op, values, weights)
+                return
+        for name, first, last in columns:
+            if name in wanted:
+                out = values.room(name, (source.shape[0], last - first), self.compute)
+                self._multiply(op, source, weights, slice(first, last), out)
+
+    def _packed_product(self, op: Gemm, values: Values, weights: Weights) -> None:
+        """All results at once; those that have a place are brought there."""
+        source, columns = values[op.inputs[0]], self.columns(op)
+        packed = values.pack(op.outputs, [last - first for _, first, last in columns], source.shape[0], self.compute)
+        self._multiply(op, source, weights, slice(None), packed)
+        for name, first, last in columns:
+            if name in values.places:
+                values.room(name, (source.shape[0], last - first), self.compute).copy_(packed[:, first:last])
+
+    def _multiply(self, op: Gemm, source: Tensor, weights: Weights, rows: slice, out: Tensor) -> None:
+        """A product with some rows of the weight."""
+        matrix = self._cast(weights[f"{op.name}.weight"][rows])
+        bias = weights.get(f"{op.name}.bias")
+        bias = None if bias is None else self._cast(bias[rows])
+        self._products(op).forward(source, matrix, bias, out=out)
+        self._uncast(matrix)
+        if bias is not None:
+            self._uncast(bias)
 
     def _products(self, op: Gemm) -> Products:  # noqa: ARG002 - of all operators the same so far
         return self._plain_products
@@ -129,7 +163,21 @@ class Operators:
             self.arena.give(weight)
 
     def _norm(self, op: Streaming, values: Values, weights: Weights) -> None:
-        source = values[op.inputs[0]]
+        source, total = values[op.inputs[0]], values.copies.pop(op.inputs[0], None)
+        self._normalise(op, values, weights, source, total=total)
+        if total is not None:
+            values.replace(op.inputs[0], total)
+
+    def residual_norm(self, residual: Op, norm: Op, values: Values, weights: Weights) -> None:
+        """A sum of two and its norm in one go."""
+        first, second = (values[name] for name in residual.inputs)
+        total = values.room(residual.outputs[0], tuple(first.shape), first.dtype)
+        self._normalise(norm, values, weights, first, other=second, total=total)
+
+    def _normalise(
+        self, op: Op, values: Values, weights: Weights, source: Tensor,
+        *, other: Tensor | None = None, total: Tensor | None = None,
+    ) -> None:  # fmt: skip
         scale = self._cast(weights[f"{op.name}.weight"])
         bias = weights.get(f"{op.name}.bias")
         bias = None if bias is None else self._cast(bias)
@@ -144,6 +192,8 @@ class Operators:
             rms=self.model.norm == "rms",
             out=out.view(rows, -1),
             statistics=values.room(op.outputs[1], shape, self.statistics),
+            other=other,
+            total=total,
         )
         self._uncast(scale)
         if bias is not None:
@@ -191,18 +241,60 @@ class Operators:
             self._pointwise_backward(op, values, gradients)
 
     def _product_backward(self, op: Gemm, values: Values, gradients: Gradients, trained: Trained) -> None:
-        weights, sums = trained.weights, trained.sums
-        source, products = values[op.inputs[0]], self._products(op)
-        for name, first, last in self.columns(op):
-            gradient = gradients[name]
-            products.to_matrix(gradient, source, total=sums[f"{op.name}.weight"][first:last])
-            if f"{op.name}.bias" in sums:
-                add_rounded(sums[f"{op.name}.bias"][first:last], self.column_sums(gradient))
-            matrix = self._cast(weights[f"{op.name}.weight"][first:last])
-            target, there = gradients.target(op.inputs[0], tuple(source.shape), source.dtype)
-            products.to_source(gradient, matrix, out=target, add=there)
-            self._uncast(matrix)
-            gradients.drop(name)
+        source = values[op.inputs[0]]
+        # One result after another, so that each one's gradient goes as soon as it is used.
+        for part in self._parts(op, gradients):
+            self._to_matrix(op, part, source, trained)
+            self._to_source(op, part, gradients, trained, tuple(source.shape))
+            for name in part.names:
+                gradients.drop(name)
+
+    def to_source(self, op: Gemm, gradients: Gradients, trained: Trained) -> None:
+        """Only the gradient of a product's input; `to_matrix` does the rest."""
+        for part in self._parts(op, gradients):
+            self._to_source(op, part, gradients, trained, (part.gradient.shape[0], op.depth))
+
+    def to_matrix(self, op: Gemm, source: Tensor, gradients: Gradients, trained: Trained) -> None:
+        """What a product's weight and bias get, from the product's input; its results' gradients go."""
+        for part in self._parts(op, gradients):
+            self._to_matrix(op, part, source, trained)
+            for name in part.names:
+                gradients.drop(name)
+
+    def _parts(self, op: Gemm, gradients: Gradients) -> list[_Part]:
+        """A product's results whose gradients can be used together: all that lie beside each other, or each alone."""
+        columns = self.columns(op)
+        joined = joined_columns([gradients[name] for name in op.outputs]) if self.packs else None
+        if joined is not None:
+            return [_Part(op.outputs, slice(None), joined)]
+        return [_Part((name,), slice(first, last), gradients[name]) for name, first, last in columns]
+
+    def _to_matrix(self, op: Gemm, part: _Part, source: Tensor, trained: Trained) -> None:
+        sums = trained.sums
+        self._products(op).to_matrix(part.gradient, source, total=sums[f"{op.name}.weight"][part.rows])
+        if f"{op.name}.bias" in sums:
+            add_rounded(sums[f"{op.name}.bias"][part.rows], self.column_sums(part.gradient))
+
+    def _to_source(self, op: Gemm, part: _Part, gradients: Gradients, trained: Trained, shape: tuple[int, ...]) -> None:
+        matrix = self._cast(trained.weights[f"{op.name}.weight"][part.rows])
+        target, there = gradients.target(op.inputs[0], shape, part.gradient.dtype)
+        self._products(op).to_source(part.gradient, matrix, out=target, add=there)
+        self._uncast(matrix)
+
+    def backward_again(self, op: Op, values: Values, gradients: Gradients, trained: Trained) -> Tensor:
+        """The backward of a norm or an activation that makes its result again, in the place of its gradient.
+
+        An activation's gradients take the places of its inputs.
+        """
+        made = gradients[op.outputs[0]]
+        if op.name != "activation":
+            self._norm_backward(op, values, gradients, trained, again=True)
+            return made
+        gate, up = self._gate_and_up(op, values)
+        dispatch.activation_backward(self.model.activation, made, gate, up, gate_out=gate, up_out=up, again=True)
+        for name in op.inputs:
+            gradients.put(name, values[name])
+        return made
 
     def column_sums(self, values: Tensor) -> Tensor:
         """Sums over the rows. A CPU makes a wide copy of what it sums, so that it is given a few rows at a time."""
@@ -213,14 +305,17 @@ class Operators:
             total += values[block].sum(0, dtype=self.statistics)
         return total
 
-    def _norm_backward(self, op: Streaming, values: Values, gradients: Gradients, trained: Trained) -> None:
+    def _norm_backward(
+        self, op: Op, values: Values, gradients: Gradients, trained: Trained, *, again: bool = False
+    ) -> None:
         weights, sums = trained.weights, trained.sums
         name, source = op.inputs[0], values[op.inputs[0]]
         scale = self._cast(weights[f"{op.name}.weight"])
+        bias = self._cast(weights[f"{op.name}.bias"]) if again and f"{op.name}.bias" in weights else None
         rows = source.numel() // scale.numel()
         gradient = gradients[op.outputs[0]]
         there = name in gradients
-        if there:
+        if there or again:
             out, _ = gradients.target(name, tuple(source.shape), source.dtype)
         else:
             out = gradients.replace(op.outputs[0], name)
@@ -235,10 +330,14 @@ class Operators:
             weight_gradient=sums[f"{op.name}.weight"],
             bias_gradient=sums.get(f"{op.name}.bias"),
             accumulate=there,
+            again=again,
+            bias=bias,
         )
-        if there:
+        if there and not again:
             gradients.drop(op.outputs[0])
         self._uncast(scale)
+        if bias is not None:
+            self._uncast(bias)
 
     def _rotate_backward(self, op: Streaming, gradients: Gradients, rows: Rows) -> None:
         table = self._table(rows)

@@ -33,8 +33,9 @@ class Player:
     """Turns tasks into calls. It holds what a step changes: the round's tokens, the sums of the loss."""
 
     def __init__(
-        self, plan: Plan, program: Program, model: Transformer, training: Training, room: Room, *, deterministic: bool
-    ) -> None:
+        self, plan: Plan, program: Program, model: Transformer, training: Training, room: Room,
+        *, deterministic: bool, packs: bool | None = None,
+    ) -> None:  # fmt: skip
         self.plan, self.program, self.room = plan, program, room
         self.formats = parse_formats(plan.precision)
         work = describe(model, plan.sequence_tokens)
@@ -45,8 +46,10 @@ class Player:
         self.inputs = Inputs(plan, workspace, classifies=model.head == "classifier", causal=model.causal)
         self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
         self.head_arena = Arena(head, spill=self.arena)
-        self.saved = SavedTensors(work, self.formats)
-        operators = Operators(model, work, self.formats, self.arena)
+        # Norms of heads read queries and keys as rows of their own, which columns of a wider tensor are not.
+        packs = room.device.type == "cuda" and not deterministic and not model.qk_norm if packs is None else packs
+        self.saved = SavedTensors(work, self.formats, packed=packs)
+        operators = Operators(model, work, self.formats, self.arena, packs=packs)
         self.block = Block(model, work, operators, self.saved, deterministic=deterministic)
         self.block.cut = plan.chunks_per_sequence > 1
         self.whole_sequence = self.block.cut and plan.attention == "sequence"
@@ -82,7 +85,8 @@ class Player:
     def _sequence_block(self) -> None:
         self.sequence: SequenceBlock | None = None
         for _, buffer in self.room.named("attention of a sequence"):
-            room = SequenceRoom(buffer, self.saved, self.plan.sequence_tokens, self.block.extras)
+            packed = self.block.operators.packs
+            room = SequenceRoom(buffer, self.saved, self.plan.sequence_tokens, self.block.extras, packed=packed)
             self.sequence = SequenceBlock(self.block, room)
 
     def _name(self, index: int) -> str:
@@ -248,9 +252,13 @@ class Player:
     def _forward(self, task: Task, chunk: Chunk) -> None:
         tokens = chunk.sequences * chunk.tokens
         slot, stream = self._slot(task, tokens), self._stream(task, chunk)
-        slot["input"].copy_(stream)
         values = Values(self.arena, {**slot, "output": stream})
-        values["input"] = slot["input"]
+        if self.block.begins_with_norm:
+            # The norm reads it anyway.
+            values["input"], values.copies["input"] = stream, slot["input"]
+        else:
+            slot["input"].copy_(stream)
+            values["input"] = slot["input"]
         self.block.forward(values, self._weights(task), chunk, self._context_keys(task) if self.block.cut else None)
         values.close()
         self._keep(task, slot, tokens)

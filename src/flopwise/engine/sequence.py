@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from flopwise.engine.block import Block, Chunk, Keys
-from flopwise.engine.layout import SavedTensors, fields_in_order
+from flopwise.engine.layout import SavedTensors, columns_of, fields_in_order
 from flopwise.engine.operators import Trained, Weights
 from flopwise.engine.values import Gradients, Values
 
@@ -17,7 +17,9 @@ GRADIENT = "gradient of "
 class SequenceRoom:
     """Queries, attention's result and their gradients for all tokens of a sequence, in one buffer."""
 
-    def __init__(self, buffer: Tensor, saved: SavedTensors, tokens: int, extras: Collection[str]) -> None:
+    def __init__(
+        self, buffer: Tensor, saved: SavedTensors, tokens: int, extras: Collection[str], *, packed: bool = False
+    ) -> None:
         self.tokens = tokens
         names = ("query", "attended", "logsumexp", *extras)
         wanted = [(name, saved.each[name] * tokens, saved.types[name]) for name in names]
@@ -27,9 +29,13 @@ class SequenceRoom:
         ]
         fields = fields_in_order(wanted)
         self._whole = {name: field.of(buffer) for name, field in fields.items()}
+        beside = [f"{GRADIENT}{name}" for name in ("query", "key", "value")]
+        self._columns = columns_of(fields, beside, buffer, tokens) if packed else {}
 
     def whole(self, name: str) -> Tensor:
         """Of all tokens, a row for each; sums of the softmax by head."""
+        if name in self._columns:
+            return self._columns[name]
         return self._whole[name].view(-1 if name == "logsumexp" else self.tokens, *self._sides(name))
 
     def _sides(self, name: str) -> tuple[int, ...]:
@@ -135,7 +141,7 @@ class SequenceBlock:
                     # Read where forward read it: a product may depend on where its numbers begin.
                     values.drop((name,))
                     values[name] = rows
-        needed = {name for op in block.after for name in op.needs} | {*brought}
+        needed = ({name for op in block.after for name in op.needs} - block.lazy) | {*brought}
         made = block.work.made_for(needed, kept)
         block.run(block.ops, values, trained.weights, chunk, made, keep=needed, keys=block.seen(keys, chunk))
         if "logsumexp" in made:
@@ -171,7 +177,7 @@ class SequenceBlock:
         values["input"] = source
         for name in block.extras:
             values[name] = room.rows(name, chunk)
-        needed = {name for op in block.before for name in op.needs}
+        needed = {name for op in block.before for name in op.needs} - block.lazy
         made = block.work.made_for(needed, {"input", *block.extras})
         block.run(block.before, values, trained.weights, chunk, made, keep=needed)
         gradients = Gradients(block.arena)

@@ -38,15 +38,16 @@ class StreamingExecutor:
 
     def __init__(
         self, plan: Plan, program: Program, model: Transformer, training: Training, *, device: torch.device,
-        deterministic: bool = False,
+        deterministic: bool = False, packs: bool | None = None,
     ) -> None:  # fmt: skip
+        """`packs`: whether products make all their results in one call; None: on a GPU, but for the same bits."""
         check_supported(plan, model, training)
         self.plan, self.program, self.model, self.training, self.device = plan, program, model, training, device
         self.formats = parse_formats(plan.precision)
         # What others hold of the device's memory is not this training's.
         self._others_bytes = int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
         self.room = Room(program, device, left_to_libraries=left_to_libraries(plan, model))
-        self.player = Player(plan, program, model, training, self.room, deterministic=deterministic)
+        self.player = Player(plan, program, model, training, self.room, deterministic=deterministic, packs=packs)
         self._streams: Streams = InOrder()
         if device.type == "cuda":
             self.room.pin()

@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flopwise.engine.arena import Arena
+
+
+@dataclass(slots=True)
+class Pack:
+    """Neighbouring columns of one tensor of the arena, which goes back when nobody holds any of them."""
+
+    tensor: Tensor
+    left: int
+
+    def let_go(self, arena: Arena) -> None:
+        """One of them is done with."""
+        self.left -= 1
+        if not self.left:
+            arena.give(self.tensor)
+
+
+def split_columns(tensor: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """Columns of a tensor beside each other."""
+    return list(torch.split(tensor, list(widths), dim=1))
+
+
+def joined_columns(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Tensors that are neighbouring columns of one, as that one; None where they are not."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    place, width = first.data_ptr(), 0
+    for tensor in tensors:
+        alike = tensor.stride() == first.stride() and tensor.shape[0] == first.shape[0] and tensor.dtype == first.dtype
+        if not alike or tensor.data_ptr() != place or tensor.stride(1) != 1:
+            return None
+        place += tensor.shape[1] * tensor.element_size()
+        width += tensor.shape[1]
+    if first.stride(0) < width:
+        return None
+    return first.as_strided((first.shape[0], width), first.stride())
 
 
 class Values:
@@ -17,8 +54,11 @@ class Values:
         self.arena = arena
         self.places = dict(places or {})
         """Where a value is written when it is made."""
+        self.copies: dict[str, Tensor] = {}
+        """Where a value that is held is to be brought when it is first read."""
         self._held: dict[str, Tensor] = {}
         self._owned: set[str] = set()
+        self._packs: dict[str, Pack] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._held[name]
@@ -41,6 +81,22 @@ class Values:
         self._held[name] = tensor
         return tensor
 
+    def pack(self, names: Sequence[str], widths: Sequence[int], rows: int, dtype: torch.dtype) -> Tensor:
+        """Room for values beside each other; those that have a place of their own are not held there."""
+        tensor = self.arena.take((rows, sum(widths)), dtype)
+        held = [name for name in names if name not in self.places]
+        pack = Pack(tensor, len(held))
+        assert held
+        for name, columns in zip(names, split_columns(tensor, widths), strict=True):
+            if name in held:
+                self._held[name], self._packs[name] = columns, pack
+        return tensor
+
+    def replace(self, name: str, tensor: Tensor) -> None:
+        """The same value, from now on read elsewhere."""
+        assert name not in self._owned
+        self._held[name] = tensor
+
     def reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Take the room of a value before its turn."""
         self.places[name] = self.arena.take(shape, dtype)
@@ -50,7 +106,11 @@ class Values:
         """Forget values, and give back the room of those that were temporaries."""
         for name in names:
             tensor = self._held.pop(name, None)
-            if tensor is not None and name in self._owned:
+            if tensor is None:
+                continue
+            if name in self._packs:
+                self._packs.pop(name).let_go(self.arena)
+            elif name in self._owned:
                 self._owned.discard(name)
                 self.arena.give(tensor)
 
@@ -67,6 +127,8 @@ class Gradients:
         self._held: dict[str, Tensor] = {}
         self._owned: set[int] = set()
         """Addresses of those that are of the arena."""
+        self._packs: dict[int, Pack] = {}
+        """By the address of each of its parts."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._held
@@ -78,6 +140,15 @@ class Gradients:
         """A gradient that lies outside of the arena."""
         assert name not in self._held
         self._held[name] = tensor
+
+    def pack(self, names: Sequence[str], widths: Sequence[int], rows: int, dtype: torch.dtype) -> None:
+        """Room for gradients beside each other."""
+        tensor = self.arena.take((rows, sum(widths)), dtype)
+        pack = Pack(tensor, len(names))
+        for name, columns in zip(names, split_columns(tensor, widths), strict=True):
+            assert name not in self._held
+            self._held[name] = columns
+            self._packs[columns.data_ptr()] = pack
 
     def share(self, name: str, others: Iterable[str]) -> None:
         """A sum's gradient is that of each of its terms: hand it on, or add it to what a term has already."""
@@ -122,6 +193,10 @@ class Gradients:
 
     def _release(self, tensor: Tensor) -> None:
         address = tensor.data_ptr()
-        if address in self._owned and not any(other.data_ptr() == address for other in self._held.values()):
+        if any(other.data_ptr() == address for other in self._held.values()):
+            return
+        if address in self._packs:
+            self._packs.pop(address).let_go(self.arena)
+        elif address in self._owned:
             self._owned.discard(address)
             self.arena.give(tensor)

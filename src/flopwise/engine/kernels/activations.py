@@ -33,22 +33,32 @@ def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tenso
 
 
 def activation_backward(
-    kind: str, gradient: Tensor, gate: Tensor | None, up: Tensor, *, gate_out: Tensor | None, up_out: Tensor
-) -> None:
-    """The gradients of gate and up. Both may take the place of any of the inputs."""
+    kind: str, gradient: Tensor, gate: Tensor | None, up: Tensor, *, gate_out: Tensor | None, up_out: Tensor,
+    again: bool = False,
+) -> None:  # fmt: skip
+    """The gradients of gate and up. Both may take the place of any of the inputs.
+
+    With `again` the activation's own result takes the place of `gradient`.
+    """
     rows, width = up.shape
     wide = compute_type(up.dtype)
     value, slope = _FUNCTIONS[kind]
-    for block in row_blocks(rows, width * wide.itemsize, 9):
+    for block in row_blocks(rows, width * wide.itemsize, 11):
         above, values = gradient[block].to(wide), up[block].to(wide)
         if gate is None:
-            up_out[block] = above * slope(values)
+            of_up = above * slope(values)
+            if again:
+                gradient[block] = value(values)
+            up_out[block] = of_up
             continue
         assert gate_out is not None, "a gate has a gradient"
         gates = gate[block].to(wide)
-        of_up = above * value(gates)
+        activated = value(gates)
+        of_up, result = above * activated, activated * values
         gate_out[block] = above * values * slope(gates)
         up_out[block] = of_up
+        if again:
+            gradient[block] = result
 
 
 def _sigmoid(values: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from flopwise.engine.kernels import flash_4
 from flopwise.engine.kernels.plain_attention import Look, Saved, plain_backward, plain_forward
 
-Kernel = Literal["plain", "cpu-flash", "cudnn", "flash"]
+Kernel = Literal["plain", "cpu-flash", "cudnn", "flash", "flash-4"]
 
 __all__ = ["Kernel", "Look", "attention_backward", "attention_forward", "choose_kernel"]
 
@@ -35,7 +36,7 @@ def choose_kernel(
     """The fastest kernel that does what is asked.
 
     The choice holds for forward and backward. "flash" is repeatable where the caller asks torch for deterministic
-    algorithms, "cudnn" is not; "plain" and "cpu-flash" always are.
+    algorithms, "cudnn" and "flash-4" are not; "plain" and "cpu-flash" always are.
     """
     whole = queries == keys and look.window is None
     if device.type == "cpu":
@@ -43,9 +44,15 @@ def choose_kernel(
     whole = whole and not padded
     if device.type != "cuda" or dtype not in _HALVES or look.head_dim % 8 or look.head_dim > 256:
         return "plain"
+    if _is_for_flash_4(device, look) and not padded and not deterministic:
+        return "flash-4"
     if whole and not deterministic and look.head_dim <= 128 and torch.cuda.get_device_capability(device)[0] >= 9:
         return "cudnn"
     return "flash"
+
+
+def _is_for_flash_4(device: torch.device, look: Look) -> bool:
+    return look.window is None and look.head_dim in flash_4.HEAD_DIMENSIONS and flash_4.fits_device(device)
 
 
 def attention_forward(
@@ -66,6 +73,8 @@ def attention_forward(
     """
     if kernel == "plain":
         plain_forward(query, key, value, look, out=out, logsumexp=logsumexp, lengths=lengths)
+    elif kernel == "flash-4":
+        flash_4.forward(query, key, value, causal=look.causal, out=out, logsumexp=logsumexp)
     elif kernel == "flash":
         for part, count in _parts(key, lengths):
             _flash_forward(
@@ -118,7 +127,9 @@ def attention_backward(  # noqa: PLR0917
         return
     # These kernels read it as it lies in memory, whatever its strides.
     saved = saved._replace(logsumexp=logsumexp.contiguous())
-    if kernel == "flash":
+    if kernel == "flash-4":
+        _flash_4_pieces(saved, look, _Gradients(query_gradient, of_keys, of_values), accumulate=accumulate)
+    elif kernel == "flash":
         for part, count in _parts(key, lengths):
             of_part = Saved(*(each[part] for each in saved))
             of_part = of_part._replace(key=of_part.key[:, :count], value=of_part.value[:, :count])
@@ -233,6 +244,27 @@ def _flash_pieces(saved: Saved, look: Look, gradients: _Gradients, *, accumulate
     if not accumulate:
         gradients.key[:, count:] = 0
         gradients.value[:, count:] = 0
+
+
+def _flash_4_pieces(saved: Saved, look: Look, gradients: _Gradients, *, accumulate: bool) -> None:
+    """FlashAttention-4's backward, some heads at a time where all of them would take more memory than is planned."""
+    direct = not accumulate and gradients.key.dtype == saved.key.dtype
+    taken = flash_4.backward_bytes(saved.query, saved.key) + (0 if direct else 2 * saved.key.nbytes)
+    for piece in _pieces(saved.query, look, taken):
+        gradient, query, key, value, out = (piece.of(each) for each in saved[:5])
+        given = tuple(piece.of(each) for each in (gradients.key, gradients.value))
+        found = given if direct else tuple(torch.empty_like(each) for each in (key, value))
+        flash_4.backward(
+            *(gradient, query, key, value, out),
+            logsumexp=saved.logsumexp[piece.sequences, piece.heads].contiguous(),
+            causal=look.causal,
+            query_gradient=piece.of(gradients.query),
+            key_gradient=found[0],
+            value_gradient=found[1],
+        )
+        if not direct:
+            for target, result in zip(given, found, strict=True):
+                _give(target, result, accumulate=accumulate)
 
 
 def _give(given: Tensor, result: Tensor, *, accumulate: bool) -> None:

@@ -48,9 +48,10 @@ def _is_fused(*tensors: Tensor | None) -> bool:
 
 
 def norm_forward(
-    source: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool, out: Tensor, statistics: Tensor
-) -> None:
-    """Normalises the rows of `source`.
+    source: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool, out: Tensor, statistics: Tensor,
+    other: Tensor | None = None, total: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Normalises the rows of `source`, or of its sum with `other`; `total`, which a sum needs, gets what is normalised.
 
     `statistics`, in float32 (float64 for float64), gets each row's reciprocal root (rms: (rows,)), or its mean and
     reciprocal deviation ((rows, 2)). With rms the normal rows are rounded to their type before the weight, as Llama's.
@@ -58,9 +59,19 @@ def norm_forward(
     if _is_fused(source, weight, bias):
         from flopwise.engine.kernels import fused
 
-        fused.norm_forward(source, weight, bias, epsilon=epsilon, rms=rms, out=out, statistics=statistics)
+        forward = fused.norm_forward
     else:
-        plain.norm_forward(source, weight, bias, epsilon=epsilon, rms=rms, out=out, statistics=statistics)
+        forward = plain.norm_forward
+    assert other is None or total is not None
+    forward(
+        *(source, weight, bias),
+        epsilon=epsilon,
+        rms=rms,
+        out=out,
+        statistics=statistics,
+        other=other,
+        total=total,
+    )
 
 
 def norm_backward(
@@ -74,11 +85,15 @@ def norm_backward(
     weight_gradient: Tensor,
     bias_gradient: Tensor | None,
     accumulate: bool,
+    again: bool = False,
+    bias: Tensor | None = None,
 ) -> None:
     """`out` gets the gradient of `source`, added to it with `accumulate`; weight and bias have theirs added.
 
-    Without `accumulate`, `out` may be `gradient` itself.
+    Without `accumulate`, `out` may be `gradient` itself. With `again` (and the norm's `bias`) the norm's own result is
+    made once more and takes the place of `gradient`.
     """
+    assert not again or out.data_ptr() != gradient.data_ptr()
     if _is_fused(gradient, source, weight, weight_gradient, bias_gradient):
         from flopwise.engine.kernels import fused
 
@@ -92,6 +107,8 @@ def norm_backward(
         weight_gradient=weight_gradient,
         bias_gradient=bias_gradient,
         accumulate=accumulate,
+        again=again,
+        bias=bias,
     )
 
 
@@ -111,7 +128,7 @@ def rotate(source: Tensor, cosines: Tensor, sines: Tensor, *, out: Tensor, inver
 def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tensor) -> None:
     """act(gate) · up, or act(up) without a gate; `kind` is one of `flopwise.core.transformer.ACTIVATIONS`."""
     if _is_fused(gate, up, out):
-        from flopwise.engine.kernels import fused
+        from flopwise.engine.kernels import fused_activations as fused
 
         if kind in fused.ACTIVATIONS:
             fused.activation_forward(kind, gate, up, out=out)
@@ -120,16 +137,20 @@ def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tenso
 
 
 def activation_backward(
-    kind: str, gradient: Tensor, gate: Tensor | None, up: Tensor, *, gate_out: Tensor | None, up_out: Tensor
-) -> None:
-    """The gradients of gate (None where there is none) and up. Either may take the place of an input."""
+    kind: str, gradient: Tensor, gate: Tensor | None, up: Tensor, *, gate_out: Tensor | None, up_out: Tensor,
+    again: bool = False,
+) -> None:  # fmt: skip
+    """The gradients of gate (None where there is none) and up. Either may take the place of an input.
+
+    With `again` the activation's own result is made once more and takes the place of `gradient`.
+    """
     if _is_fused(gradient, gate, up, gate_out, up_out):
-        from flopwise.engine.kernels import fused
+        from flopwise.engine.kernels import fused_activations as fused
 
         if kind in fused.ACTIVATIONS:
-            fused.activation_backward(kind, gradient, gate, up, gate_out=gate_out, up_out=up_out)
+            fused.activation_backward(kind, gradient, gate, up, gate_out=gate_out, up_out=up_out, again=again)
             return
-    activations.activation_backward(kind, gradient, gate, up, gate_out=gate_out, up_out=up_out)
+    activations.activation_backward(kind, gradient, gate, up, gate_out=gate_out, up_out=up_out, again=again)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor) -> None:

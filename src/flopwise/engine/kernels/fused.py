@@ -9,29 +9,29 @@ tensors are counted in 64 bits.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from flopwise.engine.kernels.adamw import AdamW
-from flopwise.engine.kernels.blocks import BLOCK_BYTES, add_rounded
-from flopwise.engine.kernels.fused_norm import norm_backward_kernel, norm_forward_kernel
+from flopwise.engine.kernels.blocks import add_rounded
+from flopwise.engine.kernels.fused_norm import (
+    norm_backward_kernel,
+    norm_forward_kernel,
+    whole_norm_backward_kernel,
+    whole_norm_forward_kernel,
+)
 from flopwise.engine.kernels.fused_update import adamw_kernel, squares_kernel
-from flopwise.engine.kernels.jit import kernel
+from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel
 from flopwise.engine.kernels.rounding import FIRST, SECOND, WEIGHTS
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-"""Those with a fused form."""
-
-_ARITHMETIC = {"enable_fp_fusion": False}
-"""Products are rounded before they are added, as the plain forms do, whatever a version of Triton does by itself."""
+_NORM_PROGRAMS = 4
+"""Programs of a norm's backward on each multiprocessor: as many as fit at once, so that all end together."""
 _SQUARES_PROGRAMS = 1024
 _UPDATE_BLOCK = 1024
-
-
-def _column_block(width: int, most: int) -> int:
-    return min(most, 1 << max(0, width - 1).bit_length())
 
 
 def _warps(block: int) -> int:
@@ -39,54 +39,61 @@ def _warps(block: int) -> int:
 
 
 def norm_forward(
-    source: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool, out: Tensor, statistics: Tensor
-) -> None:
+    source: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool, out: Tensor, statistics: Tensor,
+    other: Tensor | None = None, total: Tensor | None = None,
+) -> None:  # fmt: skip
     """See `dispatch.norm_forward`."""
     rows, width = source.shape
-    block = _column_block(width, 8192)
-    norm_forward_kernel[(rows,)](
-        *(source, weight, weight if bias is None else bias, out, statistics),
-        *(width, source.stride(0), out.stride(0), float(epsilon)),
+    block = column_block(width, 8192)
+    added, kept = source if other is None else other, out if total is None else total
+    chosen = whole_norm_forward_kernel if block >= width else norm_forward_kernel
+    chosen[(rows,)](
+        *(source, added, weight, weight if bias is None else bias, out, kept, statistics),
+        *(width, source.stride(0), added.stride(0), out.stride(0), kept.stride(0), float(epsilon)),
         rms=rms,
         biased=bias is not None,
+        added=other is not None,
+        kept=total is not None,
         block=block,
         num_warps=_warps(block),
-        **_ARITHMETIC,
+        **ARITHMETIC,
     )
 
 
+@cache
+def _units(device: torch.device) -> int:
+    """The device's multiprocessors; a few where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
 def norm_backward(
-    gradient: Tensor,
-    source: Tensor,
-    weight: Tensor,
-    statistics: Tensor,
-    *,
-    rms: bool,
-    out: Tensor,
-    weight_gradient: Tensor,
-    bias_gradient: Tensor | None,
-    accumulate: bool,
-) -> None:
+    gradient: Tensor, source: Tensor, weight: Tensor, statistics: Tensor, *, rms: bool, out: Tensor,
+    weight_gradient: Tensor, bias_gradient: Tensor | None, accumulate: bool, again: bool = False,
+    bias: Tensor | None = None,
+) -> None:  # fmt: skip
     """See `dispatch.norm_backward`. Each program sums the weight's gradient over its rows; torch adds those sums."""
     rows, width = source.shape
-    block = _column_block(width, 8192)
-    programs = min(rows, 512, max(16, BLOCK_BYTES // (4 * width)))
+    block = column_block(width, 8192)
     biased = bias_gradient is not None
-    partial = torch.zeros((2 if biased else 1, programs, width), dtype=torch.float32, device=source.device)
-    norm_backward_kernel[(programs,)](
-        *(gradient, source, weight, statistics, out, partial, partial[-1]),
+    whole = block >= width
+    programs = min(rows, _NORM_PROGRAMS * _units(source.device))
+    partial = torch.empty if whole else torch.zeros
+    sums = partial((2 if biased else 1, programs, width), dtype=torch.float32, device=source.device)
+    chosen = whole_norm_backward_kernel if whole else norm_backward_kernel
+    chosen[(programs,)](
+        *(gradient, source, weight, weight if bias is None else bias, statistics, out, sums, sums[-1]),
         *(rows, width, gradient.stride(0), source.stride(0), out.stride(0)),
         rms=rms,
         biased=biased,
         accumulate=accumulate,
-        whole=block >= width,
+        again=again,
         block=block,
         num_warps=_warps(block),
-        **_ARITHMETIC,
+        **ARITHMETIC,
     )
-    add_rounded(weight_gradient, partial[0].sum(0))
+    add_rounded(weight_gradient, sums[0].sum(0))
     if bias_gradient is not None:
-        add_rounded(bias_gradient, partial[1].sum(0))
+        add_rounded(bias_gradient, sums[1].sum(0))
 
 
 @kernel()
@@ -126,7 +133,7 @@ def rotate(source: Tensor, cosines: Tensor, sines: Tensor, *, out: Tensor, inver
     """See `dispatch.rotate`."""
     tokens, heads, dim = source.shape
     pairs = heads * dim // 2
-    block = _column_block(pairs, 1024)
+    block = column_block(pairs, 1024)
     assert cosines.stride() == sines.stride(), "both tables of angles lie alike"
     _rotate_kernel[(tokens, triton.cdiv(pairs, block))](
         *(source, cosines, sines, out, pairs),
@@ -135,128 +142,7 @@ def rotate(source: Tensor, cosines: Tensor, sines: Tensor, *, out: Tensor, inver
         inverse=inverse,
         block=block,
         num_warps=4,
-        **_ARITHMETIC,
-    )
-
-
-@kernel()
-def _value_and_slope(values: tl.tensor, kind: tl.constexpr) -> tl.tensor:
-    """What `activations` has in plain form."""
-    if kind == "silu":
-        share = 1.0 / (1.0 + tl.exp(-values))
-        value = values * share
-        slope = share * (1.0 + values * (1.0 - share))
-    elif kind == "gelu":
-        share = 0.5 * (1.0 + tl.erf(values * 0.7071067811865476))
-        value = values * share
-        slope = share + values * tl.exp(-0.5 * values * values) * 0.3989422804014327
-    elif kind == "gelu_tanh":
-        argument = 0.7978845608028654 * (values + 0.044715 * values * values * values)
-        # tanh(x) = 1 − 2 / (e^2x + 1), which an overflow of the power leaves at 1.
-        inner = 1.0 - 2.0 / (tl.exp(2.0 * argument) + 1.0)
-        value = 0.5 * values * (1.0 + inner)
-        steepness = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * values * values)
-        slope = 0.5 * (1.0 + inner) + 0.5 * values * (1.0 - inner * inner) * steepness
-    else:
-        tl.static_assert(kind == "relu")
-        value = tl.where(values > 0.0, values, 0.0)
-        slope = tl.where(values > 0.0, 1.0, 0.0)
-    return value, slope
-
-
-@kernel()
-def _activation_forward_kernel(
-    gate: tl.tensor,
-    up: tl.tensor,
-    out: tl.tensor,
-    width: tl.tensor,
-    gate_stride: tl.tensor,
-    up_stride: tl.tensor,
-    out_stride: tl.tensor,
-    kind: tl.constexpr,
-    gated: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * block + tl.arange(0, block)
-    inside = columns < width
-    result = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if gated:
-        gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        value, _ = _value_and_slope(gates, kind)
-        result = value * result
-    else:
-        result, _ = _value_and_slope(result, kind)
-    tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
-
-
-def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tensor) -> None:
-    """See `dispatch.activation_forward`."""
-    rows, width = up.shape
-    block = _column_block(width, 1024)
-    given = up if gate is None else gate
-    _activation_forward_kernel[(rows, triton.cdiv(width, block))](
-        *(given, up, out, width, given.stride(0), up.stride(0), out.stride(0)),
-        kind=kind,
-        gated=gate is not None,
-        block=block,
-        num_warps=4,
-        **_ARITHMETIC,
-    )
-
-
-@kernel()
-def _activation_backward_kernel(
-    gradient: tl.tensor,
-    gate: tl.tensor,
-    up: tl.tensor,
-    gate_out: tl.tensor,
-    up_out: tl.tensor,
-    width: tl.tensor,
-    gradient_stride: tl.tensor,
-    gate_stride: tl.tensor,
-    up_stride: tl.tensor,
-    gate_out_stride: tl.tensor,
-    up_out_stride: tl.tensor,
-    kind: tl.constexpr,
-    gated: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * block + tl.arange(0, block)
-    inside = columns < width
-    above = tl.load(gradient + row * gradient_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    values = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if gated:
-        gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        value, slope = _value_and_slope(gates, kind)
-        of_gate = above * values * slope
-        tl.store(gate_out + row * gate_out_stride + columns, of_gate.to(gate_out.dtype.element_ty), mask=inside)
-        of_up = above * value
-    else:
-        _, slope = _value_and_slope(values, kind)
-        of_up = above * slope
-    tl.store(up_out + row * up_out_stride + columns, of_up.to(up_out.dtype.element_ty), mask=inside)
-
-
-def activation_backward(
-    kind: str, gradient: Tensor, gate: Tensor | None, up: Tensor, *, gate_out: Tensor | None, up_out: Tensor
-) -> None:
-    """See `dispatch.activation_backward`."""
-    rows, width = up.shape
-    block = _column_block(width, 1024)
-    assert (gate is None) == (gate_out is None), "a gate has a gradient"
-    given, of_gate = up if gate is None else gate, up_out if gate_out is None else gate_out
-    tensors = (gradient, given, up, of_gate, up_out)
-    _activation_backward_kernel[(rows, triton.cdiv(width, block))](
-        *tensors,
-        width,
-        *(each.stride(0) for each in tensors),
-        kind=kind,
-        gated=gate is not None,
-        block=block,
-        num_warps=4,
-        **_ARITHMETIC,
+        **ARITHMETIC,
     )
 
 
@@ -304,7 +190,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor)
     """See `dispatch.cross_entropy`."""
     rows, vocabulary = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    block = _column_block(vocabulary, 4096)
+    block = column_block(vocabulary, 4096)
     _cross_entropy_kernel[(rows,)](
         logits,
         labels,
@@ -314,7 +200,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor)
         float(scale),
         block=block,
         num_warps=_warps(block),
-        **_ARITHMETIC,
+        **ARITHMETIC,
     )
     loss += losses.sum(dtype=torch.float64).to(loss.dtype)
 
@@ -352,13 +238,13 @@ def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor)
     rows, width = gradient.shape
     in_order, order = torch.sort(ids, stable=True)
     ends = torch.searchsorted(in_order, in_order, right=True)
-    block = _column_block(width, 512)
+    block = column_block(width, 512)
     _embedding_backward_kernel[(rows, triton.cdiv(width, block))](
         *(in_order, order, ends, gradient, table_gradient),
         *(width, gradient.stride(0), table_gradient.stride(0)),
         block=block,
         num_warps=4,
-        **_ARITHMETIC,
+        **ARITHMETIC,
     )
 
 
@@ -370,7 +256,7 @@ def sum_of_squares(values: Tensor, *, out: Tensor) -> None:
         return
     partial = torch.empty(programs, dtype=torch.float32, device=values.device)
     squares_kernel[(programs,)](
-        flat, partial, len(flat), programs * _UPDATE_BLOCK, block=_UPDATE_BLOCK, num_warps=4, **_ARITHMETIC
+        flat, partial, len(flat), programs * _UPDATE_BLOCK, block=_UPDATE_BLOCK, num_warps=4, **ARITHMETIC
     )
     out += partial.sum(dtype=torch.float64).to(out.dtype)
 
@@ -413,5 +299,5 @@ def adamw(
         chance_second=chance[2],
         block=_UPDATE_BLOCK,
         num_warps=4,
-        **_ARITHMETIC,
+        **ARITHMETIC,
     )

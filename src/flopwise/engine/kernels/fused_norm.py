@@ -11,32 +11,123 @@ from flopwise.engine.kernels.jit import kernel
 
 
 @kernel()
-def norm_forward_kernel(
+def _rounded_sum(values: tl.tensor, others: tl.tensor) -> tl.tensor:
+    return (values.to(tl.float32) + others.to(tl.float32)).to(values.dtype)
+
+
+@kernel()
+def _store_normal(
+    out: tl.tensor,
+    normal: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    place: tl.tensor,
+    inside: tl.tensor,
+    rms: tl.constexpr,
+    biased: tl.constexpr,
+) -> None:
+    """The norm's result from the normal numbers, which with rms are rounded before the weight."""
+    if rms:
+        normal = normal.to(out.dtype.element_ty).to(tl.float32)
+    normal *= tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    if biased:
+        normal += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, normal.to(out.dtype.element_ty), mask=inside)
+
+
+@kernel()
+def _store_statistics(
+    statistics: tl.tensor, row: tl.tensor, mean: tl.tensor, reciprocal: tl.tensor, rms: tl.constexpr
+) -> None:
+    if rms:
+        tl.store(statistics + row, reciprocal)
+    else:
+        tl.store(statistics + 2 * row, mean)
+        tl.store(statistics + 2 * row + 1, reciprocal)
+
+
+@kernel()
+def whole_norm_forward_kernel(
     source: tl.tensor,
+    other: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
+    total: tl.tensor,
     statistics: tl.tensor,
     width: tl.tensor,
     source_stride: tl.tensor,
+    other_stride: tl.tensor,
     out_stride: tl.tensor,
+    total_stride: tl.tensor,
     epsilon: tl.tensor,
     rms: tl.constexpr,
     biased: tl.constexpr,
+    added: tl.constexpr,
+    kept: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """One row a program."""
+    """A row a program, in one block. With `kept` it goes to `total` as well, with `added` as the sum with the other."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, block)
+    inside = columns < width
+    values = tl.load(source + row * source_stride + columns, mask=inside, other=0.0)
+    if added:
+        values = _rounded_sum(values, tl.load(other + row * other_stride + columns, mask=inside, other=0.0))
+    if kept:
+        tl.store(total + row * total_stride + columns, values, mask=inside)
+    values = values.to(tl.float32)
+    mean = 0.0
+    if not rms:
+        mean = tl.sum(values, 0) / width
+        values = tl.where(inside, values - mean, 0.0)
+    reciprocal = 1.0 / tl.sqrt(tl.sum(values * values, 0) / width + epsilon)
+    _store_normal(out + row * out_stride, values * reciprocal, weight, bias, columns, inside, rms, biased)
+    _store_statistics(statistics, row, mean, reciprocal, rms)
+
+
+@kernel()
+def norm_forward_kernel(
+    source: tl.tensor,
+    other: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    total: tl.tensor,
+    statistics: tl.tensor,
+    width: tl.tensor,
+    source_stride: tl.tensor,
+    other_stride: tl.tensor,
+    out_stride: tl.tensor,
+    total_stride: tl.tensor,
+    epsilon: tl.tensor,
+    rms: tl.constexpr,
+    biased: tl.constexpr,
+    added: tl.constexpr,
+    kept: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """The same for rows of several blocks, which are read more than once."""
     row = tl.program_id(0).to(tl.int64)
     source += row * source_stride
     out += row * out_stride
     columns = tl.arange(0, block)
+    if kept:
+        total += row * total_stride
+        for first in range(0, width, block):
+            inside = first + columns < width
+            values = tl.load(source + first + columns, mask=inside, other=0.0)
+            if added:
+                others = tl.load(other + row * other_stride + first + columns, mask=inside, other=0.0)
+                values = _rounded_sum(values, others)
+            tl.store(total + first + columns, values, mask=inside)
+        source = total
     mean = 0.0
     if not rms:
-        total = tl.zeros((block,), tl.float32)
+        sums = tl.zeros((block,), tl.float32)
         for first in range(0, width, block):
-            total += tl.load(source + first + columns, mask=first + columns < width, other=0.0).to(tl.float32)
-        mean = tl.sum(total, 0) / width
-        tl.store(statistics + 2 * row, mean)
+            sums += tl.load(source + first + columns, mask=first + columns < width, other=0.0).to(tl.float32)
+        mean = tl.sum(sums, 0) / width
     squares = tl.zeros((block,), tl.float32)
     for first in range(0, width, block):
         inside = first + columns < width
@@ -44,17 +135,11 @@ def norm_forward_kernel(
         values = tl.where(inside, values - mean, 0.0)
         squares += values * values
     reciprocal = 1.0 / tl.sqrt(tl.sum(squares, 0) / width + epsilon)
-    tl.store(statistics + (row if rms else 2 * row + 1), reciprocal)
     for first in range(0, width, block):
         inside = first + columns < width
         values = tl.load(source + first + columns, mask=inside, other=0.0).to(tl.float32)
-        values = (values - mean) * reciprocal
-        if rms:
-            values = values.to(source.dtype.element_ty).to(tl.float32)
-        values *= tl.load(weight + first + columns, mask=inside, other=0.0).to(tl.float32)
-        if biased:
-            values += tl.load(bias + first + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + first + columns, values.to(out.dtype.element_ty), mask=inside)
+        _store_normal(out, (values - mean) * reciprocal, weight, bias, first + columns, inside, rms, biased)
+    _store_statistics(statistics, row, mean, reciprocal, rms)
 
 
 @kernel()
@@ -116,6 +201,7 @@ def norm_backward_kernel(
     gradient: tl.tensor,
     source: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor,
     statistics: tl.tensor,
     out: tl.tensor,
     weight_partial: tl.tensor,
@@ -128,15 +214,16 @@ def norm_backward_kernel(
     rms: tl.constexpr,
     biased: tl.constexpr,
     accumulate: tl.constexpr,
-    whole: tl.constexpr,
+    again: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Every so manieth row a program, which sums their weight gradients: in registers where a block is a whole row."""
+    """Every so manieth row a program, which adds its rows' weight gradients to its partial sums, for long rows.
+
+    With `again` the norm's own result takes the place of its gradient.
+    """
     program = tl.program_id(0)
     columns = tl.arange(0, block)
     own = program.to(tl.int64) * width
-    weight_sum = tl.zeros((block,), tl.float32)
-    bias_sum = tl.zeros((block,), tl.float32)
     for number in range(program, rows, tl.num_programs(0)):
         row = tl.full((), 0, tl.int64) + number
         mean, reciprocal = _statistics(statistics, row, rms)
@@ -149,22 +236,71 @@ def norm_backward_kernel(
             above = tl.load(above_row + place, mask=inside, other=0.0).to(tl.float32)
             # The norm with rms multiplied the weight with rounded numbers.
             multiplied = normal.to(source.dtype.element_ty).to(tl.float32) if rms else normal
-            if whole:
-                weight_sum += above * multiplied
-                bias_sum += above
-            else:
-                _add_partial(weight_partial + own + place, above * multiplied, inside)
-                if biased:
-                    _add_partial(bias_partial + own + place, above, inside)
-                # The next row's sums may be read by other threads than have written this one's.
-                tl.debug_barrier()
+            _add_partial(weight_partial + own + place, above * multiplied, inside)
+            if biased:
+                _add_partial(bias_partial + own + place, above, inside)
+            # The next row's sums may be read by other threads than have written this one's.
+            tl.debug_barrier()
             above *= tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
             below = (above - shift - normal * share) * reciprocal
             target = out + row * out_stride + place
             if accumulate:
                 below += tl.load(target, mask=inside, other=0.0).to(tl.float32)
             tl.store(target, below.to(out.dtype.element_ty), mask=inside)
-    if whole:
-        tl.store(weight_partial + own + columns, weight_sum, mask=columns < width)
+            if again:
+                _store_normal(above_row, normal, weight, bias, place, inside, rms, biased)
+
+
+@kernel()
+def whole_norm_backward_kernel(
+    gradient: tl.tensor,
+    source: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    statistics: tl.tensor,
+    out: tl.tensor,
+    weight_partial: tl.tensor,
+    bias_partial: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    gradient_stride: tl.tensor,
+    source_stride: tl.tensor,
+    out_stride: tl.tensor,
+    rms: tl.constexpr,
+    biased: tl.constexpr,
+    accumulate: tl.constexpr,
+    again: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """The same where a block is a whole row: every number is read once, and sums stay in registers."""
+    program = tl.program_id(0)
+    columns = tl.arange(0, block)
+    inside = columns < width
+    weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    weight_sum = tl.zeros((block,), tl.float32)
+    bias_sum = tl.zeros((block,), tl.float32)
+    for number in range(program, rows, tl.num_programs(0)):
+        row = tl.full((), 0, tl.int64) + number
+        mean, reciprocal = _statistics(statistics, row, rms)
+        above_row = gradient + row * gradient_stride
+        target = out + row * out_stride + columns
+        normal = _normal(source + row * source_stride, columns, inside, mean, reciprocal)
+        above = tl.load(above_row + columns, mask=inside, other=0.0).to(tl.float32)
+        multiplied = normal.to(source.dtype.element_ty).to(tl.float32) if rms else normal
+        weight_sum += above * multiplied
         if biased:
-            tl.store(bias_partial + own + columns, bias_sum, mask=columns < width)
+            bias_sum += above
+        scaled = above * weights
+        share = tl.sum(scaled * normal, 0) / width
+        if not rms:
+            scaled -= tl.sum(scaled, 0) / width
+        below = (scaled - normal * share) * reciprocal
+        if accumulate:
+            below += tl.load(target, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target, below.to(out.dtype.element_ty), mask=inside)
+        if again:
+            _store_normal(above_row, normal, weight, bias, columns, inside, rms, biased)
+    own = program.to(tl.int64) * width
+    tl.store(weight_partial + own + columns, weight_sum, mask=inside)
+    if biased:
+        tl.store(bias_partial + own + columns, bias_sum, mask=inside)

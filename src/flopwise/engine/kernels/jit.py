@@ -25,3 +25,12 @@ def kernel(unspecialized: Sequence[str] = ()) -> Callable[[Callable[..., object]
         return made
 
     return compiled
+
+
+ARITHMETIC = {"enable_fp_fusion": False}
+"""Products are rounded before they are added, as the plain forms do, whatever a version of Triton does by itself."""
+
+
+def column_block(width: int, most: int) -> int:
+    """Columns that a program reads at once: a power of two that holds them all, or the most."""
+    return min(most, 1 << max(0, width - 1).bit_length())

@@ -13,9 +13,15 @@ from flopwise.engine.kernels.blocks import add_rounded, compute_type, row_blocks
 
 
 def norm_forward(
-    source: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool, out: Tensor, statistics: Tensor
-) -> None:
-    """Normalises rows; `statistics` gets the reciprocal root (rms), or mean and reciprocal deviation, of each."""
+    source: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool, out: Tensor, statistics: Tensor,
+    other: Tensor | None = None, total: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Normalises rows; `statistics` gets the reciprocal root (rms), or mean and reciprocal deviation, of each.
+
+    With `other` it is their sum that is normalised; `total` gets what is.
+    """
+    if total is not None:
+        source = total.copy_(source) if other is None else torch.add(source, other, out=total)
     rows, width = source.shape
     wide = compute_type(source.dtype)
     scale, shift = weight.to(wide), None if bias is None else bias.to(wide)
@@ -50,8 +56,13 @@ def norm_backward(
     weight_gradient: Tensor,
     bias_gradient: Tensor | None,
     accumulate: bool,
+    again: bool = False,
+    bias: Tensor | None = None,
 ) -> None:
-    """The gradient of the rows, and of weight and bias, which are added to. `out` may be `gradient` itself."""
+    """The gradient of the rows, and of weight and bias, which are added to. `out` may be `gradient` itself.
+
+    With `again` the norm's own result, made from its statistics, takes the place of `gradient`.
+    """
     rows, width = source.shape
     wide = compute_type(source.dtype)
     scale = weight.to(wide)
@@ -62,14 +73,19 @@ def norm_backward(
         if rms:
             reciprocal = statistics[block, None].to(wide)
             normal = source[block].to(wide) * reciprocal
-            weight_sum += (above * normal.to(source.dtype)).sum(0)
+            multiplied = normal.to(source.dtype)
         else:
             reciprocal = statistics[block, 1:].to(wide)
             normal = (source[block].to(wide) - statistics[block, :1].to(wide)) * reciprocal
-            weight_sum += (above * normal).sum(0)
+            multiplied = normal
+        weight_sum += (above * multiplied).sum(0)
         if bias_gradient is not None:
             bias_sum += above.sum(0)
         scaled = above * scale
+        if again:
+            # From here on `above`, which may be `gradient` itself, is not read.
+            result = multiplied.to(wide) * scale
+            gradient[block] = result if bias is None else result + bias.to(wide)
         share = row_sums(scaled * normal) / width
         if not rms:
             scaled -= row_sums(scaled) / width

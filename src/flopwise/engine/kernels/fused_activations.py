@@ -1,0 +1,143 @@
+"""Activations of a feed-forward block as kernels of Triton: forward, and backward, which may make the result again."""
+
+# A kernel's arguments arrive by their places.
+# ruff: noqa: PLR0917
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+from torch import Tensor
+
+from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+"""Those with a fused form."""
+
+
+@kernel()
+def _value_and_slope(values: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    """What `activations` has in plain form."""
+    if kind == "silu":
+        share = 1.0 / (1.0 + tl.exp(-values))
+        value = values * share
+        slope = share * (1.0 + values * (1.0 - share))
+    elif kind == "gelu":
+        share = 0.5 * (1.0 + tl.erf(values * 0.7071067811865476))
+        value = values * share
+        slope = share + values * tl.exp(-0.5 * values * values) * 0.3989422804014327
+    elif kind == "gelu_tanh":
+        argument = 0.7978845608028654 * (values + 0.044715 * values * values * values)
+        # tanh(x) = 1 − 2 / (e^2x + 1), which an overflow of the power leaves at 1.
+        inner = 1.0 - 2.0 / (tl.exp(2.0 * argument) + 1.0)
+        value = 0.5 * values * (1.0 + inner)
+        steepness = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * values * values)
+        slope = 0.5 * (1.0 + inner) + 0.5 * values * (1.0 - inner * inner) * steepness
+    else:
+        tl.static_assert(kind == "relu")
+        value = tl.where(values > 0.0, values, 0.0)
+        slope = tl.where(values > 0.0, 1.0, 0.0)
+    return value, slope
+
+
+@kernel()
+def _activation_forward_kernel(
+    gate: tl.tensor,
+    up: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    out_stride: tl.tensor,
+    kind: tl.constexpr,
+    gated: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    result = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if gated:
+        gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        value, _ = _value_and_slope(gates, kind)
+        result = value * result
+    else:
+        result, _ = _value_and_slope(result, kind)
+    tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
+
+
+def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tensor) -> None:
+    """See `dispatch.activation_forward`."""
+    rows, width = up.shape
+    block = column_block(width, 1024)
+    given = up if gate is None else gate
+    _activation_forward_kernel[(rows, triton.cdiv(width, block))](
+        *(given, up, out, width, given.stride(0), up.stride(0), out.stride(0)),
+        kind=kind,
+        gated=gate is not None,
+        block=block,
+        num_warps=4,
+        **ARITHMETIC,
+    )
+
+
+@kernel()
+def _activation_backward_kernel(
+    gradient: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    gate_out: tl.tensor,
+    up_out: tl.tensor,
+    width: tl.tensor,
+    gradient_stride: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    gate_out_stride: tl.tensor,
+    up_out_stride: tl.tensor,
+    kind: tl.constexpr,
+    gated: tl.constexpr,
+    again: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """With `again` the activation's own result takes the place of its gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    above = tl.load(gradient + row * gradient_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if gated:
+        gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        value, slope = _value_and_slope(gates, kind)
+        of_gate = above * values * slope
+        tl.store(gate_out + row * gate_out_stride + columns, of_gate.to(gate_out.dtype.element_ty), mask=inside)
+        of_up = above * value
+        result = value * values
+    else:
+        result, slope = _value_and_slope(values, kind)
+        of_up = above * slope
+    if again:
+        tl.store(gradient + row * gradient_stride + columns, result.to(gradient.dtype.element_ty), mask=inside)
+    tl.store(up_out + row * up_out_stride + columns, of_up.to(up_out.dtype.element_ty), mask=inside)
+
+
+def activation_backward(
+    kind: str, gradient: Tensor, gate: Tensor | None, up: Tensor, *, gate_out: Tensor | None, up_out: Tensor,
+    again: bool = False,
+) -> None:  # fmt: skip
+    """See `dispatch.activation_backward`."""
+    rows, width = up.shape
+    block = column_block(width, 1024)
+    assert (gate is None) == (gate_out is None), "a gate has a gradient"
+    given, of_gate = up if gate is None else gate, up_out if gate_out is None else gate_out
+    tensors = (gradient, given, up, of_gate, up_out)
+    _activation_backward_kernel[(rows, triton.cdiv(width, block))](
+        *tensors,
+        width,
+        *(each.stride(0) for each in tensors),
+        kind=kind,
+        gated=gate is not None,
+        again=again,
+        block=block,
+        num_warps=4,
+        **ARITHMETIC,
+    )
