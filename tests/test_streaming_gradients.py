@@ -16,6 +16,7 @@ from flopwise.core.plan import ENDS, Plan, Residency  # noqa: E402
 from flopwise.core.program import ALIGNMENT_BYTES  # noqa: E402
 from flopwise.core.transformer import Transformer  # noqa: E402
 from flopwise.engine.batch import NO_LABEL, Batch  # noqa: E402
+from flopwise.engine.values import joined_columns  # noqa: E402
 from tests.tiny_models import LLAMA, TINY, TOKENS, parameters, random_module  # noqa: E402
 from tests.training_plans import (  # noqa: E402
     any_levels,
@@ -74,6 +75,19 @@ def test_packed_products_give_the_gradients_of_autograd(family: str) -> None:
             plan = plan_of(model, cut, letter)
             batch = random_batch(model, plan.sequences_per_round, TOKENS, number, ragged=number % 2 == 1)
             assert_equal_gradients(model, plan, batch, packs=True)
+
+
+def test_results_of_one_product_lie_beside_each_other_where_they_are_kept() -> None:
+    executor = executor_for(plan_of(LLAMA, "whole sequences", "f"), LLAMA, parameters(random_module(LLAMA)), packs=True)
+    saved, tokens = executor.player.saved, 2 * TOKENS
+    buffer = torch.zeros(sum(field.bytes for field in saved.fields("full", tokens).values()), dtype=torch.uint8)
+    views = saved.views(buffer, "full", tokens)
+    together = joined_columns([views["gate"], views["up"]])
+    assert together is not None
+    for number, view in enumerate(views.values()):
+        view.fill_(number)
+    assert all((view == number).all() for number, view in enumerate(views.values())), "no two share a place"
+    assert together.shape == (tokens, 2 * LLAMA.ffn)
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -136,6 +136,21 @@ def cast_bytes(op: Op, formats: Formats) -> Traffic:
     return Traffic(per_sequence, fixed)
 
 
+def cast_back_bytes(op: Gemm, formats: Formats) -> Traffic:
+    """Bytes of the same in backward, of products in fp8 as the engine makes them, one copy.
+
+    What tokens are summed over has scales for its columns: it is read for its largest numbers, and again to be written.
+    That is the input and the gradient of the output, which for the input's gradient is written by rows too; and the
+    matrix (`fixed`), whose gradient is read once more to be added to the sum, which is read and written.
+    """
+    if formats.matrix != "fp8" or not op.in_block:
+        return Traffic(0)
+    width = formats.compute_bytes
+    rows, columns = width + 1, 2 * width + 1
+    fixed = sum(weight.elements for weight in op.weights) * (columns + width + 2 * WIDTH_BYTES[formats.gradients])
+    return Traffic(op.rows * (op.columns * (rows + columns) + op.depth * columns), fixed)
+
+
 def update_bytes_per_parameter(formats: Formats, moments: int) -> int:
     """Bytes that an optimizer moves: gradient read, moments and master read and written, weight written.
 

@@ -20,7 +20,7 @@ from flopwise.engine.devices import choose_device
 from flopwise.engine.distributed import DistributedExecutor
 from flopwise.engine.executor import Executor
 from flopwise.engine.huggingface_weights import from_huggingface
-from flopwise.engine.initial import initial_values
+from flopwise.engine.initial import all_initial_values
 from flopwise.engine.launch import Group, Rank
 from flopwise.engine.streaming import StreamingExecutor
 
@@ -60,9 +60,9 @@ def first_weights(
             loaded = from_huggingface(model, tensors, sequence_tokens)
             executor.set_weights(loaded.tensors)
             missing = set(loaded.missing)
-    for parameter in executor.parameters:
-        if parameter.name in missing:
-            executor.set_weights({parameter.name: initial_values(parameter, seed, model.layers)})
+    drawn = (parameter for parameter in executor.parameters if parameter.name in missing)
+    for parameter, values in all_initial_values(drawn, seed, model.layers):
+        executor.set_weights({parameter.name: values})
     return () if folder is None else tuple(sorted(missing))
 
 

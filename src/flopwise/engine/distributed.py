@@ -434,6 +434,12 @@ def check_executed(plan: ClusterPlan, model: Transformer, world: int) -> None:
     """Refuse plans that the distributed executor does not run, or not on so many ranks."""
     formats = parse_formats(plan.precision)
     check_formats(formats)
+    if formats.matrix == "fp8":
+        raise FlopwiseError(
+            f"{formats.name} cannot be trained in on several devices yet",
+            why="there are no kernels for matrix products in fp8 in the modules that are sharded",
+            hint="--precision bf16",
+        )
     check_trainable(model)
     if WIDTH_BYTES[formats.gradients] > WIDTH_BYTES[formats.weights]:
         raise FlopwiseError(

@@ -24,9 +24,15 @@ def check_formats(formats: Formats) -> None:
             why="gradients in fp16 vanish unless the loss is scaled, which is not done here",
             hint="--precision bf16-mixed",
         )
+    if formats.matrix == "fp8" and formats.compute != "bf16":
+        raise FlopwiseError(
+            f"{formats.name} cannot be trained in",
+            why=f"products in fp8 read activations in bf16 and write them, and these are in {formats.compute}",
+            hint="--precision fp8",
+        )
     for role in ("matrix", "compute", "weights", "gradients", "moments", "master"):
         name = getattr(formats, role)
-        if name is not None and name not in TYPES:
+        if name is not None and name not in TYPES and (role, name) != ("matrix", "fp8"):
             raise FlopwiseError(
                 f"{formats.name} cannot be trained in yet",
                 why=f"there are no kernels for {'matrix products' if role == 'matrix' else role} in {name}",

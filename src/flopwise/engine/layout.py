@@ -110,14 +110,14 @@ def _kept_together(op: Op, work: Work) -> tuple[str, ...]:
 
 
 def columns_of(fields: Mapping[str, Field], names: Sequence[str], buffer: Tensor, rows: int) -> dict[str, Tensor]:
-    """Fields that follow each other as columns of one tensor; nothing where they do not."""
-    chosen = [fields[name] for name in names if name in fields]
+    """Fields that lie together, in whatever order, as columns of one tensor in this one; nothing where they do not."""
+    chosen = sorted((fields[name] for name in names if name in fields), key=lambda field: field.start)
     ends = [field.start + field.bytes for field in chosen]
     follows = all(end == field.start for end, field in zip(ends, chosen[1:], strict=False))
     if len(chosen) < 2 or len(chosen) != len(names) or not follows:
         return {}
     whole = buffer[chosen[0].start : ends[-1]].view(chosen[0].dtype).view(rows, -1)
-    widths = [field.elements // rows for field in chosen]
+    widths = [fields[name].elements // rows for name in names]
     return dict(zip(names, torch.split(whole, widths, dim=1), strict=True))
 
 

@@ -18,6 +18,7 @@ from flopwise.core.transformer import Transformer
 from flopwise.core.work import Work
 from flopwise.engine.arena import Arena
 from flopwise.engine.formats import TYPES, statistics_type
+from flopwise.engine.fp8_products import Fp8Products
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.blocks import add_rounded, row_blocks
 from flopwise.engine.products import Products
@@ -68,6 +69,7 @@ class Operators:
         self.weights_differ = TYPES[formats.weights] != self.compute
         self._frequencies: Tensor | None = None
         self._plain_products = Products(arena)
+        self._block_products = Fp8Products(arena) if formats.matrix == "fp8" else self._plain_products
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -139,8 +141,8 @@ class Operators:
         if bias is not None:
             self._uncast(bias)
 
-    def _products(self, op: Gemm) -> Products:  # noqa: ARG002 - of all operators the same so far
-        return self._plain_products
+    def _products(self, op: Gemm) -> Products:
+        return self._block_products if op.in_block else self._plain_products
 
     def columns(self, op: Gemm) -> list[tuple[str, int, int]]:
         """Each result of a product with its rows of the weight."""

@@ -67,6 +67,8 @@ class Room:
         """Lock the host's slab into memory, so that copies run beside the processor: exactly its bytes, no more."""
         if not self.host_slab.numel():
             return
+        # Pages that were never touched are made while they are locked, by one thread; all of torch's make them here.
+        self.host_slab.zero_()
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         outcome = runtime.cudaHostRegister(self.host_slab.data_ptr(), self.host_slab.numel(), 0)
         if int(outcome) != 0:

@@ -27,7 +27,7 @@ from flopwise.engine.player import Action, Player
 from flopwise.engine.room import Room
 from flopwise.engine.streams import CudaStreams, InOrder, Span, Streams
 from flopwise.engine.updates import as_numbers
-from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES
+from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES, attention_sums_bytes
 
 FORWARD = ("embed", "forward", "forward-before", "attention", "forward-after", "head")
 """Kinds of tasks that an evaluation needs, beside the loads of weights."""
@@ -315,10 +315,10 @@ class StreamingExecutor:
 def left_to_libraries(plan: Plan, model: Transformer) -> dict[str, int]:
     """By buffer, what attention kernels and matrix libraries allocate for themselves and the slab leaves free for them.
 
-    Kernels are called for so many heads at once that the planned fp32 sum of the queries' gradients is room enough.
+    Kernels are called for so many heads at once that the planned fp32 sums of gradients are room enough.
     """
     formats = parse_formats(plan.precision)
-    each = model.query_width * formats.statistics_bytes
+    each = attention_sums_bytes(model, formats)
 
     def whole_lines(size: int) -> int:
         # What lies behind in the slab begins at a line as well.

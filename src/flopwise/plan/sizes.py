@@ -17,10 +17,14 @@ from flopwise.core.traffic import block_saved_bytes, tensor_bytes
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import Work
 from flopwise.core.workload import MOMENTS, Optimizer
-from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES, temporary_bytes
+from flopwise.plan.workspace import workspace_bytes
+from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES, attention_sums_bytes
 
 MOST_LAYERS = 1024
 """The deepest models of today have under 200."""
+
+LINES_BYTES = aligned(1 << 14)
+"""For temporaries that begin at lines."""
 
 INPUT_BYTES_PER_TOKEN = 12
 """Identifier, label and position."""
@@ -61,7 +65,7 @@ class Sizes:
     stream: int
     """What passes from layer to layer, bytes a token."""
     temporary: int
-    """What lives only inside a layer's backward, bytes a token."""
+    """What lives only inside a layer's tasks, bytes a token."""
     sequence_attention: int
     """What attention over a whole sequence needs more, bytes a token of the sequence."""
     logits: int
@@ -125,6 +129,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     keys = tensor_bytes(work.tensors["key"], formats) + tensor_bytes(work.tensors["value"], formats)
     stream = tensor_bytes(work.tensors["input"], formats)
     head_rows = max(tensor_bytes(work.tensors[name], formats) for op in behind for name in op.outputs)
+    copies, fixed_copies = _fp8_bytes(inside, formats)
     return Sizes(
         sequence_tokens=sequence_tokens,
         layers=model.layers,
@@ -137,17 +142,17 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
             formats.statistics_bytes * (work.tensors["key"].elements + work.tensors["value"].elements)
         ),
         stream=each(stream),
-        temporary=each(temporary_bytes(work, "everything", formats)),
-        # Queries, attention's result and the gradients of both in one piece, the queries' also in fp32 while it is
-        # summed, the gradients of keys and values, the sums of the softmax, and what norms of queries and keys read.
-        sequence_attention=each(
+        temporary=each(workspace_bytes(model, work, formats)) + copies,
+        # Queries, attention's result and the gradients of both in one piece, what its kernels sum up in, the gradients
+        # of keys and values, the sums of the softmax, and what norms of queries and keys read.
+        sequence_attention=attention_sums_bytes(model, formats)
+        + each(
             4 * query
             + keys
-            + formats.statistics_bytes * work.tensors["query"].elements
             + sum(tensor_bytes(work.tensors[name], formats) for name in ("logsumexp", *_normed_heads(model)))
         ),
         logits=each(head_rows + 2 * stream),
-        fixed_workspace=LIBRARY_WORKSPACE_BYTES + _cast_bytes(work, formats),
+        fixed_workspace=LIBRARY_WORKSPACE_BYTES + _cast_bytes(work, formats) + fixed_copies + LINES_BYTES,
     )
 
 
@@ -157,6 +162,32 @@ def _cast_bytes(work: Work, formats: Formats) -> int:
         return 0
     largest = max(weight.elements for op in work.ops if isinstance(op, Gemm) for weight in op.weights)
     return aligned(largest * formats.compute_bytes)
+
+
+SCALE_BYTES = 4
+"""Of one row of an operand in fp8."""
+FP8_PIECES = 8
+"""Tensors that a product in fp8 takes at most beside its operands; each begins at a line."""
+
+
+def _fp8_bytes(ops: tuple[Op, ...], formats: Formats) -> tuple[int, int]:
+    """Room that a block's products in fp8 take: bytes a token, and those whatever the tokens.
+
+    Copies of the input and of a gradient make the matrix' gradient; the input's is made of a gradient's copy, and where
+    several operators or results add to it, a product lies beside it first. Going with them is the matrix' copy, or its
+    gradient before it is added to the sum.
+    """
+    if formats.matrix != "fp8":
+        return 0, 0
+    token = fixed = 0
+    for op in ops:
+        if isinstance(op, Gemm):
+            adds = len(op.outputs) > 1 or sum(op.inputs[0] in other.inputs for other in ops) > 1
+            beside = op.depth * formats.compute_bytes if adds else op.depth
+            token = max(token, op.columns + beside + SCALE_BYTES)
+            product = op.columns * op.depth * formats.compute_bytes
+            fixed = max(fixed, product + SCALE_BYTES * (op.columns + op.depth))
+    return token, aligned(fixed) + FP8_PIECES * aligned(1)
 
 
 def largest_piece(sizes: Sizes, end: State) -> int:

@@ -22,6 +22,7 @@ from flopwise.core.parallel import WHOLE, Layout
 from flopwise.core.traffic import (
     Traffic,
     backward_traffic,
+    cast_back_bytes,
     cast_bytes,
     forward_traffic,
     scaled,
@@ -217,13 +218,13 @@ class _Lister:
         if cast.fixed:
             self.streams.append(StreamingCall(index, Phase.FORWARD, op.layers, (float(cast.fixed), 0.0)))
         if cast.per_sequence:
-            width = self.formats.compute_bytes + 1
-            count = op.layers * op.calls
-            gradient = float(op.rows * op.columns * width)
-            self.streams.append(StreamingCall(index, Phase.FORWARD, count, (0.0, float(cast.per_sequence))))
-            self.streams.append(StreamingCall(index, Phase.BACKWARD, count, (0.0, gradient)))
+            count, back = op.layers * op.calls, cast_back_bytes(op, self.formats)
+            calls = [(Phase.FORWARD, Traffic(cast.per_sequence)), (Phase.BACKWARD, back)]
             if again:
-                self.streams.append(StreamingCall(index, Phase.RECOMPUTE, count, (0.0, float(cast.per_sequence))))
+                calls.append((Phase.RECOMPUTE, cast))
+            for phase, moved in calls:
+                line = (float(moved.fixed), float(moved.per_sequence))
+                self.streams.append(StreamingCall(index, phase, count, line))
 
     def _flash(self, index: int, op: Attention, again: Fraction) -> None:
         copies = op.layers * op.calls

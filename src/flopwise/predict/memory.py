@@ -15,6 +15,7 @@ from flopwise.core.hardware import Hardware
 from flopwise.core.op import Attention, Gemm
 from flopwise.core.prediction import DeviceBytes
 from flopwise.core.traffic import saved_bytes, tensor_bytes
+from flopwise.core.transformer import Transformer
 from flopwise.core.work import SCORES, Recompute, Work
 from flopwise.core.workload import MOMENTS, Fusion, Workload
 
@@ -101,6 +102,16 @@ def temporary_bytes(work: Work, policy: Recompute, formats: Formats) -> int:
     stream = next(tensor_bytes(work.tensors[name], formats) for name in ("input", "below") if name in work.tensors)
     flash = work.kernel == "flash" and any(isinstance(op, Attention) for op in work.ops)
     return made + gradients + stream + (formats.statistics_bytes * work.tensors["query"].elements if flash else 0)
+
+
+def attention_sums_bytes(model: Transformer, formats: Formats) -> int:
+    """Bytes a token that the fastest attention's backward takes for itself.
+
+    Sums in fp32 of the queries' gradients, of the keys' and values' where several heads share them, and two numbers for
+    each query and head.
+    """
+    shared = 2 * model.kv_width if model.kv_heads != model.heads else 0
+    return formats.statistics_bytes * (model.query_width + shared + 2 * model.heads)
 
 
 def cast_copy_bytes(work: Work, formats: Formats) -> int:

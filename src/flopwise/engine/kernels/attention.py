@@ -166,13 +166,15 @@ class _Piece:
         return tensor[self.sequences, :, self.heads if queries else self.kv_heads]
 
 
-def _pieces(query: Tensor, look: Look, whole_bytes: int, *, within_groups: bool = False) -> list[_Piece]:
-    """As many pieces as keep what a kernel allocates within the fp32 sum of the queries' gradients, which is planned.
+def _pieces(
+    query: Tensor, look: Look, whole_bytes: int, *, within_groups: bool = False, planned: int | None = None
+) -> list[_Piece]:
+    """As many pieces as keep what a kernel allocates within what is planned, the fp32 sum of the queries' gradients.
 
     `whole_bytes`: what it would allocate for all of them. Query heads that share keys are parted only `within_groups`.
     """
     sequences = query.shape[0]
-    wanted = -(-whole_bytes // max(LEAST_PIECE_BYTES, 4 * query.numel()))
+    wanted = -(-whole_bytes // max(LEAST_PIECE_BYTES, 4 * query.numel() if planned is None else planned))
     groups = next(
         (count for count in range(1, look.kv_heads + 1) if look.kv_heads % count == 0 and count >= wanted),
         look.kv_heads,
@@ -250,7 +252,9 @@ def _flash_4_pieces(saved: Saved, look: Look, gradients: _Gradients, *, accumula
     """FlashAttention-4's backward, some heads at a time where all of them would take more memory than is planned."""
     direct = not accumulate and gradients.key.dtype == saved.key.dtype
     taken = flash_4.backward_bytes(saved.query, saved.key) + (0 if direct else 2 * saved.key.nbytes)
-    for piece in _pieces(saved.query, look, taken):
+    # As planned: the keys' part for as many keys as there are queries.
+    planned = flash_4.backward_bytes(saved.query, saved.key[:, : saved.query.shape[1]])
+    for piece in _pieces(saved.query, look, taken, planned=planned):
         gradient, query, key, value, out = (piece.of(each) for each in saved[:5])
         given = tuple(piece.of(each) for each in (gradients.key, gradients.value))
         found = given if direct else tuple(torch.empty_like(each) for each in (key, value))

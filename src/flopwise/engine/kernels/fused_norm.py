@@ -272,20 +272,30 @@ def whole_norm_backward_kernel(
     again: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """The same where a block is a whole row: every number is read once, and sums stay in registers."""
-    program = tl.program_id(0)
+    """The same where a block is a whole row: every number is read once, a row ahead, and sums stay in registers."""
+    program, step = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, block)
     inside = columns < width
     weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     weight_sum = tl.zeros((block,), tl.float32)
     bias_sum = tl.zeros((block,), tl.float32)
-    for number in range(program, rows, tl.num_programs(0)):
+    ahead = tl.full((), 0, tl.int64) + program
+    next_above = tl.load(gradient + ahead * gradient_stride + columns, mask=inside, other=0.0)
+    next_source = tl.load(source + ahead * source_stride + columns, mask=inside, other=0.0)
+    next_total = next_above
+    if accumulate:
+        next_total = tl.load(out + ahead * out_stride + columns, mask=inside, other=0.0)
+    for number in range(program, rows, step):
         row = tl.full((), 0, tl.int64) + number
+        above, values, total = next_above.to(tl.float32), next_source.to(tl.float32), next_total.to(tl.float32)
+        there = inside & (number + step < rows)
+        ahead = row + step
+        next_above = tl.load(gradient + ahead * gradient_stride + columns, mask=there, other=0.0)
+        next_source = tl.load(source + ahead * source_stride + columns, mask=there, other=0.0)
+        if accumulate:
+            next_total = tl.load(out + ahead * out_stride + columns, mask=there, other=0.0)
         mean, reciprocal = _statistics(statistics, row, rms)
-        above_row = gradient + row * gradient_stride
-        target = out + row * out_stride + columns
-        normal = _normal(source + row * source_stride, columns, inside, mean, reciprocal)
-        above = tl.load(above_row + columns, mask=inside, other=0.0).to(tl.float32)
+        normal = tl.where(inside, (values - mean) * reciprocal, 0.0)
         multiplied = normal.to(source.dtype.element_ty).to(tl.float32) if rms else normal
         weight_sum += above * multiplied
         if biased:
@@ -296,10 +306,10 @@ def whole_norm_backward_kernel(
             scaled -= tl.sum(scaled, 0) / width
         below = (scaled - normal * share) * reciprocal
         if accumulate:
-            below += tl.load(target, mask=inside, other=0.0).to(tl.float32)
-        tl.store(target, below.to(out.dtype.element_ty), mask=inside)
+            below += total
+        tl.store(out + row * out_stride + columns, below.to(out.dtype.element_ty), mask=inside)
         if again:
-            _store_normal(above_row, normal, weight, bias, columns, inside, rms, biased)
+            _store_normal(gradient + row * gradient_stride, normal, weight, bias, columns, inside, rms, biased)
     own = program.to(tl.int64) * width
     tl.store(weight_partial + own + columns, weight_sum, mask=inside)
     if biased:

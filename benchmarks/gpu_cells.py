@@ -1,0 +1,380 @@
+"""Cells of the benchmark: a model under caps, planned and trained as `flopwise train` does, and what was measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_kernels import profiled
+from flopwise.core.catalog import load_hardware, load_model
+from flopwise.core.formats import parse_formats
+from flopwise.core.hardware import Hardware
+from flopwise.core.plan import Plan, Planned
+from flopwise.core.program import Program
+from flopwise.core.training import Training
+from flopwise.core.transformer import Transformer
+from flopwise.engine.batch import Batch
+from flopwise.engine.formats import TYPES
+from flopwise.engine.streaming import StreamingExecutor
+from flopwise.plan.compile import compile_plan
+from flopwise.plan.cuts import DeviceQuestion
+from flopwise.plan.explain import planned
+from flopwise.profile.sampling import Counters, sampler_for
+
+GIB = 2**30
+
+TINY = Transformer(
+    name="tiny", title="tiny", source="for trying the benchmark where there is no GPU", layers=3, hidden=64, heads=4,
+    kv_heads=2, ffn=160, vocab=512, context=256, rotary_base=10_000.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """A model on a sequence length under caps."""
+
+    name: str
+    model: str
+    sequence_tokens: int
+    batch_tokens: int
+    """Of a step."""
+    device_gib: float
+    host_gib: float = 0
+    precision: str = "bf16"
+    least_steps: int = 2
+    """Measured, however long they take."""
+    step_s: float = 12.0
+    """About how long a step takes, to foresee the time of the cell."""
+    set_up_s: float = 40.0
+    """About how long it takes to the first step: starting, planning, pinning, drawing weights, compiling kernels."""
+
+    @property
+    def batch_sequences(self) -> int:
+        return self.batch_tokens // self.sequence_tokens
+
+    @property
+    def ceiling(self) -> str:
+        """The name of what it is divided by: all cells of one shape in one precision have the same."""
+        return ceiling_name(self.model, self.sequence_tokens, self.precision)
+
+
+def ceiling_name(model: str, sequence_tokens: int, precision: str) -> str:
+    """`8b-8k`, `fp8-8b-8k`."""
+    sequence = f"{sequence_tokens // 1024}k" if sequence_tokens % 1024 == 0 else str(sequence_tokens)
+    prefix = "fp8-" if parse_formats(precision).matrix == "fp8" else ""
+    return f"{prefix}{model.removeprefix('llama-3-')}-{sequence}"
+
+
+EIGHT = "llama-3-8b"
+GPU_CELLS = (
+    Cell(name="8k", model=EIGHT, sequence_tokens=8192, batch_tokens=131072, device_gib=132),
+    Cell(
+        name="8k-24", model=EIGHT, sequence_tokens=8192, batch_tokens=131072, device_gib=24, host_gib=110, set_up_s=90,
+    ),
+    Cell(
+        name="8k-40", model=EIGHT, sequence_tokens=8192, batch_tokens=131072, device_gib=40, host_gib=110, set_up_s=90,
+    ),
+    Cell(
+        name="64k-78", model=EIGHT, sequence_tokens=65536, batch_tokens=131072, device_gib=78, host_gib=110,
+        step_s=24, set_up_s=90,
+    ),
+    Cell(
+        name="64k-30", model=EIGHT, sequence_tokens=65536, batch_tokens=131072, device_gib=30, host_gib=110,
+        step_s=25, set_up_s=90,
+    ),
+    Cell(
+        name="256k", model=EIGHT, sequence_tokens=262144, batch_tokens=262144, device_gib=132, host_gib=110,
+        step_s=135, set_up_s=90, least_steps=1,
+    ),
+    Cell(name="1b-8k", model="llama-3-1b", sequence_tokens=8192, batch_tokens=262144, device_gib=132, step_s=5),
+    Cell(
+        name="fp8-8k", model=EIGHT, sequence_tokens=8192, batch_tokens=131072, device_gib=132, precision="fp8",
+        step_s=9,
+    ),
+)  # fmt: skip
+CPU_CELLS = (
+    Cell(name="tiny", model="tiny", sequence_tokens=64, batch_tokens=256, device_gib=1, precision="fp32", step_s=0.1,
+         set_up_s=8),
+    Cell(name="tiny-capped", model="tiny", sequence_tokens=64, batch_tokens=256, device_gib=35 / 1024, host_gib=0.1,
+         precision="fp32", step_s=0.1, set_up_s=8),
+    Cell(name="tiny-impossible", model="tiny", sequence_tokens=64, batch_tokens=256, device_gib=0.001, host_gib=0.1,
+         precision="fp32", step_s=0.1, set_up_s=8),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How all cells, ceilings and peers of a run are measured."""
+
+    device: str
+    output: Path
+    warm_up_s: float = 20.0
+    measure_s: float = 30.0
+    ceiling_warm_up_s: float = 4.0
+    ceiling_measure_s: float = 6.0
+    hardware: str = ""
+    """A file of `flopwise calibrate` or a catalogue entry; nothing: `h200`, on a CPU too, which has no caps to keep."""
+    profile: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellRow:
+    """A cell as it ran. Rates are medians over the measured steps, `low` and `high` their 5 % and 95 %."""
+
+    cell: str
+    model: str
+    sequence_tokens: int
+    batch_tokens: int
+    precision: str
+    device_cap_bytes: int
+    host_cap_bytes: int
+    tokens_per_s: float
+    tokens_per_s_low: float
+    tokens_per_s_high: float
+    step_s: float
+    steps: int
+    warm_up_steps: int
+    mfu: float
+    hfu: float
+    peak_flops: float
+    predicted_tokens_per_s: float
+    predicted_per_measured: float
+    planned_bytes: int
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    used_bytes: int | None
+    """Of the whole card, the driver's own included, when the steps were over."""
+    peak_per_cap: float | None
+    waited_s: float | None
+    submit_s: float
+    clock_mhz: float | None
+    power_w: float | None
+    throttle_share: float | None
+    throttle_reasons: str
+    temperature_c: float | None
+    first_loss: float
+    last_loss: float
+    loss_finite: bool
+    chunk_tokens: int
+    chunks_per_round: int
+    rounds_per_step: int
+    saves: str
+    tasks: int
+    plan_s: float
+    set_up_s: float
+    """From the beginning of the cell to its first step, planning included."""
+
+
+def model_of(name: str) -> Transformer:
+    """A model of the catalogue or of a file, or the tiny one."""
+    model = TINY if name == TINY.name else load_model(name)
+    assert isinstance(model, Transformer), f"{name} is no transformer"
+    return model
+
+
+def hardware_of(settings: Settings) -> Hardware:
+    """What is planned for."""
+    return load_hardware(settings.hardware or "h200")
+
+
+def run_cell(cell: Cell, settings: Settings) -> CellRow:
+    """Plan the cell, train it for the warm-up and then for the measured steps."""
+    begun = time.perf_counter()
+    model = model_of(cell.model)
+    found = _planned(cell, model, settings)
+    program = compile_plan(found.plan, model)
+    plan_s = time.perf_counter() - begun
+    executor = _executor(found.plan, program, model, settings.device)
+    set_up_s = time.perf_counter() - begun
+    steps = Steps(executor, model, cell)
+    warm = steps.run_for(settings.warm_up_s, least=1)
+    sampler = sampler_for(settings.device)
+    sampler.start()
+    measured = steps.run_for(settings.measure_s, least=cell.least_steps)
+    ran = Ran(
+        warm=len(warm),
+        measured=len(measured),
+        counters=sampler.stop(),
+        memory=_memory(settings.device),
+        tasks=len(program.tasks),
+        plan_s=plan_s,
+        set_up_s=set_up_s,
+    )
+    row = _row(cell, found, steps, ran)
+    if settings.profile:
+        try:
+            profiled(cell.name, steps.one, settings.device, settings.output)
+        except (RuntimeError, OSError, ValueError, KeyError) as error:
+            # Minutes of measuring are not thrown away for a trace that cannot be taken.
+            print(f"{cell.name}: no profile: {error}", flush=True)
+    executor.close()
+    return row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ran:
+    """What a row needs beside the plan and the steps."""
+
+    warm: int
+    """Steps."""
+    measured: int
+    counters: Counters
+    memory: tuple[int, int, int] | None
+    tasks: int
+    plan_s: float
+    set_up_s: float
+
+
+def _planned(cell: Cell, model: Transformer, settings: Settings) -> Planned:
+    question = DeviceQuestion(
+        model=model,
+        hardware=hardware_of(settings),
+        sequence_tokens=cell.sequence_tokens,
+        device_bytes=int(cell.device_gib * GIB),
+        host_bytes=int(cell.host_gib * GIB),
+        formats=parse_formats(cell.precision),
+        batch_sequences=cell.batch_sequences,
+    )
+    return planned(question, helps=False)
+
+
+def _executor(plan: Plan, program: Program, model: Transformer, device: str) -> StreamingExecutor:
+    """With weights drawn where it computes, which takes a second there and a minute on a host."""
+    training = Training(steps=10_000, learning_rate=1e-5)
+    executor = StreamingExecutor(plan, program, model, training, device=torch.device(device))
+    dtype = TYPES[parse_formats(plan.precision).weights]
+    generator = torch.Generator(device=device).manual_seed(0)
+    executor.clear_moments()
+    for parameter in executor.parameters:
+        drawn = torch.randn(parameter.shape, generator=generator, device=device, dtype=dtype)
+        executor.set_weights({parameter.name: torch.ones_like(drawn) if parameter.role == "norm" else drawn.mul_(0.02)})
+        del drawn
+    if device == "cuda":
+        # The peak is that of all steps, the first one too; what drew the weights is not training's.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return executor
+
+
+class Steps:
+    """Steps of an executor on random tokens, new ones for each."""
+
+    def __init__(self, executor: StreamingExecutor, model: Transformer, cell: Cell) -> None:
+        self.executor, self.cell, self.vocab = executor, cell, model.vocab
+        self.draw = np.random.default_rng(0)
+        self.seconds: list[float] = []
+        self.waited_s: list[float | None] = []
+        self.submit_s: list[float] = []
+        self.losses: list[float] = []
+
+    def one(self) -> None:
+        """Train on a batch; the step is over when its loss is known."""
+        shape = (self.cell.batch_sequences, self.cell.sequence_tokens + 1)
+        ids = self.draw.integers(0, self.vocab, shape, dtype=np.int32)
+        batch = Batch(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:]))
+        begun = time.perf_counter()
+        result = self.executor.step(batch, len(self.seconds))
+        self.seconds.append(time.perf_counter() - begun)
+        self.waited_s.append(result.waited_s)
+        self.submit_s.append(self.executor.submit_s)
+        self.losses.append(result.loss)
+
+    def run_for(self, seconds: float, *, least: int) -> list[float]:
+        """Steps until so much time has passed, and at least so many; returns how long each took."""
+        first, begun = len(self.seconds), time.perf_counter()
+        while len(self.seconds) - first < least or time.perf_counter() - begun < seconds:
+            self.one()
+        return self.seconds[first:]
+
+
+def _memory(device: str) -> tuple[int, int, int] | None:
+    """Peak of allocated and of reserved bytes, and what the card has in use now."""
+    if device != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return int(torch.cuda.max_memory_allocated()), int(torch.cuda.max_memory_reserved()), total - free
+
+
+def _row(cell: Cell, found: Planned, steps: Steps, ran: Ran) -> CellRow:
+    plan, forecast = found.plan, found.forecast
+    counters, timed = ran.counters, slice(ran.warm, ran.warm + ran.measured)
+    seconds = steps.seconds[timed]
+    waited = [value for value in steps.waited_s[timed] if value is not None]
+    step_s, low_s, high_s = (quantile(seconds, share) for share in (0.5, 0.05, 0.95))
+    tokens = cell.batch_sequences * cell.sequence_tokens
+    cap = int(cell.device_gib * GIB)
+    allocated, reserved, used = ran.memory or (None, None, None)
+    return CellRow(
+        cell=cell.name,
+        model=cell.model,
+        sequence_tokens=cell.sequence_tokens,
+        batch_tokens=tokens,
+        precision=cell.precision,
+        device_cap_bytes=cap,
+        host_cap_bytes=int(cell.host_gib * GIB),
+        tokens_per_s=tokens / step_s,
+        tokens_per_s_low=tokens / high_s,
+        tokens_per_s_high=tokens / low_s,
+        step_s=step_s,
+        steps=ran.measured,
+        warm_up_steps=ran.warm,
+        mfu=forecast.model_flops / (step_s * forecast.peak_flops),
+        hfu=forecast.hardware_flops / (step_s * forecast.peak_flops),
+        peak_flops=forecast.peak_flops,
+        predicted_tokens_per_s=forecast.tokens_per_s,
+        predicted_per_measured=forecast.tokens_per_s * step_s / tokens,
+        planned_bytes=forecast.device_total,
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=reserved,
+        used_bytes=used,
+        peak_per_cap=None if allocated is None else allocated / cap,
+        waited_s=quantile(waited, 0.5) if waited else None,
+        submit_s=quantile(steps.submit_s[timed], 0.5),
+        clock_mhz=None if counters.clock_mean_hz is None else counters.clock_mean_hz / 1e6,
+        power_w=counters.power_w,
+        throttle_share=counters.throttle_share,
+        throttle_reasons=reasons_text(counters),
+        temperature_c=counters.temperature_c,
+        first_loss=steps.losses[0],
+        last_loss=steps.losses[-1],
+        loss_finite=all(map(math.isfinite, steps.losses)),
+        chunk_tokens=plan.chunk_tokens,
+        chunks_per_round=plan.chunks_per_round,
+        rounds_per_step=plan.rounds_per_step,
+        saves=saves_text(plan.saves),
+        tasks=ran.tasks,
+        plan_s=ran.plan_s,
+        set_up_s=ran.set_up_s,
+    )
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """By straight lines between the sorted values."""
+    return float(np.quantile(values, share))
+
+
+def reasons_text(counters: Counters) -> str:
+    """Why the clock was not the highest, each with its share of the samples."""
+    return " + ".join(f"{name} {share:.0%}" for name, share in counters.reasons.items())
+
+
+def saves_text(saves: Sequence[str]) -> str:
+    """Neighbours that are alike told once: `everything×30 input×2`."""
+    runs: list[tuple[str, int]] = []
+    for save in saves:
+        if runs and runs[-1][0] == save:
+            runs[-1] = (save, runs[-1][1] + 1)
+        else:
+            runs.append((save, 1))
+    return " ".join(f"{save}×{count}" for save, count in runs)
+
+
+def cell_values(row: CellRow) -> dict[str, object]:
+    """The row's columns, in their order."""
+    return asdict(row)

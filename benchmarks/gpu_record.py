@@ -1,0 +1,86 @@
+"""Rows of measurements in CSV files, with what they were measured on; a run that is killed keeps what it had."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from flopwise.core.files import write_whole
+from flopwise.profile.sampling import sampler_for
+from flopwise.train.measuring import commit
+
+Row = Mapping[str, object]
+
+
+def provenance(device: str) -> dict[str, str]:
+    """Date, commit, versions and card: the columns that every row ends with."""
+    import torch
+
+    sampler = sampler_for(device)
+    cudnn = torch.backends.cudnn.version() if device == "cuda" else None  # type: ignore[no-untyped-call]
+    return {
+        "card": sampler.device_name or device,
+        "driver": sampler.driver_version or "",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "cudnn": str(cudnn or ""),
+        "triton": _version("triton"),
+        "flash_attn_4": _version("flash-attn-4"),
+        "transformers": _version("transformers"),
+        "commit": commit().get("commit", ""),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def append_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Add rows at the end of a file and have them on the disk; columns that it does not have yet are added to it."""
+    if not rows:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    held = _columns(path)
+    if held is not None and set(columns) <= set(held):
+        columns = held
+    elif held is not None:
+        columns = [*held, *(name for name in columns if name not in held)]
+        write_whole(path, _text(columns, read_rows(path), header=True))
+    with path.open("a", newline="", encoding="utf-8") as file:
+        file.write(_text(columns, rows, header=held is None))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """All rows of a file, as text; none where there is no such file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [{name: value or "" for name, value in row.items() if name} for row in csv.DictReader(file)]
+
+
+def _columns(path: Path) -> list[str] | None:
+    if not path.is_file():
+        return None
+    with path.open(newline="", encoding="utf-8") as file:
+        return next(csv.reader(file), None)
+
+
+def _text(columns: Sequence[str], rows: Sequence[Row], *, header: bool) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(columns), lineterminator="\n", restval="")
+    if header:
+        writer.writeheader()
+    writer.writerows({name: "" if value is None else value for name, value in row.items()} for row in rows)
+    return text.getvalue()
