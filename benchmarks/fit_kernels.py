@@ -1,10 +1,9 @@
 """Fit a device's efficiency constants to its measured kernels: `python -m benchmarks.fit_kernels`.
 
-Matrix products: per chip three constants of its kernels (fill_depth, quantisation, exposed_output), and per set of
-rows the `sustained` share, since cards of one chip differ in their power cap and a locked clock has none. Small tiles
-follow one law for all chips, share ∝ 1 / (1 + 25 · (1/rows + 1/columns)), in which 1/rows + 1/columns are the operand
-bytes that a tile needs per FLOP; 25 was fitted to the A100, and costs every other chip less than 0.1 points of error.
-Rows whose sides are multiples of 64, one product each, weigh 1 when every side is at least 1024 and 0.3 otherwise.
+`flopwise.predict.kernel_fit` has the constants' forms and the search. Matrix products: per chip three constants of its
+kernels (fill_depth, quantisation, exposed_output), and per set of rows the `sustained` share, since cards of one chip
+differ in their power cap and a locked clock has none. Rows whose sides are multiples of 64, one product each, weigh 1
+when every side is at least 1024 and 0.3 otherwise.
 
 Attention, heads whose queries and values are equally wide: per direction the share of endless sequences,
 top, and the keys that a tile's start and end cost, start: share = top / (1 + 2 · start / tokens), listed at five
@@ -17,7 +16,7 @@ seed. Bytes per second and launch times are not fitted here: they are read off t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,8 +32,15 @@ from benchmarks.kernel_rows import (
     predict_gemms,
 )
 from flopwise.core.catalog import load_hardware
-from flopwise.core.efficiency import Efficiency, Tile
+from flopwise.core.efficiency import Efficiency
 from flopwise.predict.attention import TILE_QUERIES
+from flopwise.predict.kernel_fit import (
+    KERNEL_BOUNDS,
+    law_tiles,
+    minimise,
+    with_attention_constants,
+    with_gemm_constants,
+)
 
 CHIPS: dict[str, tuple[tuple[str, str], ...]] = {
     "A100": (("llmcompass", "a100-80gb"), ("simumax", "a100-pcie-80gb"), ("nsight", "a100-pcie-80gb")),
@@ -43,11 +49,7 @@ CHIPS: dict[str, tuple[tuple[str, str], ...]] = {
     "B200": (("simumax", "b200"),),
 }
 """Chip → (source, device) of the sets of matrix products that its constants are fitted to."""
-TILES = ((256, 128), (128, 128), (128, 64), (64, 64))
-TILE_SLOPE = 25.0
-KERNEL_BOUNDS = ((0.0, 300.0), (0.0, 1.0), (0.0, 1.0))
 SUSTAINED_BOUNDS = (0.3, 1.0)
-LENGTHS = (256.0, 1024.0, 4096.0, 16384.0, 65536.0)
 START_OF_H200 = (180.0, 439.0)
 """Keys, forward and backward, from the H200's rows over nine lengths."""
 
@@ -79,16 +81,9 @@ def fit_attentions(rows: AttentionRows) -> Efficiency:
     weights = np.where(tiles >= 8 * hardware.device.units.value, 1.0, 0.3)
 
     def candidate(constants: Floats) -> Efficiency:
-        top, top_backward, tail, narrow, narrow_backward, *fitted = (float(value) for value in constants)
-        starts = fitted if lengths else START_OF_H200
-        attention = replace(
-            hardware.efficiency.attention,
-            forward=_by_length(top, starts[0]),
-            backward=_by_length(top_backward, starts[1]),
-            tail=round(tail, 2),
-        )
-        if rows.value_dim.min() <= 64:
-            attention = replace(attention, head_dim_64=round(narrow, 3), head_dim_64_backward=round(narrow_backward, 3))
+        values = constants if lengths else (*constants[:5], *START_OF_H200)
+        narrow = bool(rows.value_dim.min() <= 64)
+        attention = with_attention_constants(hardware.efficiency.attention, values, narrow=narrow)
         return replace(hardware.efficiency, attention=attention)
 
     def loss(constants: Floats) -> float:
@@ -99,50 +94,10 @@ def fit_attentions(rows: AttentionRows) -> Efficiency:
     return candidate(minimise(loss, bounds))
 
 
-def minimise(loss: Callable[[Floats], float], bounds: Floats, *, members: int = 40, generations: int = 90) -> Floats:
-    """Differential evolution, rand-to-best/1/bin, reproducible."""
-    random = np.random.default_rng(20240607)
-    low, high = bounds[:, 0], bounds[:, 1]
-    population = low + random.random((members, len(bounds))) * (high - low)
-    losses = np.array([loss(member) for member in population])
-    for _ in range(generations):
-        for index in range(members):
-            best = population[int(np.argmin(losses))]
-            one, two = population[random.choice(members, 2, replace=False)]
-            step = population[index] + 0.7 * (best - population[index]) + random.uniform(0.3, 0.9) * (one - two)
-            kept = random.random(len(bounds)) < 0.2
-            trial = np.clip(np.where(kept, population[index], step), low, high)
-            value = loss(trial)
-            if value < losses[index]:
-                population[index], losses[index] = trial, value
-    return np.asarray(population[int(np.argmin(losses))])
-
-
 def _gemm_efficiencies(devices: Sequence[Efficiency], constants: Floats) -> list[Efficiency]:
-    fill, quantisation, exposed, *sustained = (float(value) for value in constants)
-    rates = [1.0 / (1.0 + TILE_SLOPE * (1.0 / rows + 1.0 / columns)) for rows, columns in TILES]
-    tiles = tuple(
-        Tile(rows=rows, columns=columns, share=round(rate / max(rates), 3))
-        for (rows, columns), rate in zip(TILES, rates, strict=True)
-    )
-    return [
-        replace(
-            device,
-            gemm=replace(
-                device.gemm,
-                sustained=round(share, 4),
-                tiles=tiles,
-                fill_depth=round(fill),
-                quantisation=round(quantisation, 2),
-                exposed_output=round(exposed, 2),
-            ),
-        )
-        for device, share in zip(devices, sustained, strict=True)
-    ]
-
-
-def _by_length(top: float, start: float) -> tuple[tuple[float, float], ...]:
-    return tuple((length, round(top / (1.0 + 2.0 * start / length), 3)) for length in LENGTHS)
+    kernel, sustained = constants[: len(KERNEL_BOUNDS)], constants[len(KERNEL_BOUNDS) :]
+    tiled = [replace(device, gemm=replace(device.gemm, tiles=law_tiles())) for device in devices]
+    return [with_gemm_constants(device, (*kernel, share)) for device, share in zip(tiled, sustained, strict=True)]
 
 
 def _fit_for(rows: GemmRows) -> NDArray[np.bool_]:

@@ -120,7 +120,8 @@ def test_matrix_units_make_the_plain_product(
     assert (wide[:, :, :16] == 0).all()
     sizes = (operands[0].float().abs() * operands[1][:, None]) @ (operands[2].float().abs() * operands[3][:, None]).t()
     off = (wide[0] - wide[1])[:, 16:].float().abs()
-    assert (off <= wide[1, :, 16:].float().abs() / 100 + sizes * (2e-3 if fast_sums else 1e-4)).all()
+    # Hopper's units keep some 13 bits below the largest of the products that they add at once.
+    assert (off <= wide[1, :, 16:].float().abs() / 100 + sizes * (2e-3 if fast_sums else 1e-3)).all()
 
 
 @needs_gpu

@@ -12,6 +12,7 @@ try:
     import typer
 
     from flopwise.cli import (
+        calibrate,
         catalogue,
         compare,
         design,
@@ -59,6 +60,7 @@ app.command()(serve.serve)
 app.command()(export.export)
 app.command()(design.design)
 app.command()(validate.validate)
+app.command()(calibrate.calibrate)
 app.command("ls")(catalogue.list_catalogue)
 app.command()(catalogue.show)
 app.command()(env.env)

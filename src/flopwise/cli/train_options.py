@@ -44,6 +44,14 @@ HostMemoryOption = Annotated[
     str, typer.Option(help="Cap on host memory: 110GiB. Default: most of what there is.", show_default=False)
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+OnOption = Annotated[
+    str,
+    typer.Option(
+        help="This machine's hardware as `flopwise calibrate` measured it: a TOML. Default: the catalogue's, or a "
+        "second of measuring.",
+        show_default=False,
+    ),
+]
 DevicesOption = Annotated[
     str,
     typer.Option(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flopwise.core.errors import FlopwiseError
+from flopwise.core.errors import FlopwiseError, unknown_name
+from flopwise.core.formats import WIDTH_BYTES
 
 LEAST_SHARE = 1e-3
 """A kernel that reaches less than a thousandth of the peak is described wrongly."""
@@ -49,9 +50,19 @@ class GemmEfficiency:
     spread evenly, as by kernels that split the last tiles, or on a card that its power cap slows down anyway."""
     exposed_output: float = 0.5
     """Share of the time for moving the output that is not hidden behind the multiplication."""
+    by_format: dict[str, float] | None = None
+    """`sustained` of number formats whose own share of their own peak is known; None: all are alike."""
+
+    def sustained_in(self, number_format: str) -> float:
+        """Share of a format's peak that large, deep, aligned products keep up."""
+        return (self.by_format or {}).get(number_format, self.sustained)
 
     def __post_init__(self) -> None:
         _share("sustained", self.sustained)
+        for number_format, share in (self.by_format or {}).items():
+            if number_format not in WIDTH_BYTES:
+                raise unknown_name("number format (in gemm.by_format)", number_format, WIDTH_BYTES, hint="fp8 = 0.65")
+            _share(f"gemm.by_format.{number_format}", share)
         for name, value in (("quantisation", self.quantisation), ("exposed_output", self.exposed_output)):
             if not 0 <= value <= 1:
                 raise FlopwiseError(f"gemm.{name} must lie between 0 and 1, got {value!r}")

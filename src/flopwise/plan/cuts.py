@@ -23,7 +23,7 @@ SMALL_CHUNK_TOKENS = (1, 512, 1024)
 LONG_CHUNK_TOKENS = 32768
 """Longer chunks are for sequences of many of them."""
 
-HEAD_CHUNK_TOKENS = (4096, 1024)
+HEAD_CHUNK_TOKENS = (8192, 4096, 1024)
 """With more tokens at once the head's gradient is read and written less often; with fewer the logits are smaller."""
 
 GROUPS = (1, 2, 4, 8)

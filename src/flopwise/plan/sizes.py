@@ -18,7 +18,7 @@ from flopwise.core.transformer import Transformer
 from flopwise.core.work import Work
 from flopwise.core.workload import MOMENTS, Optimizer
 from flopwise.plan.workspace import workspace_bytes
-from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES, attention_sums_bytes
+from flopwise.predict.memory import LIBRARY_WORKSPACE_BYTES, attention_sums_bytes, temporary_bytes
 
 MOST_LAYERS = 1024
 """The deepest models of today have under 200."""
@@ -129,6 +129,8 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     keys = tensor_bytes(work.tensors["key"], formats) + tensor_bytes(work.tensors["value"], formats)
     stream = tensor_bytes(work.tensors["input"], formats)
     head_rows = max(tensor_bytes(work.tensors[name], formats) for op in behind for name in op.outputs)
+    # No engine here runs experts: for those it is what any framework needs.
+    temporary = temporary_bytes(work, "everything", formats) if model.experts else workspace_bytes(model, work, formats)
     copies, fixed_copies = _fp8_bytes(inside, formats)
     return Sizes(
         sequence_tokens=sequence_tokens,
@@ -142,7 +144,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
             formats.statistics_bytes * (work.tensors["key"].elements + work.tensors["value"].elements)
         ),
         stream=each(stream),
-        temporary=each(workspace_bytes(model, work, formats)) + copies,
+        temporary=each(temporary) + copies,
         # Queries, attention's result and the gradients of both in one piece, what its kernels sum up in, the gradients
         # of keys and values, the sums of the softmax, and what norms of queries and keys read.
         sequence_attention=attention_sums_bytes(model, formats)

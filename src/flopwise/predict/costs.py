@@ -66,6 +66,12 @@ def peak_flops(hardware: Hardware, number_format: str) -> float:
     return peaks[number_format].value
 
 
+def product_peak_flops(hardware: Hardware, number_format: str) -> float:
+    """The peak that `gemm.sustained` is a share of, for products in a format that may have a share of its own."""
+    gemm = hardware.efficiency.gemm
+    return peak_flops(hardware, number_format) * (gemm.sustained_in(number_format) / gemm.sustained)
+
+
 def _column(values: Sequence[float]) -> Floats:
     """One value per call, as a column that broadcasts over the micro-batch sizes."""
     return np.array(values, dtype=np.float64)[:, None]
@@ -90,7 +96,7 @@ def _costs(
 
 def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats) -> Costs:
     """Matrix products; with fewer tokens than experts, as many experts work as there are tokens, on one each."""
-    peaks = {name: peak_flops(hardware, name) for name in {call.number_format for call in calls}}
+    peaks = {name: product_peak_flops(hardware, name) for name in {call.number_format for call in calls}}
     rows = _linear([call.rows for call in calls], sequences)
     depth = _linear([call.depth for call in calls], sequences)
     times = gemm_times(

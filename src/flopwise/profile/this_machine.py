@@ -38,15 +38,26 @@ def this_machine() -> Hardware:
     name = gpu_name()
     if name is None:
         return this_cpu()
-    key = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    known = hardware_aliases().get(key, key)
-    if known not in hardware_names():
+    known = catalogue_name(name)
+    if known is None:
         raise FlopwiseError(
             f"this machine's GPU, {name!r}, is not in the catalogue",
             why="its peak is unknown, and another card's would give a wrong answer",
-            hint="describe it in a TOML (`flopwise show h100-sxm` prints one), or `--on this-cpu`",
+            hint="`flopwise calibrate --like h100-sxm` measures it; or describe it in a TOML; or `--on this-cpu`",
         )
     return load_hardware(known)
+
+
+def name_key(title: str) -> str:
+    """A device's title as names are written: NVIDIA H200 is nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def catalogue_name(title: str) -> str | None:
+    """What the catalogue calls the GPU that the driver calls `title`; None: it does not have it."""
+    key = name_key(title)
+    known = hardware_aliases().get(key, key)
+    return known if known in hardware_names() else None
 
 
 def gpu_name() -> str | None:

@@ -11,18 +11,19 @@ from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, is_plan, load_model, l
 from flopwise.core.cluster_plan import ClusterPlan
 from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
+from flopwise.core.files import entry_kind
 from flopwise.core.formats import Formats, parse_formats
-from flopwise.core.hardware import Hardware
+from flopwise.core.hardware import Device, Hardware
 from flopwise.core.model import Model
 from flopwise.core.plan import MOST_PAIRS, Plan
 from flopwise.core.training import Task, Training
 from flopwise.core.transformer import Transformer
 from flopwise.engine.data import DataRequest, open_classification_data, open_language_data
-from flopwise.engine.devices import choose_device
+from flopwise.engine.devices import choose_device, device_facts
 from flopwise.engine.formats import check_formats
 from flopwise.engine.modules import check_trainable
 from flopwise.predict.choose import Request, base_workload
-from flopwise.profile.this_machine import find_hardware
+from flopwise.profile.this_machine import find_hardware, memory_bytes
 from flopwise.train.planning import Promise, Question, find_plan, given_plan
 from flopwise.train.request import TrainRequest
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
     from flopwise.engine.data import ClassificationData, LanguageData
 
+SAME_MEMORY = 0.05
+"""How far a description's memory may be from this machine's: drivers keep more or less of it to themselves."""
 CPU_SEQUENCE_TOKENS = 256
 """On a CPU a sequence is no longer than this unless it is asked for."""
 CLASSIFIER_SEQUENCE_TOKENS = 128
@@ -86,10 +89,9 @@ def prepare(
     """
     resumed = plan is not None
     device = choose_device(request.device)
-    name = THIS_MACHINE if device == "cuda" else THIS_CPU
-    hardware = find_hardware(name)
     if plan is None and request.model is not None and is_plan(request.model):
         plan = load_plan(Path(request.model))
+    name, hardware = _hardware(request, plan[0] if plan else None, device)
     if plan is not None:
         _check_hardware(plan[0], hardware, request)
     model, weights = _model(request, plan, hardware)
@@ -126,12 +128,52 @@ def prepare(
     )
 
 
+def _hardware(request: TrainRequest, plan: Plan | ClusterPlan | None, device: str) -> tuple[str, Hardware]:
+    """What we run on, by name: as it is asked for, as a plan's own file has it, or as the catalogue does."""
+    if request.on is not None and request.on.lower() not in (THIS_MACHINE, THIS_CPU):
+        hardware = find_hardware(request.on)
+        if not request.anywhere:
+            _check_described(hardware, device, request.on)
+        return request.on, hardware
+    if plan is not None and plan.hardware.endswith(".toml") and entry_kind(Path(plan.hardware)) == "file":
+        hardware = find_hardware(plan.hardware)
+        if _is_here(hardware, device):
+            return plan.hardware, hardware
+    name = THIS_MACHINE if device == "cuda" else THIS_CPU
+    return name, find_hardware(name)
+
+
+def _is_here(hardware: Hardware, device: str) -> bool:
+    """Whether a description can be that of the device we run on: its kind, and its memory within a twentieth."""
+    if (hardware.device.kind == "cpu") != (device == "cpu"):
+        return False
+    size = memory_bytes() if device == "cpu" else int(device_facts(device)["device_memory_bytes"])
+    return abs(hardware.device.dram.size_bytes.value / size - 1.0) <= SAME_MEMORY
+
+
+def _same_device(one: Device, other: Device) -> bool:
+    """Whether two descriptions can be of one device, be it measured or the catalogue's."""
+    same = (one.kind, one.architecture, one.units.value) == (other.kind, other.architecture, other.units.value)
+    return same and abs(one.dram.size_bytes.value / other.dram.size_bytes.value - 1.0) <= SAME_MEMORY
+
+
+def _check_described(hardware: Hardware, device: str, name: str) -> None:
+    """Refuse a description of another device than the one that we run on."""
+    if not _is_here(hardware, device):
+        kind = "this machine's CPU" if device == "cpu" else f"this machine's {device_facts(device)['device_name']}"
+        raise FlopwiseError(
+            f"--on {name} describes {hardware.title}, not {kind}",
+            why="a training runs where it is started, and its plan would be for another device",
+            hint="leave --on out, `flopwise calibrate` for a file of this machine, or --anywhere",
+        )
+
+
 def _check_hardware(plan: Plan | ClusterPlan, hardware: Hardware, request: TrainRequest) -> None:
     """Refuse a plan that was made for another device."""
     if request.anywhere or plan.hardware.lower() in (THIS_MACHINE, THIS_CPU):
         return
     planned = find_hardware(plan.hardware)
-    if planned.name != hardware.name:
+    if planned.name != hardware.name and not _same_device(planned.device, hardware.device):
         raise FlopwiseError(
             f"the plan is for {planned.title}, and this machine has {hardware.title}",
             why="its memory and its schedule are those of another device",

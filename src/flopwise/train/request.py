@@ -42,6 +42,8 @@ class TrainRequest:
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    on: str | None = None
+    """A description of this machine's device, as `flopwise calibrate` writes it; None: the catalogue's."""
     devices: int = 1
     from_scratch: bool = False
     """First values are drawn even where the model's folder has weights."""

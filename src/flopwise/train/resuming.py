@@ -109,4 +109,6 @@ def as_written(request: TrainRequest, *, batch_sequences: int, weights: Path | N
     for name in ("tokenizer", "weights"):
         if table[name]:
             table[name] = str(Path(table[name]).resolve())
+    if table["on"] and Path(table["on"]).is_file():
+        table["on"] = str(Path(table["on"]).resolve())
     return {name: value for name, value in table.items() if value is not None}

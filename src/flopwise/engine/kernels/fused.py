@@ -28,7 +28,7 @@ from flopwise.engine.kernels.fused_update import adamw_kernel, squares_kernel
 from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel
 from flopwise.engine.kernels.rounding import FIRST, SECOND, WEIGHTS
 
-_NORM_PROGRAMS = 4
+_NORM_PROGRAMS = 2
 """Programs of a norm's backward on each multiprocessor: as many as fit at once, so that all end together."""
 _SQUARES_PROGRAMS = 1024
 _UPDATE_BLOCK = 1024
@@ -88,7 +88,8 @@ def norm_backward(
         accumulate=accumulate,
         again=again,
         block=block,
-        num_warps=_warps(block),
+        # Fewer threads with more numbers each: two programs and the rows that they read ahead fill a multiprocessor.
+        num_warps=max(1, _warps(block) // 2),
         **ARITHMETIC,
     )
     add_rounded(weight_gradient, sums[0].sum(0))

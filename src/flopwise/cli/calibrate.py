@@ -1,0 +1,160 @@
+"""`flopwise calibrate`: time this machine's device, and write the hardware file that `--on` takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flopwise.cli.options import check_target, one_of, told
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from flopwise.core.hardware import Hardware
+
+FORMS = ("table", "text", "json")
+DeviceOption = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
+NameOption = Annotated[str, typer.Option(help="Of the hardware. Default: the catalogue's with -measured behind it.")]
+WriteOption = Annotated[
+    str, typer.Option("--write", "-w", "-o", help="File to write. Default: the name with .toml, in this folder.")
+]
+LikeOption = Annotated[
+    str, typer.Option(help="Hardware whose peaks and networks it starts from, for a GPU that the catalogue lacks.")
+]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer shapes: about 20 s instead of under two minutes.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that is there.")]
+OutputOption = Annotated[str, typer.Option("--output", help="table or json, with every row that was timed.")]
+
+
+def calibrate(
+    device: DeviceOption = "auto",
+    name: NameOption = "",
+    write: WriteOption = "",
+    like: LikeOption = "",
+    quick: QuickOption = False,
+    force: ForceOption = False,
+    output: OutputOption = "table",
+) -> None:
+    """Measure this machine's GPU or CPU, for --on.
+
+    In under two minutes; nothing else should run on it. What was not measured is as in the catalogue.
+    """
+    from datetime import datetime
+
+    from flopwise.core.files import to_toml, write_whole
+
+    form = one_of(output, FORMS, "--output")
+    wanted = one_of(device, ("auto", "cuda", "cpu"), "--device")
+    if write in FORMS:
+        from flopwise.core.errors import FlopwiseError
+
+        raise FlopwiseError(f"-o names the file, and {write} is a form", hint=f"--output {write}")
+    _check_name(name)
+    _check_torch()
+    if write:
+        _check_file(write, force=force)
+    from flopwise.engine.attention_calls import attention_calls
+    from flopwise.engine.devices import choose_device
+
+    chosen = choose_device(wanted)
+    base, own = _base(chosen, like)
+    name = name or f"{(base.name if not like else own).removesuffix('-measured')}-measured"
+    write = write or f"{name}.toml"
+    target = _check_file(write, force=force)
+
+    from flopwise.cli.output import progress_bar, show_page
+    from flopwise.predict.calibrated import calibrated
+    from flopwise.profile.calibrating import calibrate_device
+    from flopwise.report.calibrations import CalibrationRecord, calibration_json, calibration_page
+
+    with progress_bar("measuring") as tell:
+        measured = calibrate_device(
+            "cuda" if chosen == "cuda" else "cpu",
+            tuple(base.device.peak_flops),
+            attention_calls,
+            quick=quick,
+            tell=tell,
+        )
+    today = datetime.now().astimezone().date().isoformat()
+    hardware, fitted = calibrated(base, measured, name=name, date=today, like=bool(like))
+    write_whole(target, to_toml(hardware))
+    record = CalibrationRecord(file=write, hardware=hardware, held_out=fitted, calibration=measured)
+    if form == "json":
+        typer.echo(calibration_json(record))
+    else:
+        show_page(calibration_page(record))
+
+
+def _check_name(name: str) -> None:
+    import re
+
+    from flopwise.core.errors import FlopwiseError, shown
+
+    if name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name):
+        raise FlopwiseError(
+            f"--name cannot be {shown(name)}",
+            why="small letters, digits, dots and dashes are expected, 64 at the most",
+            hint="--name h200-measured",
+        )
+
+
+def _check_torch() -> None:
+    from importlib.util import find_spec
+
+    from flopwise.core.errors import FlopwiseError
+
+    if find_spec("torch") is None:
+        raise FlopwiseError(
+            "measuring needs torch, which is not installed",
+            why="the kernels that are timed are those that train",
+            hint="pip install 'flopwise[train]'",
+        )
+
+
+def _check_file(write: str, *, force: bool) -> Path:
+    """Before anything is measured: where the file goes, and that nothing is lost there."""
+    from pathlib import Path
+
+    from flopwise.core.errors import FlopwiseError
+
+    if not write.endswith(".toml"):
+        raise FlopwiseError(
+            f"--write {write} is no TOML file", why="its name tells what is in it", hint=f"--write {write}.toml"
+        )
+    check_target(write, example="h200-measured.toml")
+    target = Path(write)
+    if target.exists() and not force:
+        raise FlopwiseError(
+            f"{write} is there already",
+            why="what was measured before would be lost",
+            hint="--force to replace it, or -w with another name",
+        )
+    return target
+
+
+def _base(device: str, like: str) -> tuple[Hardware, str]:
+    """The description that it starts from, and what the device itself is called."""
+    from flopwise.core.catalog import load_hardware
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.engine.devices import device_facts
+    from flopwise.profile.this_machine import catalogue_name, name_key, this_cpu
+
+    if device == "cpu":
+        if like:
+            raise FlopwiseError("--like is for GPUs", why="a CPU's peaks are measured", hint="leave --like out")
+        return told(this_cpu), "this-cpu"
+    title = device_facts("cuda")["device_name"]
+    if like:
+        base = load_hardware(like)
+        if base.device.kind != "gpu":
+            raise FlopwiseError(f"--like {like} is no GPU", why=f"this machine has {title!r}", hint="--like h100-sxm")
+        return base, name_key(title)
+    known = catalogue_name(title)
+    if known is None:
+        raise FlopwiseError(
+            f"this machine's GPU, {title!r}, is not in the catalogue",
+            why="its datasheet's peak FLOP/s, by number format, and its memory's bandwidth cannot be measured",
+            hint="--like h100-sxm starts from another card's, or from a TOML with its own (`flopwise show h100-sxm`)",
+        )
+    return load_hardware(known), known

@@ -1,0 +1,243 @@
+"""`flopwise calibrate` on this machine's CPU: what is timed, what is written, and what is told when it cannot be."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from flopwise import train
+from flopwise.cli import app
+from flopwise.core.calibration import AttentionCalls, ProductKind
+from flopwise.core.catalog import load_hardware
+from flopwise.core.errors import FlopwiseError
+from flopwise.engine import devices
+from flopwise.engine.attention_calls import attention_calls
+from flopwise.profile import calibrating, this_machine
+from flopwise.profile.calibrating import calibrate_device, product_call, stream_call
+from flopwise.profile.calibration_shapes import KINDS, AttentionShape, ProductShape, Schedule, cpu_schedule
+from flopwise.profile.kernel_clock import CpuClock
+
+
+def tiny_schedule(*, quick: bool) -> Schedule:
+    """A second of it: three layers' products, two lengths."""
+    whole = cpu_schedule(quick=True)
+    return replace(
+        whole,
+        products=whole.products[:9],
+        other_products=whole.other_products[:2],
+        attentions=(
+            AttentionShape(sequences=2, tokens=64, heads=4, kv_heads=2, head_dim=32),
+            AttentionShape(sequences=1, tokens=128, heads=4, kv_heads=2, head_dim=32),
+        ),
+        stream_bytes=(2**18, 2**22),
+        row_s=0.002,
+        settle_s=(0.01, 0.01),
+        most_s=20.0 if quick else 60.0,
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cpu() -> Iterator[None]:
+    """Its peaks are measured once, not for every test."""
+    found = this_machine.this_cpu()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(this_machine, "this_cpu", lambda: found)
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to be in, with little to measure."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(calibrating, "cpu_schedule", tiny_schedule)
+    return tmp_path
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(app, ["calibrate", *words])
+
+
+def refused(*words: str) -> FlopwiseError:
+    """The mistake that a command line is answered with."""
+    error = run(*words).exception
+    assert isinstance(error, FlopwiseError)
+    return error
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_for_predict_plan_and_train(folder: Path) -> None:
+    result = run("--device", "cpu", "--name", "mine", "--quick")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == "written to mine.toml; use it with --on mine.toml"
+    hardware = load_hardware("mine.toml")
+    assert (hardware.name, hardware.device.kind) == ("mine", "cpu")
+    assert hardware.sources[hardware.efficiency.gemm.source].kind == "measured"
+    assert hardware.sources[hardware.efficiency.attention.source].kind == "measured"
+
+    asked = ["gpt2", "--on", "mine.toml", "--seq", "128", "--batch", "2", "--precision", "fp32"]
+    for words in (["predict", *asked], ["plan", *asked, "-w", "plan.toml"]):
+        answer = CliRunner().invoke(app, words)
+        assert answer.exit_code == 0, answer.output
+
+    small: dict[str, Any] = {
+        "sequence_tokens": 32,
+        "batch_sequences": 2,
+        "steps": 1,
+        "checkpoint": False,
+        "device": "cpu",
+    }
+    record = train.run(on="mine.toml", store="runs", **small)
+    assert record.measurement is not None and record.measurement.hardware == "mine"
+    # A run that goes on elsewhere must find the file again.
+    assert record.request["on"] == str(folder / "mine.toml")
+    plan = next(Path("runs").glob("*/plan.toml"))
+    assert 'hardware = "mine.toml"' in plan.read_text(encoding="utf-8")
+    again = train.run(model=str(plan), steps=1, checkpoint=False, device="cpu", store="runs")
+    assert again.measurement is not None and again.measurement.hardware == "mine"
+
+
+def test_a_file_that_is_there_stays_until_it_may_go(folder: Path) -> None:
+    (folder / "a.toml").write_text("mine", encoding="utf-8")
+    error = refused("--device", "cpu", "-o", "a.toml")
+    assert "is there already" in error.what and "--force" in str(error.hint)
+    assert (folder / "a.toml").read_text(encoding="utf-8") == "mine"
+
+    table = json.loads(run("--device", "cpu", "-o", "a.toml", "--force", "--output", "json").stdout)
+    assert load_hardware("a.toml").name == table["hardware"]["name"] == "this-cpu-measured"
+    assert table["file"] == "a.toml"
+    # Every row that was timed.
+    counts = {name: len(table["calibration"][name]) for name in ("products", "attentions", "streams", "copies")}
+    assert counts == {"products": 11, "attentions": 4, "streams": 4, "copies": 0}
+    assert all(row["seconds"] > 0 for row in table["calibration"]["products"])
+    assert [path.name for path in folder.iterdir()] == ["a.toml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--device", "tpu"], "--device cannot be 'tpu'"),
+        (["--output", "csv"], "--output cannot be 'csv'"),
+        (["--name", "My Card"], "--name cannot be 'My Card'"),
+        (["--name", "../card"], "--name cannot be '../card'"),
+        (["-o", "json"], "-o names the file"),
+        (["-o", "card.txt"], "is no TOML file"),
+        (["-o", "nowhere/card.toml"], "cannot be written"),
+        (["--device", "cpu", "--like", "h100-sxm"], "--like is for GPUs"),
+    ],
+    ids=["device", "output", "name", "path-as-name", "form-as-file", "suffix", "folder", "like-on-a-cpu"],
+)
+def test_mistakes(folder: Path, words: list[str], what: str) -> None:
+    assert what in refused(*words).what
+    assert not list(folder.iterdir())
+
+
+def test_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "there is no GPU" in refused("--device", "cuda").what
+    assert not list(folder.iterdir())
+
+
+@pytest.fixture
+def unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "choose_device", lambda _wanted: "cuda")
+    monkeypatch.setattr(devices, "device_facts", lambda _device: {"device_name": "NVIDIA Z9000 PCIe"})
+
+
+@pytest.mark.usefixtures("unknown_gpu")
+def test_an_unknown_gpu_is_told_what_is_missing(folder: Path) -> None:
+    error = refused()
+    assert "'NVIDIA Z9000 PCIe', is not in the catalogue" in error.what
+    assert "datasheet's peak" in str(error.why) and "--like h100-sxm" in str(error.hint)
+    assert "no GPU" in refused("--like", "tpu-v5e").what
+    assert "did you mean" in str(refused("--like", "h1000").why)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.usefixtures("unknown_gpu")
+def test_an_interrupt_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def interrupted(device: str, formats: tuple[str, ...], *_: object, **settings: object) -> None:
+        asked.update(settings, device=device, formats=formats)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrating, "calibrate_device", interrupted)
+    assert run("--like", "h100-sxm", "--quick").exit_code == 130
+    assert (asked["device"], asked["quick"]) == ("cuda", True)
+    assert {"bf16", "fp8"} < set(asked["formats"])
+    assert not list(folder.iterdir())
+
+
+def test_train_runs_where_it_is(folder: Path) -> None:
+    with pytest.raises(FlopwiseError, match="--on h100-sxm describes NVIDIA H100"):
+        train.run(on="h100-sxm", device="cpu", steps=1, store=str(folder / "runs"))
+    with pytest.raises(FlopwiseError, match="there is no file"):
+        train.run(on="gone.toml", device="cpu", steps=1, store=str(folder / "runs"))
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("folder")
+def test_attention_that_fails_is_left_out_and_told() -> None:
+    def broken(**_: object) -> AttentionCalls:
+        raise RuntimeError("no kernel for this card\nand much more")
+
+    told: list[tuple[str, int, int]] = []
+    found = calibrate_device("cpu", ("fp32",), broken, tell=lambda *step: told.append(step))
+    assert found.attentions == () and len(found.products) == 11
+    assert "some attention were left out: no kernel for this card" in found.notes
+    assert [done for _, done, _ in told] == list(range(len(told)))
+    assert len(told) == told[0][2]
+
+
+def test_rows_are_left_out_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrating, "cpu_schedule", lambda quick: replace(tiny_schedule(quick=quick), most_s=0.0))
+    with pytest.raises(FlopwiseError, match="too few matrix products"):
+        calibrate_device("cpu", ("fp32",), attention_calls)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_a_layer(kind: ProductKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of the call, multiplied in numbers of twice the width."""
+    made: list[torch.Tensor] = []
+    draw = torch.randn
+
+    def drawn(*sides: int, **settings: Any) -> torch.Tensor:
+        made.append(draw(*sides, **settings))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "randn", drawn)
+    call = product_call(ProductShape(number_format="fp32", kind=kind, rows=5, depth=7, columns=3), "cpu")
+    first, second = (numbers.double() for numbers in made)
+    expected = {
+        "forward": lambda: first @ second.t(),
+        "to_source": lambda: first @ second,
+        "to_matrix": lambda: first.t() @ second,
+    }[kind]()
+    # Only the gradient of the matrix is a sum.
+    for factor in (1, 2 if kind == "to_matrix" else 1):
+        result = call()
+        assert isinstance(result, torch.Tensor) and result.shape == (5, 3)
+        torch.testing.assert_close(result.double(), factor * expected, rtol=1e-5, atol=1e-5)
+
+
+def test_streams_move_what_they_say() -> None:
+    for kernel in ("copy", "add"):
+        result = stream_call(kernel, 4096, "cpu")()
+        assert isinstance(result, torch.Tensor) and result.nbytes == 4096
+
+
+def test_a_call_takes_what_it_takes() -> None:
+    seconds = CpuClock().seconds([lambda: time.sleep(0.004)], 0.03)
+    assert 0.004 <= seconds < 0.1
