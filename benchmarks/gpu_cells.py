@@ -75,10 +75,12 @@ EIGHT = "llama-3-8b"
 GPU_CELLS = (
     Cell(name="8k", model=EIGHT, sequence_tokens=8192, batch_tokens=131072, device_gib=132),
     Cell(
-        name="8k-24", model=EIGHT, sequence_tokens=8192, batch_tokens=131072, device_gib=24, host_gib=110, set_up_s=90,
+        name="8k-24", model=EIGHT, sequence_tokens=8192, batch_tokens=524288, device_gib=24, host_gib=110,
+        step_s=49, set_up_s=60,
     ),
     Cell(
-        name="8k-40", model=EIGHT, sequence_tokens=8192, batch_tokens=131072, device_gib=40, host_gib=110, set_up_s=90,
+        name="8k-40", model=EIGHT, sequence_tokens=8192, batch_tokens=524288, device_gib=40, host_gib=110,
+        step_s=46, set_up_s=60,
     ),
     Cell(
         name="64k-78", model=EIGHT, sequence_tokens=65536, batch_tokens=131072, device_gib=78, host_gib=110,

@@ -43,6 +43,7 @@ class Fp8Products(Products):
     def __init__(
         self, arena: Arena, *, weight_gradient: Literal["fp8", "bf16"] = "fp8", fast_sums: bool = True
     ) -> None:
+        """`fast_sums`: forward, sums stay in the matrix unit, with fewer bits; gradients' never do, which costs little."""
         super().__init__(arena)
         check_device(arena.room.device)
         self.weight_gradient = weight_gradient
@@ -57,7 +58,7 @@ class Fp8Products(Products):
             super().forward(source, matrix, bias, out=out, add=add)
             return
         left, right = self._rows(source), self._rows(matrix)
-        self._multiply(left, right, bias, out, add=add)
+        self._multiply(left, right, bias, out, add=add, fast_sums=self.fast_sums)
         self._give(right)
         self._give(left)
 
@@ -108,11 +109,12 @@ class Fp8Products(Products):
         self.arena.give(scaled.scales)
         self.arena.give(scaled.values)
 
-    def _multiply(self, left: Scaled, right: Scaled, bias: Tensor | None, out: Tensor, *, add: bool) -> None:
+    def _multiply(
+        self, left: Scaled, right: Scaled, bias: Tensor | None, out: Tensor, *, add: bool, fast_sums: bool = False
+    ) -> None:
         target = self.arena.take(tuple(out.shape), out.dtype) if add else out
-        fp8.multiply(
-            *(left.values, left.scales, right.values, right.scales), bias=bias, out=target, fast_sums=self.fast_sums
-        )
+        operands = (left.values, left.scales, right.values, right.scales)
+        fp8.multiply(*operands, bias=bias, out=target, fast_sums=fast_sums)
         if add:
             assert bias is None
             out.add_(target)

@@ -288,8 +288,8 @@ def whole_norm_backward_kernel(
     for number in range(program, rows, step):
         row = tl.full((), 0, tl.int64) + number
         above, values, total = next_above.to(tl.float32), next_source.to(tl.float32), next_total.to(tl.float32)
-        there = inside & (number + step < rows)
         ahead = row + step
+        there = inside & (ahead < rows)
         next_above = tl.load(gradient + ahead * gradient_stride + columns, mask=there, other=0.0)
         next_source = tl.load(source + ahead * source_stride + columns, mask=there, other=0.0)
         if accumulate:
@@ -298,15 +298,13 @@ def whole_norm_backward_kernel(
         normal = tl.where(inside, (values - mean) * reciprocal, 0.0)
         multiplied = normal.to(source.dtype.element_ty).to(tl.float32) if rms else normal
         weight_sum += above * multiplied
-        if biased:
-            bias_sum += above
+        bias_sum += above
         scaled = above * weights
         share = tl.sum(scaled * normal, 0) / width
         if not rms:
             scaled -= tl.sum(scaled, 0) / width
         below = (scaled - normal * share) * reciprocal
-        if accumulate:
-            below += total
+        below = below + total if accumulate else below
         tl.store(out + row * out_stride + columns, below.to(out.dtype.element_ty), mask=inside)
         if again:
             _store_normal(gradient + row * gradient_stride, normal, weight, bias, columns, inside, rms, biased)
