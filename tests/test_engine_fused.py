@@ -89,9 +89,11 @@ def test_norms(rows: int, width: int, dtype: torch.dtype, rms: bool, biased: boo
 def test_rotations(dtype: torch.dtype, shape: tuple[int, int, int], inverse: bool) -> None:
     tokens, heads, dim = shape
     buffer = normal(tokens, heads + 1, dim, dtype=dtype)
-    expected, angles = buffer.clone(), normal(tokens, dim // 2)
-    plain.rotate(expected[:, 1:], angles.cos(), angles.sin(), out=expected[:, 1:], inverse=inverse)
-    fused.rotate(buffer[:, 1:], angles.cos(), angles.sin(), out=buffer[:, 1:], inverse=inverse)
+    expected, frequencies = buffer.clone(), normal(dim // 2).abs()
+    # Beyond 105,615 radians, where sines take a longer way.
+    positions = torch.randint(0, 300_000, (tokens,), dtype=torch.int32).to(DEVICE)
+    plain.rotate(expected[:, 1:], positions, frequencies, out=expected[:, 1:], inverse=inverse)
+    fused.rotate(buffer[:, 1:], positions, frequencies, out=buffer[:, 1:], inverse=inverse)
     close(buffer, expected)
 
 

@@ -135,13 +135,15 @@ def test_the_rms_norm_rounds_as_transformers_does() -> None:
 def test_rotations(*, tokens: int, heads: int, half: int, dtype: torch.dtype, inverse: bool, in_place: bool) -> None:
     buffer = normal(tokens, heads + 1, 2 * half, dtype=dtype)
     source = buffer[:, 1:]
-    angles = normal(tokens, half).to(wide(dtype))
-    turn = torch.polar(torch.ones(tokens, half, dtype=DOUBLE), angles.double() * (-1 if inverse else 1))[:, None]
+    positions, frequencies = torch.randint(0, 70_000, (tokens,), dtype=torch.int32), normal(half).abs()
+    angles = positions[:, None].float() * frequencies
+    # Angles, cosines and sines are of fp32 whatever the type of the heads.
+    turn = torch.complex(angles.cos().double(), angles.sin().double() * (-1 if inverse else 1))[:, None]
     turned = torch.complex(source[..., :half].double(), source[..., half:].double()) * turn
     kept = buffer[:, 0].clone()
     out = source if in_place else torch.empty_like(source)
     with small_blocks(heads * half * 64):
-        dispatch.rotate(source, angles.cos(), angles.sin(), out=out, inverse=inverse)
+        dispatch.rotate(source, positions, frequencies, out=out, inverse=inverse)
     close(out, torch.cat([turned.real, turned.imag], -1), ROUNDING[dtype])
     assert torch.equal(buffer[:, 0], kept)
 
@@ -326,7 +328,7 @@ def test_temporaries_are_bounded() -> None:
     rows, width = 4096, 4096
     source, gradient, out = (torch.ones(rows, width, dtype=HALF) for _ in range(3))
     weight, sums, statistics = torch.ones(width, dtype=HALF), torch.zeros(2, width), torch.empty(rows, 2)
-    ids, loss, turns = torch.arange(rows, dtype=torch.int32) % 50, torch.zeros(()), torch.ones(rows, 64)
+    ids, loss, turns = torch.arange(rows, dtype=torch.int32) % 50, torch.zeros(()), torch.ones(64)
     calls: dict[str, Callable[[], None]] = {
         "norm": lambda: dispatch.norm_forward(
             source, weight, weight, epsilon=1e-5, rms=False, out=out, statistics=statistics
@@ -340,7 +342,7 @@ def test_temporaries_are_bounded() -> None:
             accumulate=True,
         ),
         "rotate": lambda: dispatch.rotate(
-            source.view(rows, 32, 128), turns, turns, out=out.view(rows, 32, 128), inverse=True
+            source.view(rows, 32, 128), ids, turns, out=out.view(rows, 32, 128), inverse=True
         ),
         "activation": lambda: dispatch.activation_forward("gelu_tanh", gradient, source, out=out),
         "activation backward": lambda: dispatch.activation_backward(

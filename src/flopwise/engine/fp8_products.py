@@ -43,7 +43,7 @@ class Fp8Products(Products):
     def __init__(
         self, arena: Arena, *, weight_gradient: Literal["fp8", "bf16"] = "fp8", fast_sums: bool = True
     ) -> None:
-        """`fast_sums`: forward, sums stay in the matrix unit, with fewer bits; gradients' never do, which costs little."""
+        """`fast_sums`: sums of forward products stay in the matrix unit, with fewer bits; gradients' never do."""
         super().__init__(arena)
         check_device(arena.room.device)
         self.weight_gradient = weight_gradient

@@ -22,7 +22,7 @@ from flopwise.engine.fp8_products import Fp8Products
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.blocks import add_rounded, row_blocks
 from flopwise.engine.products import Products
-from flopwise.engine.rotary import cosines_and_sines, rotary_frequencies
+from flopwise.engine.rotary import rotary_frequencies
 from flopwise.engine.values import Gradients, Values, joined_columns
 
 Weights = Mapping[str, Tensor]
@@ -202,26 +202,22 @@ class Operators:
             self._uncast(bias)
 
     def _rotate(self, op: Streaming, values: Values, rows: Rows, wanted: Collection[str]) -> None:
-        table = self._table(rows)
+        frequencies = self._frequencies_on(rows.positions.device)
         for source, target in zip(op.inputs, op.outputs, strict=True):
             if target in wanted:
                 tensor = values[source]
                 out = values.room(target, tuple(tensor.shape), tensor.dtype)
-                dispatch.rotate(self._by_head(tensor), *table, out=self._by_head(out), inverse=False)
-        for tensor in table:
-            self.arena.give(tensor)
+                dispatch.rotate(
+                    self._by_head(tensor), rows.positions, frequencies, out=self._by_head(out), inverse=False
+                )
 
     def _by_head(self, tensor: Tensor) -> Tensor:
         return tensor.view(tensor.shape[0], -1, self.model.head_dim)
 
-    def _table(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the tokens' angles."""
+    def _frequencies_on(self, device: torch.device) -> Tensor:
         if self._frequencies is None:
-            self._frequencies = rotary_frequencies(self.model).to(rows.positions.device)
-        shape = (rows.count, self.model.head_dim // 2)
-        found = self.arena.take(shape, self.statistics), self.arena.take(shape, self.statistics)
-        cosines_and_sines(self._frequencies, rows.positions, out=found)
-        return found
+            self._frequencies = rotary_frequencies(self.model).to(device)
+        return self._frequencies
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -342,13 +338,11 @@ class Operators:
             self._uncast(bias)
 
     def _rotate_backward(self, op: Streaming, gradients: Gradients, rows: Rows) -> None:
-        table = self._table(rows)
+        frequencies = self._frequencies_on(rows.positions.device)
         for source, target in zip(op.inputs, op.outputs, strict=True):
             gradient = gradients[target]
             out = gradients.replace(target, source)
-            dispatch.rotate(self._by_head(gradient), *table, out=self._by_head(out), inverse=True)
-        for tensor in table:
-            self.arena.give(tensor)
+            dispatch.rotate(self._by_head(gradient), rows.positions, frequencies, out=self._by_head(out), inverse=True)
 
     def _activation_backward(self, op: Streaming, values: Values, gradients: Gradients) -> None:
         gate, up = self._gate_and_up(op, values)

@@ -26,16 +26,3 @@ def rotary_frequencies(model: Transformer) -> Tensor:
     turns = scaling.original_context / (2 * pi / frequencies)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
-
-
-def cosines_and_sines(each: Tensor, positions: Tensor, *, out: tuple[Tensor, Tensor]) -> None:
-    """Of each token's angles, (tokens, pairs), into two given tensors."""
-    cosines, sines = out
-    if cosines.dtype == torch.float32:
-        torch.outer(positions.to(torch.float32), each, out=sines)
-        torch.cos(sines, out=cosines)
-        torch.sin(sines, out=sines)
-        return
-    angles = torch.outer(positions.to(torch.float32), each)
-    cosines.copy_(angles.cos())
-    sines.copy_(angles.sin())

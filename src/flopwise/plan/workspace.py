@@ -33,8 +33,6 @@ class _Block:
         self.makers = self._makers()
         lazy = {maker.outputs[0] for maker in self.makers.values()}
         self.kept = {name for op in self.ops for name in op.needs} - lazy
-        tables = 2 * (model.head_dim // 2) * formats.statistics_bytes * work.sequence_tokens
-        self.tables = tables if model.positions == "rotary" else 0
         self.sums = attention_sums_bytes(model, formats) * work.sequence_tokens
 
     def _makers(self) -> dict[str, Op]:
@@ -66,7 +64,7 @@ class _Block:
                 live[made[0]] = self._room(op.outputs) - self._room(made[1:])
                 made = made[1:]
             live.update((name, self.size[name]) for name in made)
-            most = max(most, sum(live.values()) + self.tables)
+            most = max(most, sum(live.values()))
             follows = index + 1 < len(self.ops) and _is_sum_for_norm(op, self.ops[index + 1])
             gone = [name for name in live if last_use.get(name, -1) <= index and name not in self.kept]
             if not follows:
@@ -121,7 +119,6 @@ class _Block:
         else:
             for source, result in zip(op.inputs, op.outputs, strict=False):
                 held[source] = held.pop(result)
-            return self.tables
         return 0
 
     def _made_again(self, maker: Op, held: dict[str, str]) -> None:

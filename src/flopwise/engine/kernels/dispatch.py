@@ -112,17 +112,18 @@ def norm_backward(
     )
 
 
-def rotate(source: Tensor, cosines: Tensor, sines: Tensor, *, out: Tensor, inverse: bool) -> None:
-    """Turns each head (tokens, heads, channels) by its token's angles (tokens, channels / 2), or back with `inverse`.
+def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tensor, inverse: bool) -> None:
+    """Turns each head (tokens, heads, channels) by its token's angles, or back with `inverse`.
 
-    Channel i turns with channel i + channels / 2. `out` may be `source` itself.
+    An angle is the token's position times the frequency of the pair (channels / 2), in fp32. Channel i turns with
+    channel i + channels / 2. `out` may be `source` itself.
     """
     if _is_fused(source, out):
         from flopwise.engine.kernels import fused
 
-        fused.rotate(source, cosines, sines, out=out, inverse=inverse)
+        fused.rotate(source, positions, frequencies, out=out, inverse=inverse)
     else:
-        plain.rotate(source, cosines, sines, out=out, inverse=inverse)
+        plain.rotate(source, positions, frequencies, out=out, inverse=inverse)
 
 
 def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tensor) -> None:

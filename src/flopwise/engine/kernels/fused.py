@@ -17,8 +17,8 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from flopwise.engine.kernels.adamw import AdamW
-from flopwise.engine.kernels.blocks import add_rounded
 from flopwise.engine.kernels.fused_norm import (
+    add_rows_kernel,
     norm_backward_kernel,
     norm_forward_kernel,
     whole_norm_backward_kernel,
@@ -30,6 +30,8 @@ from flopwise.engine.kernels.rounding import FIRST, SECOND, WEIGHTS
 
 _NORM_PROGRAMS = 2
 """Programs of a norm's backward on each multiprocessor: as many as fit at once, so that all end together."""
+_TURNED_HEADS = 32
+_SUMMED_COLUMNS = 32
 _SQUARES_PROGRAMS = 1024
 _UPDATE_BLOCK = 1024
 
@@ -92,56 +94,57 @@ def norm_backward(
         num_warps=max(1, _warps(block) // 2),
         **ARITHMETIC,
     )
-    add_rounded(weight_gradient, sums[0].sum(0))
-    if bias_gradient is not None:
-        add_rounded(bias_gradient, sums[1].sum(0))
+    for number, target in enumerate((weight_gradient, bias_gradient)):
+        if target is not None:
+            add_rows_kernel[(triton.cdiv(width, _SUMMED_COLUMNS),)](
+                *(sums[number], target, programs, width), block=_SUMMED_COLUMNS, num_warps=1, **ARITHMETIC
+            )
 
 
 @kernel()
 def _rotate_kernel(
     source: tl.tensor,
-    cosines: tl.tensor,
-    sines: tl.tensor,
+    positions: tl.tensor,
+    frequencies: tl.tensor,
     out: tl.tensor,
-    pairs: tl.tensor,
+    heads: tl.tensor,
     source_token: tl.tensor,
     source_head: tl.tensor,
     out_token: tl.tensor,
     out_head: tl.tensor,
-    angle_token: tl.tensor,
     half: tl.constexpr,
     inverse: tl.constexpr,
+    head_block: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    """Some heads of a token a program: its angles are made once and turn all of them."""
     token = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * block + tl.arange(0, block)
-    inside = place < pairs
-    head = (place // half).to(tl.int64)
-    channel = place % half
-    cosine = tl.load(cosines + token * angle_token + channel, mask=inside, other=0.0)
-    sine = tl.load(sines + token * angle_token + channel, mask=inside, other=0.0)
+    head = tl.program_id(1) * head_block + tl.arange(0, head_block)
+    channel = tl.arange(0, block)
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + channel, mask=channel < half, other=0.0)
+    cosine, sine = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
     if inverse:
         sine = -sine
-    read = source + token * source_token + head * source_head + channel
+    inside = (head < heads)[:, None] & (channel < half)[None, :]
+    read = source + token * source_token + head[:, None] * source_head + channel[None, :]
     first = tl.load(read, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(read + half, mask=inside, other=0.0).to(tl.float32)
-    write = out + token * out_token + head * out_head + channel
+    write = out + token * out_token + head[:, None] * out_head + channel[None, :]
     tl.store(write, (first * cosine - second * sine).to(out.dtype.element_ty), mask=inside)
     tl.store(write + half, (second * cosine + first * sine).to(out.dtype.element_ty), mask=inside)
 
 
-def rotate(source: Tensor, cosines: Tensor, sines: Tensor, *, out: Tensor, inverse: bool) -> None:
+def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tensor, inverse: bool) -> None:
     """See `dispatch.rotate`."""
     tokens, heads, dim = source.shape
-    pairs = heads * dim // 2
-    block = column_block(pairs, 1024)
-    assert cosines.stride() == sines.stride(), "both tables of angles lie alike"
-    _rotate_kernel[(tokens, triton.cdiv(pairs, block))](
-        *(source, cosines, sines, out, pairs),
-        *(source.stride(0), source.stride(1), out.stride(0), out.stride(1), cosines.stride(0)),
+    head_block = column_block(heads, _TURNED_HEADS)
+    _rotate_kernel[(tokens, triton.cdiv(heads, head_block))](
+        *(source, positions, frequencies, out, heads),
+        *(source.stride(0), source.stride(1), out.stride(0), out.stride(1)),
         half=dim // 2,
         inverse=inverse,
-        block=block,
+        head_block=head_block,
+        block=column_block(dim // 2, dim),
         num_warps=4,
         **ARITHMETIC,
     )

@@ -99,15 +99,20 @@ def norm_backward(
         add_rounded(bias_gradient, bias_sum)
 
 
-def rotate(source: Tensor, cosines: Tensor, sines: Tensor, *, out: Tensor, inverse: bool) -> None:
-    """Turns the halves of each head by its token's angles; `inverse` turns back. `out` may be `source` itself."""
+def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tensor, inverse: bool) -> None:
+    """Turns the halves of each head by its token's angles; `inverse` turns back. `out` may be `source` itself.
+
+    Angles are in fp32, as the published models were trained with.
+    """
     tokens, heads, dim = source.shape
     half = dim // 2
-    for block in row_blocks(tokens, heads * dim * cosines.dtype.itemsize, 4):
-        cosine, sine = cosines[block, None], sines[block, None]
+    wide = compute_type(source.dtype)
+    for block in row_blocks(tokens, heads * dim * wide.itemsize, 5):
+        angles = torch.outer(positions[block].to(torch.float32), frequencies)[:, None]
+        cosine, sine = angles.cos().to(wide), angles.sin().to(wide)
         if inverse:
             sine = -sine
-        first, second = source[block, :, :half].to(cosine.dtype), source[block, :, half:].to(cosine.dtype)
+        first, second = source[block, :, :half].to(wide), source[block, :, half:].to(wide)
         turned = first * cosine - second * sine
         second = second * cosine + first * sine
         out[block, :, :half] = turned
