@@ -11,6 +11,8 @@ from hypothesis import settings
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
+# Where a test does take two threads, one that waits leaves its core to the other workers; without this it spins on it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 settings.register_profile("flopwise", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("flopwise")

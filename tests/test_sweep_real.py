@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -42,13 +41,13 @@ VARIES = (
 
 
 def grid(store: Path) -> list[Cell]:
-    """Two small models, two lengths, two batches, and one cell that cannot fit."""
+    """Two small models, two lengths and two batches, of which every pair is there, and one cell that cannot fit."""
     wider = replace(MPT, name="mpt-wider", hidden=96, ffn=384)
     cells = [
         a_cell(store, model=model_table(model), sequence_tokens=tokens, batch_sequences=batch)
-        for model, tokens, batch in itertools.product((MPT, wider), (32, 64), (2, 3))
+        for model, tokens, batch in ((MPT, 32, 2), (MPT, 64, 3), (wider, 32, 3), (wider, 64, 2))
     ]
-    return [*cells[:5], a_cell(store, device_memory_bytes=LEAST_CAP_BYTES), *cells[5:]]
+    return [*cells[:3], a_cell(store, device_memory_bytes=LEAST_CAP_BYTES), *cells[3:]]
 
 
 def prepared(store: Path, cells: list[Cell], name: str = "small") -> SweepRecord:
@@ -108,12 +107,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ce
 def test_a_run_is_of_the_cell_that_it_was_made_for(undisturbed: tuple[Path, list[Cell]]) -> None:
     store, cells = undisturbed
     states = [attempt.state for cell in cells for attempt in standing(read_attempts(store, cell.id)[0])]
-    assert states == ["ok"] * 5 + ["oom"] + ["ok"] * 3
+    assert states == ["ok"] * 3 + ["oom"] + ["ok"]
     for cell in cells:
         for attempt in read_attempts(store, cell.id)[0]:
             if attempt.run is not None:
                 assert cell_id(settings_of(read_record(store / attempt.run))) == cell.id
-    (refused,) = standing(read_attempts(store, cells[5].id)[0])
+    (refused,) = standing(read_attempts(store, cells[3].id)[0])
     assert (refused.reason or "").startswith("no plan fits mpt-small on this-cpu in 2.00 MiB of device memory")
 
 
@@ -141,13 +140,13 @@ def test_a_sweep_that_is_killed_and_crashes_has_the_same_rows(
     run_sweep(tmp_path, record, retry=True, tell=events.append)
     assert sum(isinstance(event, CellSkipped) for event in events) == len(cells) - 1
     assert rows(tmp_path, cells) == rows(*undisturbed)
-    assert done_runs(tmp_path) == done_runs(undisturbed[0]) == 8, "no cell was trained twice to its end"
+    assert done_runs(tmp_path) == done_runs(undisturbed[0]) == 4, "no cell was trained twice to its end"
     after = {(attempt.cell, attempt.number): attempt for attempt in ended(tmp_path, cells)}
     assert len(before) >= 2 and all(after[attempt.cell, attempt.number] == attempt for attempt in before)
 
 
 def test_two_sweeps_at_once_measure_every_cell_once(tmp_path: Path) -> None:
-    cells = [cell for cell in grid(tmp_path) if cell.settings.device_memory_bytes is None][:4]
+    cells = [cell for cell in grid(tmp_path) if cell.settings.device_memory_bytes is None]
     prepared(tmp_path, cells[:3], "first")
     prepared(tmp_path, cells[:0:-1], "second")
     with sweeping(tmp_path, "first") as first, sweeping(tmp_path, "second") as second:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from flopwise.core.catalog import load_hardware
 from flopwise.core.errors import FlopwiseError
+from flopwise.core.files import to_toml
 from flopwise.core.sweep import SweepRecord
 from flopwise.sweep.slots import Slots, check_hardware, gpu_ids, slots_for
 
@@ -74,6 +76,21 @@ def test_hardware_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -
         check_hardware([a_cell(hardware="h200").settings], record, slots)
     with pytest.raises(FlopwiseError, match="no GPU"):
         check_hardware([a_cell(hardware="h200").settings], replace(record, device="cuda"), slots)
+
+
+def test_a_file_that_describes_this_device_may_be_measured_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    h200 = load_hardware("h200")
+    monkeypatch.setattr("flopwise.profile.this_machine.this_machine", lambda: h200)
+    slots = on_gpus(monkeypatch, "0")
+    record: SweepRecord = replace(a_sweep(), device="auto")
+    mine, other = tmp_path / "mine.toml", tmp_path / "other.toml"
+    mine.write_text(to_toml(replace(h200, name="h200-measured", aliases=())), encoding="utf-8")
+    other.write_text(to_toml(replace(load_hardware("a100-80gb"), name="other", aliases=())), encoding="utf-8")
+    check_hardware([a_cell(hardware=str(mine)).settings], record, slots)
+    with pytest.raises(FlopwiseError, match="the cells are for"):
+        check_hardware([a_cell(hardware=str(other)).settings], record, slots)
 
 
 def test_the_share_of_a_cell_is_that_of_its_gpus_or_of_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,16 @@ class Device:
         return self.memory[-1]
 
 
+SAME_MEMORY = 0.05
+"""How far two descriptions of a device may be apart in its memory: drivers keep more or less of it to themselves."""
+
+
+def same_device(one: Device, other: Device) -> bool:
+    """Whether two descriptions can be of one device, be it measured or the catalogue's."""
+    same = (one.kind, one.architecture, one.units.value) == (other.kind, other.architecture, other.units.value)
+    return same and abs(one.dram.size_bytes.value / other.dram.size_bytes.value - 1.0) <= SAME_MEMORY
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
     """The path between device and host memory, each way."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, load_hardware
 from flopwise.core.errors import FlopwiseError
+from flopwise.core.hardware import same_device
 from flopwise.core.sweep import Settings, SweepRecord
 from flopwise.sweep.slurm_scripts import PREFIX_VARIABLE
 
@@ -111,7 +112,8 @@ def check_hardware(cells: Iterable[Settings], record: SweepRecord, slots: Slots)
 
     here = this_machine()
     for name in sorted(wanted - {THIS_MACHINE}):
-        if load_hardware(name).name != here.name:
+        wanted_here = load_hardware(name)
+        if wanted_here.name != here.name and not same_device(wanted_here.device, here.device):
             raise _elsewhere(name, here.title)
 
 

@@ -13,7 +13,7 @@ from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import entry_kind
 from flopwise.core.formats import Formats, parse_formats
-from flopwise.core.hardware import Device, Hardware
+from flopwise.core.hardware import SAME_MEMORY, Hardware, same_device
 from flopwise.core.model import Model
 from flopwise.core.plan import MOST_PAIRS, Plan
 from flopwise.core.training import Task, Training
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from flopwise.engine.data import ClassificationData, LanguageData
 
-SAME_MEMORY = 0.05
-"""How far a description's memory may be from this machine's: drivers keep more or less of it to themselves."""
 CPU_SEQUENCE_TOKENS = 256
 """On a CPU a sequence is no longer than this unless it is asked for."""
 CLASSIFIER_SEQUENCE_TOKENS = 128
@@ -151,12 +149,6 @@ def _is_here(hardware: Hardware, device: str) -> bool:
     return abs(hardware.device.dram.size_bytes.value / size - 1.0) <= SAME_MEMORY
 
 
-def _same_device(one: Device, other: Device) -> bool:
-    """Whether two descriptions can be of one device, be it measured or the catalogue's."""
-    same = (one.kind, one.architecture, one.units.value) == (other.kind, other.architecture, other.units.value)
-    return same and abs(one.dram.size_bytes.value / other.dram.size_bytes.value - 1.0) <= SAME_MEMORY
-
-
 def _check_described(hardware: Hardware, device: str, name: str) -> None:
     """Refuse a description of another device than the one that we run on."""
     if not _is_here(hardware, device):
@@ -173,7 +165,7 @@ def _check_hardware(plan: Plan | ClusterPlan, hardware: Hardware, request: Train
     if request.anywhere or plan.hardware.lower() in (THIS_MACHINE, THIS_CPU):
         return
     planned = find_hardware(plan.hardware)
-    if planned.name != hardware.name and not _same_device(planned.device, hardware.device):
+    if planned.name != hardware.name and not same_device(planned.device, hardware.device):
         raise FlopwiseError(
             f"the plan is for {planned.title}, and this machine has {hardware.title}",
             why="its memory and its schedule are those of another device",
