@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from flopwise.core.fusion import is_sum_for_norm, makers_for_one_product
 from flopwise.core.op import Attention, Gemm, Op, Streaming
 from flopwise.core.parameters import op_groups
 from flopwise.core.transformer import Transformer
@@ -70,7 +71,7 @@ class Block:
         self.ops = ops
         self._first_need = {name: op for op in reversed(ops) for name in op.needs}
         """Of the block's operators the first that needs a value: the last that backward comes to."""
-        self._makers = self._made_by_backward()
+        self._makers = makers_for_one_product(ops)
         self.lazy = {maker.outputs[0] for maker in self._makers.values()}
         """What backward needs and makes itself, so that nobody else has to make it again."""
         first = ops[0]
@@ -79,19 +80,6 @@ class Block:
         self.extras = HEAD_NORMS if model.qk_norm else ()
         self.cut = False
         """Whether sequences are cut into chunks, so that a chunk's attention must come out the same alone."""
-
-    def _made_by_backward(self) -> dict[str, Op]:
-        """Products whose input a norm or an activation made for them alone → that operator."""
-        found: dict[str, Op] = {}
-        for op in self.ops:
-            if not isinstance(op, Gemm):
-                continue
-            name = op.inputs[0]
-            maker = next((other for other in self.ops if name in other.outputs), None)
-            is_alone = sum(name in other.inputs for other in self.ops) == 1
-            if is_alone and isinstance(maker, Streaming) and (maker.kind == "norm" or maker.name == "activation"):
-                found[op.name] = maker
-        return found
 
     # -- one operator after another -------------------------------------------------------------------------------
 
@@ -111,7 +99,7 @@ class Block:
                 self.operators.residual_norm(summed, op, values, weights)
                 values.drop(name for name in summed.inputs if last_use[name] < index and name not in keep)
                 summed = None
-            elif _is_sum_for_norm(op, running[index + 1 : index + 2]):
+            elif is_sum_for_norm(op, running[index + 1] if index + 1 < len(running) else None):
                 summed = op
                 continue
             else:
@@ -288,11 +276,3 @@ class Block:
         """Keys and values from a chunk's input, to where `values` has a place for them."""
         made = self.work.made_for(("key", "value"), ("input",))
         self.run(self.before, values, weights, chunk, made, keep=("key", "value", *values.places))
-
-
-def _is_sum_for_norm(op: Op, after: Sequence[Op]) -> bool:
-    """Whether an operator is a sum of two, and the next one its norm."""
-    if not isinstance(op, Streaming) or op.kind != "residual" or len(op.inputs) != 2 or not after:
-        return False
-    norm = after[0]
-    return isinstance(norm, Streaming) and norm.kind == "norm" and norm.inputs == op.outputs

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flopwise.core.formats import Formats
+from flopwise.core.fusion import is_sum_for_norm, makers_for_one_product
 from flopwise.core.op import Attention, Gemm, Op, Streaming
 from flopwise.core.parameters import op_groups
 from flopwise.core.traffic import tensor_bytes
@@ -30,21 +31,10 @@ class _Block:
         self.ops: tuple[Op, ...] = op_groups(work)[1]
         self.size = {name: tensor_bytes(tensor, formats) for name, tensor in work.tensors.items()}
         self.placed = {tensor.name for tensor in work.saved("everything")} | {"input", "output"}
-        self.makers = self._makers()
+        self.makers = makers_for_one_product(self.ops)
         lazy = {maker.outputs[0] for maker in self.makers.values()}
         self.kept = {name for op in self.ops for name in op.needs} - lazy
         self.sums = attention_sums_bytes(model, formats) * work.sequence_tokens
-
-    def _makers(self) -> dict[str, Op]:
-        found: dict[str, Op] = {}
-        for op in self.ops:
-            name = op.inputs[0]
-            maker = next((other for other in self.ops if name in other.outputs), None)
-            alone = sum(name in other.inputs for other in self.ops) == 1
-            is_maker = isinstance(maker, Streaming) and (maker.kind == "norm" or maker.name == "activation")
-            if isinstance(op, Gemm) and alone and is_maker and maker is not None:
-                found[op.name] = maker
-        return found
 
     def peak(self) -> int:
         """The most of a pass forward, of one that makes everything again, and of backward beside what that kept."""
@@ -65,7 +55,7 @@ class _Block:
                 made = made[1:]
             live.update((name, self.size[name]) for name in made)
             most = max(most, sum(live.values()))
-            follows = index + 1 < len(self.ops) and _is_sum_for_norm(op, self.ops[index + 1])
+            follows = is_sum_for_norm(op, self.ops[index + 1] if index + 1 < len(self.ops) else None)
             gone = [name for name in live if last_use.get(name, -1) <= index and name not in self.kept]
             if not follows:
                 for name in gone:
@@ -134,8 +124,3 @@ class _Block:
         shared = sum(tensor == held.get(name) for tensor in held.values()) > 1
         if name not in held or shared:
             held[name] = name
-
-
-def _is_sum_for_norm(op: Op, following: Op) -> bool:
-    summed = isinstance(op, Streaming) and op.kind == "residual" and len(op.inputs) == 2
-    return summed and isinstance(following, Streaming) and following.kind == "norm" and following.inputs == op.outputs

@@ -1,0 +1,30 @@
+"""Which operators of a block run as one: what the engine fuses, and planning counts on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flopwise.core.op import Gemm, Op, Streaming
+
+
+def makers_for_one_product(ops: Sequence[Op]) -> dict[str, Op]:
+    """Products whose input a norm or an activation made for them alone → that operator.
+
+    Its backward makes the product's input again, in the place of its gradient, so that nobody else has to.
+    """
+    found: dict[str, Op] = {}
+    for op in ops:
+        if not isinstance(op, Gemm):
+            continue
+        name = op.inputs[0]
+        maker = next((other for other in ops if name in other.outputs), None)
+        alone = sum(name in other.inputs for other in ops) == 1
+        if alone and isinstance(maker, Streaming) and (maker.kind == "norm" or maker.name == "activation"):
+            found[op.name] = maker
+    return found
+
+
+def is_sum_for_norm(op: Op, following: Op | None) -> bool:
+    """Whether an operator is a sum of two, and the next one its norm."""
+    summed = isinstance(op, Streaming) and op.kind == "residual" and len(op.inputs) == 2
+    return summed and isinstance(following, Streaming) and following.kind == "norm" and following.inputs == op.outputs
