@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flopwise.engine.kernels import plain_attention
+from flopwise.engine.kernels import flash_4, plain_attention
 from flopwise.engine.kernels.attention import (
     Kernel,
     Look,
@@ -243,6 +243,7 @@ def test_a_kernel_is_chosen_by_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -
     cuda = torch.device("cuda", 0)
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability[0])
+    monkeypatch.setattr(flash_4, "fits_device", lambda _device: False)
 
     def chosen(device: torch.device, dtype: torch.dtype, look: Look, **changed: bool) -> Kernel:
         options = {"padded": False, "deterministic": False, **changed}
@@ -263,11 +264,37 @@ def test_a_kernel_is_chosen_by_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -
     assert chosen(cuda, half, odd) == chosen(cuda, single, look) == chosen(cuda, torch.float64, look) == "plain"
     capability[0] = (8, 0)
     assert chosen(cuda, half, look) == "flash"
+    monkeypatch.setattr(flash_4, "fits_device", lambda device: device.type == "cuda")
+    assert chosen(cuda, half, look) == chosen(cuda, half, both) == "flash-4"
+    assert choose_kernel(cuda, half, look, 3, 64, padded=False, deterministic=False) == "flash-4"
+    assert chosen(cuda, half, windowed) == chosen(cuda, half, look, padded=True) == "flash"
+    assert chosen(cuda, half, look, deterministic=True) == chosen(cuda, half, Look(4, 4, 80, True, None)) == "flash"
+    assert chosen(cuda, single, look) == "plain" and chosen(CPU, half, look) == "cpu-flash"
+
+
+def test_a_package_that_cannot_be_loaded_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash_4._calls.cache_clear()
+    for failure in (ImportError("no such module"), OSError("libcuda.so"), RuntimeError("no device")):
+
+        def fails(_name: str, failure: Exception = failure) -> None:
+            raise failure
+
+        monkeypatch.setattr(flash_4, "import_module", fails)
+        assert not flash_4.is_installed()
+        flash_4._calls.cache_clear()
+
+
+def skip_unless_chosen(kernel: Kernel) -> None:
+    device = torch.device("cuda")
+    if kernel == "cudnn" and torch.cuda.get_device_capability(device)[0] < 9:
+        pytest.skip("the kernel is not chosen on this device")
+    if kernel == "flash-4" and not flash_4.fits_device(device):
+        pytest.skip("FlashAttention-4 is not installed, or not for this device")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("kernel", ["plain", "flash", "cudnn"])
+@pytest.mark.parametrize("kernel", ["plain", "flash", "cudnn", "flash-4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -276,15 +303,14 @@ def test_the_kernels_of_the_gpu_agree(
     *, kernel: Kernel, dtype: torch.dtype, causal: bool, kv_heads: int, accumulate: bool
 ) -> None:
     device = torch.device("cuda")
-    if kernel == "cudnn" and torch.cuda.get_device_capability(device)[0] < 9:
-        pytest.skip("the kernel is not chosen on this device")
+    skip_unless_chosen(kernel)
     case = make(Look(4, kv_heads, 64, causal, None), sequences=2, queries=131, keys=131, dtype=dtype)
     case.on(device).check(kernel, 3e-2, accumulate=accumulate)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("kernel", ["plain", "flash"])
+@pytest.mark.parametrize("kernel", ["plain", "flash", "flash-4"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -297,4 +323,7 @@ def test_the_kernels_of_the_gpu_agree(
 )
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_chunks_windows_and_padding_on_the_gpu(kernel: Kernel, case: Case, accumulate: bool) -> None:
+    skip_unless_chosen(kernel)
+    if kernel == "flash-4" and (case.look.window is not None or case.lengths is not None):
+        pytest.skip("not what it is chosen for")
     case.on(torch.device("cuda")).check(kernel, 3e-2, accumulate=accumulate)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from flopwise.core.program import aligned
 
+MOST_VIEWS = 4096
+
 
 class Arena:
     """First fit over a list of free ranges; neighbours join when they are given back."""
@@ -27,6 +29,9 @@ class Arena:
         self.room = room
         self._free: list[tuple[int, int]] = [(0, room.numel())] if room.numel() else []
         self._taken: dict[int, tuple[int, int]] = {}
+        self._begins = room.data_ptr()
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
+        """Tensors that were handed out before: every step asks for the same ones."""
         self._beside: dict[int, int] = {}
         self.peak_bytes = 0
         """Of the room itself."""
@@ -36,6 +41,7 @@ class Arena:
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor of that shape with whatever lies there."""
+        shape = tuple(shape)
         elements = prod(shape)
         assert elements, "what is empty has no place to be told by"
         size = elements * dtype.itemsize
@@ -46,7 +52,11 @@ class Arena:
                     del self._free[index]
                 else:
                     self._free[index] = (start + needed, length - needed)
-                tensor = self.room[start : start + size].view(dtype).view(tuple(shape))
+                tensor = self._views.get((start, shape, dtype))
+                if tensor is None:
+                    tensor = self.room[start : start + size].view(dtype).view(shape)
+                    if len(self._views) < MOST_VIEWS:
+                        self._views[start, shape, dtype] = tensor
                 self._taken[start] = (start, needed)
                 self.peak_bytes = max(self.peak_bytes, start + needed)
                 return tensor
@@ -54,7 +64,7 @@ class Arena:
             tensor = self.spill.take(shape, dtype)
             self._spilled.add(tensor.data_ptr())
             return tensor
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.room.device)
+        tensor = torch.empty(shape, dtype=dtype, device=self.room.device)
         self._beside[tensor.data_ptr()] = size
         self.beside_bytes += size
         self.peak_beside_bytes = max(self.peak_beside_bytes, self.beside_bytes)
@@ -66,7 +76,7 @@ class Arena:
             self._spilled.discard(tensor.data_ptr())
             self.spill.give(tensor)
             return
-        start = tensor.data_ptr() - self.room.data_ptr()
+        start = tensor.data_ptr() - self._begins
         found = self._taken.pop(start, None)
         if found is None:
             self.beside_bytes -= self._beside.pop(tensor.data_ptr())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -49,6 +50,14 @@ class Rows:
         return int(self.positions.shape[0])
 
 
+ALL = slice(None)
+"""Of a weight's rows."""
+
+
+def _rows_of(tensor: Tensor, rows: slice) -> Tensor:
+    return tensor if rows is ALL else tensor[rows]
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """Results of a product with the rows of its weight, and their gradient."""
@@ -68,6 +77,7 @@ class Operators:
         self.compute, self.statistics = TYPES[formats.compute], statistics_type(formats)
         self.weights_differ = TYPES[formats.weights] != self.compute
         self._frequencies: Tensor | None = None
+        self._columns: dict[str, list[tuple[str, int, int]]] = {}
         self._plain_products = Products(arena)
         self._block_products = Fp8Products(arena) if formats.matrix == "fp8" else self._plain_products
 
@@ -112,7 +122,7 @@ class Operators:
             if joined is not None:
                 for name, first, last in columns:
                     values.room(name, (source.shape[0], last - first), self.compute)
-                self._multiply(op, source, weights, slice(None), joined)
+                self._multiply(op, source, weights, ALL, joined)
                 return
             if op.outputs[0] not in values.places:
                 self._packed_product(op, values, weights)
@@ -126,16 +136,16 @@ class Operators:
         """All results at once; those that have a place are brought there."""
         source, columns = values[op.inputs[0]], self.columns(op)
         packed = values.pack(op.outputs, [last - first for _, first, last in columns], source.shape[0], self.compute)
-        self._multiply(op, source, weights, slice(None), packed)
+        self._multiply(op, source, weights, ALL, packed)
         for name, first, last in columns:
             if name in values.places:
                 values.room(name, (source.shape[0], last - first), self.compute).copy_(packed[:, first:last])
 
     def _multiply(self, op: Gemm, source: Tensor, weights: Weights, rows: slice, out: Tensor) -> None:
         """A product with some rows of the weight."""
-        matrix = self._cast(weights[f"{op.name}.weight"][rows])
+        matrix = self._cast(_rows_of(weights[f"{op.name}.weight"], rows))
         bias = weights.get(f"{op.name}.bias")
-        bias = None if bias is None else self._cast(bias[rows])
+        bias = None if bias is None else self._cast(_rows_of(bias, rows))
         self._products(op).forward(source, matrix, bias, out=out)
         self._uncast(matrix)
         if bias is not None:
@@ -146,12 +156,11 @@ class Operators:
 
     def columns(self, op: Gemm) -> list[tuple[str, int, int]]:
         """Each result of a product with its rows of the weight."""
-        found, first = [], 0
-        for name in op.outputs:
-            width = self.work.tensors[name].elements // op.rows
-            found.append((name, first, first + width))
-            first += width
-        assert first == op.columns
+        found = self._columns.get(op.name)
+        if found is None:
+            ends = list(accumulate(self.work.tensors[name].elements // op.rows for name in op.outputs))
+            assert ends[-1] == op.columns
+            found = self._columns[op.name] = list(zip(op.outputs, [0, *ends[:-1]], ends, strict=True))
         return found
 
     def _cast(self, weight: Tensor) -> Tensor:
@@ -264,17 +273,17 @@ class Operators:
         columns = self.columns(op)
         joined = joined_columns([gradients[name] for name in op.outputs]) if self.packs else None
         if joined is not None:
-            return [_Part(op.outputs, slice(None), joined)]
+            return [_Part(op.outputs, ALL, joined)]
         return [_Part((name,), slice(first, last), gradients[name]) for name, first, last in columns]
 
     def _to_matrix(self, op: Gemm, part: _Part, source: Tensor, trained: Trained) -> None:
         sums = trained.sums
-        self._products(op).to_matrix(part.gradient, source, total=sums[f"{op.name}.weight"][part.rows])
+        self._products(op).to_matrix(part.gradient, source, total=_rows_of(sums[f"{op.name}.weight"], part.rows))
         if f"{op.name}.bias" in sums:
             add_rounded(sums[f"{op.name}.bias"][part.rows], self.column_sums(part.gradient))
 
     def _to_source(self, op: Gemm, part: _Part, gradients: Gradients, trained: Trained, shape: tuple[int, ...]) -> None:
-        matrix = self._cast(trained.weights[f"{op.name}.weight"][part.rows])
+        matrix = self._cast(_rows_of(trained.weights[f"{op.name}.weight"], part.rows))
         target, there = gradients.target(op.inputs[0], shape, part.gradient.dtype)
         self._products(op).to_source(part.gradient, matrix, out=target, add=there)
         self._uncast(matrix)

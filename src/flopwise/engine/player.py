@@ -58,6 +58,8 @@ class Player:
         self.loss = Loss(torch.zeros((), dtype=self.statistics, device=room.device))
         self.scale = 0.0
         self._views: dict[tuple[int, Part], dict[str, Tensor]] = {}
+        self._saved_views: dict[tuple[int, str, int], dict[str, Tensor]] = {}
+        """Of what layers keep, by buffer, level and tokens: every step asks for the same ones."""
         self._contexts()
         self._sequence_block()
         self.evaluating = False
@@ -243,11 +245,17 @@ class Player:
     def _slot(self, task: Task, tokens: int) -> dict[str, Tensor]:
         index = self._of((*task.writes, *task.reads), "activations", "activation slot")
         assert index is not None
-        return self.saved.views(self.room.buffers[index], "full", tokens)
+        return self._kept_in(index, "full", tokens)
+
+    def _kept_in(self, index: int, level: str, tokens: int) -> dict[str, Tensor]:
+        found = self._saved_views.get((index, level, tokens))
+        if found is None:
+            found = self._saved_views[index, level, tokens] = self.saved.views(self.room.buffers[index], level, tokens)
+        return found
 
     def _home(self, uses: Sequence[Use], level: str, tokens: int) -> dict[str, Tensor] | None:
         index = self._of(uses, "activations", "device ")
-        return None if index is None else self.saved.views(self.room.buffers[index], level, tokens)
+        return None if index is None else self._kept_in(index, level, tokens)
 
     def _forward(self, task: Task, chunk: Chunk) -> None:
         tokens = chunk.sequences * chunk.tokens
