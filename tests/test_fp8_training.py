@@ -26,6 +26,7 @@ from flopwise.engine.kernels import fp8
 from flopwise.engine.streaming import StreamingExecutor
 from flopwise.plan import DeviceQuestion, compile_plan, planned
 from flopwise.plan.sizes import sizes_of
+from flopwise.train.planning import products_not_in_fp8
 from tests.test_streaming_memory import assert_within_plan
 from tests.tiny_models import TINY
 from tests.training_plans import (
@@ -227,3 +228,14 @@ def test_a_plan_under_a_cap_holds_it(cap_mib: int) -> None:
     executor.step(random_batch(model, 4, 512, 0), 0)
     assert executor.player.arena.peak_beside_bytes == 0
     assert sum(row.planned_bytes for row in executor.memory() if row.place == "device") <= cap_mib << 20
+
+
+def test_what_does_not_run_in_fp8_is_told() -> None:
+    model = replace(TINY["llama"], hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=176)
+    assert products_not_in_fp8(everything_stays(model, sequence=32, precision="fp8"), model) is None
+    assert products_not_in_fp8(everything_stays(model, sequence=17, precision="bf16"), model) is None
+    told = products_not_in_fp8(everything_stays(model, sequence=17, precision="fp8"), model)
+    assert told is not None and "chunks of 17 tokens" in told
+    odd = replace(model, ffn=model.ffn + 8)
+    told = products_not_in_fp8(everything_stays(odd, sequence=32, precision="fp8"), odd)
+    assert told is not None and "gate_up, down" in told and "qkv" not in told

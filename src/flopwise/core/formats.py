@@ -9,6 +9,9 @@ from flopwise.core.errors import FlopwiseError, unknown_name
 WIDTH_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
 """Bytes that a number of each format takes in memory."""
 
+FP8_MULTIPLE = 16
+"""All sides of a product in fp8 are multiples of this: matrix units read sixteen bytes at once."""
+
 ROLES = ("matrix", "compute", "weights", "gradients", "moments", "master")
 """The kinds of tensor that have a format of their own."""
 

@@ -48,6 +48,7 @@ class Player:
         self.head_arena = Arena(head, spill=self.arena)
         # Norms of heads read queries and keys as rows of their own, which columns of a wider tensor are not.
         packs = room.device.type == "cuda" and not deterministic and not model.qk_norm if packs is None else packs
+        assert not (packs and model.qk_norm)
         self.saved = SavedTensors(work, self.formats, packed=packs)
         operators = Operators(model, work, self.formats, self.arena, packs=packs)
         self.block = Block(model, work, operators, self.saved, deterministic=deterministic)

@@ -298,7 +298,10 @@ def product_call(shape: ProductShape, device: str) -> Callable[[], object]:
 
 
 def _fp8_call(rows: int, depth: int, columns: int) -> Callable[[], object]:
-    """Both operands with their depth contiguous and a scale for each row and column: the only layout there is."""
+    """Both operands with their depth contiguous and a scale for each row and column: the only layout there is.
+
+    Sums are fast ones, as those of forward products; on an H200 exact ones take 0 to 9 % longer.
+    """
 
     def numbers(count: int) -> Tensor:
         return torch.randn(count, depth, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)

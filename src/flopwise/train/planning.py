@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 from flopwise.core.cluster_plan import ClusterPlan
 from flopwise.core.cluster_plan import Expected as ClusterExpected
+from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.formats import POLICIES, Formats
+from flopwise.core.formats import FP8_MULTIPLE, POLICIES, Formats, parse_formats
 from flopwise.core.hardware import Hardware
+from flopwise.core.op import Gemm
 from flopwise.core.parallel import Parallel
 from flopwise.core.plan import Forecast, Plan
 from flopwise.core.transformer import Transformer
@@ -220,3 +222,22 @@ def _cluster_promise(plan: ClusterPlan, model: Transformer, hardware: Hardware, 
         device_bytes=found.device_bytes.total,
         host_bytes=None,
     )
+
+
+def products_not_in_fp8(plan: Plan | ClusterPlan, model: Transformer) -> str | None:
+    """What a plan in fp8 multiplies in bf16 all the same, in words; None: nothing."""
+    if isinstance(plan, ClusterPlan) or parse_formats(plan.precision).matrix != "fp8":
+        return None
+    odd = sorted({tokens for chunk in range(plan.chunks_per_round) if (tokens := plan.tokens_of(chunk)) % FP8_MULTIPLE})
+    if odd:
+        return f"no product is in fp8: chunks of {odd[0]:,} tokens are no multiple of {FP8_MULTIPLE}; all run in bf16"
+    work = describe(model, plan.sequence_tokens)
+    products = [op for op in work.ops if isinstance(op, Gemm) and op.in_block]
+    left = [
+        op.name
+        for op in products
+        if op.depth % FP8_MULTIPLE or any(work.tensors[name].elements // op.rows % FP8_MULTIPLE for name in op.outputs)
+    ]
+    if not left:
+        return None
+    return f"in bf16 instead of fp8: {', '.join(left)}, whose sides are no multiples of {FP8_MULTIPLE}"

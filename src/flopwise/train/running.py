@@ -40,6 +40,7 @@ from flopwise.plan.compile import compile_plan
 from flopwise.profile.environment import environment
 from flopwise.train.events import Callback, LogFile, Logger, LoggerCallback, Started
 from flopwise.train.measuring import commit, measured, metrics
+from flopwise.train.planning import products_not_in_fp8
 from flopwise.train.preparing import Prepared, prepare
 from flopwise.train.profiling import RunProfiler
 from flopwise.train.request import TrainRequest
@@ -331,6 +332,7 @@ class _Run:
 
     def _started(self, prepared: Prepared, folder: Path, progress: Progress) -> Started:
         promise, plan = prepared.promise, prepared.plan
+        in_bf16 = products_not_in_fp8(plan, prepared.model)
         return Started(
             folder=folder,
             run=folder.name,
@@ -347,7 +349,7 @@ class _Run:
             planned_device_bytes=promise.device_bytes,
             planned_host_bytes=promise.host_bytes,
             checks=prepared.checks,
-            notes=prepared.notes,
+            notes=(*prepared.notes, *([] if in_bf16 is None else [in_bf16])),
         )
 
 

@@ -29,7 +29,11 @@ def _calls() -> _Calls | None:
     try:
         module = import_module("flash_attn.cute.interface")
         found = _Calls(module._flash_attn_fwd, module._flash_attn_bwd)
-    except (ImportError, AttributeError, OSError, RuntimeError):
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        missing = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "flash_attn"
+        if not missing:
+            told = f"FlashAttention-4 is installed and cannot be loaded ({error}): attention is cuDNN's"
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
         return None
     # It tells of an argument that its compiler takes as a constant, which it may.
     warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from flopwise.core.formats import FP8_MULTIPLE
 from flopwise.engine.kernels.blocks import BLOCK_BYTES, row_blocks
 
 FLOAT8 = torch.float8_e4m3fn
@@ -23,15 +24,13 @@ SHARE_OF_LARGEST = 1.0 / LARGEST
 """Scales are products with this, which every device rounds alike; quotients by a constant are not."""
 LEAST_AMAX = 2.0**-100
 """Rows with nothing larger are scaled as if they had it: the reciprocal of a scale stays finite."""
-MULTIPLE = 16
-"""All sides of a product in fp8 are multiples of this: matrix units read sixteen bytes at once."""
 PIECE_ROWS = 512
 """Of each operand, what the plain product multiplies at once."""
 
 
 def fits(rows: int, inner: int, columns: int) -> bool:
     """Whether a product (rows, inner) · (inner, columns) can be made in fp8."""
-    return rows % MULTIPLE == inner % MULTIPLE == columns % MULTIPLE == 0
+    return not any(side % FP8_MULTIPLE for side in (rows, inner, columns))
 
 
 @cache

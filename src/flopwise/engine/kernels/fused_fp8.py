@@ -15,10 +15,8 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from flopwise.engine.kernels.fp8 import LEAST_AMAX, SHARE_OF_LARGEST
-from flopwise.engine.kernels.jit import kernel
+from flopwise.engine.kernels.jit import ARITHMETIC, kernel
 
-_ARITHMETIC = {"enable_fp_fusion": False}
-"""As `fused` has it."""
 WIDEST_ROW = 32768
 """Numbers of a row that a program holds in its registers, so that it is read once."""
 AMAX_ROWS = 32
@@ -138,7 +136,7 @@ def quantise_rows(source: Tensor, *, out: Tensor, scales: Tensor) -> None:
         whole=block >= width,
         block=block,
         num_warps=min(16, max(1, block // 512)),
-        **_ARITHMETIC,
+        **ARITHMETIC,
     )
 
 
@@ -153,7 +151,7 @@ def quantise_columns(source: Tensor, *, out: Tensor, scales: Tensor) -> None:
         row_block=AMAX_ROWS,
         column_block=AMAX_COLUMNS,
         num_warps=4,
-        **_ARITHMETIC,
+        **ARITHMETIC,
     )
     scales.clamp_(min=LEAST_AMAX).mul_(SHARE_OF_LARGEST)
     _columns_kernel[(triton.cdiv(width, TILE_COLUMNS), triton.cdiv(rows, TILE_ROWS))](
@@ -161,5 +159,5 @@ def quantise_columns(source: Tensor, *, out: Tensor, scales: Tensor) -> None:
         row_block=TILE_ROWS,
         column_block=TILE_COLUMNS,
         num_warps=8,
-        **_ARITHMETIC,
+        **ARITHMETIC,
     )

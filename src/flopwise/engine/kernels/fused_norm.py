@@ -121,6 +121,8 @@ def norm_forward_kernel(
                 others = tl.load(other + row * other_stride + first + columns, mask=inside, other=0.0)
                 values = _rounded_sum(values, others)
             tl.store(total + first + columns, values, mask=inside)
+        # What one thread has written another may read.
+        tl.debug_barrier()
         source = total
     mean = 0.0
     if not rms:
