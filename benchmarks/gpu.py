@@ -2,33 +2,42 @@
 
 Ceilings (matrix products and attention at a model's shapes, kept up as training keeps them up), cells (a model under
 caps, planned and trained) and peers (transformers, plain compiled modules) each run in a process of their own, so that
-none finds another's memory. Rows are appended to `ceilings.csv`, `cells.csv` and `peers.csv` as they are measured. With
-`--budget-s` what does not fit into the time that is left is left out and named. `--device cpu` goes the same way with a
-tiny model.
+none finds another's memory; a cell shares it with the ceiling that runs just before it. Rows are appended to
+`ceilings.csv`, `cells.csv` and `peers.csv` as they are measured. With `--budget-s` what does not fit into the time that
+is left is left out and named. `--device cpu` goes the same way with a tiny model. Where anything failed the command
+exits with 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import math
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_ceiling, gpu_peers
-from benchmarks.gpu_cells import CPU_CELLS, GPU_CELLS, Cell, Settings, cell_values, run_cell
-from benchmarks.gpu_record import append_rows, provenance, read_rows
+from benchmarks.gpu_cells import CPU_CELLS, GPU_CELLS, Cell, Settings, cell_values, hardware_of, run_cell
+from benchmarks.gpu_record import append_rows, make_folder, mistakes_told, provenance, read_rows
 from flopwise.core.errors import FlopwiseError, unknown_name
+from flopwise.core.files import write_whole
+from flopwise.engine.devices import choose_device
 
 OK = "ok"
 LIMIT_S = 900.0
 """After so long a cell is ended: it hangs."""
+POLL_S = 0.05
+START_S = {"cuda": 18.0, "cpu": 3.0}
+"""What a second job of a process is spared: imports, and on a GPU the compiling of attention's kernels."""
+TIMES = ("warm_up_s", "measure_s", "ceiling_warm_up_s", "ceiling_measure_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +59,8 @@ class Answer:
     why: str = ""
 
 
-Runner = Callable[[Job, Settings], Answer]
+Runner = Callable[[Sequence[Job], Settings], Iterator[Answer]]
+"""Answers in the order of the jobs, each as soon as it is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +114,7 @@ def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
     """Names separated by commas; `all`, `none`."""
     if text in ("all", "none"):
         return list(known) if text == "all" else []
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in known:
             raise unknown_name(what, name, known, hint=f"--{what}s {','.join(known)} | all | none")
@@ -149,7 +159,8 @@ def earlier_times(folder: Path) -> dict[tuple[str, str], tuple[float, float]]:
         for row in read_rows(folder / f"{kind}s.csv"):
             if row.get("outcome") == OK:
                 step_s, count = float(row["step_s"]), int(row["steps"]) + int(row["warm_up_steps"])
-                found[kind, row[kind]] = (max(0.0, float(row["wall_s"]) - count * step_s), step_s)
+                alone_s = float(row["wall_s"]) + float(row.get("spared_s") or 0.0)
+                found[kind, row[kind]] = (max(0.0, alone_s - count * step_s), step_s)
     return found
 
 
@@ -163,22 +174,43 @@ def run_jobs(
     """Run what fits into the budget, in order; every row is in its file before the next job begins."""
     origin, begun = provenance(settings.device), clock()
     progress = Progress(ceilings=measured_ceilings(settings.output, origin["card"]))
-    for job in jobs:
-        spent_s = clock() - begun
-        if budget_s is not None and spent_s + job.foreseen_s > budget_s:
-            progress.left_out.append(f"{job.kind} {job.name} (about {job.foreseen_s:.0f} s)")
+    waiting = list(jobs)
+    while waiting:
+        group = next_group(waiting, settings, math.inf if budget_s is None else budget_s - (clock() - begun))
+        if not group:
+            left = waiting.pop(0)
+            progress.left_out.append(f"{left.kind} {left.name} (about {left.foreseen_s:.0f} s)")
             continue
-        print(f"# {job.kind} {job.name}, about {job.foreseen_s:.0f} s", file=sys.stderr, flush=True)
-        answer = runner(job, settings)
-        wall_s = clock() - begun - spent_s
-        if answer.outcome != OK:
-            progress.failed.append(f"{job.kind} {job.name}: {answer.outcome}: {answer.why}")
-            print(f"  {progress.failed[-1]}", file=sys.stderr, flush=True)
-        told = {"outcome": answer.outcome, "why": answer.why, "wall_s": round(wall_s, 3)}
-        rows = [{**row, **told, **origin} for row in answer.rows or [{job.kind: job.name}]]
-        _taken_in(job, rows, progress, settings)
-        append_rows(settings.output / f"{job.kind}s.csv", rows)
+        del waiting[: len(group)]
+        names = " and ".join(f"{job.kind} {job.name}" for job in group)
+        print(f"# {names}, about {foreseen_s(group, settings):.0f} s", file=sys.stderr, flush=True)
+        before, spared_s = clock(), 0.0
+        for job, answer in zip(group, runner(group, settings), strict=True):
+            wall_s = clock() - before
+            if answer.outcome != OK:
+                progress.failed.append(f"{job.kind} {job.name}: {answer.outcome}: {answer.why}")
+                print(f"  {progress.failed[-1]}", file=sys.stderr, flush=True)
+            told = {"outcome": answer.outcome, "why": answer.why, "wall_s": round(wall_s, 3), "spared_s": spared_s}
+            rows = [{**row, **told, **origin} for row in answer.rows or [{job.kind: job.name}]]
+            _taken_in(job, rows, progress, settings)
+            append_rows(settings.output / f"{job.kind}s.csv", rows)
+            # After a failure the next one gets a new process.
+            before, spared_s = clock(), START_S[settings.device] if answer.outcome == OK else 0.0
     return progress
+
+
+def next_group(waiting: Sequence[Job], settings: Settings, left_s: float) -> list[Job]:
+    """What runs next in one process: a ceiling and the cell behind it, or one job; none where the time is too short."""
+    groups = [list(waiting[:1])]
+    if [job.kind for job in waiting[:2]] == ["ceiling", "cell"]:
+        cell = cells_of(settings.device)[waiting[1].name]
+        groups = [list(waiting[:2]), *groups] if cell.ceiling == waiting[0].name else groups
+    return next((group for group in groups if foreseen_s(group, settings) <= left_s), [])
+
+
+def foreseen_s(group: Sequence[Job], settings: Settings) -> float:
+    """How long a process takes with these; only the first of them has to start."""
+    return sum(job.foreseen_s for job in group) - START_S[settings.device] * (len(group) - 1)
 
 
 def _taken_in(job: Job, rows: list[dict[str, Any]], progress: Progress, settings: Settings) -> None:
@@ -242,7 +274,7 @@ def run_here(job: Job, settings: Settings) -> Answer:
             return Answer([cell_values(run_cell(cells_of(settings.device)[job.name], settings))])
         return Answer([gpu_peers.run_peer(peers_of(settings.device)[job.name], settings)])
     except FlopwiseError as error:
-        return Answer([], "refused", f"{error.what}: {error.why}")
+        return Answer([], "refused", ": ".join(filter(None, (error.what, error.why))))
     except Exception as error:
         told = f"{type(error).__name__}: {error}".splitlines()[0]
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
@@ -251,23 +283,66 @@ def run_here(job: Job, settings: Settings) -> Answer:
         return Answer([], "failed", told)
 
 
-def run_child(job: Job, settings: Settings) -> Answer:
-    """Measure in a process of its own; its talk goes on to ours."""
-    with tempfile.TemporaryDirectory() as folder:
-        into = Path(folder) / "answer.json"
-        words = [sys.executable, "-m", "benchmarks.gpu", f"--{job.kind}", job.name, "--into", str(into)]
-        for name in ("device", "output", "warm_up_s", "measure_s", "ceiling_warm_up_s", "ceiling_measure_s"):
-            words += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
-        words += ["--hardware", settings.hardware] if settings.hardware else []
-        words += ["--profile"] if settings.profile else []
-        try:
-            ended = subprocess.run(words, check=False, timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return Answer([], "failed", f"ended after {LIMIT_S:.0f} s")
-        if not into.is_file():
-            return Answer([], "failed", f"the process ended with {ended.returncode}")
-        told = json.loads(into.read_text(encoding="utf-8"))
-    return Answer(told["rows"], told["outcome"], told["why"])
+def run_as_child(jobs: Sequence[Job], settings: Settings, into: Path) -> None:
+    """Measure one after the other here, each answer in a file of its own; behind one that failed nothing is begun."""
+    for job in jobs:
+        answer = run_here(job, settings)
+        write_whole(into / f"{job.kind}.json", json.dumps(asdict(answer)))
+        if answer.outcome != OK:
+            return
+        _free(settings.device)
+
+
+def _free(device: str) -> None:
+    """Give back what a job held, so that the next one finds the memory of a new process, and its own peak."""
+    import torch
+
+    gc.collect()
+    if device == "cuda":
+        # Workspaces of matrix products, and the pinned memory of copies, which no public call gives back.
+        for name in ("_cuda_clearCublasWorkspaces", "_host_emptyCache"):
+            getattr(torch._C, name, lambda: None)()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def run_child(jobs: Sequence[Job], settings: Settings) -> Iterator[Answer]:
+    """Measure in a process of their own, whose talk goes on to ours; what is left after a failure gets a new one."""
+    waiting = list(jobs)
+    while waiting:
+        with tempfile.TemporaryDirectory() as folder, subprocess.Popen(_words(waiting, settings, folder)) as process:
+            try:
+                for job in list(waiting):
+                    waiting.remove(job)
+                    answer = _awaited(process, Path(folder) / f"{job.kind}.json", last=not waiting)
+                    yield answer
+                    if answer.outcome != OK:
+                        break
+            finally:
+                process.kill()
+
+
+def _awaited(process: subprocess.Popen[bytes], path: Path, *, last: bool) -> Answer:
+    """The answer in a file; the end of the process belongs to the last of its jobs."""
+    begun = time.monotonic()
+    while process.poll() is None and (last or not path.is_file()):
+        if time.monotonic() - begun > LIMIT_S:
+            break
+        time.sleep(POLL_S)
+    if path.is_file():
+        return Answer(**json.loads(path.read_text(encoding="utf-8")))
+    code = process.returncode
+    return Answer([], "failed", f"ended after {LIMIT_S:.0f} s" if code is None else f"the process ended with {code}")
+
+
+def _words(jobs: Sequence[Job], settings: Settings, folder: str) -> list[str]:
+    words = [sys.executable, "-m", "benchmarks.gpu", "--into", folder]
+    for kind in ("ceiling", "cell", "peer"):
+        words += [f"--{kind}s", ",".join(job.name for job in jobs if job.kind == kind) or "none"]
+    for name in ("device", "output", *TIMES):
+        words += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
+    words += ["--hardware", settings.hardware] if settings.hardware else []
+    return words + (["--profile"] if settings.profile else [])
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
@@ -276,60 +351,72 @@ def run_child(job: Job, settings: Settings) -> Answer:
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--output", type=Path, required=True)
-    made.add_argument("--cells", default="all")
-    made.add_argument("--ceilings", default="auto", help="auto: those of the cells and peers; all, none, names")
-    made.add_argument("--peers", default="none")
-    made.add_argument("--budget-s", type=float)
+    made.add_argument("--output", type=Path, required=True, help="the folder of the CSV files")
+    made.add_argument("--cells", "--cell", default="all", help="names with commas between them, all or none")
+    made.add_argument(
+        "--ceilings", "--ceiling", default="auto", help="auto: those of the cells and peers; all, none, names"
+    )
+    made.add_argument("--peers", "--peer", default="none", help="names with commas between them, all or none")
+    made.add_argument("--budget-s", type=float, help="what does not fit into so many seconds is left out")
     made.add_argument("--hardware", default="", help="a file of `flopwise calibrate`, or a catalogue entry")
     made.add_argument("--profile", action="store_true", help="after a cell, the kernels of one more step")
-    made.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    for name in ("warm-up-s", "measure-s", "ceiling-warm-up-s", "ceiling-measure-s"):
-        default = getattr(Settings(device="", output=Path()), name.replace("-", "_"))
-        made.add_argument(f"--{name}", type=float, default=default)
-    for kind in ("ceiling", "cell", "peer"):
-        made.add_argument(f"--{kind}", default="", help=f"measure one {kind} in this process")
-    made.add_argument("--into", type=Path, help="where the process that measures one thing writes its answer")
+    made.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="what is measured")
+    for name in TIMES:
+        default = getattr(Settings(device="", output=Path()), name)
+        what = "before measuring" if "warm" in name else "measured at least"
+        told = f"seconds of {'a ceiling' if 'ceiling' in name else 'a cell or peer'} {what}; {default:g} unless told"
+        made.add_argument(f"--{name.replace('_', '-')}", type=float, default=default, help=told)
+    # For the process that measures: the folder of its answers.
+    made.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = parser().parse_args(arguments)
-    settings = Settings(
-        device=given.device,
-        output=given.output,
-        warm_up_s=given.warm_up_s,
-        measure_s=given.measure_s,
-        ceiling_warm_up_s=given.ceiling_warm_up_s,
-        ceiling_measure_s=given.ceiling_measure_s,
-        hardware=given.hardware,
-        profile=given.profile,
-    )
-    given.output.mkdir(parents=True, exist_ok=True)
-    for kind in ("ceiling", "cell", "peer"):
-        if getattr(given, kind) and given.into:
-            answer = run_here(Job(kind, getattr(given, kind), 0.0), settings)
-            text = json.dumps({"rows": answer.rows, "outcome": answer.outcome, "why": answer.why})
-            given.into.write_text(text, encoding="utf-8")
+    with mistakes_told():
+        names = asked(given)
+        settings = Settings(
+            device=given.device,
+            output=given.output,
+            hardware=given.hardware,
+            profile=given.profile,
+            **{name: getattr(given, name) for name in TIMES},
+        )
+        if given.into is None:
+            choose_device(settings.device)
+            hardware_of(settings)
+            make_folder(settings.output)
+        jobs = jobs_of(*names, settings)
+        if given.into is not None:
+            run_as_child(jobs, settings, given.into)
             return
-    try:
-        jobs = _jobs(given, settings)
-    except FlopwiseError as error:
-        sys.exit("\n".join(filter(None, (error.what, error.why, f"hint: {error.hint}"))))
-    progress = run_jobs(jobs, settings, run_child, budget_s=given.budget_s)
-    print(shown(progress))
+        progress = run_jobs(jobs, settings, run_child, budget_s=given.budget_s)
+    print(shown(progress), flush=True)
+    if progress.failed:
+        failed = ", ".join(text.partition(":")[0] for text in progress.failed)
+        print(f"{len(progress.failed)} of {len(jobs)} failed: {failed}", file=sys.stderr)
+        sys.exit(1)
 
 
-def _jobs(given: argparse.Namespace, settings: Settings) -> list[Job]:
-    device = settings.device
-    cells = [given.cell] if given.cell else chosen(given.cells, list(cells_of(device)), "cell")
-    peers = [given.peer] if given.peer else chosen(given.peers, list(peers_of(device)), "peer")
+def asked(given: argparse.Namespace) -> tuple[list[str], list[str], list[str]]:
+    """Cells, ceilings and peers by name; what cannot be meant is refused."""
+    for name in (*TIMES, "budget_s"):
+        seconds, option = getattr(given, name), f"--{name.replace('_', '-')}"
+        if seconds is not None and not 0 <= seconds < math.inf:
+            raise FlopwiseError(f"{option} cannot be {seconds:g}", why="it is seconds: 0 or more", hint=f"{option} 30")
+    device = given.device
+    cells = chosen(given.cells, list(cells_of(device)), "cell")
+    peers = chosen(given.peers, list(peers_of(device)), "peer")
     if given.ceilings == "auto":
         wanted = [cells_of(device)[name].ceiling for name in cells] + [peers_of(device)[name].ceiling for name in peers]
         ceilings = list(dict.fromkeys(name for name in wanted if name in ceilings_of(device)))
     else:
         ceilings = chosen(given.ceilings, list(ceilings_of(device)), "ceiling")
-    return jobs_of(cells, ceilings, peers, settings)
+    if not (cells or ceilings or peers):
+        raise FlopwiseError(
+            "nothing to measure", why="no cell, no ceiling and no peer is asked for", hint="--cells all --peers none"
+        )
+    return cells, ceilings, peers
 
 
 # -- for people ----------------------------------------------------------------------------------------------------
@@ -364,8 +451,9 @@ def _cell_line(row: Mapping[str, Any]) -> str:
         return f"{row['cell']:12} {row['outcome']}: {row['why']}"[:120]
     return (
         f"{row['cell']:12} {_rates(row)} {_share(row['mfu'])} {_share(row['hfu'])} {_gib(row['peak_allocated_bytes'])} "
-        f"{_share(row['peak_per_cap'])} {row['predicted_per_measured']:9.3f} {_number(row['waited_s'], 6, 2)} "
-        f"{row['submit_s']:6.2f} {_number(row['clock_mhz'], 5, 0)} {_number(row['power_w'], 4, 0)}"
+        f"{_share(row['peak_per_cap'])} {_number(row['predicted_per_measured'], 9, 3)} "
+        f"{_number(row['waited_s'], 6, 2)} {row['submit_s']:6.2f} "
+        f"{_number(row['clock_mhz'], 5, 0)} {_number(row['power_w'], 4, 0)}"
     )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks.gpu_kernels import profiled
-from flopwise.core.catalog import load_hardware, load_model
+from flopwise.core.catalog import load_model
 from flopwise.core.formats import parse_formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.plan import Plan, Planned
@@ -26,6 +26,7 @@ from flopwise.plan.compile import compile_plan
 from flopwise.plan.cuts import DeviceQuestion
 from flopwise.plan.explain import planned
 from flopwise.profile.sampling import Counters, sampler_for
+from flopwise.profile.this_machine import find_hardware
 
 GIB = 2**30
 
@@ -121,8 +122,13 @@ class Settings:
     ceiling_warm_up_s: float = 4.0
     ceiling_measure_s: float = 6.0
     hardware: str = ""
-    """A file of `flopwise calibrate` or a catalogue entry; nothing: `h200`, on a CPU too, which has no caps to keep."""
+    """A file of `flopwise calibrate` or a catalogue entry; nothing: `h200`, which a CPU is planned as too."""
     profile: bool = False
+
+    @property
+    def compares(self) -> bool:
+        """Whether what is planned for is what it runs on: a CPU is not held against the H200."""
+        return self.device == "cuda" or self.hardware != ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,11 +148,12 @@ class CellRow:
     step_s: float
     steps: int
     warm_up_steps: int
-    mfu: float
-    hfu: float
-    peak_flops: float
-    predicted_tokens_per_s: float
-    predicted_per_measured: float
+    mfu: float | None
+    """None, as what was predicted: it ran on something else than it was planned for."""
+    hfu: float | None
+    peak_flops: float | None
+    predicted_tokens_per_s: float | None
+    predicted_per_measured: float | None
     planned_bytes: int
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
@@ -182,7 +189,7 @@ def model_of(name: str) -> Transformer:
 
 def hardware_of(settings: Settings) -> Hardware:
     """What is planned for."""
-    return load_hardware(settings.hardware or "h200")
+    return find_hardware(settings.hardware or "h200")
 
 
 def run_cell(cell: Cell, settings: Settings) -> CellRow:
@@ -209,6 +216,10 @@ def run_cell(cell: Cell, settings: Settings) -> CellRow:
         set_up_s=set_up_s,
     )
     row = _row(cell, found, steps, ran)
+    if not settings.compares:
+        row = replace(
+            row, mfu=None, hfu=None, peak_flops=None, predicted_tokens_per_s=None, predicted_per_measured=None
+        )
     if settings.profile:
         try:
             profiled(cell.name, steps.one, settings.device, settings.output)

@@ -127,6 +127,8 @@ def run_peer(peer: Peer, settings: Settings) -> dict[str, Any]:
 
 
 def _peak_flops(settings: Settings) -> float | None:
+    if not settings.compares:
+        return None
     fact = hardware_of(settings).device.peak_flops.get("bf16" if settings.device == "cuda" else "fp32")
     return None if fact is None else fact.value
 

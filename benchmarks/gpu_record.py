@@ -5,16 +5,42 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from flopwise.core.files import write_whole
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.files import WRITABLE_HINT, write_whole
 from flopwise.profile.sampling import sampler_for
 from flopwise.train.measuring import commit
 
 Row = Mapping[str, object]
+
+
+@contextmanager
+def mistakes_told() -> Iterator[None]:
+    """What a user can put right is told on stderr in words, and the command exits with 2."""
+    try:
+        yield
+    except FlopwiseError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(FlopwiseError.exit_code) from None
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder where there is none, and refuse one that cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        why = "it is a file, not a folder" if isinstance(error, FileExistsError) else why
+        raise FlopwiseError(f"cannot write into {folder}", why=why, hint=WRITABLE_HINT) from None
 
 
 def provenance(device: str) -> dict[str, str]:
