@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -79,6 +80,9 @@ def test_a_file_for_predict_plan_and_train(folder: Path) -> None:
     result = run("--device", "cpu", "--name", "mine", "--quick")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1] == "written to mine.toml; use it with --on mine.toml"
+    # The share is the median's.
+    assert re.search(r"median GFLOP/s +of the peak +best GFLOP/s\n", result.stdout)
+    assert "small: a side is shorter than 1,024" in result.stdout
     hardware = load_hardware("mine.toml")
     assert (hardware.name, hardware.device.kind) == ("mine", "cpu")
     assert hardware.sources[hardware.efficiency.gemm.source].kind == "measured"
@@ -101,7 +105,7 @@ def test_a_file_for_predict_plan_and_train(folder: Path) -> None:
     # A run that goes on elsewhere must find the file again.
     assert record.request["on"] == str(folder / "mine.toml")
     plan = next(Path("runs").glob("*/plan.toml"))
-    assert 'hardware = "mine.toml"' in plan.read_text(encoding="utf-8")
+    assert f'hardware = "{folder / "mine.toml"}"' in plan.read_text(encoding="utf-8")
     again = train.run(model=str(plan), steps=1, checkpoint=False, device="cpu", store="runs")
     assert again.measurement is not None and again.measurement.hardware == "mine"
 
@@ -133,12 +137,49 @@ def test_a_file_that_is_there_stays_until_it_may_go(folder: Path) -> None:
         (["-o", "card.txt"], "is no TOML file"),
         (["-o", "nowhere/card.toml"], "cannot be written"),
         (["--device", "cpu", "--like", "h100-sxm"], "--like is for GPUs"),
+        (["--name", "h200"], "--name h200 is a name of the catalogue"),
+        (["--name", "nvidia-h200"], "--name nvidia-h200 is a name of the catalogue"),
+        (["--name", "this-cpu"], "--name this-cpu is a name of the catalogue"),
     ],
-    ids=["device", "output", "name", "path-as-name", "form-as-file", "suffix", "folder", "like-on-a-cpu"],
+    ids=[
+        *("device", "output", "name", "path-as-name", "form-as-file", "suffix", "folder", "like-on-a-cpu"),
+        *("catalogue", "alias", "this-cpu"),
+    ],
 )
 def test_mistakes(folder: Path, words: list[str], what: str) -> None:
     assert what in refused(*words).what
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["/proc/x.toml", "link.toml", "loop.toml", "a.toml/x.toml", f"{'x' * 300}.toml", "a\0b.toml", "folder.toml"],
+    ids=["proc", "dangling-link", "loop", "below-a-file", "long", "null", "folder"],
+)
+def test_a_place_that_cannot_be_written_is_refused_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(calibrating, "calibrate_device", lambda *_, **__: pytest.fail("it was measured"))
+    (folder / "a.toml").write_text("mine", encoding="utf-8")
+    (folder / "link.toml").symlink_to("nowhere/x.toml")
+    (folder / "loop.toml").symlink_to("loop.toml")
+    (folder / "folder.toml").mkdir()
+    before = sorted(folder.iterdir())
+    error = refused("--device", "cpu", "-o", place)
+    assert "cannot be written" in error.what and error.why and error.hint and error.exit_code == 2
+    assert sorted(folder.iterdir()) == before
+
+
+def test_what_was_measured_is_printed_where_it_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, _text: str) -> None:
+        raise FlopwiseError(f"cannot write {path}", why="No space left on device")
+
+    monkeypatch.setattr("flopwise.core.files.write_whole", full)
+    result = run("--device", "cpu", "--quick", "--name", "mine")
+    assert isinstance(result.exception, FlopwiseError) and "was printed" in str(result.exception.hint)
+    monkeypatch.undo()
+    (folder / "kept.toml").write_text(result.stdout, encoding="utf-8")
+    assert load_hardware(folder / "kept.toml").name == "mine"
 
 
 def test_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +213,9 @@ def test_an_interrupt_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(calibrating, "calibrate_device", interrupted)
-    assert run("--like", "h100-sxm", "--quick").exit_code == 130
+    result = run("--like", "h100-sxm", "--quick")
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr.splitlines()[-1] == "nothing was written"
     assert (asked["device"], asked["quick"]) == ("cuda", True)
     assert {"bf16", "fp8"} < set(asked["formats"])
     assert not list(folder.iterdir())

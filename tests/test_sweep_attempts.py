@@ -94,6 +94,13 @@ def test_a_command_leaves_open_what_is_open(tmp_path: Path) -> None:
     assert (options(words)["--batch"], options(words)["--micro"]) == ("22", "11")
 
 
+def test_a_file_of_this_machine_is_what_it_trains_with(tmp_path: Path) -> None:
+    for hardware, told in (("mine.toml", str(Path("mine.toml").resolve())), ("h200", None), ("this-cpu", None)):
+        cell = a_cell(tmp_path, hardware=hardware)
+        words = train_command(Trial(cell=cell, sweep=a_sweep(cell), repeat=1, steps=3), Path("/s"), Path("/m"))
+        assert options(words).get("--on") == told
+
+
 def test_words_of_a_scheduler_stand_before_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOPWISE_ATTEMPT_PREFIX", "srun --export='ALL,A=b c'")
     words = train_command(a_trial(tmp_path), Path("/s"), Path("/m"))

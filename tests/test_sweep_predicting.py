@@ -316,6 +316,14 @@ def test_a_mistake_names_its_cell() -> None:
         foreseen(to_run=False, seq="1k", batch="8", on="a100-40gb", precision="fp8")
 
 
+def test_fp8_on_several_devices_is_refused_before_anything_runs() -> None:
+    words: dict[str, Any] = {"seq": "1k", "batch": "8", "gpus": "1,2", "precision": "fp8"}
+    with pytest.raises(FlopwiseError, match=r"2 × h200 · fp8: fp8 cannot be trained in on several devices") as caught:
+        foreseen(to_run=True, **words)
+    assert caught.value.hint and "--gpus 1" in caught.value.hint and "[[skip]]" in caught.value.hint
+    assert all(found.fits for found in foreseen(to_run=False, **words))
+
+
 def test_time_of_a_sweep() -> None:
     plain = Foreseen(fits=True, method="plan", step_s=2.0, attempt_s=15.0 + 20 * 2.0)
     short = Foreseen(fits=False, method="plan")

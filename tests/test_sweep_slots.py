@@ -13,6 +13,7 @@ import pytest
 from flopwise.core.catalog import load_hardware
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import to_toml
+from flopwise.core.hardware import Fact, Hardware
 from flopwise.core.sweep import SweepRecord
 from flopwise.sweep.slots import Slots, check_hardware, gpu_ids, slots_for
 
@@ -91,6 +92,66 @@ def test_a_file_that_describes_this_device_may_be_measured_with(
     check_hardware([a_cell(hardware=str(mine)).settings], record, slots)
     with pytest.raises(FlopwiseError, match="the cells are for"):
         check_hardware([a_cell(hardware=str(other)).settings], record, slots)
+
+
+def test_a_name_alone_is_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    h200 = load_hardware("h200")
+    monkeypatch.setattr("flopwise.profile.this_machine.this_machine", lambda: h200)
+    other = tmp_path / "h200.toml"
+    other.write_text(to_toml(replace(load_hardware("a100-80gb"), name="h200", aliases=())), encoding="utf-8")
+    with pytest.raises(FlopwiseError, match="the cells are for"):
+        check_hardware([a_cell(hardware=str(other)).settings], a_sweep(), on_gpus(monkeypatch, "0"))
+
+
+# -- files of a CPU ---------------------------------------------------------------------------------------------------
+
+
+def a_cpu(cores: int) -> Hardware:
+    """As `this_cpu` describes one, with nothing measured."""
+    some = load_hardware("h200")
+    device = replace(some.device, kind="cpu", architecture="a CPU", units=Fact(value=cores, source="datasheet"))
+    return replace(some, name="this-cpu", title=f"a CPU, {cores} cores", device=device, aliases=())
+
+
+@pytest.fixture
+def cpu_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[str, str]:
+    """Of this machine's CPU, and of another one which goes by the same name."""
+    monkeypatch.setattr("flopwise.profile.this_machine.this_cpu", lambda: a_cpu(2))
+    monkeypatch.setattr("flopwise.profile.this_machine.this_machine", lambda: load_hardware("h200"))
+    mine, other = tmp_path / "mine.toml", tmp_path / "other.toml"
+    mine.write_text(to_toml(replace(a_cpu(2), name="mine")), encoding="utf-8")
+    other.write_text(to_toml(a_cpu(64)), encoding="utf-8")
+    return str(mine), str(other)
+
+
+@pytest.mark.parametrize("ids", ["", "0,1"], ids=["no-gpu", "gpus"])
+def test_a_file_of_this_cpu_may_be_measured_with(
+    monkeypatch: pytest.MonkeyPatch, cpu_files: tuple[str, str], ids: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ids)
+    record: SweepRecord = replace(a_sweep(), device="auto")
+    mine, other = (a_cell(hardware=name).settings for name in cpu_files)
+    slots = slots_for(record, [mine], None)
+    assert slots.gpus == []
+    check_hardware([mine], record, slots)
+    with pytest.raises(FlopwiseError, match=r"the cells are for .*other.toml, and what would run them is a CPU, 2"):
+        check_hardware([mine, other], record, slots)
+    with pytest.raises(FlopwiseError, match=r"the cells are for .*mine.toml, .* a GPU, as --device says"):
+        check_hardware([mine], replace(record, device="cuda"), slots)
+    # `flopwise train` takes a GPU where it finds one.
+    with slots.taken(mine) as environment:
+        assert environment == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_cells_of_a_cpu_take_no_gpu_from_others(monkeypatch: pytest.MonkeyPatch, cpu_files: tuple[str, str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    record: SweepRecord = replace(a_sweep(), device="auto")
+    mine, gpu = a_cell(hardware=cpu_files[0], devices=8).settings, a_cell(hardware="h200", devices=2).settings
+    slots = slots_for(record, [mine, gpu], None)
+    check_hardware([mine, gpu], record, slots)
+    assert slots.too_few(mine) is None and slots.share(mine) == 0.5
+    with slots.taken(gpu), slots.taken(mine) as environment:
+        assert environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_the_share_of_a_cell_is_that_of_its_gpus_or_of_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:

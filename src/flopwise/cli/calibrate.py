@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flopwise.cli.options import check_target, one_of, told
+from flopwise.cli.options import one_of, told
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from flopwise.core.hardware import Hardware
+    from flopwise.report.calibrations import CalibrationRecord
 
 FORMS = ("table", "text", "json")
 DeviceOption = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
@@ -40,10 +43,6 @@ def calibrate(
 
     In under two minutes; nothing else should run on it. What was not measured is as in the catalogue.
     """
-    from datetime import datetime
-
-    from flopwise.core.files import to_toml, write_whole
-
     form = one_of(output, FORMS, "--output")
     wanted = one_of(device, ("auto", "cuda", "cpu"), "--device")
     if write in FORMS:
@@ -54,6 +53,15 @@ def calibrate(
     _check_torch()
     if write:
         _check_file(write, force=force)
+    with _interrupts_told():
+        record = _measured(wanted, name, write, like, quick=quick, force=force)
+    _print(record, form)
+
+
+def _measured(wanted: str, name: str, write: str, like: str, *, quick: bool, force: bool) -> CalibrationRecord:
+    """Time the device, and write what was found."""
+    from datetime import datetime
+
     from flopwise.engine.attention_calls import attention_calls
     from flopwise.engine.devices import choose_device
 
@@ -63,10 +71,10 @@ def calibrate(
     write = write or f"{name}.toml"
     target = _check_file(write, force=force)
 
-    from flopwise.cli.output import progress_bar, show_page
+    from flopwise.cli.output import progress_bar
     from flopwise.predict.calibrated import calibrated
     from flopwise.profile.calibrating import calibrate_device
-    from flopwise.report.calibrations import CalibrationRecord, calibration_json, calibration_page
+    from flopwise.report.calibrations import CalibrationRecord
 
     with progress_bar("measuring") as tell:
         measured = calibrate_device(
@@ -78,8 +86,37 @@ def calibrate(
         )
     today = datetime.now().astimezone().date().isoformat()
     hardware, fitted = calibrated(base, measured, name=name, date=today, like=bool(like))
-    write_whole(target, to_toml(hardware))
-    record = CalibrationRecord(file=write, hardware=hardware, held_out=fitted, calibration=measured)
+    _write(target, hardware)
+    return CalibrationRecord(file=write, hardware=hardware, held_out=fitted, calibration=measured)
+
+
+@contextmanager
+def _interrupts_told() -> Iterator[None]:
+    """Until a file is there, an interrupt leaves nothing, and says so."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("nothing was written", err=True)
+        raise
+
+
+def _write(target: Path, hardware: Hardware) -> None:
+    """Write the file; where that fails after all, what was measured goes to the terminal instead of being lost."""
+    from flopwise.core.errors import FlopwiseError
+    from flopwise.core.files import to_toml, write_whole
+
+    text = to_toml(hardware)
+    try:
+        write_whole(target, text)
+    except FlopwiseError as error:
+        typer.echo(text, nl=False)
+        raise FlopwiseError(error.what, why=error.why, hint="what would be in it was printed: keep that") from None
+
+
+def _print(record: CalibrationRecord, form: str) -> None:
+    from flopwise.cli.output import show_page
+    from flopwise.report.calibrations import calibration_json, calibration_page
+
     if form == "json":
         typer.echo(calibration_json(record))
     else:
@@ -89,6 +126,7 @@ def calibrate(
 def _check_name(name: str) -> None:
     import re
 
+    from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names
     from flopwise.core.errors import FlopwiseError, shown
 
     if name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name):
@@ -96,6 +134,12 @@ def _check_name(name: str) -> None:
             f"--name cannot be {shown(name)}",
             why="small letters, digits, dots and dashes are expected, 64 at the most",
             hint="--name h200-measured",
+        )
+    if name in (*hardware_names(), *hardware_aliases(), THIS_CPU, THIS_MACHINE):
+        raise FlopwiseError(
+            f"--name {name} is a name of the catalogue",
+            why="what was measured here would pass for what the catalogue says",
+            hint=f"--name {name}-measured",
         )
 
 
@@ -122,8 +166,8 @@ def _check_file(write: str, *, force: bool) -> Path:
         raise FlopwiseError(
             f"--write {write} is no TOML file", why="its name tells what is in it", hint=f"--write {write}.toml"
         )
-    check_target(write, example="h200-measured.toml")
     target = Path(write)
+    _check_writable(target)
     if target.exists() and not force:
         raise FlopwiseError(
             f"{write} is there already",
@@ -131,6 +175,31 @@ def _check_file(write: str, *, force: bool) -> Path:
             hint="--force to replace it, or -w with another name",
         )
     return target
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a place where nothing can be written, as it will be written: by a file beside it."""
+    import os
+    import tempfile
+    from pathlib import Path
+
+    from flopwise.core.errors import FlopwiseError, shown
+
+    try:
+        target = path.resolve()
+        if target.is_dir():
+            why = "it is a folder"
+        elif target.exists() and not target.is_file():
+            # A pipe or a device is written to.
+            return
+        else:
+            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+            os.close(handle)
+            Path(name).unlink()
+            return
+    except (OSError, ValueError, RuntimeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    raise FlopwiseError(f"--write {shown(str(path))} cannot be written", why=why, hint="--write h200-measured.toml")
 
 
 def _base(device: str, like: str) -> tuple[Hardware, str]:

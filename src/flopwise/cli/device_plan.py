@@ -328,10 +328,11 @@ def _write_plan(path: str, found: Planned, model: Model) -> None:
     from dataclasses import replace
     from pathlib import Path
 
-    from flopwise.core.catalog import plan_table
+    from flopwise.core.catalog import hardware_place, plan_table
     from flopwise.core.files import to_toml, write_whole
 
-    promised = replace(found.plan, expected=found.forecast.expected)
+    place = hardware_place(found.plan.hardware)
+    promised = replace(found.plan, hardware=place, expected=found.forecast.expected)
     write_whole(Path(path), to_toml(plan_table(promised, model)))
     typer.echo(f"wrote {path}", err=True)
 

@@ -258,12 +258,12 @@ def _print(prediction: Prediction, found: Answer, title: str, form: str) -> None
 def _written(path: str, model: Model, hardware: str, request: Request, prediction: Prediction) -> None:
     from pathlib import Path
 
-    from flopwise.core.catalog import plan_table
+    from flopwise.core.catalog import hardware_place, plan_table
     from flopwise.core.cluster_plan import ClusterPlan, Expected
     from flopwise.core.files import to_toml, write_whole
 
     made = ClusterPlan(
-        hardware=hardware,
+        hardware=hardware_place(hardware),
         devices=prediction.devices,
         sequence_tokens=prediction.sequence_tokens,
         batch_sequences=prediction.batch_sequences,

@@ -92,7 +92,7 @@ def train(
 
 RESUME_LEAVES_OPEN = (
     *("resume", "steps", "epochs", "checkpoint_every", "keep", "evaluate_every", "store", "output", "gpus", "profile"),
-    "profile_steps",
+    *("profile_steps", "on"),
 )
 PLAN_SAYS = ("seq", "micro", "precision", "device_mem", "host_mem")
 
@@ -137,7 +137,10 @@ def train_request(context: typer.Context, words: dict[str, Any]) -> TrainRequest
         resume=words["resume"] or None,
     )
     _check(context, request)
-    return _with_devices(context, request)
+    settled = _with_devices(context, request)
+    if settled.devices > 1:
+        _check_several(settled)
+    return settled
 
 
 def _settings(words: dict[str, Any]) -> dict[str, Any]:
@@ -290,6 +293,26 @@ def _with_devices(context: typer.Context, request: TrainRequest) -> TrainRequest
             hint=f"--gpus {devices}, or `flopwise plan … --gpus {request.devices} -w plan.toml`",
         )
     return replace(request, devices=devices)
+
+
+def _check_several(request: TrainRequest) -> None:
+    """Refuse formats that several devices do not train in, before a process is started for each of them."""
+    from pathlib import Path
+
+    from flopwise.core.catalog import is_plan, load_plan
+    from flopwise.core.formats import parse_formats
+    from flopwise.core.store import find_run, read_record, store_folder
+    from flopwise.engine.launch import check_several
+
+    if request.resume:
+        precision = read_record(find_run(store_folder(request.store), request.resume)).plan.get("precision")
+        if isinstance(precision, str):
+            check_several(parse_formats(precision), "--gpus 1")
+    elif request.model is not None and is_plan(request.model):
+        hint = "`flopwise plan … --precision bf16 -w plan.toml`, or a plan with --gpus 1"
+        check_several(parse_formats(load_plan(Path(request.model))[0].precision), hint)
+    elif request.precision is not None:
+        check_several(parse_formats(request.precision))
 
 
 # -- running ---------------------------------------------------------------------------------------------------------

@@ -86,5 +86,5 @@ StoreOption = Annotated[str, typer.Option(help="Folder of runs. Default: as FLOP
 ResumeOption = Annotated[str, typer.Option(help="Go on with a run: its number or folder, or last.")]
 OutputOption = Annotated[str, typer.Option("--output", "-o", help="table or json.")]
 PrecisionOption = Annotated[
-    str, typer.Option(help="bf16, bf16-mixed, bf16-amp, fp32 or tf32; changes as key=format: bf16,gradients=fp32.")
+    str, typer.Option(help="bf16, bf16-mixed, bf16-amp, fp32, tf32 or fp8; changes as key=format: bf16,gradients=fp32.")
 ]

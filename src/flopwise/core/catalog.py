@@ -101,7 +101,7 @@ def load_hardware(name: str | Path) -> Hardware:
             if lowered not in aliases:
                 raise _no_hardware(name)
             return load_hardware(aliases[lowered])
-    path = description_file(Path(name))
+    path = _hardware_file(Path(name))
     table = read_table(path)
     if "architecture" in table or "model_type" in table:
         raise FlopwiseError(
@@ -112,6 +112,43 @@ def load_hardware(name: str | Path) -> Hardware:
     if any(key in table for key in ("technology", "tech_param", "power_breakdown")):
         raise _not_built(str(path))
     return decode(table, Hardware, str(path))
+
+
+def hardware_place(name: str) -> str:
+    """A name of hardware for a file that may be read elsewhere: a path in full, a catalogue's name as it is."""
+    if name.lower() in (*hardware_names(), THIS_CPU, THIS_MACHINE) or not _is_path(name):
+        return name
+    return str(Path(name).resolve())
+
+
+def is_cpu(name: str) -> bool:
+    """Whether hardware is a CPU: this one, or that of a file; one that cannot be read is refused where it is used."""
+    if name in (THIS_CPU, THIS_MACHINE):
+        return name == THIS_CPU
+    try:
+        return load_hardware(name).device.kind == "cpu"
+    except FlopwiseError:
+        return False
+
+
+def _hardware_file(path: Path) -> Path:
+    """The file that a path of hardware stands for; a model's folder is told from others by what is in it."""
+    kind = entry_kind(path)
+    if kind == "folder" and entry_kind(path / "config.json") == "nothing":
+        raise FlopwiseError(
+            f"{path} is a folder, not hardware",
+            why=_meant(str(path)) or "hardware is a name of the catalogue or a TOML file",
+            hint="`flopwise ls hardware`, or the file that `flopwise calibrate` has written",
+        )
+    meant = _meant(str(path)) if kind == "nothing" else None
+    if meant:
+        raise FlopwiseError(f"there is no file {path}", why=meant, hint=f"--on {path}.toml")
+    return description_file(path)
+
+
+def _meant(name: str) -> str | None:
+    """The file that is probably meant, where only its ending was left out."""
+    return f"did you mean {name}.toml?" if entry_kind(Path(f"{name}.toml")) == "file" else None
 
 
 def _not_built(name: str) -> FlopwiseError:
@@ -131,6 +168,9 @@ def _no_hardware(name: str) -> FlopwiseError:
         )
     if name.lower() in technology_names():
         return _not_built(name.lower())
+    meant = _meant(name)
+    if meant:
+        return FlopwiseError(f"no hardware is called {shown(name)}", why=meant, hint=f"--on {name}.toml")
     return unknown_name(
         "hardware",
         name,

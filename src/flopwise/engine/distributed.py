@@ -49,6 +49,7 @@ from flopwise.engine.batch import NO_LABEL, Batch
 from flopwise.engine.executor import Evaluated, Moment, StepResult
 from flopwise.engine.formats import TYPES, check_formats, statistics_type
 from flopwise.engine.kernels import dispatch
+from flopwise.engine.launch import check_several
 from flopwise.engine.modules import ReferenceModel, at_least_fp32, build, check_trainable
 from flopwise.engine.updates import Updates
 
@@ -434,12 +435,7 @@ def check_executed(plan: ClusterPlan, model: Transformer, world: int) -> None:
     """Refuse plans that the distributed executor does not run, or not on so many ranks."""
     formats = parse_formats(plan.precision)
     check_formats(formats)
-    if formats.matrix == "fp8":
-        raise FlopwiseError(
-            f"{formats.name} cannot be trained in on several devices yet",
-            why="there are no kernels for matrix products in fp8 in the modules that are sharded",
-            hint="--precision bf16",
-        )
+    check_several(formats)
     check_trainable(model)
     if WIDTH_BYTES[formats.gradients] > WIDTH_BYTES[formats.weights]:
         raise FlopwiseError(

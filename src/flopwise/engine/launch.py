@@ -19,6 +19,7 @@ from types import FrameType, TracebackType
 from typing import IO, Any, Literal, NoReturn, Self
 
 from flopwise.core.errors import FlopwiseError, shown
+from flopwise.core.formats import Formats
 
 Launcher = Literal["alone", "torchrun", "slurm", "flopwise"]
 
@@ -141,6 +142,16 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise FlopwiseError(f"{name} is {shown(text)}, which is no number", hint=f"{name}=0, or unset it")
     return int(text)
+
+
+def check_several(formats: Formats, hint: str = "--precision bf16, or --gpus 1") -> None:
+    """Refuse number formats that only one device trains in."""
+    if formats.matrix == "fp8":
+        raise FlopwiseError(
+            f"{formats.name} cannot be trained in on several devices yet",
+            why="there are no kernels for matrix products in fp8 in the modules that are sharded",
+            hint=hint,
+        )
 
 
 # -- starting ranks ---------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from flopwise.core.work import RECOMPUTE_POLICIES, Recompute, Work
 from flopwise.core.workload import MOMENTS, Fusion, Optimizer, Workload
 from flopwise.predict.cluster import evaluate
 from flopwise.predict.collectives import check_reach
-from flopwise.predict.costs import workload_costs
+from flopwise.predict.costs import peak_flops, workload_costs
 from flopwise.predict.memory import device_bytes, memory_line, usable_bytes
 from flopwise.predict.strategies import listed
 
@@ -107,6 +107,9 @@ def base_workload(model: Model, hardware: Hardware, request: Request) -> tuple[W
     reasons: dict[str, str] = {}
     formats = request.formats or _formats(hardware, reasons)
     assert isinstance(formats, Formats)  # Request has turned a name into its policy
+    if request.formats:
+        # Before anything else asks, so that an error names what was asked for, not what attention multiplies in.
+        peak_flops(hardware, formats.matrix)
     sequence = request.sequence_tokens or _sequence(model, reasons)
     batch = _batch(model, request, sequence, reasons)
     base = Workload(

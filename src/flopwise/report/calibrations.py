@@ -79,8 +79,11 @@ def _products(calibration: Calibration, hardware: Hardware) -> Text:
         for words, mine in classes:
             if mine:
                 lines.append((number_format, words, *_product_cells(mine, scale, hardware)))
-    columns = ("products", "shapes", "rows", f"median {unit}", "best", "of the peak")
-    return text_table(columns, lines, ("products", "shapes"))
+    columns = ("products", "shapes", "rows", f"median {unit}", "of the peak", f"best {unit}")
+    text = text_table(columns, lines, ("products", "shapes"))
+    if any(not row.is_large for row in rows):
+        text.append("\nsmall: a side is shorter than 1,024; such products may not fill the device")
+    return text
 
 
 def _product_cells(rows: Sequence[ProductRow], scale: float, hardware: Hardware) -> tuple[str, ...]:
@@ -88,7 +91,7 @@ def _product_cells(rows: Sequence[ProductRow], scale: float, hardware: Hardware)
     median = statistics.median(rates)
     peak = hardware.device.peak_flops.get(rows[0].number_format)
     share = "-" if peak is None else show_share(median / peak.value)
-    return str(len(rows)), significant(median / scale), significant(max(rates) / scale), share
+    return str(len(rows)), significant(median / scale), share, significant(max(rates) / scale)
 
 
 def _attention(calibration: Calibration, hardware: Hardware) -> Text:

@@ -267,7 +267,7 @@ def _answer(planned: Planned) -> _Lines:
     waits = sorted(((name, s) for name, s in forecast.idle.items() if s > 0), key=lambda item: -item[1])
     rate = f"{significant(forecast.tokens_per_s)} tok/s{spread}"
     ceiling = f"{show_share(forecast.ceiling_share)} of the kernels' own ceiling (matrix products and attention alone)"
-    peak = f"{forecast.peak_flops / 1e12:,.0f} TFLOP/s dense {forecast.peak_format}"
+    peak = f"{show_count(forecast.peak_flops)}FLOP/s dense {forecast.peak_format}"
     rows = [
         ("schedule", _schedule(planned.plan), ""),
         ("step", _step(planned), ""),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
-from flopwise.core.catalog import THIS_CPU
+from flopwise.core.catalog import THIS_CPU, hardware_place
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import to_toml, write_whole
 from flopwise.core.measurement import RunRecord
@@ -112,6 +112,7 @@ def train_command(trial: Trial, store: Path, model: Path) -> list[str]:
         "steps": trial.steps,
         "gpus": settings.devices,
         "seed": sweep.seed,
+        "on": _described_by(settings.hardware),
         "device": "cpu" if settings.hardware == THIS_CPU else sweep.device,
         "tokenizer": sweep.tokenizer or AUTO,
     }
@@ -123,6 +124,12 @@ def train_command(trial: Trial, store: Path, model: Path) -> list[str]:
         words += ["--data", source]
     words += ["--no-checkpoint", *(["--profile"] if trial.profile else []), "--store", str(store), "-o", "json"]
     return [*shlex.split(os.environ.get(PREFIX_VARIABLE, "")), *words]
+
+
+def _described_by(hardware: str) -> str:
+    """The file that describes this machine, in full; the catalogue's entries are found by what the machine is."""
+    place = hardware_place(hardware)
+    return place if Path(place).is_absolute() else AUTO
 
 
 # -- running ---------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from flopwise.core.sweep_store import looks
 from flopwise.core.transformer import Transformer
 from flopwise.core.units import show_bytes
 from flopwise.core.workload import Workload
+from flopwise.engine.launch import check_several
 from flopwise.plan.cuts import DeviceQuestion
 from flopwise.plan.forecast import forecast
 from flopwise.plan.memory import plan_bytes
@@ -74,6 +75,7 @@ def foresee_all(
     for place, settings in enumerate(cells):
         if to_run:
             check_trainable(models.of(settings))
+            _check_several(settings)
         if to_run or settings.host_memory_bytes is not None:
             machine = hardware[settings.hardware]
             found[place] = _told(settings, lambda s=settings, m=machine: _planned(s, models.of(s), m))  # type: ignore[misc]
@@ -106,6 +108,17 @@ def check_trainable(model: Model) -> None:
             why="language modelling here is the next token's, and it is no part of this model",
             hint="--predict, --set head=classifier --set labels=2 with --data, or a decoder such as gpt2",
         )
+
+
+def _check_several(settings: Settings) -> None:
+    """Refuse formats that several devices do not train in, before a process finds out."""
+    if settings.devices == 1:
+        return
+    hint = "--gpus 1, --precision bf16, or --predict; [[skip]] of a sweep's file leaves it out"
+    try:
+        check_several(parse_formats(settings.precision), hint)
+    except FlopwiseError as error:
+        raise error.within(label(settings)) from None
 
 
 class _Models:

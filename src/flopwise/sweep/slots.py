@@ -9,9 +9,9 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, load_hardware
+from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, is_cpu, load_hardware
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.hardware import same_device
+from flopwise.core.hardware import Hardware, same_device
 from flopwise.core.sweep import Settings, SweepRecord
 from flopwise.sweep.slurm_scripts import PREFIX_VARIABLE
 
@@ -51,26 +51,35 @@ class Slots:
         self.count = max(1, at_once or len(self.gpus) or 1)
         if self.gpus:
             self.count = min(self.count, len(self.gpus))
+        self._cpus: dict[str, bool] = {}
         self._free = list(self.gpus)
         self._changed = threading.Condition()
         self._turn = threading.Lock()
 
+    def on_cpu(self, name: str) -> bool:
+        """Whether cells with this name of hardware run on a CPU."""
+        if name not in self._cpus:
+            self._cpus[name] = is_cpu(name)
+        return self._cpus[name]
+
     def too_few(self, settings: Settings) -> str | None:
         """Why a cell cannot run here, if it cannot."""
-        if not self.gpus or settings.hardware == THIS_CPU or settings.devices <= len(self.gpus):
+        if not self.gpus or self.on_cpu(settings.hardware) or settings.devices <= len(self.gpus):
             return None
         return f"{settings.devices} GPUs are wanted, and {len(self.gpus)} are here"
 
     def share(self, settings: Settings) -> float:
         """Of all that can run at once, what a cell takes: of the time of a sweep, so much of its own counts."""
-        of_gpus = settings.devices / len(self.gpus) if self.gpus and settings.hardware != THIS_CPU else 0.0
+        of_gpus = settings.devices / len(self.gpus) if self.gpus and not self.on_cpu(settings.hardware) else 0.0
         return min(1.0, max(1.0 / self.count, of_gpus))
 
     @contextmanager
     def taken(self, settings: Settings) -> Iterator[dict[str, str]]:
         """The environment of a process for a cell, whose devices are its own as long as this is entered."""
-        if not self.gpus or settings.hardware == THIS_CPU:
-            yield self._threads()
+        on_cpu = self.on_cpu(settings.hardware)
+        if not self.gpus or on_cpu:
+            # A process finds no GPU where a file of this CPU is meant; under the CPU's own name it is told so.
+            yield self._threads() | ({VISIBLE: ""} if on_cpu and settings.hardware != THIS_CPU else {})
             return
         with self._turn, self._changed:
             self._changed.wait_for(lambda: len(self._free) >= settings.devices)
@@ -93,7 +102,7 @@ class Slots:
 
 def slots_for(record: SweepRecord, cells: Iterable[Settings], at_once: int | None) -> Slots:
     """Those of a sweep with these cells."""
-    return Slots(record, at_once, on_cpu=all(settings.hardware == THIS_CPU for settings in cells))
+    return Slots(record, at_once, on_cpu=all(is_cpu(name) for name in {settings.hardware for settings in cells}))
 
 
 def check_hardware(cells: Iterable[Settings], record: SweepRecord, slots: Slots) -> None:
@@ -101,19 +110,28 @@ def check_hardware(cells: Iterable[Settings], record: SweepRecord, slots: Slots)
     wanted = {settings.hardware for settings in cells} - {THIS_CPU}
     if slots.scheduled or not wanted:
         return
-    if not slots.gpus:
-        if record.device == "cuda":
+    of_gpus = {name for name in wanted if not slots.on_cpu(name)}
+    if record.device == "cuda":
+        if wanted - of_gpus:
+            raise _elsewhere(min(wanted - of_gpus), "a GPU, as --device says")
+        if not slots.gpus:
             raise FlopwiseError("there is no GPU here", why="--device cuda wants one", hint="--device cpu")
-        others = sorted(wanted - {THIS_MACHINE})
-        if others:
-            raise _elsewhere(others[0], "this machine's CPU")
-        return
-    from flopwise.profile.this_machine import this_machine
+    named = of_gpus - {THIS_MACHINE}
+    if named and not slots.gpus:
+        # A file that is gone says so; what is there is another device.
+        load_hardware(min(named))
+        raise _elsewhere(min(named), "this machine's CPU")
+    from flopwise.profile import this_machine
 
-    here = this_machine()
-    for name in sorted(wanted - {THIS_MACHINE}):
-        wanted_here = load_hardware(name)
-        if wanted_here.name != here.name and not same_device(wanted_here.device, here.device):
+    if named:
+        _check_same(named, this_machine.this_machine())
+    if wanted - of_gpus:
+        _check_same(wanted - of_gpus, this_machine.this_cpu())
+
+
+def _check_same(names: Iterable[str], here: Hardware) -> None:
+    for name in sorted(names):
+        if not same_device(load_hardware(name).device, here.device):
             raise _elsewhere(name, here.title)
 
 

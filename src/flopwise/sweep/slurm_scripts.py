@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flopwise.core.catalog import THIS_CPU
+from flopwise.core.catalog import is_cpu
 from flopwise.core.errors import FlopwiseError, shown
 from flopwise.core.sweep import Cell, SweepRecord
 from flopwise.core.sweep_store import CELL_NAME, SWEEP_NAME, SWEEPS, looks
@@ -135,7 +135,7 @@ def render(record: SweepRecord, cells: Sequence[Cell], store: Path, options: Slu
 
 def wants_gpus(record: SweepRecord, cell: Cell) -> bool:
     """Whether the cell's devices are GPUs."""
-    return record.device != "cpu" and cell.settings.hardware != THIS_CPU
+    return record.device != "cpu" and not is_cpu(cell.settings.hardware)
 
 
 def _parts(cells: Sequence[Cell], size: int) -> Iterable[Sequence[Cell]]:

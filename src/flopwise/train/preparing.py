@@ -7,7 +7,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, is_plan, load_model, load_plan
+from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_place, is_plan, load_model, load_plan
 from flopwise.core.cluster_plan import ClusterPlan
 from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
@@ -18,9 +18,11 @@ from flopwise.core.model import Model
 from flopwise.core.plan import MOST_PAIRS, Plan
 from flopwise.core.training import Task, Training
 from flopwise.core.transformer import Transformer
+from flopwise.core.units import show_bytes
 from flopwise.engine.data import DataRequest, open_classification_data, open_language_data
 from flopwise.engine.devices import choose_device, device_facts
 from flopwise.engine.formats import check_formats
+from flopwise.engine.launch import check_several
 from flopwise.engine.modules import check_trainable
 from flopwise.predict.choose import Request, base_workload
 from flopwise.profile.this_machine import find_hardware, memory_bytes
@@ -90,14 +92,19 @@ def prepare(
     if plan is None and request.model is not None and is_plan(request.model):
         plan = load_plan(Path(request.model))
     name, hardware = _hardware(request, plan[0] if plan else None, device)
+    told: tuple[str, ...] = ()
     if plan is not None:
-        _check_hardware(plan[0], hardware, request)
+        told = _check_hardware(plan[0], hardware, request)
+        if request.on is not None:
+            plan = replace(plan[0], hardware=name), plan[1]
     model, weights = _model(request, plan, hardware)
     task = request.task or ("classification" if model.head == "classifier" else "language")
     model = _for_task(model, task)
     check_trainable(model)
     if request.precision is not None:
         check_formats(parse_formats(request.precision))
+    if ranks > 1:
+        _check_several(request, plan[0] if plan else None, resumed=resumed)
     sequence = _sequence_tokens(request, plan, model, device)
     request = _with_tokenizer(request, weights)
     data = _open_data(request, model, task, sequence, tell)
@@ -122,7 +129,7 @@ def prepare(
         device=device,
         weights=weights,
         checks=_checks(hardware, promise, data.describe(), weights),
-        notes=(*data.notes, *_notes(hardware, promise, training)),
+        notes=(*told, *data.notes, *_notes(hardware, promise, training)),
     )
 
 
@@ -132,11 +139,12 @@ def _hardware(request: TrainRequest, plan: Plan | ClusterPlan | None, device: st
         hardware = find_hardware(request.on)
         if not request.anywhere:
             _check_described(hardware, device, request.on)
-        return request.on, hardware
-    if plan is not None and plan.hardware.endswith(".toml") and entry_kind(Path(plan.hardware)) == "file":
-        hardware = find_hardware(plan.hardware)
+        return hardware_place(request.on), hardware
+    own = plan.hardware if plan is not None and request.on is None else ""
+    if own.endswith(".toml") and entry_kind(Path(own)) == "file":
+        hardware = find_hardware(own)
         if _is_here(hardware, device):
-            return plan.hardware, hardware
+            return hardware_place(own), hardware
     name = THIS_MACHINE if device == "cuda" else THIS_CPU
     return name, find_hardware(name)
 
@@ -160,17 +168,45 @@ def _check_described(hardware: Hardware, device: str, name: str) -> None:
         )
 
 
-def _check_hardware(plan: Plan | ClusterPlan, hardware: Hardware, request: TrainRequest) -> None:
-    """Refuse a plan that was made for another device."""
+def _check_hardware(plan: Plan | ClusterPlan, hardware: Hardware, request: TrainRequest) -> tuple[str, ...]:
+    """Refuse a plan that was made for another device; a note where --on stands for hardware that is gone."""
     if request.anywhere or plan.hardware.lower() in (THIS_MACHINE, THIS_CPU):
-        return
-    planned = find_hardware(plan.hardware)
-    if planned.name != hardware.name and not same_device(planned.device, hardware.device):
+        return ()
+    try:
+        planned = find_hardware(plan.hardware)
+    except FlopwiseError as error:
+        if request.on is None:
+            hint = "--on this-machine, or --on with the place where the file is now"
+            raise FlopwiseError(f"the plan's hardware: {error.what}", why=error.why, hint=hint) from None
+        _check_room(plan, hardware)
+        return (f"the plan's own hardware is not compared with {hardware.name}: {error.what}",)
+    if not same_device(planned.device, hardware.device):
         raise FlopwiseError(
             f"the plan is for {planned.title}, and this machine has {hardware.title}",
             why="its memory and its schedule are those of another device",
             hint="plan again with `--on this-machine`, or --anywhere to run it as it is",
         )
+    return ()
+
+
+def _check_room(plan: Plan | ClusterPlan, hardware: Hardware) -> None:
+    """Refuse a plan that takes more memory than a device has."""
+    needed = plan.expected.device_bytes if plan.expected else plan.device_memory_bytes
+    there = hardware.device.dram.size_bytes.value
+    if needed is not None and needed > there:
+        raise FlopwiseError(
+            f"the plan takes {show_bytes(needed)} of device memory, and {hardware.title} has {show_bytes(there)}",
+            hint="plan again with `--on this-machine`, or --anywhere to run it as it is",
+        )
+
+
+def _check_several(request: TrainRequest, plan: Plan | ClusterPlan | None, *, resumed: bool) -> None:
+    """Refuse formats that several devices do not train in, before any data is read."""
+    precision = plan.precision if plan is not None else request.precision
+    if precision is not None and resumed:
+        check_several(parse_formats(precision), "--gpus 1")
+    elif precision is not None:
+        check_several(parse_formats(precision))
 
 
 def _model(

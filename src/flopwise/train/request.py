@@ -43,7 +43,8 @@ class TrainRequest:
     host_memory_bytes: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     on: str | None = None
-    """A description of this machine's device, as `flopwise calibrate` writes it; None: the catalogue's."""
+    """A description of this machine's device, as `flopwise calibrate` writes it; None: the catalogue's, or that of the
+    run which is resumed."""
     devices: int = 1
     from_scratch: bool = False
     """First values are drawn even where the model's folder has weights."""

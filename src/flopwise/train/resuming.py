@@ -12,6 +12,7 @@ import msgspec
 from flopwise.core.catalog import load_plan
 from flopwise.core.cluster_plan import ClusterPlan
 from flopwise.core.errors import FlopwiseError
+from flopwise.core.files import entry_kind
 from flopwise.core.measurement import RunRecord
 from flopwise.core.model import Model
 from flopwise.core.plan import Plan
@@ -45,6 +46,7 @@ def find_resumed(request: TrainRequest, tell: Callable[[str], None]) -> Resumed:
             why=error.why or error.what,
             hint=f"begin a new run with --weights and a checkpoint of {folder}",
         ) from None
+    _check_hardware_file(request, record, plan[0])
     problems = []
     for found in checkpoint.checkpoints(folder):
         try:
@@ -69,8 +71,24 @@ def find_resumed(request: TrainRequest, tell: Callable[[str], None]) -> Resumed:
     return Resumed(folder, record, plan, None, None)
 
 
+def _check_hardware_file(request: TrainRequest, record: RunRecord, plan: Plan | ClusterPlan) -> None:
+    """Refuse to go on where the file of the run's hardware is gone, and nothing is named in its place."""
+    if request.on is not None:
+        return
+    name = record.request.get("on")
+    if name is None and not record.request.get("anywhere"):
+        name = plan.hardware
+    is_file = isinstance(name, str) and ("/" in name or name.endswith((".toml", ".json")))
+    if is_file and entry_kind(Path(str(name))) == "nothing":
+        raise FlopwiseError(
+            f"the hardware of run {record.id} is described in {name}, and there is no such file",
+            why="what it is measured against comes from there",
+            hint="--on this-machine, or --on with the place where the file is now",
+        )
+
+
 def merged(record: RunRecord, request: TrainRequest) -> TrainRequest:
-    """The request of a run that is resumed; steps, ranks and what says when to save may be new."""
+    """The request of a run that is resumed; steps, ranks, hardware and what says when to save may be new."""
     try:
         kept = msgspec.convert(record.request, TrainRequest)
     except msgspec.ValidationError as error:
@@ -81,7 +99,7 @@ def merged(record: RunRecord, request: TrainRequest) -> TrainRequest:
         ) from None
     changes: dict[str, Any] = {
         name: getattr(request, name)
-        for name in ("checkpoint_every", "evaluate_every")
+        for name in ("checkpoint_every", "evaluate_every", "on")
         if getattr(request, name) is not None
     }
     return replace(
