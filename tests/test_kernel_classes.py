@@ -74,6 +74,12 @@ OPERATORS: dict[KernelClass, tuple[str, ...]] = {
 OUR_KERNELS: dict[str, KernelClass] = {
     "norm_forward_kernel": "norm",
     "norm_backward_kernel": "norm",
+    "whole_norm_forward_kernel": "norm",
+    "whole_norm_backward_kernel": "norm",
+    "add_rows_kernel": "norm",
+    "_quantise_rows_kernel": "pointwise",
+    "_quantise_columns_kernel": "pointwise",
+    "_quantise_columns_amax_kernel": "pointwise",
     "_rotate_kernel": "pointwise",
     "_activation_forward_kernel": "pointwise",
     "_activation_backward_kernel": "pointwise",

@@ -32,7 +32,7 @@ _RULES: tuple[tuple[KernelClass, str], ...] = (
     ),
     (
         "norm",
-        r"layer_?norm|rms_?norm|batch_?norm|group_?norm|bn_(fw|bw|forward|backward)|norm_(forward|backward)_kernel|"
+        r"layer_?norm|rms_?norm|batch_?norm|group_?norm|bn_(fw|bw|forward|backward)|norm_(forward|backward)_kernel|add_rows_kernel|"
         r"native_norm|GammaBeta|RowwiseMoments|instance_?norm|(?<![a-z])ln_(fwd|bwd|parallel)|fused_add_norm",
     ),
     (
@@ -49,7 +49,7 @@ _RULES: tuple[tuple[KernelClass, str], ...] = (
         r"tanh|softmax|cross_entropy|nll_loss|activation_(forward|backward)_kernel|dropout|reduce_kernel|"
         r"embedding|index|gather|scatter|CatArray|(^|_|::)cat(_|$)|copy_kernel|direct_copy|FillFunctor|transpose|permute|"
         r"cub::|DeviceScan|DeviceReduce|DeviceRadix|RadixSort|distribution_|nonzero|masked|where|unrolled|vectorized|"
-        r"batched_transpose|topk|sort|cumsum|scan|compare|cast",
+        r"batched_transpose|topk|sort|cumsum|scan|compare|cast|quanti[sz]e",
     ),
     # On a CPU a copy is memory work like any other; so is whatever else the library does to every element.
     (

@@ -41,7 +41,7 @@ def _scale(magnitude: tl.tensor, least: tl.constexpr, share: tl.constexpr) -> tl
 
 
 @kernel()
-def _rows_kernel(
+def _quantise_rows_kernel(
     source: tl.tensor,
     out: tl.tensor,
     scales: tl.tensor,
@@ -78,7 +78,7 @@ def _rows_kernel(
 
 
 @kernel()
-def _columns_amax_kernel(
+def _quantise_columns_amax_kernel(
     source: tl.tensor,
     most: tl.tensor,
     rows: tl.tensor,
@@ -101,7 +101,7 @@ def _columns_amax_kernel(
 
 
 @kernel()
-def _columns_kernel(
+def _quantise_columns_kernel(
     source: tl.tensor,
     out: tl.tensor,
     scales: tl.tensor,
@@ -129,7 +129,7 @@ def quantise_rows(source: Tensor, *, out: Tensor, scales: Tensor) -> None:
     rows, width = source.shape
     assert source.stride(1) == out.stride(1) == 1
     block = min(WIDEST_ROW, triton.next_power_of_2(width))
-    _rows_kernel[(rows,)](
+    _quantise_rows_kernel[(rows,)](
         *(source, out, scales, width, source.stride(0), out.stride(0)),
         least=LEAST_AMAX,
         share=SHARE_OF_LARGEST,
@@ -145,7 +145,7 @@ def quantise_columns(source: Tensor, *, out: Tensor, scales: Tensor) -> None:
     rows, width = source.shape
     assert source.stride(1) == out.stride(1) == 1
     most = scales.view(torch.int32).zero_()
-    _columns_amax_kernel[(triton.cdiv(width, AMAX_COLUMNS), triton.cdiv(rows, AMAX_ROWS * AMAX_LOOPS))](
+    _quantise_columns_amax_kernel[(triton.cdiv(width, AMAX_COLUMNS), triton.cdiv(rows, AMAX_ROWS * AMAX_LOOPS))](
         *(source, most, rows, width, source.stride(0)),
         loops=AMAX_LOOPS,
         row_block=AMAX_ROWS,
@@ -154,7 +154,7 @@ def quantise_columns(source: Tensor, *, out: Tensor, scales: Tensor) -> None:
         **ARITHMETIC,
     )
     scales.clamp_(min=LEAST_AMAX).mul_(SHARE_OF_LARGEST)
-    _columns_kernel[(triton.cdiv(width, TILE_COLUMNS), triton.cdiv(rows, TILE_ROWS))](
+    _quantise_columns_kernel[(triton.cdiv(width, TILE_COLUMNS), triton.cdiv(rows, TILE_ROWS))](
         *(source, out, scales, rows, width, source.stride(0), out.stride(0)),
         row_block=TILE_ROWS,
         column_block=TILE_COLUMNS,
