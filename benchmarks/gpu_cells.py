@@ -261,7 +261,13 @@ def _executor(plan: Plan, program: Program, model: Transformer, device: str) -> 
     """With weights drawn where it computes, which takes a second there and a minute on a host."""
     training = Training(steps=10_000, learning_rate=1e-5)
     executor = StreamingExecutor(plan, program, model, training, device=torch.device(device))
-    dtype = TYPES[parse_formats(plan.precision).weights]
+    draw_weights(executor, device)
+    return executor
+
+
+def draw_weights(executor: StreamingExecutor, device: str) -> None:
+    """Normal numbers, norms that are 1, and nothing learned yet; peaks of memory count from here on."""
+    dtype = TYPES[executor.formats.weights]
     generator = torch.Generator(device=device).manual_seed(0)
     executor.clear_moments()
     for parameter in executor.parameters:
@@ -272,7 +278,6 @@ def _executor(plan: Plan, program: Program, model: Transformer, device: str) -> 
         # The peak is that of all steps, the first one too; what drew the weights is not training's.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    return executor
 
 
 class Steps:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.gpu_cells import draw_weights
 from flopwise.core.catalog import load_hardware, load_model
 from flopwise.core.formats import parse_formats
 from flopwise.core.program import Stream
@@ -123,14 +124,7 @@ def _run(case: Case) -> Row:
     training = Training(steps=case.steps, learning_rate=1e-4)
     torch.cuda.empty_cache()
     executor = StreamingExecutor(found.plan, program, model, training, device=torch.device("cuda"))
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    executor.clear_moments()
-    for parameter in executor.parameters:
-        drawn = torch.randn(parameter.shape, generator=generator, device="cuda", dtype=torch.bfloat16)
-        executor.set_weights({parameter.name: torch.ones_like(drawn) if parameter.role == "norm" else drawn.mul_(0.02)})
-    del drawn
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    draw_weights(executor, "cuda")
     batch = _batch(model, case)
     peaks = _watched(executor)
     seconds, waits, losses, submits = [], [], [], []

@@ -18,7 +18,7 @@ import msgspec
 from flopwise.core import index, sweep
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import write_whole
-from flopwise.core.index import Mark, is_ours, mark_of
+from flopwise.core.index import Mark, is_ours, mark_of, read_remembered
 from flopwise.core.store import to_text
 from flopwise.core.sweep import ENDED, Attempt, Cell
 from flopwise.core.sweep_store import ATTEMPT_NAME, CELL, CELL_NAME, CELLS, Problem, read_attempts, read_cell
@@ -157,21 +157,14 @@ def _maker() -> str:
 
 
 def _read_index(store: Path) -> dict[str, _Entry]:
-    path = store / CELLS_INDEX
-    if not is_ours(path):
-        return {}
-    mark, place = mark_of(os.fspath(path)), os.path.realpath(path)
-    if place in _REMEMBERED and _REMEMBERED[place][0] == mark:
-        return _REMEMBERED[place][1]
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=_Index, strict=False)
-    except (OSError, msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
-        return {}
+    return read_remembered(store / CELLS_INDEX, _Index, _current, _REMEMBERED)
+
+
+def _current(found: _Index) -> dict[str, _Entry]:
+    """Its sound entries, if this version made them."""
     if found.layout != LAYOUT or found.maker != _maker():
         return {}
-    _REMEMBERED.clear()
-    _REMEMBERED[place] = (mark, {name: entry for name, entry in found.cells.items() if _is_sound(name, entry)})
-    return _REMEMBERED[place][1]
+    return {name: entry for name, entry in found.cells.items() if _is_sound(name, entry)}
 
 
 def _is_sound(name: str, entry: _Entry) -> bool:

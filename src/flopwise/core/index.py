@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
@@ -274,21 +274,39 @@ def is_ours(path: Path) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_size <= MOST_INDEX_BYTES
 
 
-def _read_index(store: Path) -> dict[str, _Entry]:
-    path = store / INDEX
+Index = TypeVar("Index")
+Entry = TypeVar("Entry")
+
+
+def read_remembered(
+    path: Path,
+    kind: type[Index],
+    entries: Callable[[Index], dict[str, Entry]],
+    memory: dict[str, tuple[Mark, dict[str, Entry]]],
+) -> dict[str, Entry]:
+    """What an index holds: from memory where the file is the one that was read last, nothing where it is damaged."""
     if not is_ours(path):
         return {}
     mark, place = mark_of(os.fspath(path)), os.path.realpath(path)
-    if place in _REMEMBERED and _REMEMBERED[place][0] == mark:
-        return _REMEMBERED[place][1]
+    if place in memory and memory[place][0] == mark:
+        return memory[place][1]
     try:
-        index = msgspec.json.decode(path.read_bytes(), type=_Index, strict=False)
+        found = msgspec.json.decode(path.read_bytes(), type=kind, strict=False)
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
         return {}
+    memory.clear()
+    memory[place] = (mark, entries(found))
+    return memory[place][1]
+
+
+def _read_index(store: Path) -> dict[str, _Entry]:
+    return read_remembered(store / INDEX, _Index, _current, _REMEMBERED)
+
+
+def _current(index: _Index) -> dict[str, _Entry]:
+    """Its rows, if this version made them."""
     is_current = index.layout == LAYOUT and index.maker == _maker() and tuple(index.fields) == FIELDS
-    _REMEMBERED.clear()
-    _REMEMBERED[place] = (mark, index.runs if is_current else {})
-    return _REMEMBERED[place][1]
+    return index.runs if is_current else {}
 
 
 def _write_index(store: Path, entries: dict[str, _Entry]) -> None:

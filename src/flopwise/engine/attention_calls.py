@@ -5,16 +5,15 @@ from __future__ import annotations
 import torch
 
 from flopwise.core.calibration import AttentionCalls
+from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels.attention import Look, attention_backward, attention_forward, choose_kernel
-
-_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 
 
 def attention_calls(
     *, sequences: int, tokens: int, heads: int, kv_heads: int, head_dim: int, number_format: str, device: str
 ) -> AttentionCalls:
     """Causal attention over whole sequences; the forward has run once, so that the backward can."""
-    dtype = _TYPES[number_format]
+    dtype = TYPES[number_format]
     look = Look(heads=heads, kv_heads=kv_heads, head_dim=head_dim, causal=True, window=None)
 
     def numbers(count: int) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -12,6 +14,12 @@ BLOCK_BYTES = 4 << 20
 
 _SUMMED_AT_ONCE = 16384
 """Columns that one reduction takes: torch splits larger ones among its threads where there is but one row."""
+
+
+@cache
+def has_triton() -> bool:
+    """Whether the fused forms can be compiled here."""
+    return find_spec("triton") is not None
 
 
 def compute_type(stored: torch.dtype) -> torch.dtype:

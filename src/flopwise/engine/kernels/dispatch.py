@@ -5,9 +5,6 @@ Everything is written into tensors that are given. Rows are tokens; the last dim
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -15,6 +12,7 @@ from torch.profiler import record_function
 from flopwise.engine.kernels import activations, plain
 from flopwise.engine.kernels import adamw as plain_adamw
 from flopwise.engine.kernels.adamw import AdamW
+from flopwise.engine.kernels.blocks import has_triton
 from flopwise.engine.kernels.rounding import Seed
 
 __all__ = [
@@ -36,15 +34,10 @@ __all__ = [
 _FUSED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
 def _is_fused(*tensors: Tensor | None) -> bool:
     """Whether all are on a GPU and of a type that the fused forms compute."""
     given = [each for each in tensors if each is not None]
-    return all(each.is_cuda and each.dtype in _FUSED_TYPES for each in given) and _has_triton()
+    return all(each.is_cuda and each.dtype in _FUSED_TYPES for each in given) and has_triton()
 
 
 def norm_forward(

@@ -9,14 +9,11 @@ What is not finite stays so: a row with an infinity or NaN in it has a scale tha
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from flopwise.core.formats import FP8_MULTIPLE
-from flopwise.engine.kernels.blocks import BLOCK_BYTES, row_blocks
+from flopwise.engine.kernels.blocks import BLOCK_BYTES, has_triton, row_blocks
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -33,14 +30,9 @@ def fits(rows: int, inner: int, columns: int) -> bool:
     return not any(side % FP8_MULTIPLE for side in (rows, inner, columns))
 
 
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
 def quantise_rows(source: Tensor, *, out: Tensor, scales: Tensor) -> None:
     """`out` (rows, width) in fp8 and `scales` (rows,) in float32, of which the product is nearly `source`."""
-    if source.is_cuda and _has_triton():
+    if source.is_cuda and has_triton():
         from flopwise.engine.kernels import fused_fp8
 
         fused_fp8.quantise_rows(source, out=out, scales=scales)
@@ -50,7 +42,7 @@ def quantise_rows(source: Tensor, *, out: Tensor, scales: Tensor) -> None:
 
 def quantise_columns(source: Tensor, *, out: Tensor, scales: Tensor) -> None:
     """The same of the transposed `source`: `out` (width, rows) and a scale for each column, `scales` (width,)."""
-    if source.is_cuda and _has_triton():
+    if source.is_cuda and has_triton():
         from flopwise.engine.kernels import fused_fp8
 
         fused_fp8.quantise_columns(source, out=out, scales=scales)

@@ -25,7 +25,7 @@ from flopwise.engine.kernels.fused_norm import (
     whole_norm_forward_kernel,
 )
 from flopwise.engine.kernels.fused_update import adamw_kernel, squares_kernel
-from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel
+from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel, warps_for
 from flopwise.engine.kernels.rounding import FIRST, SECOND, WEIGHTS
 
 _NORM_PROGRAMS = 2
@@ -34,10 +34,6 @@ _TURNED_HEADS = 32
 _SUMMED_COLUMNS = 32
 _SQUARES_PROGRAMS = 1024
 _UPDATE_BLOCK = 1024
-
-
-def _warps(block: int) -> int:
-    return min(16, max(1, block // 512))
 
 
 def norm_forward(
@@ -57,7 +53,7 @@ def norm_forward(
         added=other is not None,
         kept=total is not None,
         block=block,
-        num_warps=_warps(block),
+        num_warps=warps_for(block),
         **ARITHMETIC,
     )
 
@@ -91,7 +87,7 @@ def norm_backward(
         again=again,
         block=block,
         # Fewer threads with more numbers each: two programs and the rows that they read ahead fill a multiprocessor.
-        num_warps=max(1, _warps(block) // 2),
+        num_warps=max(1, warps_for(block) // 2),
         **ARITHMETIC,
     )
     for number, target in enumerate((weight_gradient, bias_gradient)):
@@ -203,7 +199,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor)
         logits.stride(0),
         float(scale),
         block=block,
-        num_warps=_warps(block),
+        num_warps=warps_for(block),
         **ARITHMETIC,
     )
     loss += losses.sum(dtype=torch.float64).to(loss.dtype)

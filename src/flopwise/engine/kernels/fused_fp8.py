@@ -15,7 +15,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from flopwise.engine.kernels.fp8 import LEAST_AMAX, SHARE_OF_LARGEST
-from flopwise.engine.kernels.jit import ARITHMETIC, kernel
+from flopwise.engine.kernels.jit import ARITHMETIC, kernel, warps_for
 
 WIDEST_ROW = 32768
 """Numbers of a row that a program holds in its registers, so that it is read once."""
@@ -135,7 +135,7 @@ def quantise_rows(source: Tensor, *, out: Tensor, scales: Tensor) -> None:
         share=SHARE_OF_LARGEST,
         whole=block >= width,
         block=block,
-        num_warps=min(16, max(1, block // 512)),
+        num_warps=warps_for(block),
         **ARITHMETIC,
     )
 

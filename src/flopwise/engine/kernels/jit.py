@@ -34,3 +34,8 @@ ARITHMETIC = {"enable_fp_fusion": False}
 def column_block(width: int, most: int) -> int:
     """Columns that a program reads at once: a power of two that holds them all, or the most."""
     return min(most, 1 << max(0, width - 1).bit_length())
+
+
+def warps_for(block: int) -> int:
+    """Warps of a program that reads a row of so many columns at once: sixteen numbers a thread, or fewer."""
+    return min(16, max(1, block // 512))
