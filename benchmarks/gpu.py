@@ -4,8 +4,9 @@ Ceilings (matrix products and attention at a model's shapes, kept up as training
 caps, planned and trained) and peers (transformers, plain compiled modules) each run in a process of their own, so that
 none finds another's memory; a cell shares it with the ceiling that runs just before it. Rows are appended to
 `ceilings.csv`, `cells.csv` and `peers.csv` as they are measured. With `--budget-s` what does not fit into the time that
-is left is left out and named. `--device cpu` goes the same way with a tiny model. Where anything failed the command
-exits with 1.
+is left is left out and named. It is planned for the card that is there, unless `--hardware` names another description.
+`--device cpu` goes the same way with a tiny model, planned as on an H200. Where anything failed the command exits
+with 1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_ceiling, gpu_peers
-from benchmarks.gpu_cells import CPU_CELLS, GPU_CELLS, Cell, Settings, cell_values, hardware_of, run_cell
+from benchmarks.gpu_cells import CPU_CELLS, FORWARD_SHARE, GPU_CELLS, Cell, Settings, cell_values, hardware_of, run_cell
 from benchmarks.gpu_record import append_rows, make_folder, mistakes_told, provenance, read_rows
 from flopwise.core.errors import FlopwiseError, unknown_name
 from flopwise.core.files import write_whole
@@ -37,6 +38,7 @@ LIMIT_S = 900.0
 POLL_S = 0.05
 START_S = {"cuda": 18.0, "cpu": 3.0}
 """What a second job of a process is spared: imports, and on a GPU the compiling of attention's kernels."""
+HARDWARE_HELP = "a file of `flopwise calibrate`, or a catalogue entry; the card that is there unless told (cpu: h200)"
 TIMES = ("warm_up_s", "measure_s", "ceiling_warm_up_s", "ceiling_measure_s")
 
 
@@ -137,7 +139,8 @@ def jobs_of(cells: Sequence[str], ceilings: Sequence[str], peers: Sequence[str],
             ceiling(cell.ceiling)
         set_up_s, step_s = earlier.get(("cell", name), (cell.set_up_s, cell.step_s))
         traced_s = step_s + 15 if settings.profile else 0.0
-        jobs.append(Job("cell", name, set_up_s + traced_s + steps_s(step_s, settings, 1, cell.least_steps)))
+        running_s = steps_s(step_s, settings, cell.warm_up_share, cell.least_steps)
+        jobs.append(Job("cell", name, set_up_s + traced_s + running_s))
     for name in list(waiting):
         ceiling(name)
     for name in peers:
@@ -147,9 +150,13 @@ def jobs_of(cells: Sequence[str], ceilings: Sequence[str], peers: Sequence[str],
     return jobs
 
 
-def steps_s(step_s: float, settings: Settings, warm: int, measured: int) -> float:
-    """How long warm-up and measured steps take together, at least so many of each: the last one runs to its end."""
-    return max(settings.warm_up_s + step_s / 2, warm * step_s) + max(settings.measure_s + step_s / 2, measured * step_s)
+def steps_s(step_s: float, settings: Settings, warm: float, measured: int) -> float:
+    """How long warm-up and measured steps take together, at least so many of each: the last one runs to its end.
+
+    Less than one of `warm` is that share of a step, again and again.
+    """
+    warm_up_s = max(settings.warm_up_s + min(1, warm) * step_s / 2, warm * step_s)
+    return warm_up_s + max(settings.measure_s + step_s / 2, measured * step_s)
 
 
 def earlier_times(folder: Path) -> dict[tuple[str, str], tuple[float, float]]:
@@ -158,7 +165,8 @@ def earlier_times(folder: Path) -> dict[tuple[str, str], tuple[float, float]]:
     for kind in ("cell", "peer"):
         for row in read_rows(folder / f"{kind}s.csv"):
             if row.get("outcome") == OK:
-                step_s, count = float(row["step_s"]), int(row["steps"]) + int(row["warm_up_steps"])
+                step_s, passes = float(row["step_s"]), int(row.get("warm_up_passes") or 0)
+                count = int(row["steps"]) + int(row["warm_up_steps"]) + FORWARD_SHARE * passes
                 alone_s = float(row["wall_s"]) + float(row.get("spared_s") or 0.0)
                 found[kind, row[kind]] = (max(0.0, alone_s - count * step_s), step_s)
     return found
@@ -358,7 +366,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--peers", "--peer", default="none", help="names with commas between them, all or none")
     made.add_argument("--budget-s", type=float, help="what does not fit into so many seconds is left out")
-    made.add_argument("--hardware", default="", help="a file of `flopwise calibrate`, or a catalogue entry")
+    made.add_argument("--hardware", default="", help=HARDWARE_HELP)
     made.add_argument("--profile", action="store_true", help="after a cell, the kernels of one more step")
     made.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="what is measured")
     for name in TIMES:

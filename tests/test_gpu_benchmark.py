@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch
 from benchmarks import gpu
 from benchmarks.gpu import Answer, Ideal, Job, Progress
 from benchmarks.gpu_ceiling import Load, Shape, ceiling_rows, fastest, ideal_seconds, run_ceiling
-from benchmarks.gpu_cells import CPU_CELLS, Settings, quantile, saves_text
+from benchmarks.gpu_cells import CPU_CELLS, Settings, hardware_of, quantile, saves_text
 from benchmarks.gpu_kernels import Event, covered_s, device_events, kernel_rows, shown_kernels, write_kernels
 from benchmarks.gpu_record import append_rows, read_rows
-from flopwise.core.catalog import load_model
+from flopwise.core.catalog import load_hardware, load_model
 from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.op import Attention, Gemm
+from flopwise.profile import this_machine
 from flopwise.profile.sampling import Counters
 
 PASSES = ("forward", "to-input", "to-weight")
@@ -28,7 +30,7 @@ PASSES = ("forward", "to-input", "to-weight")
 
 def settings(folder: Path, **changes: Any) -> Settings:
     quick = {"warm_up_s": 0.02, "measure_s": 0.05, "ceiling_warm_up_s": 0.0, "ceiling_measure_s": 0.05}
-    return Settings(device="cpu", output=folder, **{**quick, **changes})
+    return Settings(**{"device": "cpu", "output": folder, **quick, **changes})
 
 
 # -- arithmetic -------------------------------------------------------------------------------------------------------
@@ -69,13 +71,8 @@ def test_ideal_time_is_the_plain_sum_over_layers_and_chunks() -> None:
     call_s = {(name, passed): seconds for name, seconds in per_call.items() for passed in PASSES}
     call_s |= {("attention", "forward"): 10.0, ("attention", "backward"): 20.0}
     tokens = {op.name: 1024 for op in work.ops} | {"attention": 8192}
-    total = 0.0
-    for _ in range(model.layers):
-        for _ in range(4):
-            total += 3 * (1 + 2 + 3 + 4)
-        total += (10 + 20) / 2
-    for _ in range(4):
-        total += 3 * 5
+    # Four chunks, and two of these sequences in one call of attention.
+    total = model.layers * (4 * 3 * (1 + 2 + 3 + 4) + (10 + 20) / 2) + 4 * 3 * 5
     assert sum(ideal_seconds(work, call_s, tokens).values()) == pytest.approx(total)
 
 
@@ -83,9 +80,8 @@ def test_the_fastest_kernel_of_each_pass_counts() -> None:
     times = {
         ("attention", "forward", "one"): [3.0, 1.0, 2.0],
         ("attention", "forward", "other"): [1.5, 1.5, 9.0],
-        ("attention", "backward", "one"): [4.0],
-        ("attention", "backward", "other"): [5.0],
-    }
+        ("attention", "backward", "one"): [4.0], ("attention", "backward", "other"): [5.0],
+    }  # fmt: skip
     assert fastest(times) == {("attention", "forward"): ("other", 1.5), ("attention", "backward"): ("one", 4.0)}
 
 
@@ -161,13 +157,8 @@ def test_a_traced_step_is_held_against_the_ceiling(tmp_path: Path) -> None:
 
 
 def test_time_that_events_cover_counts_once() -> None:
-    events = [
-        Event("a", "kernel", 0, 4),
-        Event("b", "kernel", 1, 2),
-        Event("c", "kernel", 3, 6),
-        Event("d", "kernel", 8, 9),
-    ]
-    assert covered_s(events) == pytest.approx(7)
+    spans = ((0, 4), (1, 2), (3, 6), (8, 9))
+    assert covered_s([Event("a", "kernel", begin_s, end_s) for begin_s, end_s in spans]) == pytest.approx(7)
     assert covered_s([]) == 0
 
 
@@ -211,9 +202,8 @@ def answering(clock: list[float], takes: dict[str, float], bad: Sequence[str] = 
 def played(
     jobs: list[Job], folder: Path, takes: dict[str, float], budget_s: float | None, bad: Sequence[str] = ()
 ) -> Progress:
-    clock = [0.0]
-    runner = answering(clock, takes, bad)
-    return gpu.run_jobs(jobs, settings(folder), runner, budget_s=budget_s, clock=lambda: clock[0])
+    now = [0.0]
+    return gpu.run_jobs(jobs, settings(folder), answering(now, takes, bad), budget_s=budget_s, clock=lambda: now[0])
 
 
 def test_what_does_not_fit_the_time_left_is_named_and_what_is_shorter_still_runs(tmp_path: Path) -> None:
@@ -230,9 +220,8 @@ def test_shares_are_of_the_ceiling_of_this_run_or_of_the_last_one_in_the_folder(
     played([Job("ceiling", "tiny-64", 1), Job("cell", "tiny", 1)], tmp_path, {"tiny": 1.0, "tiny-64": 1.0}, None)
     played([Job("cell", "tiny", 1)], tmp_path, {"tiny": 1.0}, None)
     rows = read_rows(tmp_path / "cells.csv")
-    assert [(row["ceiling_share"], row["ceiling_of_this_run"]) for row in rows] == [
-        ("", "False"), ("0.8", "True"), ("0.8", "False"),
-    ]  # fmt: skip
+    shares = [(row["ceiling_share"], row["ceiling_of_this_run"]) for row in rows]
+    assert shares == [("", "False"), ("0.8", "True"), ("0.8", "False")]
     assert all(row["torch"] and row["date"] and row["card"] == "cpu" for row in rows)
 
 
@@ -244,6 +233,16 @@ def test_earlier_times_foresee_the_next_ones(tmp_path: Path) -> None:
     # 30 s of which 4 steps of 2 s each.
     (known,) = gpu.jobs_of(["tiny"], [], [], asked)
     assert known.foreseen_s == pytest.approx(22 + 5 + 7)
+
+
+def test_forward_passes_in_place_of_warm_up_steps_are_foreseen_as_thirds_of_a_step(tmp_path: Path) -> None:
+    asked = settings(tmp_path, device="cuda", warm_up_s=20.0, measure_s=30.0)
+    (guess,) = gpu.jobs_of(["256k"], [], [], asked)
+    assert guess.foreseen_s == pytest.approx(55 + 124 / 3 + 124)
+    # 250 s, of which a step of 120 s and two passes.
+    row = {"outcome": "ok", "step_s": 120, "steps": 1, "warm_up_steps": 0, "warm_up_passes": 2, "wall_s": 250}
+    append_rows(tmp_path / "cells.csv", [{"cell": "256k", **row}])
+    assert gpu.jobs_of(["256k"], [], [], asked)[0].foreseen_s == pytest.approx(50 + 40 + 120)
 
 
 def test_a_ceiling_runs_before_the_first_cell_that_needs_it(tmp_path: Path) -> None:
@@ -346,6 +345,19 @@ def test_a_mistake_is_told_before_any_process_and_makes_no_folder(
     assert not output.exists()
 
 
+def test_it_is_planned_for_the_card_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    h200, asked = load_hardware("h200"), settings(tmp_path, device="cuda")
+    monkeypatch.setattr(this_machine, "this_cpu", lambda: replace(h200, device=replace(h200.device, kind="cpu")))
+    for card, name in (("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-sxm")):
+        monkeypatch.setattr(this_machine, "gpu_name", lambda card=card: card)
+        assert hardware_of(asked) == load_hardware(name) and hardware_of(replace(asked, device="cpu")) == h200
+        assert hardware_of(replace(asked, hardware="b200")).name == "b200"
+    for unknown, told in (("NVIDIA Z9000", "'NVIDIA Z9000', is not in the"), (None, "nothing says which card")):
+        monkeypatch.setattr(this_machine, "gpu_name", lambda unknown=unknown: unknown)
+        with pytest.raises(FlopwiseError, match=rf"{told}[\s\S]*hint: --hardware "):
+            hardware_of(asked)
+
+
 @pytest.mark.parametrize("bad", [(), ("tiny",)], ids=["all-well", "one-failed"])
 def test_a_run_in_which_something_failed_exits_with_1_after_the_table(
     bad: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -374,7 +386,9 @@ def test_every_cell_has_a_ceiling_and_whole_sequences() -> None:
     assert list(gpu.ceilings_of("cuda")) == ["8b-8k", "8b-64k", "8b-256k", "1b-8k", "fp8-8b-8k"]
 
 
-def test_names_are_checked_before_anything_runs() -> None:
+def test_small_words_and_names() -> None:
+    assert saves_text(["ff", "ff", "fi"]) == "ff×2 fi×1" and saves_text([]) == ""
+    assert quantile([1.0, 2.0, 3.0], 0.5) == 2.0
     with pytest.raises(FlopwiseError, match="8k-42"):
         gpu.chosen("8k,8k-42", list(gpu.cells_of("cuda")), "cell")
     assert gpu.chosen("none", ["a"], "cell") == [] and gpu.chosen("all", ["a", "b"], "cell") == ["a", "b"]
@@ -398,17 +412,12 @@ def test_the_last_table_is_narrow_whatever_it_holds() -> None:
     assert any(line.startswith("failed: ceiling 8b-64k") for line in lines)
 
 
-def test_small_words() -> None:
-    assert saves_text(["ff", "ff", "fi"]) == "ff×2 fi×1" and saves_text([]) == ""
-    assert quantile([1.0, 2.0, 3.0], 0.5) == 2.0
-
-
 # -- the whole way ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_the_whole_way_on_a_cpu(tmp_path: Path) -> None:
-    """Ceiling, two cells, one of them capped, one that cannot be, and peers: what fails is told, and others go on."""
+    """Ceiling, cells (one capped, one warmed by evaluation, one impossible), peers: a failure is told, others go on."""
     asked = settings(tmp_path, profile=True)
     jobs = gpu.jobs_of([cell.name for cell in CPU_CELLS], ["tiny-64"], list(gpu.peers_of("cpu")), asked)
 
@@ -418,16 +427,18 @@ def test_the_whole_way_on_a_cpu(tmp_path: Path) -> None:
     progress = gpu.run_jobs(jobs, asked, here, budget_s=1000)
     assert progress.left_out == []
     cells = {row["cell"]: row for row in read_rows(tmp_path / "cells.csv")}
-    assert list(cells) == ["tiny", "tiny-capped", "tiny-impossible"]
+    assert list(cells) == ["tiny", "tiny-capped", "tiny-evaluated", "tiny-impossible"]
     assert cells["tiny-impossible"]["outcome"] == "refused" and "no plan fits" in cells["tiny-impossible"]["why"]
     ceiling = gpu.measured_ceilings(tmp_path, "cpu")["tiny-64"].tokens_per_s
-    for name in ("tiny", "tiny-capped"):
+    for name in ("tiny", "tiny-capped", "tiny-evaluated"):
         row = cells[name]
         assert row["outcome"] == "ok" and row["loss_finite"] == "True"
         # Random tokens of 512 cannot be told.
         assert abs(float(row["last_loss"]) - math.log(512)) < 0.3
         assert float(row["tokens_per_s"]) == pytest.approx(256 / float(row["step_s"]))
         assert float(row["ceiling_share"]) == pytest.approx(float(row["tokens_per_s"]) / ceiling)
+        assert (row["warm_up_steps"] == "0") == (row["warm_up_passes"] != "0") == (name == "tiny-evaluated")
+        assert int(row["steps"]) >= 1 and math.isfinite(float(row["tokens_per_s"]) + float(row["submit_s"]))
         assert float(row["tokens_per_s_low"]) <= float(row["tokens_per_s"]) <= float(row["tokens_per_s_high"])
         kernels = read_rows(tmp_path / f"kernels_{name}.csv")
         assert {"span", "class", "kernel"} <= {one["level"] for one in kernels}
@@ -462,35 +473,27 @@ def test_a_process_that_hangs_is_ended_and_the_next_job_gets_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = tmp_path / "begun"
-    script = f"echo x >> {begun}; exec sleep 60"
-    monkeypatch.setattr(gpu, "_words", lambda *_: ["/bin/sh", "-c", script])
+    monkeypatch.setattr(gpu, "_words", lambda *_: ["/bin/sh", "-c", f"echo x >> {begun}; exec sleep 60"])
     monkeypatch.setattr(gpu, "LIMIT_S", 0.3)
     answers = list(gpu.run_child(PAIR, settings(tmp_path)))
     assert [(answer.outcome, answer.why) for answer in answers] == [("failed", "ended after 0 s")] * 2
     assert begun.read_text() == "x\nx\n"
 
 
-def test_a_planner_that_gives_no_reason_is_repeated_without_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuses(*_: object) -> None:
-        raise FlopwiseError("no such thing")
-
-    monkeypatch.setattr(gpu, "run_cell", refuses)
-    assert gpu.run_here(Job("cell", "tiny", 1), settings(tmp_path)) == Answer([], "refused", "no such thing")
-
-
 @pytest.mark.parametrize(
-    ("error", "outcome"),
-    [(RuntimeError("CUDA error: out of memory"), "out of memory"), (ValueError("odd\nlines"), "failed")],
-    ids=["memory", "other"],
+    ("error", "outcome", "why"),
+    [
+        (RuntimeError("CUDA: out of memory"), "out of memory", "RuntimeError: CUDA: out of memory"),
+        (ValueError("odd\nlines"), "failed", "ValueError: odd"),
+        (FlopwiseError("no such thing"), "refused", "no such thing"),
+    ],
+    ids=["memory", "other", "refused"],
 )
 def test_what_goes_wrong_in_a_cell_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, outcome: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, outcome: str, why: str
 ) -> None:
     def fails(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(gpu, "run_cell", fails)
-    answer = gpu.run_here(Job("cell", "tiny", 1), settings(tmp_path))
-    assert answer.outcome == outcome and answer.rows == [] and "\n" not in answer.why
+    assert gpu.run_here(Job("cell", "tiny", 1), settings(tmp_path)) == Answer([], outcome, why)

@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 
-from flopwise.core.catalog import load_plan, model_table, plan_table
+from flopwise.core.catalog import load_hardware, load_plan, model_table, plan_table
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import to_toml
 from flopwise.core.hardware import Fact, Hardware
 from flopwise.core.measurement import RunRecord
+from flopwise.predict.calibrated import calibrated
 from flopwise.profile import this_machine
-from flopwise.train import Callback, Started
+from flopwise.train import Callback, Started, preparing
+from flopwise.train.request import TrainRequest
 from flopwise.train.running import run
 
+from .calibrations import known_calibration
 from .test_cli_fuzz import answered
 from .test_train_run import TINY
 
@@ -135,3 +138,80 @@ def test_a_plan_for_another_device_of_the_same_name_is_refused(folder: Path, cpu
     with pytest.raises(FlopwiseError, match="the plan is for"):
         trained(model="p.toml", sequence_tokens=None)
     assert trained(model="p.toml", sequence_tokens=None, anywhere=True).state == "done"
+
+
+# -- a GPU, which is not here ------------------------------------------------------------------------------------------
+
+H100, L40S = "NVIDIA H100 80GB HBM3", "NVIDIA L40S"
+UNKNOWN = "NVIDIA Z9000"
+
+
+def write_calibrated(base: str, device_name: str, memory_bytes: int, *, like: bool = False) -> None:
+    """A file of `flopwise calibrate` on a card of that name, `measured.toml`."""
+    hardware = load_hardware(base)
+    timed = known_calibration(hardware, hardware.efficiency)
+    # Few rows are fitted fast.
+    timed = replace(timed, products=timed.products[:12], attentions=(), streams=timed.streams[:4])
+    units = 100 if like else int(hardware.device.units.value)
+    timed = replace(timed, device_name=device_name, units=units, memory_bytes=memory_bytes)
+    found, _ = calibrated(hardware, timed, name="measured", date="2026-01-01", like=like)
+    Path("measured.toml").write_text(to_toml(found), encoding="utf-8")
+
+
+def accepted(monkeypatch: pytest.MonkeyPatch, card: str, memory_bytes: int, on: str) -> bool:
+    """Whether a training on that card goes on with a description; the card is asked for nothing else."""
+    facts = {"device_name": card, "device_memory_bytes": str(memory_bytes)}
+    monkeypatch.setattr(preparing, "device_facts", lambda _device: facts)
+    monkeypatch.setattr(preparing, "choose_device", lambda _wanted: "cuda")
+    for name in ("gpu_name", "this_cpu"):
+        monkeypatch.setattr(this_machine, name, lambda: pytest.fail("the machine was measured"))
+    request = TrainRequest(model="tiny.toml", data=("text.txt",), steps=1, sequence_tokens=16, batch_sequences=2, on=on)
+    try:
+        prepared = preparing.prepare(request, ranks=1)
+    except FlopwiseError as error:
+        assert f"--on {on} describes " in error.what and error.what.endswith(f"not this machine's {card}")
+        assert error.hint and "--anywhere" in error.hint
+        assert preparing.prepare(replace(request, anywhere=True), ranks=1).device == "cuda"
+        return False
+    assert prepared.hardware == load_hardware(on)
+    return True
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("card", "memory_bytes", "on", "expected"),
+    [
+        pytest.param(H100, 85_017_493_504, "h100-sxm", True, id="its-own"),
+        pytest.param(H100, 85_017_493_504, "h100", True, id="its-alias"),
+        pytest.param(H100, 85_017_493_504, "h100-pcie", False, id="another-form"),
+        pytest.param(H100, 85_017_493_504, "a100-80gb", False, id="as-much-memory"),
+        pytest.param(H100, 85_017_493_504, "h200", False, id="more-memory"),
+        # Of a card that nobody knows, nothing but its memory can be compared.
+        pytest.param(UNKNOWN, 85_017_493_504, "a100-80gb", True, id="unknown-as-much-memory"),
+        pytest.param(UNKNOWN, 85_017_493_504, "h200", False, id="unknown-more-memory"),
+    ],
+)
+def test_a_training_on_a_gpu_goes_on_with_a_description_of_it_alone(
+    monkeypatch: pytest.MonkeyPatch, card: str, memory_bytes: int, on: str, *, expected: bool
+) -> None:
+    assert accepted(monkeypatch, card, memory_bytes, on) == expected
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("card", "memory_bytes", "base", "like", "expected"),
+    [
+        pytest.param(H100, 85_017_493_504, "h100-sxm", False, True, id="its-own"),
+        pytest.param(H100, 85_017_493_504, "a100-80gb", False, False, id="of-another-card"),
+        pytest.param(H100, 85_017_493_504, "a100-80gb", True, True, id="like-another-card"),
+        pytest.param(UNKNOWN, 60 * 2**30, "h100-sxm", True, True, id="unknown"),
+        # Without error correction it has 8 % more than the catalogue says.
+        pytest.param(L40S, 51_527_024_640, "l40s", False, True, id="memory-unlike-the-catalogue"),
+    ],
+)
+def test_a_training_on_a_gpu_goes_on_with_what_was_measured_there(
+    monkeypatch: pytest.MonkeyPatch, card: str, memory_bytes: int, base: str, *, like: bool, expected: bool
+) -> None:
+    write_calibrated(base, card, memory_bytes, like=like)
+    assert accepted(monkeypatch, card, memory_bytes, "measured.toml") == expected
+    assert not accepted(monkeypatch, card, memory_bytes // 2, "measured.toml")

@@ -7,13 +7,13 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_place, is_plan, load_model, load_plan
+from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_place, is_plan, load_hardware, load_model, load_plan
 from flopwise.core.cluster_plan import ClusterPlan
 from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import entry_kind
 from flopwise.core.formats import Formats, parse_formats
-from flopwise.core.hardware import SAME_MEMORY, Hardware, same_device
+from flopwise.core.hardware import SAME_MEMORY, Fact, Hardware, same_device
 from flopwise.core.model import Model
 from flopwise.core.plan import MOST_PAIRS, Plan
 from flopwise.core.training import Task, Training
@@ -24,8 +24,9 @@ from flopwise.engine.devices import choose_device, device_facts
 from flopwise.engine.formats import check_formats
 from flopwise.engine.launch import check_several
 from flopwise.engine.modules import check_trainable
+from flopwise.predict.calibrated import LIKE
 from flopwise.predict.choose import Request, base_workload
-from flopwise.profile.this_machine import find_hardware, memory_bytes
+from flopwise.profile.this_machine import catalogue_name, find_hardware, memory_bytes
 from flopwise.train.planning import Promise, Question, find_plan, given_plan
 from flopwise.train.request import TrainRequest
 
@@ -150,11 +151,24 @@ def _hardware(request: TrainRequest, plan: Plan | ClusterPlan | None, device: st
 
 
 def _is_here(hardware: Hardware, device: str) -> bool:
-    """Whether a description can be that of the device we run on: its kind, and its memory within a twentieth."""
-    if (hardware.device.kind == "cpu") != (device == "cpu"):
+    """Whether a description can be that of the device we run on: its kind, and its memory within a twentieth.
+
+    Of a card that the catalogue knows, its architecture, units and bandwidth too.
+    """
+    described = hardware.device
+    if (described.kind == "cpu") != (device == "cpu"):
         return False
-    size = memory_bytes() if device == "cpu" else int(device_facts(device)["device_memory_bytes"])
-    return abs(hardware.device.dram.size_bytes.value / size - 1.0) <= SAME_MEMORY
+    facts = device_facts(device)
+    size = memory_bytes() if device == "cpu" else int(facts["device_memory_bytes"])
+    known = None if device == "cpu" else catalogue_name(facts["device_name"])
+    # `calibrate --like` has all but units and memory from another card.
+    borrowed = any(fact.source == LIKE for fact in described.peak_flops.values())
+    if known is None or borrowed:
+        return abs(described.dram.size_bytes.value / size - 1.0) <= SAME_MEMORY
+    here = load_hardware(known).device
+    # A calibrated file has the memory that the driver leaves on this machine, as with error correction switched off.
+    dram = replace(here.dram, size_bytes=Fact(value=float(size), source=here.dram.size_bytes.source))
+    return same_device(described, replace(here, memory=(*here.memory[:-1], dram)))
 
 
 def _check_described(hardware: Hardware, device: str, name: str) -> None:

@@ -27,7 +27,10 @@ class _Calls(NamedTuple):
 def _calls() -> _Calls | None:
     """The package's two calls that take tensors for their results; None where it cannot be loaded."""
     try:
-        module = import_module("flash_attn.cute.interface")
+        with warnings.catch_warnings():
+            # What its own libraries deprecate is not this program's to tell.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            module = import_module("flash_attn.cute.interface")
         found = _Calls(module._flash_attn_fwd, module._flash_attn_bwd)
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
         missing = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "flash_attn"
