@@ -2,7 +2,7 @@
 
 Ceilings (matrix products and attention at a model's shapes, kept up as training keeps them up), cells (a model under
 caps, planned and trained) and peers (transformers, plain compiled modules) each run in a process of their own, so that
-none finds another's memory; a cell shares it with the ceiling that runs just before it. Rows are appended to
+none finds another's memory; cells of one shape share it with their ceiling, one after the other. Rows are appended to
 `ceilings.csv`, `cells.csv` and `peers.csv` as they are measured. With `--budget-s` what does not fit into the time that
 is left is left out and named. It is planned for the card that is there, unless `--hardware` names another description.
 `--device cpu` goes the same way with a tiny model, planned as on an H200. Where anything failed the command exits
@@ -208,11 +208,13 @@ def run_jobs(
 
 
 def next_group(waiting: Sequence[Job], settings: Settings, left_s: float) -> list[Job]:
-    """What runs next in one process: a ceiling and the cell behind it, or one job; none where the time is too short."""
-    groups = [list(waiting[:1])]
-    if [job.kind for job in waiting[:2]] == ["ceiling", "cell"]:
-        cell = cells_of(settings.device)[waiting[1].name]
-        groups = [list(waiting[:2]), *groups] if cell.ceiling == waiting[0].name else groups
+    """What runs next in one process: a ceiling and its cells, as many as the time is enough for, or one peer."""
+    cells = cells_of(settings.device)
+    shapes = [cells[job.name].ceiling if job.kind == "cell" else job.name for job in waiting]
+    alike = 1
+    while alike < len(waiting) and waiting[alike].kind == "cell" and shapes[alike] == shapes[0]:
+        alike += 1
+    groups = (list(waiting[:count]) for count in range(alike, 0, -1))
     return next((group for group in groups if foreseen_s(group, settings) <= left_s), [])
 
 
@@ -295,7 +297,7 @@ def run_as_child(jobs: Sequence[Job], settings: Settings, into: Path) -> None:
     """Measure one after the other here, each answer in a file of its own; behind one that failed nothing is begun."""
     for job in jobs:
         answer = run_here(job, settings)
-        write_whole(into / f"{job.kind}.json", json.dumps(asdict(answer)))
+        write_whole(into / f"{job.kind}-{job.name}.json", json.dumps(asdict(answer)))
         if answer.outcome != OK:
             return
         _free(settings.device)
@@ -322,7 +324,7 @@ def run_child(jobs: Sequence[Job], settings: Settings) -> Iterator[Answer]:
             try:
                 for job in list(waiting):
                     waiting.remove(job)
-                    answer = _awaited(process, Path(folder) / f"{job.kind}.json", last=not waiting)
+                    answer = _awaited(process, Path(folder) / f"{job.kind}-{job.name}.json", last=not waiting)
                     yield answer
                     if answer.outcome != OK:
                         break

@@ -16,10 +16,12 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
+from flopwise.engine.arena import Arena
 from flopwise.engine.kernels import activations, dispatch, fused, fused_activations, plain
 from flopwise.engine.kernels import adamw as plain_adamw
 from flopwise.engine.kernels.adamw import AdamW
 from flopwise.engine.kernels.rounding import Seed
+from flopwise.engine.products import Products
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not IS_INTERPRETED:
@@ -191,6 +193,21 @@ def test_embeddings(dtype: torch.dtype, kept: torch.dtype, rows: int, width: int
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kept", TYPES)
+@pytest.mark.parametrize(("rows", "width", "entries"), [(1, 1, 1), (37, 7, 3), (201, 1500, 50)])
+def test_rows_of_tables(dtype: torch.dtype, kept: torch.dtype, rows: int, width: int, entries: int) -> None:
+    ids = torch.randint(0, entries, (rows,), dtype=torch.int32).to(DEVICE)
+    table, positions = normal(entries, width, dtype=kept), normal(entries, width + 3, dtype=kept)[:, :width]
+    expected, found = (torch.full((rows, width + 5), torch.nan, dtype=dtype, device=DEVICE)[:, :width] for _ in "12")
+    plain.embedding_forward(ids, table, out=expected)
+    fused.embedding(ids, table, out=found, add=False)
+    assert torch.equal(found, expected)
+    plain.embedding_add(ids, positions, out=expected)
+    fused.embedding(ids, positions, out=found, add=True)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("count", [0, 1, 1023, 2_500_001])
 def test_sums_of_squares(dtype: torch.dtype, count: int) -> None:
     values, sums = normal(count, dtype=dtype), torch.ones(2, device=DEVICE)
@@ -262,3 +279,16 @@ def test_equal_calls_give_equal_bits() -> None:
         )
         found.append((out, sums))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="matrix units")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 8, 16), (77, 40, 24), (4096, 512, 768)])
+def test_sums_in_fp32_within_the_product(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> None:
+    room = Arena(torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE))
+    gradient, source = normal(rows, outputs + 8, dtype=dtype)[:, 8:], normal(rows, inputs, dtype=dtype)
+    totals = normal(2 * outputs, inputs, dtype=torch.float32)
+    expected = totals[outputs:].double() + gradient.double().t() @ source.double()
+    Products(room).to_matrix(gradient, source, total=totals[outputs:])
+    assert float((totals[outputs:] - expected).norm() / expected.norm()) < 1e-6
+    assert room.empty and room.peak_beside_bytes == 0 and room.peak_bytes == 0

@@ -145,7 +145,7 @@ def case(rows: int, inputs: int, outputs: int) -> dict[str, Tensor]:
 
 
 def run(products: Products, given: dict[str, Tensor], way: str, *, add: bool) -> Tensor:
-    """One of the products; with `add` to what was there."""
+    """One of the products; with `add` inputs' gradients are added to what was there, as matrices' always are."""
     shape = {
         "forward": (given["source"].shape[0], given["matrix"].shape[0]),
         "to_source": tuple(given["source"].shape),
@@ -153,7 +153,7 @@ def run(products: Products, given: dict[str, Tensor], way: str, *, add: bool) ->
     }[way]
     out = torch.full(shape, 1.0, dtype=HALF)
     if way == "forward":
-        products.forward(given["source"], given["matrix"], None if add else given["bias"], out=out, add=add)
+        products.forward(given["source"], given["matrix"], None if add else given["bias"], out=out)
     elif way == "to_source":
         products.to_source(given["gradient"], given["matrix"], out=out, add=add)
     else:
@@ -165,7 +165,7 @@ def exact(given: dict[str, Tensor], way: str, *, add: bool) -> Tensor:
     source, matrix, gradient, bias = (given[name].double() for name in ("source", "matrix", "gradient", "bias"))
     there = 1.0 if add or way == "to_matrix" else 0.0
     if way == "forward":
-        return source @ matrix.t() + (there if add else bias)
+        return source @ matrix.t() + (0.0 if add else bias)
     return there + (gradient @ matrix if way == "to_source" else gradient.t() @ source)
 
 

@@ -251,7 +251,7 @@ def test_a_ceiling_runs_before_the_first_cell_that_needs_it(tmp_path: Path) -> N
     assert names == [("ceiling", "tiny-64"), ("cell", "tiny"), ("cell", "tiny-capped"), ("peer", "tiny-eager")]
 
 
-PAIR = [Job("ceiling", "tiny-64", 25), Job("cell", "tiny", 10)]
+PAIR, CAPPED = [Job("ceiling", "tiny-64", 25), Job("cell", "tiny", 10)], Job("cell", "tiny-capped", 10)
 
 
 @pytest.mark.parametrize(
@@ -262,10 +262,10 @@ PAIR = [Job("ceiling", "tiny-64", 25), Job("cell", "tiny", 10)]
         pytest.param(PAIR, 24.0, [], id="no-time"),
         pytest.param(PAIR[1:], 10.0, ["tiny"], id="cell-alone"),
         pytest.param([Job("ceiling", "other", 5), PAIR[1]], 99.0, ["other"], id="ceiling-of-another"),
-        pytest.param([PAIR[0], Job("peer", "tiny-eager", 5)], 99.0, ["tiny-64"], id="peer-behind"),
+        pytest.param([*PAIR, CAPPED, Job("peer", "tiny-eager", 5)], 99.0, ["tiny-64", "tiny", "tiny-capped"], id="all"),
     ],
 )
-def test_a_cell_shares_the_process_of_its_ceiling(
+def test_cells_share_the_process_of_their_ceiling(
     waiting: list[Job], left_s: float, names: list[str], tmp_path: Path
 ) -> None:
     assert [job.name for job in gpu.next_group(waiting, settings(tmp_path), left_s)] == names
@@ -293,7 +293,7 @@ def test_a_process_begins_nothing_behind_a_failure(tmp_path: Path, monkeypatch: 
     outcomes = {"ceiling": Answer([{"a": 1}]), "cell": Answer([], "out of memory", "too large"), "peer": Answer([])}
     monkeypatch.setattr(gpu, "run_here", lambda job, _settings: outcomes[job.kind])
     gpu.run_as_child([Job(kind, "x", 1) for kind in outcomes], settings(tmp_path), tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ceiling.json", "cell.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ceiling-x.json", "cell-x.json"]
 
 
 def test_memory_is_given_back_between_two_jobs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,12 +53,12 @@ class Fp8Products(Products):
         self.in_compute = 0
         """Those that were not."""
 
-    def forward(self, source: Tensor, matrix: Tensor, bias: Tensor | None, *, out: Tensor, add: bool = False) -> None:
+    def forward(self, source: Tensor, matrix: Tensor, bias: Tensor | None, *, out: Tensor) -> None:
         if not self._fits(source.shape[0], source.shape[1], matrix.shape[0]):
-            super().forward(source, matrix, bias, out=out, add=add)
+            super().forward(source, matrix, bias, out=out)
             return
         left, right = self._rows(source), self._rows(matrix)
-        self._multiply(left, right, bias, out, add=add, fast_sums=self.fast_sums)
+        self._multiply(left, right, bias, out, add=False, fast_sums=self.fast_sums)
         self._give(right)
         self._give(left)
 
@@ -116,7 +116,6 @@ class Fp8Products(Products):
         operands = (left.values, left.scales, right.values, right.scales)
         fp8.multiply(*operands, bias=bias, out=target, fast_sums=fast_sums)
         if add:
-            assert bias is None
             out.add_(target)
             self.arena.give(target)
 

@@ -12,18 +12,18 @@ from torch import Tensor
 from flopwise.engine.arena import Arena
 
 
+HALVES = (torch.bfloat16, torch.float16)
+
+
 class Products:
     """Products in the format of the activations."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
 
-    def forward(self, source: Tensor, matrix: Tensor, bias: Tensor | None, *, out: Tensor, add: bool = False) -> None:
-        """`out` gets source · matrixᵀ + bias; with `add` the product (of one without a bias) is added to it."""
-        if add:
-            assert bias is None
-            out.addmm_(source, matrix.t())
-        elif bias is not None:
+    def forward(self, source: Tensor, matrix: Tensor, bias: Tensor | None, *, out: Tensor) -> None:
+        """`out` gets source · matrixᵀ + bias."""
+        if bias is not None:
             torch.addmm(bias, source, matrix.t(), out=out)
         else:
             torch.mm(source, matrix.t(), out=out)
@@ -39,6 +39,10 @@ class Products:
         """`total`, the sum of the matrix' gradients, gets gradientᵀ · source added."""
         if total.dtype == gradient.dtype:
             total.addmm_(gradient.t(), source)
+            return
+        if total.is_cuda and total.dtype == torch.float32 and gradient.dtype in HALVES:
+            # The matrix unit sums in fp32 anyway.
+            torch.addmm(total, gradient.t(), source, out_dtype=torch.float32, out=total)
             return
         product = self.arena.take(tuple(total.shape), gradient.dtype)
         torch.mm(gradient.t(), source, out=product)

@@ -162,12 +162,22 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor)
 
 def embedding_forward(ids: Tensor, table: Tensor, *, out: Tensor) -> None:
     """The table's row of each id."""
-    plain.embedding_forward(ids, table, out=out)
+    if _is_fused(table, out):
+        from flopwise.engine.kernels import fused
+
+        fused.embedding(ids, table, out=out, add=False)
+    else:
+        plain.embedding_forward(ids, table, out=out)
 
 
 def embedding_add(ids: Tensor, table: Tensor, *, out: Tensor) -> None:
     """`out` gets the table's row of each id added."""
-    plain.embedding_add(ids, table, out=out)
+    if _is_fused(table, out):
+        from flopwise.engine.kernels import fused
+
+        fused.embedding(ids, table, out=out, add=True)
+    else:
+        plain.embedding_add(ids, table, out=out)
 
 
 def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor) -> None:

@@ -9,7 +9,7 @@ tensors are counted in 64 bits.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
@@ -28,10 +28,10 @@ from flopwise.engine.kernels.fused_update import adamw_kernel, squares_kernel
 from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel, warps_for
 from flopwise.engine.kernels.rounding import FIRST, SECOND, WEIGHTS
 
-_NORM_PROGRAMS = 2
-"""Programs of a norm's backward on each multiprocessor: as many as fit at once, so that all end together."""
+_NORM_WARPS = 8
+"""Warps of a norm's backward on each multiprocessor, in two programs or more: those fit at once and end together."""
 _TURNED_HEADS = 32
-_SUMMED_COLUMNS = 32
+_SUMMED_COLUMNS, _SUMMED_LINES = 32, 64
 _SQUARES_PROGRAMS = 1024
 _UPDATE_BLOCK = 1024
 
@@ -74,7 +74,9 @@ def norm_backward(
     block = column_block(width, 8192)
     biased = bias_gradient is not None
     whole = block >= width
-    programs = min(rows, _NORM_PROGRAMS * _units(source.device))
+    # Fewer threads with more numbers each: a few programs and the rows that they read ahead fill a multiprocessor.
+    warps = max(1, warps_for(block) // 2)
+    programs = min(rows, max(2, _NORM_WARPS // warps) * _units(source.device))
     partial = torch.empty if whole else torch.zeros
     sums = partial((2 if biased else 1, programs, width), dtype=torch.float32, device=source.device)
     chosen = whole_norm_backward_kernel if whole else norm_backward_kernel
@@ -86,14 +88,17 @@ def norm_backward(
         accumulate=accumulate,
         again=again,
         block=block,
-        # Fewer threads with more numbers each: two programs and the rows that they read ahead fill a multiprocessor.
-        num_warps=max(1, warps_for(block) // 2),
+        num_warps=warps,
         **ARITHMETIC,
     )
     for number, target in enumerate((weight_gradient, bias_gradient)):
         if target is not None:
             add_rows_kernel[(triton.cdiv(width, _SUMMED_COLUMNS),)](
-                *(sums[number], target, programs, width), block=_SUMMED_COLUMNS, num_warps=1, **ARITHMETIC
+                *(sums[number], target, programs, width),
+                lines=_SUMMED_LINES,
+                block=_SUMMED_COLUMNS,
+                num_warps=4,
+                **ARITHMETIC,
             )
 
 
@@ -206,6 +211,37 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor)
 
 
 @kernel()
+def _embedding_kernel(
+    ids: tl.tensor,
+    table: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    table_stride: tl.tensor,
+    out_stride: tl.tensor,
+    added: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    entry = tl.load(ids + row).to(tl.int64)
+    values = tl.load(table + entry * table_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    place = out + row * out_stride + columns
+    if added:
+        values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, values.to(out.dtype.element_ty), mask=inside)
+
+
+def embedding(ids: Tensor, table: Tensor, *, out: Tensor, add: bool) -> None:
+    """See `dispatch.embedding_forward`, and with `add` `dispatch.embedding_add`."""
+    width = table.shape[1]
+    block = column_block(width, 1024)
+    _embedding_kernel[(len(ids), triton.cdiv(width, block))](
+        *(ids, table, out, width, table.stride(0), out.stride(0)), added=add, block=block, num_warps=4, **ARITHMETIC
+    )
+
+
+@kernel()
 def _embedding_backward_kernel(
     in_order: tl.tensor,
     order: tl.tensor,
@@ -261,6 +297,12 @@ def sum_of_squares(values: Tensor, *, out: Tensor) -> None:
     out += partial.sum(dtype=torch.float64).to(out.dtype)
 
 
+@lru_cache(maxsize=16)
+def _scalar(value: float, device: torch.device) -> Tensor:
+    """A number on the device, which every update asks for again."""
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
 def _signed(key: int) -> int:
     """A key of 32 bits as Triton passes it without a change of type."""
     return key - (1 << 32) if key >= 1 << 31 else key
@@ -281,7 +323,7 @@ def adamw(
         return
     scale = settings.gradient_scale
     if not isinstance(scale, Tensor):
-        scale = torch.full((), scale, dtype=torch.float32, device=weights.device)
+        scale = _scalar(float(scale), weights.device)
     keys = [0] * 6
     if settings.rounding is not None:
         for tensor in (WEIGHTS, FIRST, SECOND):

@@ -317,14 +317,16 @@ def whole_norm_backward_kernel(
 
 
 @kernel()
-def add_rows_kernel(rows: tl.tensor, total: tl.tensor, count: tl.tensor, width: tl.tensor, block: tl.constexpr) -> None:
-    """`total` gets the sum of all rows added, a block of columns a program; sixteen rows are read at once."""
+def add_rows_kernel(
+    rows: tl.tensor, total: tl.tensor, count: tl.tensor, width: tl.tensor, lines: tl.constexpr, block: tl.constexpr
+) -> None:
+    """`total` gets the sum of all rows added, a block of columns a program; so many lines are read at once."""
     columns = tl.program_id(0) * block + tl.arange(0, block)
     inside = columns < width
-    lines = tl.arange(0, 16)
-    sums = tl.zeros((16, block), tl.float32)
-    for first in range(0, count, 16):
-        place = (first + lines)[:, None] * width + columns[None, :]
-        sums += tl.load(rows + place, mask=((first + lines) < count)[:, None] & inside[None, :], other=0.0)
+    own = tl.arange(0, lines)
+    sums = tl.zeros((lines, block), tl.float32)
+    for first in range(0, count, lines):
+        place = (first + own)[:, None] * width + columns[None, :]
+        sums += tl.load(rows + place, mask=((first + own) < count)[:, None] & inside[None, :], other=0.0)
     before = tl.load(total + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(total + columns, (before + tl.sum(sums, 0)).to(total.dtype.element_ty), mask=inside)
