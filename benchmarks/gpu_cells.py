@@ -83,8 +83,8 @@ def ceiling_name(model: str, sequence_tokens: int, precision: str) -> str:
 
 
 EIGHT = "llama-3-8b"
-# The reference's rows of 8k have steps of about 48 s, and so has the tightest cell here. The others take half of that, so
-# that two of them fit into the measured time.
+# The reference's rows of 8k have steps of about 48 s, and so has the tightest cell here. The others take half of that,
+# so that two of them fit into the measured time.
 GPU_CELLS = (
     Cell(name="8k", model=EIGHT, sequence_tokens=8192, batch_tokens=262144, device_gib=132, step_s=22.5),
     Cell(

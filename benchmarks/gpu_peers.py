@@ -1,6 +1,6 @@
 """What a user would pick instead, under the same step: transformers, and plain modules that torch compiles.
 
-A step is the cell's batch in micro-batches, their gradients summed, and AdamW (torch's fused one) with bf16 state.
+A step is a batch in micro-batches, their gradients summed, and AdamW (torch's fused one) with bf16 state.
 """
 
 from __future__ import annotations

@@ -193,6 +193,18 @@ def test_embeddings(dtype: torch.dtype, kept: torch.dtype, rows: int, width: int
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (37, 7), (201, 1024), (65, 2500)])
+def test_rows_are_copied(dtype: torch.dtype, rows: int, width: int) -> None:
+    wide, out = (
+        normal(rows, width + 11, dtype=dtype),
+        torch.full((rows, width + 5), torch.nan, dtype=dtype, device=DEVICE),
+    )
+    fused.copy_rows(wide[:, 11:], out=out[:, 5:])
+    assert torch.equal(out[:, 5:], wide[:, 11:])
+    assert out[:, :5].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("kept", TYPES)
 @pytest.mark.parametrize(("rows", "width", "entries"), [(1, 1, 1), (37, 7, 3), (201, 1500, 50)])
 def test_rows_of_tables(dtype: torch.dtype, kept: torch.dtype, rows: int, width: int, entries: int) -> None:

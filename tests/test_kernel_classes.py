@@ -84,6 +84,7 @@ OUR_KERNELS: dict[str, KernelClass] = {
     "_activation_forward_kernel": "pointwise",
     "_activation_backward_kernel": "pointwise",
     "_cross_entropy_kernel": "pointwise",
+    "_copy_rows_kernel": "pointwise",
     "_embedding_kernel": "pointwise",
     "_embedding_backward_kernel": "pointwise",
     "adamw_kernel": "optimizer",

@@ -139,7 +139,8 @@ class Operators:
         self._multiply(op, source, weights, ALL, packed)
         for name, first, last in columns:
             if name in values.places:
-                values.room(name, (source.shape[0], last - first), self.compute).copy_(packed[:, first:last])
+                out = values.room(name, (source.shape[0], last - first), self.compute)
+                dispatch.copy_rows(packed[:, first:last], out=out)
 
     def _multiply(self, op: Gemm, source: Tensor, weights: Weights, rows: slice, out: Tensor) -> None:
         """A product with some rows of the weight."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from flopwise.engine.arena import Arena
 
-
 HALVES = (torch.bfloat16, torch.float16)
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "activation_backward",
     "activation_forward",
     "adamw",
+    "copy_rows",
     "cross_entropy",
     "embedding_add",
     "embedding_backward",
@@ -158,6 +159,16 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor)
         fused.cross_entropy(logits, labels, scale=scale, loss=loss)
     else:
         plain.cross_entropy(logits, labels, scale=scale, loss=loss)
+
+
+def copy_rows(source: Tensor, *, out: Tensor) -> None:
+    """`out` gets the rows of `source`, which are columns of wider ones: torch's own copy of such is a slow one."""
+    if _is_fused(source, out):
+        from flopwise.engine.kernels import fused
+
+        fused.copy_rows(source, out=out)
+    else:
+        out.copy_(source)
 
 
 def embedding_forward(ids: Tensor, table: Tensor, *, out: Tensor) -> None:

@@ -32,6 +32,7 @@ _NORM_WARPS = 8
 """Warps of a norm's backward on each multiprocessor, in two programs or more: those fit at once and end together."""
 _TURNED_HEADS = 32
 _SUMMED_COLUMNS, _SUMMED_LINES = 32, 64
+_LOGITS_BLOCK, _LOGITS_WARPS = 4096, 8
 _SQUARES_PROGRAMS = 1024
 _UPDATE_BLOCK = 1024
 
@@ -178,10 +179,11 @@ def _cross_entropy_kernel(
             total = total * tl.exp(largest - base) + tl.sum(tl.exp(values - base), 0)
             largest = larger
         tl.store(losses + row, tl.log(total) + largest - chosen)
+        share = 1.0 / total
         for first in range(0, vocabulary, block):
             inside = first + columns < vocabulary
             values = tl.load(start + first + columns, mask=inside, other=0.0).to(tl.float32)
-            result = tl.exp(values - largest) / total
+            result = tl.exp(values - largest) * share
             result = tl.where(first + columns == label, result - 1.0, result) * scale
             tl.store(start + first + columns, result.to(logits.dtype.element_ty), mask=inside)
     else:
@@ -195,7 +197,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor)
     """See `dispatch.cross_entropy`."""
     rows, vocabulary = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    block = column_block(vocabulary, 4096)
+    block = column_block(vocabulary, _LOGITS_BLOCK)
     _cross_entropy_kernel[(rows,)](
         logits,
         labels,
@@ -204,10 +206,38 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor)
         logits.stride(0),
         float(scale),
         block=block,
-        num_warps=warps_for(block),
+        num_warps=_LOGITS_WARPS if block == _LOGITS_BLOCK else warps_for(block),
         **ARITHMETIC,
     )
     loss += losses.sum(dtype=torch.float64).to(loss.dtype)
+
+
+@kernel()
+def _copy_rows_kernel(
+    source: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    source_stride: tl.tensor,
+    out_stride: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    values = tl.load(source + row * source_stride + columns, mask=inside, other=0.0)
+    tl.store(out + row * out_stride + columns, values, mask=inside)
+
+
+def copy_rows(source: Tensor, *, out: Tensor) -> None:
+    """See `dispatch.copy_rows`."""
+    rows, width = source.shape
+    block = column_block(width, 2048)
+    _copy_rows_kernel[(rows, triton.cdiv(width, block))](
+        *(source, out, width, source.stride(0), out.stride(0)),
+        block=block,
+        num_warps=warps_for(block),
+        **ARITHMETIC,
+    )
 
 
 @kernel()
