@@ -108,7 +108,7 @@ def any_plan(pick: Pick) -> tuple[Transformer, Plan]:
         optimizer=pick(("adamw", "lion", "sgd")),
         update_place=pick(PLACES),
         update_when=pick(("backward", "end")),
-        fetch=pick(("evenly", "at once")),
+        fetch=pick(("by need", "at once")),
         host_copies=pick((False, True)),
     )
 
@@ -242,7 +242,7 @@ def test_loads_are_never_put_off_beyond_their_need() -> None:
     """Inputs come before attention, the rest behind it: of a sequence's loads the first are not needed first."""
     model = small_model("llama-3-8b", 2)
     plan = plain_plan(
-        model, chunks=8, parts=8, attention="sequence", activation_slots=1, saves=("iiiiffff",) * 2, fetch="evenly"
+        model, chunks=8, parts=8, attention="sequence", activation_slots=1, saves=("iiiiffff",) * 2, fetch="by need"
     )
     check(compile_plan(plan, model))
 

@@ -302,5 +302,6 @@ def test_sums_in_fp32_within_the_product(dtype: torch.dtype, rows: int, outputs:
     totals = normal(2 * outputs, inputs, dtype=torch.float32)
     expected = totals[outputs:].double() + gradient.double().t() @ source.double()
     Products(room).to_matrix(gradient, source, total=totals[outputs:])
-    assert float((totals[outputs:] - expected).norm() / expected.norm()) < 1e-6
+    # Matrix units cut off what they add; a product in half precision would be off by a thousandth.
+    assert float((totals[outputs:] - expected).norm() / expected.norm()) < 2e-5
     assert room.empty and room.peak_beside_bytes == 0 and room.peak_bytes == 0

@@ -76,7 +76,7 @@ def any_residency(plan: Plan, pick: Pick) -> Plan:
         gradients=residency(),
         optimizer_state=residency(),
         update_place=pick(("device", "host")),
-        fetch=pick(("evenly", "at once")),
+        fetch=pick(("by need", "at once")),
         host_copies=pick((False, True)),
     )
 

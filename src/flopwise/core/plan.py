@@ -135,8 +135,8 @@ class Plan:
     update_place: Place = "device"
     update_when: Literal["backward", "end"] = "backward"
     """Right after a layer's last backward, or when all gradients are there, as clipping by their norm needs it."""
-    fetch: Literal["evenly", "at once"] = "evenly"
-    """Whether activations come back spread over a backward, or each as soon as a slot is free."""
+    fetch: Literal["by need", "at once"] = "by need"
+    """Which of the loads that could begin goes first: the one that is needed first, or the one that could first."""
     host_copies: bool = False
     """Whether the host keeps a copy of what stays on the device too, as the rule `dataflow` does."""
     rule: str = OWN_RULE

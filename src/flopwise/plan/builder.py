@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.plan import WRITTEN_BY, End, Place
@@ -12,9 +11,6 @@ from flopwise.core.program import Buffer, Kind, Owner, Program, Stream, Task, Us
 
 NOBODY = -1
 """The writer of what is there when a step begins."""
-
-LOADS_AHEAD = 3
-"""Activations are loaded no later than when those of so many (layer, chunk) before are needed, if slots allow."""
 
 
 class Builder:
@@ -125,62 +121,3 @@ class FreeSlots:
 
     def give(self, slot: int) -> None:
         self._free.append(slot)
-
-
-def in_order_of_release(program: Program, *, evenly: bool) -> Program:
-    """The same tasks, every copy behind the last computation that it waits for instead of before the one that needs it.
-
-    So no copy that could begin is held up by one before it on its stream that cannot. Activations, which many slots let
-    begin long before they are needed, are spread `evenly` over a backward: else they hold up what is needed sooner.
-    """
-    tasks = program.tasks
-    key = _releases(tasks)
-    if evenly:
-        _spread_activations(tasks, key)
-    order = sorted(range(len(tasks)), key=lambda index: (key[index], tasks[index].stream != "compute", index))
-    place = [0] * len(order)
-    for new, old in enumerate(order):
-        place[old] = new
-    ordered = [tasks[old] for old in order]
-    return replace(program, tasks=tuple(_with_last_of_each(task, ordered, place) for task in ordered))
-
-
-def _releases(tasks: Sequence[Task]) -> list[float]:
-    """For each task the last computation that it waits for, directly or not; its own place for a computation."""
-    found: list[float] = []
-    for index, task in enumerate(tasks):
-        waits = max((found[before] for before in task.after), default=-1.0)
-        found.append(float(index) if task.stream == "compute" else waits)
-    return found
-
-
-def _spread_activations(tasks: Sequence[Task], key: list[float]) -> None:
-    """Put off the loads of activations: the first of a round not at all, the last until just before it is needed."""
-    needed = [len(tasks)] * len(tasks)
-    bulk: dict[int, list[int]] = {}
-    for index, task in enumerate(tasks):
-        if task.stream == "compute":
-            for before in task.after:
-                needed[before] = min(needed[before], index)
-        elif task.kind == "load" and task.what == "activations":
-            bulk.setdefault(task.round, []).append(index)
-    for loads in bulk.values():
-        for number, index in enumerate(loads):
-            due = min(needed[index], needed[loads[max(0, number - LOADS_AHEAD)]]) - 1
-            key[index] += max(0.0, due - key[index]) * number / len(loads)
-
-
-def _with_last_of_each(task: Task, tasks: list[Task], place: list[int]) -> Task:
-    """The task in its new order, waiting for the last on each other stream alone: those before it are over by then."""
-    latest: dict[Stream, int] = {}
-    for before in task.after:
-        new = place[before]
-        stream = tasks[new].stream
-        if stream != task.stream and new > latest.get(stream, -1):
-            latest[stream] = new
-    # `replace` would take half of the time of compiling.
-    return Task(
-        task.kind, task.stream, task.round, task.layer, task.chunk, task.what, task.level, task.tokens,
-        task.parameters, task.bytes, task.operators, task.reads, task.writes, tuple(latest.values()),
-        task.end, task.first,
-    )  # fmt: skip

@@ -1,7 +1,6 @@
 """A plan as a program: every task of a step, in the order of each stream.
 
-Tasks are written down where their value is needed and then brought into the order in which their buffers become free.
-As a stream takes its tasks in order, every copy begins as early as memory allows: that is all the prefetching there is.
+Tasks are written down where their value is needed; `ordering` then brings them into the order of each stream.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from flopwise.core.parameters import op_groups
 from flopwise.core.plan import LETTERS, End, Place, Plan
 from flopwise.core.program import Kind, Program, aligned
 from flopwise.core.transformer import Transformer
-from flopwise.plan.builder import Builder, FreeSlots, in_order_of_release
+from flopwise.plan.builder import Builder, FreeSlots
+from flopwise.plan.ordering import NominalSeconds, in_order_of_need, in_order_of_release
 from flopwise.plan.runs import check_runs
 from flopwise.plan.sizes import Sizes, context_sets, level_bytes, sizes_of, slot_bytes, working_bytes
 from flopwise.plan.state import Kept, OptimizerState, Part, ends_of, place_of
@@ -53,6 +53,7 @@ class _Compiler:
         self.embedding: Part = "embedding" if "embedding" in self.ends else "head"
         assert isinstance(model, Transformer)  # sizes_of refuses others
         self.causal, self.embedding_norm = model.causal, model.embedding_norm
+        self.nominal = NominalSeconds.of_model(sizes.block.parameters, sizes.head.parameters, plan, model)
         self.cut = plan.chunks_per_sequence > 1
         self.whole_sequence = self.cut and plan.attention == "sequence"
         self._operators(model)
@@ -142,7 +143,7 @@ class _Compiler:
             self._update_at_end()
         self._fetch(everything=True)
         program = self.builder.program(self._at_end(), plan.rounds_per_step)
-        return in_order_of_release(program, evenly=plan.fetch == "evenly")
+        return in_order_of_release(program) if plan.fetch == "at once" else in_order_of_need(program, self.nominal)
 
     @property
     def last_round(self) -> bool:
