@@ -17,6 +17,8 @@ from flopwise.plan.cuts import DeviceQuestion
 from flopwise.plan.explain import planned
 from flopwise.plan.forecast import times_of
 from flopwise.plan.ordering import starts_by_need
+from flopwise.predict.simulator import simulate
+from flopwise.predict.tasks import TaskSeconds
 
 GIB = 2**30
 
@@ -114,3 +116,22 @@ def test_what_the_head_needs_does_not_keep_the_first_layers_waiting() -> None:
         times_of(replace(plan, fetch=fetch), model, hardware).step_s for fetch in ("by need", "at once")
     )
     assert by_need < 0.995 * at_once
+
+
+@pytest.mark.parametrize("fetch", ["by need", "at once"])
+@pytest.mark.parametrize(("device_gib", "host_gib"), [(1.3, 8), (1.6, 8), (2.2, 8), (3.5, 4)])
+def test_rounds_that_are_not_played_take_as_long_as_if_they_were(
+    device_gib: float, host_gib: float, fetch: Literal["by need", "at once"]
+) -> None:
+    model, hardware = replace(load_model("llama-3-1b"), layers=6), load_hardware("h200")
+    plan = replace(plan_of(device_gib, host_gib, batch=64), fetch=fetch)
+    plan = replace(plan, rounds_per_step=13)
+    costs = TaskSeconds(plan, model, hardware)
+    program = compile_plan(plan, model)
+    played = simulate(program, costs.of(program), hardware.link)
+    found = times_of(plan, model, hardware, costs)
+    assert found.step_s == pytest.approx(played.step_s, rel=0.01)
+    assert found.compute_s == pytest.approx(played.busy["compute"])
+    assert found.copy_in_bytes == sum(task.bytes for task in program.tasks if task.stream == "copy-in")
+    assert found.copy_out_bytes == sum(task.bytes for task in program.tasks if task.stream == "copy-out")
+    assert found.compute_s + sum(found.idle.values()) == pytest.approx(found.step_s)

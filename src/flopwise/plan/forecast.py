@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from fractions import Fraction
 
 from flopwise.core.describe import describe
@@ -11,16 +11,18 @@ from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
 from flopwise.core.op import Attention, Convention
 from flopwise.core.plan import LETTERS, POLICY, Forecast, Plan
+from flopwise.core.program import Stream, Task
 from flopwise.core.simulation import Simulation
 from flopwise.plan.compile import compile_plan
 from flopwise.plan.memory import plan_bytes
 from flopwise.plan.sizes import sizes_of
 from flopwise.predict.costs import peak_flops
-from flopwise.predict.simulator import simulate
+from flopwise.predict.simulator import simulate, waits_between
 from flopwise.predict.tasks import TaskSeconds
 
-PLAYED_ROUNDS = 3
-"""A step's rounds are alike but for the first and the last: of longer steps three are played, and the rest follow."""
+PLAYED_ROUNDS, LIKE_THE_REST = 5, 2
+"""A step's rounds are alike but for the first and the last ones: of longer steps five are played, and the others are
+like the one in the middle."""
 
 UPDATE = "update"
 
@@ -39,53 +41,69 @@ class Times:
     copy_out_bytes: int
     idle: Mapping[str, float]
 
-    def plus(self, other: Times, before: Times, rounds: int) -> Times:
-        """With `rounds` more, each like the one by which `other` is longer than `before`."""
+    def plus(self, other: Times, rounds: int) -> Times:
+        """With `rounds` more, each like the other."""
 
-        def more(name: str) -> float:
-            return float(getattr(self, name) + rounds * (getattr(other, name) - getattr(before, name)))
+        sums = {name: getattr(self, name) + rounds * getattr(other, name) for name in SUMMED}
+        names = {**self.idle, **other.idle}
+        idle = {name: self.idle.get(name, 0.0) + rounds * other.idle.get(name, 0.0) for name in names}
+        return Times(**sums, idle=idle)
 
-        return Times(
-            step_s=more("step_s"),
-            compute_s=more("compute_s"),
-            recompute_s=more("recompute_s"),
-            exposed_copy_s=max(0.0, more("exposed_copy_s")),
-            copy_in_s=more("copy_in_s"),
-            copy_out_s=more("copy_out_s"),
-            copy_in_bytes=round(more("copy_in_bytes")),
-            copy_out_bytes=round(more("copy_out_bytes")),
-            idle={
-                name: max(0.0, seconds + rounds * (seconds - before.idle.get(name, 0.0)))
-                for name, seconds in other.idle.items()
-            },
-        )
+
+SUMMED = tuple(each.name for each in fields(Times) if each.name != "idle")
 
 
 def times_of(plan: Plan, model: Model, hardware: Hardware, costs: TaskSeconds | None = None) -> Times:
     """A step's seconds and bytes, by simulation."""
     seconds = costs or TaskSeconds(plan, model, hardware)
-    rounds = plan.rounds_per_step
-    if rounds <= PLAYED_ROUNDS:
-        return _played(plan, model, hardware, seconds, rounds)
-    shorter = _played(plan, model, hardware, seconds, PLAYED_ROUNDS - 1)
-    longer = _played(plan, model, hardware, seconds, PLAYED_ROUNDS)
-    return longer.plus(longer, shorter, rounds - PLAYED_ROUNDS)
-
-
-def _played(plan: Plan, model: Model, hardware: Hardware, costs: TaskSeconds, rounds: int) -> Times:
+    rounds = min(plan.rounds_per_step, PLAYED_ROUNDS)
     program = compile_plan(plan, model, rounds=rounds)
-    simulation = simulate(program, costs.of(program), hardware.link, peaks=False)
-    sent = [sum(task.bytes for task in program.tasks if task.stream == stream) for stream in ("copy-in", "copy-out")]
-    return Times(
+    simulation = simulate(program, seconds.of(program), hardware.link, peaks=False)
+    again_s = recompute_s(plan, seconds)
+    played = Times(
         step_s=simulation.step_s,
         compute_s=simulation.busy["compute"],
-        recompute_s=rounds * recompute_s(plan, costs),
+        recompute_s=rounds * again_s,
         exposed_copy_s=simulation.exposed_copy_s,
         copy_in_s=simulation.busy["copy-in"],
         copy_out_s=simulation.busy["copy-out"],
-        copy_in_bytes=sent[0],
-        copy_out_bytes=sent[1],
+        copy_in_bytes=_bytes(program.tasks, "copy-in"),
+        copy_out_bytes=_bytes(program.tasks, "copy-out"),
         idle=simulation.idle,
+    )
+    if rounds == plan.rounds_per_step:
+        return played
+    return played.plus(_of_round(simulation, LIKE_THE_REST, again_s), plan.rounds_per_step - rounds)
+
+
+def _bytes(tasks: Iterable[Task], stream: Stream) -> int:
+    return sum(task.bytes for task in tasks if task.stream == stream)
+
+
+def _of_round(simulation: Simulation, number: int, again_s: float) -> Times:
+    """One of a step's rounds, from its first computation to the first of the next one."""
+    tasks, starts, ends = simulation.program.tasks, simulation.starts, simulation.ends
+    computed = [index for index, task in enumerate(tasks) if task.stream == "compute"]
+    rounds = [tasks[index].round for index in computed]
+    first, behind = rounds.index(number), rounds.index(number + 1)
+    idle, exposed_copy_s = waits_between(
+        simulation.program, computed[first + 1 : behind + 1], starts, ends, ends[computed[first]]
+    )
+    own = [index for index, task in enumerate(tasks) if task.round == number]
+
+    def busy(stream: Stream) -> float:
+        return sum(ends[index] - starts[index] for index in own if tasks[index].stream == stream)
+
+    return Times(
+        step_s=starts[computed[behind]] - starts[computed[first]],
+        compute_s=busy("compute"),
+        recompute_s=again_s,
+        exposed_copy_s=exposed_copy_s,
+        copy_in_s=busy("copy-in"),
+        copy_out_s=busy("copy-out"),
+        copy_in_bytes=_bytes((tasks[index] for index in own), "copy-in"),
+        copy_out_bytes=_bytes((tasks[index] for index in own), "copy-out"),
+        idle=idle,
     )
 
 

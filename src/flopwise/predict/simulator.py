@@ -178,16 +178,8 @@ def _idle(
     program: Program, queues: dict[Stream, list[int]], starts: Sequence[float], ends: Sequence[float]
 ) -> tuple[dict[str, float], float]:
     """Seconds that the compute stream waits, by what for, and those of them in which it waits for copies."""
-    idle: dict[str, float] = {}
-    exposed_copy_s = free = 0.0
-    for index in queues["compute"]:
-        gap = starts[index] - free
-        free = ends[index]
-        if gap > 0.0:
-            task = program.tasks[max(program.tasks[index].after, key=ends.__getitem__)]
-            words = _awaited_words(task)
-            idle[words] = idle.get(words, 0.0) + gap
-            exposed_copy_s += gap if task.stream != "host" else 0.0
+    idle, exposed_copy_s = waits_between(program, queues["compute"], starts, ends, 0.0)
+    free = max((ends[index] for index in queues["compute"][-1:]), default=0.0)
     copied = max((ends[queue[-1]] for queue in (queues["copy-in"], queues["copy-out"]) if queue), default=0.0)
     updated = max((ends[index] for index in queues["host"][-1:]), default=0.0)
     rest = max(copied, updated) - free
@@ -195,6 +187,23 @@ def _idle(
         words = LAST_COPIES if copied >= updated else HOST_UPDATE
         idle[words] = idle.get(words, 0.0) + rest
         exposed_copy_s += rest if copied >= updated else 0.0
+    return idle, exposed_copy_s
+
+
+def waits_between(
+    program: Program, computed: Sequence[int], starts: Sequence[float], ends: Sequence[float], free: float
+) -> tuple[dict[str, float], float]:
+    """The same before some tasks of the compute stream that follow each other, which is free from `free` on."""
+    idle: dict[str, float] = {}
+    exposed_copy_s = 0.0
+    for index in computed:
+        gap = starts[index] - free
+        free = ends[index]
+        if gap > 0.0:
+            task = program.tasks[max(program.tasks[index].after, key=ends.__getitem__)]
+            words = _awaited_words(task)
+            idle[words] = idle.get(words, 0.0) + gap
+            exposed_copy_s += gap if task.stream != "host" else 0.0
     return idle, exposed_copy_s
 
 
