@@ -302,6 +302,7 @@ def skip_unless_chosen(kernel: Kernel) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning")
 @pytest.mark.parametrize("kernel", ["plain", "flash", "cudnn", "flash-4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [True, False])
@@ -319,6 +320,7 @@ def test_the_kernels_of_the_gpu_agree(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning")
 @pytest.mark.parametrize("kernel", ["plain", "flash", "flash-4"])
 @pytest.mark.parametrize(
     "case",
