@@ -118,12 +118,20 @@ def test_what_the_head_needs_does_not_keep_the_first_layers_waiting() -> None:
     assert by_need < 0.995 * at_once
 
 
+@pytest.mark.parametrize("link_share", [1.0, 0.1])
 @pytest.mark.parametrize("fetch", ["by need", "at once"])
 @pytest.mark.parametrize(("device_gib", "host_gib"), [(1.3, 8), (1.6, 8), (2.2, 8), (3.5, 4)])
 def test_rounds_that_are_not_played_take_as_long_as_if_they_were(
-    device_gib: float, host_gib: float, fetch: Literal["by need", "at once"]
+    device_gib: float, host_gib: float, fetch: Literal["by need", "at once"], link_share: float
 ) -> None:
+    """Also with a link that is behind after every round."""
     model, hardware = replace(load_model("llama-3-1b"), layers=6), load_hardware("h200")
+    assert hardware.link is not None
+    rate = hardware.link.bandwidth_bytes_per_s
+    link = replace(
+        hardware.link, bandwidth_bytes_per_s=replace(rate, value=link_share * rate.value), both_ways_bytes_per_s=None
+    )
+    hardware = replace(hardware, link=link)
     plan = replace(plan_of(device_gib, host_gib, batch=64), fetch=fetch)
     plan = replace(plan, rounds_per_step=13)
     costs = TaskSeconds(plan, model, hardware)

@@ -92,6 +92,21 @@ def test_a_batch_of_another_number_of_rounds_is_refused_and_trains_nothing(seque
     assert executor.step(random_batch(LLAMA, 3, TOKENS, 0), 0).with_loss
 
 
+@pytest.mark.parametrize("token", [-1, LLAMA.vocab])
+@pytest.mark.parametrize("where", ["ids", "labels"])
+def test_tokens_that_the_model_does_not_know_are_refused_before_anything_is_trained(where: str, token: int) -> None:
+    plan = everything_stays(LLAMA, sequence=TOKENS, rounds_per_step=2)
+    executor = executor_for(plan, LLAMA, parameters(random_module(LLAMA)))
+    before = state_of(executor)
+    batch = random_batch(LLAMA, 2, TOKENS, 0)
+    getattr(batch, where)[1, 3] = token if where == "ids" or token > 0 else -2
+    for call in (lambda: executor.step(batch, 0), lambda: executor.evaluate([batch])):
+        with pytest.raises(FlopwiseError) as caught:
+            call()
+        assert "--tokenizer" in str(caught.value.hint)
+    assert all(torch.equal(values, before[name]) for name, values in state_of(executor).items())
+
+
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_longer_sequence_than_the_plans_is_refused(cut: bool) -> None:
     plan = (

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.plan import Plan
-from flopwise.engine.batch import Batch
+from flopwise.engine.batch import NO_LABEL, Batch
 from flopwise.engine.block import Chunk
 
 KINDS = 3
@@ -18,8 +18,8 @@ KINDS = 3
 class Inputs:
     """Room for the tokens of a round, and the micro-batch in it."""
 
-    def __init__(self, plan: Plan, buffer: Tensor, *, classifies: bool, causal: bool) -> None:
-        self.plan, self.classifies, self.causal = plan, classifies, causal
+    def __init__(self, plan: Plan, buffer: Tensor, *, vocabulary: int, classifies: bool, causal: bool) -> None:
+        self.plan, self.vocabulary, self.classifies, self.causal = plan, vocabulary, classifies, causal
         self.tokens = plan.tokens_per_round
         size = 4 * self.tokens
         parts = [buffer[index * size : (index + 1) * size].view(torch.int32) for index in range(KINDS)]
@@ -53,6 +53,18 @@ class Inputs:
         # Behind a causal model's sequence there is only padding, which none of its tokens sees.
         if batch.lengths is not None and not self.causal and int(batch.lengths.min()) < width:
             self._lengths = torch.from_numpy(np.ascontiguousarray(batch.lengths)).to(self._ids.device)
+
+    def check(self, batch: Batch) -> None:
+        """Refuse tokens that the model has no row for: kernels would read and write what lies behind the table."""
+        numbers = [batch.ids] if self.classifies else [batch.ids, batch.labels[batch.labels != NO_LABEL]]
+        least = min((int(each.min()) for each in numbers if each.size), default=0)
+        most = max((int(each.max()) for each in numbers if each.size), default=0)
+        if least < 0 or most >= self.vocabulary:
+            raise FlopwiseError(
+                f"token {least if least < 0 else most:,} is none of the model's {self.vocabulary:,}",
+                why="the data was made with another tokenizer than the model's",
+                hint="--tokenizer with the model's own, or a model with a larger `vocab`",
+            )
 
     @staticmethod
     def _bring(values: np.ndarray, target: Tensor) -> None:

@@ -43,7 +43,9 @@ class Player:
         self.model = model
         self.numbers: dict[Part, PartNumbers] = numbers_by_part(parameters_of(model, plan.sequence_tokens))
         workspace, head = (next(buffer for _, buffer in room.named(name)) for name in ("workspace", "head chunk"))
-        self.inputs = Inputs(plan, workspace, classifies=model.head == "classifier", causal=model.causal)
+        self.inputs = Inputs(
+            plan, workspace, vocabulary=model.vocab, classifies=model.head == "classifier", causal=model.causal
+        )
         self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
         self.head_arena = Arena(head, spill=self.arena)
         # Norms of heads read queries and keys as rows of their own, which columns of a wider tensor are not.

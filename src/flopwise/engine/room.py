@@ -111,8 +111,10 @@ def _on_host(size: int, device: torch.device) -> Tensor:
     with _told(size, "host"):
         # Memory that is not shared may come in large pages: they are made and locked in a fourth of the time.
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    # A child process that shared them would part this one from the pages that the GPU reads.
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        with contextlib.suppress(OSError):
+            pages.madvise(advice)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 

@@ -166,6 +166,7 @@ class StreamingExecutor:
         begun = time.perf_counter()
         with_loss = batch.with_loss
         player = self.player
+        player.inputs.check(batch)
         self._streams.begin(timed=self.times_tasks)
         player.scale = 1.0 / max(1, with_loss)
         player.loss.total.zero_()
@@ -235,6 +236,7 @@ class StreamingExecutor:
         with_loss = sequences = 0
         try:
             for batch in batches:
+                player.inputs.check(batch)
                 for micro in batch.micro_batches(self.plan.sequences_per_round):
                     player.inputs.bring(micro)
                     for index in self._forward:

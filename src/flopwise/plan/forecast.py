@@ -17,7 +17,7 @@ from flopwise.plan.compile import compile_plan
 from flopwise.plan.memory import plan_bytes
 from flopwise.plan.sizes import sizes_of
 from flopwise.predict.costs import peak_flops
-from flopwise.predict.simulator import simulate, waits_between
+from flopwise.predict.simulator import LAST_COPIES, simulate, waits_between
 from flopwise.predict.tasks import TaskSeconds
 
 PLAYED_ROUNDS, LIKE_THE_REST = 5, 2
@@ -94,11 +94,16 @@ def _of_round(simulation: Simulation, number: int, again_s: float) -> Times:
     def busy(stream: Stream) -> float:
         return sum(ends[index] - starts[index] for index in own if tasks[index].stream == stream)
 
+    step_s = starts[computed[behind]] - starts[computed[first]]
+    # What a direction of the link is behind after each round piles up until computations wait for it.
+    late_s = max(0.0, busy("copy-in") - step_s, busy("copy-out") - step_s)
+    if late_s:
+        idle[LAST_COPIES] = idle.get(LAST_COPIES, 0.0) + late_s
     return Times(
-        step_s=starts[computed[behind]] - starts[computed[first]],
+        step_s=step_s + late_s,
         compute_s=busy("compute"),
         recompute_s=again_s,
-        exposed_copy_s=exposed_copy_s,
+        exposed_copy_s=exposed_copy_s + late_s,
         copy_in_s=busy("copy-in"),
         copy_out_s=busy("copy-out"),
         copy_in_bytes=_bytes((tasks[index] for index in own), "copy-in"),

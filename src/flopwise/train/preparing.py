@@ -177,7 +177,7 @@ def _check_described(hardware: Hardware, device: str, name: str) -> None:
         kind = "this machine's CPU" if device == "cpu" else f"this machine's {device_facts(device)['device_name']}"
         raise FlopwiseError(
             f"--on {name} describes {hardware.title}, not {kind}",
-            why="a training runs where it is started, and its plan would be for another device",
+            why="kind and memory, of a known card units and bandwidth too, are not alike: a plan would not be for it",
             hint="leave --on out, `flopwise calibrate` for a file of this machine, or --anywhere",
         )
 

@@ -32,7 +32,6 @@ _NORM_WARPS = 8
 """Warps of a norm's backward on each multiprocessor, in two programs or more: those fit at once and end together."""
 _TURNED_HEADS = 32
 _SUMMED_COLUMNS, _SUMMED_LINES = 32, 64
-_LOGITS_BLOCK, _LOGITS_WARPS = 4096, 8
 _SQUARES_PROGRAMS = 1024
 _UPDATE_BLOCK = 1024
 
@@ -70,7 +69,7 @@ def norm_backward(
     weight_gradient: Tensor, bias_gradient: Tensor | None, accumulate: bool, again: bool = False,
     bias: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """See `dispatch.norm_backward`. Each program sums the weight's gradient over its rows; torch adds those sums."""
+    """See `dispatch.norm_backward`. Programs sum the weight's gradient over their rows; a second kernel adds up."""
     rows, width = source.shape
     block = column_block(width, 8192)
     biased = bias_gradient is not None
@@ -197,7 +196,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor)
     """See `dispatch.cross_entropy`."""
     rows, vocabulary = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    block = column_block(vocabulary, _LOGITS_BLOCK)
+    block = column_block(vocabulary, 4096)
     _cross_entropy_kernel[(rows,)](
         logits,
         labels,
@@ -206,7 +205,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor)
         logits.stride(0),
         float(scale),
         block=block,
-        num_warps=_LOGITS_WARPS if block == _LOGITS_BLOCK else warps_for(block),
+        num_warps=warps_for(block),
         **ARITHMETIC,
     )
     loss += losses.sum(dtype=torch.float64).to(loss.dtype)
