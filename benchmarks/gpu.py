@@ -21,18 +21,18 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_ceiling, gpu_peers
-from benchmarks.gpu_cells import CPU_CELLS, FORWARD_SHARE, GPU_CELLS, Cell, Settings, cell_values, hardware_of, run_cell
-from benchmarks.gpu_record import append_rows, make_folder, mistakes_told, provenance, read_rows
+from benchmarks.gpu_cells import CPU_CELLS, GPU_CELLS, Cell, Settings, cell_values, hardware_of, run_cell
+from benchmarks.gpu_record import OK, append_rows, earlier_times, make_folder, mistakes_told, provenance, read_rows
 from flopwise.core.errors import FlopwiseError, unknown_name
 from flopwise.core.files import write_whole
 from flopwise.engine.devices import choose_device
 
-OK = "ok"
 LIMIT_S = 900.0
 """After so long a cell is ended: it hangs."""
 POLL_S = 0.05
@@ -159,19 +159,6 @@ def steps_s(step_s: float, settings: Settings, warm: float, measured: int) -> fl
     return warm_up_s + max(settings.measure_s + step_s / 2, measured * step_s)
 
 
-def earlier_times(folder: Path) -> dict[tuple[str, str], tuple[float, float]]:
-    """Seconds beside the steps and of a step, of jobs that ended well before; the last of each counts."""
-    found = {}
-    for kind in ("cell", "peer"):
-        for row in read_rows(folder / f"{kind}s.csv"):
-            if row.get("outcome") == OK:
-                step_s, passes = float(row["step_s"]), int(row.get("warm_up_passes") or 0)
-                count = int(row["steps"]) + int(row["warm_up_steps"]) + FORWARD_SHARE * passes
-                alone_s = float(row["wall_s"]) + float(row.get("spared_s") or 0.0)
-                found[kind, row[kind]] = (max(0.0, alone_s - count * step_s), step_s)
-    return found
-
-
 # -- running -------------------------------------------------------------------------------------------------------
 
 
@@ -252,7 +239,11 @@ def _taken_in(job: Job, rows: list[dict[str, Any]], progress: Progress, settings
 def measured_ceilings(folder: Path, card: str) -> dict[str, Ideal]:
     """Those of such a card that the folder has from before, the last of each."""
     rows = [row for row in read_rows(folder / "ceilings.csv") if row.get("op") == gpu_ceiling.WHOLE]
-    return {row["ceiling"]: _ideal(row) for row in rows if row["card"] == card}
+    found: dict[str, Ideal] = {}
+    for row in rows:
+        with suppress(KeyError, ValueError):
+            found |= {row["ceiling"]: _ideal(row)} if row["card"] == card else {}
+    return found
 
 
 def _ideal(row: Mapping[str, Any]) -> Ideal:
@@ -436,7 +427,7 @@ def shown(progress: Progress) -> str:
     """The tables of a run, at most 120 columns wide."""
     lines = [
         f"ceiling {name}: {ideal.tokens_per_s:,.0f} tok/s (a token's products {ideal.products_us:.2f} us, attention "
-        f"{ideal.attention_us:.2f} us)"
+        f"{ideal.attention_us:.2f} us{'' if name in progress.fresh else '; from before'})"
         for name, ideal in progress.ceilings.items()
     ]
     if progress.cells:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_kernels import profiled
+from benchmarks.gpu_record import FORWARD_SHARE
 from flopwise.core.catalog import THIS_MACHINE, load_model
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import parse_formats
@@ -30,8 +31,6 @@ from flopwise.profile.sampling import Counters, sampler_for
 from flopwise.profile.this_machine import find_hardware
 
 GIB = 2**30
-FORWARD_SHARE = 1 / 3
-"""Of a step's time, about what its forward pass takes."""
 
 TINY = Transformer(
     name="tiny", title="tiny", source="for trying the benchmark where there is no GPU", layers=3, hidden=64, heads=4,

@@ -8,10 +8,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TextIO
 
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import WRITABLE_HINT, write_whole
@@ -19,6 +20,12 @@ from flopwise.profile.sampling import sampler_for
 from flopwise.train.measuring import commit
 
 Row = Mapping[str, object]
+OK = "ok"
+"""The outcome of what was measured."""
+FORWARD_SHARE = 1 / 3
+"""Of a step's time, about what its forward pass takes."""
+STOPPED = 130
+"""The exit code of what was interrupted from the keyboard."""
 
 
 @contextmanager
@@ -29,6 +36,9 @@ def mistakes_told() -> Iterator[None]:
     except FlopwiseError as error:
         print(error, file=sys.stderr)
         raise SystemExit(FlopwiseError.exit_code) from None
+    except KeyboardInterrupt:
+        print("stopped; what was measured until now is kept", file=sys.stderr)
+        raise SystemExit(STOPPED) from None
 
 
 def make_folder(folder: Path) -> None:
@@ -82,25 +92,54 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
     elif held is not None:
         columns = [*held, *(name for name in columns if name not in held)]
         write_whole(path, _text(columns, read_rows(path), header=True))
+    # A file that was cut off within its last line must not swallow the first row.
+    cut = held is not None and not path.read_bytes().endswith(b"\n")
     with path.open("a", newline="", encoding="utf-8") as file:
-        file.write(_text(columns, rows, header=held is None))
+        file.write("\n" * cut + _text(columns, rows, header=held is None))
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
     """All rows of a file, as text; none where there is no such file."""
-    if not path.is_file():
+    if not path.exists():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
+    with _opened(path) as file:
         return [{name: value or "" for name, value in row.items() if name} for row in csv.DictReader(file)]
 
 
+def earlier_times(folder: Path) -> dict[tuple[str, str], tuple[float, float]]:
+    """Seconds beside the steps and of a step, of jobs that ended well before; the last of each counts."""
+    found = {}
+    for kind in ("cell", "peer"):
+        for row in read_rows(folder / f"{kind}s.csv"):
+            # A row that somebody has damaged foretells nothing.
+            with suppress(KeyError, ValueError):
+                if row["outcome"] != OK:
+                    continue
+                step_s, passes = float(row["step_s"]), int(row.get("warm_up_passes") or 0)
+                count = int(row["steps"]) + int(row["warm_up_steps"]) + FORWARD_SHARE * passes
+                alone_s = float(row["wall_s"]) + float(row.get("spared_s") or 0.0)
+                found[kind, row[kind]] = (max(0.0, alone_s - count * step_s), step_s)
+    return found
+
+
 def _columns(path: Path) -> list[str] | None:
-    if not path.is_file():
+    if not path.exists():
         return None
-    with path.open(newline="", encoding="utf-8") as file:
+    with _opened(path) as file:
         return next(csv.reader(file), None)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    """A file of rows to read, or what is wrong with it."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            yield file
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        hint = "another --output, or move the file away"
+        raise FlopwiseError(f"{path} is no table of rows", why=str(error), hint=hint) from None
 
 
 def _text(columns: Sequence[str], rows: Sequence[Row], *, header: bool) -> str:

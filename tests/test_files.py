@@ -8,7 +8,7 @@ import os
 import stat
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -377,3 +377,18 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 def test_a_folder_is_no_file_to_write(tmp_path: Path) -> None:
     with pytest.raises(FlopwiseError, match="cannot write"):
         write_whole(tmp_path, "text")
+
+
+def test_a_word_that_is_none_of_a_few_is_told_which_they_are() -> None:
+    with pytest.raises(FlopwiseError, match="fetch") as caught:
+        decode({"fetch": "never"}, Fetching, "plan.toml")
+    assert caught.value.why == "it is one of 'by need', 'at once'"
+    with pytest.raises(FlopwiseError) as caught:
+        decode({"count": "three"}, Fetching, "plan.toml")
+    assert caught.value.why is None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fetching:
+    fetch: Literal["by need", "at once"] = "by need"
+    count: int = 1

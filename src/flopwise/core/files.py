@@ -120,12 +120,22 @@ def decode(table: dict[str, Any], kind: type[Described], where: str) -> Describe
             raise inner.within(where, hint=_field_hint(kind, field)) from None
         what = message[: place.start()] if place else message
         raise FlopwiseError(
-            f"{where}: {what}" + (f" in {field}" if field else ""), hint=_field_hint(kind, field)
+            f"{where}: {what}" + (f" in {field}" if field else ""),
+            why=_choices(kind, field),
+            hint=_field_hint(kind, field),
         ) from None
     except (OverflowError, RecursionError) as error:
         raise FlopwiseError(
             f"{where}: a value is out of range", why=str(error), hint="`flopwise show NAME` prints an example"
         ) from None
+
+
+def _choices(kind: type[Any], field: str) -> str | None:
+    """What a field may be, where there are only a few words for it."""
+    known = typing.get_type_hints(kind).get(field)
+    if typing.get_origin(known) is not typing.Literal:
+        return None
+    return f"it is one of {', '.join(map(repr, typing.get_args(known)))}"
 
 
 def _field_hint(kind: type[Any], field: str) -> str:

@@ -264,7 +264,8 @@ def _counted(count: int, noun: str) -> str:
 
 def _answer(planned: Planned) -> _Lines:
     forecast, (spread, evidence) = planned.forecast, interval_words(planned.interval, planned.forecast.step_s)
-    waits = sorted(((name, s) for name, s in forecast.idle.items() if s > 0), key=lambda item: -item[1])
+    waited = [(name, s) for name, s in forecast.idle.items() if s > 1e-6 * forecast.step_s]
+    waits = sorted(waited, key=lambda item: -item[1])
     rate = f"{significant(forecast.tokens_per_s)} tok/s{spread}"
     ceiling = f"{show_share(forecast.ceiling_share)} of the kernels' own ceiling (matrix products and attention alone)"
     peak = f"{show_count(forecast.peak_flops)}FLOP/s dense {forecast.peak_format}"
