@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import to_toml
 from flopwise.core.hardware import Hardware
 from flopwise.core.measurement import RunRecord, StepRecord
-from flopwise.core.store import RunLock, find_run, list_runs, read_record, read_steps
+from flopwise.core.store import RunLock, find_run, list_runs, read_record, read_steps, write_record
 from flopwise.core.transformer import Transformer
 from flopwise.engine import checkpoint
 from flopwise.profile.this_machine import this_cpu
@@ -186,6 +187,15 @@ def test_more_steps_than_were_asked_for_first(place: Path) -> None:
     store = place / "runs"
     assert longer.id == record.id
     assert final_files(find_run(store, longer.id)) == final_files(find_run(store, whole.id))
+
+
+def test_killed_behind_its_last_checkpoint_it_is_brought_to_its_end(place: Path) -> None:
+    whole = run(**asked(place, steps=3))
+    write_record(find_run(place / "runs", whole.id), replace(whole, state="running", metrics={}, measurement=None))
+    ended = run(resume="last", store=str(place / "runs"))
+    assert (ended.state, ended.steps_done, ended.measurement) == ("done", 3, None)
+    kept = {name: value for name, value in whole.metrics.items() if "runtime" not in name and "second" not in name}
+    assert {name: ended.metrics[name] for name in kept} == pytest.approx(kept)
 
 
 def test_a_run_with_settings_left_open_goes_on(place: Path) -> None:
@@ -369,6 +379,7 @@ def _killed_after(seconds: float, arguments: dict[str, Any]) -> bool:
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
     process.join()
+    assert alive or process.exitcode == 0
     return alive
 
 
@@ -410,8 +421,6 @@ def test_killed_twenty_times_it_ends_as_if_never_killed(place: Path) -> None:
 
 
 def test_a_plan_for_other_hardware_is_refused(place: Path) -> None:
-    from dataclasses import replace
-
     from flopwise.core.catalog import load_plan, plan_table
 
     record = run(**asked(place, steps=1))

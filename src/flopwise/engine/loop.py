@@ -133,6 +133,8 @@ class Loop:
         finally:
             if log:
                 log.close()
+        if not records:
+            evaluation = self.evaluate()
         return Outcome(
             progress=progress,
             steps=tuple(records),

@@ -186,7 +186,9 @@ class _Run:
             sequence_tokens=template.sequence_tokens,
             training=prepared.training,
         )
-        if loaded.state.step >= prepared.training.steps:
+        # One that was killed between its last checkpoint and its end is brought to that end.
+        ended = self.resumed.record.state == "done" or loaded.state.step > prepared.training.steps
+        if ended and loaded.state.step >= prepared.training.steps:
             raise FlopwiseError(
                 f"run {self.resumed.folder.name} has done its {loaded.state.step:,} steps",
                 hint=f"--steps {2 * loaded.state.step} to go on",
