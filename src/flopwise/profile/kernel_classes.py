@@ -49,7 +49,7 @@ _RULES: tuple[tuple[KernelClass, str], ...] = (
         r"tanh|softmax|cross_entropy|nll_loss|activation_(forward|backward)_kernel|dropout|reduce_kernel|"
         r"embedding|index|gather|scatter|CatArray|(^|_|::)cat(_|$)|copy_kernel|direct_copy|FillFunctor|transpose|permute|"
         r"cub::|DeviceScan|DeviceReduce|DeviceRadix|RadixSort|distribution_|nonzero|masked|where|unrolled|vectorized|"
-        r"batched_transpose|topk|sort|cumsum|scan|compare|cast|quanti[sz]e",
+        r"batched_transpose|topk|sort|cumsum|scan|compare|cast|quanti[sz]e|copy_rows",
     ),
     # On a CPU a copy is memory work like any other; so is whatever else the library does to every element.
     (
