@@ -51,7 +51,7 @@ def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) 
 
 def _shape(text: str) -> list[str]:
     """Lines without their figures, which differ from run to run and from machine to machine."""
-    figures = re.compile(r"[-+]?\d[\d,.:]*\s*(ms|s|µs|[KMG]iB|GF|%)?(?=\W|$)")
+    figures = re.compile(r"[-+−]?\d[\d,.:]*\s*(ms|s|µs|[KMG]iB|GF|%)?(?=\W|$)")
     lines = (re.sub(r"\s+", " ", figures.sub("#", line)).strip() for line in text.splitlines())
     return [line for line in lines if line]
 
