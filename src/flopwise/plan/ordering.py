@@ -54,7 +54,8 @@ def in_order_of_release(program: Program) -> Program:
 def in_order_of_need(program: Program, nominal: NominalSeconds) -> Program:
     """The same, and of the loads that could begin the one first that is needed first."""
     tasks = program.tasks
-    key, starts = _releases(tasks), starts_by_need(tasks, [nominal.of(task) for task in tasks])
+    key = _releases(tasks)
+    starts = _Clock(tasks, [nominal.of(task) for task in tasks], key).starts()
     behind = -1.0
     for index in sorted(_loads(tasks), key=lambda load: starts[load]):
         # A stream keeps its order: a load is behind all that go before it.
@@ -64,7 +65,7 @@ def in_order_of_need(program: Program, nominal: NominalSeconds) -> Program:
 
 def starts_by_need(tasks: Sequence[Task], seconds: Sequence[float]) -> list[float]:
     """When tasks begin that take so long, if the link always takes the load that is needed first."""
-    return _Clock(tasks, seconds).starts()
+    return _Clock(tasks, seconds, _releases(tasks)).starts()
 
 
 def _loads(tasks: Sequence[Task]) -> list[int]:
@@ -86,6 +87,8 @@ class _Clock:
 
     tasks: Sequence[Task]
     seconds: Sequence[float]
+    releases: Sequence[float]
+    """For each task the last computation that it waits for."""
     _ends: dict[int, float] = field(default_factory=dict)
     _starts: list[float] = field(default_factory=list)
     _needed: list[int] = field(default_factory=list)
@@ -101,7 +104,7 @@ class _Clock:
         tasks = self.tasks
         self._starts, self._needed = [0.0] * len(tasks), _first_needs(tasks)
         released: dict[int, list[int]] = {}
-        for index, last in enumerate(_releases(tasks)):
+        for index, last in enumerate(self.releases):
             if tasks[index].stream != "compute":
                 released.setdefault(int(last), []).append(index)
         self._release(released.get(-1, ()))
