@@ -1,11 +1,12 @@
 """What a card's kernels can do at a model's shapes: products and attention in training's order, kept up for seconds.
 
 The ceiling is tokens ÷ the ideal seconds of a model's matrix products and attention at these rates, nothing made again
-and nothing else done. Attention runs with every kernel that is installed, in turns, and the fastest counts.
+and nothing else done. Products and attention run with every kernel that is installed, in turns, and the fastest counts.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -146,6 +147,7 @@ class Load:
     def __init__(self, shape: Shape, device: str) -> None:
         model = model_of(shape.model)
         self.shape, self.layers, self.watch = shape, model.layers, Watch(device)
+        self.repeats = shape.attended_tokens // shape.product_tokens
         self.work = describe(model, shape.sequence_tokens)
         formats = parse_formats(shape.precision)
         dtype = TYPES[formats.compute]
@@ -174,11 +176,11 @@ class Load:
         return found | {self.attention_name: self.shape.attended_tokens}
 
     def kept_up(self, seconds: float) -> dict[Key, list[float]]:
-        """Run for so long, and as often as there are kernels of attention; returns the seconds of every call."""
+        """Run for so long, and until every kernel had its turn; returns the seconds of every call."""
         times: dict[Key, list[float]] = {}
         begun, behind = time.perf_counter(), None
-        first = self.runs
-        while self.runs - first < len(self.attention) or time.perf_counter() - begun < seconds:
+        first, least = self.runs, self._least_runs()
+        while self.runs - first < least or time.perf_counter() - begun < seconds:
             marks = self._layer(self.attention[self.runs % len(self.attention)])
             # The queue is two layers deep: never empty, and never so long that the clock runs ahead of the work.
             if behind is not None:
@@ -188,10 +190,16 @@ class Load:
             self._gather(behind, times)
         return times
 
+    def _least_runs(self) -> int:
+        """So many that every kernel of attention meets every one of the blocks' products."""
+        kernels = max(len(part.kernels) for part in self.parts if part.in_block)
+        return len(self.attention) * math.ceil(kernels / self.repeats)
+
     def _layer(self, attention: Candidate) -> list[tuple[Key, Mark, Mark]]:
-        """Hand over one layer's work."""
+        """Hand over one layer's work. Products' kernels change by chunk, and when all of attention's had their turn."""
         marks: list[tuple[Key, Mark, Mark]] = []
-        repeats = self.shape.attended_tokens // self.shape.product_tokens
+        first_turn = self.runs // len(self.attention) * self.repeats
+        turns = range(first_turn, first_turn + self.repeats)
         inside = [part for part in self.parts if part.in_block]
         split = next((number for number, part in enumerate(inside) if part.after_attention), len(inside))
 
@@ -201,15 +209,17 @@ class Load:
             marks.append((key, before, self.watch.mark()))
 
         def forward(parts: Sequence[Part]) -> None:
-            for _ in range(repeats):
+            for turn in turns:
                 for part in parts:
-                    run((part.name, "forward", part.kernel), part.forward)
+                    for kernel in part.at(turn):
+                        run((part.name, "forward", kernel.name), kernel.forward)
 
         def backward(parts: Sequence[Part]) -> None:
-            for _ in range(repeats):
+            for turn in turns:
                 for part in reversed(parts):
-                    run((part.name, "to-input", part.kernel), part.to_input)
-                    run((part.name, "to-weight", part.kernel), part.to_weight)
+                    for kernel in part.at(turn):
+                        run((part.name, "to-input", kernel.name), kernel.to_input)
+                        run((part.name, "to-weight", kernel.name), kernel.to_weight)
 
         forward(inside[:split])
         run((self.attention_name, "forward", attention.name), attention.forward)

@@ -1,28 +1,48 @@
-"""A model's matrix products on random numbers: each forward, to its input's gradient and to its weight's."""
+"""A model's matrix products on random numbers, with every kernel that is installed: torch's own, quack-kernels.
+
+Each goes forward, to its input's gradient and to its weight's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from flopwise.core.op import Attention, Gemm
 from flopwise.core.work import Work
+from flopwise.engine.arena import Arena
+from flopwise.engine.kernels import quack
+from flopwise.engine.products import Products
+from flopwise.engine.quack_products import QuackProducts, are_right
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What multiplies, ready to be called on a product's tensors."""
+
+    name: str
+    forward: Callable[[], object]
+    to_input: Callable[[], object]
+    to_weight: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A product of the model, ready to be called on its own tensors."""
+    """A product of the model and its kernels, all on the same tensors."""
 
     name: str
-    kernel: str
     in_block: bool
     after_attention: bool
-    forward: Callable[[], object]
-    to_input: Callable[[], object]
-    to_weight: Callable[[], object]
+    kernels: Sequence[Kernel]
+
+    def at(self, turn: int) -> Sequence[Kernel]:
+        """The kernel whose turn it is; of a product outside of the blocks, which comes seldom, every one."""
+        return [self.kernels[turn % len(self.kernels)]] if self.in_block else self.kernels
 
 
 def parts_of(
@@ -37,33 +57,53 @@ def parts_of(
             continue
         assert op.groups == 1 and op.rows == work.sequence_tokens, f"{op.name} is no product over all tokens"
         make = _eighth if matrix == "fp8" and op.in_block else _plain
-        kernel, calls = make(op, tokens, dtype, generator)
-        parts.append(Part(op.name, kernel, op.in_block, seen and op.in_block, *calls))
+        parts.append(Part(op.name, op.in_block, seen and op.in_block, make(op, tokens, dtype, generator)))
     return parts
-
-
-Calls = tuple[Callable[[], object], Callable[[], object], Callable[[], object]]
 
 
 def _drawn(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, generator=generator, device=generator.device, dtype=dtype).mul_(scale)
 
 
-def _plain(op: Gemm, tokens: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[str, Calls]:
+def _plain(op: Gemm, tokens: int, dtype: torch.dtype, generator: torch.Generator) -> list[Kernel]:
     """In the format of the activations; the weight's gradient is added to a sum in place, as training does."""
     source = _drawn((tokens, op.depth), dtype, generator)
     weight = _drawn((op.columns, op.depth), dtype, generator, 0.02)
     gradient = _drawn((tokens, op.columns), dtype, generator, 1e-3)
     total = torch.zeros_like(weight)
     result, to_source = torch.empty_like(gradient), torch.empty_like(source)
-    return str(dtype).removeprefix("torch."), (
-        lambda: torch.mm(source, weight.t(), out=result),
-        lambda: torch.mm(gradient, weight, out=to_source),
-        lambda: total.addmm_(gradient.t(), source),
-    )
+    # Nothing is taken from it: sums are in the format of what is added.
+    arena = Arena(torch.empty(0, dtype=torch.uint8, device=source.device))
+
+    def kernel(name: str, products: Products) -> Kernel:
+        return Kernel(
+            name,
+            partial(products.forward, source, weight, None, out=result),
+            partial(products.to_source, gradient, weight, out=to_source, add=False),
+            partial(products.to_matrix, gradient, source, total=total),
+        )
+
+    own = kernel(str(dtype).removeprefix("torch."), Products(arena))
+    other = kernel("quack", QuackProducts(arena, least_flops=0))
+    # What lies otherwise would be torch's own under another name.
+    fits = are_right(source.device, dtype) and quack.takes(source, weight, gradient)
+    return [own, other] if fits and _works(op, other) else [own]
 
 
-def _eighth(op: Gemm, tokens: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[str, Calls]:
+def _works(op: Gemm, kernel: Kernel) -> bool:
+    """Call a kernel once, so that nothing has to be compiled later; whether it can be."""
+    try:
+        kernel.forward()
+        kernel.to_input()
+        kernel.to_weight()
+    except Exception as error:
+        # A kernel that is not for this card or shape is no reason to measure none.
+        print(f"  {op.name} by {kernel.name}: {type(error).__name__}: {str(error)[:160]}", file=sys.stderr)
+        return False
+    return True
+
+
+def _eighth(op: Gemm, tokens: int, dtype: torch.dtype, generator: torch.Generator) -> list[Kernel]:
     """In fp8 with a scale for each row and column and fast accumulation: the products alone, all operands quantised."""
 
     def quantised(rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -88,8 +128,5 @@ def _eighth(op: Gemm, tokens: int, dtype: torch.dtype, generator: torch.Generato
             left[0], right[0].t(), scale_a=left[1], scale_b=right[1].t(), out_dtype=dtype, use_fast_accum=True
         )
 
-    return "fp8 row-wise", (
-        product(source, weight),
-        product(gradient, weight_turned),
-        product(gradient_turned, source_turned),
-    )
+    calls = product(source, weight), product(gradient, weight_turned), product(gradient_turned, source_turned)
+    return [Kernel("fp8 row-wise", *calls)]

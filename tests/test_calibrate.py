@@ -162,6 +162,18 @@ def test_file_is_read_back_equal(measured: Measured, tmp_path: Path) -> None:
     assert hardware.link.both_ways_bytes_per_s is not None and hardware.link.both_ways_bytes_per_s.value == 50.4e9
 
 
+@pytest.mark.parametrize(("products", "activates"), [("quack", True), ("cublas", False)])
+def test_quacks_products_have_activations_in_them(
+    measured: Measured, tmp_path: Path, products: str, activates: bool
+) -> None:
+    calibration = measured[1]
+    versions = {**calibration.versions, "products": products}
+    found, _ = calibrated(H200, replace(calibration, versions=versions), name="mine", date="2026-11-16")
+    path = tmp_path / "mine.toml"
+    path.write_text(to_toml(found), encoding="utf-8")
+    assert load_hardware(path).efficiency.gemm.activates is activates
+
+
 def test_every_measured_number_says_how(measured: Measured) -> None:
     hardware = measured[0]
     efficiency = hardware.efficiency

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from flopwise import train
@@ -20,10 +22,13 @@ from flopwise.core.calibration import AttentionCalls, ProductKind
 from flopwise.core.catalog import load_hardware
 from flopwise.core.errors import FlopwiseError
 from flopwise.engine import devices
+from flopwise.engine.arena import Arena
 from flopwise.engine.attention_calls import attention_calls
+from flopwise.engine.product_calls import product_calls
+from flopwise.engine.products import Products
 from flopwise.profile import calibrating, this_machine
-from flopwise.profile.calibrating import calibrate_device, product_call, stream_call
-from flopwise.profile.calibration_shapes import KINDS, AttentionShape, ProductShape, Schedule, cpu_schedule
+from flopwise.profile.calibrating import calibrate_device, stream_call
+from flopwise.profile.calibration_shapes import KINDS, AttentionShape, Schedule, cpu_schedule
 from flopwise.profile.kernel_clock import CpuClock
 
 
@@ -237,7 +242,7 @@ def test_attention_that_fails_is_left_out_and_told() -> None:
         raise RuntimeError("no kernel for this card\nand much more")
 
     told: list[tuple[str, int, int]] = []
-    found = calibrate_device("cpu", ("fp32",), broken, tell=lambda *step: told.append(step))
+    found = calibrate_device("cpu", ("fp32",), product_calls, broken, tell=lambda *step: told.append(step))
     assert found.attentions == () and len(found.products) == 11
     assert "some attention were left out: no kernel for this card" in found.notes
     assert [done for _, done, _ in told] == list(range(len(told)))
@@ -247,22 +252,70 @@ def test_attention_that_fails_is_left_out_and_told() -> None:
 def test_rows_are_left_out_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrating, "cpu_schedule", lambda quick: replace(tiny_schedule(quick=quick), most_s=0.0))
     with pytest.raises(FlopwiseError, match="too few matrix products"):
-        calibrate_device("cpu", ("fp32",), attention_calls)
+        calibrate_device("cpu", ("fp32",), product_calls, attention_calls)
+
+
+class SlowProducts(Products):
+    """The engine's, so slow that a row can only be of them; they keep which they were."""
+
+    SECONDS = 0.004
+    seen: ClassVar[set[tuple[str, torch.dtype, int, int, int]]] = set()
+
+    def forward(self, source: Tensor, matrix: Tensor, bias: Tensor | None, *, out: Tensor) -> None:
+        assert bias is None
+        super().forward(source, matrix, bias, out=out)
+        self._wait("forward", out, source.shape[1])
+
+    def to_source(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
+        assert not add
+        super().to_source(gradient, matrix, out=out, add=add)
+        self._wait("to_source", out, gradient.shape[1])
+
+    def to_matrix(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
+        super().to_matrix(gradient, source, total=total)
+        self._wait("to_matrix", total, gradient.shape[0])
+
+    def _wait(self, kind: str, out: Tensor, depth: int) -> None:
+        self.seen.add((kind, out.dtype, out.shape[0], depth, out.shape[1]))
+        time.sleep(self.SECONDS)
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_products_that_are_timed_are_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[tuple[torch.device, torch.dtype]] = set()
+
+    def slow(device: torch.device, dtype: torch.dtype, arena: Arena) -> Products:
+        asked.add((device, dtype))
+        return SlowProducts(arena)
+
+    monkeypatch.setattr("flopwise.engine.product_calls.products_for", slow)
+    monkeypatch.setattr(SlowProducts, "seen", set())
+    table = json.loads(run("--device", "cpu", "--quick", "--output", "json").stdout)["calibration"]
+    assert all(row["seconds"] >= SlowProducts.SECONDS for row in table["products"])
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    assert asked == {(torch.device("cpu"), dtype) for dtype in types.values()}
+    assert SlowProducts.seen == {
+        (row["kind"], types[row["number_format"]], row["rows"], row["depth"], row["columns"])
+        for row in table["products"]
+    }
+    assert table["versions"]["products"] == "torch"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_those_of_a_layer(kind: ProductKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of the call, multiplied in numbers of twice the width."""
-    made: list[torch.Tensor] = []
-    draw = torch.randn
+    made: dict[str, list[Tensor]] = {"randn": [], "zeros": []}
 
-    def drawn(*sides: int, **settings: Any) -> torch.Tensor:
-        made.append(draw(*sides, **settings))
-        return made[-1]
+    def kept(name: str, make: Callable[..., Tensor], *sides: int, **settings: Any) -> Tensor:
+        made[name].append(make(*sides, **settings))
+        return made[name][-1]
 
-    monkeypatch.setattr(torch, "randn", drawn)
-    call = product_call(ProductShape(number_format="fp32", kind=kind, rows=5, depth=7, columns=3), "cpu")
-    first, second = (numbers.double() for numbers in made)
+    for name in made:
+        monkeypatch.setattr(torch, name, partial(kept, name, getattr(torch, name)))
+    call = product_calls(kind=kind, rows=5, depth=7, columns=3, number_format="fp32", device="cpu")
+    assert call.kernel == "torch"
+    first, second = (numbers.double() for numbers in made["randn"])
+    [result] = made["zeros"]
     expected = {
         "forward": lambda: first @ second.t(),
         "to_source": lambda: first @ second,
@@ -270,15 +323,14 @@ def test_products_are_those_of_a_layer(kind: ProductKind, monkeypatch: pytest.Mo
     }[kind]()
     # Only the gradient of the matrix is a sum.
     for factor in (1, 2 if kind == "to_matrix" else 1):
-        result = call()
-        assert isinstance(result, torch.Tensor) and result.shape == (5, 3)
+        call.run()
         torch.testing.assert_close(result.double(), factor * expected, rtol=1e-5, atol=1e-5)
 
 
 def test_streams_move_what_they_say() -> None:
     for kernel in ("copy", "add"):
         result = stream_call(kernel, 4096, "cpu")()
-        assert isinstance(result, torch.Tensor) and result.nbytes == 4096
+        assert isinstance(result, Tensor) and result.nbytes == 4096
 
 
 def test_a_call_takes_what_it_takes() -> None:

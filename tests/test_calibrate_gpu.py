@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from flopwise.core.calibration import AttentionCalls, Calibration, CopyRow
+from flopwise.core.calibration import AttentionCalls, Calibration, CopyRow, ProductCall
 from flopwise.core.catalog import load_hardware
 from flopwise.engine.attention_calls import attention_calls
+from flopwise.engine.product_calls import product_calls
 from flopwise.predict.calibrated import calibrated
 from flopwise.profile import calibrating, kernel_clock
 from flopwise.profile.calibrating import calibrate_device
@@ -119,7 +120,7 @@ def test_everything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", scaled_product)
     precision = torch.get_float32_matmul_precision()
     told: list[tuple[str, int, int]] = []
-    found = calibrate_device("cuda", FORMATS, attention_calls, tell=lambda *step: told.append(step))
+    found = calibrate_device("cuda", FORMATS, product_calls, attention_calls, tell=lambda *step: told.append(step))
     assert [row.number_format for row in found.products] == ["bf16"] * 12 + ["fp8", "tf32", "fp32"]
     assert scaled[0] == (torch.float8_e4m3fn, 1, (96, 1), (1, 64))
     assert [row.direction for row in found.attentions] == ["forward", "backward"]
@@ -142,7 +143,7 @@ def test_what_a_card_refuses_is_left_out_and_told(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "_scaled_mm", no_fp8)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**37))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**17)
-    found = calibrate_device("cuda", FORMATS, no_kernel)
+    found = calibrate_device("cuda", FORMATS, product_calls, no_kernel)
     assert "fp8" not in {row.number_format for row in found.products}
     assert "some fp8 products were left out: scaled_mm is only supported on newer cards" in found.notes
     # Of the streams, those of the larger size do not fit what is free.
@@ -151,6 +152,32 @@ def test_what_a_card_refuses_is_left_out_and_told(monkeypatch: pytest.MonkeyPatc
     hardware = described(found)
     assert hardware.efficiency.gemm.by_format is not None and "fp8" not in hardware.efficiency.gemm.by_format
     assert hardware.efficiency.attention == load_hardware("h200").efficiency.attention
+
+
+@pytest.mark.usefixtures("card")
+def test_kernels_are_compiled_before_the_card_is_hot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a first call of every product in the first format; what it fails with is told of the rows."""
+    order: list[str] = []
+    settle = CudaClock.settle
+
+    def settled(clock: CudaClock, least_s: float, most_s: float) -> float | None:
+        order.append("settled")
+        return settle(clock, least_s, most_s)
+
+    def compiled(**shape: Any) -> ProductCall:
+        if shape["kind"] == "to_matrix":
+            raise RuntimeError("it cannot be compiled")
+        name = shape["number_format"]
+        return ProductCall(run=lambda: order.append(name), kernel="quack" if name == "bf16" else "cublas")
+
+    monkeypatch.setattr(CudaClock, "settle", settled)
+    monkeypatch.setattr(torch, "_scaled_mm", no_fp8)
+    found = calibrate_device("cuda", FORMATS, compiled, attention_calls)
+    timed = [row for row in found.products if row.number_format == "bf16"]
+    assert len(timed) == 8 and order[:9] == ["bf16"] * 8 + ["settled"]
+    assert "some bf16 products were left out: it cannot be compiled" in found.notes
+    # What runs products in training's format, and not in those that it can do without.
+    assert found.versions["products"] == "quack" and "fp32" in order
 
 
 def described(found: Calibration) -> Any:
@@ -206,9 +233,10 @@ def test_the_hosts_update_is_timed_beside_copies() -> None:
 def test_a_gpu_is_measured() -> None:
     capable = torch.cuda.get_device_capability()[0]
     formats = FORMATS if capable >= 9 else FORMATS[:3]
-    found = calibrate_device("cuda", formats, attention_calls, quick=True)
+    found = calibrate_device("cuda", formats, product_calls, attention_calls, quick=True)
     assert {row.number_format for row in found.products} == set(formats)
     assert {row.way for row in found.copies} == {"to_device", "to_host", "to_device_beside", "to_host_beside"}
     assert found.attentions and found.streams
+    assert found.versions["products"] in ("quack", "cublas")
     assert found.launch_s < 1e-4
     assert found.seconds < 60

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from flopwise.core.fusion import has_plain_swiglu  # noqa: E402
 from flopwise.core.plan import ENDS, Plan, Residency  # noqa: E402
 from flopwise.core.program import ALIGNMENT_BYTES  # noqa: E402
 from flopwise.core.transformer import Transformer  # noqa: E402
 from flopwise.engine.batch import NO_LABEL, Batch  # noqa: E402
+from flopwise.engine.gated import GatedKernels  # noqa: E402
+from flopwise.engine.kernels import plain_gated  # noqa: E402
 from flopwise.engine.values import joined_columns  # noqa: E402
 from tests.tiny_models import LLAMA, TINY, TOKENS, parameters, random_module  # noqa: E402
 from tests.training_plans import (  # noqa: E402
@@ -38,11 +41,12 @@ HEAD_CHUNKS = (1, 7, 1000)
 
 
 def assert_equal_gradients(
-    model: Transformer, plan: Plan, batch: Batch, seed: int = 0, *, packs: bool | None = None
-) -> None:
+    model: Transformer, plan: Plan, batch: Batch, seed: int = 0,
+    *, packs: bool | None = None, gated: GatedKernels | None = None,
+) -> None:  # fmt: skip
     module = random_module(model, seed=seed)
     loss, expected = reference_gradients(module, batch)
-    executor = executor_for(plan, model, parameters(module), packs=packs)
+    executor = executor_for(plan, model, parameters(module), packs=packs, gated=gated)
     result = executor.step(batch, 0)
     assert result.loss == pytest.approx(loss, rel=1e-11, abs=1e-12)
     assert result.with_loss == batch.with_loss
@@ -75,6 +79,20 @@ def test_packed_products_give_the_gradients_of_autograd(family: str) -> None:
             plan = plan_of(model, cut, letter)
             batch = random_batch(model, plan.sequences_per_round, TOKENS, number, ragged=number % 2 == 1)
             assert_equal_gradients(model, plan, batch, packs=True)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("family", [name for name, model in TINY.items() if has_plain_swiglu(model)])
+def test_products_with_activations_in_them_give_the_gradients_of_autograd(family: str, packs: bool) -> None:
+    model = TINY[family]
+    if packs and model.qk_norm:
+        pytest.skip("norms of heads read rows of their own")
+    for cut in cuts_of(model):
+        for number, letters in enumerate(("f", "a", "i", "fA", "cI", "iF", "aC")):
+            plan = plan_of(model, cut, letters, rounds_per_step=1 + number % 2)
+            sequences = plan.sequences_per_round * plan.rounds_per_step
+            batch = random_batch(model, sequences, TOKENS, number, ragged=number % 2 == 1)
+            assert_equal_gradients(model, plan, batch, packs=packs, gated=plain_gated)
 
 
 def test_results_of_one_product_lie_beside_each_other_where_they_are_kept() -> None:

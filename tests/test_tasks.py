@@ -17,6 +17,7 @@ from flopwise.core.describe import describe
 from flopwise.core.op import Attention
 from flopwise.core.plan import ENDS, LETTERS, Plan
 from flopwise.core.program import Program, Task
+from flopwise.core.traffic import backward_traffic, forward_traffic
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import Work
 from flopwise.plan.compile import compile_plan
@@ -377,6 +378,36 @@ def test_several_sequences_in_a_chunk_take_as_often_as_long() -> None:
     for direction in ("forward", "backward"):
         single, several = (seconds_of(plan, model).attention_s(0, direction) for plan in (one, four))
         assert several == pytest.approx(4 * single, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "precision", "within"),
+    [
+        ({}, "bf16", True),
+        ({}, "fp8", False),
+        ({}, "fp32", False),
+        ({"ffn_bias": True}, "bf16", False),
+        ({"activation": "gelu"}, "bf16", False),
+    ],
+)
+def test_activations_within_products_take_no_time_of_their_own(
+    changes: dict[str, Any], precision: str, within: bool
+) -> None:
+    model = replace(small_model("llama-3-8b", 2), **changes)
+    plan = plain_plan(model, sequence_tokens=2048, chunk_tokens=2048, precision=precision)
+    h200 = load_hardware("h200")
+    activates = replace(h200, efficiency=replace(h200.efficiency, gemm=replace(h200.efficiency.gemm, activates=True)))
+    apart, together = (TaskSeconds(plan, model, hardware).groups(2048) for hardware in (h200, activates))
+    costs = TaskSeconds(plan, model, h200)
+    work = describe(model, 2048)
+    activation = next(op for op in work.ops if op.name == "activation")
+    formats = costs.formats
+    for way, traffic in (("forward", forward_traffic), ("backward", backward_traffic)):
+        alone = costs._streaming(float(traffic(work, activation, formats, fused=True).per_sequence))
+        saved = getattr(apart, way)["after"] - getattr(together, way)["after"]
+        assert saved == pytest.approx(alone if within else 0.0)
+        assert getattr(apart, way)["before"] == getattr(together, way)["before"]
+    assert apart.products == together.products
 
 
 def test_the_ceiling_is_below_what_tasks_take() -> None:

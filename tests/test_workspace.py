@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from flopwise.core.fusion import has_plain_swiglu  # noqa: E402
 from flopwise.core.training import Training  # noqa: E402
+from flopwise.engine.kernels import plain_gated  # noqa: E402
 from tests.tiny_models import TINY  # noqa: E402
 from tests.training_plans import cut_plan, everything_stays, executor_for, random_batch  # noqa: E402
 
@@ -35,7 +38,8 @@ def test_no_temporary_lies_beside_the_workspace(family: str, proportions: str) -
         layers=2, vocab=97, context=256, position_rows=256 if learned else tiny.position_rows,
     )  # fmt: skip
     beside = {}
-    for packs in (False,) if model.qk_norm else (False, True):
+    kernels = (None, plain_gated) if has_plain_swiglu(model) else (None,)
+    for packs, gated in product((False,) if model.qk_norm else (False, True), kernels):
         for cut in ("whole", "sequence", "chunk") if model.causal else ("whole", "sequence"):
             for letter in "faci":
                 precision = "bf16" if letter in "fi" else "fp32"
@@ -48,11 +52,11 @@ def test_no_temporary_lies_beside_the_workspace(family: str, proportions: str) -
                         model, sequence=2 * TOKENS, chunk=TOKENS, letters=letter, attention=cut, precision=precision,
                         head_chunk_tokens=16,
                     )  # fmt: skip
-                executor = executor_for(plan, model, {}, Training(steps=1), packs=packs)
+                executor = executor_for(plan, model, {}, Training(steps=1), packs=packs, gated=gated)
                 generator = torch.Generator().manual_seed(0)
                 executor.set_weights(
                     {each.name: 0.02 * torch.randn(each.shape, generator=generator) for each in executor.parameters}
                 )
                 executor.step(random_batch(model, plan.sequences_per_round, plan.sequence_tokens, 0), 0)
-                beside[packs, cut, letter] = executor.player.arena.peak_beside_bytes
+                beside[packs, gated is not None, cut, letter] = executor.player.arena.peak_beside_bytes
     assert {case: size for case, size in beside.items() if size} == {}

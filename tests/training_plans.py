@@ -13,6 +13,7 @@ from flopwise.core.plan import ENDS, Plan, Residency
 from flopwise.core.training import Training
 from flopwise.core.transformer import Transformer
 from flopwise.engine.batch import NO_LABEL, Batch
+from flopwise.engine.gated import GatedKernels
 from flopwise.engine.modules import ReferenceModel
 from flopwise.engine.streaming import StreamingExecutor
 from flopwise.plan.compile import compile_plan
@@ -110,11 +111,12 @@ def random_batch(
 def executor_for(
     plan: Plan, model: Transformer, weights: dict[str, torch.Tensor], training: Training = GRADIENTS,
     *, device: torch.device = CPU, deterministic: bool = False, packs: bool | None = None,
+    gated: GatedKernels | None = None,
 ) -> StreamingExecutor:  # fmt: skip
     """An executor with these weights."""
     program = compile_plan(plan, model)
     executor = StreamingExecutor(
-        plan, program, model, training, device=device, deterministic=deterministic, packs=packs
+        plan, program, model, training, device=device, deterministic=deterministic, packs=packs, gated=gated
     )
     executor.clear_moments()
     executor.set_weights(weights)

@@ -64,6 +64,7 @@ def _measured(wanted: str, name: str, write: str, like: str, *, quick: bool, for
 
     from flopwise.engine.attention_calls import attention_calls
     from flopwise.engine.devices import choose_device
+    from flopwise.engine.product_calls import product_calls
 
     chosen = choose_device(wanted)
     base, own = _base(chosen, like)
@@ -80,6 +81,7 @@ def _measured(wanted: str, name: str, write: str, like: str, *, quick: bool, for
         measured = calibrate_device(
             "cuda" if chosen == "cuda" else "cpu",
             tuple(base.device.peak_flops),
+            product_calls,
             attention_calls,
             quick=quick,
             tell=tell,

@@ -120,7 +120,7 @@ class Calibration:
     number_format: str
     """The first of training's formats on this device, in which attention was timed."""
     versions: dict[str, str]
-    """torch, cuda, driver, attention: whatever the rates depend on."""
+    """torch, cuda, driver, products, attention: whatever the rates depend on."""
     products: tuple[ProductRow, ...]
     attentions: tuple[AttentionRow, ...]
     streams: tuple[StreamRow, ...]
@@ -157,6 +157,23 @@ class Fitted:
     products: FitErrors | None
     attention: FitErrors | None
     streams: FitErrors | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProductCall:
+    """A matrix product over tensors of its own, to be called over and over."""
+
+    run: Callable[[], object]
+    kernel: str
+    """What runs products of its format, where they are large."""
+
+
+class ProductMaker(Protocol):
+    """Makes a call of a matrix product of random numbers, not done yet."""
+
+    def __call__(
+        self, *, kind: ProductKind, rows: int, depth: int, columns: int, number_format: str, device: str
+    ) -> ProductCall: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

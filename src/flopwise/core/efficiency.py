@@ -52,6 +52,8 @@ class GemmEfficiency:
     """Share of the time for moving the output that is not hidden behind the multiplication."""
     by_format: dict[str, float] | None = None
     """`sustained` of number formats whose own share of their own peak is known; None: all are alike."""
+    activates: bool = False
+    """Whether products in bf16 and fp16 have the SwiGLU between them in them, as flopwise trains with quack-kernels."""
 
     def sustained_in(self, number_format: str) -> float:
         """Share of a format's peak that large, deep, aligned products keep up."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flopwise.core.op import Gemm, Op, Streaming
+from flopwise.core.transformer import Transformer
 
 
 def makers_for_one_product(ops: Sequence[Op]) -> dict[str, Op]:
@@ -22,6 +23,12 @@ def makers_for_one_product(ops: Sequence[Op]) -> dict[str, Op]:
         if alone and isinstance(maker, Streaming) and (maker.kind == "norm" or maker.name == "activation"):
             found[op.name] = maker
     return found
+
+
+def has_plain_swiglu(model: Transformer) -> bool:
+    """Whether a feed-forward is one that two products with SwiGLU in them can run."""
+    plain = not (model.ffn_bias or model.experts) and model.norm_place == "pre"
+    return model.gated and model.activation == "silu" and plain
 
 
 def is_sum_for_norm(op: Op, following: Op | None) -> bool:

@@ -93,16 +93,20 @@ class Block:
         summed: Op | None = None
         for index, op in enumerate(running):
             made = [name for name in op.outputs if name in wanted]
+            following = running[index + 1] if index + 1 < len(running) else None
             if isinstance(op, Attention):
                 self._attend(values, chunk, keys)
             elif summed is not None:
                 self.operators.residual_norm(summed, op, values, weights)
                 values.drop(name for name in summed.inputs if last_use[name] < index and name not in keep)
                 summed = None
-            elif is_sum_for_norm(op, running[index + 1] if index + 1 < len(running) else None):
+            elif is_sum_for_norm(op, following):
                 summed = op
                 continue
-            else:
+            elif self.operators.is_paired(op):
+                activates = following is not None and following.name == "activation"
+                self.operators.paired_product(op, values, weights, activates=activates)
+            elif op.name != "activation" or "activated" not in values:
                 self.operators.forward(op, values, weights, chunk.rows, made)
             used_up = [name for name in op.inputs if last_use[name] == index]
             unread = [name for name in op.outputs if name not in last_use]
@@ -206,8 +210,7 @@ class Block:
             maker = self._makers.get(op.name)
             if maker is not None and isinstance(op, Gemm) and op.inputs[0] not in values:
                 # The weight's gradient waits until the product's input is there again.
-                self.operators.to_source(op, gradients, trained)
-                source = self.operators.backward_again(maker, values, gradients, trained)
+                source = self._back_to_maker(op, maker, values, gradients, trained)
                 self.operators.to_matrix(op, source, gradients, trained)
                 gradients.drop(maker.outputs[0])
                 done.add(maker.name)
@@ -217,6 +220,13 @@ class Block:
                 self.operators.backward(op, values, gradients, trained, chunk.rows)
             for each in used:
                 values.drop(name for name in each.needs if self._first_need[name] is each)
+
+    def _back_to_maker(self, op: Gemm, maker: Op, values: Values, gradients: Gradients, trained: Trained) -> Tensor:
+        """Back through a product to what its input was made of; returns that input, made again."""
+        if maker.name == "activation" and self.operators.gated is not None:
+            return self.operators.activated_backward(op, maker, values, gradients, trained)
+        self.operators.to_source(op, gradients, trained)
+        return self.operators.backward_again(maker, values, gradients, trained)
 
     def _attention_back(
         self, values: Values, gradients: Gradients, chunk: Chunk, keys: Keys | None, key_sums: Keys | None

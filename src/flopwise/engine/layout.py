@@ -16,6 +16,7 @@ from flopwise.core.plan import POLICY
 from flopwise.core.program import ALIGNMENT_BYTES
 from flopwise.core.work import Work
 from flopwise.engine.formats import TYPES, statistics_type
+from flopwise.engine.kernels.plain_gated import split_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class SavedTensors:
     most one piece for each power of two.
     """
 
-    def __init__(self, work: Work, formats: Formats, *, packed: bool = False) -> None:
+    def __init__(self, work: Work, formats: Formats, *, packed: bool = False, paired: tuple[str, ...] = ()) -> None:
+        """`paired`: two of the results that lie together, to lie there in pairs."""
         inside = {name for op in work.ops if op.in_block for name in (*op.inputs, *op.outputs)}
         self.each: dict[str, int] = {name: work.tensors[name].elements // work.sequence_tokens for name in inside}
         """Numbers a token of every tensor in a block."""
@@ -69,8 +71,10 @@ class SavedTensors:
             kept.sort(key=lambda tensor: tensor.level)
             self._saved[level] = tuple(tensor.name for tensor in kept)
         self.fields = lru_cache(maxsize=1024)(self._fields)
-        self._packs = [_kept_together(op, work) for op in work.ops if op.in_block and packed]
+        together = [_kept_together(op, work) for op in work.ops if op.in_block]
+        self._packs = [names for names in together if packed or names == paired]
         """Results of one product that only the highest level keeps: they lie beside each other."""
+        self._paired = paired
 
     def names(self, level: str) -> tuple[str, ...]:
         return self._saved[level]
@@ -84,7 +88,7 @@ class SavedTensors:
         fields = self.fields(level, tokens)
         found = {name: field.of(buffer).view(tokens, -1) for name, field in fields.items()}
         for names in self._packs:
-            found.update(columns_of(fields, names, buffer, tokens))
+            found.update(columns_of(fields, names, buffer, tokens, paired=names == self._paired))
         return found
 
     def copies(
@@ -109,14 +113,21 @@ def _kept_together(op: Op, work: Work) -> tuple[str, ...]:
     return op.outputs if alike else ()
 
 
-def columns_of(fields: Mapping[str, Field], names: Sequence[str], buffer: Tensor, rows: int) -> dict[str, Tensor]:
-    """Fields that lie together, in whatever order, as columns of one tensor in this one; nothing where they do not."""
+def columns_of(
+    fields: Mapping[str, Field], names: Sequence[str], buffer: Tensor, rows: int, *, paired: bool = False
+) -> dict[str, Tensor]:
+    """Fields that lie together, in whatever order, as columns of one tensor in this one; nothing where they do not.
+
+    Two of them that are `paired` take turns there, number by number.
+    """
     chosen = sorted((fields[name] for name in names if name in fields), key=lambda field: field.start)
     ends = [field.start + field.bytes for field in chosen]
     follows = all(end == field.start for end, field in zip(ends, chosen[1:], strict=False))
     if len(chosen) < 2 or len(chosen) != len(names) or not follows:
         return {}
     whole = buffer[chosen[0].start : ends[-1]].view(chosen[0].dtype).view(rows, -1)
+    if paired:
+        return dict(zip(names, split_pairs(whole), strict=True))
     widths = [fields[name].elements // rows for name in names]
     return dict(zip(names, torch.split(whole, widths, dim=1), strict=True))
 

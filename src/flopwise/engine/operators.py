@@ -20,6 +20,7 @@ from flopwise.core.work import Work
 from flopwise.engine.arena import Arena
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.fp8_products import Fp8Products
+from flopwise.engine.gated import GatedKernels, GatedProducts, joined_pairs
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.blocks import add_rounded, row_blocks
 from flopwise.engine.products import Products
@@ -70,15 +71,20 @@ class _Part:
 class Operators:
     """All operators but attention, for one model in one set of formats."""
 
-    def __init__(self, model: Transformer, work: Work, formats: Formats, arena: Arena, *, packs: bool = False) -> None:
+    def __init__(
+        self, model: Transformer, work: Work, formats: Formats, arena: Arena,
+        *, products: Products, packs: bool = False, gated: GatedKernels | None = None,
+    ) -> None:  # fmt: skip
         self.packs = packs
         """Whether results that one product makes lie beside each other, so that it is one call."""
+        self.gated = None if gated is None else GatedProducts(arena, gated)
+        """Products with the activation in them, where gate and up lie in pairs."""
         self.model, self.work, self.arena = model, work, arena
         self.compute, self.statistics = TYPES[formats.compute], statistics_type(formats)
         self.weights_differ = TYPES[formats.weights] != self.compute
         self._frequencies: Tensor | None = None
         self._columns: dict[str, list[tuple[str, int, int]]] = {}
-        self._plain_products = Products(arena)
+        self._plain_products = products
         self._block_products = Fp8Products(arena) if formats.matrix == "fp8" else self._plain_products
 
     # -- forward --------------------------------------------------------------------------------------------------
@@ -109,6 +115,20 @@ class Operators:
             source = values[op.inputs[0]]
             out = values.room(op.outputs[0], tuple(source.shape), source.dtype)
             dispatch.activation_forward(kind, None, source, out=out)
+
+    def is_paired(self, op: Op) -> bool:
+        """Whether an operator makes gate and up in pairs."""
+        return self.gated is not None and op.name == "gate_up"
+
+    def paired_product(self, op: Op, values: Values, weights: Weights, *, activates: bool) -> None:
+        """Gate and up, which have their places, and with `activates` what the activation makes of them."""
+        assert self.gated is not None
+        source, matrix = values[op.inputs[0]], self._cast(weights[f"{op.name}.weight"])
+        shape = (source.shape[0], matrix.shape[0] // 2)
+        gate, up = (values.room(name, shape, self.compute) for name in op.outputs)
+        out = values.room("activated", shape, self.compute) if activates else None
+        self.gated.activated(source, matrix, pairs=joined_pairs(gate, up), out=out)
+        self._uncast(matrix)
 
     def _gate_and_up(self, op: Op, values: Values) -> tuple[Tensor | None, Tensor]:
         return (values[op.inputs[0]] if self.model.gated else None), values[op.inputs[-1]]
@@ -153,6 +173,8 @@ class Operators:
             self._uncast(bias)
 
     def _products(self, op: Gemm) -> Products:
+        if self.gated is not None and self.is_paired(op):
+            return self.gated
         return self._block_products if op.in_block else self._plain_products
 
     def columns(self, op: Gemm) -> list[tuple[str, int, int]]:
@@ -271,6 +293,9 @@ class Operators:
 
     def _parts(self, op: Gemm, gradients: Gradients) -> list[_Part]:
         """A product's results whose gradients can be used together: all that lie beside each other, or each alone."""
+        if self.is_paired(op):
+            gate, up = (gradients[name] for name in op.outputs)
+            return [_Part(op.outputs, ALL, joined_pairs(gate, up))]
         columns = self.columns(op)
         joined = joined_columns([gradients[name] for name in op.outputs]) if self.packs else None
         if joined is not None:
@@ -288,6 +313,24 @@ class Operators:
         target, there = gradients.target(op.inputs[0], shape, part.gradient.dtype)
         self._products(op).to_source(part.gradient, matrix, out=target, add=there)
         self._uncast(matrix)
+
+    def activated_backward(
+        self, op: Gemm, activation: Op, values: Values, gradients: Gradients, trained: Trained
+    ) -> Tensor:
+        """From the gradient of a product's result to those that its input's activation read, in one call.
+
+        They take the places of gate and up. Returns the activation's result, made again.
+        """
+        assert self.gated is not None
+        gradient, matrix = gradients[op.outputs[0]], self._cast(trained.weights[f"{op.name}.weight"])
+        made, there = gradients.target(activation.outputs[0], (gradient.shape[0], op.depth), gradient.dtype)
+        assert not there
+        gate, up = (values[name] for name in activation.inputs)
+        self.gated.activated_backward(gradient, matrix, pairs=joined_pairs(gate, up), out=made)
+        self._uncast(matrix)
+        for name in activation.inputs:
+            gradients.put(name, values[name])
+        return made
 
     def backward_again(self, op: Op, values: Values, gradients: Gradients, trained: Trained) -> Tensor:
         """The backward of a norm or an activation that makes its result again, in the place of its gradient.

@@ -18,9 +18,12 @@ from flopwise.engine.arena import Arena
 from flopwise.engine.block import Block, Chunk, Keys
 from flopwise.engine.ends import Ends, Loss
 from flopwise.engine.formats import TYPES, statistics_type
+from flopwise.engine.gated import GatedKernels
 from flopwise.engine.inputs import Inputs
 from flopwise.engine.layout import SavedTensors
 from flopwise.engine.operators import Operators, Trained
+from flopwise.engine.products import Products
+from flopwise.engine.quack_products import gated_kernels, products_for
 from flopwise.engine.room import Room
 from flopwise.engine.sequence import SequenceBlock, SequenceRoom
 from flopwise.engine.updates import PartNumbers, Updates, as_numbers, numbers_by_part
@@ -34,7 +37,7 @@ class Player:
 
     def __init__(
         self, plan: Plan, program: Program, model: Transformer, training: Training, room: Room,
-        *, deterministic: bool, packs: bool | None = None,
+        *, deterministic: bool, packs: bool | None = None, gated: GatedKernels | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.program, self.room = plan, program, room
         self.formats = parse_formats(plan.precision)
@@ -51,8 +54,12 @@ class Player:
         # Norms of heads read queries and keys as rows of their own, which columns of a wider tensor are not.
         packs = room.device.type == "cuda" and not deterministic and not model.qk_norm if packs is None else packs
         assert not (packs and model.qk_norm)
-        self.saved = SavedTensors(work, self.formats, packed=packs)
-        operators = Operators(model, work, self.formats, self.arena, packs=packs)
+        products = Products(self.arena) if deterministic else products_for(room.device, self.compute, self.arena)
+        if gated is None and not deterministic:
+            gated = gated_kernels(model, self.formats, room.device)
+        paired = ("gate", "up") if gated is not None else ()
+        self.saved = SavedTensors(work, self.formats, packed=packs, paired=paired)
+        operators = Operators(model, work, self.formats, self.arena, packs=packs, gated=gated, products=products)
         self.block = Block(model, work, operators, self.saved, deterministic=deterministic)
         self.block.cut = plan.chunks_per_sequence > 1
         self.whole_sequence = self.block.cut and plan.attention == "sequence"

@@ -20,6 +20,7 @@ from flopwise.engine.batch import Batch
 from flopwise.engine.ends import Loss
 from flopwise.engine.executor import Evaluated, Moment, StepResult
 from flopwise.engine.formats import TYPES, check_formats
+from flopwise.engine.gated import GatedKernels
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.layout import moment_fields
 from flopwise.engine.modules import check_trainable
@@ -38,16 +39,21 @@ class StreamingExecutor:
 
     def __init__(
         self, plan: Plan, program: Program, model: Transformer, training: Training, *, device: torch.device,
-        deterministic: bool = False, packs: bool | None = None,
+        deterministic: bool = False, packs: bool | None = None, gated: GatedKernels | None = None,
     ) -> None:  # fmt: skip
-        """`packs`: whether products make all their results in one call; None: on a GPU, but for the same bits."""
+        """`packs`: whether products make all their results in one call; None: on a GPU, but for the same bits.
+
+        `gated`: products with the activation in them; None: those that the device has, if any.
+        """
         check_supported(plan, model, training)
         self.plan, self.program, self.model, self.training, self.device = plan, program, model, training, device
         self.formats = parse_formats(plan.precision)
         # What others hold of the device's memory is not this training's.
         self._others_bytes = int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
         self.room = Room(program, device, left_to_libraries=left_to_libraries(plan, model))
-        self.player = Player(plan, program, model, training, self.room, deterministic=deterministic, packs=packs)
+        self.player = Player(
+            plan, program, model, training, self.room, deterministic=deterministic, packs=packs, gated=gated
+        )
         self._streams: Streams = InOrder()
         if device.type == "cuda":
             self.room.pin()

@@ -28,7 +28,9 @@ def calibrated(
     device = _device(base, calibration, like=like)
     efficiency, fitted = fit_efficiency(device, base.efficiency, calibration)
     sources = {**base.sources, **_sources(base, calibration, fitted, date)}
-    efficiency = replace(efficiency, source=STREAMS, gemm=replace(efficiency.gemm, source=PRODUCTS))
+    efficiency = replace(
+        efficiency, source=STREAMS, gemm=replace(efficiency.gemm, source=PRODUCTS, activates=_activates(calibration))
+    )
     if calibration.streams:
         efficiency = replace(efficiency, memory=replace(efficiency.memory, source=STREAMS))
     if calibration.attentions:
@@ -47,6 +49,11 @@ def calibrated(
     )
     cited = {key for _, key in hardware.cited()}
     return replace(hardware, sources={key: source for key, source in sources.items() if key in cited}), fitted
+
+
+def _activates(calibration: Calibration) -> bool:
+    """quack-kernels' products come with those that have SwiGLU in them."""
+    return calibration.versions.get("products") == "quack"
 
 
 def _only(calibration: Calibration, formats: set[str]) -> Calibration:

@@ -14,12 +14,14 @@ import numpy as np
 from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import POLICIES, Formats, parse_formats
+from flopwise.core.fusion import has_plain_swiglu
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
 from flopwise.core.op import Attention
 from flopwise.core.plan import POLICY, Plan
 from flopwise.core.program import Program, Task
 from flopwise.core.traffic import backward_traffic, forward_traffic, tensor_bytes, update_bytes_per_parameter
+from flopwise.core.transformer import Transformer
 from flopwise.core.work import Work
 from flopwise.core.workload import MOMENTS
 from flopwise.predict.attention import Direction, attention_times
@@ -183,13 +185,20 @@ class TaskSeconds:
             (streaming_costs(calls.streams, self.hardware, sequences), False),
         ):
             for op, phase, seconds in zip(costs.op, costs.phase, costs.seconds[:, 0], strict=True):
-                if phase == Phase.UPDATE:
+                if phase == Phase.UPDATE or (self._activates and self.work.ops[op].name == "activation"):
                     continue
                 group = group_of[op]
                 found[group, int(phase)] += float(seconds) / (self.layers if self.work.ops[op].in_block else 1)
                 if are_products and phase != Phase.RECOMPUTE:
                     products += float(seconds)
         return found, products
+
+    @cached_property
+    def _activates(self) -> bool:
+        """Whether activations run within products."""
+        halves = self.formats.matrix == self.formats.compute and self.formats.compute in ("bf16", "fp16")
+        swiglu = isinstance(self.model, Transformer) and has_plain_swiglu(self.model)
+        return self.hardware.efficiency.gemm.activates and halves and swiglu
 
     @cached_property
     def _group_of(self) -> list[int]:

@@ -9,6 +9,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from functools import partial
 from math import ceil
 from typing import Literal, TypeVar
@@ -22,6 +23,7 @@ from flopwise.core.calibration import (
     Calibration,
     CopyRow,
     CopyWay,
+    ProductMaker,
     ProductRow,
     StreamRow,
 )
@@ -38,7 +40,7 @@ from flopwise.profile.calibration_shapes import (
 from flopwise.profile.kernel_clock import Clock, CpuClock, CudaClock, sensors
 from flopwise.profile.this_machine import cpu_title, last_level_cache_bytes, memory_bytes
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CACHES = 3
 """A row's buffers together are this many times the last cache."""
 MOST_SETS = 192
@@ -58,6 +60,7 @@ Tell = Callable[[str, int, int], None]
 def calibrate_device(
     device: Literal["cuda", "cpu"],
     formats: Collection[str],
+    product: ProductMaker,
     attention: AttentionMaker,
     *,
     quick: bool = False,
@@ -66,7 +69,7 @@ def calibrate_device(
     """Time the device's kernels in the formats that it has a peak for; a CPU is tried in fp32 and bf16."""
     began = time.perf_counter()
     schedule = cpu_schedule(quick=quick) if device == "cpu" else gpu_schedule(formats, quick=quick)
-    run = _Run(device, schedule, first_format(formats) if device == "cuda" else "fp32", tell)
+    run = _Run(device, schedule, first_format(formats) if device == "cuda" else "fp32", product, tell)
     products = run.products(schedule.products)
     streams = run.streams()
     copies, update = run.copies()
@@ -91,7 +94,7 @@ def calibrate_device(
         host_cores=len(os.sched_getaffinity(0)),
         host_memory_bytes=memory_bytes(),
         number_format=run.first,
-        versions=_versions(device, kernels),
+        versions=_versions(device, {"products": run.product_kernels, "attention": kernels}),
         products=tuple(products),
         attentions=tuple(attentions),
         streams=tuple(streams),
@@ -110,13 +113,17 @@ def calibrate_device(
 class _Run:
     """One calibration: the device, how far it is, and what could not be had."""
 
-    def __init__(self, device: Literal["cuda", "cpu"], schedule: Schedule, first: str, tell: Tell | None) -> None:
+    def __init__(
+        self, device: Literal["cuda", "cpu"], schedule: Schedule, first: str, product: ProductMaker, tell: Tell | None
+    ) -> None:
         self.device, self.schedule, self.first = device, schedule, first
         self.notes: list[str] = []
+        self.product_kernels: set[str] = set()
+        """What runs products in the first format."""
+        self._make_product = product
         self._tell, self._done = tell, 0
         self._steps = len(schedule.products) + len(schedule.other_products) + 2 * len(schedule.attentions)
         self._steps += 2 * len(schedule.stream_bytes) + 3
-        self._began = time.perf_counter()
         self.sensors = sensors() if device == "cuda" else None
         if device == "cuda":
             found = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -129,7 +136,17 @@ class _Run:
             self.memory_bytes, self._cache_bytes = memory_bytes(), last_level_cache_bytes()
             self.clock = CpuClock()
         self._step("warming up")
+        if device == "cuda":
+            self._compile(schedule.products)
+        self._began = time.perf_counter()
         self.kept_up_flops = self.clock.settle(*schedule.settle_s)
+
+    def _compile(self, shapes: Iterable[ProductShape]) -> None:
+        """Call every product once: what is compiled by that takes seconds, in which a warm card would cool."""
+        for shape in shapes:
+            # What fails is told when it is to be timed.
+            with suppress(RuntimeError, ValueError, ImportError):
+                self._product_call(shape)()
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
@@ -158,7 +175,7 @@ class _Run:
         operands = shape.depth * (shape.rows + shape.columns) * WIDTH_BYTES[shape.number_format]
         outputs = shape.rows * shape.columns * width
         self._check_room(operands + outputs)
-        calls = [product_call(shape, self.device) for _ in range(self._sets(operands + outputs, few=True))]
+        calls = [self._product_call(shape) for _ in range(self._sets(operands + outputs, few=True))]
         return ProductRow(
             number_format=shape.number_format,
             kind=shape.kind,
@@ -168,6 +185,22 @@ class _Run:
             output_bytes=width,
             seconds=self.clock.seconds(calls, self.schedule.row_s),
         )
+
+    def _product_call(self, shape: ProductShape) -> Callable[[], object]:
+        """A product as the engine makes it, over tensors of its own."""
+        if shape.number_format == "fp8":
+            return _fp8_call(shape.rows, shape.depth, shape.columns)
+        call = self._make_product(
+            kind=shape.kind,
+            rows=shape.rows,
+            depth=shape.depth,
+            columns=shape.columns,
+            number_format=shape.number_format,
+            device=self.device,
+        )
+        if shape.number_format == self.first:
+            self.product_kernels.add(call.kernel)
+        return call.run
 
     def attentions(self, shapes: Iterable[AttentionShape], make: AttentionMaker) -> tuple[list[AttentionRow], set[str]]:
         """Attention, and the kernels that ran it."""
@@ -274,27 +307,6 @@ class _Run:
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
-
-
-def product_call(shape: ProductShape, device: str) -> Callable[[], object]:
-    """A product as the engine makes it, over tensors of its own."""
-    rows, depth, columns = shape.rows, shape.depth, shape.columns
-    if shape.number_format == "fp8":
-        return _fp8_call(rows, depth, columns)
-    dtype = DTYPES[shape.number_format]
-
-    def numbers(*sides: int) -> Tensor:
-        return torch.randn(*sides, device=device, dtype=dtype)
-
-    out = torch.zeros(rows, columns, device=device, dtype=dtype)
-    if shape.kind == "forward":
-        source, matrix = numbers(rows, depth), numbers(columns, depth)
-        return lambda: torch.mm(source, matrix.t(), out=out)
-    if shape.kind == "to_source":
-        gradient, matrix = numbers(rows, depth), numbers(depth, columns)
-        return lambda: torch.mm(gradient, matrix, out=out)
-    gradient, source = numbers(depth, rows), numbers(depth, columns)
-    return lambda: out.addmm_(gradient.t(), source)
 
 
 def _fp8_call(rows: int, depth: int, columns: int) -> Callable[[], object]:
@@ -408,7 +420,7 @@ def _faster_in_bf16(rows: list[ProductRow]) -> list[str]:
     return [f"products in bf16 are {best['bf16'] / best['fp32']:.1f} times as fast; plans for a CPU keep to fp32"]
 
 
-def _versions(device: str, kernels: set[str]) -> dict[str, str]:
+def _versions(device: str, kernels: dict[str, set[str]]) -> dict[str, str]:
     versions = {"torch": str(torch.__version__)}
     if device == "cuda":
         versions["CUDA"] = str(torch.version.cuda)
@@ -419,6 +431,4 @@ def _versions(device: str, kernels: set[str]) -> dict[str, str]:
             versions["driver"] = driver
     else:
         versions["threads"] = str(torch.get_num_threads())
-    if kernels:
-        versions["attention"] = ", ".join(sorted(kernels))
-    return versions
+    return versions | {name: ", ".join(sorted(ran)) for name, ran in kernels.items() if ran}
