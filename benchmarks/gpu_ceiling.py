@@ -1,7 +1,9 @@
 """What a card's kernels can do at a model's shapes: products and attention in training's order, kept up for seconds.
 
 The ceiling is tokens ÷ the ideal seconds of a model's matrix products and attention at these rates, nothing made again
-and nothing else done. Products and attention run with every kernel that is installed, in turns, and the fastest counts.
+and nothing else done. At first products and attention run with every kernel that is installed, in turns; then those
+that were the fastest are kept up alone, as a training would keep them up, and that is measured: what a card under its
+power cap makes of a kernel depends on what runs beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 
 from benchmarks.gpu_attention import Candidate, candidates
 from benchmarks.gpu_cells import Settings, model_of, quantile, reasons_text
-from benchmarks.gpu_products import Part, parts_of
+from benchmarks.gpu_products import Kernel, Part, parts_of
 from flopwise.core.describe import describe
 from flopwise.core.formats import parse_formats
 from flopwise.core.op import Attention, Gemm
@@ -157,6 +159,13 @@ class Load:
         sequences = shape.attended_tokens // shape.sequence_tokens
         self.attention, self.attention_name = candidates(attention, sequences, dtype, generator), attention.name
         self.runs = 0
+        self.chosen: dict[tuple[str, str], str] = {}
+        """Operator and pass → the kernel that is kept up; none: they take turns."""
+
+    def choose(self, times: Mapping[Key, Sequence[float]]) -> None:
+        """From now on keep up the kernels that were the fastest, from the first run on."""
+        self.chosen = {key: kernel for key, (kernel, _) in fastest(times).items()}
+        self.runs = 0
 
     def flops(self) -> dict[tuple[str, str], int]:
         """Of one call, by operator and pass, as the description counts them."""
@@ -181,7 +190,7 @@ class Load:
         begun, behind = time.perf_counter(), None
         first, least = self.runs, self._least_runs()
         while self.runs - first < least or time.perf_counter() - begun < seconds:
-            marks = self._layer(self.attention[self.runs % len(self.attention)])
+            marks = self._layer()
             # The queue is two layers deep: never empty, and never so long that the clock runs ahead of the work.
             if behind is not None:
                 self._gather(behind, times)
@@ -192,10 +201,23 @@ class Load:
 
     def _least_runs(self) -> int:
         """So many that every kernel of attention meets every one of the blocks' products."""
+        if self.chosen:
+            return 1
         kernels = max(len(part.kernels) for part in self.parts if part.in_block)
         return len(self.attention) * math.ceil(kernels / self.repeats)
 
-    def _layer(self, attention: Candidate) -> list[tuple[Key, Mark, Mark]]:
+    def _attention(self, passed: str) -> Candidate:
+        """The kernel of attention that is kept up, or whose turn it is."""
+        name = self.chosen.get((self.attention_name, passed))
+        turn = self.attention[self.runs % len(self.attention)]
+        return next((each for each in self.attention if each.name == name), turn)
+
+    def _kernels(self, part: Part, passed: str, turn: int) -> Sequence[Kernel]:
+        """Those of a product, likewise."""
+        name = self.chosen.get((part.name, passed))
+        return [each for each in part.kernels if each.name == name] or part.at(turn)
+
+    def _layer(self) -> list[tuple[Key, Mark, Mark]]:
         """Hand over one layer's work. Products' kernels change by chunk, and when all of attention's had their turn."""
         marks: list[tuple[Key, Mark, Mark]] = []
         first_turn = self.runs // len(self.attention) * self.repeats
@@ -211,17 +233,19 @@ class Load:
         def forward(parts: Sequence[Part]) -> None:
             for turn in turns:
                 for part in parts:
-                    for kernel in part.at(turn):
+                    for kernel in self._kernels(part, "forward", turn):
                         run((part.name, "forward", kernel.name), kernel.forward)
 
         def backward(parts: Sequence[Part]) -> None:
             for turn in turns:
                 for part in reversed(parts):
-                    for kernel in part.at(turn):
+                    for kernel in self._kernels(part, "to-input", turn):
                         run((part.name, "to-input", kernel.name), kernel.to_input)
+                    for kernel in self._kernels(part, "to-weight", turn):
                         run((part.name, "to-weight", kernel.name), kernel.to_weight)
 
         forward(inside[:split])
+        attention = self._attention("forward")
         run((self.attention_name, "forward", attention.name), attention.forward)
         forward(inside[split:])
         if self.runs % self.layers == 0:
@@ -229,6 +253,7 @@ class Load:
             forward(ends)
             backward(ends)
         backward(inside[split:])
+        attention = self._attention("backward")
         run((self.attention_name, "backward", attention.name), attention.backward)
         backward(inside[:split])
         self.runs += 1
@@ -246,14 +271,17 @@ class Load:
 def run_ceiling(shape: Shape, settings: Settings) -> list[dict[str, Any]]:
     """Rows of every kernel, of all together, and of the copies between host and device."""
     load = Load(shape, settings.device)
-    load.kept_up(settings.ceiling_warm_up_s)
+    turns = load.kept_up(settings.ceiling_warm_up_s / 2)
+    load.choose(turns)
+    load.kept_up(settings.ceiling_warm_up_s / 2)
     # The head comes once in so many layers: in the measured part it is among the first again.
     load.runs = 0
     sampler = sampler_for(settings.device)
     sampler.start()
     times = load.kept_up(settings.ceiling_measure_s)
     counters = sampler.stop()
-    rows = ceiling_rows(load, times, counters)
+    others = {key: seconds for key, seconds in turns.items() if key not in times}
+    rows = [*kernel_rows(load, others, counted=False), *ceiling_rows(load, times, counters)]
     del load
     if settings.device == "cuda":
         torch.cuda.empty_cache()
@@ -261,9 +289,9 @@ def run_ceiling(shape: Shape, settings: Settings) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
-def ceiling_rows(load: Load, times: Mapping[Key, Sequence[float]], counters: Counters) -> list[CeilingRow]:
-    """A row for each kernel, and one for what they come to."""
-    best, flops, tokens = fastest(times), load.flops(), load.call_tokens()
+def kernel_rows(load: Load, times: Mapping[Key, Sequence[float]], *, counted: bool) -> list[CeilingRow]:
+    """A row for each kernel."""
+    flops, tokens = load.flops(), load.call_tokens()
     rows = []
     for (op, passed, kernel), seconds in times.items():
         call_s = median(seconds)
@@ -273,7 +301,7 @@ def ceiling_rows(load: Load, times: Mapping[Key, Sequence[float]], counters: Cou
                 op=op,
                 passed=passed,
                 kernel=kernel,
-                counted=best[op, passed][0] == kernel,
+                counted=counted,
                 call_tokens=tokens[op],
                 call_flops=flops[op, passed],
                 calls=len(seconds),
@@ -283,6 +311,13 @@ def ceiling_rows(load: Load, times: Mapping[Key, Sequence[float]], counters: Cou
                 tflops_per_s=flops[op, passed] / call_s / 1e12,
             )
         )
+    return rows
+
+
+def ceiling_rows(load: Load, times: Mapping[Key, Sequence[float]], counters: Counters) -> list[CeilingRow]:
+    """A row for each kernel that was kept up, and one for what they come to."""
+    best, tokens = fastest(times), load.call_tokens()
+    rows = kernel_rows(load, times, counted=True)
     ideal = ideal_seconds(load.work, {key: seconds for key, (_, seconds) in best.items()}, tokens)
     sequence = load.shape.sequence_tokens
     counted = load.work.total_hardware_flops("causal", "none")

@@ -67,7 +67,7 @@ def test_plain_products_at_awkward_sizes(dtype: Any, tokens: int, inputs: int, o
         return wide[:, 8 : 8 + width] if columns else wide
 
     source, matrix, gradient = drawn(tokens, inputs), drawn(outputs, inputs), drawn(tokens, outputs)
-    products = QuackProducts(Arena(torch.empty(0, dtype=torch.uint8, device=CUDA)), least_flops=0)
+    products = QuackProducts(Arena(torch.empty(0, dtype=torch.uint8, device=CUDA)), always=True)
     wide_source, wide_matrix, wide_gradient = source.double(), matrix.double(), gradient.double()
 
     def error(found: Tensor, wanted: Tensor) -> float:
@@ -93,7 +93,7 @@ def test_products_that_lie_awkwardly_stay_with_torch(monkeypatch: pytest.MonkeyP
         raise AssertionError("was called")
 
     monkeypatch.setattr(quack, "multiply", refuse)
-    products = QuackProducts(Arena(torch.empty(0, dtype=torch.uint8, device=CUDA)), least_flops=0)
+    products = QuackProducts(Arena(torch.empty(0, dtype=torch.uint8, device=CUDA)), always=True)
     source, matrix = torch.randn(16, 20, device=CUDA).bfloat16(), torch.randn(24, 20, device=CUDA).bfloat16()
     out = torch.empty(16, 24, device=CUDA, dtype=torch.bfloat16)
     products.forward(source, matrix, None, out=out)

@@ -183,11 +183,15 @@ def test_large_products_go_to_quack_and_others_stay(monkeypatch: pytest.MonkeyPa
     tokens, inputs, outputs = 24, 16, 40
     source, matrix, gradient = drawn(tokens, inputs), drawn(outputs, inputs), drawn(tokens, outputs)
     results = []
-    for products in (
-        Products(nothing()),
-        QuackProducts(nothing(), least_flops=2 * tokens * inputs * outputs),
-        QuackProducts(nothing(), least_flops=2 * tokens * inputs * outputs + 1),
+    for products, least_flops, least_tiles in (
+        (Products(nothing()), 0, 0),
+        (QuackProducts(nothing()), 2 * tokens * inputs * outputs, 1),
+        (QuackProducts(nothing()), 2 * tokens * inputs * outputs + 1, 1),
+        (QuackProducts(nothing()), 0, 2),
+        (QuackProducts(nothing(), always=True), 2 * tokens * inputs * outputs + 1, 2),
     ):
+        monkeypatch.setattr(quack, "LEAST_FLOPS", least_flops)
+        monkeypatch.setattr(quack, "LEAST_TILES", least_tiles)
         out, to_source, total = (
             torch.empty(tokens, outputs).bfloat16(),
             torch.ones_like(source),
@@ -197,10 +201,12 @@ def test_large_products_go_to_quack_and_others_stay(monkeypatch: pytest.MonkeyPa
         products.to_source(gradient, matrix, out=to_source, add=True)
         products.to_matrix(gradient, source, total=total)
         results.append((out, to_source, total))
-    assert seen == [(tokens, inputs, outputs), (tokens, outputs, inputs), (outputs, tokens, inputs)]
-    for one, two, three in zip(*results, strict=True):
-        torch.testing.assert_close(two, one, rtol=0.02, atol=0.05)
+    forward, to_source, to_matrix = (tokens, inputs, outputs), (tokens, outputs, inputs), (outputs, tokens, inputs)
+    assert seen == [forward, to_source, to_matrix, forward, to_source, forward, to_source, to_matrix]
+    for one, two, three, *others in zip(*results, strict=True):
         assert torch.equal(three, one)
+        for other in (two, *others):
+            torch.testing.assert_close(other, one, rtol=0.02, atol=0.05)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +220,7 @@ def test_products_that_lie_awkwardly_stay_with_torch(
     monkeypatch.setattr(quack, "multiply", None)
     given, weight = torch.randn(*source).bfloat16(), torch.randn(*matrix).bfloat16()
     out = torch.empty(source[0], matrix[0]).bfloat16()
-    QuackProducts(nothing(), least_flops=0).forward(given, weight, None, out=out)
+    QuackProducts(nothing(), always=True).forward(given, weight, None, out=out)
     assert torch.equal(out, given @ weight.t())
 
 

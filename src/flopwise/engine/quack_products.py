@@ -21,9 +21,10 @@ from flopwise.engine.products import HALVES, Products
 class QuackProducts(Products):
     """Products in the format of the activations."""
 
-    def __init__(self, arena: Arena, *, least_flops: float = quack.LEAST_FLOPS) -> None:
+    def __init__(self, arena: Arena, *, always: bool = False) -> None:
+        """`always`: those as well that torch's are faster for."""
         super().__init__(arena)
-        self.least_flops = least_flops
+        self.always = always
 
     def forward(self, source: Tensor, matrix: Tensor, bias: Tensor | None, *, out: Tensor) -> None:
         if bias is None and self._takes(source, matrix, out, depth=source.shape[1]):
@@ -38,14 +39,16 @@ class QuackProducts(Products):
             super().to_source(gradient, matrix, out=out, add=add)
 
     def to_matrix(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
-        if self._takes(gradient, source, total, depth=gradient.shape[0]):
+        enough = self.always or quack.tiles_of(total.shape[0], source) >= quack.LEAST_TILES
+        if enough and self._takes(gradient, source, total, depth=gradient.shape[0]):
             quack.multiply(gradient.t(), source, out=total, add=True)
         else:
             super().to_matrix(gradient, source, total=total)
 
     def _takes(self, left: Tensor, right: Tensor, out: Tensor, *, depth: int) -> bool:
         halves = left.dtype == right.dtype and left.dtype in HALVES and out.dtype in (left.dtype, torch.float32)
-        return halves and 2.0 * out.numel() * depth >= self.least_flops and quack.takes(left, right, out)
+        large = self.always or 2.0 * out.numel() * depth >= quack.LEAST_FLOPS
+        return halves and large and quack.takes(left, right, out)
 
 
 @cache
@@ -74,7 +77,7 @@ def _plain_error(device: torch.device, dtype: torch.dtype) -> float:
     source, matrix, gradient = drawn(264, 200), drawn(328, 200), drawn(264, 328)
     out, to_source, total = torch.full_like(gradient, torch.nan), torch.full_like(source, torch.nan), drawn(328, 200)
     before = total.float()
-    products = QuackProducts(Arena(torch.empty(0, dtype=torch.uint8, device=device)), least_flops=0)
+    products = QuackProducts(Arena(torch.empty(0, dtype=torch.uint8, device=device)), always=True)
     products.forward(source, matrix, None, out=out)
     products.to_source(gradient, matrix, out=to_source, add=False)
     products.to_matrix(gradient, source, total=total)
