@@ -67,6 +67,7 @@ def provenance(device: str) -> dict[str, str]:
         "cudnn": str(cudnn or ""),
         "triton": _version("triton"),
         "flash_attn_4": _version("flash-attn-4"),
+        "quack_kernels": _version("quack-kernels"),
         "transformers": _version("transformers"),
         "commit": commit().get("commit", ""),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

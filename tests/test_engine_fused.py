@@ -141,6 +141,13 @@ def test_norms_of_sums_and_norms_made_again(rows: int, width: int, dtype: torch.
         assert torch.equal(total, torch.add(source, other))
         assert torch.equal(copied, total)
         assert torch.equal(alone, out)
+        for place in (0, 1):
+            summed = [source.clone(), other.clone()]
+            form.norm_forward(
+                *(summed[0], weight, bias), epsilon=1e-5, rms=rms, out=summed[place], statistics=statistics,
+                other=summed[1], total=copied,
+            )  # fmt: skip
+            assert torch.equal(summed[place], out) and torch.equal(copied, total), "in the place of what is summed"
         sums, below, above = torch.zeros(2, width, device=DEVICE), torch.ones_like(source), gradient.clone()
         form.norm_backward(
             *(above, total, weight, statistics),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,22 @@ def test_norms(
     close(sums[0] - 1, of_weight, share * ROUNDING[wide(dtype)] + (4 * ROUNDING[dtype] if rms else 0))
     assert (of_bias is not None) == biased
     close(sums[1] - 1, of_bias if biased else torch.zeros_like(of_weight), 20 * ROUNDING[wide(dtype)])
+
+
+@given(rows=sizes, width=sizes, dtype=types, rms=st.booleans(), place=st.sampled_from([0, 1]))
+def test_a_norm_takes_the_place_of_what_it_sums(
+    *, rows: int, width: int, dtype: torch.dtype, rms: bool, place: int
+) -> None:
+    summed, weight = [normal(rows, width, dtype=dtype) for _ in range(2)], normal(width, dtype=dtype)
+    statistics = torch.empty((rows,) if rms else (rows, 2), dtype=wide(dtype))
+    total, alone = torch.add(*summed), torch.empty(rows, width, dtype=dtype)
+    options: dict[str, Any] = {"epsilon": 1e-5, "rms": rms, "statistics": statistics}
+    dispatch.norm_forward(total, weight, None, out=alone, **options)
+    made = torch.empty_like(total)
+    with small_blocks(1):
+        dispatch.norm_forward(summed[0], weight, None, out=summed[place], other=summed[1], total=made, **options)
+    assert torch.equal(summed[place], alone)
+    assert torch.equal(made, total)
 
 
 def test_the_rms_norm_rounds_as_transformers_does() -> None:

@@ -97,8 +97,10 @@ class Block:
             if isinstance(op, Attention):
                 self._attend(values, chunk, keys)
             elif summed is not None:
-                self.operators.residual_norm(summed, op, values, weights)
-                values.drop(name for name in summed.inputs if last_use[name] < index and name not in keep)
+                done = [name for name in summed.inputs if last_use[name] < index and name not in keep]
+                free = None if op.outputs[0] in values.places else next(filter(values.is_temporary, done), None)
+                self.operators.residual_norm(summed, op, values, weights, over=free)
+                values.drop(done)
                 summed = None
             elif is_sum_for_norm(op, following):
                 summed = op

@@ -202,22 +202,26 @@ class Operators:
         if total is not None:
             values.replace(op.inputs[0], total)
 
-    def residual_norm(self, residual: Op, norm: Op, values: Values, weights: Weights) -> None:
-        """A sum of two and its norm in one go."""
+    def residual_norm(
+        self, residual: Op, norm: Op, values: Values, weights: Weights, *, over: str | None = None
+    ) -> None:
+        """A sum of two and its norm in one go. `over`: the one of them whose place the norm's result takes."""
         first, second = (values[name] for name in residual.inputs)
         total = values.room(residual.outputs[0], tuple(first.shape), first.dtype)
-        self._normalise(norm, values, weights, first, other=second, total=total)
+        out = None if over is None else values.hand_over(over, norm.outputs[0])
+        self._normalise(norm, values, weights, first, other=second, total=total, out=out)
 
     def _normalise(
         self, op: Op, values: Values, weights: Weights, source: Tensor,
-        *, other: Tensor | None = None, total: Tensor | None = None,
+        *, other: Tensor | None = None, total: Tensor | None = None, out: Tensor | None = None,
     ) -> None:  # fmt: skip
         scale = self._cast(weights[f"{op.name}.weight"])
         bias = weights.get(f"{op.name}.bias")
         bias = None if bias is None else self._cast(bias)
         rows = source.numel() // scale.numel()
         shape = (rows, 2) if self.model.norm == "layer" else (rows,)
-        out = values.room(op.outputs[0], tuple(source.shape), source.dtype)
+        if out is None:
+            out = values.room(op.outputs[0], tuple(source.shape), source.dtype)
         dispatch.norm_forward(
             source.view(rows, -1),
             scale,

@@ -97,6 +97,18 @@ class Values:
         assert name not in self._owned
         self._held[name] = tensor
 
+    def is_temporary(self, name: str) -> bool:
+        """Whether a value has a room of its own in the arena."""
+        return name in self._owned and name in self._held
+
+    def hand_over(self, name: str, by: str) -> Tensor:
+        """The room of a temporary that is read for the last time while `by` is written there."""
+        assert self.is_temporary(name) and by not in self.places
+        tensor = self._held[by] = self._held.pop(name)
+        self._owned.remove(name)
+        self._owned.add(by)
+        return tensor
+
     def reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Take the room of a value before its turn."""
         self.places[name] = self.arena.take(shape, dtype)

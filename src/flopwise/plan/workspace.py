@@ -54,6 +54,13 @@ class _FirstFit:
         self._held[name] = (start, start + size)
         self.peak = max(self.peak, start + size)
 
+    def holds(self, name: str) -> bool:
+        return name in self._held
+
+    def hand_over(self, name: str, by: str) -> None:
+        """The place of one for another."""
+        self._held[by] = self._held.pop(name)
+
     def give(self, name: str) -> None:
         self._held.pop(name, None)
 
@@ -95,7 +102,11 @@ class _Block:
             gone = [name for name in op.inputs if last_use[name] == index]
             if summed is not None:
                 self._take(arena, summed.outputs)
-                gone += [name for name in summed.inputs if last_use[name] < index]
+                done = [name for name in summed.inputs if last_use[name] < index]
+                free = next((name for name in done if name not in keep and arena.holds(name)), None)
+                if free is not None and op.outputs[0] not in self.placed:
+                    arena.hand_over(free, op.outputs[0])
+                gone += done
                 summed = None
             whole = packs and isinstance(op, Gemm) and len(op.outputs) > 1 and made.issuperset(op.outputs)
             if whole and op.outputs[0] not in self.placed:
@@ -114,7 +125,7 @@ class _Block:
 
     def _take(self, arena: _FirstFit, names: Iterable[str]) -> None:
         for name in names:
-            if name not in self.placed:
+            if name not in self.placed and not arena.holds(name):
                 arena.take(name, self.size[name])
 
     def _take_pack(self, arena: _FirstFit, names: tuple[str, ...], last_use: dict[str, int]) -> None:

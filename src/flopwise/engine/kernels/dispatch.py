@@ -47,8 +47,9 @@ def norm_forward(
 ) -> None:  # fmt: skip
     """Normalises the rows of `source`, or of its sum with `other`; `total`, which a sum needs, gets what is normalised.
 
-    `statistics`, in float32 (float64 for float64), gets each row's reciprocal root (rms: (rows,)), or its mean and
-    reciprocal deviation ((rows, 2)). With rms the normal rows are rounded to their type before the weight, as Llama's.
+    With a `total`, `out` may be `source` or `other` itself. `statistics`, in float32 (float64 for float64), gets each
+    row's reciprocal root (rms: (rows,)), or its mean and reciprocal deviation ((rows, 2)). With rms the normal rows are
+    rounded to their type before the weight, as Llama's.
     """
     if _is_fused(source, weight, bias):
         from flopwise.engine.kernels import fused
