@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flopwise.engine.kernels.optional import found_in
+
 HEAD_DIMENSIONS = (64, 96, 128)
 """Those that both of its kernels take."""
 
@@ -26,20 +28,15 @@ class _Calls(NamedTuple):
 @cache
 def _calls() -> _Calls | None:
     """The package's two calls that take tensors for their results; None where it cannot be loaded."""
-    try:
-        with warnings.catch_warnings():
-            # What its own libraries deprecate is not this program's to tell.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            module = import_module("flash_attn.cute.interface")
-        found = _Calls(module._flash_attn_fwd, module._flash_attn_bwd)
-    except (ImportError, AttributeError, OSError, RuntimeError) as error:
-        missing = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "flash_attn"
-        if not missing:
-            told = f"FlashAttention-4 is installed and cannot be loaded ({error}): attention is cuDNN's"
-            warnings.warn(told, RuntimeWarning, stacklevel=2)
-        return None
-    # It tells of an argument that its compiler takes as a constant, which it may.
-    warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
+
+    def find() -> _Calls:
+        module = import_module("flash_attn.cute.interface")
+        return _Calls(module._flash_attn_fwd, module._flash_attn_bwd)
+
+    found = found_in("flash_attn", find, name="FlashAttention-4", without="attention is cuDNN's")
+    if found is not None:
+        # It tells of an argument that its compiler takes as a constant, which it may.
+        warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
     return found
 
 

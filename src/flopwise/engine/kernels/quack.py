@@ -5,7 +5,6 @@ Its kernels are compiled when they are first called, a few seconds each, for all
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -13,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from flopwise.engine.kernels.optional import found_in
 
 WIDTH_MULTIPLE = 64
 """Widths that every one of the kernels takes are multiples of this."""
@@ -57,19 +58,13 @@ LEAST_FLOPS = 100e9
 @cache
 def calls() -> Calls | None:
     """The package's calls; None where it cannot be loaded."""
-    try:
-        with warnings.catch_warnings():
-            # What its own libraries deprecate is not this program's to tell.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            module = import_module("quack.gemm_interface")
-            tiles = import_module("quack.gemm_config").GemmConfig
+
+    def find() -> Calls:
+        module = import_module("quack.gemm_interface")
+        tiles = import_module("quack.gemm_config").GemmConfig
         return Calls(module.gemm_tuned.fn, module.gemm_act, module.gemm_dact, tiles)
-    except (ImportError, AttributeError, OSError, RuntimeError) as error:
-        missing = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "quack"
-        if not missing:
-            told = f"quack-kernels is installed and cannot be loaded ({error}): products are cuBLAS's"
-            warnings.warn(told, RuntimeWarning, stacklevel=2)
-        return None
+
+    return found_in("quack", find, name="quack-kernels", without="products are cuBLAS's")
 
 
 @cache
