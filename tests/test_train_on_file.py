@@ -59,9 +59,11 @@ def trained(**changes: Any) -> RunRecord:
 class Notes(Callback):
     def __init__(self) -> None:
         self.notes: tuple[str, ...] = ()
+        self.hardware = ""
+        self.checks: tuple[str, ...] = ()
 
     def on_start(self, started: Started) -> None:
-        self.notes = started.notes
+        self.notes, self.hardware, self.checks = started.notes, started.hardware, started.checks
 
 
 def hardware_of(record: RunRecord) -> str:
@@ -138,6 +140,18 @@ def test_a_plan_for_another_device_of_the_same_name_is_refused(folder: Path, cpu
     with pytest.raises(FlopwiseError, match="the plan is for"):
         trained(model="p.toml", sequence_tokens=None)
     assert trained(model="p.toml", sequence_tokens=None, anywhere=True).state == "done"
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_runs_elsewhere_than_it_is_planned_for_says_so() -> None:
+    heard = Notes()
+    trained(model="tiny.toml", on="h200", anywhere=True, callbacks=[heard])
+    h200 = load_hardware("h200").title
+    assert heard.hardware == f"this machine's CPU, as planned for {h200}"
+    assert not any(h200 in check for check in heard.checks), "no H200 was checked"
+    trained(model="tiny.toml", on="mine.toml", anywhere=True, callbacks=[heard])
+    assert heard.hardware == load_hardware("mine.toml").title
+    assert any(heard.hardware in check for check in heard.checks)
 
 
 # -- a GPU, which is not here ------------------------------------------------------------------------------------------

@@ -67,6 +67,9 @@ class Prepared:
     promise: Promise
     data: LanguageData | ClassificationData
     hardware: Hardware
+    """What it is planned for."""
+    place: str
+    """What it runs on, for people: the same, unless --anywhere was told."""
     device: str
     """As torch calls it: cpu, cuda."""
     weights: Path | None
@@ -98,6 +101,7 @@ def prepare(
         told = _check_hardware(plan[0], hardware, request)
         if request.on is not None:
             plan = replace(plan[0], hardware=name), plan[1]
+    place = _place(request, hardware, device)
     model, weights = _model(request, plan, hardware)
     task = request.task or ("classification" if model.head == "classifier" else "language")
     model = _for_task(model, task)
@@ -127,9 +131,10 @@ def prepare(
         promise=promise,
         data=data,
         hardware=hardware,
+        place=place,
         device=device,
         weights=weights,
-        checks=_checks(hardware, promise, data.describe(), weights),
+        checks=_checks(hardware, place, promise, data.describe(), weights),
         notes=(*told, *data.notes, *_notes(hardware, promise, training)),
     )
 
@@ -174,12 +179,21 @@ def _is_here(hardware: Hardware, device: str) -> bool:
 def _check_described(hardware: Hardware, device: str, name: str) -> None:
     """Refuse a description of another device than the one that we run on."""
     if not _is_here(hardware, device):
-        kind = "this machine's CPU" if device == "cpu" else f"this machine's {device_facts(device)['device_name']}"
         raise FlopwiseError(
-            f"--on {name} describes {hardware.title}, not {kind}",
+            f"--on {name} describes {hardware.title}, not {_this(device)}",
             why="kind and memory, of a known card units and bandwidth too, are not alike: a plan would not be for it",
             hint="leave --on out, `flopwise calibrate` for a file of this machine, or --anywhere",
         )
+
+
+def _this(device: str) -> str:
+    return "this machine's CPU" if device == "cpu" else f"this machine's {device_facts(device)['device_name']}"
+
+
+def _place(request: TrainRequest, hardware: Hardware, device: str) -> str:
+    """What we run on, where --on may stand for something else."""
+    elsewhere = request.anywhere and request.on is not None and not _is_here(hardware, device)
+    return f"{_this(device)}, as planned for {hardware.title}" if elsewhere else hardware.title
 
 
 def _check_hardware(plan: Plan | ClusterPlan, hardware: Hardware, request: TrainRequest) -> tuple[str, ...]:
@@ -443,9 +457,11 @@ def _notes(hardware: Hardware, promise: Promise, training: Training) -> list[str
     return found
 
 
-def _checks(hardware: Hardware, promise: Promise, data: dict[str, Any], weights: Path | None) -> tuple[str, ...]:
+def _checks(
+    hardware: Hardware, place: str, promise: Promise, data: dict[str, Any], weights: Path | None
+) -> tuple[str, ...]:
     memory = int(hardware.device.dram.size_bytes.value) / 2**30
-    found = [f"{hardware.title}, {memory:,.0f} GiB"]
+    found = [f"{hardware.title}, {memory:,.0f} GiB"] if place == hardware.title else []
     if weights is not None:
         found.append(f"weights from {weights.name}")
     if promise.device_bytes:

@@ -190,7 +190,7 @@ class RunProfiler(Callback):
             name=f"run {self.folder.name}",
             format="flopwise",
             origin=(trace.name,),
-            device=prepared.hardware.title,
+            device=prepared.place,
             rank=0 if self.world > 1 else None,
             world=self.world,
             batch_sequences=-(-prepared.promise.batch_sequences // self.world),

@@ -339,7 +339,7 @@ class _Run:
             folder=folder,
             run=folder.name,
             model=prepared.model.name,
-            hardware=prepared.hardware.title,
+            hardware=prepared.place,
             training=prepared.training,
             first_step=progress.step,
             batch_sequences=promise.batch_sequences,
