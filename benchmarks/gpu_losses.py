@@ -94,11 +94,19 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+FILE = "losses.csv"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     given = parser().parse_args(arguments)
     with mistakes_told():
         case, ways = case_of(given), ways_of(given.ways)
         make_folder(given.output)
+        if (given.output / FILE).exists():
+            raise FlopwiseError(
+                f"{given.output / FILE} is there already", why="it holds the losses of an earlier run",
+                hint="--output with another folder",
+            )  # fmt: skip
         losses = compared(case, given.output, ways)
     print("\n".join(told(losses)))
 
@@ -170,7 +178,7 @@ def compared(case: Case, output: Path, ways: Sequence[str] = WAYS) -> dict[str, 
         if case.device.type == "cuda":
             torch.cuda.empty_cache()
         print(f"{way}: {len(batches)} steps, {time.perf_counter() - begun:.1f} s with its start", flush=True)
-        _write(losses, output / "losses.csv")
+        _write(losses, output / FILE)
     return losses
 
 

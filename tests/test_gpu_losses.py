@@ -100,6 +100,13 @@ def test_what_does_not_fit_is_told_before_anything_trains(tmp_path: Path, capsys
     assert list(tmp_path.iterdir()) == []
 
 
+def test_losses_of_an_earlier_run_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "losses.csv").write_text("step,reference\n1,2.5\n", encoding="utf-8")
+    told = refused(["--output", str(tmp_path), "--device", "cpu", "--steps", "1"], capsys)
+    assert "losses.csv is there already" in told and "hint: --output" in told
+    assert (tmp_path / "losses.csv").read_text(encoding="utf-8") == "step,reference\n1,2.5\n"
+
+
 def test_an_output_that_is_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "file"
     path.write_text("mine")
