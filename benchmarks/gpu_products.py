@@ -86,7 +86,7 @@ def _plain(op: Gemm, tokens: int, dtype: torch.dtype, generator: torch.Generator
     own = kernel(str(dtype).removeprefix("torch."), Products(arena))
     other = kernel("quack", QuackProducts(arena, always=True))
     # What lies otherwise would be torch's own under another name.
-    fits = are_right(source.device, dtype) and quack.takes(source, weight, gradient)
+    fits = are_right(source.device, dtype, dtype) and quack.takes(source, weight, gradient)
     return [own, other] if fits and _works(op, other) else [own]
 
 

@@ -284,7 +284,8 @@ class SlowProducts(Products):
 def test_the_products_that_are_timed_are_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: set[tuple[torch.device, torch.dtype]] = set()
 
-    def slow(device: torch.device, dtype: torch.dtype, arena: Arena) -> Products:
+    def slow(device: torch.device, dtype: torch.dtype, sums: torch.dtype, arena: Arena) -> Products:
+        assert sums == dtype
         asked.add((device, dtype))
         return SlowProducts(arena)
 

@@ -239,4 +239,4 @@ def test_a_gpu_is_measured() -> None:
     assert found.attentions and found.streams
     assert found.versions["products"] in ("quack", "cublas")
     assert found.launch_s < 1e-4
-    assert found.seconds < 60
+    assert found.seconds < 120

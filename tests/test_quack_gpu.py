@@ -41,7 +41,8 @@ ROUNDED = {torch.bfloat16: 0.006, torch.float16: 0.001}
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_check_passes_here(dtype: Any) -> None:
-    assert are_right(CUDA, dtype)
+    assert are_right(CUDA, dtype, dtype)
+    assert are_right(CUDA, dtype, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -49,8 +50,9 @@ def test_the_check_passes_here(dtype: Any) -> None:
     ("tokens", "hidden", "inner"), [(1, 64, 64), (7, 64, 192), (333, 512, 704), (8193, 192, 128), (640, 256, 1088)]
 )
 def test_gated_products_at_awkward_sizes(dtype: Any, tokens: int, hidden: int, inner: int) -> None:
-    error = largest_error(quack_gated, CUDA, dtype, tokens=tokens, hidden=hidden, inner=inner)
-    assert error < ROUNDED[dtype]
+    for sums in (dtype, torch.float32):
+        error = largest_error(quack_gated, CUDA, dtype, tokens=tokens, hidden=hidden, inner=inner, sums=sums)
+        assert error < ROUNDED[dtype]
 
 
 @pytest.mark.parametrize("dtype", HALVES)

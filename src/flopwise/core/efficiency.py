@@ -53,7 +53,9 @@ class GemmEfficiency:
     by_format: dict[str, float] | None = None
     """`sustained` of number formats whose own share of their own peak is known; None: all are alike."""
     activates: bool = False
-    """Whether products in bf16 and fp16 have the SwiGLU between them in them, as flopwise trains with quack-kernels."""
+    """Whether products in bf16 and fp16 have the SwiGLU between them in them, as flopwise trains with quack-kernels.
+
+    Plans for one device count on it; `predict`, which is for any trainer, does not."""
 
     def sustained_in(self, number_format: str) -> float:
         """Share of a format's peak that large, deep, aligned products keep up."""

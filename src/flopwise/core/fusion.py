@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flopwise.core.formats import Formats
 from flopwise.core.op import Gemm, Op, Streaming
 from flopwise.core.transformer import Transformer
+
+SWIGLU_MULTIPLE = 64
+"""Widths that products with SwiGLU in them take are multiples of this."""
 
 
 def makers_for_one_product(ops: Sequence[Op]) -> dict[str, Op]:
@@ -29,6 +33,14 @@ def has_plain_swiglu(model: Transformer) -> bool:
     """Whether a feed-forward is one that two products with SwiGLU in them can run."""
     plain = not (model.ffn_bias or model.experts) and model.norm_place == "pre"
     return model.gated and model.activation == "silu" and plain
+
+
+def swiglu_in_products(model: Transformer, formats: Formats) -> bool:
+    """Whether a training runs such products, on a device that has them: by its formats and widths."""
+    halves = formats.compute in ("bf16", "fp16") and formats.matrix == formats.compute
+    sums = formats.gradients in ("fp32", formats.compute)
+    aligned = model.hidden % SWIGLU_MULTIPLE == 0 and model.ffn % SWIGLU_MULTIPLE == 0 and model.head_dim % 8 == 0
+    return has_plain_swiglu(model) and halves and sums and aligned
 
 
 def is_sum_for_norm(op: Op, following: Op | None) -> bool:

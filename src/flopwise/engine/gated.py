@@ -14,10 +14,9 @@ from torch import Tensor
 
 from flopwise.engine.arena import Arena
 from flopwise.engine.kernels import plain_gated
-from flopwise.engine.kernels.plain_gated import split_pairs
 from flopwise.engine.products import Products
 
-__all__ = ["GatedKernels", "GatedProducts", "joined_pairs", "largest_error", "split_pairs"]
+__all__ = ["GatedKernels", "GatedProducts", "joined_pairs", "largest_error"]
 
 LARGEST_ERROR = 0.02
 """Of the check's results, beside those of plain products in float32: several times what bf16 rounds away."""
@@ -56,11 +55,11 @@ class GatedProducts(Products):
 
 def largest_error(
     kernels: GatedKernels, device: torch.device, dtype: torch.dtype, *, tokens: int = 200, hidden: int = 256,
-    inner: int = 320, every_form: bool = True,
+    inner: int = 320, sums: torch.dtype | None = None,
 ) -> float:  # fmt: skip
     """Of all results beside those of plain products in float32: ‖difference‖ ÷ ‖result‖. NaN where one is none.
 
-    Without `every_form` only of those calls that every training makes.
+    `sums`: of the matrices' gradients; None: as all other tensors.
     """
     generator = torch.Generator(device=device).manual_seed(1)
 
@@ -73,21 +72,21 @@ def largest_error(
         drawn(hidden, inner, scale=inner**-0.5),
         drawn(tokens, hidden),
     )
-    found = _all_results(kernels, *given, every_form=every_form)
-    wanted = _all_results(plain_gated, *(each.float() for each in given), every_form=every_form)
+    found = _all_results(kernels, *given, sums=sums or dtype)
+    wanted = _all_results(plain_gated, *(each.float() for each in given), sums=torch.float32)
     errors = [float((one.float() - other).norm() / other.norm()) for one, other in zip(found, wanted, strict=True)]
     return float(torch.tensor(errors).max())
 
 
 def _all_results(
     kernels: GatedKernels, source: Tensor, up_matrix: Tensor, down_matrix: Tensor, gradient: Tensor,
-    *, every_form: bool,
+    *, sums: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     """Everything that a feed-forward's forward and backward make, into places full of what is none of it."""
     tokens, inner = source.shape[0], down_matrix.shape[1]
     pairs, again = source.new_full((tokens, 2 * inner), torch.nan), source.new_full((tokens, 2 * inner), torch.nan)
     activated, made = source.new_full((tokens, inner), torch.nan), source.new_full((tokens, inner), torch.nan)
-    to_source, total = torch.full_like(source, torch.nan), torch.ones_like(up_matrix)
+    to_source, total = torch.full_like(source, torch.nan), torch.ones_like(up_matrix, dtype=sums)
     kernels.forward(source, up_matrix, pairs=pairs, activated=activated)
     kernels.forward(source, up_matrix, pairs=again, activated=None)
     results = [pairs.clone(), again, activated]
@@ -95,11 +94,9 @@ def _all_results(
     kernels.to_source(pairs, up_matrix, out=to_source, add=False)
     kernels.to_matrix(pairs, source, total=total)
     results += [pairs, made, to_source, total]
-    if every_form:
-        added, wide_total = torch.ones_like(source), torch.ones_like(up_matrix, dtype=torch.float32)
-        kernels.to_source(pairs, up_matrix, out=added, add=True)
-        kernels.to_matrix(pairs, source, total=wide_total)
-        results += [added, wide_total]
+    added = torch.ones_like(source)
+    kernels.to_source(pairs, up_matrix, out=added, add=True)
+    results.append(added)
     return results
 
 

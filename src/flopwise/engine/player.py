@@ -54,7 +54,11 @@ class Player:
         # Norms of heads read queries and keys as rows of their own, which columns of a wider tensor are not.
         packs = room.device.type == "cuda" and not deterministic and not model.qk_norm if packs is None else packs
         assert not (packs and model.qk_norm)
-        products = Products(self.arena) if deterministic else products_for(room.device, self.compute, self.arena)
+        products = (
+            Products(self.arena)
+            if deterministic
+            else products_for(room.device, self.compute, TYPES[self.formats.gradients], self.arena)
+        )
         if gated is None and not deterministic:
             gated = gated_kernels(model, self.formats, room.device)
         paired = ("gate", "up") if gated is not None else ()

@@ -23,7 +23,7 @@ def product_calls(
         return torch.randn(*sides, device=device, dtype=dtype)
 
     out = torch.zeros(rows, columns, device=device, dtype=dtype)
-    products = products_for(out.device, dtype, Arena(torch.empty(0, dtype=torch.uint8, device=device)))
+    products = products_for(out.device, dtype, dtype, Arena(torch.empty(0, dtype=torch.uint8, device=device)))
     if kind == "forward":
         source, matrix = numbers(rows, depth), numbers(columns, depth)
         run = partial(products.forward, source, matrix, None, out=out)

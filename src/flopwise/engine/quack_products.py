@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flopwise.core.formats import Formats
-from flopwise.core.fusion import has_plain_swiglu
+from flopwise.core.fusion import swiglu_in_products
 from flopwise.core.transformer import Transformer
 from flopwise.engine.arena import Arena
 from flopwise.engine.formats import TYPES
@@ -39,6 +39,7 @@ class QuackProducts(Products):
             super().to_source(gradient, matrix, out=out, add=add)
 
     def to_matrix(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
+        """A product is rounded to the format of `total` before it is added, where cuBLAS rounds the sum alone."""
         enough = self.always or quack.tiles_of(total.shape[0], source) >= quack.LEAST_TILES
         if enough and self._takes(gradient, source, total, depth=gradient.shape[0]):
             quack.multiply(gradient.t(), source, out=total, add=True)
@@ -52,13 +53,18 @@ class QuackProducts(Products):
 
 
 @cache
-def are_right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the package is there and gives right results on a device; asked once, it says what is wrong."""
-    if dtype not in HALVES or not quack.fits_device(device):
+def are_right(device: torch.device, dtype: torch.dtype, sums: torch.dtype) -> bool:
+    """Whether the package is there and gives right results on a device; asked once, it says what is wrong.
+
+    `sums`: of the matrices' gradients.
+    """
+    if dtype not in HALVES or sums not in (dtype, torch.float32) or not quack.fits_device(device):
         return False
     try:
-        error = max(largest_error(quack_gated, device, dtype, every_form=False), _plain_error(device, dtype))
-        wrong = "" if error < LARGEST_ERROR else f"is {error:.1%} off in a check"
+        errors = [largest_error(quack_gated, device, dtype, sums=sums), _plain_error(device, dtype, sums)]
+        # What is no number is off as well.
+        off = [error for error in errors if not error < LARGEST_ERROR]
+        wrong = f"is {off[0]:.1%} off in a check" if off else ""
     except Exception as failed:  # whatever a package's compiler may raise, training goes on without it
         wrong = f"does not work here ({type(failed).__name__}: {str(failed)[:200]})"
     if wrong:
@@ -67,36 +73,45 @@ def are_right(device: torch.device, dtype: torch.dtype) -> bool:
     return not wrong
 
 
-def _plain_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Of the three products as training calls them, beside those in float32: the largest ‖difference‖ ÷ ‖result‖."""
+def _plain_error(device: torch.device, dtype: torch.dtype, sums: torch.dtype) -> float:
+    """Of products in all tiles and ways that training calls, beside float32: the largest ‖difference‖ ÷ ‖result‖."""
     generator = torch.Generator(device=device).manual_seed(2)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
     source, matrix, gradient = drawn(264, 200), drawn(328, 200), drawn(264, 328)
-    out, to_source, total = torch.full_like(gradient, torch.nan), torch.full_like(source, torch.nan), drawn(328, 200)
-    before = total.float()
-    products = QuackProducts(Arena(torch.empty(0, dtype=torch.uint8, device=device)), always=True)
-    products.forward(source, matrix, None, out=out)
-    products.to_source(gradient, matrix, out=to_source, add=False)
-    products.to_matrix(gradient, source, total=total)
-    wide = [each.float() for each in (source, matrix, gradient)]
-    wanted = (wide[0] @ wide[1].t(), wide[2] @ wide[1], before + wide[2].t() @ wide[0])
-    found = (out.float(), to_source.float(), total.float())
-    errors = [(one - other).norm() / other.norm() for one, other in zip(found, wanted, strict=True)]
+    errors = []
+
+    def check(
+        left: Tensor, right: Tensor, out: Tensor, wanted: Tensor, tile: quack.Tile,
+        *, add: bool = False, halves: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        quack.multiply(left, right, out=out, tile=tile, add=add, halves=halves)
+        errors.append((out.float() - wanted).norm() / wanted.norm())
+
+    wide_source, wide_matrix, wide_gradient = source.float(), matrix.float(), gradient.float()
+    of_matrix = wide_gradient.t() @ wide_source
+    for tile in quack.TILES:
+        out, to_source = torch.full_like(gradient, torch.nan), torch.full_like(source, torch.nan)
+        check(source, matrix.t(), out, wide_source @ wide_matrix.t(), tile)
+        check(gradient, matrix, to_source, wide_gradient @ wide_matrix, tile)
+        total = drawn(328, 200).to(sums)
+        check(gradient.t(), source, total, total.float() + of_matrix, tile, add=True)
+    to_source, total = torch.full_like(source, torch.nan), drawn(328, 200).to(sums)
+    in_turns = wide_matrix.view(2, -1, 200).transpose(0, 1).flatten(0, 1)
+    check(gradient, matrix, to_source, wide_gradient @ in_turns, quack.TOGETHER, halves=("B",))
+    by_halves = of_matrix.view(-1, 2, 200).transpose(0, 1).flatten(0, 1)
+    check(gradient.t(), source, total, total.float() + by_halves, quack.TOGETHER, add=True, halves=("out",))
     return float(torch.stack(errors).max())
 
 
-def products_for(device: torch.device, dtype: torch.dtype, arena: Arena) -> Products:
-    """The fastest products that a device has for a format."""
-    return QuackProducts(arena) if are_right(device, dtype) else Products(arena)
+def products_for(device: torch.device, dtype: torch.dtype, sums: torch.dtype, arena: Arena) -> Products:
+    """The fastest products that a device has for a format, with sums of the matrices' gradients in theirs."""
+    return QuackProducts(arena) if are_right(device, dtype, sums) else Products(arena)
 
 
 def gated_kernels(model: Transformer, formats: Formats, device: torch.device) -> GatedKernels | None:
     """Products with activations in them for a model; None: activations run on their own."""
-    compute = TYPES[formats.compute]
-    takes = has_plain_swiglu(model) and not (model.hidden % quack.WIDTH_MULTIPLE or model.ffn % quack.WIDTH_MULTIPLE)
-    sums = TYPES[formats.gradients] in (torch.float32, compute)
-    plain = formats.matrix == formats.compute and sums
-    return quack_gated if takes and plain and are_right(device, compute) else None
+    fits = swiglu_in_products(model, formats)
+    return quack_gated if fits and are_right(device, TYPES[formats.compute], TYPES[formats.gradients]) else None

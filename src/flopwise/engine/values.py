@@ -99,7 +99,7 @@ class Values:
 
     def is_temporary(self, name: str) -> bool:
         """Whether a value has a room of its own in the arena."""
-        return name in self._owned and name in self._held
+        return name in self._owned and name in self._held and name not in self.places
 
     def hand_over(self, name: str, by: str) -> Tensor:
         """The room of a temporary that is read for the last time while `by` is written there."""

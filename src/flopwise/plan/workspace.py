@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from flopwise.core.formats import Formats
-from flopwise.core.fusion import has_plain_swiglu, is_sum_for_norm, makers_for_one_product
+from flopwise.core.fusion import is_sum_for_norm, makers_for_one_product
 from flopwise.core.op import Attention, Gemm, Op, Streaming
 from flopwise.core.parameters import op_groups
 from flopwise.core.plan import POLICY
@@ -33,8 +33,6 @@ def workspace_bytes(model: Transformer, work: Work, formats: Formats) -> int:
         max(block.forward(packs=packs), *(block.backward(kept, packs=packs) for kept in block.levels))
         for packs in ((False,) if model.qk_norm else (True, False))
     )
-    if has_plain_swiglu(model):
-        most = max(most, block.forward(packs=not model.qk_norm, activates=True))
     return most + attention_sums_bytes(model, formats) * work.sequence_tokens
 
 
@@ -79,19 +77,13 @@ class _Block:
 
     # -- forward, and what is made again --------------------------------------------------------------------------
 
-    def forward(self, *, packs: bool, activates: bool = False) -> int:
-        """The most of a pass that keeps nothing but what has a place.
-
-        `activates`: the product of gate and up makes the activation's result as well, beside its own input.
-        """
+    def forward(self, *, packs: bool) -> int:
+        """The most of a pass that keeps nothing but what has a place."""
         arena = _FirstFit()
-        made = {name for op in self.ops for name in op.outputs}
-        self._run(arena, made, (), packs=packs, activates=activates)
+        self._run(arena, {name for op in self.ops for name in op.outputs}, (), packs=packs)
         return arena.peak
 
-    def _run(
-        self, arena: _FirstFit, made: set[str], keep: Collection[str], *, packs: bool, activates: bool = False
-    ) -> None:
+    def _run(self, arena: _FirstFit, made: set[str], keep: Collection[str], *, packs: bool) -> None:
         running = [op for op in self.ops if not made.isdisjoint(op.outputs)]
         last_use = {name: index for index, op in enumerate(running) for name in op.inputs}
         summed: Op | None = None
@@ -112,10 +104,6 @@ class _Block:
             if whole and op.outputs[0] not in self.placed:
                 self._take_pack(arena, op.outputs, last_use)
             else:
-                if activates and op.name == "gate_up":
-                    self._take(arena, ("activated",))
-                if activates and op.name == "activation":
-                    continue
                 partly = isinstance(op, Gemm) or (isinstance(op, Streaming) and op.pairwise)
                 self._take(arena, [name for name in op.outputs if name in made or not partly])
             gone += [name for name in op.outputs if name not in last_use]

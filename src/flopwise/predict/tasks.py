@@ -14,7 +14,7 @@ import numpy as np
 from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import POLICIES, Formats, parse_formats
-from flopwise.core.fusion import has_plain_swiglu
+from flopwise.core.fusion import swiglu_in_products
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
 from flopwise.core.op import Attention
@@ -196,9 +196,8 @@ class TaskSeconds:
     @cached_property
     def _activates(self) -> bool:
         """Whether activations run within products."""
-        halves = self.formats.matrix == self.formats.compute and self.formats.compute in ("bf16", "fp16")
-        swiglu = isinstance(self.model, Transformer) and has_plain_swiglu(self.model)
-        return self.hardware.efficiency.gemm.activates and halves and swiglu
+        swiglu = isinstance(self.model, Transformer) and swiglu_in_products(self.model, self.formats)
+        return self.hardware.efficiency.gemm.activates and swiglu
 
     @cached_property
     def _group_of(self) -> list[int]:

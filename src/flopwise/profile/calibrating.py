@@ -145,7 +145,7 @@ class _Run:
         """Call every product once: what is compiled by that takes seconds, in which a warm card would cool."""
         for shape in shapes:
             # What fails is told when it is to be timed.
-            with suppress(RuntimeError, ValueError, ImportError):
+            with suppress(Exception):
                 self._product_call(shape)()
 
     # -- rows -----------------------------------------------------------------------------------------------------
@@ -198,9 +198,14 @@ class _Run:
             number_format=shape.number_format,
             device=self.device,
         )
-        if shape.number_format == self.first:
-            self.product_kernels.add(call.kernel)
-        return call.run
+
+        def run() -> object:
+            result = call.run()
+            if shape.number_format == self.first:
+                self.product_kernels.add(call.kernel)
+            return result
+
+        return run
 
     def attentions(self, shapes: Iterable[AttentionShape], make: AttentionMaker) -> tuple[list[AttentionRow], set[str]]:
         """Attention, and the kernels that ran it."""
@@ -275,7 +280,7 @@ class _Run:
         self.clock.heat()
         try:
             return measure()
-        except (RuntimeError, ValueError, ImportError) as error:
+        except Exception as error:  # as a package's own compiler may raise anything
             reason = str(error).strip().partition("\n")[0][:120]
             self._note(f"some {what} were left out: {reason}")
             return None

@@ -16,7 +16,7 @@ def found_in(package: str, find: Callable[[], Found], *, name: str, without: str
             # What its own libraries deprecate is not this program's to tell.
             warnings.simplefilter("ignore", DeprecationWarning)
             return find()
-    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+    except Exception as error:  # whatever a package may raise, its kernels are not needed
         missing = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == package
         if not missing:
             told = f"{name} is installed and cannot be loaded ({error}): {without}"

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from flopwise.engine.kernels.optional import found_in
 
-WIDTH_MULTIPLE = 64
-"""Widths that every one of the kernels takes are multiples of this."""
 LINE_BYTES = 16
 """Rows begin at multiples of this."""
 
@@ -45,7 +43,7 @@ ALTERNATING_WIDE = Tile(128, 192, alternating=True, shared="right")
 ALTERNATING = Tile(128, 160, alternating=True, shared="right")
 TOGETHER = Tile(256, 128, alternating=False, shared="left")
 TILES = (ALTERNATING_WIDE, ALTERNATING, TOGETHER)
-"""The fastest of eight for products of Llama-3-8B on an H200, by the rule of `tile_for`: `docs/log.md`."""
+"""Chosen among eight for products of Llama-3-8B on an H200, by the rule of `tile_for`: `docs/log.md`."""
 SHORT_DEPTH = 6144
 """A sum of up to so many products leaves enough time to write that two tiles should take turns."""
 WIDE_COLUMNS = 8192
