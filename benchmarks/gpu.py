@@ -248,7 +248,10 @@ def measured_ceilings(folder: Path, card: str) -> dict[str, Ideal]:
 
 def _ideal(row: Mapping[str, Any]) -> Ideal:
     columns = ("tokens_per_s", "products_us_per_token", "attention_us_per_token")
-    return Ideal(*(float(row[column]) for column in columns))
+    found = Ideal(*(float(row[column]) for column in columns))
+    if not 0 < found.tokens_per_s < math.inf:
+        raise ValueError("a ceiling is a rate above 0")
+    return found
 
 
 def against_ideal(cell: str, tokens: int, folder: Path, ideal: Ideal) -> str:

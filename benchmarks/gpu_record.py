@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,11 @@ STOPPED = 130
 
 @contextmanager
 def mistakes_told() -> Iterator[None]:
-    """What a user can put right is told on stderr in words, and the command exits with 2."""
+    """What a user can put right is told on stderr in words, and the command exits with 2.
+
+    To be told to end is to be interrupted: what runs for this process must not outlive it.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except FlopwiseError as error:
@@ -39,6 +44,8 @@ def mistakes_told() -> Iterator[None]:
     except KeyboardInterrupt:
         print("stopped; what was measured until now is kept", file=sys.stderr)
         raise SystemExit(STOPPED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def make_folder(folder: Path) -> None:
@@ -85,6 +92,16 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
     """Add rows at the end of a file and have them on the disk; columns that it does not have yet are added to it."""
     if not rows:
         return
+    try:
+        _append(path, rows)
+    except OSError as error:
+        print(_text(list(dict.fromkeys(name for row in rows for name in row)), rows, header=True))
+        raise FlopwiseError(
+            f"cannot write to {path}", why=f"{error.strerror}; the rows are printed instead", hint=WRITABLE_HINT
+        ) from None
+
+
+def _append(path: Path, rows: Sequence[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     held = _columns(path)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import measured_ceilings
+from benchmarks.gpu_ceiling import WHOLE
 from benchmarks.gpu_record import STOPPED, Row, append_rows, earlier_times, mistakes_told, read_rows
 from flopwise.core.errors import FlopwiseError
 
@@ -50,3 +55,31 @@ def test_an_interrupt_is_told_and_no_traceback(capsys: pytest.CaptureFixture[str
         raise KeyboardInterrupt
     assert caught.value.code == STOPPED
     assert "kept" in capsys.readouterr().err
+
+
+def test_to_be_told_to_end_is_to_be_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught, mistakes_told():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert caught.value.code == STOPPED
+    assert "kept" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_rows_that_cannot_be_written_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(FlopwiseError, match="cannot write to") as caught:
+        append_rows(tmp_path / "file" / "cells.csv", [ROW])
+    assert "printed" in str(caught.value.why)
+    assert capsys.readouterr().out == "outcome,cell,step_s,steps,warm_up_steps,wall_s\nok,8k,2.0,3,1,20.0\n\n"
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf", "banana", ""])
+def test_a_ceiling_that_is_no_rate_is_none(rate: str, tmp_path: Path) -> None:
+    good: Row = {
+        "ceiling": "8b-8k", "op": WHOLE, "card": "mine", "tokens_per_s": 12_000.0, "products_us_per_token": 65.0,
+        "attention_us_per_token": 15.0,
+    }  # fmt: skip
+    append_rows(tmp_path / "ceilings.csv", [good, {**good, "tokens_per_s": rate}])
+    assert measured_ceilings(tmp_path, "mine")["8b-8k"].tokens_per_s == 12_000.0

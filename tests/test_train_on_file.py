@@ -14,9 +14,11 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import to_toml
 from flopwise.core.hardware import Fact, Hardware
 from flopwise.core.measurement import RunRecord
+from flopwise.core.plan import Plan
 from flopwise.predict.calibrated import calibrated
 from flopwise.profile import this_machine
 from flopwise.train import Callback, Started, preparing
+from flopwise.train.planning import given_plan
 from flopwise.train.request import TrainRequest
 from flopwise.train.running import run
 
@@ -95,7 +97,10 @@ def test_a_run_goes_on_beside_a_file_of_this_device_alone() -> None:
     first = trained(model="tiny.toml")
     with pytest.raises(FlopwiseError, match="--on h200 describes NVIDIA H200"):
         run(resume=first.id, steps=2, on="h200")
-    assert hardware_of(run(resume=first.id, steps=2, on="other.toml")) == "other"
+    heard = Notes()
+    run(resume=first.id, steps=2, on="h200", anywhere=True, callbacks=[heard])
+    assert heard.hardware.startswith("this machine's CPU, as planned for NVIDIA H200")
+    assert hardware_of(run(resume=first.id, steps=3, on="other.toml")) == "other"
 
 
 def planned(*words: str) -> str:
@@ -130,6 +135,24 @@ def test_a_plan_beside_on_needs_no_file_of_its_own(folder: Path) -> None:
     (folder / "large.toml").write_text(to_toml(plan_table(large, model)), encoding="utf-8")
     with pytest.raises(FlopwiseError, match=r"the plan takes .* of device memory"):
         trained(model="large.toml", sequence_tokens=None, on="other.toml")
+
+
+def test_a_plan_that_holds_more_than_it_may_is_refused(folder: Path) -> None:
+    planned("--on", "mine.toml")
+    plan, model = load_plan(Path("p.toml"))
+    small = replace(plan, device_memory_bytes=1000)
+    (folder / "small.toml").write_text(to_toml(plan_table(small, model)), encoding="utf-8")
+    with pytest.raises(
+        FlopwiseError, match=r"the plan holds .* of device memory, and its own cap is 1,?000 B"
+    ) as caught:
+        trained(model="small.toml", sequence_tokens=None)
+    assert caught.value.hint and "device_memory_bytes" in caught.value.hint
+    assert isinstance(plan, Plan)
+    held = given_plan(replace(plan, host_memory_bytes=10), TINY, load_hardware("mine.toml"), None)
+    preparing._check_caps(replace(held, host_bytes=10))
+    with pytest.raises(FlopwiseError, match=r"of host memory, and its own cap is 10\.0 B"):
+        preparing._check_caps(replace(held, host_bytes=11))
+    assert trained(model="p.toml", sequence_tokens=None).state == "done"
 
 
 def test_a_plan_for_another_device_of_the_same_name_is_refused(folder: Path, cpu: Hardware) -> None:

@@ -92,7 +92,7 @@ def train(
 
 RESUME_LEAVES_OPEN = (
     *("resume", "steps", "epochs", "checkpoint_every", "keep", "evaluate_every", "store", "output", "gpus", "profile"),
-    *("profile_steps", "on"),
+    *("profile_steps", "on", "anywhere"),
 )
 PLAN_SAYS = ("seq", "micro", "precision", "device_mem", "host_mem")
 

@@ -228,6 +228,24 @@ def _check_room(plan: Plan | ClusterPlan, hardware: Hardware) -> None:
         )
 
 
+def _check_caps(promise: Promise) -> None:
+    """Refuse a plan that holds more than it says that it may."""
+    plan = promise.plan
+    if isinstance(plan, ClusterPlan):
+        return
+    held = (
+        ("device", promise.device_bytes, plan.device_memory_bytes),
+        ("host", promise.host_bytes, plan.host_memory_bytes),
+    )
+    for place, taken, most in held:
+        if taken is not None and taken > most:
+            raise FlopwiseError(
+                f"the plan holds {show_bytes(taken)} of {place} memory, and its own cap is {show_bytes(most)}",
+                why=f"{place}_memory_bytes says how much it may take at most",
+                hint=f"plan again for that cap, or correct {place}_memory_bytes",
+            )
+
+
 def _check_several(request: TrainRequest, plan: Plan | ClusterPlan | None, *, resumed: bool) -> None:
     """Refuse formats that several devices do not train in, before any data is read."""
     precision = plan.precision if plan is not None else request.precision
@@ -365,7 +383,10 @@ def _promise(  # noqa: PLR0917 - what a plan depends on
                 f"the plan is for {devices} device{'s' if devices > 1 else ''}, and {ranks} run",
                 hint=f"--gpus {devices}, or plan again",
             )
-        return given_plan(plan[0], model, hardware, request.batch_sequences)
+        promise = given_plan(plan[0], model, hardware, request.batch_sequences)
+        if request.resume is None:
+            _check_caps(promise)
+        return promise
     batch = request.batch_sequences
     if batch is not None and batch > MOST_PAIRS:
         raise FlopwiseError(

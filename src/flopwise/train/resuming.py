@@ -105,6 +105,7 @@ def merged(record: RunRecord, request: TrainRequest) -> TrainRequest:
     return replace(
         kept,
         **changes,
+        anywhere=kept.anywhere or request.anywhere,
         steps=request.steps,
         epochs=request.epochs,
         devices=request.devices,
