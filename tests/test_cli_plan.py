@@ -172,3 +172,18 @@ def test_no_network_is_told() -> None:
     result = RUN.invoke(app, ["plan", "llama-3-1b", "--on", "this-cpu", "--gpus", "4", "--seq", "2k"])
     assert isinstance(result.exception, FlopwiseError)
     assert result.exception.hint
+
+
+@pytest.mark.parametrize("option", ["--write", "--trace", "--heatmap"])
+def test_what_is_read_is_not_written_over(option: str, tmp_path: Path) -> None:
+    hardware, model = tmp_path / "mine.toml", tmp_path / "tiny.toml"
+    hardware.write_text(RUN.invoke(app, ["show", "h200"]).stdout, encoding="utf-8")
+    model.write_text(RUN.invoke(app, ["show", "llama-3-1b"]).stdout, encoding="utf-8")
+    (tmp_path / "link.toml").symlink_to(hardware)
+    before = hardware.read_text(encoding="utf-8"), model.read_text(encoding="utf-8")
+    for target in (hardware, model, tmp_path / "link.toml"):
+        words = ["plan", str(model), "--on", str(hardware), "--seq", "2k", "--device-mem", "80GiB", option, str(target)]
+        result = RUN.invoke(app, words)
+        assert isinstance(result.exception, FlopwiseError)
+        assert "would overwrite" in result.exception.what and option in str(result.exception.hint)
+    assert (hardware.read_text(encoding="utf-8"), model.read_text(encoding="utf-8")) == before

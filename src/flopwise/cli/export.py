@@ -21,7 +21,6 @@ def export(plan: PlanArgument, to: ToOption, write: WriteOption = "") -> None:
 
     from flopwise.cli.options import check_target
     from flopwise.core.catalog import load_plan
-    from flopwise.core.errors import FlopwiseError
     from flopwise.core.files import write_whole
     from flopwise.report.exporting import BEYOND
     from flopwise.report.exports import FILES, VERSIONS, export_plan
@@ -29,9 +28,7 @@ def export(plan: PlanArgument, to: ToOption, write: WriteOption = "") -> None:
     target = to.strip().lower()
     if write:
         example = FILES.get(target, "train.toml")
-        check_target(write, example=example)
-        if Path(write).resolve() == Path(plan).resolve():
-            raise FlopwiseError(f"{write} is the plan itself", why="it would be lost", hint=f"--write {example}")
+        check_target(write, example=example, inputs=(plan,))
     made = export_plan(*load_plan(Path(plan)), target)
     notes = "".join(f"  {name}: {why}\n" for name, why in made.left.items())
     if write:

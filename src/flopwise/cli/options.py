@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from flopwise.core.hardware import Hardware
     from flopwise.core.parallel import Parallel
@@ -254,8 +254,10 @@ def changes_of(texts: list[str]) -> dict[str, Any]:
     return changes
 
 
-def check_target(path: str, option: str = "--write", example: str = "plan.toml") -> None:
-    """Refuse a file that cannot be written before the work for it begins."""
+def check_target(
+    path: str, option: str = "--write", example: str = "plan.toml", *, inputs: Collection[str] = ()
+) -> None:
+    """Refuse a file that cannot be written, or that is one of the inputs, before the work for it begins."""
     import os
     from pathlib import Path
 
@@ -267,6 +269,13 @@ def check_target(path: str, option: str = "--write", example: str = "plan.toml")
             f"{option} {path} cannot be written",
             why="it is a folder" if target.is_dir() else "its folder is not there or not yours to write to",
             hint=f"{option} {example}",
+        )
+    read = next((name for name in inputs if target.exists() and Path(name).exists() and target.samefile(name)), None)
+    if read is not None:
+        raise FlopwiseError(
+            f"{option} {path} would overwrite {read}",
+            why="it is read from there",
+            hint=f"{option} with another file, as {example}",
         )
 
 

@@ -107,7 +107,7 @@ def plan(
     machine = hardware_named(on)
     for option, example in TARGETS.items():
         if words[option]:
-            check_target(words[option], f"--{option}", example)
+            check_target(words[option], f"--{option}", example, inputs=(model, on))
     if _is_streamed(context, described, request):
         chosen = DeviceWords(**{field.name: words[field.name] for field in fields(DeviceWords)})
         plan_one_device(described, machine, request, chosen, convention=counting, form=form)
