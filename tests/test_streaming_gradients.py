@@ -88,7 +88,7 @@ def test_products_with_activations_in_them_give_the_gradients_of_autograd(family
     if packs and model.qk_norm:
         pytest.skip("norms of heads read rows of their own")
     for cut in cuts_of(model):
-        for number, letters in enumerate(("f", "a", "i", "fA", "cI", "iF", "aC")):
+        for number, letters in enumerate(("f", "iF", "aC")):
             plan = plan_of(model, cut, letters, rounds_per_step=1 + number % 2)
             sequences = plan.sequences_per_round * plan.rounds_per_step
             batch = random_batch(model, sequences, TOKENS, number, ragged=number % 2 == 1)

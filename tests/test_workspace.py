@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
@@ -11,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from flopwise.core.fusion import has_plain_swiglu  # noqa: E402
 from flopwise.core.training import Training  # noqa: E402
+from flopwise.engine.gated import GatedKernels  # noqa: E402
 from flopwise.engine.kernels import plain_gated  # noqa: E402
 from tests.tiny_models import TINY  # noqa: E402
 from tests.training_plans import cut_plan, everything_stays, executor_for, random_batch  # noqa: E402
@@ -38,8 +38,10 @@ def test_no_temporary_lies_beside_the_workspace(family: str, proportions: str) -
         layers=2, vocab=97, context=256, position_rows=256 if learned else tiny.position_rows,
     )  # fmt: skip
     beside = {}
-    kernels = (None, plain_gated) if has_plain_swiglu(model) else (None,)
-    for packs, gated in product((False,) if model.qk_norm else (False, True), kernels):
+    ways: list[tuple[bool, GatedKernels | None]] = [(False, None)] if model.qk_norm else [(False, None), (True, None)]
+    if has_plain_swiglu(model):
+        ways.append((not model.qk_norm, plain_gated))
+    for packs, gated in ways:
         for cut in ("whole", "sequence", "chunk") if model.causal else ("whole", "sequence"):
             for letter in "faci":
                 precision = "bf16" if letter in "fi" else "fp32"
