@@ -32,19 +32,11 @@ class GatedKernels(Protocol):
 
 
 class GatedProducts(Products):
-    """The products of gate and up's matrix, and the two that have the activation in them."""
+    """Products of gradients with gate and up's matrix; `kernels` has those with the activation in them as well."""
 
     def __init__(self, arena: Arena, kernels: GatedKernels) -> None:
         super().__init__(arena)
         self.kernels = kernels
-
-    def activated(self, source: Tensor, matrix: Tensor, *, pairs: Tensor, out: Tensor | None) -> None:
-        """Gate and up in pairs, and `out` silu(gate) · up of them, where that is wanted."""
-        self.kernels.forward(source, matrix, pairs=pairs, activated=out)
-
-    def activated_backward(self, gradient: Tensor, matrix: Tensor, *, pairs: Tensor, out: Tensor) -> None:
-        """From the gradient of what the second matrix makes; `out` gets the activation's result once more."""
-        self.kernels.backward(gradient, matrix, pairs=pairs, activated=out)
 
     def to_source(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
         self.kernels.to_source(gradient, matrix, out=out, add=add)

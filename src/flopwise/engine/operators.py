@@ -127,7 +127,7 @@ class Operators:
         shape = (source.shape[0], matrix.shape[0] // 2)
         gate, up = (values.room(name, shape, self.compute) for name in op.outputs)
         out = values.room("activated", shape, self.compute) if activates else None
-        self.gated.activated(source, matrix, pairs=joined_pairs(gate, up), out=out)
+        self.gated.kernels.forward(source, matrix, pairs=joined_pairs(gate, up), activated=out)
         self._uncast(matrix)
 
     def _gate_and_up(self, op: Op, values: Values) -> tuple[Tensor | None, Tensor]:
@@ -330,7 +330,7 @@ class Operators:
         made, there = gradients.target(activation.outputs[0], (gradient.shape[0], op.depth), gradient.dtype)
         assert not there
         gate, up = (values[name] for name in activation.inputs)
-        self.gated.activated_backward(gradient, matrix, pairs=joined_pairs(gate, up), out=made)
+        self.gated.kernels.backward(gradient, matrix, pairs=joined_pairs(gate, up), activated=made)
         self._uncast(matrix)
         for name in activation.inputs:
             gradients.put(name, values[name])

@@ -23,6 +23,7 @@ from flopwise.core.calibration import (
     Calibration,
     CopyRow,
     CopyWay,
+    ProductCall,
     ProductMaker,
     ProductRow,
     StreamRow,
@@ -146,7 +147,7 @@ class _Run:
         for shape in shapes:
             # What fails is told when it is to be timed.
             with suppress(Exception):
-                self._product_call(shape)()
+                self._product_call(shape).run()
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
@@ -176,6 +177,9 @@ class _Run:
         outputs = shape.rows * shape.columns * width
         self._check_room(operands + outputs)
         calls = [self._product_call(shape) for _ in range(self._sets(operands + outputs, few=True))]
+        seconds = self.clock.seconds([call.run for call in calls], self.schedule.row_s)
+        if shape.number_format == self.first:
+            self.product_kernels.update(call.kernel for call in calls)
         return ProductRow(
             number_format=shape.number_format,
             kind=shape.kind,
@@ -183,14 +187,14 @@ class _Run:
             depth=shape.depth,
             columns=shape.columns,
             output_bytes=width,
-            seconds=self.clock.seconds(calls, self.schedule.row_s),
+            seconds=seconds,
         )
 
-    def _product_call(self, shape: ProductShape) -> Callable[[], object]:
+    def _product_call(self, shape: ProductShape) -> ProductCall:
         """A product as the engine makes it, over tensors of its own."""
         if shape.number_format == "fp8":
-            return _fp8_call(shape.rows, shape.depth, shape.columns)
-        call = self._make_product(
+            return ProductCall(run=_fp8_call(shape.rows, shape.depth, shape.columns), kernel="torch")
+        return self._make_product(
             kind=shape.kind,
             rows=shape.rows,
             depth=shape.depth,
@@ -198,14 +202,6 @@ class _Run:
             number_format=shape.number_format,
             device=self.device,
         )
-
-        def run() -> object:
-            result = call.run()
-            if shape.number_format == self.first:
-                self.product_kernels.add(call.kernel)
-            return result
-
-        return run
 
     def attentions(self, shapes: Iterable[AttentionShape], make: AttentionMaker) -> tuple[list[AttentionRow], set[str]]:
         """Attention, and the kernels that ran it."""

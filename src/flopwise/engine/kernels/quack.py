@@ -65,6 +65,13 @@ def calls() -> Calls | None:
     return found_in("quack", find, name="quack-kernels", without="products are cuBLAS's")
 
 
+def installed() -> Calls:
+    """The package's calls, where `fits_device` has found them."""
+    found = calls()
+    assert found is not None
+    return found
+
+
 @cache
 def fits_device(device: torch.device) -> bool:
     """Whether a device is one that these kernels are for, and the package is there."""
@@ -74,10 +81,8 @@ def fits_device(device: torch.device) -> bool:
 @cache
 def cut(tile: Tile) -> object:
     """A tile in the package's words."""
-    found = calls()
-    assert found is not None
     down = tile.shared == "right"
-    return found.tiles(
+    return installed().tiles(
         tile_m=tile.rows,
         tile_n=tile.columns,
         pingpong=tile.alternating,
@@ -125,7 +130,5 @@ def multiply(
     `halves` names what lies as two halves of rows (`B`: the right one; `out`), of which the product sees one row of
     each in turn.
     """
-    found = calls()
-    assert found is not None
     config = cut(tile or tile_for(right))
-    found.product(left, right, out, config=config, add_to_output=add, concat_layout=halves or None)
+    installed().product(left, right, out, config=config, add_to_output=add, concat_layout=halves or None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flopwise.engine.kernels.quack import ALTERNATING_WIDE, calls, cut, multiply
+from flopwise.engine.kernels.quack import ALTERNATING_WIDE, cut, installed, multiply
 
 
 def forward(source: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tensor | None) -> None:
@@ -16,9 +16,7 @@ def forward(source: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tensor 
     if activated is None:
         multiply(source, matrix.t(), out=pairs, tile=ALTERNATING_WIDE, halves=("B",))
         return
-    found = calls()
-    assert found is not None
-    found.activated(
+    installed().activated(
         *(source, matrix.t()),
         activation="swiglu",
         preact_out=pairs,
@@ -31,9 +29,7 @@ def forward(source: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tensor 
 
 def backward(gradient: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tensor) -> None:
     """See `plain_gated.backward`. A tile of gate and up is read before its gradients are written over it."""
-    found = calls()
-    assert found is not None
-    found.activated_backward(
+    installed().activated_backward(
         *(gradient, matrix, pairs),
         activation="swiglu",
         dx_out=pairs,
