@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flopwise.core.catalog import load_model, model_table
-from flopwise.core.sweep import AUTO, Attempt, says_nothing
+from flopwise.core.sweep import Attempt, says_nothing
 from flopwise.core.sweep_store import cell_folder, read_attempts
-from flopwise.core.units import parse_bytes
+from flopwise.core.units import AUTO, parse_bytes
 from flopwise.sweep import attempts, keeper
 from flopwise.sweep.attempts import (
     KILLED,

@@ -15,7 +15,8 @@ from flopwise.core.catalog import load_hardware, load_model, model_names, model_
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import to_toml
 from flopwise.core.hardware import Hardware
-from flopwise.core.sweep import AUTO, Settings, cell_id
+from flopwise.core.sweep import Settings, cell_id
+from flopwise.core.units import AUTO
 from flopwise.sweep.grid import AXES, MOST_CELLS, Grid, expand, joined, label, read_axes, values_of
 from flopwise.sweep.sweep_file import SweepFile, all_axes, parse_duration, read_sweep_file
 

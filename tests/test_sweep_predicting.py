@@ -21,9 +21,9 @@ from flopwise.core.hardware import Hardware
 from flopwise.core.parallel import Parallel
 from flopwise.core.plan import Plan
 from flopwise.core.results import settings_of
-from flopwise.core.sweep import AUTO, Cell, Foreseen, Settings, cell_id
+from flopwise.core.sweep import Cell, Foreseen, Settings, cell_id
 from flopwise.core.transformer import Transformer
-from flopwise.core.units import show_bytes
+from flopwise.core.units import AUTO, show_bytes
 from flopwise.predict import Request, step
 from flopwise.sweep.auto_batch import most_sequences
 from flopwise.sweep.grid import expand, read_axes

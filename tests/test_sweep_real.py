@@ -19,8 +19,9 @@ from flopwise.core.formats import parse_formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.results import Result, result_of_cell, result_of_run, settings_of
 from flopwise.core.store import list_runs, read_record
-from flopwise.core.sweep import AUTO, Attempt, Cell, Foreseen, SweepRecord, cell_id, standing
+from flopwise.core.sweep import Attempt, Cell, Foreseen, SweepRecord, cell_id, standing
 from flopwise.core.sweep_store import read_attempts, read_cell, read_sweep, write_sweep
+from flopwise.core.units import AUTO
 from flopwise.profile.this_machine import find_hardware
 from flopwise.sweep import keeper
 from flopwise.sweep.running import CellSkipped, Event, run_sweep

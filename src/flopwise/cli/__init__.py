@@ -18,6 +18,7 @@ try:
         design,
         env,
         export,
+        once,
         plan,
         predict,
         profile,
@@ -64,6 +65,8 @@ app.command()(calibrate.calibrate)
 app.command("ls")(catalogue.list_catalogue)
 app.command()(catalogue.show)
 app.command()(env.env)
+for command in (*app.registered_commands, *profile.app.registered_commands):
+    command.cls = once.OnceCommand
 
 
 def main() -> None:

@@ -23,7 +23,8 @@ from flopwise.core.errors import FlopwiseError, shown, unknown_name
 from flopwise.core.files import WRITABLE_HINT, write_whole
 from flopwise.core.measurement import RunRecord
 from flopwise.core.store import LAST, RUN_NAME, from_text, read_record, to_text
-from flopwise.core.sweep import AUTO, ENDED, Attempt, Cell, SweepRecord, says_nothing, standing
+from flopwise.core.sweep import ENDED, Attempt, Cell, SweepRecord, says_nothing, standing
+from flopwise.core.units import AUTO
 
 CELLS = "cells"
 SWEEPS = "sweeps"

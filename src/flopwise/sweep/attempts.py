@@ -22,9 +22,9 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import to_toml, write_whole
 from flopwise.core.measurement import RunRecord
 from flopwise.core.store import from_text
-from flopwise.core.sweep import AUTO, INTERRUPTED, Attempt, Cell, CellState, SweepRecord
+from flopwise.core.sweep import INTERRUPTED, Attempt, Cell, CellState, SweepRecord
 from flopwise.core.sweep_store import BEAT_S, RUN_LINE, beat, cell_folder, new_attempt, now, run_record, write_attempt
-from flopwise.core.units import show_seconds
+from flopwise.core.units import AUTO, show_seconds
 from flopwise.sweep import keeper
 from flopwise.sweep.slurm_scripts import JOB_VARIABLE, PREFIX_VARIABLE
 

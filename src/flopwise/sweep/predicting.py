@@ -22,10 +22,10 @@ from flopwise.core.model import ARCHITECTURES, Model
 from flopwise.core.parallel import Parallel
 from flopwise.core.plan import Plan
 from flopwise.core.results import recompute_words
-from flopwise.core.sweep import AUTO, Cell, Foreseen, Settings
+from flopwise.core.sweep import Cell, Foreseen, Settings
 from flopwise.core.sweep_store import looks
 from flopwise.core.transformer import Transformer
-from flopwise.core.units import show_bytes
+from flopwise.core.units import AUTO, show_bytes
 from flopwise.core.workload import Workload
 from flopwise.engine.launch import check_several
 from flopwise.plan.cuts import DeviceQuestion

@@ -44,6 +44,9 @@ CLASSIFIER_BATCH_SEQUENCES = 8
 CLASSIFIER_EPOCHS = 3
 LANGUAGE_STEPS = 200
 
+MANY_EPOCHS = 10
+"""More than these are told: they are rarely meant, and the data is learnt by heart."""
+
 FIRST_RATE = 1e-3
 """Learning rate of a small model that begins from nothing; larger ones want less."""
 LARGE_RATE = 3e-4
@@ -135,7 +138,7 @@ def prepare(
         device=device,
         weights=weights,
         checks=_checks(hardware, place, promise, data.describe(), weights),
-        notes=(*told, *data.notes, *_notes(hardware, promise, training)),
+        notes=(*told, *data.notes, *_notes(hardware, promise, training, data.count)),
     )
 
 
@@ -468,13 +471,18 @@ def _training(
     )
 
 
-def _notes(hardware: Hardware, promise: Promise, training: Training) -> list[str]:
+def _notes(hardware: Hardware, promise: Promise, training: Training, sequences: int) -> list[str]:
     """What a reader should know before the first step."""
     found = []
     if promise.step_s is None:
         found.append(f"nothing is predicted: {hardware.name} has no measured rate for this set-up")
     if training.warmup_steps >= training.steps:
         found.append(f"the warm-up of {training.warmup_steps:,} steps outlasts the training")
+    epochs = training.steps * promise.batch_sequences / sequences
+    if epochs > MANY_EPOCHS:
+        found.append(
+            f"{training.steps:,} steps see the {sequences:,} sequences {epochs:,.0f} times; --epochs 3 is usual"
+        )
     return found
 
 
