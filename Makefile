@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 INSTALL := $(PIP) install --require-hashes --no-deps -r
 EDITABLE := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: demo test check format bench lock clean help
+.PHONY: demo test check format bench fuzz lock clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -56,6 +56,9 @@ bench: $(VENV)/.base  ## errors on published kernels and measured steps, speed o
 	$(BIN)/python -m benchmarks.steps
 	$(BIN)/python -m benchmarks.mpt_table
 	$(BIN)/python -m benchmarks.speed
+
+fuzz: $(VENV)/.dev  ## damaged files and words through the command line, for MINUTES (5); what it finds becomes a test
+	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5)
 
 lock: $(VENV)/.created  ## pin again what `make` installs, with hashes; UPGRADE="numpy rich" or UPGRADE=all raises pins
 	$(PIP) install uv

@@ -98,3 +98,9 @@ def test_an_option_of_one_value_is_given_once(line: str, option: str) -> None:
 def test_options_that_collect_may_be_repeated() -> None:
     found = predictions("--set", "layers=2", "--set", "hidden=96", "--set", "heads=4")
     assert found[0]["model"] == "gpt2+layers=2+hidden=96+heads=4"
+
+
+def test_an_option_without_its_value_is_answered_with_the_usage() -> None:
+    code, _, err = answered(["train", "--resume", "7", "--steps"])
+    assert code == 2
+    assert "flopwise train [OPTIONS]" in err

@@ -12,7 +12,14 @@ class OnceCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own context type moves about
         seen = set()
-        for parameter in self.make_parser(ctx).parse_args(args=list(args))[2]:
+        try:
+            given = self.make_parser(ctx).parse_args(args=list(args))[2]
+        except Exception as error:
+            # The parser does not say of which command an option lacks its value, and so there would be no usage.
+            if getattr(error, "ctx", ctx) is None:
+                vars(error).update(ctx=ctx, cmd=self)
+            raise
+        for parameter in given:
             collects = getattr(parameter, "multiple", False) or getattr(parameter, "is_flag", False)
             if parameter.param_type_name == "option" and not collects and parameter in seen:
                 _refuse(parameter.opts[0])
