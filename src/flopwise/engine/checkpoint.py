@@ -33,6 +33,7 @@ from flopwise.core.errors import FlopwiseError, shown
 from flopwise.core.files import entry_kind, to_json
 from flopwise.core.store import CHECKPOINTS, from_text, to_text
 from flopwise.core.training import Training
+from flopwise.engine.finite import are_finite, extremes
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"
@@ -71,6 +72,9 @@ DTYPES = {
 }
 """As safetensors' headers call them."""
 
+NAMED = 8
+"""Tensors that are not finite which a state names."""
+
 LABELS = ("name", "title", "source", "note")
 """Fields of a description that may differ: they change no number."""
 
@@ -103,6 +107,9 @@ class CheckpointState:
     """Running sums that the loop wants back."""
     files: dict[str, FileSum]
     """By name; filled in by `save`."""
+    not_finite: tuple[str, ...]
+    """What holds NaN or infinity: the first such tensors, which `save` adds, and figures of the evaluation. Empty where
+    there are none; else nothing can be gone on with from here, and it is kept for those who look for the cause."""
     format: int = FORMAT
 
 
@@ -149,7 +156,7 @@ class Found:
     path: Path
     step: int
     problem: str = ""
-    """Why it cannot be used; empty where it is complete."""
+    """Why it cannot be used; empty where it is complete and its numbers are finite."""
 
 
 def save(
@@ -163,13 +170,14 @@ def save(
 ) -> Path:
     """Write a checkpoint of `state.step` into a run's folder and remove old ones, so that the `keep` newest are left.
 
-    Tensors may be views, lie on a device and have any of DTYPES. One that is there for the step already is replaced.
+    One with numbers that are not finite says so (`CheckpointState.not_finite`), and takes no other one's place. Tensors
+    may be views, lie on a device and have any of DTYPES. One that is there for the step already is replaced.
     Where it cannot be written, the error says why and the checkpoints from before are as they were.
     """
     if keep < 1:
         raise FlopwiseError(f"{keep} checkpoints cannot be kept", hint="keep at least 1")
     parent = folder / CHECKPOINTS
-    target = parent / f"step-{state.step:08d}"
+    target = path_of(folder, state.step)
     temporary = parent / f".{target.name}-{os.getpid()}"
     try:
         parent.mkdir(exist_ok=True)
@@ -188,6 +196,11 @@ def save(
     return target
 
 
+def path_of(folder: Path, step: int) -> Path:
+    """Where a run's folder has the checkpoint of a step."""
+    return folder / CHECKPOINTS / f"step-{step:08d}"
+
+
 def _write(
     folder: Path,
     weights: Mapping[str, Tensor],
@@ -195,13 +208,15 @@ def _write(
     state: CheckpointState,
     config: dict[str, Any] | None,
 ) -> None:
+    bad: list[str] = []
     files = {
-        WEIGHTS: _write_file(folder / WEIGHTS, _tensor_file(weights)),
-        OPTIMIZER: _write_file(folder / OPTIMIZER, _tensor_file(optimizer)),
+        WEIGHTS: _write_file(folder / WEIGHTS, _tensor_file(weights, bad)),
+        OPTIMIZER: _write_file(folder / OPTIMIZER, _tensor_file(optimizer, bad)),
     }
     if config is not None:
         files[CONFIG] = _write_file(folder / CONFIG, iter([to_json(config).encode() + b"\n"]))
-    _write_file(folder / STATE, iter([_sealed(replace(state, files=files))]))
+    told = (*bad[:NAMED], *state.not_finite)
+    _write_file(folder / STATE, iter([_sealed(replace(state, files=files, not_finite=told))]))
     _sync_folder(folder)
 
 
@@ -221,8 +236,11 @@ def _write_all(stream: FileIO, piece: memoryview) -> None:
         piece = piece[stream.write(piece) :]
 
 
-def _tensor_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file: the header's length, the header, the tensors without gaps."""
+def _tensor_file(tensors: Mapping[str, Tensor], bad: list[str]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file: the header's length, the header, the tensors without gaps.
+
+    On the way the names of tensors that are not finite are added to `bad`.
+    """
     # Larger numbers come first, so that each tensor begins at a multiple of what its numbers take.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -236,14 +254,27 @@ def _tensor_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in order:
-        yield from _pieces(tensors[name].detach())
+        finite = True
+        for piece, is_finite in _pieces(tensors[name].detach()):
+            finite &= is_finite
+            yield piece
+        if not finite:
+            bad.append(name)
 
 
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes in order. What lies on the host in order is not copied, what lies on a device is in pieces."""
-    numbers = tensor.reshape(-1).view(torch.uint8)
-    for first in range(0, numbers.numel(), PIECE_BYTES):
-        yield numbers[first : first + PIECE_BYTES].cpu().numpy().data
+def _pieces(tensor: Tensor) -> Iterator[tuple[memoryview, bool]]:
+    """A tensor's bytes in order, and of each piece whether its numbers are finite.
+
+    What lies on the host in order is not copied, what lies on a device is in pieces.
+    """
+    numbers = tensor.reshape(-1)
+    count = max(1, PIECE_BYTES // numbers.element_size())
+    for first in range(0, numbers.numel(), count):
+        piece = numbers[first : first + count]
+        # Asked for before the copy, which waits for the device: the answer then takes no waiting of its own.
+        asked = extremes(piece).to("cpu", non_blocking=True) if piece.is_floating_point() else None
+        content = piece.view(torch.uint8).cpu().numpy().data
+        yield content, asked is None or are_finite(asked)
 
 
 def _sealed(state: CheckpointState) -> bytes:
@@ -271,12 +302,14 @@ def _put(temporary: Path, target: Path) -> None:
 
 
 def _prune(folder: Path, saved_step: int, keep: int) -> None:
-    """Remove what is older than the `keep` newest complete ones; that just saved counts among them in any case."""
+    """Remove what is older than the `keep` newest good ones; that just saved counts among them if it is one."""
     found = checkpoints(folder)
-    complete = [entry.step for entry in found if not entry.problem and entry.step != saved_step]
-    oldest_kept = min([saved_step, *complete[: keep - 1]])
+    good = [entry.step for entry in found if not entry.problem]
+    if saved_step in good:
+        good.remove(saved_step)
+        good.insert(0, saved_step)
     for entry in found:
-        if entry.step < oldest_kept:
+        if good and entry.step < min(good[:keep]):
             _remove(entry.path)
 
 
@@ -375,13 +408,14 @@ def _problem(checkpoint: Path) -> str:
         state = read_state(checkpoint)
         for name, expected in state.files.items():
             _check_size(checkpoint / name, expected)
+        check_finite(checkpoint, state)
     except FlopwiseError as error:
         return error.what if error.why is None else f"{error.what}: {error.why}"
     return ""
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run; `checkpoints` tells which newer ones were passed over, and why.
+    """The newest good checkpoint of a run; `checkpoints` tells which newer ones were passed over, and why.
 
     Checksums of tensors are left to `load`.
     """
@@ -396,7 +430,10 @@ def drop_later(folder: Path, last_step: int) -> None:
 
 
 def load(checkpoint: Path) -> Loaded:
-    """A checkpoint, after the size and checksum of every file have been found as they were written."""
+    """A checkpoint, after the size and checksum of every file have been found as they were written.
+
+    Its numbers may be anything: `check_finite` tells whether it can be gone on with.
+    """
     state = read_state(checkpoint)
     for name, expected in state.files.items():
         path = checkpoint / name
@@ -439,6 +476,17 @@ def read_state(checkpoint: Path) -> CheckpointState:
     return state
 
 
+def check_finite(checkpoint: Path, state: CheckpointState) -> None:
+    """Refuse a checkpoint of a training that had diverged."""
+    if state.not_finite:
+        more = ", …" if len(state.not_finite) > 1 else ""
+        raise FlopwiseError(
+            f"{checkpoint} is not finite",
+            why=f"NaN or infinity in {state.not_finite[0]}{more}: the training had diverged",
+            hint=_way_out(checkpoint),
+        )
+
+
 def _check_size(path: Path, expected: FileSum) -> None:
     try:
         size_bytes = path.stat().st_size
@@ -449,13 +497,16 @@ def _check_size(path: Path, expected: FileSum) -> None:
 
 
 def _damaged(path: Path, why: str) -> FlopwiseError:
-    """With the checkpoint before, by name, as the way out; whether that one is complete shows when it is loaded."""
-    match = NAME.fullmatch(path.parent.name)
-    older = [other for step, other in _by_step(path.parent.parent) if match and step < int(match[1])]
-    hint = "begin a new run: there is no checkpoint before this one"
+    return FlopwiseError(f"{path} is damaged", why=why, hint=_way_out(path.parent))
+
+
+def _way_out(checkpoint: Path) -> str:
+    """The checkpoint before, by name; whether that one is good shows when it is loaded."""
+    match = NAME.fullmatch(checkpoint.name)
+    older = [other for step, other in _by_step(checkpoint.parent) if match and step < int(match[1])]
     if older:
-        hint = f"`--resume` passes it over and takes {older[0].name}"
-    return FlopwiseError(f"{path} is damaged", why=why, hint=hint)
+        return f"`--resume` passes it over and takes {older[0].name}"
+    return "begin a new run: there is no checkpoint before this one"
 
 
 def check_matches(

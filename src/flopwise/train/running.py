@@ -212,6 +212,7 @@ class _Run:
             sequence_tokens=prepared.plan.sequence_tokens,
             totals={},
             files={},
+            not_finite=(),
         )
 
     def _record(self, prepared: Prepared, folder: Path, progress: Progress) -> RunRecord:
@@ -266,6 +267,8 @@ class _Run:
             on_step=listeners.on_step, on_checkpoint=listeners.on_checkpoint, watch=profiler,
         )  # fmt: skip
         loop.progress = progress
+        if self.resumed is not None and self.resumed.loaded is not None:
+            loop.saved = checkpoint.path_of(folder, progress.step)
         try:
             listeners.on_start(self._started(prepared, folder, progress))
             outcome = loop.run(progress, stop)
@@ -307,7 +310,7 @@ class _Run:
         )  # fmt: skip
 
     def _ended(self, folder: Path, record: RunRecord, state: RunState, loop: Loop) -> RunRecord:
-        saved = f"{CHECKPOINTS}/{loop.saved.name}" if loop.saved else record.resumed_from
+        saved = f"{CHECKPOINTS}/{loop.saved.name}" if loop.saved else None
         record = replace(record, state=state, ended=_now(), checkpoint=saved, steps_done=loop.progress.step)
         if self.writes:
             write_record(folder, record)
