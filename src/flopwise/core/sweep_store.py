@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from flopwise.core.errors import FlopwiseError, shown, unknown_name
-from flopwise.core.files import WRITABLE_HINT, write_whole
+from flopwise.core.files import WRITABLE_HINT, append_to, write_whole
 from flopwise.core.measurement import RunRecord
 from flopwise.core.store import LAST, RUN_NAME, from_text, read_record, to_text
 from flopwise.core.sweep import AUTO, ENDED, Attempt, Cell, SweepRecord, says_nothing, standing
@@ -98,7 +98,7 @@ def claimed(store: Path, cell: str) -> Iterator[bool]:
     folder = cell_folder(store, cell)
     _make(folder)
     try:
-        opened = (folder / LOCK).open("a")
+        opened = append_to(folder / LOCK)
     except OSError as error:
         raise _cannot_write(folder / LOCK, error) from None
     with opened as stream:

@@ -22,18 +22,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from io import FileIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from flopwise.core.errors import FlopwiseError, shown
-from flopwise.core.files import entry_kind, to_json
+from flopwise.core.files import WRITABLE_HINT, append_to, entry_kind, to_json
 from flopwise.core.store import CHECKPOINTS, from_text, to_text
 from flopwise.core.training import Training
 from flopwise.engine.finite import are_finite, extremes
+from flopwise.engine.tensor_files import open_tensors
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"
@@ -119,7 +120,7 @@ class LazyTensors(Mapping[str, Tensor]):
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = cast(Any, safe_open(path, framework="pt"))  # its methods have no types
+            self._file = open_tensors(path)
             self._names: tuple[str, ...] = tuple(self._file.keys())
         except (SafetensorError, OSError) as error:
             raise _damaged(path, str(error)) from None
@@ -338,8 +339,7 @@ def _tidy(parent: Path) -> None:
 @contextmanager
 def _locked(parent: Path) -> Iterator[None]:
     """One saver at a time. The system lets go of the lock when its holder dies, however it does."""
-    path = parent / LOCK
-    with path.open("wb") as stream:
+    with append_to(parent / LOCK) as stream:
         patience_ends = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
@@ -423,10 +423,22 @@ def latest(folder: Path) -> Path | None:
 
 
 def drop_later(folder: Path, last_step: int) -> None:
-    """Remove the checkpoints of later steps, for a run that goes on from an earlier one does them again."""
-    for found in checkpoints(folder):
-        if found.step > last_step:
-            _remove(found.path)
+    """Remove the checkpoints of later steps, for a run that goes on from an earlier one does them again.
+
+    What killed processes have left goes with them.
+    """
+    parent = folder / CHECKPOINTS
+    if entry_kind(parent) == "nothing":
+        return
+    try:
+        with _locked(parent):
+            _tidy(parent)
+            for found in checkpoints(folder):
+                if found.step > last_step:
+                    _remove(found.path)
+    except OSError as error:
+        why = error.strerror
+        raise FlopwiseError(f"nothing can be written to {parent}", why=why, hint=WRITABLE_HINT) from None
 
 
 def load(checkpoint: Path) -> Loaded:

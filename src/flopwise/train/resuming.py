@@ -62,7 +62,7 @@ def find_resumed(request: TrainRequest, tell: Callable[[str], None]) -> Resumed:
         raise FlopwiseError(
             f"no checkpoint of run {folder.name} is whole and finite",
             why="; ".join(problems[:3]),
-            hint="bring a good one back into its folder, or begin a new run",
+            hint="bring a good one back, or begin a new run: one that diverged with a smaller --learning-rate",
         )
     if record.checkpoint is not None:
         raise FlopwiseError(
