@@ -23,9 +23,9 @@ from torch import Tensor
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.training import Training
 from flopwise.engine import checkpoint as module
+from flopwise.engine import tensor_files
 from flopwise.engine.checkpoint import (
     CONFIG,
-    DTYPES,
     OPTIMIZER,
     STATE,
     WEIGHTS,
@@ -38,6 +38,7 @@ from flopwise.engine.checkpoint import (
     load,
     save,
 )
+from flopwise.engine.tensor_files import DTYPES
 
 FILES = (WEIGHTS, OPTIMIZER, CONFIG, STATE)
 
@@ -151,12 +152,12 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(
 def test_views_of_one_buffer_are_written_apart_and_without_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 1000)
     slab = torch.randn(10_007)
     views = {"head": slab[:7], "matrix": slab[7:9007].view(90, 100), "tail": slab[9007:], "again": slab[7:107]}
     begins, ends = slab.data_ptr(), slab.data_ptr() + slab.numel() * 4
     for view in views.values():
-        pieces = [piece for piece, _ in module._pieces(view)]
+        pieces = [piece for piece, _ in tensor_files._pieces(view)]
         assert b"".join(pieces) == view.numpy().tobytes() and max(map(len, pieces)) <= 1000
         for piece in pieces:
             address = torch.frombuffer(piece, dtype=torch.uint8).data_ptr()
@@ -177,7 +178,7 @@ def test_changing_what_was_loaded_changes_no_file(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensors_of_a_device_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 1000)
     slab = torch.randn(5003, device="cuda").to(torch.bfloat16)
     views = {"first": slab[:1001], "second": slab[1001:]}
     found = load(save(tmp_path, weights=views, optimizer={}, state=a_state(1), config=None, keep=1))
@@ -388,7 +389,7 @@ def test_where_none_is_good_all_are_kept(tmp_path: Path) -> None:
 
 
 def test_bad_numbers_are_found_in_every_piece_and_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 1000)
     fine = {f"fine {dtype}": torch.ones(900).to(dtype) for dtype in DTYPES}
     assert (
         load(save(tmp_path, weights=fine, optimizer=fine, state=a_state(1), config=None, keep=1)).state.not_finite == ()
@@ -408,7 +409,7 @@ def test_bad_numbers_are_found_in_every_piece_and_kind(tmp_path: Path, monkeypat
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_bad_numbers_of_a_device_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 1000)
     for dtype in (found for found in DTYPES if found.is_floating_point):
         tensors = {f"{where}": torch.ones(900) for where in (-1, 0, 499, 899)}
         for name, numbers in tensors.items():

@@ -74,7 +74,7 @@ def cell_folder(store: Path, cell: str) -> Path:
 def write_cell(store: Path, cell: Cell) -> None:
     folder = cell_folder(store, cell.id)
     _make(folder)
-    write_whole(folder / CELL, to_text(cell) + "\n")
+    write_whole(folder / CELL, to_text(cell) + "\n", own=True)
 
 
 def read_cell(store: Path, cell: str) -> Cell:
@@ -131,7 +131,7 @@ def new_attempt(store: Path, attempt: Attempt) -> Attempt:
 def _claim(path: Path, text: str) -> bool:
     """Make a file that was not there, whole; False: there is one."""
     whole = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-    write_whole(whole, text)
+    write_whole(whole, text, own=True)
     try:
         os.link(whole, path)
     except FileExistsError:
@@ -151,7 +151,7 @@ def _claim_without_links(path: Path, text: str) -> bool:
         return False
     except OSError as error:
         raise _cannot_write(path, error) from None
-    write_whole(path, text)
+    write_whole(path, text, own=True)
     return True
 
 

@@ -3,9 +3,6 @@
 `checkpoints/step-00000012` of a run's folder holds `model.safetensors`, `optimizer.safetensors`, `state.json` and,
 where the caller has one, `config.json`. It is written under a temporary name and renamed when everything is on the
 disk, so that a process killed at any moment leaves the checkpoint before or the new one.
-
-Tensors are written here and not by safetensors' `save_file`, which would first copy every tensor of a device to the
-host and leave the checksum to a second reading. They are read by safetensors.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -33,8 +29,7 @@ from flopwise.core.errors import FlopwiseError, shown
 from flopwise.core.files import WRITABLE_HINT, append_to, entry_kind, to_json
 from flopwise.core.store import CHECKPOINTS, from_text, to_text
 from flopwise.core.training import Training
-from flopwise.engine.finite import are_finite, extremes
-from flopwise.engine.tensor_files import open_tensors
+from flopwise.engine.tensor_files import open_tensors, tensor_file
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"
@@ -50,28 +45,9 @@ UNFINISHED = ".step-"
 LOCK = ".lock"
 LOCK_WAIT_S = 600.0
 
-PIECE_BYTES = 64 * 2**20
-"""Of a tensor, what is copied from a device and written at once."""
-
 SEAL_START = b'{\n  "seal": "'
 """How `state.json` begins. The checksum of all that follows it comes next."""
 SEAL_DIGITS = 64
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""As safetensors' headers call them."""
 
 NAMED = 8
 """Tensors that are not finite which a state names."""
@@ -172,8 +148,8 @@ def save(
     """Write a checkpoint of `state.step` into a run's folder and remove old ones, so that the `keep` newest are left.
 
     One with numbers that are not finite says so (`CheckpointState.not_finite`), and takes no other one's place. Tensors
-    may be views, lie on a device and have any of DTYPES. One that is there for the step already is replaced.
-    Where it cannot be written, the error says why and the checkpoints from before are as they were.
+    may be views, lie on a device and have any of `tensor_files.DTYPES`. One that is there for the step already is
+    replaced. Where it cannot be written, the error says why and the checkpoints from before are as they were.
     """
     if keep < 1:
         raise FlopwiseError(f"{keep} checkpoints cannot be kept", hint="keep at least 1")
@@ -211,8 +187,8 @@ def _write(
 ) -> None:
     bad: list[str] = []
     files = {
-        WEIGHTS: _write_file(folder / WEIGHTS, _tensor_file(weights, bad)),
-        OPTIMIZER: _write_file(folder / OPTIMIZER, _tensor_file(optimizer, bad)),
+        WEIGHTS: _write_file(folder / WEIGHTS, tensor_file(weights, bad)),
+        OPTIMIZER: _write_file(folder / OPTIMIZER, tensor_file(optimizer, bad)),
     }
     if config is not None:
         files[CONFIG] = _write_file(folder / CONFIG, iter([to_json(config).encode() + b"\n"]))
@@ -235,47 +211,6 @@ def _write_file(path: Path, pieces: Iterator[bytes | memoryview]) -> FileSum:
 def _write_all(stream: FileIO, piece: memoryview) -> None:
     while piece:
         piece = piece[stream.write(piece) :]
-
-
-def _tensor_file(tensors: Mapping[str, Tensor], bad: list[str]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file: the header's length, the header, the tensors without gaps.
-
-    On the way the names of tensors that are not finite are added to `bad`.
-    """
-    # Larger numbers come first, so that each tensor begins at a multiple of what its numbers take.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in order:
-        tensor = tensors[name]
-        assert name not in header and tensor.dtype in DTYPES, f"{name} of {tensor.dtype}"
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name in order:
-        finite = True
-        for piece, is_finite in _pieces(tensors[name].detach()):
-            finite &= is_finite
-            yield piece
-        if not finite:
-            bad.append(name)
-
-
-def _pieces(tensor: Tensor) -> Iterator[tuple[memoryview, bool]]:
-    """A tensor's bytes in order, and of each piece whether its numbers are finite.
-
-    What lies on the host in order is not copied, what lies on a device is in pieces.
-    """
-    numbers = tensor.reshape(-1)
-    count = max(1, PIECE_BYTES // numbers.element_size())
-    for first in range(0, numbers.numel(), count):
-        piece = numbers[first : first + count]
-        # Asked for before the copy, which waits for the device: the answer then takes no waiting of its own.
-        asked = extremes(piece).to("cpu", non_blocking=True) if piece.is_floating_point() else None
-        content = piece.view(torch.uint8).cpu().numpy().data
-        yield content, asked is None or are_finite(asked)
 
 
 def _sealed(state: CheckpointState) -> bytes:

@@ -155,7 +155,7 @@ def run_attempt(
     limit_s = trial.sweep.time_limit_s
     kills = keeper.memory_kills()
     try:
-        write_whole(model, to_toml(trial.cell.settings.model))
+        write_whole(model, to_toml(trial.cell.settings.model), own=True)
         # Appended to, so that it can be cut short while the process writes.
         with tempfile.TemporaryFile() as output, append_to(log) as errors:
             kept = Kept(words, _environment(environment), (output, errors), grace_s)
