@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from flopwise.core.errors import FlopwiseError, shown, unknown_name
-from flopwise.core.files import WRITABLE_HINT, write_whole
+from flopwise.core.files import WRITABLE_HINT, append_to, write_whole
 from flopwise.core.measurement import RunRecord
 from flopwise.core.store import LAST, RUN_NAME, from_text, read_record, to_text
 from flopwise.core.sweep import ENDED, Attempt, Cell, SweepRecord, says_nothing, standing
@@ -75,7 +75,7 @@ def cell_folder(store: Path, cell: str) -> Path:
 def write_cell(store: Path, cell: Cell) -> None:
     folder = cell_folder(store, cell.id)
     _make(folder)
-    write_whole(folder / CELL, to_text(cell) + "\n")
+    write_whole(folder / CELL, to_text(cell) + "\n", own=True)
 
 
 def read_cell(store: Path, cell: str) -> Cell:
@@ -99,7 +99,7 @@ def claimed(store: Path, cell: str) -> Iterator[bool]:
     folder = cell_folder(store, cell)
     _make(folder)
     try:
-        opened = (folder / LOCK).open("a")
+        opened = append_to(folder / LOCK)
     except OSError as error:
         raise _cannot_write(folder / LOCK, error) from None
     with opened as stream:
@@ -132,7 +132,7 @@ def new_attempt(store: Path, attempt: Attempt) -> Attempt:
 def _claim(path: Path, text: str) -> bool:
     """Make a file that was not there, whole; False: there is one."""
     whole = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-    write_whole(whole, text)
+    write_whole(whole, text, own=True)
     try:
         os.link(whole, path)
     except FileExistsError:
@@ -152,7 +152,7 @@ def _claim_without_links(path: Path, text: str) -> bool:
         return False
     except OSError as error:
         raise _cannot_write(path, error) from None
-    write_whole(path, text)
+    write_whole(path, text, own=True)
     return True
 
 

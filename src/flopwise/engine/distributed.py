@@ -47,6 +47,7 @@ from flopwise.core.training import Training
 from flopwise.core.transformer import Transformer
 from flopwise.engine.batch import NO_LABEL, Batch
 from flopwise.engine.executor import Evaluated, Moment, StepResult
+from flopwise.engine.finite import not_finite
 from flopwise.engine.formats import TYPES, check_formats, statistics_type
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.launch import check_several
@@ -179,6 +180,12 @@ class DistributedExecutor:
                 whole = self._gathered(shard, numbers)
                 if whole is not None:
                     yield name, moment, whole
+
+    def not_finite(self) -> tuple[str, ...]:
+        """What of this rank's weights and optimizer state holds NaN or infinity; another rank may have more."""
+        shards = self._shards.items()
+        state = ((f"{moment}/{name}", numbers) for name, shard in shards for moment, numbers in shard.moments.items())
+        return (*not_finite((name, shard.weights) for name, shard in shards), *not_finite(state))
 
     def _gathered(self, shard: Shard, numbers: Tensor) -> Tensor | None:
         """A parameter's numbers of all ranks that share a copy, on rank 0."""

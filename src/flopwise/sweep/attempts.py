@@ -19,7 +19,7 @@ from typing import IO, Literal, Protocol
 
 from flopwise.core.catalog import THIS_CPU, hardware_place
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import to_toml, write_whole
+from flopwise.core.files import append_to, to_toml, write_whole
 from flopwise.core.measurement import RunRecord
 from flopwise.core.store import from_text
 from flopwise.core.sweep import INTERRUPTED, Attempt, Cell, CellState, SweepRecord
@@ -155,9 +155,9 @@ def run_attempt(
     limit_s = trial.sweep.time_limit_s
     kills = keeper.memory_kills()
     try:
-        write_whole(model, to_toml(trial.cell.settings.model))
+        write_whole(model, to_toml(trial.cell.settings.model), own=True)
         # Appended to, so that it can be cut short while the process writes.
-        with tempfile.TemporaryFile() as output, log.open("ab") as errors:
+        with tempfile.TemporaryFile() as output, append_to(log) as errors:
             kept = Kept(words, _environment(environment), (output, errors), grace_s)
             try:
                 attempt = replace(attempt, pid=kept.process.pid)

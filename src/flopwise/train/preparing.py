@@ -14,7 +14,7 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import entry_kind
 from flopwise.core.formats import Formats, parse_formats
 from flopwise.core.hardware import SAME_MEMORY, Fact, Hardware, same_device
-from flopwise.core.model import Model
+from flopwise.core.model import Model, beyond_context
 from flopwise.core.plan import MOST_PAIRS, Plan
 from flopwise.core.training import Task, Training
 from flopwise.core.transformer import Transformer
@@ -138,7 +138,7 @@ def prepare(
         device=device,
         weights=weights,
         checks=_checks(hardware, place, promise, data.describe(), weights),
-        notes=(*told, *data.notes, *_notes(hardware, promise, training, data.count)),
+        notes=(*told, *data.notes, *_notes(model, hardware, promise, training, data.count)),
     )
 
 
@@ -471,9 +471,12 @@ def _training(
     )
 
 
-def _notes(hardware: Hardware, promise: Promise, training: Training, sequences: int) -> list[str]:
+def _notes(
+    model: Transformer, hardware: Hardware, promise: Promise, training: Training, sequences: int
+) -> list[str]:
     """What a reader should know before the first step."""
-    found = []
+    beyond = beyond_context(model, promise.plan.sequence_tokens)
+    found = [beyond] if beyond else []
     if promise.step_s is None:
         found.append(f"nothing is predicted: {hardware.name} has no measured rate for this set-up")
     if training.warmup_steps >= training.steps:
