@@ -66,7 +66,8 @@ sys.exit(spawn(sys.argv[2:], int(sys.argv[1]), module={WORKER!r}))
 def run_ranks(command: str, folder: Path, ranks: int) -> None:
     """Let ranks work; what they wrote is told where they fail."""
     spawned = [sys.executable, "-c", SPAWN, str(ranks), command, str(folder)]
-    ended = subprocess.run(spawned, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(spawned, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-6000:]
 
 
@@ -447,7 +448,7 @@ def test_signals_reach_every_rank_once(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_rank_that_is_left_says_so(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert spawn(["lose", str(tmp_path)], 2, module=WORKER, grace_s=20.0) in (1, 9)
     assert "rank 0 lost the others" in capfd.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -12,20 +13,33 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from math import inf
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, Literal, NoReturn, Self
 
 from flopwise.core.errors import FlopwiseError, shown
 from flopwise.core.formats import Formats
+from flopwise.core.processes import python_words, search_path
+from flopwise.engine import warden
 
 Launcher = Literal["alone", "torchrun", "slurm", "flopwise"]
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo"
+BACKLOG = 4096
+"""Ranks that may knock at once before rank 0 answers."""
+PR_SET_PDEATHSIG = 1
+"""Of Linux' prctl: the signal that this process gets when its parent ends."""
 SPAWNED = "FLOPWISE_SPAWNED"
-"""Set for the ranks that `spawn` starts."""
+"""For the ranks that `spawn` starts, the number of the process that does."""
+LISTENER = "FLOPWISE_LISTENER"
+"""For those, the number of the socket on which rank 0 listens."""
+REFUSAL = "FLOPWISE_REFUSAL"
+"""For those, the file in which rank 0 says why it ends."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 SLURM_PORTS = range(15_000, 30_000)
@@ -36,6 +50,8 @@ HOST = re.compile(r"[A-Za-z0-9._\-]+")
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 15.0
 """Between a rank's failure and the end of the others, which mostly notice it by themselves and say so."""
+LEAVING_S = 60.0
+"""Between the end of a rank that was asked to end and that of the others, which were asked as well."""
 LAST_GRACE_S = 3.0
 """Between being asked to end and being ended."""
 LOOK_EVERY_S = 0.03
@@ -60,6 +76,8 @@ class Rank:
     """Where rank 0 listens."""
     port: int
     launched_by: Launcher
+    listener: int | None = None
+    """A socket on which rank 0 listens already; None: it opens its own."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world or not 0 <= self.local_rank < self.world:
@@ -83,6 +101,7 @@ def rank_of(environment: Mapping[str, str]) -> Rank:
             address=environment["MASTER_ADDR"],
             port=_number(environment, "MASTER_PORT"),
             launched_by="flopwise" if SPAWNED in environment else "torchrun",
+            listener=_number(environment, LISTENER) if LISTENER in environment else None,
         )
     # A batch script's own shell has a SLURM_PROCID too, but without -n neither tasks nor a step.
     if "SLURM_PROCID" in environment and not {"SLURM_NTASKS", "SLURM_STEP_ID"}.isdisjoint(environment):
@@ -160,31 +179,77 @@ def check_several(formats: Formats, hint: str = "--precision bf16, or --gpus 1")
 def spawn(argv: Sequence[str], ranks: int, *, module: str = "flopwise", grace_s: float = GRACE_S) -> int:
     """Run `python -m flopwise argv…` as so many ranks on this machine; returns the exit code.
 
-    That is 0, or the code of the first rank that failed (128 and its number for a signal, as shells have it). The
-    others are ended `grace_s` seconds later. Rank 0 speaks for all; of another one that fails, the end of what it
-    wrote to stderr is shown, each line with its rank. Ranks are not of the terminal's foreground group, so that ^C
-    reaches each of them once: from here.
+    That is 0; the code of the first rank that failed (128 and its number for a signal, as shells have it); or 128 and
+    the number of a signal that was passed on, where the ranks ended in good order because of it. When one has failed,
+    the others are ended `grace_s` seconds later. Rank 0 speaks for all; of another one that fails, the end of what it
+    wrote to stderr is shown, each line with its rank, unless rank 0 was refused with the same words. Ranks are not of
+    the terminal's foreground group, so that ^C reaches each of them once: from here. They listen on the loopback alone,
+    and none of them, with whatever it has started, outlives this process, even if that is killed.
     """
     assert ranks > 0
     children: list[_Child] = []
-    with _received() as signals, tempfile.TemporaryDirectory() as folder:
+    command = python_words(module, *argv)
+    with (
+        _received() as signals,
+        tempfile.TemporaryDirectory() as folder,
+        _Warden() as keeps_watch,
+        _listening() as listener,
+    ):
         try:
-            port = _free_port()
             for rank in range(ranks):
-                children.append(
-                    _Child(rank, [sys.executable, "-m", module, *argv], _variables(rank, ranks, port), folder)
-                )
+                children.append(_Child(rank, command, _variables(rank, ranks, listener, folder), folder, listener))
+                keeps_watch.watch(children[-1].process.pid)
+            # Where rank 0 is gone, nobody should wait at its door.
+            listener.close()
             return _watched(children, signals, grace_s)
         finally:
             for child in children:
                 child.end()
 
 
-class _Child:
-    """A rank's process."""
+class _Warden:
+    """While it is entered, a process of its own kills what it is told of as soon as this process is gone."""
 
-    def __init__(self, rank: int, command: list[str], environment: dict[str, str], folder: str) -> None:
+    def __enter__(self) -> Self:
+        reading, self._line = os.pipe()
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and file
+                [sys.executable, "-I", "-S", warden.__file__, str(reading)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(reading,),
+                process_group=0,
+            )
+        except BaseException:
+            os.close(self._line)
+            raise
+        finally:
+            os.close(reading)
+        return self
+
+    def watch(self, group: int) -> None:
+        try:
+            os.write(self._line, f"{group}\n".encode())
+        except BrokenPipeError:
+            # It was killed. Ranks have the system end them as well: `end_with_launcher`.
+            return
+
+    def __exit__(self, *_: object) -> None:
+        # All that it was told of has ended; a number may soon be another process's.
+        self._process.kill()
+        self._process.wait()
+        os.close(self._line)
+
+
+class _Child:
+    """A rank's process, which leads a group of all that it starts."""
+
+    def __init__(
+        self, rank: int, command: list[str], environment: dict[str, str], folder: str, listener: socket.socket
+    ) -> None:
         self.rank = rank
+        self.refusal = Path(environment[REFUSAL])
         self.errors: IO[bytes] | None = None
         if rank:
             self.errors = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the process
@@ -194,76 +259,114 @@ class _Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if rank else None,
             stderr=self.errors,
+            pass_fds=() if rank else (listener.fileno(),),
             process_group=0,
         )
 
+    def ended(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs. What it has left behind is ended as well."""
+        # Until it is waited for, its number is nobody else's.
+        if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        self._kill_group()
+        return self.process.wait()
+
+    def _kill_group(self) -> None:
+        # A group of which only the rank is left, dead and not yet waited for, may not be there any more.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def tell(self) -> None:
-        """Show the end of what a rank that failed has written; rank 0 is seen anyway."""
+        """Show the end of what a rank that failed has written; rank 0 is seen anyway, and may have said the same."""
         if self.errors is None:
             return
         size = self.errors.seek(0, os.SEEK_END)
         self.errors.seek(max(0, size - TOLD_BYTES))
-        text = self.errors.read().decode(errors="replace")
+        text = self.errors.read().decode(errors="replace").rstrip()
+        said = self.refusal.read_text(encoding="utf-8").rstrip() if self.refusal.exists() else ""
+        if said and text.endswith(said):
+            return
         sys.stderr.write("".join(f"rank {self.rank}: {line}\n" for line in text.splitlines()))
         sys.stderr.flush()
 
     def end(self) -> None:
         """At once, if it still runs."""
-        if self.process.poll() is None:
-            self.process.kill()
+        if self.process.returncode is None:
+            self._kill_group()
             self.process.wait()
         if self.errors is not None:
             self.errors.close()
 
 
-def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+def _variables(rank: int, ranks: int, listener: socket.socket, folder: str) -> dict[str, str]:
     own = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        SPAWNED: "1",
+        "MASTER_PORT": str(listener.getsockname()[1]),
+        LISTENER: str(listener.fileno()),
+        SPAWNED: str(os.getpid()),
+        REFUSAL: str(Path(folder) / "refusal"),
     }
-    # Each rank would otherwise have a thread for every core.
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
-    return threads | dict(os.environ) | own
+    # Each rank would otherwise have a thread for every core, and listen where other machines can reach it.
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks)),
+        "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+        "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+    }
+    return defaults | dict(os.environ) | search_path() | own
 
 
-def _free_port() -> int:
+@contextmanager
+def _listening() -> Iterator[socket.socket]:
+    """Where ranks meet: bound here, so that nobody else can have the port, and handed down to rank 0."""
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))
-        port: int = listener.getsockname()[1]
-        return port
+        listener.listen(BACKLOG)
+        yield listener
 
 
 def _watched(children: Sequence[_Child], signals: list[int], grace_s: float) -> int:
-    """Wait for all; once one has failed, for the others no longer than they are given."""
+    """Wait for all; once one has failed or left, for the others no longer than they are given."""
     running = list(children)
-    code, failed_at, asked = 0, 0.0, False
+    failed: list[_Child] = []
+    passed: set[int] = set()
+    code = interrupted = 0
+    ending_at: float | None = None
+    asked = False
     while running:
         while signals:
             number = signals.pop(0)
+            passed.add(number)
             for child in running:
                 child.process.send_signal(number)
         for child in list(running):
-            result = child.process.poll()
+            result = child.ended()
             if result is None:
                 continue
             running.remove(child)
-            if result and not asked:
-                child.tell()
-            if result and not code:
-                code, failed_at = result if result > 0 else 128 - result, time.monotonic()
-        waited_s = time.monotonic() - failed_at
-        if code and waited_s > grace_s + LAST_GRACE_S:
-            return code
-        if code and waited_s > grace_s and not asked:
+            if not result:
+                continue
+            as_shells_have_it = result if result > 0 else 128 - result
+            if as_shells_have_it - 128 in passed:
+                interrupted = interrupted or as_shells_have_it
+                wait_s = LEAVING_S if result > 0 else grace_s
+            else:
+                code, wait_s = code or as_shells_have_it, grace_s
+                failed += [] if asked else [child]
+            ending_at = min(ending_at or inf, time.monotonic() + wait_s)
+        late_s = time.monotonic() - (ending_at or inf)
+        if late_s > LAST_GRACE_S:
+            break
+        if late_s > 0 and not asked:
             asked = True
             for child in running:
                 child.process.terminate()
         time.sleep(LOOK_EVERY_S)
-    return code
+    for child in failed:
+        child.tell()
+    return code or interrupted
 
 
 @contextmanager
@@ -284,6 +387,29 @@ def _received() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if callable(handler) else signal.SIG_DFL)
+
+
+# -- being one of them ------------------------------------------------------------------------------------------------
+
+
+def end_with_launcher() -> None:
+    """Have the system kill this process, where it is a rank that `spawn` has started, when that launcher is gone."""
+    launcher = os.environ.get(SPAWNED)
+    if launcher is None:
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # It may have gone before the system was told.
+    if str(os.getppid()) != launcher:
+        os._exit(128 + signal.SIGKILL)
+
+
+def note_refusal(text: str) -> None:
+    """Let the launcher know why rank 0 ends, so that other ranks need not repeat it."""
+    place = os.environ.get(REFUSAL)
+    if place is not None and os.environ.get("RANK") == "0":
+        # It is said on the terminal all the same.
+        with suppress(OSError):
+            Path(place).write_text(text, encoding="utf-8")
 
 
 # -- how they meet ----------------------------------------------------------------------------------------------------
@@ -342,8 +468,14 @@ class Group:
         limit = timedelta(seconds=self.meeting_s)
         listens = rank.rank == 0
         return distributed.TCPStore(  # type: ignore[attr-defined]
-            rank.address, rank.port, rank.world, listens, timeout=limit
+            rank.address, rank.port, rank.world, listens, timeout=limit, master_listen_fd=self._listener()
         )
+
+    def _listener(self) -> int | None:
+        """A socket for the store to have as its own, once."""
+        if self.rank.rank or self.rank.listener is None:
+            return None
+        return os.dup(self.rank.listener)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
