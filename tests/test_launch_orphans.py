@@ -13,12 +13,13 @@ import pytest
 from tests.launched import children_of, is_running, launch, wait_for
 
 STARTED = """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     note(f"ready {rank}", json.dumps([os.getpid(), other.pid]))
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(600)
 """
-"""A rank with a process of its own, which heeds no SIGTERM."""
+"""A rank with a process of its own; neither heeds what can be left unheeded."""
 
 
 def processes(folder: Path, ranks: int) -> list[int]:
