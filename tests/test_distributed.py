@@ -26,7 +26,8 @@ from torch import Tensor
 
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.parallel import Parallel
-from flopwise.engine.distributed import check_executed, share_of
+from flopwise.engine.distributed import share_of
+from flopwise.engine.executable import check_executed
 from flopwise.engine.launch import Group, Rank, first_host, rank_of, spawn
 from tests.distributed_worker import (
     CHANCE_CASES,

@@ -303,7 +303,7 @@ def _check_several(request: TrainRequest) -> None:
     from flopwise.core.catalog import is_plan, load_plan
     from flopwise.core.formats import parse_formats
     from flopwise.core.store import find_run, read_record, store_folder
-    from flopwise.engine.launch import check_several
+    from flopwise.engine.executable import check_several
 
     if request.resume:
         precision = read_record(find_run(store_folder(request.store), request.resume)).plan.get("precision")
@@ -338,8 +338,10 @@ def _spawn_ranks(request: TrainRequest) -> None:
     import sys
 
     from flopwise.engine.launch import rank_of, spawn
+    from flopwise.train.launching import check_launch
 
     if request.devices > 1 and rank_of(os.environ).launched_by == "alone":
+        check_launch(request)
         raise typer.Exit(spawn(sys.argv[1:], request.devices))
 
 

@@ -22,7 +22,6 @@ from types import FrameType, TracebackType
 from typing import IO, Any, Literal, NoReturn, Self
 
 from flopwise.core.errors import FlopwiseError, shown
-from flopwise.core.formats import Formats
 from flopwise.core.processes import python_words, search_path
 from flopwise.engine import warden
 
@@ -57,6 +56,8 @@ LAST_GRACE_S = 3.0
 LOOK_EVERY_S = 0.03
 TOLD_BYTES = 16 * 1024
 """Of what a failed rank wrote, the end that is shown."""
+
+LOST_HINT = "the rank that failed first says why"
 
 MEETING_S = 600.0
 """In which all ranks have to be there."""
@@ -163,16 +164,6 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def check_several(formats: Formats, hint: str = "--precision bf16, or --gpus 1") -> None:
-    """Refuse number formats that only one device trains in."""
-    if formats.matrix == "fp8":
-        raise FlopwiseError(
-            f"{formats.name} cannot be trained in on several devices yet",
-            why="there are no kernels for matrix products in fp8 in the modules that are sharded",
-            hint=hint,
-        )
-
-
 # -- starting ranks ---------------------------------------------------------------------------------------------------
 
 
@@ -182,9 +173,10 @@ def spawn(argv: Sequence[str], ranks: int, *, module: str = "flopwise", grace_s:
     That is 0; the code of the first rank that failed (128 and its number for a signal, as shells have it); or 128 and
     the number of a signal that was passed on, where the ranks ended in good order because of it. When one has failed,
     the others are ended `grace_s` seconds later. Rank 0 speaks for all; of another one that fails, the end of what it
-    wrote to stderr is shown, each line with its rank, unless rank 0 was refused with the same words. Ranks are not of
-    the terminal's foreground group, so that ^C reaches each of them once: from here. They listen on the loopback alone,
-    and none of them, with whatever it has started, outlives this process, even if that is killed.
+    wrote to stderr is shown, each line with its rank, unless rank 0 was refused with the same words or is the one that
+    is missed. Ranks are not of the terminal's foreground group, so that ^C reaches each of them once: from here. They
+    listen on the loopback alone, and none of them, with whatever it has started, outlives this process, even if that is
+    killed.
     """
     assert ranks > 0
     children: list[_Child] = []
@@ -284,7 +276,7 @@ class _Child:
         self.errors.seek(max(0, size - TOLD_BYTES))
         text = self.errors.read().decode(errors="replace").rstrip()
         said = self.refusal.read_text(encoding="utf-8").rstrip() if self.refusal.exists() else ""
-        if said and text.endswith(said):
+        if said and text.endswith((said, LOST_HINT)):
             return
         sys.stderr.write("".join(f"rank {self.rank}: {line}\n" for line in text.splitlines()))
         sys.stderr.flush()
@@ -498,7 +490,7 @@ class Group:
             raise FlopwiseError(
                 f"rank {self.rank.rank} lost the others",
                 why=_first_line(lost),
-                hint="the rank that failed first says why",
+                hint=LOST_HINT,
             ) from lost
 
     def _not_met(self, error: Exception) -> FlopwiseError:
