@@ -27,7 +27,7 @@ LAUNCH = """
 import signal, sys
 # A runner in the background may have left it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from flopwise.engine.launch import spawn
+from flopwise.engine.spawning import spawn
 sys.exit(spawn(sys.argv[1:2], int(sys.argv[2]), module="small_rank"))
 """
 LONGEST_S = 120.0

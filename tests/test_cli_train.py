@@ -27,7 +27,7 @@ from flopwise.core.measurement import RunRecord
 from flopwise.core.parallel import Parallel
 from flopwise.core.store import new_run, write_record
 from flopwise.core.training import Training
-from flopwise.engine import launch
+from flopwise.engine import spawning
 from flopwise.train import launching
 from flopwise.train.events import Callback, Started
 from flopwise.train.request import TrainRequest
@@ -261,7 +261,7 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int]]:
         started.append((arguments, ranks))
         return 7
 
-    monkeypatch.setattr(launch, "spawn", spawn)
+    monkeypatch.setattr(spawning, "spawn", spawn)
     # What it looks at is in tests/test_launch_checks.py.
     monkeypatch.setattr(launching, "check_launch", lambda _request: None)
     return started

@@ -12,7 +12,7 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import to_toml
 from flopwise.core.formats import POLICIES, parse_formats
 from flopwise.core.store import new_run, write_record
-from flopwise.engine import launch
+from flopwise.engine import launch, spawning
 from flopwise.engine.executable import check_formats
 from flopwise.train import launching
 from flopwise.train.request import TrainRequest
@@ -33,7 +33,7 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(ranks)
         return 7
 
-    monkeypatch.setattr(launch, "spawn", spawn)
+    monkeypatch.setattr(spawning, "spawn", spawn)
     monkeypatch.setattr(launching, "check_launch", lambda _request: None)
     return found
 

@@ -28,7 +28,8 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.parallel import Parallel
 from flopwise.engine.distributed import share_of
 from flopwise.engine.executable import check_executed
-from flopwise.engine.launch import Group, Rank, first_host, rank_of, spawn
+from flopwise.engine.launch import Group, Rank, first_host, rank_of
+from flopwise.engine.spawning import spawn
 from tests.distributed_worker import (
     CHANCE_CASES,
     EXACT_CASES,
@@ -59,7 +60,7 @@ def by_name(cases: list[Case]) -> pytest.MarkDecorator:
 
 SPAWN = f"""
 import sys
-from flopwise.engine.launch import spawn
+from flopwise.engine.spawning import spawn
 sys.exit(spawn(sys.argv[2:], int(sys.argv[1]), module={WORKER!r}))
 """
 
@@ -434,7 +435,7 @@ def test_signals_reach_every_rank_once(tmp_path: Path, monkeypatch: pytest.Monke
     script = f"""
         import signal, sys
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        from flopwise.engine.launch import spawn
+        from flopwise.engine.spawning import spawn
         sys.exit(spawn([{str(tmp_path)!r}, "2"], 2, module={module!r}))
     """
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)]) as process:

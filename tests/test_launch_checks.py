@@ -20,7 +20,7 @@ from flopwise.core.model import Model
 from flopwise.core.parallel import Parallel
 from flopwise.core.store import new_run, write_record
 from flopwise.core.transformer import Transformer
-from flopwise.engine import launch
+from flopwise.engine import spawning
 from flopwise.profile import nvml, this_machine
 from flopwise.profile.this_machine import Here, gpus_here
 from flopwise.train import launching
@@ -54,7 +54,7 @@ def spawned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measured: Hardware)
         started.append(ranks)
         return 0
 
-    monkeypatch.setattr(launch, "spawn", spawn)
+    monkeypatch.setattr(spawning, "spawn", spawn)
     monkeypatch.chdir(tmp_path)
     for name in RANKS:
         monkeypatch.delenv(name, raising=False)

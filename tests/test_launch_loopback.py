@@ -92,7 +92,7 @@ def test_ranks_import_nothing_of_the_working_directory(trapped: Path) -> None:
     words = ["tiny-none", "--gpus", "2", "--device", "cpu", "--data", "text.txt"]
     ran = subprocess.run([flopwise, "train", *words], capture_output=True, text=True, check=False)
     assert ran.returncode == 2 and ran.stderr.count("error: ") == 1
-    code = "from flopwise.engine.launch import spawn; raise SystemExit(spawn(['--version'], 2))"
+    code = "from flopwise.engine.spawning import spawn; raise SystemExit(spawn(['--version'], 2))"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-P", "-c", code]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

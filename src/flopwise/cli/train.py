@@ -337,7 +337,8 @@ def _spawn_ranks(request: TrainRequest) -> None:
     import os
     import sys
 
-    from flopwise.engine.launch import rank_of, spawn
+    from flopwise.engine.launch import rank_of
+    from flopwise.engine.spawning import spawn
     from flopwise.train.launching import check_launch
 
     if request.devices > 1 and rank_of(os.environ).launched_by == "alone":

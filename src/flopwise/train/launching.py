@@ -25,7 +25,8 @@ from flopwise.engine.data.tokenizer import load_tokenizer
 from flopwise.engine.executable import check_executed, no_gpu
 from flopwise.engine.weight_files import weight_files
 from flopwise.profile.this_machine import Here, cpu_here, gpus_here
-from flopwise.train.preparing import Settled, check_kind, promised, settle
+from flopwise.train.hardware import check_kind
+from flopwise.train.preparing import Settled, promised, settle
 from flopwise.train.request import TrainRequest
 
 RANKS_PER_CORE = 8

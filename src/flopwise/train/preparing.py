@@ -7,13 +7,12 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_place, is_plan, load_hardware, load_model, load_plan
+from flopwise.core.catalog import is_plan, load_model, load_plan
 from flopwise.core.cluster_plan import ClusterPlan
 from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import entry_kind
 from flopwise.core.formats import Formats, parse_formats
-from flopwise.core.hardware import SAME_MEMORY, Fact, Hardware, same_device
+from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
 from flopwise.core.plan import MOST_PAIRS, Plan
 from flopwise.core.training import Task, Training
@@ -21,9 +20,9 @@ from flopwise.core.transformer import Transformer
 from flopwise.core.units import show_bytes
 from flopwise.engine.data import DataRequest, open_classification_data, open_language_data
 from flopwise.engine.executable import check_formats, check_several, check_trainable
-from flopwise.predict.calibrated import LIKE
 from flopwise.predict.choose import Request, base_workload
-from flopwise.profile.this_machine import Here, catalogue_name, find_hardware
+from flopwise.profile.this_machine import Here
+from flopwise.train.hardware import check_planned, find_here, place_of
 from flopwise.train.planning import Promise, Question, check_fits, find_plan, given_plan
 from flopwise.train.request import TrainRequest
 
@@ -104,10 +103,10 @@ def settle(
     resumed = plan is not None
     if plan is None and request.model is not None and is_plan(request.model):
         plan = load_plan(Path(request.model))
-    name, hardware = _hardware(request, plan[0] if plan else None, here)
+    name, hardware = find_here(request, plan[0] if plan else None, here)
     told: tuple[str, ...] = ()
     if plan is not None:
-        told = _check_hardware(plan[0], hardware, request)
+        told = check_planned(plan[0], hardware, request)
         if request.on is not None:
             plan = replace(plan[0], hardware=name), plan[1]
     model, weights = _model(request, plan, hardware)
@@ -124,7 +123,7 @@ def settle(
         resumed=resumed,
         hardware_name=name,
         hardware=hardware,
-        place=_place(request, hardware, here),
+        place=place_of(request, hardware, here),
         model=model,
         weights=weights,
         task=task,
@@ -175,106 +174,6 @@ def _here(wanted: str) -> Here:
     from flopwise.engine.devices import device_here
 
     return device_here(wanted)
-
-
-def check_kind(plan: Plan | ClusterPlan, here: Here) -> None:
-    """Refuse a plan for a GPU on a CPU and the other way round, before this machine is measured."""
-    if plan.hardware.lower() in (THIS_MACHINE, THIS_CPU):
-        return
-    planned = find_hardware(plan.hardware)
-    if (planned.device.kind == "cpu") != (here.device == "cpu"):
-        raise _elsewhere(planned.title, here.title)
-
-
-def _elsewhere(planned: str, here: str) -> FlopwiseError:
-    return FlopwiseError(
-        f"the plan is for {planned}, and this machine has {here}",
-        why="its memory and its schedule are those of another device",
-        hint="plan again with `--on this-machine`, or --anywhere to run it as it is",
-    )
-
-
-def _hardware(request: TrainRequest, plan: Plan | ClusterPlan | None, here: Here) -> tuple[str, Hardware]:
-    """What we run on, by name: as it is asked for, as a plan's own file has it, or as the catalogue does."""
-    if request.on is not None and request.on.lower() not in (THIS_MACHINE, THIS_CPU):
-        hardware = find_hardware(request.on)
-        if not request.anywhere:
-            _check_described(hardware, here, request.on)
-        return hardware_place(request.on), hardware
-    own = plan.hardware if plan is not None and request.on is None else ""
-    if own.endswith(".toml") and entry_kind(Path(own)) == "file":
-        hardware = find_hardware(own)
-        if _is_here(hardware, here):
-            return hardware_place(own), hardware
-    name = THIS_MACHINE if here.device == "cuda" else THIS_CPU
-    return name, find_hardware(name)
-
-
-def _is_here(hardware: Hardware, here: Here) -> bool:
-    """Whether a description can be that of the device we run on: its kind, and its memory within a twentieth.
-
-    Of a card that the catalogue knows, its architecture, units and bandwidth too.
-    """
-    described, size = hardware.device, here.memory_bytes
-    if (described.kind == "cpu") != (here.device == "cpu"):
-        return False
-    known = None if here.device == "cpu" else catalogue_name(here.title)
-    # `calibrate --like` has all but units and memory from another card.
-    borrowed = any(fact.source == LIKE for fact in described.peak_flops.values())
-    if known is None or borrowed:
-        return abs(described.dram.size_bytes.value / size - 1.0) <= SAME_MEMORY
-    listed = load_hardware(known).device
-    # A calibrated file has the memory that the driver leaves on this machine, as with error correction switched off.
-    dram = replace(listed.dram, size_bytes=Fact(value=float(size), source=listed.dram.size_bytes.source))
-    return same_device(described, replace(listed, memory=(*listed.memory[:-1], dram)))
-
-
-def _check_described(hardware: Hardware, here: Here, name: str) -> None:
-    """Refuse a description of another device than the one that we run on."""
-    if not _is_here(hardware, here):
-        raise FlopwiseError(
-            f"--on {name} describes {hardware.title}, not {_this(here)}",
-            why="kind and memory, of a known card units and bandwidth too, are not alike: a plan would not be for it",
-            hint="leave --on out, `flopwise calibrate` for a file of this machine, or --anywhere",
-        )
-
-
-def _this(here: Here) -> str:
-    return "this machine's CPU" if here.device == "cpu" else f"this machine's {here.title}"
-
-
-def _place(request: TrainRequest, hardware: Hardware, here: Here) -> str:
-    """What we run on, where --on may stand for something else."""
-    elsewhere = request.anywhere and request.on is not None and not _is_here(hardware, here)
-    return f"{_this(here)}, as planned for {hardware.title}" if elsewhere else hardware.title
-
-
-def _check_hardware(plan: Plan | ClusterPlan, hardware: Hardware, request: TrainRequest) -> tuple[str, ...]:
-    """Refuse a plan that was made for another device; a note where --on stands for hardware that is gone."""
-    if request.anywhere or plan.hardware.lower() in (THIS_MACHINE, THIS_CPU):
-        return ()
-    try:
-        planned = find_hardware(plan.hardware)
-    except FlopwiseError as error:
-        if request.on is None:
-            hint = "--on this-machine, or --on with the place where the file is now"
-            raise FlopwiseError(f"the plan's hardware: {error.what}", why=error.why, hint=hint) from None
-        _check_room(plan, hardware)
-        return (f"the plan's own hardware is not compared with {hardware.name}: {error.what}",)
-    if not same_device(planned.device, hardware.device):
-        raise _elsewhere(planned.title, hardware.title)
-    return ()
-
-
-def _check_room(plan: Plan | ClusterPlan, hardware: Hardware) -> None:
-    """Refuse a plan that takes more memory than a device has."""
-    needed = plan.expected.device_bytes if plan.expected else plan.device_memory_bytes
-    there = hardware.device.dram.size_bytes.value
-    if needed is not None and needed > there:
-        raise FlopwiseError(
-            f"the plan takes {show_bytes(needed)} of device memory, and {hardware.title} has {show_bytes(there)}",
-            hint="plan again with `--on this-machine`, or --anywhere to run it as it is",
-        )
 
 
 def _within_caps(promise: Promise, model: Transformer, hardware: Hardware, *, anywhere: bool) -> Promise:
