@@ -74,7 +74,7 @@ def test_a_command_says_all_that_is_settled(tmp_path: Path) -> None:
         replace(trial, cell=replace(trial.cell, settings=settings), sweep=sweep), Path("/s"), Path("/m")
     )
     said = options(words)
-    assert words[:5] == [sys.executable, "-m", "flopwise", "train", "/m"]
+    assert words[:6] == [sys.executable, "-P", "-m", "flopwise", "train", "/m"]
     assert {"--no-checkpoint", "--profile"} <= set(words)
     assert parse_bytes(said["--device-mem"]) == 2**40 + 1
     assert (said["--host-mem"], said["--gpus"], said["--seed"], said["--tokenizer"]) == ("0", "2", "7", "t.json")

@@ -301,7 +301,7 @@ def test_ranks_on_a_cpu_share_its_memory(precision: str) -> None:
 def test_where_memory_cannot_be_told_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from flopwise.profile.this_machine import this_cpu
 
-    monkeypatch.setattr("flopwise.sweep.predicting._bytes_of_each", lambda *_: None)
+    monkeypatch.setattr("flopwise.train.planning._bytes_of_each", lambda *_: None)
     machine = this_cpu()
     axes = read_axes({"model": "mpt-125m", "on": "this-cpu", "gpus": "2", "batch": "8", "seq": "256"})
     (cell,) = expand(axes, {"this-cpu": machine}).settings

@@ -108,7 +108,12 @@ def _fail(error: FlopwiseError, exit_code: int | None = None) -> NoReturn:
         lines += ["", f"  {error.why}"]
     if error.hint:
         lines += ["", f"{cyan}hint:{plain} {error.hint}"]
-    typer.echo("\n".join(lines), err=True)
+    text = "\n".join(lines)
+    typer.echo(text, err=True)
+    if "RANK" in os.environ:
+        from flopwise.engine.launch import note_refusal
+
+        note_refusal(text)
     sys.exit(error.exit_code if exit_code is None else exit_code)
 
 

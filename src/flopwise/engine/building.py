@@ -25,6 +25,7 @@ from flopwise.engine.initial import all_initial_values
 from flopwise.engine.launch import Group, Rank
 from flopwise.engine.streaming import StreamingExecutor
 from flopwise.engine.tensor_files import open_tensors
+from flopwise.engine.weight_files import weight_files
 
 
 def rank_group(rank: Rank, device: str) -> AbstractContextManager[object]:
@@ -95,18 +96,8 @@ class FolderTensors(Mapping[str, Tensor]):
     """Tensors of all safetensors files of a folder by name, each read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
-        if not folder.exists():
-            raise FlopwiseError(f"there is no folder {folder}", hint="--weights with a folder of *.safetensors files")
-        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
-        files = [path for path in files if path.name != "optimizer.safetensors"]
-        if not files:
-            raise FlopwiseError(
-                f"{folder} holds no weights",
-                why="weights are read from *.safetensors files, and from nothing that runs code when it is read",
-                hint="a folder that `save_pretrained` wrote; without --weights the first values are drawn",
-            )
         self._places: dict[str, Path] = {}
-        for path in files:
+        for path in weight_files(folder):
             try:
                 with open_tensors(path) as opened:
                     names = list(opened.keys())
