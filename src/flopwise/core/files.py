@@ -12,7 +12,7 @@ import tomllib
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 
@@ -41,6 +41,32 @@ def entry_kind(path: Path) -> Literal["file", "folder", "other", "nothing"]:
     if stat.S_ISDIR(mode):
         return "folder"
     return "file" if stat.S_ISREG(mode) else "other"
+
+
+def opened_file(path: Path) -> BinaryIO:
+    """A regular file, or a link to one, open for reading; never waits for what a pipe or a device has.
+
+    Raises OSError where there is none or it may not be read, and for what is no file a FlopwiseError that does not
+    know its name: tell it with `within`.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    kind = "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or a socket"
+    raise FlopwiseError(f"it is {kind}, not a file")
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes:
+    """All of a regular file of at most so many bytes; raises as `opened_file`, and for a larger one."""
+    with opened_file(path) as stream:
+        content: bytes | None = stream.read(most_bytes + 1)
+    if content is None:
+        raise BlockingIOError(errno.EAGAIN, "it has nothing to read yet")
+    if len(content) > most_bytes:
+        raise FlopwiseError(f"it is larger than {most_bytes:,} bytes")
+    return content
 
 
 def read_text(path: Path) -> str:
