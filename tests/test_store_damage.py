@@ -98,7 +98,7 @@ def every_road(store: Path) -> None:
         runs.run_page(read_record(store / "0001"), catalogue._steps(store / "0001"), 100)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_change_of_a_record_ends_a_road(data: st.DataObject, store: Path, record: dict[str, Any]) -> None:
     changed = copy.deepcopy(record)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 from flopwise.core.catalog import load_model, model_table
 from flopwise.core.errors import FlopwiseError, shown, unknown_name
+from flopwise.core.files import parse_toml
 from flopwise.core.formats import parse_formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
@@ -276,7 +276,7 @@ def _changed_to(text: str) -> list[Any]:
             continue
         try:
             plain = _present(part, text).strip()
-            values.append(tomllib.loads(f"value = {plain}")["value"] if plain.isprintable() else plain)
+            values.append(parse_toml(f"value = {plain}")["value"] if plain.isprintable() else plain)
         except (ValueError, RecursionError):
             values.append(part.strip())
     return values
