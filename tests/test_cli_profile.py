@@ -81,7 +81,10 @@ def test_every_form_goes_to_stdout_or_to_a_file(form: str) -> None:
     out, _ = answered("show", "1", "-o", form)
     nothing, said = answered("show", "1", "-o", form, "-w", "page.txt")
     assert nothing == ""
-    assert said == "wrote page.txt\n"
+    assert said.splitlines() == [
+        "wrote page.txt",
+        *(["warning: run 0001: the trace ends within step 3"] if form == "csv" else []),
+    ]
     assert Path("page.txt").read_text() == out
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["hostile.json", "other.json", "page.txt", "runs"]
 
@@ -105,7 +108,7 @@ def test_json_is_read_back() -> None:
 
 def test_several_are_a_table_and_one_is_picked_by_name() -> None:
     out, said = answered("show", "1", "other.json")
-    assert [line.split("  ")[0] for line in out.splitlines()] == ["profile", "run 0001", "other"]
+    assert [line.split("  ")[0] for line in out.splitlines()[:3]] == ["profile", "run 0001", "other"]
     assert "--section" in said
     out, said = answered("show", "1", "other.json", "--section", "OTHER")
     assert out.startswith("other · H200")

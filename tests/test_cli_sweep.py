@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from typer.testing import Result as Answer
 
 from flopwise.cli import app
+from flopwise.core.catalog import load_hardware
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.results import FIELDS
 from flopwise.core.sweep import Attempt, CellState, SweepRecord
@@ -414,6 +415,27 @@ def test_tasks_for_skypilot_are_written_beside_the_sweep(tmp_path: Path) -> None
         assert path.parent == Path("runs/sweeps")
         assert "flopwise sweep --resume small" in path.read_text()
     assert read_sweep(tmp_path / "runs", "small").cells
+
+
+def test_every_file_that_a_sweep_names_is_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, entry in (("machine.toml", "h200"), ("model.toml", "mpt-125m")):
+        assert RUN.invoke(app, ["show", entry, "-w", name]).exit_code == 0
+    Path("text.txt").write_text("some text")
+    words = ("--model", "model.toml", "--on", "machine.toml", "--seq", "512", "--batch", "8", "--data", "text.txt")
+    out(*words, "--name", "small", "--launcher", "skypilot", "--accelerator", "H200")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    record = read_sweep(tmp_path / "runs", "small")
+    cell = read_cell(tmp_path / "runs", record.cells[0])
+    assert load_hardware(cell.settings.hardware).name == "h200"
+    assert Path(record.data[0]).read_text() == "some text"
+    page = out("--resume", "small", "--dry-run", "--store", str(tmp_path / "runs"))
+    assert "1 cell · 1 fits" in page
+    # Where the file lies is nobody else's business.
+    assert "on machine.toml" in page
+    assert str(tmp_path) not in page
 
 
 def test_cells_are_handed_to_slurm_with_what_the_site_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

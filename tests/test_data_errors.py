@@ -218,6 +218,30 @@ def test_a_text_that_the_tokenizer_cannot_tokenize_is_told(tmp_path: Path) -> No
     assert "cannot tokenize" in refused(request(tmp_path, source, tokenizer=str(path), vocab=99)).what
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    ],
+    ids=["loading", "tokenizing"],
+)
+def test_a_tokenizer_that_makes_the_library_panic_is_told(changed: dict[str, Any], tmp_path: Path) -> None:
+    """A panic of its Rust code is no Exception of Python."""
+    source = text_file(tmp_path / "x.txt", "\n".join(LINES))
+    path = word_tokenizer(tmp_path / "tokenizer.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    error = refused(request(tmp_path, source, tokenizer=str(path), vocab=99))
+    assert str(path) in error.what
+    assert error.why
+
+
+def test_a_pipe_is_no_tokenizer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    source = text_file(tmp_path / "x.txt", "\n".join(LINES))
+    assert "not a file" in refused(request(tmp_path, source, tokenizer=str(tmp_path / "tokenizer.json"))).what
+
+
 def test_a_tokenizer_that_adds_what_it_does_not_know_is_told(tmp_path: Path) -> None:
     source = csv_file(tmp_path / "a.csv", ("text", "label"), [("a", "x"), ("year", "y")])
     path = word_tokenizer(tmp_path / "tokenizer.json")

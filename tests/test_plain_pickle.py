@@ -146,7 +146,7 @@ def test_what_contains_itself_is_refused() -> None:
     assert "contains itself" in str(caught.value)
 
 
-@pytest.mark.parametrize("code", [b"]" * 5000 + b"a" * 4999 + b".", b"N" + b"\x85" * 200_000 + b"."])
+@pytest.mark.parametrize("code", [b"]" * 5000 + b"a" * 4999 + b".", b"N" + b"\x85" * 50_000 + b"."])
 def test_deep_nesting_is_refused(code: bytes) -> None:
     with pytest.raises(FlopwiseError, match="not plain data") as caught:
         read(code)

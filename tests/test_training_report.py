@@ -453,7 +453,7 @@ def test_the_page_of_a_run_of_which_little_is_known(width: int) -> None:
         reason="the loss of step 3 is nan\nand \x1b[31mmore",
         measurement=None,
         metrics={},
-        model={},
+        model={"name": "m"},
         data={},
         plan={"sequence_tokens": 512, "precision": "x" * 200},
         environment={},

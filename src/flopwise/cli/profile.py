@@ -69,6 +69,7 @@ def show(
         _write_trace(profiles, trace)
     if form == "native":
         _print(_native(reads, section), write)
+        _tell_warnings(profiles)
         return
     judged = judged_by(profiles, thresholds)
     if form == "table":
@@ -77,6 +78,8 @@ def show(
             typer.echo("note: --section NAME shows one of them whole", err=True)
     else:
         _print(_show_text(judged, form), write)
+        if form == "csv":
+            _tell_warnings(profiles)
 
 
 @app.command()
@@ -114,6 +117,8 @@ def compare(
     else:
         writers = {"md": report.comparison_markdown, "csv": report.comparison_csv, "json": report.comparison_json}
         _print(writers[form](found), write)
+        if form == "csv":
+            _tell_warnings(profiles)
 
 
 @app.command()
@@ -298,6 +303,15 @@ def _write_trace(profiles: Sequence[Profile], trace: str) -> None:
         )
     write_whole(Path(trace), profile_trace(profiles[0]))
     typer.echo(f"wrote {trace}   next: open it in ui.perfetto.dev", err=True)
+
+
+def _tell_warnings(profiles: Sequence[Profile]) -> None:
+    """Beside a form that has no room for it: which figures are those of a part."""
+    from flopwise.report.profile_words import name_words, warning_words
+
+    for profile in profiles:
+        if profile.warnings:
+            typer.echo(f"warning: {name_words(profile)}: {warning_words(profile.warnings)}", err=True)
 
 
 def _print(text: str, write: str) -> None:

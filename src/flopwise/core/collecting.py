@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flopwise.core.cell_index import Held, attempt_path, indexed_cells, is_open
 from flopwise.core.errors import FlopwiseError, shown, unknown_name
-from flopwise.core.files import entry_kind
+from flopwise.core.files import entry_kind, opened_file
 from flopwise.core.index import UNREADABLE, Indexed, Judge, indexed_runs, mark_of, process_is_gone, run_names
 from flopwise.core.results import FIELDS, Result, cell_values, result_of_cell
 from flopwise.core.store import LAST, RECORD, RUN_NAME, find_run
@@ -353,10 +353,10 @@ def named_in_log(store: Path, attempt: Attempt) -> str | None:
     """The run that the log of an attempt names, where it is in the store."""
     path = attempt_path(store, attempt).with_suffix(".log")
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
+        with opened_file(path) as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - MOST_LOG_BYTES))
             text = stream.read(MOST_LOG_BYTES).decode(errors="replace")
-    except OSError:
+    except (OSError, FlopwiseError):
         return None
     names = reversed(RUN_LINE.findall(text))
     return next((name for name in names if entry_kind(store / name) == "folder"), None)

@@ -13,7 +13,7 @@ import tomllib
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 
@@ -21,6 +21,22 @@ from flopwise.core.errors import FlopwiseError, nearest, shown
 
 LARGEST_FILE_BYTES = 8 * 2**20
 """Descriptions are kilobytes; a larger file is something else, such as weights."""
+
+MOST_TOML_LETTERS = 2 * 2**20
+MOST_KEY_PARTS = 8
+MOST_NESTING = 64
+"""Of lists and tables within a line of TOML."""
+
+_QUOTED = re.compile(
+    r'"""[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*+(?:"""|\Z)'
+    r"|'''[^']*(?:'(?!'')[^']*)*+(?:'''|\Z)"
+    r'|"[^"\\\n]*(?:\\.[^"\\\n]*)*+"?'
+    r"|'[^'\n]*'?|#[^\n]*",
+    re.DOTALL,
+)
+"""Strings and comments of TOML; one that has no end goes to the end of its line or of the text."""
+_BETWEEN_KEYS = re.compile(r"[^\w. \t-]+")
+_BRACKETS = re.compile(r"[\[\]{}]")
 
 LONGEST_PATH = 200
 """Characters of a path that an error repeats."""
@@ -44,6 +60,32 @@ def entry_kind(path: Path) -> Literal["file", "folder", "other", "nothing"]:
     if stat.S_ISDIR(mode):
         return "folder"
     return "file" if stat.S_ISREG(mode) else "other"
+
+
+def opened_file(path: Path) -> BinaryIO:
+    """A regular file, or a link to one, open for reading; never waits for what a pipe or a device has.
+
+    Raises OSError where there is none or it may not be read, and for what is no file a FlopwiseError that does not
+    know its name: tell it with `within`.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    kind = "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or a socket"
+    raise FlopwiseError(f"it is {kind}, not a file")
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes:
+    """All of a regular file of at most so many bytes; raises as `opened_file`, and for a larger one."""
+    with opened_file(path) as stream:
+        content: bytes | None = stream.read(most_bytes + 1)
+    if content is None:
+        raise BlockingIOError(errno.EAGAIN, "it has nothing to read yet")
+    if len(content) > most_bytes:
+        raise FlopwiseError(f"it is larger than {most_bytes:,} bytes")
+    return content
 
 
 def read_text(path: Path) -> str:
@@ -87,12 +129,31 @@ def _named(path: Path) -> str:
     return text if len(text) <= LONGEST_PATH and text.isprintable() else shown(text)
 
 
+def parse_toml(text: str) -> dict[str, Any]:
+    """TOML of anybody's as a table; raises a ValueError for what is none, or would take far more memory than its text.
+
+    The library keeps every beginning of a dotted key: one of 25,000 parts takes gigabytes.
+    """
+    if len(text) > MOST_TOML_LETTERS:
+        raise ValueError(f"it is longer than {MOST_TOML_LETTERS:,} characters")
+    # Dots and brackets within strings and comments are neither keys nor lists.
+    bare = _QUOTED.sub("s", text)
+    if any(piece.count(".") >= MOST_KEY_PARTS for piece in _BETWEEN_KEYS.split(bare)):
+        raise ValueError(f"a key in it has more than {MOST_KEY_PARTS} parts")
+    depth = 0
+    for bracket in _BRACKETS.findall(bare):
+        depth += 1 if bracket in "[{" else -1
+        if depth > MOST_NESTING:
+            raise ValueError(f"it is nested more than {MOST_NESTING} deep")
+    return tomllib.loads(text)
+
+
 def read_table(path: Path) -> dict[str, Any]:
     """The top-level table of a TOML or JSON file; what begins with a brace is JSON whatever the file is called."""
     text = read_text(path)
     is_json = path.suffix.lower() == ".json" or text.lstrip().startswith("{")
     try:
-        table = msgspec.json.decode(text) if is_json else tomllib.loads(text)
+        table = msgspec.json.decode(text) if is_json else parse_toml(text)
     except (ValueError, msgspec.DecodeError, RecursionError) as error:
         # A plain ValueError comes from tomllib too, for integers of thousands of digits.
         raise FlopwiseError(

@@ -20,7 +20,7 @@ import msgspec
 
 from flopwise.core import results, sweep
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import write_whole
+from flopwise.core.files import opened_file, read_bounded, write_whole
 from flopwise.core.measurement import RunRecord, StepRecord
 from flopwise.core.profile import Profile
 from flopwise.core.results import FIELDS, Result, result_of_run
@@ -184,7 +184,7 @@ def _fresh(
         problem = error.what if error.why is None else f"{error.what}: {error.why}"
         return _without_record(folder, problem), None
     looked = profile_mark != NO_FILE and wanted != UNSEEN
-    profile = read_profile(folder, profile_mark[1]) if looked else None
+    profile = read_profile(folder) if looked else None
     row = replace(result_of_run(record, profile, judge(profile) if judge and profile else None), run=folder.name)
     run = _indexed(folder.name, record, row)
     if record.state == "running" or (looked and wanted is None):
@@ -211,13 +211,11 @@ def _without_record(folder: Path, problem: str) -> Indexed:
     return Indexed(folder.name, tuple(getattr(row, field) for field in FIELDS), UNREADABLE, problem=problem)
 
 
-def read_profile(folder: Path, size_bytes: int | None = None) -> Profile | None:
+def read_profile(folder: Path) -> Profile | None:
     """A run's own profile; None where there is none that can be read."""
     path = folder / PROFILE
     try:
-        if not path.is_file() or (size_bytes or path.stat().st_size) > MOST_PROFILE_BYTES:
-            return None
-        return from_text(path.read_bytes(), Profile)
+        return from_text(read_bounded(path, MOST_PROFILE_BYTES), Profile)
     except (OSError, FlopwiseError):
         return None
 
@@ -226,7 +224,7 @@ def last_step(folder: Path) -> StepRecord | None:
     """The last step that was written whole, from the end of the file alone; None where there is none."""
     path = folder / STEPS
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
+        with opened_file(path) as stream:
             end = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, end - TAIL_BYTES))
             lines = stream.read(TAIL_BYTES).split(b"\n")[:-1]
@@ -234,6 +232,8 @@ def last_step(folder: Path) -> StepRecord | None:
         return None
     except OSError as error:
         raise FlopwiseError(f"{path} cannot be read", why=error.strerror, hint="check its permissions") from None
+    except FlopwiseError as error:
+        raise FlopwiseError(f"{path} cannot be read", why=error.what, hint="move it out of the run's folder") from None
     if not lines:
         return None
     try:
@@ -245,9 +245,9 @@ def last_step(folder: Path) -> StepRecord | None:
 def process_is_gone(folder: Path) -> bool:
     """Whether nobody holds the lock of a run; False too where there is no lock to ask, or none can be held."""
     try:
-        with (folder / LOCK).open("rb") as stream:
+        with opened_file(folder / LOCK) as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except (OSError, FlopwiseError):
         return False
     return True
 
@@ -291,8 +291,8 @@ def read_remembered(
     if place in memory and memory[place][0] == mark:
         return memory[place][1]
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=kind, strict=False)
-    except (OSError, msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
+        found = msgspec.json.decode(read_bounded(path, MOST_INDEX_BYTES), type=kind, strict=False)
+    except (OSError, FlopwiseError, msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
         return {}
     memory.clear()
     memory[place] = (mark, entries(found))

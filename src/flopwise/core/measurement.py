@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from flopwise.core.errors import FlopwiseError, shown
 from flopwise.core.op import Convention
 from flopwise.core.plan import Place
 from flopwise.core.training import Task, Training
+
+LONGEST_STEP_S = 1e12
+COUNTED = {
+    "plan": ("devices", "sequence_tokens", "batch_sequences", "device_memory_bytes", "host_memory_bytes"),
+    "request": ("batch_sequences", "micro_batch_sequences", "device_memory_bytes", "host_memory_bytes"),
+}
+"""Of a record's free tables: fields that are whole numbers where they are known."""
+EXPECTED = ("step_s", "tokens_per_s", "device_bytes", "host_bytes")
+"""Of a plan's `expected`: those that rows of results repeat."""
 
 RunState = Literal["running", "done", "interrupted", "failed"]
 
@@ -86,6 +96,13 @@ class Measurement:
     predicted_step_s: float | None = None
     predicted_tokens_per_s: float | None = None
 
+    def __post_init__(self) -> None:
+        counts = ("devices", "batch_sequences", "micro_batch_sequences")
+        odd = [name for name in counts if getattr(self, name) < 1]
+        odd += [] if 0 < self.step_s < LONGEST_STEP_S else ["step_s"]
+        if odd:
+            raise FlopwiseError(f"{odd[0]} of a measurement cannot be {shown(getattr(self, odd[0]))}")
+
     def total_bytes(self, place: Place, *, planned: bool = False) -> int:
         """Of all owners together."""
         return sum(row.planned_bytes if planned else row.measured_bytes for row in self.memory if row.place == place)
@@ -124,3 +141,20 @@ class RunRecord:
     """What was asked for, to go on with it later."""
     reason: str | None = None
     """Why it failed or was interrupted."""
+
+    def __post_init__(self) -> None:
+        """Check what listings and pages take from the free tables: the rest of those may be anything."""
+        name = self.model.get("name")
+        if not isinstance(name, str) or not name:
+            raise FlopwiseError("its model has no name", why=f"model.name is {shown(name)}")
+        for table, fields in COUNTED.items():
+            for field_name in fields:
+                value = getattr(self, table).get(field_name)
+                if value is not None and (type(value) is not int or not 0 <= value < 2**63):
+                    raise FlopwiseError(f"{table}.{field_name} is {shown(value)}, not a count")
+        expected = self.plan.get("expected")
+        known = expected if isinstance(expected, dict) else {}
+        for field_name in EXPECTED:
+            value = known.get(field_name)
+            if value is not None and type(value) not in (int, float):
+                raise FlopwiseError(f"plan.expected.{field_name} is {shown(value)}, not a number")

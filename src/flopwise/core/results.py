@@ -318,7 +318,7 @@ def _settings_values(settings: Settings) -> dict[str, Any]:
     return {
         "state": "planned",
         "model": settings.model_name,
-        "hardware": settings.hardware,
+        "hardware": settings.hardware_name,
         "devices": settings.devices,
         "sequence_tokens": settings.sequence_tokens,
         "batch_sequences": None if settings.batch_sequences == AUTO else settings.batch_sequences,

@@ -21,7 +21,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from flopwise.core.errors import FlopwiseError, shown, unknown_name
-from flopwise.core.files import WRITABLE_HINT, append_to, entry_kind, write_whole
+from flopwise.core.files import WRITABLE_HINT, append_to, entry_kind, read_bounded, write_whole
 from flopwise.core.measurement import RunRecord, StepRecord
 
 VARIABLE = "FLOPWISE_STORE"
@@ -47,6 +47,13 @@ LAST = "last"
 
 RUN_NAME = re.compile(r"[0-9]{4,9}", re.ASCII)
 """Whatever else lies in the folder is not ours and left alone; so are longer numbers, such as dates with times."""
+
+MOST_RECORD_BYTES = 64 * 2**20
+"""Of a record, a cell, an attempt or a sweep, which are kilobytes."""
+MOST_STEPS_BYTES = 2**30
+"""Of a file of steps: millions of them."""
+LONGEST_STEP_BYTES = 2**20
+"""Of one line, which has hundreds."""
 
 NOT_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
@@ -146,7 +153,7 @@ def tidy_run(folder: Path) -> None:
 def read_record(folder: Path) -> RunRecord:
     """A run's record; an error that says so where it was never written or is damaged."""
     try:
-        record = from_text(_content(folder / RECORD), RunRecord)
+        record = from_text(read_bounded(folder / RECORD, MOST_RECORD_BYTES), RunRecord)
     except FlopwiseError as error:
         why = error.what if error.why is None else f"{error.what}: {error.why}"
         raise _no_record(folder, why) from None
@@ -156,15 +163,6 @@ def read_record(folder: Path) -> RunRecord:
     if any(value in NOT_FINITE for value in record.metrics.values()):
         return replace(record, metrics={key: _number(value) for key, value in record.metrics.items()})
     return record
-
-
-def _content(path: Path) -> bytes:
-    # Never waits and never reads without end, whatever has taken the file's place: a pipe has no size.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        return os.read(handle, os.fstat(handle).st_size)
-    finally:
-        os.close(handle)
 
 
 def _no_record(folder: Path, why: str | None) -> FlopwiseError:
@@ -240,6 +238,11 @@ class StepLog:
     def __init__(self, folder: Path) -> None:
         """Go on behind the last whole line; half of one, of a run that was killed, is cut off."""
         self.path = folder / STEPS
+        if entry_kind(self.path) not in ("file", "nothing"):
+            # A pipe would be waited for, and a device takes whatever it is given.
+            raise FlopwiseError(
+                f"cannot write {self.path}", why="it is no file", hint="move it out of the run's folder"
+            )
         try:
             self._stream = append_to(self.path)
             size_bytes = self._stream.seek(0, os.SEEK_END)
@@ -297,7 +300,7 @@ def read_steps(folder: Path) -> list[StepRecord]:
     steps = []
     for number, line in enumerate(_lines(folder), 1):
         try:
-            steps.append(from_text(line, StepRecord))
+            steps.append(_step(line))
         except FlopwiseError as error:
             raise FlopwiseError(
                 f"{folder / STEPS}: line {number:,} is damaged",
@@ -307,15 +310,23 @@ def read_steps(folder: Path) -> list[StepRecord]:
     return steps
 
 
+def _step(line: bytes) -> StepRecord:
+    if len(line) > LONGEST_STEP_BYTES:
+        raise FlopwiseError(f"it is longer than {LONGEST_STEP_BYTES:,} bytes")
+    return from_text(line, StepRecord)
+
+
 def _lines(folder: Path) -> list[bytes]:
     """Without what follows the last newline: a line counts when it is whole."""
     path = folder / STEPS
     try:
-        return path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
+        return read_bounded(path, MOST_STEPS_BYTES).split(b"\n")[:-1]
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise FlopwiseError(f"{path} cannot be read", why=error.strerror, hint="check its permissions") from None
+    except FlopwiseError as error:
+        raise FlopwiseError(f"{path} cannot be read", why=error.what, hint="move it out of the run's folder") from None
 
 
 def trim_steps(folder: Path, last_step: int) -> int:
@@ -332,7 +343,7 @@ def trim_steps(folder: Path, last_step: int) -> int:
 
 def _step_of(line: bytes) -> float:
     try:
-        return from_text(line, StepRecord).step
+        return _step(line).step
     except FlopwiseError:
         return float("inf")
 

@@ -31,7 +31,7 @@ class Settings:
     model: dict[str, Any]
     """The whole table of its description: a shape, not only a name."""
     hardware: str
-    """Catalogue name or the file that was named."""
+    """Catalogue name, or the whole path of the file that was named."""
     devices: int
     sequence_tokens: int
     batch_sequences: int | Auto
@@ -48,6 +48,11 @@ class Settings:
     @property
     def model_name(self) -> str:
         return str(self.model.get("name") or "-")
+
+    @property
+    def hardware_name(self) -> str:
+        """As people are told it: of a file its name alone, not where it lies."""
+        return self.hardware.rpartition("/")[2] or self.hardware
 
 
 def cell_id(settings: Settings) -> str:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from flopwise.core.errors import FlopwiseError, shown, unknown_name
-from flopwise.core.files import WRITABLE_HINT, append_to, write_whole
+from flopwise.core.files import WRITABLE_HINT, append_to, read_bounded, write_whole
 from flopwise.core.measurement import RunRecord
-from flopwise.core.store import LAST, RUN_NAME, from_text, read_record, to_text
+from flopwise.core.store import LAST, MOST_RECORD_BYTES, RUN_NAME, from_text, read_record, to_text
 from flopwise.core.sweep import ENDED, Attempt, Cell, SweepRecord, says_nothing, standing
 from flopwise.core.units import AUTO
 
@@ -381,7 +381,7 @@ def _names(folder: Path, pattern: re.Pattern[str]) -> list[str]:
 
 def _read(path: Path, kind: type[Kind]) -> Kind:
     try:
-        return from_text(path.read_bytes(), kind)
+        return from_text(read_bounded(path, MOST_RECORD_BYTES), kind)
     except FlopwiseError as error:
         why = error.what if error.why is None else f"{error.what}: {error.why}"
         raise FlopwiseError(f"{path} is damaged", why=why, hint="remove it, and run the sweep again") from None

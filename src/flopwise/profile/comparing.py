@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite, nan
 
 from flopwise.core.errors import FlopwiseError, unknown_name
@@ -108,6 +108,8 @@ class Comparison:
     wall_fit: WallFit | None = None
     lengths: tuple[LengthRow, ...] = ()
     host_wait: HostWait | None = None
+    warnings: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By the names of those profiles that are damaged, or only a part."""
 
 
 def compare(
@@ -127,6 +129,7 @@ def compare(
         wall_fit=_wall_fit(named),
         lengths=tuple(_lengths(named)),
         host_wait=_host_wait(profiles, thresholds),
+        warnings={name: profile.warnings for name, profile in named if profile.warnings},
     )
 
 

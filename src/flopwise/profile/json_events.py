@@ -154,6 +154,9 @@ class EventStream:
             kept = ahead[-_MOST_SPACE_BETWEEN:]
             self._before = (self._before + ahead[: -len(kept)])[:MOST_METADATA_BYTES]
             ahead = kept
+        if (self._before + ahead).lstrip().startswith(b"{") and not ahead.rstrip().endswith(b"}"):
+            why = "; ".join(["it ends before its list `traceEvents` begins", *self._source.warnings])
+            raise FlopwiseError(f"{self._source.name} is cut off", why=why, hint="copy or record the trace again")
         raise FlopwiseError(
             f"{self._source.name} is no trace",
             why="it has no list `traceEvents`",

@@ -87,7 +87,7 @@ def read_source(source: Source, name: str) -> Read:
         )
     visits = _Visits()
     heaps = _heaps(_list(data.get("segments")), visits)
-    traces = [_list(trace) for trace in _list(data.get("device_traces"))[:MOST_DEVICES]]
+    traces = _traces(data)
     replays = {number: _Replay.of(trace, visits) for number, trace in enumerate(traces) if trace}
     devices = sorted({*heaps, *replays})
     if not devices:
@@ -105,6 +105,13 @@ def read_source(source: Source, name: str) -> Read:
         profile = _profile(several, heap, replay, common)
         profiles.append(replace(profile, origin=(source.name,), system=_system(data, device)))
     return Read(profiles=tuple(profiles))
+
+
+def _traces(data: Mapping[Any, Any]) -> list[list[Any]]:
+    """The events of each device; a list that stands there for a second device is none of its own."""
+    given = _list(data.get("device_traces"))[:MOST_DEVICES]
+    first = {id(trace): number for number, trace in reversed(list(enumerate(given)))}
+    return [_list(trace) if first[id(trace)] == number else [] for number, trace in enumerate(given)]
 
 
 def _loaded(source: Source) -> Any:  # noqa: ANN401 - whatever the file holds

@@ -14,11 +14,23 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flopwise.core.errors import FlopwiseError
+from flopwise.core.units import show_bytes
 
 LONGEST_KEY_TUPLE = 64
 """A tuple's hash is worked out anew each time that it is used as a key."""
 LONGEST_LINE = 4096
 """Of a number in the text opcodes of protocol 0."""
+
+
+STACK_BYTES = 16
+"""Of a place on the interpreter's stack."""
+PLACE_BYTES = 8
+ENTRY_BYTES = 128
+"""Of a key and its value in a dict, also while the dict grows; of a member of a set."""
+CONTAINER_BYTES = 224
+"""Of a list, a tuple, a dict or a set without what it holds, and of what is noted of its depth in the end."""
+CONTAINERS = (list, tuple, dict, set)
+READ_AHEAD_BYTES = 2**18
 
 
 class Readable(Protocol):
@@ -34,7 +46,11 @@ class Limits:
     """How much a pickle may ask for."""
 
     memory_bytes: int = 4 * 2**30
-    """Of all that it builds, roughly."""
+    """Of all that it builds, roughly; and no more than `built_per_byte` of them for each byte of the pickle."""
+    built_per_byte: int = 96
+    """Snapshots of torch, whose texts and stacks are given once and then referred to, build 20 to 45."""
+    small_bytes: int = 16 * 2**20
+    """That any pickle may build, however short it is."""
     string_bytes: int = 64 * 2**20
     integer_bytes: int = 1024
     nesting: int = 100
@@ -44,6 +60,7 @@ class Limits:
 class _Raw(io.RawIOBase):
     def __init__(self, source: Readable) -> None:
         self._source = source
+        self.read_bytes = 0
 
     def readable(self) -> bool:
         return True
@@ -51,6 +68,7 @@ class _Raw(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:  # noqa: ANN401 - the writable buffer that io passes
         read = self._source.read(len(buffer))
         buffer[: len(read)] = read
+        self.read_bytes += len(read)
         return len(read)
 
 
@@ -61,7 +79,7 @@ def buffered(source: Readable) -> io.BufferedReader:
 
 def plain_data(source: Readable, limits: Limits | None = None) -> Any:  # noqa: ANN401 - whatever the file holds
     """The data of a pickle; what follows its end is left alone. Raises for anything that is no plain data."""
-    data = _Interpreter(buffered(source), limits or Limits()).run()
+    data = _Interpreter(_Raw(source), limits or Limits()).run()
     _check_shape(data, (limits or Limits()).nesting)
     return data
 
@@ -78,10 +96,13 @@ _OPCODE_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes
 
 
 class _Interpreter:
-    def __init__(self, file: io.BufferedReader, limits: Limits) -> None:
-        self._file = file
+    def __init__(self, raw: _Raw, limits: Limits) -> None:
+        self._raw = raw
+        # The small reads and lines of a file.
+        self._file = io.BufferedReader(raw, READ_AHEAD_BYTES)
         self._limits = limits
-        self._left = limits.memory_bytes
+        self._spent = 0
+        self._allowed = min(limits.small_bytes, limits.memory_bytes)
         self._stack: list[Any] = []
         self._marks: list[int] = []
         """Where on the stack each mark stands."""
@@ -98,9 +119,7 @@ class _Interpreter:
             step = _STEPS.get(code)
             if step is None:
                 raise self._refused(code[0])
-            self._left -= 16
-            if self._left < 0:
-                self._spend(0)
+            self._spend(STACK_BYTES)
             step(self)
         data = self._pop()
         if self._stack or self._marks:
@@ -118,9 +137,15 @@ class _Interpreter:
         )
 
     def _spend(self, size: int) -> None:
-        self._left -= size
-        if self._left < 0:
-            raise _too_large(f"it would take more than {self._limits.memory_bytes / 2**30:g} GiB")
+        self._spent += size
+        if self._spent <= self._allowed:
+            return
+        # What may be built grows with what was read.
+        limits = self._limits
+        earned = limits.small_bytes + limits.built_per_byte * self._raw.read_bytes
+        self._allowed = min(limits.memory_bytes, earned)
+        if self._spent > self._allowed:
+            raise _too_large(f"it would take more than {show_bytes(self._allowed)}, far more than its own size")
 
     def _exactly(self, size: int) -> bytes:
         read = self._file.read(size)
@@ -153,6 +178,8 @@ class _Interpreter:
         if not self._marks:
             raise _bad("a mark is missing")
         position = self._marks.pop()
+        # A copy of each, and its place in what it is put into.
+        self._spend(2 * PLACE_BYTES * (len(self._stack) - position))
         values = self._stack[position:]
         del self._stack[position:]
         return values
@@ -173,6 +200,7 @@ class _Interpreter:
         self._exactly(8)
 
     def mark(self) -> None:
+        self._spend(48)
         self._marks.append(len(self._stack))
 
     def pop(self) -> None:
@@ -223,7 +251,9 @@ class _Interpreter:
     def string(self, layout: str) -> None:
         read = self._sized(layout)
         try:
-            self._push(read.decode("utf-8", "surrogatepass"), 64)
+            text = read.decode("utf-8", "surrogatepass")
+            # One sign beyond ASCII makes all of them two or four bytes wide.
+            self._push(text, 64 + (0 if text.isascii() else 4 * len(text)))
         except UnicodeDecodeError:
             raise _bad("a text in it cannot be decoded") from None
 
@@ -232,15 +262,15 @@ class _Interpreter:
 
     def list_to_mark(self) -> None:
         values = self._to_mark()
-        self._push(values, 64 + 8 * len(values))
+        self._push(values, CONTAINER_BYTES)
 
     def tuple_to_mark(self) -> None:
         values = self._to_mark()
-        self._push(tuple(values), 64 + 8 * len(values))
+        self._push(tuple(values), CONTAINER_BYTES)
 
     def tuple_of(self, count: int) -> None:
         values = [self._pop() for _ in range(count)]
-        self._push(tuple(reversed(values)), 64)
+        self._push(tuple(reversed(values)), CONTAINER_BYTES)
 
     def append(self) -> None:
         value = self._pop()
@@ -253,7 +283,7 @@ class _Interpreter:
     def _fill(self, target: dict[Any, Any], values: list[Any]) -> None:
         if len(values) % 2:
             raise _bad("a key of a dict has no value")
-        self._spend(64 * len(values))
+        self._spend(ENTRY_BYTES * len(values) // 2)
         for key, value in zip(values[::2], values[1::2], strict=True):
             target[_key(key)] = value
 
@@ -261,7 +291,7 @@ class _Interpreter:
         values = self._to_mark()
         made: dict[Any, Any] = {}
         self._fill(made, values)
-        self._push(made, 64)
+        self._push(made, CONTAINER_BYTES)
 
     def set_item(self) -> None:
         value = self._pop()
@@ -274,18 +304,18 @@ class _Interpreter:
 
     def add_items(self) -> None:
         values = self._to_mark()
-        self._spend(64 * len(values))
+        self._spend(ENTRY_BYTES * len(values))
         self._container(set).update(map(_key, values))
 
     def frozen_set(self) -> None:
         values = self._to_mark()
-        self._push(frozenset(map(_key, values)), 64 + 64 * len(values))
+        self._push(frozenset(map(_key, values)), CONTAINER_BYTES + ENTRY_BYTES * len(values))
 
     def put(self, where: int) -> None:
         self._check_top()
         if len(self._memo) >= self._limits.memo:
             raise _too_large("it remembers too many of its values")
-        self._spend(100)
+        self._spend(ENTRY_BYTES)
         self._memo[where] = self._stack[-1]
 
     def put_next(self) -> None:
@@ -325,7 +355,7 @@ _Step = Callable[[_Interpreter], None]
 
 
 def _pushing(make: Callable[[], Any]) -> _Step:
-    return lambda machine: machine._push(make(), 64)
+    return lambda machine: machine._push(make(), CONTAINER_BYTES if type(make()) in CONTAINERS else 0)
 
 
 _STEPS: dict[bytes, _Step] = {

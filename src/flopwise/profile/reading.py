@@ -87,7 +87,7 @@ def _read(path: Path, tell: Tell | None) -> tuple[Read, ...]:
         if reader is None:
             raise FlopwiseError(
                 f"{path.name} is nothing that a profiler writes, as far as can be told",
-                why=f"known: {KINDS}",
+                why="; ".join([*source.warnings, f"known: {KINDS}"]),
                 hint="look at its beginning; an .nsys-rep or .ncu-rep has to be exported first",
             )
         read = reader.read_source(source, path.name)

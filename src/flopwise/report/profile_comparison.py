@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -12,7 +13,7 @@ from rich.text import Text
 from flopwise.core.units import significant
 from flopwise.profile.comparing import Comparison, Fit, HostWait, Row, WallFit
 from flopwise.report.profile_files import json_text, markdown_words
-from flopwise.report.profile_words import UNKNOWN, about, change_words, safe, scaled, seconds, shortened
+from flopwise.report.profile_words import UNKNOWN, about, change_words, safe, scaled, seconds, shortened, warning_words
 from flopwise.report.tables import GAP, csv_text, markdown_table, text_table
 from flopwise.report.training import as_text, printable, wrapped
 
@@ -32,6 +33,11 @@ def sentences(comparison: Comparison) -> list[str]:
     told += [fit_words(fit) for fit in comparison.fits]
     told += [_wall_words(comparison.wall_fit)] if comparison.wall_fit else []
     return told
+
+
+def warned(comparison: Comparison) -> list[str]:
+    """Of which profiles only a part is there."""
+    return [f"Warning: {safe(name)}: {warning_words(told)}." for name, told in comparison.warnings.items()]
 
 
 def fit_words(fit: Fit) -> str:
@@ -124,6 +130,8 @@ def comparison_page(comparison: Comparison, width: int) -> RenderableType:
     if comparison.lengths:
         parts += ["", Text("by sequence length", style="bold")]
         parts.append(text_table(LENGTH_COLUMNS, length_rows(comparison), {"profile"}))
+    for line in warned(comparison):
+        parts += ["", Text("\n".join(textwrap.wrap(line, width)), style="yellow")]
     base = safe(comparison.names[comparison.baseline])
     if len(comparison.names) > 1:
         parts += ["", Text(f"Changes are relative to {base}.", style="dim")]
@@ -198,6 +206,7 @@ def comparison_markdown(comparison: Comparison) -> str:
     if comparison.lengths:
         lengths = [[markdown_words(cell) for cell in row] for row in length_rows(comparison)]
         parts.append(markdown_table(LENGTH_COLUMNS, lengths, {"profile"}))
+    parts += [f"{markdown_words(line, 4000)}\n" for line in warned(comparison)]
     if len(comparison.names) > 1:
         parts.append(f"Changes are relative to {markdown_words(comparison.names[comparison.baseline])}.\n")
     return "\n".join(parts)

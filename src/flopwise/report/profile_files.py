@@ -204,6 +204,8 @@ def _rest_of_csv(profile: Profile, verdicts: Sequence[Verdict]) -> Iterator[CsvR
     for verdict in verdicts:
         at_stake = "" if verdict.share is None else verdict.share
         yield "verdicts", title(verdict), at_stake, "share", ""
+    for number, warning in enumerate(profile.warnings, 1):
+        yield "warnings", str(number), printable(warning), "", ""
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from flopwise.report.profile_comparison import (
     sentences,
     split_rows,
     titles,
+    warned,
 )
 from flopwise.report.profile_files import page_tables
 from flopwise.report.profile_timeline import Span, measured, predicted
@@ -367,6 +368,7 @@ def _drawn(tasks: Sequence[TaskTime], stream: str, times: Times, begin: float, w
 
 def _comparison(comparison: Comparison) -> Iterator[str]:
     told = "".join(f"<p>{_text(line)}</p>" for line in sentences(comparison))
+    told += "".join(f'<p class="warn">{_text(line, 1000)}</p>' for line in warned(comparison))
     rows, same = split_rows(comparison)
     columns = ("figure", *titles(comparison))
     cells = [

@@ -20,6 +20,9 @@ SLOWED = 0.1
 FEWEST_WORDS, MOST_WORDS = 60, 140
 """Of the paragraph."""
 
+MOST_WARNINGS, LONGEST_WARNING = 3, 200
+"""That a sentence repeats, and signs of each."""
+
 BEYOND_READING = 1e15
 
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -125,6 +128,13 @@ def safe(text: str, longest: int = LONGEST_NAME) -> str:
 def name_words(profile: Profile) -> str:
     """A profile's name on one line; there is always something."""
     return safe(profile.name).strip() or "(no name)"
+
+
+def warning_words(warnings: Sequence[str]) -> str:
+    """What is damaged or missing, on a line: figures of a part stand nowhere without it."""
+    told = "; ".join(safe(warning, LONGEST_WARNING) for warning in warnings[:MOST_WARNINGS])
+    more = f"; and {len(warnings) - MOST_WARNINGS:,} more" if len(warnings) > MOST_WARNINGS else ""
+    return f"{told}{more}"
 
 
 def shortened(name: str, room: int) -> str:
@@ -237,6 +247,7 @@ def why_paragraph(profile: Profile, verdicts: Sequence[Verdict]) -> str:
     invalid = [verdict for verdict in verdicts if verdict.kind == "invalid"]
     sentences = [
         _what_it_is(profile),
+        f"Warning: {warning_words(profile.warnings)}." if profile.warnings else "",
         _how_it_went(profile),
         _first_limit(profile, limits),
         _other_limits(limits),
@@ -246,7 +257,7 @@ def why_paragraph(profile: Profile, verdicts: Sequence[Verdict]) -> str:
         _first_advice(limits),
     ]
     # Where there is no room, what says the least goes first.
-    for number in (5, 1, 4, 3):
+    for number in (6, 2, 5, 4):
         if _words(sentences) > MOST_WORDS:
             sentences[number] = ""
     for more in _more(profile):

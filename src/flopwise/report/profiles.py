@@ -29,6 +29,7 @@ from flopwise.report.profile_words import (
     stake_words,
     title,
     value_words,
+    warning_words,
 )
 from flopwise.report.tables import GAP, fitting_columns, text_table
 from flopwise.report.training import as_text, memory_table, metrics_block, wrapped
@@ -417,7 +418,11 @@ def _item(text: str, width: int) -> list[str]:
 def profiles_table(judged: Sequence[Judged], width: int) -> RenderableType:
     """A row for each profile: its size, its times, what limits it."""
     table = Table("", TABLE_COLUMNS, summary_rows(judged), frozenset(TABLE_WORDS))
-    return Group(*_shown(table, width, TABLE_GIVING_WAY))
+    parts = list(_shown(table, width, TABLE_GIVING_WAY))
+    if warned := [each for each, _ in judged if each.warnings]:
+        told = [line for each in warned for line in _item(f"{name_words(each)}: {warning_words(each.warnings)}", width)]
+        parts += ["", _title("warnings", "yellow"), as_text(told)]
+    return Group(*parts)
 
 
 def summary_rows(judged: Sequence[Judged], longest: int = 60) -> list[list[str]]:

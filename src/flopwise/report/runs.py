@@ -222,6 +222,8 @@ DATA_WORDS = {
     "labels": "labels {}",
 }
 MOST_NAMED = 4
+MOST_DIGITS = 18
+"""Of a size: no machine has more bytes."""
 SHOWN_DIGITS = 12
 """Of a digest: enough to compare two by eye."""
 
@@ -260,7 +262,7 @@ def environment_parts(environment: Mapping[str, str]) -> list[str]:
     """Versions and the machine; where Python lies is for the record alone."""
     parts = []
     for name, value in environment.items():
-        if name.endswith("_bytes") and value.isdecimal():
+        if name.endswith("_bytes") and value.isdecimal() and len(value) <= MOST_DIGITS:
             parts.append(f"{printable(name.removesuffix('_bytes'))} {show_bytes(int(value))}")
         elif name != "executable":
             parts.append(f"{printable(name)} {printable(value[:SHOWN_DIGITS] if name == 'commit' else value)}")

@@ -62,7 +62,7 @@ def _memory(cell: Cell) -> str:
 COLUMNS: dict[str, Words] = {
     "cell": lambda cell: cell.id,
     "model": lambda cell: printable(cell.settings.model_name),
-    "on": lambda cell: printable(cell.settings.hardware),
+    "on": lambda cell: printable(cell.settings.hardware_name),
     "devices": lambda cell: f"{cell.settings.devices:,}",
     "sequence": lambda cell: f"{cell.settings.sequence_tokens:,}",
     "batch": lambda cell: _open(cell, "batch_sequences"),
@@ -82,7 +82,7 @@ GIVING_WAY = ("step", "time", "micro", "MFU", "cell", "precision", "devices", "o
 """What tells cells apart goes last."""
 SHARED: dict[str, Words] = {
     "model": COLUMNS["model"],
-    "on": lambda cell: f"on {printable(cell.settings.hardware)}",
+    "on": lambda cell: f"on {printable(cell.settings.hardware_name)}",
     "devices": lambda cell: f"{cell.settings.devices:,} device{'s' if cell.settings.devices > 1 else ''}",
     "precision": COLUMNS["precision"],
     "device cap": lambda cell: f"device cap {COLUMNS['device cap'](cell)}",
@@ -98,8 +98,8 @@ def preview_line(preview: Preview) -> str:
     parts = [f"{len(cells):,} cell{'' if len(cells) == 1 else 's'}", f"{fit:,} fit{'s' if fit == 1 else ''}"]
     if preview.skipped:
         parts.append(f"{len(preview.skipped):,} skipped")
-    names = list(dict.fromkeys(cell.settings.hardware for cell in cells))
-    on = ", ".join(printable(preview.titles.get(name, name)) for name in names)
+    names = {cell.settings.hardware: cell.settings.hardware_name for cell in cells}
+    on = ", ".join(printable(preview.titles.get(name, short)) for name, short in names.items())
     if preview.total_s is None:
         return " · ".join([*parts, f"on {on}"])
     about = f"about {about_words(preview.total_s)} on {on}" if preview.total_s else f"no time is foreseen on {on}"

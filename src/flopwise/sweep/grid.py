@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
-from flopwise.core.catalog import load_model, model_table
+from flopwise.core.catalog import hardware_place, load_model, model_table
 from flopwise.core.errors import FlopwiseError, shown, unknown_name
+from flopwise.core.files import parse_toml
 from flopwise.core.formats import parse_formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
@@ -217,7 +217,7 @@ def _changed_to(text: str) -> list[Any]:
             continue
         try:
             plain = present(part, text).strip()
-            values.append(tomllib.loads(f"value = {plain}")["value"] if plain.isprintable() else plain)
+            values.append(parse_toml(f"value = {plain}")["value"] if plain.isprintable() else plain)
         except (ValueError, RecursionError):
             values.append(part.strip())
     return values
@@ -301,8 +301,12 @@ def models_of(axes: Axes) -> list[Model]:
 
 
 def hardware_word(named: str, hardware: Hardware) -> str:
-    """How a cell names its hardware: by the file that was named, else by its name in the catalogue."""
-    return named if "/" in named or named.endswith((".toml", ".json")) else hardware.name
+    """How a cell names its hardware: by the whole path of the file that was named, else by its name in the catalogue.
+
+    A sweep may be resumed from another folder, and the same file is one hardware wherever it is named from.
+    """
+    is_file = "/" in named or named.endswith((".toml", ".json"))
+    return hardware_place(named) if is_file else hardware.name
 
 
 def _precision(model: Model, hardware: Hardware, precision: str) -> str:
@@ -355,7 +359,7 @@ def label(settings: Settings) -> str:
     parts.append(f"batch {batch if batch == AUTO else format(batch, ',')}")
     if settings.micro_batch_sequences != AUTO:
         parts.append(f"micro {settings.micro_batch_sequences}")
-    parts.append(f"{settings.devices:,} × {settings.hardware}")
+    parts.append(f"{settings.devices:,} × {settings.hardware_name}")
     parts.append(settings.precision)
     if settings.device_memory_bytes is not None:
         parts.append(f"device {show_bytes(settings.device_memory_bytes)}")

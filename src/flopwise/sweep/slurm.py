@@ -11,8 +11,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import WRITABLE_HINT, entry_kind, write_whole
-from flopwise.core.store import from_text, to_text
+from flopwise.core.files import WRITABLE_HINT, entry_kind, read_bounded, write_whole
+from flopwise.core.store import MOST_RECORD_BYTES, from_text, to_text
 from flopwise.core.sweep import (
     ENDED,
     FINISHED,
@@ -196,7 +196,7 @@ def read_jobs(store: Path, name: str) -> JobList:
     if entry_kind(path) == "nothing":
         return JobList()
     try:
-        return from_text(path.read_bytes(), JobList)
+        return from_text(read_bounded(path, MOST_RECORD_BYTES), JobList)
     except FlopwiseError as error:
         raise FlopwiseError(
             f"{path} is damaged", why=error.why or error.what, hint="remove it once no job runs"

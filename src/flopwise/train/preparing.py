@@ -420,9 +420,7 @@ def _training(
     )
 
 
-def _notes(
-    model: Transformer, hardware: Hardware, promise: Promise, training: Training, sequences: int
-) -> list[str]:
+def _notes(model: Transformer, hardware: Hardware, promise: Promise, training: Training, sequences: int) -> list[str]:
     """What a reader should know before the first step."""
     beyond = beyond_context(model, promise.plan.sequence_tokens)
     found = [beyond] if beyond else []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flopwise.core.errors import FlopwiseError, shown
+from flopwise.core.files import read_bounded
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
 END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 """What tokenizers call the end of a text, the first that is there."""
 PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>")
+
+MOST_FILE_BYTES = 512 * 2**20
+"""Of a tokenizer.json; the largest are tens of megabytes."""
+PANIC_MODULE = "pyo3_runtime"
+"""Of the exception that a panic of Rust code is told by; it has no other name to be imported by."""
+LONGEST_REASON = 200
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -95,15 +103,11 @@ class FileTokenizer:
             ) from None
         self.path = path / "tokenizer.json" if path.is_dir() else path
         content = _content(self.path)
-        try:
+        with _in_words(f"{self.path} is not a tokenizer", "name the model's tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as error:  # the library raises nothing narrower
-            raise FlopwiseError(
-                f"{self.path} is not a tokenizer", why=str(error)[:200], hint="name the model's tokenizer.json"
-            ) from None
-        self._settle()
+            self._settle()
+            known = self._tokenizer.get_vocab(with_added_tokens=True)
         self.name = str(self.path)
-        known = self._tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(known.values(), default=-1) + 1
         if not known:
             raise FlopwiseError(f"{self.path} knows no token", hint="name the model's tokenizer.json")
@@ -133,7 +137,8 @@ class FileTokenizer:
         return self._encoded(texts, special=False)
 
     def samples(self, texts: Sequence[str], most: int) -> list[Tokens]:
-        added = self._tokenizer.num_special_tokens_to_add(False)
+        with _in_words(f"{self.path} cannot be used for samples", "name the model's tokenizer.json"):
+            added = self._tokenizer.num_special_tokens_to_add(False)
         if added >= most:
             # The library would leave the truncation out.
             raise FlopwiseError(
@@ -145,14 +150,9 @@ class FileTokenizer:
         return self._encoded(texts, special=True)
 
     def _encoded(self, texts: Sequence[str], *, special: bool) -> list[Tokens]:
-        try:
+        hint = "a tokenizer needs a token for what it does not know, such as [UNK]"
+        with _in_words(f"{self.path} cannot tokenize the text", hint):
             found: list[Encoding] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
-        except Exception as error:  # the library raises nothing narrower
-            raise FlopwiseError(
-                f"{self.path} cannot tokenize the text",
-                why=str(error)[:200],
-                hint="a tokenizer needs a token for what it does not know, such as [UNK]",
-            ) from None
         tokens = [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
         highest = max((int(of_text.max()) for of_text in tokens if of_text.size), default=0)
         if highest >= self.size:
@@ -165,9 +165,23 @@ class FileTokenizer:
         return [of_text.astype(token_type(self.size)) for of_text in tokens]
 
 
+@contextmanager
+def _in_words(what: str, hint: str) -> Iterator[None]:
+    """Whatever the library says of a file, as a user's mistake."""
+    try:
+        yield
+    except BaseException as error:
+        # It raises nothing narrower than Exception, and where its Rust code panics something that is not even that.
+        if not isinstance(error, Exception) and type(error).__module__ != PANIC_MODULE:
+            raise
+        raise FlopwiseError(what, why=str(error)[:LONGEST_REASON], hint=hint) from None
+
+
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bounded(path, MOST_FILE_BYTES)
+    except FlopwiseError as error:
+        raise error.within(str(path), hint="name a tokenizer.json") from None
     except FileNotFoundError:
         raise FlopwiseError(
             f"there is no tokenizer {path}", hint="name a tokenizer.json, its folder, or none to train on bytes"
