@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
@@ -284,10 +285,12 @@ def main() -> None:
         print(f"{trial.calls} calls of the file system in a training", flush=True)  # noqa: T201
         kills = random_kills(trial, asked.kills, asked.seed) if asked.ranks > 1 else even_kills(trial, asked.kills)
         outcomes = []
-        for outcome in kills:
-            outcomes.append(outcome)
-            for problem in outcome.problems:
-                print(f"{outcome.victim} at call {outcome.call}: {problem}", flush=True)  # noqa: T201
+        # ^C ends it with the table of what was tried.
+        with suppress(KeyboardInterrupt):
+            for outcome in kills:
+                outcomes.append(outcome)
+                for problem in outcome.problems:
+                    print(f"{outcome.victim} at call {outcome.call}: {problem}", flush=True)  # noqa: T201
     print(table(outcomes))  # noqa: T201
     sys.exit(any(outcome.problems for outcome in outcomes))
 
