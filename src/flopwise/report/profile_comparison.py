@@ -196,16 +196,13 @@ def comparison_markdown(comparison: Comparison) -> str:
     """Sentences and tables; each profile's figure and its change share a cell."""
     parts = [f"{line}\n" for line in sentences(comparison)]
     rows, same = split_rows(comparison)
-    heads = ["figure", *(markdown_words(title, 60) for title in titles(comparison, 60))]
-    cells = [
-        [markdown_words(row.name), *(_joined(row, number) for number in range(len(comparison.names)))] for row in rows
-    ]
+    heads = ["figure", *titles(comparison, 60)]
+    cells = [[safe(row.name, 400), *(_joined(row, number) for number in range(len(comparison.names)))] for row in rows]
     parts.append(markdown_table(heads, cells, {"figure"}))
     if same:
         parts.append(f"{markdown_words(same_words(same, comparison.baseline), 4000)}\n")
     if comparison.lengths:
-        lengths = [[markdown_words(cell) for cell in row] for row in length_rows(comparison)]
-        parts.append(markdown_table(LENGTH_COLUMNS, lengths, {"profile"}))
+        parts.append(markdown_table(LENGTH_COLUMNS, length_rows(comparison), {"profile"}))
     parts += [f"{markdown_words(line, 4000)}\n" for line in warned(comparison)]
     if len(comparison.names) > 1:
         parts.append(f"Changes are relative to {markdown_words(comparison.names[comparison.baseline])}.\n")

@@ -313,7 +313,7 @@ def results_markdown(rows: Sequence[Result], columns: Sequence[str] | None = Non
     """
     sound = [checked(row) for row in rows]
     if columns is not None:
-        cells = [[markdown_text(field_words(row, name)) for name in columns] for row in sound]
+        cells = [[field_words(row, name) for name in columns] for row in sound]
         left = [name for name in columns if kinds()[name] is str]
         return markdown_table(columns, cells, left)
     parts = [f"{TITLE}\n"]
@@ -332,7 +332,7 @@ def _markdown_rows(rows: Sequence[Result]) -> str:
     columns = {**PUBLISHED, **filled}
     rate = tuple(columns).index(PUBLISHED_RATE)
     lines = lines_of(rows)
-    cells = [[markdown_text(words(line.row)) for words in columns.values()] for line in lines]
+    cells = [[words(line.row) for words in columns.values()] for line in lines]
     for line, row in zip(lines, cells, strict=True):
         row[rate] = line.rate_words(row[rate])
     return markdown_table(tuple(columns), cells, MARKDOWN_LEFT)
