@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from flopwise.core.errors import FlopwiseError, unknown_name
-from flopwise.core.files import WRITABLE_HINT, entry_kind, read_bounded, write_whole
+from flopwise.core.files import WRITABLE_HINT, entry_kind, json_text, read_bounded, write_whole
 from flopwise.core.measurement import RunRecord, StepRecord
 
 VARIABLE = "FLOPWISE_STORE"
@@ -99,8 +99,7 @@ def _numbers(store: Path) -> list[int]:
 
 def to_text(value: object, *, indent: int = 2) -> str:
     """A dataclass or a table as JSON that keeps NaN and infinity; `from_text` reads it back. Indent 0: one line."""
-    encoded = msgspec.json.encode(_with_words(msgspec.to_builtins(value)))
-    return (msgspec.json.format(encoded, indent=indent) if indent else encoded).decode()
+    return json_text(_with_words(msgspec.to_builtins(value)), indent=indent)
 
 
 def _with_words(value: object) -> object:

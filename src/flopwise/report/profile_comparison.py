@@ -10,9 +10,10 @@ from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from flopwise.core.store import to_text
 from flopwise.core.units import significant
 from flopwise.profile.comparing import Comparison, Fit, HostWait, Row, WallFit
-from flopwise.report.profile_files import json_text, markdown_words
+from flopwise.report.profile_files import markdown_words
 from flopwise.report.profile_words import UNKNOWN, about, change_words, safe, scaled, seconds, shortened, warning_words
 from flopwise.report.tables import GAP, csv_text, markdown_table, text_table
 from flopwise.report.training import as_text, printable, wrapped
@@ -238,4 +239,4 @@ def comparison_csv(comparison: Comparison) -> str:
 def comparison_json(comparison: Comparison) -> str:
     """The whole record, with what follows from it in words."""
     record = msgspec.to_builtins(comparison)
-    return json_text(record | {"sentences": sentences(comparison)})
+    return to_text(record | {"sentences": sentences(comparison)})

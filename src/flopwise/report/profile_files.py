@@ -34,9 +34,6 @@ from flopwise.report.training import metric_words, printable
 MOST_SPENT = 30
 """Kernels, or operators, that a file lists; JSON has them all."""
 
-_UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""What a terminal or a page may act on and JSON's writers leave as it is."""
-
 # -- markdown --------------------------------------------------------------------------------------------------------
 
 
@@ -216,18 +213,4 @@ def profiles_json(judged: Sequence[Judged]) -> str:
         msgspec.to_builtins(profile) | {"verdicts": msgspec.to_builtins(tuple(verdicts))}
         for profile, verdicts in judged
     ]
-    return json_text(records[0] if len(records) == 1 else records)
-
-
-def json_text(record: object) -> str:
-    """JSON in which no sign is left that a terminal or a page acts on; it decodes to what it was."""
-    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", to_text(_encodable(record)))
-
-
-def _encodable(value: object) -> object:
-    """Without halves of signs, which names of files may hold and UTF-8 has no bytes for."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
-    return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value
+    return to_text(records[0] if len(records) == 1 else records)

@@ -11,6 +11,7 @@ from itertools import groupby
 from rich.cells import cell_len
 from rich.text import Text
 
+from flopwise.core.files import encodable
 from flopwise.report.signs import visible
 
 GAP = 2
@@ -99,7 +100,8 @@ def markdown_cell(text: str) -> str:
 
 def csv_word(text: str) -> str:
     """Text that a spreadsheet takes for text: with an apostrophe before what it would take for a formula."""
-    return f"'{text}" if text.startswith(ACTED_ON) else text
+    word = encodable(text)
+    return f"'{word}" if word.startswith(ACTED_ON) else word
 
 
 def csv_text(records: Sequence[Mapping[str, object]]) -> str:
