@@ -101,13 +101,16 @@ def _run() -> None:
 
 
 def _fail(error: FlopwiseError, exit_code: int | None = None) -> NoReturn:
+    from flopwise.report.signs import visible
+
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     red, cyan, plain = ("\033[31m", "\033[36m", "\033[0m") if colour else ("", "", "")
-    lines = [f"{red}error:{plain} {error.what}"]
+    # Names and paths of others are in it.
+    lines = [f"{red}error:{plain} {visible(error.what)}"]
     if error.why:
-        lines += ["", f"  {error.why}"]
+        lines += ["", f"  {visible(error.why)}"]
     if error.hint:
-        lines += ["", f"{cyan}hint:{plain} {error.hint}"]
+        lines += ["", f"{cyan}hint:{plain} {visible(error.hint)}"]
     text = "\n".join(lines)
     typer.echo(text, err=True)
     if "RANK" in os.environ:

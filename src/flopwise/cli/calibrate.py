@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwise.cli.options import one_of, told
+from flopwise.cli.output import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,7 +99,7 @@ def _interrupts_told() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("nothing was written", err=True)
+        say("nothing was written")
         raise
 
 

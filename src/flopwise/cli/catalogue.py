@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flopwise.cli.options import FORMS, hardware_named, one_of
-from flopwise.cli.output import show_page, width
+from flopwise.cli.output import say, show_page, width
 from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def show(
     text = f"{to_json(table)}\n" if form == "json" else as_written or to_toml(table)
     if write:
         write_whole(Path(write), text)
-        typer.echo(f"wrote {write}", err=True)
+        say(f"wrote {write}")
     else:
         typer.echo(text, nl=False)
 
@@ -159,11 +159,11 @@ def _list_runs(store: str, form: str) -> None:
     elif entries or form == "md":
         _print_rows(runs.COLUMNS, runs.run_rows(entries), form, runs.WORDS, runs.GIVING_WAY)
     if not entries:
-        typer.echo(f"note: there are no runs in {folder}; `flopwise train` begins one", err=True)
+        say(f"note: there are no runs in {folder}; `flopwise train` begins one")
     if form in ("table", "md"):
         for entry in entries:
             if entry["problem"]:
-                typer.echo(f"note: {entry['run']}: {entry['problem']}", err=True)
+                say(f"note: {entry['run']}: {entry['problem']}")
 
 
 def _list_sweeps(store: str, form: str) -> None:
@@ -180,7 +180,7 @@ def _list_sweeps(store: str, form: str) -> None:
             sweep = read_sweep(folder, name)
             attempts = [read_attempts(folder, cell)[0] for cell in sweep.cells]
         except FlopwiseError as error:
-            typer.echo(f"note: {name}: {error.what}", err=True)
+            say(f"note: {name}: {error.what}")
             continue
         entries.append(runs.sweep_entry(sweep, attempts))
     if form == "json":
@@ -190,7 +190,7 @@ def _list_sweeps(store: str, form: str) -> None:
     elif entries or form == "md":
         _print_rows(runs.SWEEP_COLUMNS, runs.sweep_rows(entries), form, runs.SWEEP_WORDS, runs.SWEEP_GIVING_WAY)
     if not entries:
-        typer.echo(f"note: there are no sweeps in {folder}; `flopwise sweep` begins one", err=True)
+        say(f"note: there are no sweeps in {folder}; `flopwise sweep` begins one")
 
 
 def _run_entry(run: Indexed, folder: Path) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def _last_step(folder: Path) -> StepRecord | None:
     try:
         return last_step(folder)
     except FlopwiseError as error:
-        typer.echo(f"note: {error.what}", err=True)
+        say(f"note: {error.what}")
         return None
 
 
@@ -222,7 +222,7 @@ def _steps(folder: Path) -> list[StepRecord]:
     try:
         return read_steps(folder)
     except FlopwiseError as error:
-        typer.echo(f"note: {error.what}", err=True)
+        say(f"note: {error.what}")
         return []
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwise.cli.options import FORMS, OutputOption, one_of
-from flopwise.cli.output import show_page, width
+from flopwise.cli.output import say, show_page, width
 from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def compare(
         typer.echo(writers[form](found), nl=False)
         if form == "csv":
             for line in (report.summary_words(found), *found.notes):
-                typer.echo(f"note: {line}", err=True)
+                say(f"note: {line}")
     if found.is_worse:
         raise typer.Exit(1)
 
@@ -126,7 +126,7 @@ def _rows(store: Path, names: list[str]) -> list[Result]:
     settle(store, names)
     collected = collect(store, names)
     for problem in collected.problems:
-        typer.echo(f"note: {problem.path}: {problem.why}", err=True)
+        say(f"note: {problem.path}: {problem.why}")
     return collected.rows
 
 

@@ -29,7 +29,7 @@ from flopwise.cli.options import (
     one_of,
     value_of,
 )
-from flopwise.cli.output import progress_bar, show_page, width
+from flopwise.cli.output import progress_bar, say, show_page, width
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -146,7 +146,7 @@ def _write(designed: DesignedDevice, record: DesignRecord, path: Path, model: st
     from flopwise.report.designs import found_hardware
 
     write_whole(path, to_toml(plain(found_hardware(designed, record, path.stem))))
-    typer.echo(f"wrote {path}   next: flopwise predict {model} --on {path}", err=True)
+    say(f"wrote {path}   next: flopwise predict {model} --on {path}")
 
 
 # -- from words to values --------------------------------------------------------------------------------------------

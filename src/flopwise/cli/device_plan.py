@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flopwise.cli.output import progress_bar, show_page, width
+from flopwise.cli.output import progress_bar, say, show_page, width
 
 if TYPE_CHECKING:
     from flopwise.core.hardware import Hardware
@@ -287,7 +287,7 @@ def _grid(
     _tell_notes([cell.planned for cell in cells if cell.planned])
     if words.heatmap:
         write_whole(Path(words.heatmap), written.heatmap_svg(cells, title))
-        typer.echo(f"wrote {words.heatmap}", err=True)
+        say(f"wrote {words.heatmap}")
     if not any(cell.planned for cell in cells):
         raise typer.Exit(1)
 
@@ -337,7 +337,7 @@ def _print(found: Planned, title: str, form: str) -> None:
 def _tell_notes(found: list[Planned]) -> None:
     """Beside rows notes are talk; a page and JSON hold their own."""
     for note in dict.fromkeys(note for one in found for note in one.notes):
-        typer.echo(f"note: {note}", err=True)
+        say(f"note: {note}")
 
 
 def _write_plan(path: str, found: Planned, model: Model) -> None:
@@ -350,7 +350,7 @@ def _write_plan(path: str, found: Planned, model: Model) -> None:
     place = hardware_place(found.plan.hardware)
     promised = replace(found.plan, hardware=place, expected=found.forecast.expected)
     write_whole(Path(path), to_toml(plan_table(promised, model)))
-    typer.echo(f"wrote {path}", err=True)
+    say(f"wrote {path}")
 
 
 def _write_trace(path: str, plan: Plan, model: Model, hardware: Hardware) -> None:
@@ -368,7 +368,7 @@ def _write_trace(path: str, plan: Plan, model: Model, hardware: Hardware) -> Non
     shorter = (
         f" ({played} of the {plan.rounds_per_step} rounds, and the update)" if plan.rounds_per_step > played else ""
     )
-    typer.echo(f"wrote {path}{shorter}", err=True)
+    say(f"wrote {path}{shorter}")
 
 
 def show_plan_file(plan: Plan, model: Model, convention: Convention, form: str) -> None:

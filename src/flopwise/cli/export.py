@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from flopwise.cli.output import say
+
 PlanArgument = Annotated[str, typer.Argument(help="A plan's file, as `flopwise plan … -w plan.toml` writes it.")]
 ToOption = Annotated[str, typer.Option("--to", help="torchtitan, accelerate, deepspeed or megatron.")]
 WriteOption = Annotated[str, typer.Option("--write", "-w", help="File to write. Default: print it.")]
@@ -33,15 +35,15 @@ def export(plan: PlanArgument, to: ToOption, write: WriteOption = "") -> None:
     notes = "".join(f"  {name}: {why}\n" for name, why in made.left.items())
     if write:
         write_whole(Path(write), made.text)
-        typer.echo(f"wrote {write}", err=True)
+        say(f"wrote {write}")
     else:
         typer.echo(made.text, nl=False)
     counts = f"{len(made.carried)} fields carried over, {len(made.left)} not, or not wholly"
     if target not in WITHOUT_COMMENTS:
-        typer.echo(f"{counts}: the comments say why", err=True)
+        say(f"{counts}: the comments say why")
         return
-    typer.echo(f"{counts}:\n{notes}", err=True, nl=False)
+    say(f"{counts}:\n{notes}".rstrip("\n"))
     if write:
         beside = Path(f"{write}{NOTES}")
         write_whole(beside, f"field names of {VERSIONS[target]}\n{BEYOND}\n{counts}:\n{notes}")
-        typer.echo(f"wrote {beside}", err=True)
+        say(f"wrote {beside}")

@@ -13,7 +13,8 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
 
 class Noted(Protocol):
@@ -47,9 +48,31 @@ def show_page(page: RenderableType) -> None:
     from rich.console import Console
 
     if sys.stdout.isatty():
-        Console(**_PLAIN, width=width()).print(page, crop=False)
+        Console(**_PLAIN, width=width()).print(_Visible(page), crop=False)
     else:
         typer.echo(page_text(page))
+
+
+class _Visible:
+    """A page in which no text of others acts on the terminal; colours of the page itself stay."""
+
+    def __init__(self, page: RenderableType) -> None:
+        self._page = page
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        from rich.segment import Segment
+
+        from flopwise.report.signs import visible
+
+        for segment in console.render(self._page, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
+def say(line: str) -> None:
+    """Something for whoever looks on, on stderr: data goes to stdout alone."""
+    from flopwise.report.signs import visible
+
+    typer.echo(visible(line), err=True)
 
 
 def page_text(page: RenderableType, *, in_file: bool = False) -> str:
@@ -57,7 +80,9 @@ def page_text(page: RenderableType, *, in_file: bool = False) -> str:
     from rich.console import Console
 
     text = io.StringIO()
-    Console(**_PLAIN, width=width(), file=text, force_terminal=False if in_file else None).print(page, crop=False)
+    Console(**_PLAIN, width=width(), file=text, force_terminal=False if in_file else None).print(
+        _Visible(page), crop=False
+    )
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
@@ -89,7 +114,7 @@ def print_records(records: list[Record], form: str, writers: Writers[Record]) ->
     else:
         show_page(writers.table(records, width()))
     for note in dict.fromkeys(note for record in records for note in record.notes):
-        typer.echo(f"note: {note}", err=True)
+        say(f"note: {note}")
 
 
 @contextmanager

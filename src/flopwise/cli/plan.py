@@ -41,7 +41,7 @@ from flopwise.cli.options import (
     one_of,
     requested,
 )
-from flopwise.cli.output import progress_bar, show_page
+from flopwise.cli.output import progress_bar, say, show_page
 
 if TYPE_CHECKING:
     from flopwise.core.cluster_plan import Answer, ClusterPlan, Option
@@ -159,7 +159,7 @@ def _planned(model: Model, hardware: Hardware, request: Request, *, offload: boo
     with progress_bar("strategies") as tell:
         found = answer(question, tell)
     # Not the same twice, so it is talk and not part of the answer.
-    typer.echo(f"searched for {show_seconds(time.monotonic() - started)}", err=True)
+    say(f"searched for {show_seconds(time.monotonic() - started)}")
     return found
 
 
@@ -284,4 +284,4 @@ def _written(path: str, model: Model, hardware: str, request: Request, predictio
         device_memory_bytes=request.device_memory_bytes,
     )
     write_whole(Path(path), to_toml(plan_table(made, model)))
-    typer.echo(f"wrote {path}", err=True)
+    say(f"wrote {path}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwise.cli.options import FORMS, one_of
-from flopwise.cli.output import page_text, progress_bar, show_page, width
+from flopwise.cli.output import page_text, progress_bar, say, show_page, width
 from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def show(
     if form == "table":
         _print_page(judged_page(judged), write)
         if len(judged) > 1:
-            typer.echo("note: --section NAME shows one of them whole", err=True)
+            say("note: --section NAME shows one of them whole")
     else:
         _print(_show_text(judged, form), write)
         if form == "csv":
@@ -302,7 +302,7 @@ def _write_trace(profiles: Sequence[Profile], trace: str) -> None:
             hint="the trace of another profiler opens in Perfetto as it is",
         )
     write_whole(Path(trace), profile_trace(profiles[0]))
-    typer.echo(f"wrote {trace}   next: open it in ui.perfetto.dev", err=True)
+    say(f"wrote {trace}   next: open it in ui.perfetto.dev")
 
 
 def _tell_warnings(profiles: Sequence[Profile]) -> None:
@@ -311,7 +311,7 @@ def _tell_warnings(profiles: Sequence[Profile]) -> None:
 
     for profile in profiles:
         if profile.warnings:
-            typer.echo(f"warning: {name_words(profile)}: {warning_words(profile.warnings)}", err=True)
+            say(f"warning: {name_words(profile)}: {warning_words(profile.warnings)}")
 
 
 def _print(text: str, write: str) -> None:
@@ -320,7 +320,7 @@ def _print(text: str, write: str) -> None:
     whole = text if text.endswith("\n") else f"{text}\n"
     if write:
         write_whole(Path(write), whole)
-        typer.echo(f"wrote {write}", err=True)
+        say(f"wrote {write}")
     else:
         typer.echo(whole, nl=False)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwise.cli.options import FORMS, names, one_of
-from flopwise.cli.output import page_text, show_page, width
+from flopwise.cli.output import page_text, say, show_page, width
 from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def report(
 
             kind = one_of("heatmap" if y else "scaling", ("heatmap", "scaling"), "--plot")
             draw(rows, kind, Path(plot), x=x or "sequence", y=y or "batch", value=value or "tokens_per_s")
-            typer.echo(f"wrote {plot}", err=True)
+            say(f"wrote {plot}")
         if form == "html":
             _write_page(rows, named, store, write or DEFAULT_PAGE)
         else:
@@ -117,7 +117,7 @@ def collect(
     for name, text in ((CSV_NAME, results_csv(rows)), (MARKDOWN_NAME, results_markdown(rows))):
         write_whole(folder / name, text)
         typer.echo(str(folder / name))
-    typer.echo(f"{_rows_words(len(rows))}   next: flopwise report {folder / CSV_NAME}", err=True)
+    say(f"{_rows_words(len(rows))}   next: flopwise report {folder / CSV_NAME}")
 
 
 # -- from words to rows ----------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def gathered(named: Sequence[str], store: str, price: str = "") -> list[Result]:
         settle(folder, others)
         found = collected(folder, others, judge=first_verdict)
         for problem in found.problems:
-            typer.echo(f"note: {problem.path}: {problem.why}", err=True)
+            say(f"note: {problem.path}: {problem.why}")
         rows += found.rows
     if not rows:
         raise FlopwiseError(
@@ -290,7 +290,7 @@ def _print(rows: list[Result], form: str, columns: Sequence[str] | None, write: 
         text = results_files.results_json(rows, columns or FIELDS)
     if write:
         write_whole(Path(write), text)
-        typer.echo(f"wrote {write}", err=True)
+        say(f"wrote {write}")
     else:
         typer.echo(text, nl=False)
 
@@ -339,7 +339,7 @@ def _details(rows: Sequence[Result], named: Sequence[str], store: Path) -> tuple
     for run in sorted(wanted[:MOST_DETAILS]):
         folder = folders.get(run) or (store / run if RUN_NAME.fullmatch(run) else None)
         if folder is not None:
-            detail = detail_of(folder, lambda line: typer.echo(line, err=True))
+            detail = detail_of(folder, say)
             # The row itself says that it is unreadable.
             details |= {run: detail} if detail.state != UNREADABLE else {}
     return details, max(0, len(wanted) - MOST_DETAILS)

@@ -58,7 +58,9 @@ HTML, JSON, CSV, MARKDOWN, TEXT = (
 
 def tell(line: str) -> None:
     """Say something on the terminal, where everybody but the data is told."""
-    sys.stderr.write(f"{line}\n")
+    from flopwise.report.signs import visible
+
+    sys.stderr.write(f"{visible(line)}\n")
     sys.stderr.flush()
 
 

@@ -8,7 +8,7 @@ import typer
 
 from flopwise.cli import sweep_options as options
 from flopwise.cli.options import FORMS, counted, hardware_named, is_given, one_of, value_of
-from flopwise.cli.output import progress_bar, show_page, width
+from flopwise.cli.output import progress_bar, say, show_page, width
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -115,7 +115,7 @@ def _tell_unread(asked: _Sweep, wanted: Sequence[str]) -> bool:
     """Tell of cells that cannot be read, and whether there are any; a sweep that runs here tells of them itself."""
     unread = [cell for cell in wanted if cell in asked.problems]
     for cell in unread:
-        typer.echo(f"note: cell {cell}: {asked.problems[cell]}", err=True)
+        say(f"note: cell {cell}: {asked.problems[cell]}")
     return bool(unread)
 
 
@@ -423,4 +423,4 @@ def _print_preview(preview: Preview, form: str) -> None:
         why, row = preview.skipped.get(cell.id), result_of_cell(cell, None)
         rows.append(row if why is None else replace(row, state="skipped", reason=why, source="predicted"))
     typer.echo(results_csv(rows) if form == "csv" else results_json(rows), nl=form != "csv")
-    typer.echo(preview_line(preview), err=True)
+    say(preview_line(preview))

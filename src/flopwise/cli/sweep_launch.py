@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from flopwise.cli.options import counted, value_of
-from flopwise.cli.output import show_page, width
+from flopwise.cli.output import say, show_page, width
 from flopwise.core.results import Result
 from flopwise.core.sweep import Cell, SweepRecord
 
@@ -53,7 +53,7 @@ def run(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any
 
     slots, wanted, cells = at_once(words), asked.ids, asked.cells
     share = slots_for(record, [cell.settings for cell in cells], slots).share
-    typer.echo(f"sweep {record.name} in {store}", err=True)
+    say(f"sweep {record.name} in {store}")
     settle(store, (record.name,))
     try:
         with watching(cells, steps=record.steps, repeats=record.repeats, share=share) as tell:
@@ -67,27 +67,23 @@ def run(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any
                 else []
             )  # fmt: skip
     except (KeyboardInterrupt, SystemExit) as end:
-        typer.echo(f"interrupted   go on with: flopwise sweep --resume {record.name}{_store_words(words)}", err=True)
+        say(f"interrupted   go on with: flopwise sweep --resume {record.name}{_store_words(words)}")
         code = end.code if isinstance(end, SystemExit) and isinstance(end.code, int) else 130
         raise typer.Exit(code) from None
     _print_results(store, record.name, wanted if words["only"] else record.cells, words["output"].lower())
     elsewhere = [attempt for attempt in attempts if attempt.state == "running"]
     for attempt in elsewhere:
-        typer.echo(
+        say(
             f"cell {attempt.cell} was left to attempt {attempt.number}, which may still run on {attempt.host}"
-            "   --force tries it all the same",
-            err=True,
+            "   --force tries it all the same"
         )
     bad = [attempt for attempt in attempts if attempt.state in ("failed", "timeout")]
     if bad:
         again = f"flopwise sweep --resume {record.name} --retry{_store_words(words)}"
-        typer.echo(
-            f"{len({one.cell for one in bad}):,} of {len(wanted):,} cells failed or took too long   next: {again}",
-            err=True,
-        )
+        say(f"{len({one.cell for one in bad}):,} of {len(wanted):,} cells failed or took too long   next: {again}")
     if bad or elsewhere:
         raise typer.Exit(1)
-    typer.echo(f"next: flopwise report {record.name} -o html{_store_words(words)}", err=True)
+    say(f"next: flopwise report {record.name} -o html{_store_words(words)}")
 
 
 def settle(store: Path, names: Sequence[str]) -> None:
@@ -101,7 +97,7 @@ def settle(store: Path, names: Sequence[str]) -> None:
             try:
                 settle_here(store, read_sweep(store, name))
             except FlopwiseError as error:
-                typer.echo(f"note: {error.what}", err=True)
+                say(f"note: {error.what}")
 
 
 def _store_words(words: Mapping[str, Any]) -> str:
@@ -136,8 +132,8 @@ def submit(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, 
     )
     for some, why in left_out:
         if some:
-            typer.echo(f"cells that {why}: {len(some):,}", err=True)
-    typer.echo(f"next: flopwise report {record.name}{_store_words(words)}", err=True)
+            say(f"cells that {why}: {len(some):,}")
+    say(f"next: flopwise report {record.name}{_store_words(words)}")
 
 
 def write_tasks(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any]) -> None:
@@ -156,7 +152,7 @@ def write_tasks(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[
     for name, text in render_all(record, asked.cells, chosen).items():
         write_whole(store / SWEEPS / name, text)
         typer.echo(f"{store / SWEEPS / name}")
-    typer.echo("next: sky launch FILE", err=True)
+    say("next: sky launch FILE")
 
 
 def _print_results(store: Path, name: str, cells: Sequence[str], form: str) -> None:

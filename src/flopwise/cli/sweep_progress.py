@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from flopwise.cli.output import say
 from flopwise.core.sweep import ENDED, Attempt, Cell
 from flopwise.core.units import AUTO, show_bytes, show_seconds
 from flopwise.report.training import clock_words, printable
@@ -169,7 +169,7 @@ class PlainProgress(_Shown):
     def say(self, line: str) -> None:
         # A reader that has left is no reason to end a sweep.
         with suppress(OSError):
-            typer.echo(line, err=True)
+            say(line)
 
 
 class _Words(ProgressColumn):

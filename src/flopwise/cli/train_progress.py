@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from flopwise.cli.output import progress_bar, width
+from flopwise.cli.output import progress_bar, say, width
 from flopwise.core.measurement import RunRecord, StepRecord
 from flopwise.report.training import (
     StepTable,
@@ -137,7 +136,7 @@ class PlainProgress(_Shown):
     def say(self, line: str) -> None:
         # A reader that has left is no reason to end a training.
         with suppress(OSError):
-            typer.echo(line, err=True)
+            say(line)
 
     def on_step(self, record: StepRecord) -> None:
         table = self.table_for(record)

@@ -38,6 +38,11 @@ _QUOTED = re.compile(
 _BETWEEN_KEYS = re.compile(r"[^\w. \t-]+")
 _BRACKETS = re.compile(r"[\[\]{}]")
 
+_UNSAFE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""What a terminal or a page may act on and JSON's writers leave as it is."""
+_NO_TEXT = re.compile("[\udc80-\udcff]")
+"""How Python keeps bytes of a path that are no UTF-8."""
+
 LONGEST_PATH = 200
 """Characters of a path that an error repeats."""
 READABLE_HINT = "name a TOML or JSON file that can be read, or a catalogue entry"
@@ -258,12 +263,47 @@ def to_toml(value: object) -> str:
     """A dataclass as TOML, which `decode` reads back equal."""
     import tomli_w
 
-    return tomli_w.dumps(plain(value))
+    text = tomli_w.dumps(plain(value))
+    if text != encodable(text):
+        why = "it holds bytes that are no UTF-8, which TOML cannot"
+        raise FlopwiseError("a path is not text", why=why, hint="rename it")
+    return text
 
 
 def to_json(value: object) -> str:
     """A value as indented JSON; None stays, as null."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    return json_text(msgspec.to_builtins(value), indent=2)
+
+
+def json_text(value: object, *, indent: int) -> str:
+    """Plain tables, lists and scalars as JSON; indent 0: one line. No sign is left in it that a terminal acts on.
+
+    It decodes to what it was, but for bytes of paths that are no text: see `encodable`.
+    """
+    try:
+        encoded = msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        encoded = msgspec.json.encode(_all_encodable(value))
+    text = (msgspec.json.format(encoded, indent=indent) if indent else encoded).decode()
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _all_encodable(value: object) -> object:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return {_all_encodable(key): _all_encodable(item) for key, item in value.items()}
+    return [_all_encodable(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def encodable(text: str) -> str:
+    r"""Text that UTF-8 has bytes for: bytes of a path that are none stand as `\xff`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        named = _NO_TEXT.sub(lambda found: f"\\x{ord(found[0]) - 0xDC00:02x}", text)
+        return named.encode("utf-8", "backslashreplace").decode()
+    return text
 
 
 def append_to(path: Path) -> io.FileIO:
@@ -298,7 +338,7 @@ def write_whole(path: Path, text: str, *, own: bool = False) -> None:
             mode = NEW_FILE
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             with target.open("w", encoding="utf-8") as stream:
-                stream.write(text)
+                stream.write(encodable(text))
             return
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     except (OSError, ValueError, RuntimeError) as error:
@@ -306,7 +346,7 @@ def write_whole(path: Path, text: str, *, own: bool = False) -> None:
     temporary = Path(name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+            stream.write(encodable(text))
             stream.flush()
             os.fsync(stream.fileno())
         temporary.chmod(stat.S_IMODE(mode))

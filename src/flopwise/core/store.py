@@ -21,7 +21,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from flopwise.core.errors import FlopwiseError, shown, unknown_name
-from flopwise.core.files import WRITABLE_HINT, append_to, entry_kind, read_bounded, write_whole
+from flopwise.core.files import WRITABLE_HINT, append_to, entry_kind, json_text, read_bounded, write_whole
 from flopwise.core.measurement import RunRecord, StepRecord
 
 VARIABLE = "FLOPWISE_STORE"
@@ -103,18 +103,22 @@ def _numbers(store: Path) -> list[int]:
     return [int(name) for name in names if name == _name(int(name)) and int(name)]
 
 
-def to_text(value: object, *, indent: int = 2) -> str:
-    """A dataclass or a table as JSON that keeps NaN and infinity; `from_text` reads it back. Indent 0: one line."""
-    try:
-        encoded = msgspec.json.encode(_with_words(msgspec.to_builtins(value)))
-    except UnicodeEncodeError as error:
-        # A path of which Python has kept bytes that are no text.
-        raise FlopwiseError(
-            f"{shown(error.object)} cannot be written down",
-            why="its bytes are no UTF-8, which the files of a run are",
-            hint="rename that file or folder",
-        ) from None
-    return (msgspec.json.format(encoded, indent=indent) if indent else encoded).decode()
+def to_text(value: object, *, indent: int = 2, faithful: bool = False) -> str:
+    """A dataclass or a table as JSON that keeps NaN and infinity; `from_text` reads it back. Indent 0: one line.
+
+    `faithful`: refuse paths whose bytes are no text, which would not be read back as they are.
+    """
+    plain = _with_words(msgspec.to_builtins(value))
+    if faithful:
+        try:
+            msgspec.json.encode(plain)
+        except UnicodeEncodeError as error:
+            raise FlopwiseError(
+                f"{shown(error.object)} cannot be written down",
+                why="its bytes are no UTF-8, which the files of a run are",
+                hint="rename that file or folder",
+            ) from None
+    return json_text(plain, indent=indent)
 
 
 def _with_words(value: object) -> object:
@@ -139,7 +143,7 @@ def from_text(text: str | bytes, kind: type[Decoded]) -> Decoded:
 
 def write_record(folder: Path, record: RunRecord) -> None:
     """Write `record.json` whole: a reader sees the old one or the new one."""
-    write_whole(folder / RECORD, to_text(record) + "\n", own=True)
+    write_whole(folder / RECORD, to_text(record, faithful=True) + "\n", own=True)
 
 
 def tidy_run(folder: Path) -> None:

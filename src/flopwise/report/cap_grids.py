@@ -218,7 +218,7 @@ def grid_markdown(cells: Sequence[Cell]) -> str:
         [show_bytes(host), *(_markdown_cell(placed.get((device, host)), best) for device in devices)] for host in hosts
     ]
     plans = [_plan_row(cell.planned) for cell in cells if cell.planned]
-    table = markdown_table(columns, rows, set())
+    table = markdown_table(columns, rows, set(), cell=str)
     return f"{table}\n{markdown_table(PLAN_COLUMNS, plans, {'leave'})}" if plans else table
 
 

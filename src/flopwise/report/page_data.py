@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
-import msgspec
-
 from flopwise.core.measurement import MemoryRow, RunRecord, StepRecord
 from flopwise.core.plan import Place
 from flopwise.core.profile import METRIC, Profile, Spent, TaskTime, Unit, Verdict
@@ -164,7 +162,7 @@ def page_json(page: PageData) -> str:
         "columns": [column([getattr(row, name) for row in page.rows]) for name in FIELDS],
         "left_out": page.left_out + left_out,
     }
-    listed = ",".join(f"{msgspec.json.encode(name).decode()}:{text}" for name, text in details.items())
+    listed = ",".join(f"{to_text(name, indent=0)}:{text}" for name, text in details.items())
     return f'{to_text(head, indent=0)[:-1]},"details":{{{listed}}}}}'
 
 

@@ -10,9 +10,10 @@ from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from flopwise.core.store import to_text
 from flopwise.core.units import significant
 from flopwise.profile.comparing import Comparison, Fit, HostWait, Row, WallFit
-from flopwise.report.profile_files import json_text, markdown_words
+from flopwise.report.profile_files import markdown_words
 from flopwise.report.profile_words import UNKNOWN, about, change_words, safe, scaled, seconds, shortened, warning_words
 from flopwise.report.tables import GAP, csv_text, markdown_table, text_table
 from flopwise.report.training import as_text, printable, wrapped
@@ -196,16 +197,13 @@ def comparison_markdown(comparison: Comparison) -> str:
     """Sentences and tables; each profile's figure and its change share a cell."""
     parts = [f"{line}\n" for line in sentences(comparison)]
     rows, same = split_rows(comparison)
-    heads = ["figure", *(markdown_words(title, 60) for title in titles(comparison, 60))]
-    cells = [
-        [markdown_words(row.name), *(_joined(row, number) for number in range(len(comparison.names)))] for row in rows
-    ]
+    heads = ["figure", *titles(comparison, 60)]
+    cells = [[safe(row.name, 400), *(_joined(row, number) for number in range(len(comparison.names)))] for row in rows]
     parts.append(markdown_table(heads, cells, {"figure"}))
     if same:
         parts.append(f"{markdown_words(same_words(same, comparison.baseline), 4000)}\n")
     if comparison.lengths:
-        lengths = [[markdown_words(cell) for cell in row] for row in length_rows(comparison)]
-        parts.append(markdown_table(LENGTH_COLUMNS, lengths, {"profile"}))
+        parts.append(markdown_table(LENGTH_COLUMNS, length_rows(comparison), {"profile"}))
     parts += [f"{markdown_words(line, 4000)}\n" for line in warned(comparison)]
     if len(comparison.names) > 1:
         parts.append(f"Changes are relative to {markdown_words(comparison.names[comparison.baseline])}.\n")
@@ -241,4 +239,4 @@ def comparison_csv(comparison: Comparison) -> str:
 def comparison_json(comparison: Comparison) -> str:
     """The whole record, with what follows from it in words."""
     record = msgspec.to_builtins(comparison)
-    return json_text(record | {"sentences": sentences(comparison)})
+    return to_text(record | {"sentences": sentences(comparison)})

@@ -28,24 +28,18 @@ from flopwise.report.profiles import (
     train_words,
     value_table,
 )
-from flopwise.report.tables import csv_text, markdown_table
+from flopwise.report.tables import csv_text, markdown_cell, markdown_table
 from flopwise.report.training import metric_words, printable
 
 MOST_SPENT = 30
 """Kernels, or operators, that a file lists; JSON has them all."""
 
-_UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""What a terminal or a page may act on and JSON's writers leave as it is."""
-
 # -- markdown --------------------------------------------------------------------------------------------------------
 
 
 def markdown_words(text: str, longest: int = 400) -> str:
-    """A name within markdown: nothing in it begins a table's cell, a tag, a link, a heading or a piece of code."""
-    line = safe(text, longest)
-    for sign, stands_for in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("\\", "&#92;")):
-        line = line.replace(sign, stands_for)
-    return re.sub(r"([`*\[\]~!])", r"\\\1", re.sub(r"^([#+-])(?=\s)", r"\\\1", line))
+    """A name within markdown, cut where it is beyond reading; at the beginning of a line it is no heading or list."""
+    return re.sub(r"^([#+-])(?=\s)", r"\\\1", markdown_cell(safe(text, longest)))
 
 
 def profiles_markdown(judged: Sequence[Judged]) -> str:
@@ -60,9 +54,8 @@ def _markdown(profile: Profile, verdicts: Sequence[Verdict]) -> Iterator[str]:
         yield f"Limited by: {limits}.\n"
     for table in page_tables(profile, verdicts):
         heading = f"## {table.title}\n\n" if table.title else ""
-        rows = [[markdown_words(cell) for cell in row] for row in table.rows]
-        note = f"\n{table.note}\n" if table.note else ""
-        yield f"{heading}{markdown_table(table.columns, rows, table.words)}{note}"
+        note = f"\n{markdown_words(table.note, 4000)}\n" if table.note else ""
+        yield f"{heading}{markdown_table(table.columns, table.rows, table.words)}{note}"
     for heading, lines in (("Warnings", profile.warnings), ("Notes", profile.notes)):
         if lines:
             yield f"## {heading}\n\n" + "".join(f"- {markdown_words(line)}\n" for line in lines)
@@ -220,18 +213,4 @@ def profiles_json(judged: Sequence[Judged]) -> str:
         msgspec.to_builtins(profile) | {"verdicts": msgspec.to_builtins(tuple(verdicts))}
         for profile, verdicts in judged
     ]
-    return json_text(records[0] if len(records) == 1 else records)
-
-
-def json_text(record: object) -> str:
-    """JSON in which no sign is left that a terminal or a page acts on; it decodes to what it was."""
-    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", to_text(_encodable(record)))
-
-
-def _encodable(value: object) -> object:
-    """Without halves of signs, which names of files may hold and UTF-8 has no bytes for."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
-    return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value
+    return to_text(records[0] if len(records) == 1 else records)

@@ -313,7 +313,7 @@ def results_markdown(rows: Sequence[Result], columns: Sequence[str] | None = Non
     """
     sound = [checked(row) for row in rows]
     if columns is not None:
-        cells = [[markdown_text(field_words(row, name)) for name in columns] for row in sound]
+        cells = [[field_words(row, name) for name in columns] for row in sound]
         left = [name for name in columns if kinds()[name] is str]
         return markdown_table(columns, cells, left)
     parts = [f"{TITLE}\n"]
@@ -332,7 +332,7 @@ def _markdown_rows(rows: Sequence[Result]) -> str:
     columns = {**PUBLISHED, **filled}
     rate = tuple(columns).index(PUBLISHED_RATE)
     lines = lines_of(rows)
-    cells = [[markdown_text(words(line.row)) for words in columns.values()] for line in lines]
+    cells = [[words(line.row) for words in columns.values()] for line in lines]
     for line, row in zip(lines, cells, strict=True):
         row[rate] = line.rate_words(row[rate])
     return markdown_table(tuple(columns), cells, MARKDOWN_LEFT)
@@ -373,9 +373,9 @@ def peak_lines(rows: Sequence[Result]) -> list[str]:
         # The peak of a processor is measured anew by every run.
         one = significant(found[0], 4) if found else ""
         words = one if len(set(found)) < 2 else spread_words(min(found), max(found))
-        peak = f"{words} TFLOP/s of {number_format} a device" if found else "a peak that is not recorded"
-        counted = f"FLOPs counted `{how}`" + (f": {CONVENTION_WORDS[how]}" if how in CONVENTION_WORDS else "")
-        lines.append(f"{markdown_text(heading)}: {peak}; {counted}")
+        peak = f"{words} TFLOP/s of {markdown_text(number_format)} a device" if found else "a peak that is not recorded"
+        counted = f"`{how}`: {CONVENTION_WORDS[how]}" if how in CONVENTION_WORDS else markdown_text(how)
+        lines.append(f"{markdown_text(heading)}: {peak}; FLOPs counted {counted}")
     return lines or ["no row has an MFU: the peak of its device is not known, or nothing was measured"]
 
 
@@ -415,9 +415,9 @@ def provenance_lines(rows: Sequence[Result]) -> list[str]:
         found.setdefault(_Environment(*(getattr(row, name) for name in names)), []).append(row)
     lines = []
     for environment, group in found.items():
-        dates = sorted(printable(row.started[:10]) for row in group if row.started)
+        dates = sorted(markdown_text(printable(row.started[:10])) for row in group if row.started)
         when = [] if not dates else [dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"]
         known = [*when, *environment.words()] or ["versions, commit, driver and date are not recorded"]
-        count = f"{len(group):,} {'row' if len(group) == 1 else 'rows'} {environment.source}"
+        count = f"{len(group):,} {'row' if len(group) == 1 else 'rows'} {markdown_text(environment.source)}"
         lines.append(f"{count}: {' · '.join(known)}")
     return lines or ["there are no rows"]

@@ -392,7 +392,7 @@ def comparison_markdown(comparison: Comparison) -> str:
     """For an issue, or the page of a change."""
     columns, rows = table_rows(comparison)
     lines = [f"**{markdown_text(_heading(comparison))}**: {summary_words(comparison)}", ""]
-    lines += [markdown_table(columns, [[markdown_text(cell) for cell in row] for row in rows], WORDS)]
+    lines += [markdown_table(columns, rows, WORDS)]
     lines += [f"- {markdown_text(line)}" for line in _difference_lines(comparison)]
     lines += [""] if comparison.differences or comparison.notes else []
     return "\n".join([*lines, rule_words(comparison), ""])

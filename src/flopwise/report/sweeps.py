@@ -10,7 +10,7 @@ from rich.text import Text
 
 from flopwise.core.sweep import Cell
 from flopwise.core.units import AUTO, Auto, show_bytes, show_seconds
-from flopwise.report.tables import fitting_columns, markdown_table, text_table
+from flopwise.report.tables import fitting_columns, markdown_table, markdown_text, text_table
 from flopwise.report.training import UNKNOWN, as_text, printable, rate_words, seconds_words, share_words, wrapped
 
 MOST_ROWS = 200
@@ -139,7 +139,7 @@ def preview_markdown(preview: Preview) -> str:
     """The same rows for an issue, all of them."""
     names, rows = _rows(preview.cells, leave_out=_untold(preview))
     named = tuple(name or "fits" for name in names)
-    return f"{preview_line(preview)}\n\n" + markdown_table(named, rows, {*LEFT, "fits"})
+    return f"{markdown_text(preview_line(preview))}\n\n" + markdown_table(named, rows, {*LEFT, "fits"})
 
 
 def _untold(preview: Preview) -> tuple[str, ...]:

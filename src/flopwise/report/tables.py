@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 
 from rich.cells import cell_len
 from rich.text import Text
+
+from flopwise.core.files import encodable
+from flopwise.report.signs import visible
 
 GAP = 2
 """Blanks between two columns."""
@@ -49,7 +52,7 @@ def text_table(
     is_left = [name in left for name in columns]
     lines = []
     for row in (columns, *rows):
-        cells = [_padded(row[place], widths[place], left=is_left[place]) for place in places]
+        cells = [_padded(_on_a_line(row[place]), widths[place], left=is_left[place]) for place in places]
         lines.append((" " * GAP).join(cells).rstrip())
     table = Text(no_wrap=True, overflow="ignore")
     table.append(lines[0], style="bold")
@@ -60,11 +63,17 @@ def text_table(
     return table
 
 
-def markdown_table(columns: Sequence[str], rows: Rows, words: Iterable[str]) -> str:
-    """A markdown table with its columns lined up; `words` are the columns that stand left."""
+def markdown_table(
+    columns: Sequence[str], rows: Rows, words: Iterable[str], *, cell: Callable[[str], str] | None = None
+) -> str:
+    """A markdown table with its columns lined up, whose cells are text and nothing else; `words` stand left.
+
+    `cell` writes the cells of a table whose own words are markdown; no text of others may be in them.
+    """
     left = set(words)
-    escaped = [[cell.replace("|", r"\|") for cell in row] for row in rows]
-    widths = [max(3, width) for width in _widths(columns, escaped)]
+    escaped = [[(cell or markdown_cell)(text) for text in row] for row in rows]
+    heads = [markdown_cell(name) for name in columns]
+    widths = [max(3, width) for width in _widths(heads, escaped)]
 
     def line(cells: Sequence[str]) -> str:
         padded = [
@@ -75,18 +84,24 @@ def markdown_table(columns: Sequence[str], rows: Rows, words: Iterable[str]) -> 
     rule = [
         "-" * width if name in left else "-" * (width - 1) + ":" for name, width in zip(columns, widths, strict=True)
     ]
-    return line(columns) + line(rule) + "".join(line(row) for row in escaped)
+    return line(heads) + line(rule) + "".join(line(row) for row in escaped)
 
 
 def markdown_text(text: str) -> str:
-    """Text that stays text within markdown, on one line; a table itself takes care of its bars."""
+    """Text that stays text within markdown, on one line: no tag, link, picture, emphasis or code begins in it."""
     line = " ".join(text.splitlines()) if text.splitlines()[1:] else text.rstrip("\r\n")
-    return re.sub(r"([\\`*\[])", r"\\\1", line).replace("<", "&lt;")
+    return re.sub(r"([\\`*\[~])", r"\\\1", visible(line)).replace("<", "&lt;")
+
+
+def markdown_cell(text: str) -> str:
+    """The same within a table."""
+    return markdown_text(text).replace("|", r"\|")
 
 
 def csv_word(text: str) -> str:
     """Text that a spreadsheet takes for text: with an apostrophe before what it would take for a formula."""
-    return f"'{text}" if text.startswith(ACTED_ON) else text
+    word = encodable(text)
+    return f"'{word}" if word.startswith(ACTED_ON) else word
 
 
 def csv_text(records: Sequence[Mapping[str, object]]) -> str:
@@ -102,13 +117,17 @@ def _csv_cell(value: object) -> object:
     return csv_word(value) if isinstance(value, str) and not HARMLESS.fullmatch(value) else value
 
 
+def _on_a_line(cell: str) -> str:
+    return cell if cell.isprintable() else visible(cell).replace("\n", "?")
+
+
 def _widths(columns: Sequence[str], rows: Rows) -> list[int]:
     return [max(map(_width, {row[index] for row in (columns, *rows)})) for index in range(len(columns))]
 
 
 def _width(cell: str) -> int:
     """In columns of a terminal; plain letters, which most cells have, need no table of widths."""
-    return len(cell) if cell.isascii() and cell.isprintable() else cell_len(cell)
+    return len(cell) if cell.isascii() and cell.isprintable() else cell_len(_on_a_line(cell))
 
 
 def _padded(cell: str, width: int, *, left: bool) -> str:

@@ -20,6 +20,7 @@ from flopwise.core.measurement import Measurement, MemoryRow, RunRecord, StepRec
 from flopwise.core.plan import Place
 from flopwise.core.program import OWNERS
 from flopwise.core.units import show_bytes, show_seconds, show_share, significant
+from flopwise.report.signs import visible
 from flopwise.report.tables import text_table
 
 UNKNOWN = "-"
@@ -69,7 +70,7 @@ def clock_words(seconds: float) -> str:
 
 def printable(text: str) -> str:
     """A name of a record on one line, without signs that a terminal would act on."""
-    return "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))
+    return visible(" ".join(text.split()))
 
 
 # -- lines -----------------------------------------------------------------------------------------------------------
