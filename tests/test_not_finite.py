@@ -311,7 +311,8 @@ def on_two_ranks(place: Path, more: str) -> tuple[str, RunRecord]:
     )  # fmt: skip
     assert ended.returncode == 2, ended.stderr
     told = [line.partition("error: ")[2] for line in ended.stderr.splitlines() if "error: " in line]
-    assert len(told) == 2 and told[0] == told[1], ended.stderr
+    # Of two that say the same, one is heard; another one would stand beside it.
+    assert len(told) == 1, ended.stderr
     record = list_runs(place / "runs")[-1].record
     assert record is not None
     assert (record.state, record.reason) == ("failed", told[0])

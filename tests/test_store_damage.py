@@ -64,14 +64,19 @@ def places(value: object, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
 def change(table: Any, place: tuple[Any, ...], value: object) -> None:
     """Put a value in place of another; what an earlier change has taken away is left alone."""
     for key in place[:-1]:
-        known = key in table if isinstance(table, dict) else isinstance(table, list) and key < len(table)
-        if not known:
+        if not _has(table, key):
             return
         table = table[key]
     if isinstance(table, dict) and value is DELETED:
         table.pop(place[-1], None)
-    elif isinstance(table, dict) or (isinstance(table, list) and place[-1] < len(table)):
+    elif isinstance(table, dict) or _has(table, place[-1]):
         table[place[-1]] = None if value is DELETED else value
+
+
+def _has(table: Any, key: Any) -> bool:
+    if isinstance(table, list):
+        return isinstance(key, int) and key < len(table)
+    return isinstance(table, dict) and key in table
 
 
 def every_road(store: Path) -> None:
