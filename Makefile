@@ -2,9 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# Exactly what a lock names, each file checked against its hash; then flopwise itself, from here.
+INSTALL := $(PIP) install --require-hashes --no-deps -r
+EDITABLE := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: demo test check format bench clean help
+.PHONY: demo test check format bench fuzz lock clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -15,17 +18,20 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-$(VENV)/.base: $(VENV)/.created pyproject.toml constraints.txt
-	$(INSTALL) hatchling editables
-	$(INSTALL) --no-build-isolation -e .
+$(VENV)/.base: $(VENV)/.created pyproject.toml locks/base.txt
+	$(INSTALL) locks/base.txt
+	$(EDITABLE)
 	touch $@
 
-$(VENV)/.train: $(VENV)/.base
-	$(INSTALL) --no-build-isolation -e '.[train]'
+# torch's CPU build where pip is shown one (an index or a folder of its own), else that of PyPI with its gigabytes of CUDA.
+$(VENV)/.train: $(VENV)/.base locks/train.txt locks/torch-cpu.txt locks/torch-cuda.txt
+	$(INSTALL) locks/train.txt
+	$(INSTALL) locks/torch-cpu.txt 2>/dev/null || $(INSTALL) locks/torch-cuda.txt
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.train
-	$(INSTALL) --no-build-isolation -e '.[dev,train]'
+$(VENV)/.dev: $(VENV)/.train locks/dev.txt
+	$(INSTALL) locks/dev.txt
+	$(PIP) check
 	touch $@
 
 demo: $(VENV)/.train  ## predictions, plans, a small model trained and profiled here, a sweep, its table and its page
@@ -50,6 +56,13 @@ bench: $(VENV)/.base  ## errors on published kernels and measured steps, speed o
 	$(BIN)/python -m benchmarks.steps
 	$(BIN)/python -m benchmarks.mpt_table
 	$(BIN)/python -m benchmarks.speed
+
+fuzz: $(VENV)/.dev  ## damaged files and words through the command line, for MINUTES (5); what it finds becomes a test
+	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5)
+
+lock: $(VENV)/.created  ## pin again what `make` installs, with hashes; UPGRADE="numpy rich" or UPGRADE=all raises pins
+	$(PIP) install uv
+	PATH="$(CURDIR)/$(BIN):$$PATH" locks/refresh
 
 clean:  ## remove what the targets above made
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

@@ -31,7 +31,7 @@ def main() -> None:
         for template in COMMANDS:
             command = template.format(store=store, page=PAGE)
             print(f"$ flopwise {command}", flush=True)
-            subprocess.run([sys.executable, "-m", "flopwise", *command.split()], check=True)
+            subprocess.run([sys.executable, "-P", "-m", "flopwise", *command.split()], check=True)
             print(flush=True)
     print(f"the page of these runs: {PAGE.resolve()}")
     print("next: flopwise sweep --model MODEL --seq 2k-16k*2, a name of `flopwise ls models` or your own config.json")

@@ -57,7 +57,7 @@ def _sweep(name: str, grid: Sequence[str], store: Path, until: float) -> None:
 
 def _flopwise(words: Sequence[str], seconds: float | None) -> None:
     """Run a command; when its time is over it is interrupted, as a person would."""
-    process = subprocess.Popen([sys.executable, "-m", "flopwise", *words])
+    process = subprocess.Popen([sys.executable, "-P", "-m", "flopwise", *words])
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

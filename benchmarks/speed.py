@@ -16,6 +16,8 @@ from flopwise.predict import Request, step
 from flopwise.predict.calls import calls_for
 from flopwise.predict.grid import step_grid
 from flopwise.predict.memory import usable_bytes
+from flopwise.sweep.grid import expand, read_axes
+from flopwise.sweep.predicting import foresee_all
 
 BATCHES = tuple(range(1, 65))
 
@@ -50,6 +52,16 @@ def single_rate() -> float:
     return count / (time.process_time() - started)
 
 
+def sweep_rate() -> float:
+    """Cells of a sweep foreseen a second, as `sweep --predict` does it."""
+    words = {"model": "mpt-125m,mpt-350m,mpt-1b,mpt-7b", "seq": "512-32k*2", "batch": "8-160+17", "gpus": "1,8"}
+    named = {"h200": load_hardware("h200")}
+    cells = expand(read_axes({**words, "on": "h200"}), named).settings
+    started = time.process_time()
+    foresee_all(cells, named, steps=20, to_run=False)
+    return len(cells) / (time.process_time() - started)
+
+
 def search(name: str, device: str, devices: int) -> tuple[int, int, float]:
     """Strategies tried for a model on so many devices, those of them that were timed, and seconds of processor time."""
     hardware = load_hardware(device)
@@ -74,7 +86,7 @@ def command_seconds(*arguments: str) -> float:
     best = float("inf")
     for _ in range(5):
         started = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "flopwise", *arguments], check=True, capture_output=True)
+        subprocess.run([sys.executable, "-P", "-m", "flopwise", *arguments], check=True, capture_output=True)
         best = min(best, time.perf_counter() - started)
     return best
 
@@ -84,6 +96,7 @@ def main() -> None:
     print(f"{'grid, 64 batches: combinations a second on one core':<78}{grid_rate(BATCHES):>12,.0f}")
     print(f"{'grid, 16 batches: combinations a second on one core':<78}{grid_rate(BATCHES[:16]):>12,.0f}")
     print(f"{'single predictions a second on one core':<78}{single_rate():>12,.0f}")
+    print(f"{'cells of a sweep foreseen a second on one core':<78}{sweep_rate():>12,.0f}")
     for device, devices in (("a100-80gb", 64), ("h100-sxm", 4096)):
         evaluated, timed, seconds = search("gpt-3-175b", device, devices)
         for what, count in (("strategies", evaluated), ("of them timed", timed)):

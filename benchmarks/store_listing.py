@@ -60,7 +60,7 @@ def _time_all(store: Path) -> None:
 
 
 def _command(*words: str) -> Callable[[], object]:
-    line = [sys.executable, "-m", "flopwise", *words]
+    line = [sys.executable, "-P", "-m", "flopwise", *words]
     return lambda: subprocess.run(line, stdout=subprocess.DEVNULL, check=True)
 
 

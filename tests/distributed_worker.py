@@ -298,6 +298,7 @@ def save_step(executor: DistributedExecutor, case: Case, step: int, folder: Path
         sequence_tokens=TOKENS,
         totals={},
         files={},
+        not_finite=(),
     )
     save(folder, weights=weights, optimizer=optimizer, state=state, config=None, keep=2)
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.training import Training
 from flopwise.engine import checkpoint as module
+from flopwise.engine import tensor_files
 from flopwise.engine.checkpoint import (
     CONFIG,
-    DTYPES,
     OPTIMIZER,
     STATE,
     WEIGHTS,
@@ -38,6 +38,7 @@ from flopwise.engine.checkpoint import (
     load,
     save,
 )
+from flopwise.engine.tensor_files import DTYPES
 
 FILES = (WEIGHTS, OPTIMIZER, CONFIG, STATE)
 
@@ -54,6 +55,7 @@ def a_state(step: int) -> CheckpointState:
         sequence_tokens=128,
         totals={"loss": float(step), "seconds": 0.1 * step},
         files={},
+        not_finite=(),
     )
 
 
@@ -150,12 +152,12 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(
 def test_views_of_one_buffer_are_written_apart_and_without_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 1000)
     slab = torch.randn(10_007)
     views = {"head": slab[:7], "matrix": slab[7:9007].view(90, 100), "tail": slab[9007:], "again": slab[7:107]}
     begins, ends = slab.data_ptr(), slab.data_ptr() + slab.numel() * 4
     for view in views.values():
-        pieces = list(module._pieces(view))
+        pieces = [piece for piece, _ in tensor_files._pieces(view)]
         assert b"".join(pieces) == view.numpy().tobytes() and max(map(len, pieces)) <= 1000
         for piece in pieces:
             address = torch.frombuffer(piece, dtype=torch.uint8).data_ptr()
@@ -176,7 +178,7 @@ def test_changing_what_was_loaded_changes_no_file(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensors_of_a_device_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 1000)
     slab = torch.randn(5003, device="cuda").to(torch.bfloat16)
     views = {"first": slab[:1001], "second": slab[1001:]}
     found = load(save(tmp_path, weights=views, optimizer={}, state=a_state(1), config=None, keep=1))
@@ -356,3 +358,98 @@ def test_what_a_checkpoint_is_of_must_match() -> None:
     bare = replace(state, data={"files": 2})
     with pytest.raises(FlopwiseError, match="data: files"):
         check_matches(bare, **{**same, "data": {"files": 3}})
+
+
+def poisoned_step(folder: Path, step: int, keep: int) -> Path:
+    weights, optimizer = tensors_of(step)
+    weights["b.weight"] = weights["b.weight"].clone().index_fill_(0, torch.tensor([11]), math.nan)
+    return save(folder, weights=weights, optimizer=optimizer, state=a_state(step), config=None, keep=keep)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_one_that_is_not_finite_takes_no_place(keep: int, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_step(tmp_path, step, keep)
+    for step in (4, 5):
+        bad = poisoned_step(tmp_path, step, keep)
+        assert latest(tmp_path) == tmp_path / "checkpoints" / "step-00000003"
+        assert [found.step for found in checkpoints(tmp_path) if not found.problem] == [3, 2][:keep]
+    assert load(bad).state.not_finite == ("b.weight",)
+    assert "is not finite: NaN or infinity in b.weight" in checkpoints(tmp_path)[0].problem
+    # Good ones that follow push out the good ones from before, and what lies between with them.
+    for step in range(6, 6 + keep):
+        save_step(tmp_path, step, keep)
+    assert [found.step for found in checkpoints(tmp_path)] == [7, 6][-keep:]
+
+
+def test_where_none_is_good_all_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2):
+        poisoned_step(tmp_path, step, 1)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"] and latest(tmp_path) is None
+
+
+def test_bad_numbers_are_found_in_every_piece_and_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 1000)
+    fine = {f"fine {dtype}": torch.ones(900).to(dtype) for dtype in DTYPES}
+    assert (
+        load(save(tmp_path, weights=fine, optimizer=fine, state=a_state(1), config=None, keep=1)).state.not_finite == ()
+    )
+    for dtype in (found for found in DTYPES if found.is_floating_point):
+        for where in (0, 499, 899):
+            numbers = torch.ones(900)
+            numbers[where] = math.nan
+            state = replace(a_state(1), not_finite=("eval_loss",))
+            path = save(
+                tmp_path, weights={**fine, "a": numbers.to(dtype).view(30, 30).t()}, optimizer={}, state=state,
+                config=None, keep=1,
+            )  # fmt: skip
+            assert load(path).state.not_finite == ("a", "eval_loss")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_bad_numbers_of_a_device_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 1000)
+    for dtype in (found for found in DTYPES if found.is_floating_point):
+        tensors = {f"{where}": torch.ones(900) for where in (-1, 0, 499, 899)}
+        for name, numbers in tensors.items():
+            numbers[int(name)] = 1.0 if name == "-1" else math.nan
+        weights = {name: numbers.cuda().to(dtype) for name, numbers in tensors.items()}
+        path = save(tmp_path, weights=weights, optimizer={}, state=a_state(1), config=None, keep=1)
+        assert load(path).state.not_finite == ("0", "499", "899")
+
+
+def test_going_back_clears_away_what_dead_processes_left(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_step(tmp_path, step, keep=5)
+    parent = tmp_path / "checkpoints"
+    for name in (".removed-step-00000001-5", ".step-00000002-77"):
+        shutil.copytree(parent / "step-00000001", parent / name)
+    drop_later(tmp_path, 1)
+    assert sorted(path.name for path in parent.iterdir()) == [".lock", "step-00000001"]
+    drop_later(tmp_path / "no run", 1)
+    (parent / ".lock").unlink()
+    (parent / ".lock").mkdir()
+    with pytest.raises(FlopwiseError, match="nothing can be written to"):
+        drop_later(tmp_path, 1)
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    precious, lock = tmp_path / "precious", tmp_path / "checkpoints" / ".lock"
+    precious.write_text("keep me")
+    lock.unlink()
+    lock.symlink_to(precious)
+    for attempt in (lambda: save_step(tmp_path, 2), lambda: drop_later(tmp_path, 1)):
+        with pytest.raises(FlopwiseError) as caught:
+            attempt()
+        assert "it is a link" in str(caught.value.why)
+    assert precious.read_text() == "keep me" and names(tmp_path) == ["step-00000001"]
+
+
+def test_checkpoints_lie_under_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"run \xff")
+    folder.mkdir()
+    path = save_step(folder, 3)
+    assert latest(folder) == path
+    check_step(load(path))

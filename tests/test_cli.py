@@ -148,7 +148,7 @@ BAD = [
     (["predict", "llama-3-8b", "--on", "h200", "--device-mem", "40"], "--device-mem 40GiB"),
     (["predict", "llama-3-8b", "--on", "h200", "--device-mem", "0"], "--device-mem"),
     (["predict", "llama-3-8b", "--on", "h200", "--device-mem", "40Gb"], "bits"),
-    (["predict", "llama-3-8b", "--on", "h200", "--seq", "512,1024"], "run it once for each"),
+    (["predict", "llama-3-8b", "--on", "h200", "--seq", "512,,1024"], "a value between commas is missing"),
     (["predict", "llama-3-8b", "--on", "h200", "--set", "layers=2", "--set", "layers =3"], "twice"),
     (["predict", "llama-3-8b", "--on", "h200", "--set", "layers=2\nhidden=3"], "on one line"),
     (["predict", "llama-3-8b", "--on", "h200", "--set", "layers=" + "9" * 5000], "too many digits"),

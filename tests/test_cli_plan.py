@@ -134,7 +134,7 @@ def test_predict_for_several_devices_shards_by_default() -> None:
     [
         (["--gpus", "0"], "--gpus"),
         (["--gpus", "many"], "--gpus"),
-        (["--gpus", "5000000"], "at most 1,000,000"),
+        (["--gpus", "5000000"], "from 1 to 1,000,000"),
         (["--gpus", "8", "--stack", "nothing-like-it"], "nothing-like-it"),
         (["--gpus", "8", "--parallel", "tp16"], "--parallel"),
         (["--gpus", "8", "--parallel", "wide"], "cannot read 'wide'"),

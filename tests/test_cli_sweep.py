@@ -28,7 +28,8 @@ from flopwise.core.sweep_store import new_attempt, read_attempts, read_cell, rea
 
 RUN = CliRunner()
 MPT = ("--model", "mpt-125m,mpt-350m", "--on", "h200", "--seq", "512-2k*2")
-SMALL = ("--model", "mpt-125m", "--on", "h200", "--seq", "512,1k", "--batch", "8")
+ONE = ("--model", "mpt-125m", "--on", "h200", "--batch", "8")
+SMALL = (*ONE, "--seq", "512,1k")
 
 
 def answer(*words: str) -> Answer:
@@ -79,7 +80,7 @@ def test_what_does_not_fit_says_what_it_needs() -> None:
     "words",
     [
         (*SMALL, "--dry-run"),
-        (*SMALL, "--seq", "512", "--host-mem", "none,9GiB", "--device-mem", "40,80GiB", "--predict"),
+        (*ONE, "--seq", "512", "--host-mem", "none,9GiB", "--device-mem", "40,80GiB", "--predict"),
         ("--model", "mpt-13b,mpt-30b", "--batch-tokens", "2M", "--gpus", "8,16", "--on", "h200,h100", "--predict"),
     ],
     ids=["plain", "caps", "devices"],
@@ -168,7 +169,7 @@ def test_only_some_cells() -> None:
         ((), "a sweep needs a model"),
         (("--model", "mpt-125"), "no model is called 'mpt-125'"),
         (("--model", "mpt-125m", "--on", "h201"), "no hardware is called 'h201'"),
-        ((*MPT, "--seq", "8k-512*2"), "--seq: '8k-512*2' is an empty range"),
+        ((*ONE, "--seq", "8k-512*2"), "--seq: '8k-512*2' is an empty range"),
         ((*MPT, "--batch", "1-1000+1", "--micro", "1-1000+1"), "6,000,000 cells"),
         ((*SMALL, "--batch-tokens", "2M"), "--batch beside --batch-tokens"),
         ((*SMALL, "--steps", "0"), "--steps"),
@@ -381,7 +382,7 @@ def test_a_cell_that_is_damaged_stops_no_other(
 
 def test_a_name_is_that_of_the_cells(tmp_path: Path, stand_in: Callable[..., list[dict[str, Any]]]) -> None:
     calls = stand_in("ok")
-    for words in (SMALL, SMALL, (*SMALL, "--seq", "2k")):
+    for words in (SMALL, SMALL, (*ONE, "--seq", "2k")):
         assert answer(*words).exit_code == 0
     names = [call["record"].name for call in calls]
     assert names[0] == names[1] != names[2]
@@ -389,13 +390,13 @@ def test_a_name_is_that_of_the_cells(tmp_path: Path, stand_in: Callable[..., lis
     assert len(names[0]) == len("sweep-") + 8
     assert answer(*SMALL, "--name", "mine").exit_code == 0
     before = read_sweep(tmp_path / "runs", "mine")
-    other = error(*SMALL, "--seq", "4k", "--name", "mine")
+    other = error(*ONE, "--seq", "4k", "--name", "mine")
     assert "there is a sweep mine with other cells" in other.what
     assert "--force" in (other.hint or "")
     assert read_sweep(tmp_path / "runs", "mine") == before
     assert answer(*SMALL, "--name", "mine", "--steps", "7").exit_code == 0
     assert read_sweep(tmp_path / "runs", "mine") == replace(before, steps=7)
-    assert answer(*SMALL, "--seq", "4k", "--name", "mine", "--force").exit_code == 0
+    assert answer(*ONE, "--seq", "4k", "--name", "mine", "--force").exit_code == 0
     assert len(read_sweep(tmp_path / "runs", "mine").cells) == 1
     assert len(list((tmp_path / "runs" / "sweeps").iterdir())) == 3
 

@@ -27,7 +27,8 @@ from flopwise.core.measurement import RunRecord
 from flopwise.core.parallel import Parallel
 from flopwise.core.store import new_run, write_record
 from flopwise.core.training import Training
-from flopwise.engine import launch
+from flopwise.engine import spawning
+from flopwise.train import launching
 from flopwise.train.events import Callback, Started
 from flopwise.train.request import TrainRequest
 
@@ -260,7 +261,9 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int]]:
         started.append((arguments, ranks))
         return 7
 
-    monkeypatch.setattr(launch, "spawn", spawn)
+    monkeypatch.setattr(spawning, "spawn", spawn)
+    # What it looks at is in tests/test_launch_checks.py.
+    monkeypatch.setattr(launching, "check_launch", lambda _request: None)
     return started
 
 
@@ -373,12 +376,19 @@ def test_json_is_the_record_and_nothing_else(trainer: Trainer) -> None:
     assert record["metrics"] == {"train_loss": "nan"}
 
 
-def test_an_interrupted_run_ends_cleanly_and_says_how_to_go_on(trainer: Trainer) -> None:
-    trainer.record = a_record(state="interrupted", steps_done=12, reason="SIGTERM")
+@pytest.mark.parametrize(("reason", "expected"), [("SIGINT", 130), ("SIGTERM", 143), ("another rank", 143)])
+def test_an_interrupted_run_ends_cleanly_and_says_how_to_go_on(trainer: Trainer, reason: str, expected: int) -> None:
+    trainer.record = a_record(state="interrupted", steps_done=12, reason=reason)
     code, out, _ = answered(["train", "--store", "my runs"])
-    assert code == 0
-    assert "interrupted: 12 of 20 steps · SIGTERM" in out
-    assert "flopwise train --resume 0142 --store 'my runs'" in out
+    assert code == expected
+    assert f"interrupted: 12 of 20 steps · {reason}" in out
+    following = "go on with: flopwise train --resume 0142 --store 'my runs'"
+    assert out.splitlines()[-1] == following
+    code, out, err = answered(["train", "--store", "my runs", "-o", "json"])
+    assert (code, json.loads(out)["state"], err.splitlines()[-1]) == (expected, "interrupted", following)
+    trainer.record = a_record(state="interrupted", steps_done=12, reason=reason, checkpoint=None)
+    code, out, _ = answered(["train"])
+    assert code == expected and "--resume" not in out
 
 
 def test_the_start_of_a_run_that_goes_on() -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from flopwise.core.catalog import load_model, plan_table
+from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import to_toml
 from flopwise.core.formats import POLICIES, parse_formats
 from flopwise.core.store import new_run, write_record
-from flopwise.engine import launch
-from flopwise.engine.formats import check_formats
+from flopwise.engine import launch, spawning
+from flopwise.engine.executable import check_formats
+from flopwise.train import launching
 from flopwise.train.request import TrainRequest
 
 from .test_cli_fuzz import answered
@@ -31,7 +33,8 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(ranks)
         return 7
 
-    monkeypatch.setattr(launch, "spawn", spawn)
+    monkeypatch.setattr(spawning, "spawn", spawn)
+    monkeypatch.setattr(launching, "check_launch", lambda _request: None)
     return found
 
 
@@ -49,6 +52,28 @@ def test_fp8_on_several_devices_is_refused_before_any_starts(trainer: Trainer, s
     assert asked(trainer, "--resume 1 --gpus 1").devices == 1
     assert answered(["train", "gpt2", "--gpus", "2", "--precision", "bf16"])[0] == 7
     assert spawned == [2]
+
+
+def test_everything_is_looked_at_before_a_process_is_started(
+    trainer: Trainer, spawned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[TrainRequest] = []
+
+    def check(request: TrainRequest) -> None:
+        seen.append(request)
+        raise FlopwiseError("not here", hint="elsewhere")
+
+    monkeypatch.setattr(launching, "check_launch", check)
+    assert refused(trainer, "gpt2 --gpus 2") == "error: not here\n\nhint: elsewhere\n"
+    assert ([request.devices for request in seen], spawned) == ([2], [])
+    # One device is looked at by what runs it, and so are ranks that somebody else has started.
+    assert asked(trainer, "gpt2 --gpus 1").devices == 1
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(launch, "leave", lambda _code=0: None)
+    assert asked(trainer, "gpt2 --gpus 2").devices == 2
+    assert len(seen) == 1
 
 
 def test_hardware_may_be_named_beside_a_run_that_goes_on(trainer: Trainer) -> None:

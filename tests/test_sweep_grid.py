@@ -15,7 +15,8 @@ from flopwise.core.catalog import load_hardware, load_model, model_names, model_
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import to_toml
 from flopwise.core.hardware import Hardware
-from flopwise.core.sweep import AUTO, Settings, cell_id
+from flopwise.core.sweep import Settings, cell_id
+from flopwise.core.units import AUTO
 from flopwise.sweep.grid import AXES, MOST_CELLS, Grid, expand, joined, label, read_axes, values_of
 from flopwise.sweep.sweep_file import SweepFile, all_axes, parse_duration, read_sweep_file
 
@@ -219,12 +220,12 @@ def test_positions_that_grow_with_the_sequence_do() -> None:
 
 
 def test_a_million_cells_are_refused_before_they_are_made() -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     error = told(seq="1-1000+1", batch="1-1000+1")
     assert "1,000,000 cells" in error.what
     assert "1,000 seq × 1,000 batch" in (error.why or "")
     assert "10,000,000 cells" in told(set=["layers=1-1000+1"], seq="1-10000+1").what
-    assert time.perf_counter() - begun < 1.0
+    assert time.process_time() - begun < 3.0
 
 
 def test_a_label_says_all_that_tells_cells_apart() -> None:

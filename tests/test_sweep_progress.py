@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from flopwise.cli.sweep_progress import LiveProgress, PlainProgress, TimeLeft, cell_words, ended_words, watching
-from flopwise.core.sweep import AUTO, Cell, Foreseen
+from flopwise.core.sweep import Cell, Foreseen
+from flopwise.core.units import AUTO
 from flopwise.sweep.predicting import sweep_seconds
 from flopwise.sweep.running import AttemptEnded, CellBegun, CellEnded, CellSkipped, Event, Noticed, SweepEnded
 

@@ -19,8 +19,9 @@ from flopwise.core.formats import parse_formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.results import Result, result_of_cell, result_of_run, settings_of
 from flopwise.core.store import list_runs, read_record
-from flopwise.core.sweep import AUTO, Attempt, Cell, Foreseen, SweepRecord, cell_id, standing
+from flopwise.core.sweep import Attempt, Cell, Foreseen, SweepRecord, cell_id, standing
 from flopwise.core.sweep_store import read_attempts, read_cell, read_sweep, write_sweep
+from flopwise.core.units import AUTO
 from flopwise.profile.this_machine import find_hardware
 from flopwise.sweep import keeper
 from flopwise.sweep.running import CellSkipped, Event, run_sweep
@@ -194,11 +195,9 @@ def test_the_largest_micro_batch_is_found_for_real(tmp_path: Path) -> None:
         device_memory_bytes=low,
         foreseen=Foreseen(fits=True, method="plan", micro_batch_sequences=12),
     )
-    begun = time.monotonic()
     (attempt,) = run_sweep(tmp_path, prepared(tmp_path, [cell]))
     assert (attempt.state, attempt.micro_batch_sequences, attempt.batch_sequences) == ("ok", 11, 11)
     measured = read_record(tmp_path / (attempt.run or "")).measurement
     assert measured is not None and (measured.micro_batch_sequences, measured.batch_sequences) == (11, 11)
     tried = [(attempt.micro_batch_sequences, attempt.state) for attempt in read_attempts(tmp_path, cell.id)[0]]
     assert tried == [(12, "oom"), (11, "ok"), (11, "ok")]
-    assert time.monotonic() - begun < 60

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.sweep import AUTO, Attempt, Cell, Foreseen
+from flopwise.core.sweep import Attempt, Cell, Foreseen
 from flopwise.core.sweep_store import CELL, CELLS, LOCK, cell_folder, claimed, new_attempt, read_attempts
+from flopwise.core.units import AUTO
 from flopwise.sweep.attempts import Trial
 from flopwise.sweep.auto_batch import LOOKING_STEPS
 from flopwise.sweep.running import (

@@ -148,10 +148,11 @@ def test_a_plan_that_holds_more_than_it_may_is_refused(folder: Path) -> None:
         trained(model="small.toml", sequence_tokens=None)
     assert caught.value.hint and "device_memory_bytes" in caught.value.hint
     assert isinstance(plan, Plan)
-    held = given_plan(replace(plan, host_memory_bytes=10), TINY, load_hardware("mine.toml"), None)
-    preparing._check_caps(replace(held, host_bytes=10))
+    here = load_hardware("mine.toml")
+    held = given_plan(replace(plan, host_memory_bytes=10), TINY, here, None)
+    preparing._within_caps(replace(held, host_bytes=10), TINY, here, anywhere=False)
     with pytest.raises(FlopwiseError, match=r"of host memory, and its own cap is 10\.0 B"):
-        preparing._check_caps(replace(held, host_bytes=11))
+        preparing._within_caps(replace(held, host_bytes=11), TINY, here, anywhere=False)
     assert trained(model="p.toml", sequence_tokens=None).state == "done"
 
 
@@ -197,9 +198,8 @@ def write_calibrated(base: str, device_name: str, memory_bytes: int, *, like: bo
 
 def accepted(monkeypatch: pytest.MonkeyPatch, card: str, memory_bytes: int, on: str) -> bool:
     """Whether a training on that card goes on with a description; the card is asked for nothing else."""
-    facts = {"device_name": card, "device_memory_bytes": str(memory_bytes)}
-    monkeypatch.setattr(preparing, "device_facts", lambda _device: facts)
-    monkeypatch.setattr(preparing, "choose_device", lambda _wanted: "cuda")
+    here = this_machine.Here(device="cuda", count=1, title=card, memory_bytes=memory_bytes)
+    monkeypatch.setattr(preparing, "_here", lambda _wanted: here)
     for name in ("gpu_name", "this_cpu"):
         monkeypatch.setattr(this_machine, name, lambda: pytest.fail("the machine was measured"))
     request = TrainRequest(model="tiny.toml", data=("text.txt",), steps=1, sequence_tokens=16, batch_sequences=2, on=on)

@@ -25,7 +25,7 @@ from flopwise.core.transformer import Transformer
 from flopwise.engine import checkpoint
 from flopwise.profile.this_machine import this_cpu
 from flopwise.train import Callback, Started
-from flopwise.train import preparing as preparing_module
+from flopwise.train import hardware as hardware_module
 from flopwise.train.running import run
 
 TINY = Transformer(
@@ -76,7 +76,7 @@ def hardware() -> Iterator[None]:
     """Measured once, not for every training."""
     found: Hardware = this_cpu()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preparing_module, "find_hardware", lambda _name: found)
+        patch.setattr(hardware_module, "find_hardware", lambda _name: found)
         yield
 
 
@@ -437,9 +437,7 @@ def test_a_plan_for_other_hardware_is_refused(place: Path) -> None:
         from flopwise.profile.this_machine import find_hardware
 
         cpu = this_cpu()
-        patch.setattr(
-            preparing_module, "find_hardware", lambda name: cpu if name == "this-cpu" else find_hardware(name)
-        )
+        patch.setattr(hardware_module, "find_hardware", lambda name: cpu if name == "this-cpu" else find_hardware(name))
         with pytest.raises(FlopwiseError, match="the plan is for") as caught:
             run(**request)
         assert caught.value.hint and "--anywhere" in caught.value.hint

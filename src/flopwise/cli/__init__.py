@@ -18,6 +18,7 @@ try:
         design,
         env,
         export,
+        once,
         plan,
         predict,
         profile,
@@ -64,6 +65,8 @@ app.command()(calibrate.calibrate)
 app.command("ls")(catalogue.list_catalogue)
 app.command()(catalogue.show)
 app.command()(env.env)
+for command in (*app.registered_commands, *profile.app.registered_commands):
+    command.cls = once.OnceCommand
 
 
 def main() -> None:
@@ -108,7 +111,12 @@ def _fail(error: FlopwiseError, exit_code: int | None = None) -> NoReturn:
         lines += ["", f"  {visible(error.why)}"]
     if error.hint:
         lines += ["", f"{cyan}hint:{plain} {visible(error.hint)}"]
-    typer.echo("\n".join(lines), err=True)
+    text = "\n".join(lines)
+    typer.echo(text, err=True)
+    if "RANK" in os.environ:
+        from flopwise.engine.launch import note_refusal
+
+        note_refusal(text)
     sys.exit(error.exit_code if exit_code is None else exit_code)
 
 

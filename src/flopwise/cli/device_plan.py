@@ -206,11 +206,27 @@ def _planned(question: DeviceQuestion, words: DeviceWords, convention: Conventio
         found = planned(question, convention=convention, helps=helps)
     else:
         found = ruled(question, variant, convention=convention)
-    described = question.hardware.host is not None or question.hardware.link is None
-    if words.host_mem.lower() == "auto" and not question.host_bytes and not described:
-        note = f"no host memory: {question.hardware.name} does not say how much there is; --host-mem 110GiB"
+    note = _host_note(question, given=words.host_mem.lower() != "auto")
+    if note is not None:
         found = replace(found, notes=(*found.notes, note))
     return replace(found, interval=streamed_interval(found, question.model, question.hardware))
+
+
+def _host_note(question: DeviceQuestion, *, given: bool) -> str | None:
+    """What is to be known of the host's memory beside the cap."""
+    from flopwise.predict.choose import default_host_bytes
+
+    hardware = question.hardware
+    if not given:
+        described = hardware.host is not None or hardware.link is None
+        if question.host_bytes or described:
+            return None
+        return f"no host memory: {hardware.name} does not say how much there is; --host-mem 110GiB"
+    # The default leaves what the system, Python and the data take.
+    known = default_host_bytes(hardware)
+    if not question.host_bytes or question.host_bytes <= known:
+        return None
+    return "--host-mem is what the training may take: the system, Python and data need some of the host beside it"
 
 
 def rule_variant(text: str) -> str | None:

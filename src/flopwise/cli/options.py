@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 LEAST_DEVICE_BYTES = 2**20
 """Less than this is a forgotten unit: no device is that small."""
-MOST_DEVICES = 10**6
 MOST_DIGITS = 18
 Found = TypeVar("Found")
 FORMS = ("table", "md", "csv", "json")
@@ -46,6 +45,13 @@ FusionOption = Annotated[
     str, typer.Option(help="fused (compiled or hand-written kernels) or eager; auto: the stack's.")
 ]
 GpusOption = Annotated[str, typer.Option(help="Devices: 8, 64, 4096.")]
+# `predict` sets several numbers side by side.
+SEVERAL = "several with commas or as 1-8*2."
+GpusListOption = Annotated[str, typer.Option(help=f"Devices: 8, 64; {SEVERAL}")]
+SequenceListOption = Annotated[str, typer.Option(help=f"Tokens of a sequence: 8192, 8k; {SEVERAL}")]
+BatchListOption = Annotated[str, typer.Option(help=f"Sequences of a step, over all micro-batches; {SEVERAL}")]
+BatchTokensListOption = Annotated[str, typer.Option(help=f"The same in tokens: 512k, 2M; {SEVERAL}")]
+MicroListOption = Annotated[str, typer.Option(help=f"Sequences that run at once; {SEVERAL}")]
 ParallelOption = Annotated[
     str,
     typer.Option(
@@ -168,6 +174,39 @@ def requested(words: Mapping[str, Any]) -> Request:
     )
 
 
+def set_ups(words: Mapping[str, Any]) -> list[Request]:
+    """The options of `predict` as requests: every combination of the numbers that are lists or ranges."""
+    from itertools import product
+    from math import prod
+
+    from flopwise.core.errors import FlopwiseError
+
+    listed = [_listed(words, option) for option in LISTS]
+    count = prod(len(values) for values in listed)
+    if count > MOST_SET_UPS:
+        raise FlopwiseError(
+            f"{count:,} set-ups", why=f"`predict` shows up to {MOST_SET_UPS}", hint="`flopwise sweep --predict`"
+        )
+    return [requested({**words, **dict(zip(LISTS, values, strict=True))}) for values in product(*listed)]
+
+
+MOST_SET_UPS = 1000
+"""More than that is a sweep, which predicts thousands at once."""
+LISTS = {"gpus": "64,256", "seq": "2k,8k", "batch": "64,256", "batch_tokens": "512k,2M", "micro": "1,2,4"}
+"""Options of `predict` that may name several numbers, with an example of it."""
+
+
+def _listed(words: Mapping[str, Any], option: str) -> list[str]:
+    """The values of an option, each as it would be typed alone."""
+    from flopwise.core.units import parse_counts, parse_devices, parse_tokens
+
+    text, parse = words[option], parse_devices if option == "gpus" else parse_tokens
+    if "," not in text and not any(sign in text for sign in "*+"):
+        return [text]
+    found = value_of(words, option, lambda text: parse_counts(text, parse, LISTS[option], auto=option != "gpus"))
+    return list(dict.fromkeys(str(value) for value in found or ()))
+
+
 def _stack(name: str) -> Stack | None:
     from flopwise.core.prediction import NO_STACK
 
@@ -178,27 +217,13 @@ def _stack(name: str) -> Stack | None:
     return load_stack(name)
 
 
-def _device_count(text: str) -> int:
-    from flopwise.core.errors import FlopwiseError, shown
-
-    plain = text.strip().replace(",", "")
-    if not plain.isascii() or not plain.isdecimal() or not int(plain[:MOST_DIGITS]) >= 1 or len(plain) > MOST_DIGITS:
-        raise FlopwiseError(
-            f"{shown(text)} is no number of devices", why="whole devices, at least one", hint="--gpus 8"
-        )
-    return int(plain)
-
-
 def _parallel(gpus: str, words: str) -> Parallel:
     """The devices and how they share the work; without words they shard everything, as FSDP does."""
     from flopwise.core.errors import FlopwiseError
     from flopwise.core.parallel import Parallel, parse_parallel
+    from flopwise.core.units import parse_devices
 
-    count = value_of({"gpus": gpus}, "gpus", _device_count)
-    if count is not None and count > MOST_DEVICES:
-        raise FlopwiseError(
-            f"--gpus: {count:,} devices", why=f"at most {MOST_DEVICES:,} are planned for", hint="--gpus 64"
-        )
+    count = value_of({"gpus": gpus}, "gpus", parse_devices)
     if words.lower() == "auto":
         return Parallel(data=count, zero=3) if count is not None and count > 1 else Parallel()
     try:
@@ -280,11 +305,14 @@ def check_target(
 
 
 def counted(least: int, example: str) -> Callable[[str], int]:
-    """Reads whole numbers from `least` on: 100, 1,000."""
+    """Reads whole numbers from `least` on: 100, 1_000."""
     from flopwise.core.errors import FlopwiseError, shown
+    from flopwise.core.units import one_expected
 
     def read(text: str) -> int:
-        plain = text.strip().replace(",", "").replace("_", "")
+        if "," in text:
+            raise one_expected(text, "a whole number")
+        plain = text.strip().replace("_", "")
         if not (plain.isascii() and plain.isdecimal()) or len(plain) > MOST_DIGITS or int(plain) < least:
             raise FlopwiseError(
                 f"cannot be {shown(text)}", why=f"a whole number of at least {least} is expected", hint=example

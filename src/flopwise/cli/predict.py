@@ -10,14 +10,14 @@ from flopwise.cli.options import (
     FORMS,
     METHODS,
     AttentionOption,
-    BatchOption,
-    BatchTokensOption,
+    BatchListOption,
+    BatchTokensListOption,
     ConventionOption,
     DeviceMemoryOption,
     FusionOption,
-    GpusOption,
+    GpusListOption,
     MethodOption,
-    MicroOption,
+    MicroListOption,
     ModelArgument,
     OnOption,
     OptimizerOption,
@@ -25,7 +25,7 @@ from flopwise.cli.options import (
     ParallelOption,
     PrecisionOption,
     RecomputeOption,
-    SequenceOption,
+    SequenceListOption,
     SetOption,
     StackOption,
     changes_of,
@@ -33,7 +33,7 @@ from flopwise.cli.options import (
     is_given,
     names,
     one_of,
-    requested,
+    set_ups,
 )
 from flopwise.cli.output import Writers, print_records, show_page
 
@@ -54,10 +54,10 @@ def predict(
     context: typer.Context,
     model: ModelArgument,
     on: OnOption = "this-machine",
-    seq: SequenceOption = "auto",
-    batch: BatchOption = "auto",
-    batch_tokens: BatchTokensOption = "auto",
-    micro: MicroOption = "auto",
+    seq: SequenceListOption = "auto",
+    batch: BatchListOption = "auto",
+    batch_tokens: BatchTokensListOption = "auto",
+    micro: MicroListOption = "auto",
     precision: PrecisionOption = "auto",
     recompute: RecomputeOption = "auto",
     optimizer: OptimizerOption = "adamw",
@@ -65,7 +65,7 @@ def predict(
     fusion: FusionOption = "auto",
     convention: ConventionOption = "causal",
     device_mem: DeviceMemoryOption = "auto",
-    gpus: GpusOption = "auto",
+    gpus: GpusListOption = "auto",
     parallel: ParallelOption = "auto",
     stack: StackOption = "kernels",
     change: SetOption = None,
@@ -94,15 +94,15 @@ def predict(
     if is_plan(model):
         _show_plan(context, model, counting, form)
         return
-    request = requested(locals())
+    requests = set_ups(locals())
     changes = changes_of(change or [])
     models = [load_model(name, changes) for name in names(model, "a model")]
     machines = [hardware_named(name) for name in names(on, "a device (--on)")]
+    asked = [(one, machine, request) for one in models for machine in machines for request in requests]
     if show_config:
-        settings = [_settings(context, one, machine, request) for one in models for machine in machines]
-        _print_settings(settings, form)
+        _print_settings([_settings(context, *set_up) for set_up in asked], form)
         return
-    predictions = [predicted(one, machine, request, counting) for one in models for machine in machines]
+    predictions = [predicted(*set_up, counting) for set_up in asked]
     _print_predictions(predictions, {machine.name: machine.title for machine in machines}, form)
 
 

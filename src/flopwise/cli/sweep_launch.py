@@ -66,9 +66,10 @@ def run(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any
                 if wanted
                 else []
             )  # fmt: skip
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
         say(f"interrupted   go on with: flopwise sweep --resume {record.name}{_store_words(words)}")
-        raise typer.Exit(130) from None
+        code = end.code if isinstance(end, SystemExit) and isinstance(end.code, int) else 130
+        raise typer.Exit(code) from None
     _print_results(store, record.name, wanted if words["only"] else record.cells, words["output"].lower())
     elsewhere = [attempt for attempt in attempts if attempt.state == "running"]
     for attempt in elsewhere:

@@ -78,14 +78,15 @@ def train(
     Without arguments: a small Llama on the sources of Python's library, in about a minute.
     """
     words = dict(locals())
+    _join_launcher()
     form = one_of(output, ("table", "json"), "--output")
     request = train_request(context, words)
     check_packages()
     _spawn_ranks(request)
     record = _run(request)
-    if record is not None:
+    if _speaks():
         _print(record, form, request.store)
-    _leave_ranks()
+    _end(exit_code(record))
 
 
 # -- from words to a request -----------------------------------------------------------------------------------------
@@ -302,7 +303,7 @@ def _check_several(request: TrainRequest) -> None:
     from flopwise.core.catalog import is_plan, load_plan
     from flopwise.core.formats import parse_formats
     from flopwise.core.store import find_run, read_record, store_folder
-    from flopwise.engine.launch import check_several
+    from flopwise.engine.executable import check_several
 
     if request.resume:
         precision = read_record(find_run(store_folder(request.store), request.resume)).plan.get("precision")
@@ -336,34 +337,65 @@ def _spawn_ranks(request: TrainRequest) -> None:
     import os
     import sys
 
-    from flopwise.engine.launch import rank_of, spawn
+    from flopwise.engine.launch import rank_of
+    from flopwise.engine.spawning import spawn
+    from flopwise.train.launching import check_launch
 
     if request.devices > 1 and rank_of(os.environ).launched_by == "alone":
+        check_launch(request)
         raise typer.Exit(spawn(sys.argv[1:], request.devices))
 
 
-def _leave_ranks() -> None:
-    """One of several processes ends here, and at once."""
+def _join_launcher() -> None:
+    """One of several processes that `flopwise train` has started does not outlive it."""
+    import os
+
+    from flopwise.engine.launch import SPAWNED, end_with_launcher
+
+    if SPAWNED in os.environ:
+        end_with_launcher()
+
+
+def exit_code(record: RunRecord) -> int:
+    """0 for a training that is done; for one that was asked to end, what a shell makes of that signal."""
+    import signal
+
+    if record.state != "interrupted":
+        return 0
+    # Another rank was asked, and has not said by what.
+    known = {number.name: number for number in signal.Signals}
+    return 128 + known.get(record.reason or "", signal.SIGTERM)
+
+
+def _end(code: int) -> None:
+    """Of several processes each ends here, and at once."""
     import os
 
     from flopwise.engine.launch import leave, rank_of
 
     if rank_of(os.environ).world > 1:
-        leave()
+        leave(code)
+    if code:
+        raise typer.Exit(code)
 
 
-def _run(request: TrainRequest) -> RunRecord | None:
-    """Train; None for a rank that does not speak."""
+def _speaks() -> bool:
+    """Whether this is the one process, or the first of several."""
     import os
 
-    from flopwise import train as training
-    from flopwise.cli.train_progress import watching
     from flopwise.engine.launch import rank_of
 
+    return rank_of(os.environ).rank == 0
+
+
+def _run(request: TrainRequest) -> RunRecord:
+    """Train, and be watched at it where this process speaks."""
+    from flopwise import train as training
+    from flopwise.cli.train_progress import watching
+
     _import_engine()
-    if rank_of(os.environ).rank:
-        training.run(request)
-        return None
+    if not _speaks():
+        return training.run(request)
     with watching() as callback:
         return training.run(request, callbacks=[callback])
 
@@ -388,9 +420,12 @@ def _import_engine() -> None:
 
 def _print(record: RunRecord, form: str, store: str | None) -> None:
     from flopwise.core.store import to_text
-    from flopwise.report.training import end_page
+    from flopwise.report.training import end_page, resume_words
 
     if form == "json":
         typer.echo(to_text(record))
+        following = resume_words(record, store)
+        if following:
+            typer.echo(following, err=True)
     else:
         show_page(end_page(record, width(), store=store))

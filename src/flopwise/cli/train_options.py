@@ -62,7 +62,10 @@ WeightsOption = Annotated[str, typer.Option(help="Folder of Hugging Face weights
 FromScratchOption = Annotated[
     bool, typer.Option("--from-scratch", help="Draw first weights though the model's folder has some.")
 ]
-AnywhereOption = Annotated[bool, typer.Option("--anywhere", help="Run a plan on other hardware than it was made for.")]
+AnywhereOption = Annotated[
+    bool,
+    typer.Option("--anywhere", help="Run a plan on other hardware than it is for; more ranks than a CPU has cores."),
+]
 DeterministicOption = Annotated[
     bool, typer.Option("--deterministic", help="Only kernels that give the same bits every time.")
 ]

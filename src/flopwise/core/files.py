@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import os
 import re
 import stat
@@ -45,6 +46,8 @@ _NO_TEXT = re.compile("[\udc80-\udcff]")
 LONGEST_PATH = 200
 """Characters of a path that an error repeats."""
 READABLE_HINT = "name a TOML or JSON file that can be read, or a catalogue entry"
+NEW_FILE = stat.S_IFREG | 0o644
+"""What a file is that was not there before."""
 WRITABLE_HINT = "check the folder, its permissions and the space left on it"
 
 Described = TypeVar("Described")
@@ -303,15 +306,36 @@ def encodable(text: str) -> str:
     return text
 
 
-def write_whole(path: Path, text: str) -> None:
+def append_to(path: Path) -> io.FileIO:
+    """A file of our own, open for more: made where it is missing, and never emptied.
+
+    Its name can be foretold, and others may be able to write to its folder: what a link in its place leads to is not
+    touched, a pipe is not waited for. Raises an OSError that says so.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, and not followed") from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is a device or a pipe")
+    return io.FileIO(handle, "ab")
+
+
+def write_whole(path: Path, text: str, *, own: bool = False) -> None:
     """Write beside the target and rename into place, so that no reader ever sees half of it.
 
     A link stays one, and what it leads to is replaced, with the permissions that it had. A device or a pipe cannot be
-    replaced, and is written to.
+    replaced, and is written to. `own`: a file that we alone write; it takes the place of whatever else has its name.
     """
     try:
-        target = path.resolve()
-        mode = target.stat().st_mode if target.exists() else stat.S_IFREG | 0o644
+        target = path.parent.resolve() / path.name if own else path.resolve()
+        mode = target.stat().st_mode if target.exists() else NEW_FILE
+        if own and (target.is_symlink() or not stat.S_ISREG(mode)):
+            mode = NEW_FILE
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             with target.open("w", encoding="utf-8") as stream:
                 stream.write(encodable(text))
@@ -327,7 +351,7 @@ def write_whole(path: Path, text: str) -> None:
             os.fsync(stream.fileno())
         temporary.chmod(stat.S_IMODE(mode))
         temporary.replace(target)
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:
         raise _not_written(path, error) from None
     finally:
         temporary.unlink(missing_ok=True)

@@ -7,5 +7,13 @@ from flopwise.core.transformer import Transformer
 
 Model = Transformer | Lstm
 
+
+def beyond_context(model: Model, sequence_tokens: int) -> str:
+    """A note for sequences that are longer than a model is made for; empty where they are not."""
+    if sequence_tokens <= model.context:
+        return ""
+    return f"{model.name} is made for sequences of {model.context:,} tokens, not {sequence_tokens:,}"
+
+
 ARCHITECTURES: dict[str, type[Transformer] | type[Lstm]] = {"transformer": Transformer, "lstm": Lstm}
 """The value of `architecture` in a model file, and the description it holds."""

@@ -12,8 +12,8 @@ from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_aliases, hard
 from flopwise.core.measurement import Measurement, RunRecord
 from flopwise.core.plan import LETTERS, Place
 from flopwise.core.profile import Profile
-from flopwise.core.sweep import AUTO, Attempt, Cell, Settings, cell_id
-from flopwise.core.units import show_count, show_share
+from flopwise.core.sweep import Attempt, Cell, Settings, cell_id
+from flopwise.core.units import AUTO, show_count, show_share
 
 Source = Literal["measured", "predicted", "imported"]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -19,8 +20,8 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from flopwise.core.errors import FlopwiseError, unknown_name
-from flopwise.core.files import WRITABLE_HINT, entry_kind, json_text, read_bounded, write_whole
+from flopwise.core.errors import FlopwiseError, shown, unknown_name
+from flopwise.core.files import WRITABLE_HINT, append_to, entry_kind, json_text, read_bounded, write_whole
 from flopwise.core.measurement import RunRecord, StepRecord
 
 VARIABLE = "FLOPWISE_STORE"
@@ -35,6 +36,11 @@ PROFILE = "profile.json"
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 """What a run's folder holds."""
+
+UNFINISHED = re.compile(
+    rf"\.({'|'.join(re.escape(name) for name in (RECORD, STEPS, PLAN, PROFILE))})\.[a-z0-9_]{{8}}", re.ASCII
+)
+"""What `write_whole` calls these files until they are whole."""
 
 LAST = "last"
 """Stands for the newest run."""
@@ -97,9 +103,26 @@ def _numbers(store: Path) -> list[int]:
     return [int(name) for name in names if name == _name(int(name)) and int(name)]
 
 
-def to_text(value: object, *, indent: int = 2) -> str:
-    """A dataclass or a table as JSON that keeps NaN and infinity; `from_text` reads it back. Indent 0: one line."""
-    return json_text(_with_words(msgspec.to_builtins(value)), indent=indent)
+def to_text(value: object, *, indent: int = 2, exact: bool = False) -> str:
+    """A dataclass or a table as JSON that keeps NaN and infinity; `from_text` reads it back. Indent 0: one line.
+
+    A path whose bytes are no text is told byte by byte; what is `exact`, to be found again by what it says, refuses it.
+    """
+    table = _with_words(msgspec.to_builtins(value))
+    if exact:
+        _check_encodable(table)
+    return json_text(table, indent=indent)
+
+
+def _check_encodable(table: object) -> None:
+    try:
+        msgspec.json.encode(table)
+    except UnicodeEncodeError as error:
+        raise FlopwiseError(
+            f"{shown(error.object)} cannot be written down",
+            why="its bytes are no UTF-8, which the files of a run are",
+            hint="rename that file or folder",
+        ) from None
 
 
 def _with_words(value: object) -> object:
@@ -124,7 +147,15 @@ def from_text(text: str | bytes, kind: type[Decoded]) -> Decoded:
 
 def write_record(folder: Path, record: RunRecord) -> None:
     """Write `record.json` whole: a reader sees the old one or the new one."""
-    write_whole(folder / RECORD, to_text(record) + "\n")
+    write_whole(folder / RECORD, to_text(record, exact=True) + "\n", own=True)
+
+
+def tidy_run(folder: Path) -> None:
+    """Clear away what killed processes have left of files that they were about to rename. The run must be locked."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if UNFINISHED.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                Path(entry.path).unlink(missing_ok=True)
 
 
 def read_record(folder: Path) -> RunRecord:
@@ -221,8 +252,8 @@ class StepLog:
                 f"cannot write {self.path}", why="it is no file", hint="move it out of the run's folder"
             )
         try:
-            self._stream = self.path.open("ab", buffering=0)
-            size_bytes = self._stream.tell()
+            self._stream = append_to(self.path)
+            size_bytes = self._stream.seek(0, os.SEEK_END)
             whole_bytes = _whole_bytes(self.path, size_bytes)
             if whole_bytes < size_bytes:
                 self._stream.truncate(whole_bytes)
@@ -237,7 +268,9 @@ class StepLog:
             if self._stream.write(line) != len(line):
                 raise OSError(0, "only a part of the line could be written")
         except OSError as error:
-            self._stream.truncate(self._whole_bytes)
+            # Where that fails too, half a line is left, and cut off when the run is gone on with.
+            with suppress(OSError):
+                self._stream.truncate(self._whole_bytes)
             raise self._error(error) from None
         self._whole_bytes += len(line)
 
@@ -312,7 +345,7 @@ def trim_steps(folder: Path, last_step: int) -> int:
     lines = _lines(folder)
     kept = [line.decode() for line in lines if _step_of(line) <= last_step]
     if len(kept) < len(lines):
-        write_whole(path, "".join(f"{line}\n" for line in kept))
+        write_whole(path, "".join(f"{line}\n" for line in kept), own=True)
     return len(lines) - len(kept)
 
 
@@ -330,7 +363,14 @@ class RunLock:
         self.folder = folder
 
     def __enter__(self) -> Self:
-        self._stream = (self.folder / LOCK).open("a")
+        try:
+            self._stream = append_to(self.folder / LOCK)
+        except OSError as error:
+            raise FlopwiseError(
+                f"nothing can be written to the folder of run {self.folder.name}",
+                why=f"{self.folder / LOCK}: {error.strerror}",
+                hint=WRITABLE_HINT,
+            ) from None
         try:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

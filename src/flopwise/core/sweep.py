@@ -10,14 +10,13 @@ from typing import Any, Literal
 import msgspec
 
 from flopwise.core.training import Task
+from flopwise.core.units import Auto
 
 CellState = Literal["planned", "running", "ok", "oom", "timeout", "failed", "skipped"]
 ENDED: frozenset[CellState] = frozenset({"ok", "oom", "timeout", "failed", "skipped"})
 """States that no process is needed for any more."""
 FINISHED: frozenset[CellState] = frozenset({"ok", "oom"})
 """States that trying again would not change; only `--force` does."""
-Auto = Literal["auto"]
-AUTO: Auto = "auto"
 INTERRUPTED = "interrupted"
 """How the reason of an attempt begins that was ended before it could say anything of its cell."""
 

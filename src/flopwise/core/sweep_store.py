@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from flopwise.core.errors import FlopwiseError, shown, unknown_name
-from flopwise.core.files import WRITABLE_HINT, read_bounded, write_whole
+from flopwise.core.files import WRITABLE_HINT, append_to, read_bounded, write_whole
 from flopwise.core.measurement import RunRecord
 from flopwise.core.store import LAST, MOST_RECORD_BYTES, RUN_NAME, from_text, read_record, to_text
-from flopwise.core.sweep import AUTO, ENDED, Attempt, Cell, SweepRecord, says_nothing, standing
+from flopwise.core.sweep import ENDED, Attempt, Cell, SweepRecord, says_nothing, standing
+from flopwise.core.units import AUTO
 
 CELLS = "cells"
 SWEEPS = "sweeps"
@@ -74,7 +75,7 @@ def cell_folder(store: Path, cell: str) -> Path:
 def write_cell(store: Path, cell: Cell) -> None:
     folder = cell_folder(store, cell.id)
     _make(folder)
-    write_whole(folder / CELL, to_text(cell) + "\n")
+    write_whole(folder / CELL, to_text(cell, exact=True) + "\n", own=True)
 
 
 def read_cell(store: Path, cell: str) -> Cell:
@@ -98,7 +99,7 @@ def claimed(store: Path, cell: str) -> Iterator[bool]:
     folder = cell_folder(store, cell)
     _make(folder)
     try:
-        opened = (folder / LOCK).open("a")
+        opened = append_to(folder / LOCK)
     except OSError as error:
         raise _cannot_write(folder / LOCK, error) from None
     with opened as stream:
@@ -124,14 +125,14 @@ def new_attempt(store: Path, attempt: Attempt) -> Attempt:
     while True:
         number += 1
         numbered = replace(attempt, number=number)
-        if _claim(_attempt_path(folder, number), to_text(numbered) + "\n"):
+        if _claim(_attempt_path(folder, number), to_text(numbered, exact=True) + "\n"):
             return numbered
 
 
 def _claim(path: Path, text: str) -> bool:
     """Make a file that was not there, whole; False: there is one."""
     whole = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-    write_whole(whole, text)
+    write_whole(whole, text, own=True)
     try:
         os.link(whole, path)
     except FileExistsError:
@@ -151,12 +152,12 @@ def _claim_without_links(path: Path, text: str) -> bool:
         return False
     except OSError as error:
         raise _cannot_write(path, error) from None
-    write_whole(path, text)
+    write_whole(path, text, own=True)
     return True
 
 
 def write_attempt(store: Path, attempt: Attempt) -> None:
-    write_whole(_attempt_path(cell_folder(store, attempt.cell), attempt.number), to_text(attempt) + "\n")
+    write_whole(_attempt_path(cell_folder(store, attempt.cell), attempt.number), to_text(attempt, exact=True) + "\n")
 
 
 def read_attempts(store: Path, cell: str) -> tuple[list[Attempt], list[Problem]]:
@@ -347,7 +348,7 @@ def check_sweep_name(name: str) -> None:
 def write_sweep(store: Path, record: SweepRecord) -> None:
     check_sweep_name(record.name)
     _make(store / SWEEPS)
-    write_whole(store / SWEEPS / f"{record.name}.json", to_text(record) + "\n")
+    write_whole(store / SWEEPS / f"{record.name}.json", to_text(record, exact=True) + "\n")
 
 
 def read_sweep(store: Path, name: str) -> SweepRecord:

@@ -1,4 +1,6 @@
-"""Quantities as people write them, both ways: `40GiB`, `64k` tokens, `1.5e12`.
+"""Quantities as people write them, both ways: `40GiB`, `64k` tokens, `1.5e12`; lists and ranges of them.
+
+A comma separates values, always: `64,256` is two numbers or refused, never 64,256. `8_192` groups digits.
 
 Bytes have binary (KiB, MiB, GiB, TiB) and decimal units (kB, MB, GB, TB), and a bare `G` is refused because both
 are in use. For tokens and sequences k, M and G are powers of 1,024, as sequence lengths are written.
@@ -8,6 +10,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from typing import Final, Literal
 
 from flopwise.core.errors import FlopwiseError, shown
 
@@ -17,8 +21,15 @@ TOKEN_UNITS = {"": 1, "k": 2**10, "M": 2**20, "G": 2**30}
 LARGEST_COUNT = 2**53
 """Beyond this a float no longer holds every whole number; no batch is that large."""
 
-_WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?:_\d{3})+|\d+)"
-"""Digits, in groups of three where they are grouped: `512,1024` is two numbers, not one."""
+MOST_DEVICES = 10**6
+MOST_VALUES = 100_000
+"""Of one list: nobody waits for more."""
+Auto = Literal["auto"]
+AUTO: Final = "auto"
+"""A value that is left to flopwise."""
+
+_WHOLE = r"(?:\d{1,3}(?:_\d{3})+|\d+)"
+"""Digits, in groups of three where they are grouped."""
 _QUANTITY = re.compile(rf"\s*([+-]?(?:{_WHOLE}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*", re.ASCII)
 
 
@@ -26,20 +37,26 @@ def _split(text: str, what: str, example: str) -> tuple[float, str]:
     match = _QUANTITY.fullmatch(text)
     if match is None:
         if "," in text:
-            raise FlopwiseError(
-                f"cannot read {shown(text)} as {what}",
-                why="a comma only groups thousands, as in 8,192",
-                hint=f"several values are not supported here yet; run it once for each ({example})",
-            )
+            raise one_expected(text, what)
         raise FlopwiseError(
             f"cannot read {shown(text)} as {what}", why="a number with a unit is expected", hint=example
         )
-    number = float(match[1].replace("_", "").replace(",", ""))
+    number = float(match[1].replace("_", ""))
     if not math.isfinite(number):
         raise FlopwiseError(f"{text!r} is too large", hint=example)
     if number < 0:
         raise FlopwiseError(f"{what} cannot be negative, got {text!r}", hint=example)
     return number, match[2]
+
+
+def one_expected(text: str, what: str) -> FlopwiseError:
+    """The error of a comma in what is to be one number."""
+    together = text.replace(",", "").strip()
+    return FlopwiseError(
+        f"cannot read {shown(text)} as {what}",
+        why="a comma separates values, and one is expected here",
+        hint=f"{together} if it is one number; else run it once for each" if together else "one number",
+    )
 
 
 def parse_bytes(text: str | float) -> int:
@@ -123,6 +140,18 @@ def parse_sequences(text: str | int) -> int:
     return _parse_whole(text, "a number of sequences", "for instance 48 or 2k (2,048)")
 
 
+def parse_devices(text: str | int) -> int:
+    """A count of devices: `8`."""
+    plain = str(text).strip()
+    if "," in plain:
+        raise one_expected(plain, "a number of devices")
+    if not (plain.isascii() and plain.isdecimal()) or len(plain) > 9 or not 1 <= int(plain) <= MOST_DEVICES:
+        raise FlopwiseError(
+            f"{shown(plain)} is no number of devices", why=f"whole devices, from 1 to {MOST_DEVICES:,}", hint="--gpus 8"
+        )
+    return int(plain)
+
+
 def _parse_whole(text: str | int, what: str, example: str) -> int:
     number, unit = _split(str(text), what, example)
     units = {name.lower(): size for name, size in TOKEN_UNITS.items()}
@@ -134,6 +163,67 @@ def _parse_whole(text: str | int, what: str, example: str) -> int:
     if count > LARGEST_COUNT:
         raise FlopwiseError(f"{text!r} is too large for {what}", hint=example)
     return int(count)
+
+
+_COUNT_RANGE = re.compile(r"\s*(.+?)\s*-\s*(.+?)\s*([+*])\s*(.*?)\s*")
+_HALF_RANGE = re.compile(r"\s*[\d.]+[A-Za-z]*\s*-\s*[\d.]+[A-Za-z]*\s*")
+
+
+def parse_counts(text: str, parse: Callable[[str], int], example: str, *, auto: bool = False) -> list[int | Auto]:
+    """Whole numbers: `1,2,4`, `512-8k*2` (times 2 up to 8k), `1-16+5` (5 more each time), or a mixture of these."""
+    found: list[int | Auto] = []
+    for part in text.split(","):
+        bounds = _COUNT_RANGE.fullmatch(present(part, text))
+        if auto and part.strip().lower() == AUTO:
+            found.append(AUTO)
+        elif bounds is not None:
+            found += _range(bounds, parse, example)
+        elif _HALF_RANGE.fullmatch(part):
+            raise FlopwiseError(
+                f"cannot read {shown(part.strip())} as a range", why="it does not say by how much", hint=example
+            )
+        else:
+            found.append(parse(part))
+    return found
+
+
+def present(part: str, text: str) -> str:
+    """A part of a list, if there is anything between its commas."""
+    if not part.strip():
+        raise FlopwiseError(f"cannot read {shown(text)}", why="a value between commas is missing", hint="1,2,4")
+    return part
+
+
+def _range(bounds: re.Match[str], parse: Callable[[str], int], example: str) -> list[int]:
+    first, last = parse(bounds[1]), parse(bounds[2])
+    whole = bounds[0].strip()
+    if last < first:
+        raise FlopwiseError(
+            f"{shown(whole)} is an empty range",
+            why=f"it begins at {first:,} and ends at {last:,}",
+            hint=f"{bounds[2]}-{bounds[1]}{bounds[3]}{bounds[4]}",
+        )
+    step = _step(bounds, parse, example)
+    if bounds[3] == "+":
+        if (last - first) // step >= MOST_VALUES:
+            raise FlopwiseError(f"{shown(whole)} is more than {MOST_VALUES:,} values", hint=example)
+        return list(range(first, last + 1, step))
+    found = [first]
+    while found[-1] * step <= last:
+        found.append(found[-1] * step)
+    return found
+
+
+def _step(bounds: re.Match[str], parse: Callable[[str], int], example: str) -> int:
+    """What a range goes on by, such that it gets anywhere."""
+    text, least = bounds[4], 2 if bounds[3] == "*" else 1
+    zeros = text.strip("0") == "" and text != ""
+    if bounds[3] == "+" and text and not zeros:
+        return parse(text)
+    if not (text.isascii() and text.isdecimal()) or len(text) > 9 or int(text) < least:
+        what = "a factor is a whole number of at least 2" if least == 2 else "a step is at least 1"
+        raise FlopwiseError(f"{shown(bounds[0].strip())} never reaches its end", why=what, hint=example)
+    return int(text)
 
 
 def exact_bytes(size: int) -> str:

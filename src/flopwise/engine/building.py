@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from flopwise.core.cluster_plan import ClusterPlan
@@ -19,10 +19,13 @@ from flopwise.core.transformer import Transformer
 from flopwise.engine.devices import choose_device
 from flopwise.engine.distributed import DistributedExecutor
 from flopwise.engine.executor import Executor
+from flopwise.engine.finite import not_finite
 from flopwise.engine.huggingface_weights import from_huggingface
 from flopwise.engine.initial import all_initial_values
 from flopwise.engine.launch import Group, Rank
 from flopwise.engine.streaming import StreamingExecutor
+from flopwise.engine.tensor_files import open_tensors
+from flopwise.engine.weight_files import weight_files
 
 
 def rank_group(rank: Rank, device: str) -> AbstractContextManager[object]:
@@ -50,14 +53,16 @@ def first_weights(
     """Draw every parameter, or take them from a folder; returns those that the folder did not have."""
     missing = {parameter.name for parameter in executor.parameters}
     if folder is not None:
-        tensors: Mapping[str, Tensor] = FolderTensors(folder)
+        tensors = FolderTensors(folder)
         if missing <= set(tensors):
             # A checkpoint of ours, of a model that transformers has no class for.
             _check_shapes(executor, tensors)
+            _check_finite(tensors, ((parameter.name, tensors[parameter.name]) for parameter in executor.parameters))
             executor.set_weights(tensors)
             missing = set()
         else:
             loaded = from_huggingface(model, tensors, sequence_tokens)
+            _check_finite(tensors, loaded.tensors.items())
             executor.set_weights(loaded.tensors)
             missing = set(loaded.missing)
     drawn = (parameter for parameter in executor.parameters if parameter.name in missing)
@@ -76,24 +81,25 @@ def _check_shapes(executor: Executor, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
+def _check_finite(folder: FolderTensors, taken: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse weights that no training can begin with; what a folder holds beside them may be anything."""
+    if not_finite(taken):
+        name, path = folder.first_not_finite()
+        raise FlopwiseError(
+            f"{name} in {path} is not finite",
+            why="it holds NaN or infinity, and every loss would be NaN",
+            hint="other weights: those of a training that diverged are good up to an earlier checkpoint",
+        )
+
+
 class FolderTensors(Mapping[str, Tensor]):
     """Tensors of all safetensors files of a folder by name, each read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
-        if not folder.exists():
-            raise FlopwiseError(f"there is no folder {folder}", hint="--weights with a folder of *.safetensors files")
-        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
-        files = [path for path in files if path.name != "optimizer.safetensors"]
-        if not files:
-            raise FlopwiseError(
-                f"{folder} holds no weights",
-                why="weights are read from *.safetensors files, and from nothing that runs code when it is read",
-                hint="a folder that `save_pretrained` wrote; without --weights the first values are drawn",
-            )
         self._places: dict[str, Path] = {}
-        for path in files:
+        for path in weight_files(folder):
             try:
-                with safe_open(path, framework="pt") as opened:
+                with open_tensors(path) as opened:
                     names = list(opened.keys())
             except (OSError, SafetensorError) as error:
                 raise FlopwiseError(
@@ -109,7 +115,7 @@ class FolderTensors(Mapping[str, Tensor]):
             self._places.update(dict.fromkeys(names, path))
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._places[name], framework="pt") as opened:
+        with open_tensors(self._places[name]) as opened:
             found: Tensor = opened.get_tensor(name)
         if not found.is_floating_point():
             raise FlopwiseError(
@@ -118,6 +124,14 @@ class FolderTensors(Mapping[str, Tensor]):
                 hint="the model's weights in bf16 or fp32",
             )
         return found
+
+    def first_not_finite(self) -> tuple[str, Path]:
+        """The first tensor that holds NaN or infinity, and its file; there must be one."""
+        for name, path in self._places.items():
+            with open_tensors(path) as opened:
+                if not_finite([(name, opened.get_tensor(name))]):
+                    return name, path
+        raise AssertionError("all are finite")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -3,9 +3,6 @@
 `checkpoints/step-00000012` of a run's folder holds `model.safetensors`, `optimizer.safetensors`, `state.json` and,
 where the caller has one, `config.json`. It is written under a temporary name and renamed when everything is on the
 disk, so that a process killed at any moment leaves the checkpoint before or the new one.
-
-Tensors are written here and not by safetensors' `save_file`, which would first copy every tensor of a device to the
-host and leave the checksum to a second reading. They are read by safetensors.
 """
 
 from __future__ import annotations
@@ -22,17 +19,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from io import FileIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from flopwise.core.errors import FlopwiseError, shown
-from flopwise.core.files import entry_kind, to_json
+from flopwise.core.files import WRITABLE_HINT, append_to, entry_kind, to_json
 from flopwise.core.store import CHECKPOINTS, from_text, to_text
 from flopwise.core.training import Training
+from flopwise.engine.tensor_files import open_tensors, tensor_file
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"
@@ -48,28 +45,12 @@ UNFINISHED = ".step-"
 LOCK = ".lock"
 LOCK_WAIT_S = 600.0
 
-PIECE_BYTES = 64 * 2**20
-"""Of a tensor, what is copied from a device and written at once."""
-
 SEAL_START = b'{\n  "seal": "'
 """How `state.json` begins. The checksum of all that follows it comes next."""
 SEAL_DIGITS = 64
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""As safetensors' headers call them."""
+NAMED = 8
+"""Tensors that are not finite which a state names."""
 
 LABELS = ("name", "title", "source", "note")
 """Fields of a description that may differ: they change no number."""
@@ -103,6 +84,9 @@ class CheckpointState:
     """Running sums that the loop wants back."""
     files: dict[str, FileSum]
     """By name; filled in by `save`."""
+    not_finite: tuple[str, ...]
+    """What holds NaN or infinity: the first such tensors, which `save` adds, and figures of the evaluation. Empty where
+    there are none; else nothing can be gone on with from here, and it is kept for those who look for the cause."""
     format: int = FORMAT
 
 
@@ -112,7 +96,7 @@ class LazyTensors(Mapping[str, Tensor]):
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = cast(Any, safe_open(path, framework="pt"))  # its methods have no types
+            self._file = open_tensors(path)
             self._names: tuple[str, ...] = tuple(self._file.keys())
         except (SafetensorError, OSError) as error:
             raise _damaged(path, str(error)) from None
@@ -149,7 +133,7 @@ class Found:
     path: Path
     step: int
     problem: str = ""
-    """Why it cannot be used; empty where it is complete."""
+    """Why it cannot be used; empty where it is complete and its numbers are finite."""
 
 
 def save(
@@ -163,13 +147,14 @@ def save(
 ) -> Path:
     """Write a checkpoint of `state.step` into a run's folder and remove old ones, so that the `keep` newest are left.
 
-    Tensors may be views, lie on a device and have any of DTYPES. One that is there for the step already is replaced.
-    Where it cannot be written, the error says why and the checkpoints from before are as they were.
+    One with numbers that are not finite says so (`CheckpointState.not_finite`), and takes no other one's place. Tensors
+    may be views, lie on a device and have any of `tensor_files.DTYPES`. One that is there for the step already is
+    replaced. Where it cannot be written, the error says why and the checkpoints from before are as they were.
     """
     if keep < 1:
         raise FlopwiseError(f"{keep} checkpoints cannot be kept", hint="keep at least 1")
     parent = folder / CHECKPOINTS
-    target = parent / f"step-{state.step:08d}"
+    target = path_of(folder, state.step)
     temporary = parent / f".{target.name}-{os.getpid()}"
     try:
         parent.mkdir(exist_ok=True)
@@ -188,6 +173,11 @@ def save(
     return target
 
 
+def path_of(folder: Path, step: int) -> Path:
+    """Where a run's folder has the checkpoint of a step."""
+    return folder / CHECKPOINTS / f"step-{step:08d}"
+
+
 def _write(
     folder: Path,
     weights: Mapping[str, Tensor],
@@ -195,13 +185,15 @@ def _write(
     state: CheckpointState,
     config: dict[str, Any] | None,
 ) -> None:
+    bad: list[str] = []
     files = {
-        WEIGHTS: _write_file(folder / WEIGHTS, _tensor_file(weights)),
-        OPTIMIZER: _write_file(folder / OPTIMIZER, _tensor_file(optimizer)),
+        WEIGHTS: _write_file(folder / WEIGHTS, tensor_file(weights, bad)),
+        OPTIMIZER: _write_file(folder / OPTIMIZER, tensor_file(optimizer, bad)),
     }
     if config is not None:
         files[CONFIG] = _write_file(folder / CONFIG, iter([to_json(config).encode() + b"\n"]))
-    _write_file(folder / STATE, iter([_sealed(replace(state, files=files))]))
+    told = (*bad[:NAMED], *state.not_finite)
+    _write_file(folder / STATE, iter([_sealed(replace(state, files=files, not_finite=told))]))
     _sync_folder(folder)
 
 
@@ -221,35 +213,10 @@ def _write_all(stream: FileIO, piece: memoryview) -> None:
         piece = piece[stream.write(piece) :]
 
 
-def _tensor_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file: the header's length, the header, the tensors without gaps."""
-    # Larger numbers come first, so that each tensor begins at a multiple of what its numbers take.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in order:
-        tensor = tensors[name]
-        assert name not in header and tensor.dtype in DTYPES, f"{name} of {tensor.dtype}"
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name in order:
-        yield from _pieces(tensors[name].detach())
-
-
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes in order. What lies on the host in order is not copied, what lies on a device is in pieces."""
-    numbers = tensor.reshape(-1).view(torch.uint8)
-    for first in range(0, numbers.numel(), PIECE_BYTES):
-        yield numbers[first : first + PIECE_BYTES].cpu().numpy().data
-
-
 def _sealed(state: CheckpointState) -> bytes:
     """`state.json`: its first entry is the checksum of everything behind it, since no other file can vouch for it."""
     table = {"seal": "0" * SEAL_DIGITS, **msgspec.to_builtins(state)}
-    rest = to_text(table).encode()[len(SEAL_START) + SEAL_DIGITS :] + b"\n"
+    rest = to_text(table, exact=True).encode()[len(SEAL_START) + SEAL_DIGITS :] + b"\n"
     return SEAL_START + hashlib.sha256(rest).hexdigest().encode() + rest
 
 
@@ -271,12 +238,14 @@ def _put(temporary: Path, target: Path) -> None:
 
 
 def _prune(folder: Path, saved_step: int, keep: int) -> None:
-    """Remove what is older than the `keep` newest complete ones; that just saved counts among them in any case."""
+    """Remove what is older than the `keep` newest good ones; that just saved counts among them if it is one."""
     found = checkpoints(folder)
-    complete = [entry.step for entry in found if not entry.problem and entry.step != saved_step]
-    oldest_kept = min([saved_step, *complete[: keep - 1]])
+    good = [entry.step for entry in found if not entry.problem]
+    if saved_step in good:
+        good.remove(saved_step)
+        good.insert(0, saved_step)
     for entry in found:
-        if entry.step < oldest_kept:
+        if good and entry.step < min(good[:keep]):
             _remove(entry.path)
 
 
@@ -305,8 +274,7 @@ def _tidy(parent: Path) -> None:
 @contextmanager
 def _locked(parent: Path) -> Iterator[None]:
     """One saver at a time. The system lets go of the lock when its holder dies, however it does."""
-    path = parent / LOCK
-    with path.open("wb") as stream:
+    with append_to(parent / LOCK) as stream:
         patience_ends = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
@@ -375,13 +343,14 @@ def _problem(checkpoint: Path) -> str:
         state = read_state(checkpoint)
         for name, expected in state.files.items():
             _check_size(checkpoint / name, expected)
+        check_finite(checkpoint, state)
     except FlopwiseError as error:
         return error.what if error.why is None else f"{error.what}: {error.why}"
     return ""
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run; `checkpoints` tells which newer ones were passed over, and why.
+    """The newest good checkpoint of a run; `checkpoints` tells which newer ones were passed over, and why.
 
     Checksums of tensors are left to `load`.
     """
@@ -389,14 +358,29 @@ def latest(folder: Path) -> Path | None:
 
 
 def drop_later(folder: Path, last_step: int) -> None:
-    """Remove the checkpoints of later steps, for a run that goes on from an earlier one does them again."""
-    for found in checkpoints(folder):
-        if found.step > last_step:
-            _remove(found.path)
+    """Remove the checkpoints of later steps, for a run that goes on from an earlier one does them again.
+
+    What killed processes have left goes with them.
+    """
+    parent = folder / CHECKPOINTS
+    if entry_kind(parent) == "nothing":
+        return
+    try:
+        with _locked(parent):
+            _tidy(parent)
+            for found in checkpoints(folder):
+                if found.step > last_step:
+                    _remove(found.path)
+    except OSError as error:
+        why = error.strerror
+        raise FlopwiseError(f"nothing can be written to {parent}", why=why, hint=WRITABLE_HINT) from None
 
 
 def load(checkpoint: Path) -> Loaded:
-    """A checkpoint, after the size and checksum of every file have been found as they were written."""
+    """A checkpoint, after the size and checksum of every file have been found as they were written.
+
+    Its numbers may be anything: `check_finite` tells whether it can be gone on with.
+    """
     state = read_state(checkpoint)
     for name, expected in state.files.items():
         path = checkpoint / name
@@ -439,6 +423,17 @@ def read_state(checkpoint: Path) -> CheckpointState:
     return state
 
 
+def check_finite(checkpoint: Path, state: CheckpointState) -> None:
+    """Refuse a checkpoint of a training that had diverged."""
+    if state.not_finite:
+        more = ", …" if len(state.not_finite) > 1 else ""
+        raise FlopwiseError(
+            f"{checkpoint} is not finite",
+            why=f"NaN or infinity in {state.not_finite[0]}{more}: the training had diverged",
+            hint=_way_out(checkpoint),
+        )
+
+
 def _check_size(path: Path, expected: FileSum) -> None:
     try:
         size_bytes = path.stat().st_size
@@ -449,13 +444,16 @@ def _check_size(path: Path, expected: FileSum) -> None:
 
 
 def _damaged(path: Path, why: str) -> FlopwiseError:
-    """With the checkpoint before, by name, as the way out; whether that one is complete shows when it is loaded."""
-    match = NAME.fullmatch(path.parent.name)
-    older = [other for step, other in _by_step(path.parent.parent) if match and step < int(match[1])]
-    hint = "begin a new run: there is no checkpoint before this one"
+    return FlopwiseError(f"{path} is damaged", why=why, hint=_way_out(path.parent))
+
+
+def _way_out(checkpoint: Path) -> str:
+    """The checkpoint before, by name; whether that one is good shows when it is loaded."""
+    match = NAME.fullmatch(checkpoint.name)
+    older = [other for step, other in _by_step(checkpoint.parent) if match and step < int(match[1])]
     if older:
-        hint = f"`--resume` passes it over and takes {older[0].name}"
-    return FlopwiseError(f"{path} is damaged", why=why, hint=hint)
+        return f"`--resume` passes it over and takes {older[0].name}"
+    return "begin a new run: there is no checkpoint before this one"
 
 
 def check_matches(
@@ -495,4 +493,4 @@ def check_matches(
 
 def _as_read(table: dict[str, Any]) -> dict[str, Any]:
     """As it comes back from a file: tuples are lists there."""
-    return from_text(to_text(table), dict[str, Any])
+    return from_text(to_text(table, exact=True), dict[str, Any])

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from flopwise.core.errors import FlopwiseError
+from flopwise.engine.executable import no_gpu
+from flopwise.profile.this_machine import Here, cpu_here
 
 
 def choose_device(wanted: str) -> str:
     """`cuda` or `cpu`; `auto` takes a GPU where there is one."""
     there = torch.cuda.is_available()
     if wanted == "cuda" and not there:
-        raise FlopwiseError("there is no GPU that torch can use", hint="--device cpu, or a torch built for the GPU")
+        raise no_gpu()
     return "cuda" if there and wanted != "cpu" else "cpu"
+
+
+def device_here(wanted: str) -> Here:
+    """The device that torch runs on."""
+    if choose_device(wanted) == "cpu":
+        return cpu_here()
+    facts = device_facts("cuda")
+    return Here(
+        device="cuda",
+        count=torch.cuda.device_count(),
+        title=facts["device_name"],
+        memory_bytes=int(facts["device_memory_bytes"]),
+    )
 
 
 def device_facts(device: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ modules, and how far ahead weights are gathered is up to FSDP.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,11 +46,12 @@ from flopwise.core.parameters import Parameter, parameters_of
 from flopwise.core.training import Training
 from flopwise.core.transformer import Transformer
 from flopwise.engine.batch import NO_LABEL, Batch
+from flopwise.engine.executable import check_executed
 from flopwise.engine.executor import Evaluated, Moment, StepResult
-from flopwise.engine.formats import TYPES, check_formats, statistics_type
+from flopwise.engine.finite import not_finite
+from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
-from flopwise.engine.launch import check_several
-from flopwise.engine.modules import ReferenceModel, at_least_fp32, build, check_trainable
+from flopwise.engine.modules import ReferenceModel, at_least_fp32, build
 from flopwise.engine.updates import Updates
 
 RECOMPUTED = ("attention", "context", "input", "full")
@@ -179,6 +180,12 @@ class DistributedExecutor:
                 whole = self._gathered(shard, numbers)
                 if whole is not None:
                     yield name, moment, whole
+
+    def not_finite(self) -> tuple[str, ...]:
+        """What of this rank's weights and optimizer state holds NaN or infinity; another rank may have more."""
+        shards = self._shards.items()
+        state = ((f"{moment}/{name}", numbers) for name, shard in shards for moment, numbers in shard.moments.items())
+        return (*not_finite((name, shard.weights) for name, shard in shards), *not_finite(state))
 
     def _gathered(self, shard: Shard, numbers: Tensor) -> Tensor | None:
         """A parameter's numbers of all ranks that share a copy, on rank 0."""
@@ -429,50 +436,3 @@ def _products(formats: Formats) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def check_executed(plan: ClusterPlan, model: Transformer, world: int) -> None:
-    """Refuse plans that the distributed executor does not run, or not on so many ranks."""
-    formats = parse_formats(plan.precision)
-    check_formats(formats)
-    check_several(formats)
-    check_trainable(model)
-    if WIDTH_BYTES[formats.gradients] > WIDTH_BYTES[formats.weights]:
-        raise FlopwiseError(
-            f"gradients in {formats.gradients} beside weights in {formats.weights} are not run on several devices yet",
-            why="FSDP hands gradients over in the weights' format",
-            hint="--precision bf16-amp, or bf16-mixed",
-        )
-    if plan.optimizer != "adamw":
-        raise FlopwiseError(
-            f"{plan.optimizer} cannot be trained with yet", why="AdamW is the one there is", hint="--optimizer adamw"
-        )
-    _check_parallel(plan.parallel)
-    if plan.devices != world:
-        raise FlopwiseError(
-            f"the plan is for {plan.devices:,} devices, and {world:,} ranks run it",
-            hint=f"--gpus {plan.devices}, or plan again with --gpus {world}",
-        )
-
-
-def _check_parallel(parallel: Parallel) -> None:
-    degrees = {
-        "tensor": parallel.tensor,
-        "pipeline": parallel.pipeline,
-        "context": parallel.context,
-        "expert": parallel.expert,
-    }
-    split: Sequence[str] = [name for name, degree in degrees.items() if degree > 1]
-    if split:
-        ranks = parallel.devices
-        raise FlopwiseError(
-            f"{parallel.label}: {' and '.join(split)} parallelism is not executed yet",
-            why="ranks run different sequences through the whole model, with sharded state",
-            hint=f"data = {ranks}, zero = 3 and nothing else in [parallel] of the plan; "
-            f"`flopwise predict … --gpus {ranks} --parallel zero3` tells how fast that is",
-        )
-    if parallel.offload_optimizer or parallel.offload_activations:
-        raise FlopwiseError(
-            f"{parallel.label}: memory of the host is not used by several devices yet",
-            hint="plan without --offload",
-        )

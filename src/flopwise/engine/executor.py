@@ -59,6 +59,9 @@ class Executor(Protocol):
     def moments(self) -> Iterator[tuple[str, Moment, Tensor]]:
         """(parameter, which, numbers) of the optimizer's state, whole: to read, not to keep."""
 
+    def not_finite(self) -> tuple[str, ...]:
+        """What of the weights and the optimizer's state holds NaN or infinity, as far as this rank holds it."""
+
     def step(self, batch: Batch, number: int) -> StepResult:
         """Train on a global batch; `number` counts steps from 0. With several ranks each is given the same batch."""
 

@@ -1,31 +1,33 @@
-"""Several processes for one training: which of them this one is, starting them on this machine, and how they meet."""
+"""Several processes for one training: which of them this one is, and how they meet."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType, TracebackType
-from typing import IO, Any, Literal, NoReturn, Self
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self
 
 from flopwise.core.errors import FlopwiseError, shown
-from flopwise.core.formats import Formats
 
 Launcher = Literal["alone", "torchrun", "slurm", "flopwise"]
 
 LOOPBACK = "127.0.0.1"
+PR_SET_PDEATHSIG = 1
+"""Of Linux' prctl: the signal that this process gets when its parent ends."""
 SPAWNED = "FLOPWISE_SPAWNED"
-"""Set for the ranks that `spawn` starts."""
+"""For the ranks that `spawn` starts, the number of the process that does."""
+LISTENER = "FLOPWISE_LISTENER"
+"""For those, the number of the socket on which rank 0 listens."""
+REFUSAL = "FLOPWISE_REFUSAL"
+"""For those, the file in which rank 0 says why it ends."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 SLURM_PORTS = range(15_000, 30_000)
@@ -33,14 +35,7 @@ SLURM_PORTS = range(15_000, 30_000)
 BRACKETS = re.compile(r"\[([0-9]+)[0-9,\-]*\]")
 HOST = re.compile(r"[A-Za-z0-9._\-]+")
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-GRACE_S = 15.0
-"""Between a rank's failure and the end of the others, which mostly notice it by themselves and say so."""
-LAST_GRACE_S = 3.0
-"""Between being asked to end and being ended."""
-LOOK_EVERY_S = 0.03
-TOLD_BYTES = 16 * 1024
-"""Of what a failed rank wrote, the end that is shown."""
+LOST_HINT = "the rank that failed first says why"
 
 MEETING_S = 600.0
 """In which all ranks have to be there."""
@@ -60,6 +55,8 @@ class Rank:
     """Where rank 0 listens."""
     port: int
     launched_by: Launcher
+    listener: int | None = None
+    """A socket on which rank 0 listens already; None: it opens its own."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world or not 0 <= self.local_rank < self.world:
@@ -83,6 +80,7 @@ def rank_of(environment: Mapping[str, str]) -> Rank:
             address=environment["MASTER_ADDR"],
             port=_number(environment, "MASTER_PORT"),
             launched_by="flopwise" if SPAWNED in environment else "torchrun",
+            listener=_number(environment, LISTENER) if LISTENER in environment else None,
         )
     # A batch script's own shell has a SLURM_PROCID too, but without -n neither tasks nor a step.
     if "SLURM_PROCID" in environment and not {"SLURM_NTASKS", "SLURM_STEP_ID"}.isdisjoint(environment):
@@ -144,146 +142,27 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def check_several(formats: Formats, hint: str = "--precision bf16, or --gpus 1") -> None:
-    """Refuse number formats that only one device trains in."""
-    if formats.matrix == "fp8":
-        raise FlopwiseError(
-            f"{formats.name} cannot be trained in on several devices yet",
-            why="there are no kernels for matrix products in fp8 in the modules that are sharded",
-            hint=hint,
-        )
+# -- being one of them ------------------------------------------------------------------------------------------------
 
 
-# -- starting ranks ---------------------------------------------------------------------------------------------------
+def end_with_launcher() -> None:
+    """Have the system kill this process, where it is a rank that `spawn` has started, when that launcher is gone."""
+    launcher = os.environ.get(SPAWNED)
+    if launcher is None:
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # It may have gone before the system was told.
+    if str(os.getppid()) != launcher:
+        os._exit(128 + signal.SIGKILL)
 
 
-def spawn(argv: Sequence[str], ranks: int, *, module: str = "flopwise", grace_s: float = GRACE_S) -> int:
-    """Run `python -m flopwise argv…` as so many ranks on this machine; returns the exit code.
-
-    That is 0, or the code of the first rank that failed (128 and its number for a signal, as shells have it). The
-    others are ended `grace_s` seconds later. Rank 0 speaks for all; of another one that fails, the end of what it
-    wrote to stderr is shown, each line with its rank. Ranks are not of the terminal's foreground group, so that ^C
-    reaches each of them once: from here.
-    """
-    assert ranks > 0
-    children: list[_Child] = []
-    with _received() as signals, tempfile.TemporaryDirectory() as folder:
-        try:
-            port = _free_port()
-            for rank in range(ranks):
-                children.append(
-                    _Child(rank, [sys.executable, "-m", module, *argv], _variables(rank, ranks, port), folder)
-                )
-            return _watched(children, signals, grace_s)
-        finally:
-            for child in children:
-                child.end()
-
-
-class _Child:
-    """A rank's process."""
-
-    def __init__(self, rank: int, command: list[str], environment: dict[str, str], folder: str) -> None:
-        self.rank = rank
-        self.errors: IO[bytes] | None = None
-        if rank:
-            self.errors = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the process
-        self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL if rank else None,
-            stderr=self.errors,
-            process_group=0,
-        )
-
-    def tell(self) -> None:
-        """Show the end of what a rank that failed has written; rank 0 is seen anyway."""
-        if self.errors is None:
-            return
-        size = self.errors.seek(0, os.SEEK_END)
-        self.errors.seek(max(0, size - TOLD_BYTES))
-        text = self.errors.read().decode(errors="replace")
-        sys.stderr.write("".join(f"rank {self.rank}: {line}\n" for line in text.splitlines()))
-        sys.stderr.flush()
-
-    def end(self) -> None:
-        """At once, if it still runs."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        if self.errors is not None:
-            self.errors.close()
-
-
-def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    own = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        SPAWNED: "1",
-    }
-    # Each rank would otherwise have a thread for every core.
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
-    return threads | dict(os.environ) | own
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def _watched(children: Sequence[_Child], signals: list[int], grace_s: float) -> int:
-    """Wait for all; once one has failed, for the others no longer than they are given."""
-    running = list(children)
-    code, failed_at, asked = 0, 0.0, False
-    while running:
-        while signals:
-            number = signals.pop(0)
-            for child in running:
-                child.process.send_signal(number)
-        for child in list(running):
-            result = child.process.poll()
-            if result is None:
-                continue
-            running.remove(child)
-            if result and not asked:
-                child.tell()
-            if result and not code:
-                code, failed_at = result if result > 0 else 128 - result, time.monotonic()
-        waited_s = time.monotonic() - failed_at
-        if code and waited_s > grace_s + LAST_GRACE_S:
-            return code
-        if code and waited_s > grace_s and not asked:
-            asked = True
-            for child in running:
-                child.process.terminate()
-        time.sleep(LOOK_EVERY_S)
-    return code
-
-
-@contextmanager
-def _received() -> Iterator[list[int]]:
-    """Signals that came, in order, while it is entered. One that was ignored before stays so, here and in children."""
-    came: list[int] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
-
-    before: dict[signal.Signals, object] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in PASSED_ON:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                before[number] = signal.signal(number, note)
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if callable(handler) else signal.SIG_DFL)
+def note_refusal(text: str) -> None:
+    """Let the launcher know why rank 0 ends, so that other ranks need not repeat it."""
+    place = os.environ.get(REFUSAL)
+    if place is not None and os.environ.get("RANK") == "0":
+        # It is said on the terminal all the same.
+        with suppress(OSError):
+            Path(place).write_text(text, encoding="utf-8")
 
 
 # -- how they meet ----------------------------------------------------------------------------------------------------
@@ -342,8 +221,14 @@ class Group:
         limit = timedelta(seconds=self.meeting_s)
         listens = rank.rank == 0
         return distributed.TCPStore(  # type: ignore[attr-defined]
-            rank.address, rank.port, rank.world, listens, timeout=limit
+            rank.address, rank.port, rank.world, listens, timeout=limit, master_listen_fd=self._listener()
         )
+
+    def _listener(self) -> int | None:
+        """A socket for the store to have as its own, once."""
+        if self.rank.rank or self.rank.listener is None:
+            return None
+        return os.dup(self.rank.listener)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -366,7 +251,7 @@ class Group:
             raise FlopwiseError(
                 f"rank {self.rank.rank} lost the others",
                 why=_first_line(lost),
-                hint="the rank that failed first says why",
+                hint=LOST_HINT,
             ) from lost
 
     def _not_met(self, error: Exception) -> FlopwiseError:

@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.measurement import StepRecord
 from flopwise.core.store import StepLog
@@ -22,6 +24,9 @@ from flopwise.engine.checkpoint import CheckpointState
 from flopwise.engine.executor import MOMENTS, Executor
 from flopwise.engine.huggingface_weights import config_of, family_of, from_huggingface, to_huggingface
 from flopwise.engine.signals import Stop
+
+EVALUATION = "eval_loss"
+"""The figure of an evaluation that tells whether it went well."""
 
 
 class Data(Protocol):
@@ -99,6 +104,7 @@ class Loop:
         self.executor, self.data, self.model, self.training, self.settings = executor, data, model, training, settings
         self.on_step, self.on_checkpoint, self.watch = on_step, on_checkpoint, watch
         self.saved: Path | None = None
+        """The last checkpoint that is good."""
         self.progress = Progress()
         self.flops = 0
         self._mark = time.perf_counter()
@@ -118,23 +124,28 @@ class Loop:
                 if last:
                     # There is nothing to go on with: it ends as if nobody had asked.
                     stopped = None
-                if stopped is None and (last or _due(progress.step, self.settings.evaluate_every)):
+                bad = _not_finite(record)
+                if not bad and not stopped and (last or _due(progress.step, self.settings.evaluate_every)):
                     evaluation = self.evaluate()
                     record = replace(record, evaluation=evaluation or None)
                 if log:
                     log.append(record)
                 records.append(record)
                 self.on_step(record)
-                if not math.isfinite(record.loss):
-                    raise self._diverged(record)
-                due = last or stopped is not None or _due(progress.step, self.settings.checkpoint_every)
-                if due and self.settings.checkpoints:
-                    self.save(progress)
+                if bad:
+                    raise self._diverged(bad)
+                ends = last or stopped is not None
+                if self.settings.checkpoints and (ends or _due(progress.step, self.settings.checkpoint_every)):
+                    self.save(progress, record.evaluation)
+                elif ends:
+                    self._check_numbers(progress.step, self.executor.not_finite())
+                self._check_evaluation(progress.step, record.evaluation)
         finally:
             if log:
                 log.close()
         if not records:
             evaluation = self.evaluate()
+            self._check_evaluation(progress.step, evaluation)
         return Outcome(
             progress=progress,
             steps=tuple(records),
@@ -186,13 +197,29 @@ class Loop:
             host_bytes=sum(row.measured_bytes for row in memory if row.place == "host") or None,
         )
 
-    def _diverged(self, record: StepRecord) -> FlopwiseError:
-        kept = f"; the last checkpoint is {self.saved.name}" if self.saved else ""
-        return FlopwiseError(
-            f"the loss of step {record.step} is {record.loss}",
-            why=f"the training has diverged, and what follows would be lost time{kept}",
-            hint=f"--learning-rate {self.training.learning_rate / 3:.2g}, or --clip 1.0",
-        )
+    def _check_numbers(self, step: int, bad: tuple[str, ...]) -> None:
+        """End where numbers are not finite on any rank: the loss of a step does not know yet what its update did."""
+        if self.executor.agree(bool(bad)):
+            what = "optimizer state" if bad and bad[0].partition("/")[0] in MOMENTS else "weights"
+            raise self._diverged(f"{what} after step {step} are not finite", *bad[:1])
+
+    def _check_evaluation(self, step: int, figures: dict[str, float] | None) -> None:
+        if figures is not None and _is_bad(figures):
+            raise self._diverged(f"the evaluation after step {step} has a loss of {figures[EVALUATION]}")
+
+    def _diverged(self, what: str, *places: str) -> FlopwiseError:
+        """The same on all ranks, but for the place of a checkpoint, which only the one that writes knows."""
+        found = "".join(f", first in {place}" for place in places)
+        hint = f"--learning-rate {self.training.learning_rate / 3:.2g}"
+        if self.training.clip_norm is None:
+            hint += ", or --clip 1.0"
+        if self.saved is None:
+            kept = "there is no good checkpoint yet"
+        else:
+            kept = f"the last good checkpoint is {self.saved.name}"
+            place = self.saved if self.settings.writes else self.saved.name
+            hint += f", in a new run with --weights {place}; --resume goes on from there with nothing changed"
+        return FlopwiseError(what, why=f"the training has diverged{found}; {kept}", hint=hint)
 
     def evaluate(self) -> dict[str, float]:
         """The held-out data, under the names that the trainer's logs have; nothing where none was held out."""
@@ -212,7 +239,7 @@ class Loop:
             return {}
         took_s = max(time.perf_counter() - begun, 1e-9)
         figures = {
-            "eval_loss": found.loss,
+            EVALUATION: found.loss,
             "eval_accuracy": found.correct / max(1, found.with_loss),
             "eval_runtime": took_s,
             "eval_samples": float(found.sequences),
@@ -223,14 +250,31 @@ class Loop:
             figures["eval_perplexity"] = math.exp(min(found.loss, 700.0))
         return figures
 
-    def save(self, progress: Progress) -> None:
-        """A checkpoint of now. Every rank takes part, one writes."""
+    def save(self, progress: Progress, evaluation: dict[str, float] | None = None) -> None:
+        """A checkpoint of now. Every rank takes part, one writes; all end where its numbers are not finite."""
         weights = self.executor.weights()
         optimizer = {f"{moment}/{name}": values for name, moment, values in self.executor.moments()}
-        if not self.settings.writes:
+        bad = self._write(progress, weights, optimizer, evaluation) if self.settings.writes else ()
+        self._check_numbers(progress.step, bad)
+        if _is_bad(evaluation):
             return
+        self.saved = checkpoint.path_of(self.settings.folder, progress.step)
+        if self.settings.writes:
+            self.on_checkpoint(self.saved)
+
+    def _write(
+        self, progress: Progress, weights: dict[str, Tensor], optimizer: dict[str, Tensor],
+        evaluation: dict[str, float] | None,
+    ) -> tuple[str, ...]:  # fmt: skip
+        """Save, and tell which tensors are not finite."""
         template = self.settings.template
-        state = replace(template, step=progress.step, position=progress.position, totals=dict(progress.totals))
+        state = replace(
+            template,
+            step=progress.step,
+            position=progress.position,
+            totals=dict(progress.totals),
+            not_finite=(EVALUATION,) if _is_bad(evaluation) else (),
+        )
         config = huggingface_config(self.model, template.sequence_tokens)
         if config is not None:
             labels = template.data.get("labels")
@@ -238,7 +282,7 @@ class Loop:
                 config["id2label"] = {str(number): label for number, label in enumerate(labels)}
                 config["label2id"] = {label: number for number, label in enumerate(labels)}
             weights = to_huggingface(self.model, weights)
-        self.saved = checkpoint.save(
+        saved = checkpoint.save(
             self.settings.folder,
             weights=weights,
             optimizer=optimizer,
@@ -246,7 +290,7 @@ class Loop:
             config=config,
             keep=self.settings.keep_checkpoints,
         )
-        self.on_checkpoint(self.saved)
+        return tuple(name for name in checkpoint.read_state(saved).not_finite if name != EVALUATION)
 
 
 def huggingface_config(model: Transformer, sequence_tokens: int) -> dict[str, Any] | None:
@@ -276,6 +320,21 @@ def restore(executor: Executor, loaded: checkpoint.Loaded, model: Transformer) -
                 raise FlopwiseError(f"the checkpoint has no {name}", hint="resume from another checkpoint")
     state = loaded.state
     return Progress(step=state.step, position=state.position, totals=dict(state.totals))
+
+
+def _is_bad(figures: dict[str, float] | None) -> bool:
+    """Whether there was an evaluation, and its loss is not finite."""
+    return figures is not None and EVALUATION in figures and not math.isfinite(figures[EVALUATION])
+
+
+def _not_finite(record: StepRecord) -> str:
+    """What of a step is not finite, in words; empty where all is well."""
+    if not math.isfinite(record.loss):
+        return f"the loss of step {record.step} is {record.loss}"
+    # Gradients were scaled by it. That was the last update of any use, and has mostly made every weight NaN.
+    if record.gradient_norm is not None and not math.isfinite(record.gradient_norm):
+        return f"the norm of the gradients of step {record.step} is {record.gradient_norm}"
+    return ""
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flopwise.core.errors import FlopwiseError
 from flopwise.core.transformer import Transformer
 from flopwise.engine.batch import NO_LABEL
+from flopwise.engine.executable import check_trainable
 from flopwise.engine.rotary import rotary_frequencies
 
 
@@ -41,30 +41,6 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": _unchanged,
 }
 """Every activation that a description may name."""
-
-
-def check_trainable(model: Transformer) -> None:
-    """Refuse a model that can be predicted but that nothing here can run."""
-    hint = "`flopwise predict` tells how fast it would be; a model of the Llama, GPT-2 or BERT kind can be trained"
-    if model.experts:
-        raise FlopwiseError(f"{model.name}: a mixture of experts cannot be trained yet", hint=hint)
-    if model.positions == "alibi":
-        raise FlopwiseError(
-            f"{model.name}: ALiBi positions cannot be trained yet", hint='positions = "learned" or "rotary"'
-        )
-    if model.window is not None and not model.causal:
-        raise FlopwiseError(
-            f"{model.name}: a window that looks ahead cannot be trained yet", hint="leave out window, or causal = true"
-        )
-    if model.head == "masked" and model.final_norm:
-        raise FlopwiseError(
-            f"{model.name}: a norm behind the blocks and a masked head that has its own cannot be trained",
-            hint="final_norm = false, as BERT has it",
-        )
-    if model.tied and model.head == "classifier":
-        raise FlopwiseError(
-            f"{model.name}: a classifier has no matrix that could be the embedding's", hint="tied = false"
-        )
 
 
 @lru_cache(maxsize=4)

@@ -18,12 +18,13 @@ from flopwise.core.training import Training
 from flopwise.core.transformer import Transformer
 from flopwise.engine.batch import Batch
 from flopwise.engine.ends import Loss
+from flopwise.engine.executable import check_formats, check_trainable
 from flopwise.engine.executor import Evaluated, Moment, StepResult
-from flopwise.engine.formats import TYPES, check_formats
+from flopwise.engine.finite import not_finite
+from flopwise.engine.formats import TYPES
 from flopwise.engine.gated import GatedKernels
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.layout import moment_fields
-from flopwise.engine.modules import check_trainable
 from flopwise.engine.player import Action, Player
 from flopwise.engine.room import Room
 from flopwise.engine.streams import CudaStreams, InOrder, Span, Streams
@@ -111,6 +112,11 @@ class StreamingExecutor:
                 for moment, flat in whole.items():
                     piece = flat[parameter.first : parameter.first + parameter.elements]
                     yield parameter.name, moment, piece.view(parameter.shape)
+
+    def not_finite(self) -> tuple[str, ...]:
+        """What of the weights and the optimizer's state holds NaN or infinity."""
+        state = ((f"{moment}/{name}", numbers) for name, moment, numbers in self.moments())
+        return (*not_finite(self.weights().items()), *not_finite(state))
 
     def set_moment(self, name: str, moment: Moment, values: Tensor) -> None:
         """Give a parameter's optimizer state its values, wherever its pieces are."""

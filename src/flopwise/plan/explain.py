@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.hardware import Hardware
-from flopwise.core.model import Model
+from flopwise.core.model import Model, beyond_context
 from flopwise.core.op import Convention
 from flopwise.core.plan import Help, Plan, Planned
 from flopwise.core.transformer import Transformer
@@ -120,8 +120,9 @@ def what_helps(found: Found, question: DeviceQuestion) -> tuple[Help, ...]:
 def notes(model: Model, hardware: Hardware, sequence_tokens: int) -> tuple[str, ...]:
     """What a reader should know before trusting the figures."""
     found = [model.note] if model.note else []
-    if sequence_tokens > model.context:
-        found.append(f"{model.name} is made for sequences of {model.context:,} tokens, not {sequence_tokens:,}")
+    beyond = beyond_context(model, sequence_tokens)
+    if beyond:
+        found.append(beyond)
     estimated = estimated_words(hardware)
     if estimated:
         found.append(estimated)

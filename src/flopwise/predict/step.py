@@ -10,7 +10,7 @@ import numpy as np
 from flopwise.core.describe import describe
 from flopwise.core.errors import unknown_name
 from flopwise.core.hardware import Hardware
-from flopwise.core.model import Model
+from flopwise.core.model import Model, beyond_context
 from flopwise.core.op import CONVENTIONS, Convention
 from flopwise.core.prediction import NO_STACK, DeviceBytes, OpPrediction, Prediction, StagePrediction
 from flopwise.core.traffic import least_bytes
@@ -181,10 +181,9 @@ def estimated_words(hardware: Hardware) -> str:
 
 def _notes(model: Model, hardware: Hardware, workload: Workload, mfu: float, convention: Convention) -> tuple[str, ...]:
     notes = [model.note] if model.note else []
-    if workload.sequence_tokens > model.context:
-        notes.append(
-            f"{model.name} is made for sequences of {model.context:,} tokens, not {workload.sequence_tokens:,}"
-        )
+    beyond = beyond_context(model, workload.sequence_tokens)
+    if beyond:
+        notes.append(beyond)
     estimated = estimated_words(hardware)
     if estimated:
         notes.append(estimated)

@@ -13,7 +13,10 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -21,8 +24,45 @@ from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_aliases, hard
 from flopwise.core.efficiency import AttentionEfficiency, Efficiency, GemmEfficiency, MemoryEfficiency, Tile
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.hardware import Device, Fact, Hardware, Host, MemoryLevel, Source
+from flopwise.profile.nvml import open_nvml, visible_device
 
 _FALLBACK_CACHE_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Here:
+    """The device that would train here."""
+
+    device: Literal["cpu", "cuda"]
+    """As torch calls it."""
+    count: int
+    """Of GPUs, or of the cores that may be used."""
+    title: str
+    memory_bytes: int
+    """Of one of them; a CPU's is the machine's."""
+
+
+def cpu_here() -> Here:
+    """This machine's CPU, unmeasured."""
+    cores = len(os.sched_getaffinity(0))
+    return Here(device="cpu", count=cores, title=f"{cpu_title()}, {cores} cores", memory_bytes=memory_bytes())
+
+
+def gpus_here() -> Here | None:
+    """The GPUs that CUDA shows to this process, as the driver tells without CUDA; None: there are none."""
+    nvml = open_nvml()
+    if nvml is None:
+        return None
+    try:
+        named = (visible_device(index) for index in count())
+        found = (None if name is None else nvml.device(name) for name in named)
+        gpus = list(takewhile(lambda gpu: gpu is not None, found))
+        if not gpus or gpus[0] is None:
+            return None
+        title, size = gpus[0].name(), gpus[0].memory_total_bytes()
+    finally:
+        nvml.close()
+    return Here(device="cuda", count=len(gpus), title=title or "a GPU", memory_bytes=size or 0)
 
 
 def find_hardware(name: str | Path) -> Hardware:

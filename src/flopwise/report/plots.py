@@ -414,7 +414,9 @@ def _save(figure: Figure, path: Path, suffix: str) -> None:
 def _write_bytes(path: Path, content: bytes) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_bytes(content)
+        # Made here and now: its name can be foretold, and nothing is written through a link in its place.
+        with beside.open("xb") as stream:
+            stream.write(content)
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)

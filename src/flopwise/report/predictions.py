@@ -180,7 +180,7 @@ def _table(first: str, *numbers: str) -> Table:
 # -- several predictions, one row each ------------------------------------------------------------------------------
 
 COMPARED = (
-    *("model", "hardware", "precision", "seq", "batch", "micro", "recompute"),
+    *("model", "hardware", "devices", "precision", "seq", "batch", "micro", "recompute"),
     *("memory", "step", "tok/s", "MFU", "bound by"),
 )
 GIVING_WAY = ("bound by", "batch", "micro", "seq", "recompute")
@@ -194,6 +194,7 @@ def compared_rows(predictions: Sequence[Prediction]) -> list[list[str]]:
         [
             prediction.model,
             prediction.hardware,
+            f"{prediction.devices:,}",
             prediction.precision,
             f"{prediction.sequence_tokens:,}",
             f"{prediction.batch_sequences:,}",
@@ -212,18 +213,21 @@ def compared_rows(predictions: Sequence[Prediction]) -> list[list[str]]:
 def compared_table(predictions: Sequence[Prediction], width: int) -> RenderableType:
     """Several predictions in a table `width` wide; what is the same in every row is said once, above it."""
     rows = compared_rows(predictions)
-    titles = {"precision": "", "seq": "sequence ", "batch": "batch "}
-    same = {
-        name: rows[0][index]
-        for index, name in enumerate(COMPARED)
-        if name in titles and len({row[index] for row in rows}) == 1
-    }
+    titles = {"model": "", "hardware": "", "devices": "", "precision": "", "seq": "sequence ", "batch": "batch "}
+    varied = [name for index, name in enumerate(COMPARED) if len({row[index] for row in rows}) > 1]
+    same = {name: rows[0][index] for index, name in enumerate(COMPARED) if name in titles and name not in varied}
     places = [index for index, name in enumerate(COMPARED) if name not in same]
     columns = [COMPARED[index] for index in places]
     cells = [[row[index] for index in places] for row in rows]
-    shown = fitting_columns(columns, cells, width, GIVING_WAY)
+    # What tells the rows apart stays; the micro-batch only where nothing else does.
+    kept = {name for name in varied if name in titles}
+    if len({tuple(row[: COMPARED.index("micro")]) for row in rows}) < len(rows):
+        kept.add("micro")
+    giving_way = [name for name in GIVING_WAY if name not in kept]
+    shown = fitting_columns(columns, cells, width, giving_way)
     styles = ["" if prediction.fits else "red" for prediction in predictions]
-    heading = " · ".join([*(f"{titles[name]}{value}" for name, value in same.items()), _devices(predictions)])
+    said = [f"{titles[name]}{value}" for name, value in same.items() if name != "devices"]
+    heading = " · ".join([*said, _devices(predictions)])
     return Group(Text(heading), "", text_table(columns, cells, WORDS, shown=shown, styles=styles))
 
 

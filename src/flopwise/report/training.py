@@ -303,12 +303,23 @@ def end_page(record: RunRecord, width: int, *, store: str | None = None) -> Rend
         parts.append(as_text(wrapped(measured_parts(record.measurement), width)))
     elif record.state == "done":
         parts.append(Text("too few steps to measure a speed"))
-    beside = f" --store {shlex.quote(store)}" if store else ""
+    beside = _beside(store)
     following = [f"saved run {record.id}   next: flopwise show {record.id}{beside}"]
     if record.profile:
         following.append(f"flopwise why {record.id}{beside}")
     if record.state != "done":
         parts.append(as_text(wrapped(state_parts(record), width)))
-    if record.state == "interrupted" and record.checkpoint:
-        following.append(f"flopwise train --resume {record.id}{beside}")
-    return Group(*parts, as_text(wrapped(following, width, indent=2)))
+    resuming = resume_words(record, store)
+    last = [as_text([resuming])] if resuming else []
+    return Group(*parts, as_text(wrapped(following, width, indent=2)), *last)
+
+
+def resume_words(record: RunRecord, store: str | None) -> str | None:
+    """How to go on with a run that was interrupted; None where nothing is left to do, or nothing was saved."""
+    if record.state != "interrupted" or not record.checkpoint:
+        return None
+    return f"go on with: flopwise train --resume {record.id}{_beside(store)}"
+
+
+def _beside(store: str | None) -> str:
+    return f" --store {shlex.quote(store)}" if store else ""

@@ -19,12 +19,13 @@ from typing import IO, Literal, Protocol
 
 from flopwise.core.catalog import THIS_CPU, hardware_place
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import to_toml, write_whole
+from flopwise.core.files import append_to, to_toml, write_whole
 from flopwise.core.measurement import RunRecord
+from flopwise.core.processes import python_words, search_path
 from flopwise.core.store import from_text
-from flopwise.core.sweep import AUTO, INTERRUPTED, Attempt, Cell, CellState, SweepRecord
+from flopwise.core.sweep import INTERRUPTED, Attempt, Cell, CellState, SweepRecord
 from flopwise.core.sweep_store import BEAT_S, RUN_LINE, beat, cell_folder, new_attempt, now, run_record, write_attempt
-from flopwise.core.units import show_seconds
+from flopwise.core.units import AUTO, show_seconds
 from flopwise.sweep import keeper
 from flopwise.sweep.slurm_scripts import JOB_VARIABLE, PREFIX_VARIABLE
 
@@ -41,7 +42,8 @@ OUTPUT_BYTES = 16 * 2**20
 LONGEST_REASON = 300
 
 OF_ANOTHER_LAUNCH = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FLOPWISE_SPAWNED"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("FLOPWISE_SPAWNED", "FLOPWISE_LISTENER", "FLOPWISE_REFUSAL"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_ID", PREFIX_VARIABLE),
 )
 """Variables with which an attempt would take itself for one of several ranks that somebody else has started."""
@@ -116,7 +118,7 @@ def train_command(trial: Trial, store: Path, model: Path) -> list[str]:
         "device": "cpu" if settings.hardware == THIS_CPU else sweep.device,
         "tokenizer": sweep.tokenizer or AUTO,
     }
-    words = [sys.executable, "-m", "flopwise", "train", str(model)]
+    words = python_words("flopwise", "train", str(model))
     for name, value in options.items():
         if value != AUTO:
             words += [f"--{name}", str(value)]
@@ -155,9 +157,9 @@ def run_attempt(
     limit_s = trial.sweep.time_limit_s
     kills = keeper.memory_kills()
     try:
-        write_whole(model, to_toml(trial.cell.settings.model))
+        write_whole(model, to_toml(trial.cell.settings.model), own=True)
         # Appended to, so that it can be cut short while the process writes.
-        with tempfile.TemporaryFile() as output, log.open("ab") as errors:
+        with tempfile.TemporaryFile() as output, append_to(log) as errors:
             kept = Kept(words, _environment(environment), (output, errors), grace_s)
             try:
                 attempt = replace(attempt, pid=kept.process.pid)
@@ -217,7 +219,7 @@ def _written(store: Path, attempt: Attempt) -> Attempt:
 
 def _environment(changes: Mapping[str, str] | None) -> dict[str, str]:
     ours = {name: value for name, value in os.environ.items() if name not in OF_ANOTHER_LAUNCH}
-    return {**ours, **(changes or {})}
+    return {**ours, **search_path(), **(changes or {})}
 
 
 class Kept:

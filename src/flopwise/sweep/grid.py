@@ -16,14 +16,23 @@ from flopwise.core.files import parse_toml
 from flopwise.core.formats import parse_formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
-from flopwise.core.sweep import AUTO, Auto, Settings, cell_id
+from flopwise.core.sweep import Settings, cell_id
 from flopwise.core.transformer import Transformer
-from flopwise.core.units import parse_byte_list, parse_sequences, parse_tokens, show_bytes
+from flopwise.core.units import (
+    AUTO,
+    Auto,
+    parse_byte_list,
+    parse_counts,
+    parse_devices,
+    parse_sequences,
+    parse_tokens,
+    present,
+    show_bytes,
+)
 from flopwise.predict.choose import DEFAULT_SEQUENCE_TOKENS, Request, base_workload
 
 MOST_CELLS = 100_000
 """More than this is a mistake: nobody waits for it, and nobody reads it."""
-MOST_DEVICES = 10**6
 LEAST_MEMORY_BYTES = 2**20
 """A cap below this is a forgotten unit."""
 CPU_SEQUENCE_TOKENS = 256
@@ -36,9 +45,6 @@ AXES = ("model", "set", "on", "gpus", "seq", "batch", "batch_tokens", "micro", "
 Words = str | Sequence[str] | Mapping[str, Any]
 """What an axis was given: one text with commas and ranges, or several; `set` may be a table."""
 Value = TypeVar("Value")
-
-_RANGE = re.compile(r"\s*(.+?)\s*-\s*(.+?)\s*([+*])\s*(.*?)\s*")
-_HALF_RANGE = re.compile(r"\s*[\d.]+[A-Za-z]*\s*-\s*[\d.]+[A-Za-z]*\s*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,79 +132,14 @@ def values_of(axis: str, given: Words) -> tuple[Any, ...]:
 
 
 def _names(text: str) -> list[str]:
-    return [_present(part, text).strip() for part in text.split(",")]
-
-
-def _counts(text: str, parse: Callable[[str], int], example: str, *, auto: bool = False) -> list[int | Auto]:
-    """Whole numbers: `1,2,4`, `512-8k*2` (times 2 up to 8k), `1-16+5` (5 more each time), or a mixture of these."""
-    found: list[int | Auto] = []
-    for part in text.split(","):
-        bounds = _RANGE.fullmatch(_present(part, text))
-        if auto and part.strip().lower() == AUTO:
-            found.append(AUTO)
-        elif bounds is not None:
-            found += _range(bounds, parse, example)
-        elif _HALF_RANGE.fullmatch(part):
-            raise FlopwiseError(
-                f"cannot read {shown(part.strip())} as a range", why="it does not say by how much", hint=example
-            )
-        else:
-            found.append(parse(part))
-    return found
-
-
-def _present(part: str, text: str) -> str:
-    if not part.strip():
-        raise FlopwiseError(f"cannot read {shown(text)}", why="a value between commas is missing", hint="1,2,4")
-    return part
-
-
-def _range(bounds: re.Match[str], parse: Callable[[str], int], example: str) -> list[int]:
-    first, last = parse(bounds[1]), parse(bounds[2])
-    whole = bounds[0].strip()
-    if last < first:
-        raise FlopwiseError(
-            f"{shown(whole)} is an empty range",
-            why=f"it begins at {first:,} and ends at {last:,}",
-            hint=f"{bounds[2]}-{bounds[1]}{bounds[3]}{bounds[4]}",
-        )
-    step = _step(bounds, parse, example)
-    if bounds[3] == "+":
-        if (last - first) // step >= MOST_CELLS:
-            raise FlopwiseError(f"{shown(whole)} is more than {MOST_CELLS:,} values", hint=example)
-        return list(range(first, last + 1, step))
-    found = [first]
-    while found[-1] * step <= last:
-        found.append(found[-1] * step)
-    return found
-
-
-def _step(bounds: re.Match[str], parse: Callable[[str], int], example: str) -> int:
-    """What a range goes on by, such that it gets anywhere."""
-    text, least = bounds[4], 2 if bounds[3] == "*" else 1
-    zeros = text.strip("0") == "" and text != ""
-    if bounds[3] == "+" and text and not zeros:
-        return parse(text)
-    if not (text.isascii() and text.isdecimal()) or len(text) > 9 or int(text) < least:
-        what = "a factor is a whole number of at least 2" if least == 2 else "a step is at least 1"
-        raise FlopwiseError(f"{shown(bounds[0].strip())} never reaches its end", why=what, hint=example)
-    return int(text)
-
-
-def _device_count(text: str) -> int:
-    plain = text.strip()
-    if not (plain.isascii() and plain.isdecimal()) or len(plain) > 9 or not 1 <= int(plain) <= MOST_DEVICES:
-        raise FlopwiseError(
-            f"{shown(text)} is no number of devices", why=f"whole devices, from 1 to {MOST_DEVICES:,}", hint="1-8*2"
-        )
-    return int(plain)
+    return [present(part, text).strip() for part in text.split(",")]
 
 
 def _precisions(text: str) -> list[str]:
     """Policies; `key=format` changes the one before it: `bf16,gradients=fp32,fp32` are two."""
     found: list[str] = []
     for part in text.split(","):
-        if "=" in _present(part, text) and found:
+        if "=" in present(part, text) and found:
             found[-1] += f",{part.strip()}"
         else:
             found.append(part.strip())
@@ -212,7 +153,7 @@ def _caps(text: str, *, host: bool) -> list[int | None]:
     unit = re.search(r"[A-Za-z]+$", sized[-1]) if sized else None
     found: list[int | None] = []
     for part in text.split(","):
-        plain = _present(part, text).strip()
+        plain = present(part, text).strip()
         if plain.lower() in words:
             found.append(words[plain.lower()])
             continue
@@ -231,11 +172,11 @@ def _caps(text: str, *, host: bool) -> list[int | None]:
 _READERS: dict[str, Callable[[str], Sequence[Any]]] = {
     "model": _names,
     "on": _names,
-    "gpus": partial(_counts, parse=_device_count, example="1,2,4,8 or 1-8*2"),
-    "seq": partial(_counts, parse=parse_tokens, example="2k,8k or 512-8k*2", auto=True),
-    "batch": partial(_counts, parse=parse_sequences, example="64,256 or 8-64*2", auto=True),
-    "batch_tokens": partial(_counts, parse=parse_tokens, example="512k,2M or 512k-4M*2"),
-    "micro": partial(_counts, parse=parse_sequences, example="1,2,4 or 1-16+5", auto=True),
+    "gpus": partial(parse_counts, parse=parse_devices, example="1,2,4,8 or 1-8*2"),
+    "seq": partial(parse_counts, parse=parse_tokens, example="2k,8k or 512-8k*2", auto=True),
+    "batch": partial(parse_counts, parse=parse_sequences, example="64,256 or 8-64*2", auto=True),
+    "batch_tokens": partial(parse_counts, parse=parse_tokens, example="512k,2M or 512k-4M*2"),
+    "micro": partial(parse_counts, parse=parse_sequences, example="1,2,4 or 1-16+5", auto=True),
     "precision": _precisions,
     "device_mem": partial(_caps, host=False),
     "host_mem": partial(_caps, host=True),
@@ -272,10 +213,10 @@ def _changed_to(text: str) -> list[Any]:
     values: list[Any] = []
     for part in text.split(","):
         if re.fullmatch(r"\s*\d+\w?-\d+\w?[+*]\d+\w?\s*", part):
-            values += _counts(part, parse_tokens, "layers=2-16*2")
+            values += parse_counts(part, parse_tokens, "layers=2-16*2")
             continue
         try:
-            plain = _present(part, text).strip()
+            plain = present(part, text).strip()
             values.append(parse_toml(f"value = {plain}")["value"] if plain.isprintable() else plain)
         except (ValueError, RecursionError):
             values.append(part.strip())

@@ -16,30 +16,27 @@ from flopwise.core.cluster_plan import ClusterPlan
 from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import decode
-from flopwise.core.formats import POLICIES, Formats, parse_formats
+from flopwise.core.formats import Formats, parse_formats
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import ARCHITECTURES, Model
 from flopwise.core.parallel import Parallel
 from flopwise.core.plan import Plan
 from flopwise.core.results import recompute_words
-from flopwise.core.sweep import AUTO, Cell, Foreseen, Settings
+from flopwise.core.sweep import Cell, Foreseen, Settings
 from flopwise.core.sweep_store import looks
 from flopwise.core.transformer import Transformer
-from flopwise.core.units import show_bytes
-from flopwise.core.workload import Workload
-from flopwise.engine.launch import check_several
+from flopwise.core.units import AUTO, show_bytes
+from flopwise.engine.executable import check_several
 from flopwise.plan.cuts import DeviceQuestion
 from flopwise.plan.forecast import forecast
 from flopwise.plan.memory import plan_bytes
 from flopwise.plan.sizes import sizes_of
 from flopwise.plan.smallest import least_device
-from flopwise.predict.choose import PLAIN, Request, capacity_bytes, default_host_bytes
-from flopwise.predict.cluster import peak_bytes
-from flopwise.predict.strategies import listed
+from flopwise.predict.choose import Request, capacity_bytes, default_host_bytes
 from flopwise.sweep.auto_batch import LOOKING_ATTEMPTS, LOOKING_STEPS, largest, most_sequences
 from flopwise.sweep.grid import label
 from flopwise.sweep.many import Case, Outcome, Predictor
-from flopwise.train.planning import CPU_MEMORY_SHARE, Promise, Question, find_plan
+from flopwise.train.planning import CPU_MEMORY_SHARE, Promise, Question, TooLargeError, find_plan
 
 START_S = {"cpu": 4.2, "gpu": 18.0}
 """Seconds of an attempt beside its steps, by kind of device. cpu: measured, three steps of a model of two layers on two
@@ -213,62 +210,11 @@ def _try(question: Question, sizes: _Sizes) -> Promise | FlopwiseError:
     """The plan, or why there is none."""
     asked = replace(question, batch_sequences=sizes.batch, micro_batch_sequences=sizes.micro)
     try:
-        promise = find_plan(asked)
+        return find_plan(asked)
     except FlopwiseError as error:
         if error.exit_code != DOES_NOT_FIT:
             raise
         return error
-    if isinstance(promise.plan, Plan):
-        return promise
-    # Several devices are predicted, not planned: it is for us to see whether it fits.
-    capacity = _capacity_of_each(question)
-    if promise.device_bytes is None:
-        promise = replace(promise, device_bytes=_bytes_of_each(promise.plan, question))
-    if promise.device_bytes is None or promise.device_bytes <= capacity:
-        return promise
-    short = _TooLargeError(
-        promise, f"{show_bytes(promise.device_bytes)} are needed, and there are {show_bytes(capacity)}"
-    )
-    short.exit_code = DOES_NOT_FIT
-    return short
-
-
-def _capacity_of_each(question: Question) -> int:
-    """What each of several devices has; ranks on a CPU share its memory."""
-    there = capacity_bytes(question.hardware, Request(device_memory_bytes=question.device_memory_bytes))
-    if question.hardware.device.kind != "cpu":
-        return there
-    return min(there, int(CPU_MEMORY_SHARE * question.hardware.device.dram.size_bytes.value) // question.devices)
-
-
-def _bytes_of_each(plan: ClusterPlan, question: Question) -> int | None:
-    """Memory of each device where a step's time cannot be told, for want of a network; None: nor can this."""
-    workload = Workload(
-        sequence_tokens=plan.sequence_tokens,
-        batch_sequences=plan.batch_sequences,
-        micro_batch_sequences=plan.micro_batch_sequences,
-        formats=question.formats,
-        recompute=plan.recompute,
-        attention=plan.attention,
-        fusion=plan.fusion,
-        optimizer=plan.optimizer,
-    )
-    # Where nobody has measured the speed of a format: those of fp32 take no less.
-    for formats in (question.formats, POLICIES["fp32"]):
-        try:
-            set_up = listed([(question.model, plan.parallel, replace(workload, formats=formats))], question.hardware)
-            return int(peak_bytes(set_up, question.hardware, PLAIN)[0])
-        except FlopwiseError:
-            continue
-    return None
-
-
-class _TooLargeError(FlopwiseError):
-    """A set-up over several devices that takes more than each of them has."""
-
-    def __init__(self, promise: Promise, what: str) -> None:
-        super().__init__(what)
-        self.promise = promise
 
 
 def _foreseen(question: Question, sizes: _Sizes, found: Promise | FlopwiseError) -> Foreseen:
@@ -336,7 +282,7 @@ def _request_of(plan: ClusterPlan) -> Request:
 
 def _needed(question: Question, sizes: _Sizes, error: FlopwiseError) -> int | None:
     """The least device memory with which there would be a plan."""
-    if isinstance(error, _TooLargeError):
+    if isinstance(error, TooLargeError):
         return error.promise.device_bytes
     least = least_device(device_question(question, sizes.batch, sizes.micro))
     return least.bytes if least else None

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.files import WRITABLE_HINT
-from flopwise.core.sweep import AUTO, ENDED, FINISHED, Attempt, Cell, CellState, SweepRecord, standing
+from flopwise.core.sweep import ENDED, FINISHED, Attempt, Cell, CellState, SweepRecord, standing
 from flopwise.core.sweep_store import CELLS, claimed, looks, missing_repeats, now, read_attempts, read_cell, verdict
-from flopwise.core.units import show_bytes
+from flopwise.core.units import AUTO, show_bytes
 from flopwise.engine.signals import Stop
 from flopwise.sweep.attempts import (
     GRACE_S,

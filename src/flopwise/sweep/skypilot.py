@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flopwise.core.errors import FlopwiseError, nearest, shown
+from flopwise.core.processes import python_words
 from flopwise.core.sweep import Cell, SweepRecord
 from flopwise.core.sweep_store import CELL_NAME, CELLS, SWEEP_NAME, SWEEPS
 from flopwise.sweep.slurm_scripts import wants_gpus
@@ -192,7 +193,7 @@ def _local_files(record: SweepRecord, cells: Sequence[Cell]) -> list[Path]:
 
 def _run(record: SweepRecord, cells: Sequence[Cell], options: SkyOptions) -> str:
     name = task_name(record, cells)
-    command = shlex.join([options.python, "-m", "flopwise", "sweep", "--resume", record.name])
+    command = shlex.join(python_words("flopwise", "sweep", "--resume", record.name, python=options.python))
     lines = ["cd ~", f"store=$HOME/{REMOTE_STORE}", "failed=0"]
     lines += [f"for cell in {' '.join(cell.id for cell in cells)}; do"]
     lines += [f'  {command} --only "$cell" --store "$store" || failed=1']

@@ -172,11 +172,11 @@ def _submit(
     jobs: list[Job] = []
     for script in scripts:
         path = folder / script.name
-        write_whole(path, script.text)
+        write_whole(path, script.text, own=True)
         submitted = now()
         number = sbatch(path)
         jobs.append(Job(id=number, script=script.name, submitted=submitted, array=script.array, cells=script.cells))
-        write_whole(folder / JOBS, to_text(JobList(jobs=(*listed.jobs, *jobs))) + "\n")
+        write_whole(folder / JOBS, to_text(JobList(jobs=(*listed.jobs, *jobs))) + "\n", own=True)
     return Submission(folder=folder, jobs=tuple(jobs), **{why: tuple(names) for why, names in left_out.items()})
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Literal
 
 from flopwise.core.catalog import is_cpu
 from flopwise.core.errors import FlopwiseError, shown
+from flopwise.core.processes import python_words
 from flopwise.core.sweep import Cell, SweepRecord
 from flopwise.core.sweep_store import CELL_NAME, SWEEP_NAME, SWEEPS, looks
 from flopwise.sweep.auto_batch import MOST_LOOKING_ATTEMPTS
@@ -242,7 +242,7 @@ def _body(record: SweepRecord, cells: Sequence[Cell], folder: Path, options: Slu
             f"export {PREFIX_VARIABLE}={shlex.quote(shlex.join(words))}",
         ]
     lines += ["# This shell is none of the ranks.", f"unset {' '.join(RANK_VARIABLES)}"]
-    command = [options.python or sys.executable, "-m", "flopwise", "sweep", "--resume", record.name, *options.flags]
+    command = python_words("flopwise", "sweep", "--resume", record.name, *options.flags, python=options.python)
     lines.append(f'exec {shlex.join(command)} --only "$cell" --store {shlex.quote(str(store))}')
     return lines
 

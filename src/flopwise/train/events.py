@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from flopwise.core.files import append_to
 from flopwise.core.measurement import RunRecord, StepRecord
 from flopwise.core.store import LOG
 from flopwise.core.training import Training
@@ -78,8 +79,8 @@ class LogFile(Callback):
 
     def _write(self, words: str) -> None:
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as stream:
-            stream.write(f"{now} {words}\n")
+        with contextlib.suppress(OSError), append_to(self.path) as stream:
+            stream.write(f"{now} {words}\n".encode(errors="backslashreplace"))
 
     def on_start(self, started: Started) -> None:
         after = f" after step {started.first_step}" if started.first_step else ""

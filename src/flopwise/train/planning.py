@@ -15,12 +15,16 @@ from flopwise.core.op import Gemm
 from flopwise.core.parallel import Parallel
 from flopwise.core.plan import Forecast, Plan
 from flopwise.core.transformer import Transformer
+from flopwise.core.units import show_bytes
+from flopwise.core.workload import Workload
 from flopwise.plan.cuts import DeviceQuestion
 from flopwise.plan.explain import planned
 from flopwise.plan.forecast import forecast
 from flopwise.plan.runs import check_runs
 from flopwise.predict import step as predicted_step
-from flopwise.predict.choose import Request, capacity_bytes, default_host_bytes
+from flopwise.predict.choose import PLAIN, Request, capacity_bytes, default_host_bytes
+from flopwise.predict.cluster import peak_bytes
+from flopwise.predict.strategies import listed
 
 CPU_MEMORY_SHARE = 0.6
 """Of a CPU's memory: it is the host's too, and others run there."""
@@ -175,7 +179,73 @@ def _several(question: Question) -> Promise:
         parallel=Parallel(data=question.devices, zero=3),
         device_memory_bytes=question.device_memory_bytes,
     )
-    return _cluster_promise(plan, question.model, question.hardware, choose=question.micro_batch_sequences is None)
+    promise = _cluster_promise(plan, question.model, question.hardware, choose=question.micro_batch_sequences is None)
+    return check_fits(promise, question.model, question.hardware)
+
+
+class TooLargeError(FlopwiseError):
+    """A set-up over several devices takes more than each of them has."""
+
+    exit_code = 1
+
+    def __init__(self, promise: Promise, model: Transformer, hardware: Hardware, capacity: int) -> None:
+        plan, needed = promise.plan, promise.device_bytes or 0
+        assert isinstance(plan, ClusterPlan)
+        hints = []
+        if capacity < needed <= capacity_of_each(hardware, plan.devices, None):
+            hints.append(f"--device-mem {-(-needed // 2**20)}MiB")
+        if plan.micro_batch_sequences > 1:
+            hints.append("a smaller --micro")
+        super().__init__(
+            f"no plan fits {model.name} on {plan.devices:,} × {hardware.name} in {show_bytes(capacity)} of device"
+            " memory each",
+            why=f"{show_bytes(needed)} are needed, and there are {show_bytes(capacity)}: {plan.parallel.label},"
+            f" recompute {plan.recompute}, micro-batch {plan.micro_batch_sequences:,}",
+            hint=", ".join([*hints, "a shorter --seq, or --gpus 1, which streams through the host's memory"]),
+        )
+        self.promise = promise
+
+
+def check_fits(promise: Promise, model: Transformer, hardware: Hardware) -> Promise:
+    """The promise of several devices with its memory, as far as that can be told; refused where they have less."""
+    plan = promise.plan
+    assert isinstance(plan, ClusterPlan)
+    if promise.device_bytes is None:
+        promise = replace(promise, device_bytes=_bytes_of_each(plan, model, hardware))
+    capacity = capacity_of_each(hardware, plan.devices, plan.device_memory_bytes)
+    if promise.device_bytes is not None and promise.device_bytes > capacity:
+        raise TooLargeError(promise, model, hardware, capacity)
+    return promise
+
+
+def capacity_of_each(hardware: Hardware, devices: int, cap: int | None) -> int:
+    """What each of several devices has, or the cap on it; ranks on a CPU share its memory."""
+    there = capacity_bytes(hardware, Request(device_memory_bytes=cap))
+    if hardware.device.kind != "cpu":
+        return there
+    return min(there, int(CPU_MEMORY_SHARE * hardware.device.dram.size_bytes.value) // devices)
+
+
+def _bytes_of_each(plan: ClusterPlan, model: Transformer, hardware: Hardware) -> int | None:
+    """Memory of each device where a step's time cannot be told, for want of a network; None: nor can this."""
+    workload = Workload(
+        sequence_tokens=plan.sequence_tokens,
+        batch_sequences=plan.batch_sequences,
+        micro_batch_sequences=plan.micro_batch_sequences,
+        formats=parse_formats(plan.precision),
+        recompute=plan.recompute,
+        attention=plan.attention,
+        fusion=plan.fusion,
+        optimizer=plan.optimizer,
+    )
+    # Where nobody has measured the speed of a format: those of fp32 take no less.
+    for formats in (workload.formats, POLICIES["fp32"]):
+        try:
+            set_up = listed([(model, plan.parallel, replace(workload, formats=formats))], hardware)
+            return int(peak_bytes(set_up, hardware, PLAIN)[0])
+        except FlopwiseError:
+            continue
+    return None
 
 
 def _cluster_promise(plan: ClusterPlan, model: Transformer, hardware: Hardware, *, choose: bool = False) -> Promise:

@@ -7,27 +7,23 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_place, is_plan, load_hardware, load_model, load_plan
+from flopwise.core.catalog import is_plan, load_model, load_plan
 from flopwise.core.cluster_plan import ClusterPlan
 from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import entry_kind
 from flopwise.core.formats import Formats, parse_formats
-from flopwise.core.hardware import SAME_MEMORY, Fact, Hardware, same_device
-from flopwise.core.model import Model
+from flopwise.core.hardware import Hardware
+from flopwise.core.model import Model, beyond_context
 from flopwise.core.plan import MOST_PAIRS, Plan
 from flopwise.core.training import Task, Training
 from flopwise.core.transformer import Transformer
 from flopwise.core.units import show_bytes
 from flopwise.engine.data import DataRequest, open_classification_data, open_language_data
-from flopwise.engine.devices import choose_device, device_facts
-from flopwise.engine.formats import check_formats
-from flopwise.engine.launch import check_several
-from flopwise.engine.modules import check_trainable
-from flopwise.predict.calibrated import LIKE
+from flopwise.engine.executable import check_formats, check_several, check_trainable
 from flopwise.predict.choose import Request, base_workload
-from flopwise.profile.this_machine import catalogue_name, find_hardware, memory_bytes
-from flopwise.train.planning import Promise, Question, find_plan, given_plan
+from flopwise.profile.this_machine import Here
+from flopwise.train.hardware import check_planned, find_here, place_of
+from flopwise.train.planning import Promise, Question, check_fits, find_plan, given_plan
 from flopwise.train.request import TrainRequest
 
 if TYPE_CHECKING:
@@ -43,6 +39,9 @@ CLASSIFIER_BATCH_SEQUENCES = 8
 """As the usual fine-tuning script has it."""
 CLASSIFIER_EPOCHS = 3
 LANGUAGE_STEPS = 200
+
+MANY_EPOCHS = 10
+"""More than these are told: they are rarely meant, and the data is learnt by heart."""
 
 FIRST_RATE = 1e-3
 """Learning rate of a small model that begins from nothing; larger ones want less."""
@@ -82,6 +81,60 @@ class Prepared:
         return self.promise.plan
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """What is known before any data is read."""
+
+    request: TrainRequest
+    plan: tuple[Plan | ClusterPlan, Model] | None
+    """None: one is still to be found."""
+    resumed: bool
+    hardware_name: str
+    hardware: Hardware
+    place: str
+    model: Transformer
+    weights: Path | None
+    task: Task
+    sequence_tokens: int
+    notes: tuple[str, ...]
+
+
+def settle(
+    request: TrainRequest, here: Here, *, ranks: int, plan: tuple[Plan | ClusterPlan, Model] | None = None
+) -> Settled:
+    """Everything that needs neither data nor torch; `plan`: that of a run which is resumed."""
+    resumed = plan is not None
+    if plan is None and request.model is not None and is_plan(request.model):
+        plan = load_plan(Path(request.model))
+    name, hardware = find_here(request, plan[0] if plan else None, here)
+    told: tuple[str, ...] = ()
+    if plan is not None:
+        told = check_planned(plan[0], hardware, request)
+        if request.on is not None:
+            plan = replace(plan[0], hardware=name), plan[1]
+    model, weights = _model(request, plan, hardware)
+    task = request.task or ("classification" if model.head == "classifier" else "language")
+    model = _for_task(model, task)
+    check_trainable(model)
+    if request.precision is not None:
+        check_formats(parse_formats(request.precision))
+    if ranks > 1:
+        _check_several(request, plan[0] if plan else None, resumed=resumed)
+    return Settled(
+        request=_with_tokenizer(request, weights),
+        plan=plan,
+        resumed=resumed,
+        hardware_name=name,
+        hardware=hardware,
+        place=place_of(request, hardware, here),
+        model=model,
+        weights=weights,
+        task=task,
+        sequence_tokens=_sequence_tokens(request, plan, model, here.device),
+        notes=told,
+    )
+
+
 def prepare(
     request: TrainRequest, *, ranks: int, plan: tuple[Plan | ClusterPlan, Model] | None = None,
     training: Training | None = None, tell: Callable[[str, int, int], None] | None = None,
@@ -91,34 +144,14 @@ def prepare(
     `plan` and `training`: those of a run which is resumed. With another number of ranks than the plan is for it is made
     anew for the same sequences, batch and formats.
     """
-    resumed = plan is not None
-    device = choose_device(request.device)
-    if plan is None and request.model is not None and is_plan(request.model):
-        plan = load_plan(Path(request.model))
-    name, hardware = _hardware(request, plan[0] if plan else None, device)
-    told: tuple[str, ...] = ()
-    if plan is not None:
-        told = _check_hardware(plan[0], hardware, request)
-        if request.on is not None:
-            plan = replace(plan[0], hardware=name), plan[1]
-    place = _place(request, hardware, device)
-    model, weights = _model(request, plan, hardware)
-    task = request.task or ("classification" if model.head == "classifier" else "language")
-    model = _for_task(model, task)
-    check_trainable(model)
-    if request.precision is not None:
-        check_formats(parse_formats(request.precision))
-    if ranks > 1:
-        _check_several(request, plan[0] if plan else None, resumed=resumed)
-    sequence = _sequence_tokens(request, plan, model, device)
-    request = _with_tokenizer(request, weights)
-    data = _open_data(request, model, task, sequence, tell)
+    here = _here(request.device)
+    settled = settle(request, here, ranks=ranks, plan=plan)
+    request, model, task, weights = settled.request, settled.model, settled.task, settled.weights
+    data = _open_data(request, model, task, settled.sequence_tokens, tell)
     if task == "classification":
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
-    if plan is not None and resumed and devices_of(plan[0]) != ranks:
-        request, plan = _for_other_ranks(request, plan[0]), None
-    promise = _promise(request, plan, model, hardware, name, sequence, ranks)
+    promise = promised(settled, model, ranks)
     steps = _steps(request, task, data.count, promise.batch_sequences)
     if training is not None:
         asked = request.steps is not None or request.epochs is not None
@@ -130,109 +163,28 @@ def prepare(
         training=training,
         promise=promise,
         data=data,
-        hardware=hardware,
-        place=place,
-        device=device,
+        hardware=settled.hardware,
+        place=settled.place,
+        device=here.device,
         weights=weights,
-        checks=_checks(hardware, place, promise, data.describe(), weights),
-        notes=(*told, *data.notes, *_notes(hardware, promise, training)),
+        checks=_checks(settled.hardware, settled.place, promise, data.describe(), weights),
+        notes=(*settled.notes, *data.notes, *_notes(model, settled.hardware, promise, training, data.count)),
     )
 
 
-def _hardware(request: TrainRequest, plan: Plan | ClusterPlan | None, device: str) -> tuple[str, Hardware]:
-    """What we run on, by name: as it is asked for, as a plan's own file has it, or as the catalogue does."""
-    if request.on is not None and request.on.lower() not in (THIS_MACHINE, THIS_CPU):
-        hardware = find_hardware(request.on)
-        if not request.anywhere:
-            _check_described(hardware, device, request.on)
-        return hardware_place(request.on), hardware
-    own = plan.hardware if plan is not None and request.on is None else ""
-    if own.endswith(".toml") and entry_kind(Path(own)) == "file":
-        hardware = find_hardware(own)
-        if _is_here(hardware, device):
-            return hardware_place(own), hardware
-    name = THIS_MACHINE if device == "cuda" else THIS_CPU
-    return name, find_hardware(name)
+def _here(wanted: str) -> Here:
+    # With torch, which those who only look at a request do without.
+    from flopwise.engine.devices import device_here
+
+    return device_here(wanted)
 
 
-def _is_here(hardware: Hardware, device: str) -> bool:
-    """Whether a description can be that of the device we run on: its kind, and its memory within a twentieth.
-
-    Of a card that the catalogue knows, its architecture, units and bandwidth too.
-    """
-    described = hardware.device
-    if (described.kind == "cpu") != (device == "cpu"):
-        return False
-    facts = device_facts(device)
-    size = memory_bytes() if device == "cpu" else int(facts["device_memory_bytes"])
-    known = None if device == "cpu" else catalogue_name(facts["device_name"])
-    # `calibrate --like` has all but units and memory from another card.
-    borrowed = any(fact.source == LIKE for fact in described.peak_flops.values())
-    if known is None or borrowed:
-        return abs(described.dram.size_bytes.value / size - 1.0) <= SAME_MEMORY
-    here = load_hardware(known).device
-    # A calibrated file has the memory that the driver leaves on this machine, as with error correction switched off.
-    dram = replace(here.dram, size_bytes=Fact(value=float(size), source=here.dram.size_bytes.source))
-    return same_device(described, replace(here, memory=(*here.memory[:-1], dram)))
-
-
-def _check_described(hardware: Hardware, device: str, name: str) -> None:
-    """Refuse a description of another device than the one that we run on."""
-    if not _is_here(hardware, device):
-        raise FlopwiseError(
-            f"--on {name} describes {hardware.title}, not {_this(device)}",
-            why="kind and memory, of a known card units and bandwidth too, are not alike: a plan would not be for it",
-            hint="leave --on out, `flopwise calibrate` for a file of this machine, or --anywhere",
-        )
-
-
-def _this(device: str) -> str:
-    return "this machine's CPU" if device == "cpu" else f"this machine's {device_facts(device)['device_name']}"
-
-
-def _place(request: TrainRequest, hardware: Hardware, device: str) -> str:
-    """What we run on, where --on may stand for something else."""
-    elsewhere = request.anywhere and request.on is not None and not _is_here(hardware, device)
-    return f"{_this(device)}, as planned for {hardware.title}" if elsewhere else hardware.title
-
-
-def _check_hardware(plan: Plan | ClusterPlan, hardware: Hardware, request: TrainRequest) -> tuple[str, ...]:
-    """Refuse a plan that was made for another device; a note where --on stands for hardware that is gone."""
-    if request.anywhere or plan.hardware.lower() in (THIS_MACHINE, THIS_CPU):
-        return ()
-    try:
-        planned = find_hardware(plan.hardware)
-    except FlopwiseError as error:
-        if request.on is None:
-            hint = "--on this-machine, or --on with the place where the file is now"
-            raise FlopwiseError(f"the plan's hardware: {error.what}", why=error.why, hint=hint) from None
-        _check_room(plan, hardware)
-        return (f"the plan's own hardware is not compared with {hardware.name}: {error.what}",)
-    if not same_device(planned.device, hardware.device):
-        raise FlopwiseError(
-            f"the plan is for {planned.title}, and this machine has {hardware.title}",
-            why="its memory and its schedule are those of another device",
-            hint="plan again with `--on this-machine`, or --anywhere to run it as it is",
-        )
-    return ()
-
-
-def _check_room(plan: Plan | ClusterPlan, hardware: Hardware) -> None:
-    """Refuse a plan that takes more memory than a device has."""
-    needed = plan.expected.device_bytes if plan.expected else plan.device_memory_bytes
-    there = hardware.device.dram.size_bytes.value
-    if needed is not None and needed > there:
-        raise FlopwiseError(
-            f"the plan takes {show_bytes(needed)} of device memory, and {hardware.title} has {show_bytes(there)}",
-            hint="plan again with `--on this-machine`, or --anywhere to run it as it is",
-        )
-
-
-def _check_caps(promise: Promise) -> None:
-    """Refuse a plan that holds more than it says that it may."""
+def _within_caps(promise: Promise, model: Transformer, hardware: Hardware, *, anywhere: bool) -> Promise:
+    """The promise of a plan that holds no more than it says that it may; each of several devices, than there is."""
     plan = promise.plan
     if isinstance(plan, ClusterPlan):
-        return
+        # What was planned for other devices is run as it is, if that is wanted.
+        return promise if anywhere else check_fits(promise, model, hardware)
     held = (
         ("device", promise.device_bytes, plan.device_memory_bytes),
         ("host", promise.host_bytes, plan.host_memory_bytes),
@@ -244,6 +196,7 @@ def _check_caps(promise: Promise) -> None:
                 why=f"{place}_memory_bytes says how much it may take at most",
                 hint=f"plan again for that cap, or correct {place}_memory_bytes",
             )
+    return promise
 
 
 def _check_several(request: TrainRequest, plan: Plan | ClusterPlan | None, *, resumed: bool) -> None:
@@ -372,10 +325,11 @@ def _for_other_ranks(request: TrainRequest, plan: Plan | ClusterPlan) -> TrainRe
     return replace(request, batch_sequences=batch, micro_batch_sequences=None, precision=plan.precision)
 
 
-def _promise(  # noqa: PLR0917 - what a plan depends on
-    request: TrainRequest, plan: tuple[Plan | ClusterPlan, Model] | None, model: Transformer, hardware: Hardware,
-    name: str, sequence: int, ranks: int,
-) -> Promise:  # fmt: skip
+def promised(settled: Settled, model: Transformer, ranks: int) -> Promise:
+    """The plan that is given, or the one that is found, with what it takes."""
+    request, plan, hardware = settled.request, settled.plan, settled.hardware
+    if plan is not None and settled.resumed and devices_of(plan[0]) != ranks:
+        request, plan = _for_other_ranks(request, plan[0]), None
     if plan is not None:
         devices = devices_of(plan[0])
         if devices != ranks:
@@ -384,9 +338,7 @@ def _promise(  # noqa: PLR0917 - what a plan depends on
                 hint=f"--gpus {devices}, or plan again",
             )
         promise = given_plan(plan[0], model, hardware, request.batch_sequences)
-        if request.resume is None:
-            _check_caps(promise)
-        return promise
+        return promise if settled.resumed else _within_caps(promise, model, hardware, anywhere=request.anywhere)
     batch = request.batch_sequences
     if batch is not None and batch > MOST_PAIRS:
         raise FlopwiseError(
@@ -402,8 +354,8 @@ def _promise(  # noqa: PLR0917 - what a plan depends on
         Question(
             model=model,
             hardware=hardware,
-            hardware_name=name,
-            sequence_tokens=sequence,
+            hardware_name=settled.hardware_name,
+            sequence_tokens=settled.sequence_tokens,
             batch_sequences=batch,
             micro_batch_sequences=request.micro_batch_sequences,
             formats=_formats(request, model, hardware),
@@ -468,13 +420,19 @@ def _training(
     )
 
 
-def _notes(hardware: Hardware, promise: Promise, training: Training) -> list[str]:
+def _notes(model: Transformer, hardware: Hardware, promise: Promise, training: Training, sequences: int) -> list[str]:
     """What a reader should know before the first step."""
-    found = []
+    beyond = beyond_context(model, promise.plan.sequence_tokens)
+    found = [beyond] if beyond else []
     if promise.step_s is None:
         found.append(f"nothing is predicted: {hardware.name} has no measured rate for this set-up")
     if training.warmup_steps >= training.steps:
         found.append(f"the warm-up of {training.warmup_steps:,} steps outlasts the training")
+    epochs = training.steps * promise.batch_sequences / sequences
+    if epochs > MANY_EPOCHS:
+        found.append(
+            f"{training.steps:,} steps see the {sequences:,} sequences {epochs:,.0f} times; --epochs 3 is usual"
+        )
     return found
 
 

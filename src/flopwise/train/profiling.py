@@ -155,7 +155,7 @@ class RunProfiler(Callback):
         with opened(traces[0]) as source:
             read = kineto.read_source(source, traces[0].name)
         profile = self._assembled(read.profiles[0], self._counters(), measurement)
-        write_whole(self.folder / PROFILE, to_text(profile) + "\n")
+        write_whole(self.folder / PROFILE, to_text(profile) + "\n", own=True)
 
     def _counters(self) -> CounterRecord | None:
         assert self._recorder is not None

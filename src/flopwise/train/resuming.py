@@ -1,4 +1,4 @@
-"""Going on with a run: what it was asked for, where it stands, and its last checkpoint that is whole."""
+"""Going on with a run: what it was asked for, where it stands, and its last checkpoint that is whole and finite."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Resumed:
 
 
 def find_resumed(request: TrainRequest, tell: Callable[[str], None]) -> Resumed:
-    """The run that a request names, with its newest checkpoint that is whole."""
+    """The run that a request names, with its newest checkpoint that is whole and finite."""
     assert request.resume is not None
     folder = find_run(store_folder(request.store), request.resume)
     record = read_record(folder)
@@ -50,6 +50,8 @@ def find_resumed(request: TrainRequest, tell: Callable[[str], None]) -> Resumed:
     problems = []
     for found in checkpoint.checkpoints(folder):
         try:
+            # Before gigabytes are read, whose checksums are in order all the same.
+            checkpoint.check_finite(found.path, checkpoint.read_state(found.path))
             loaded = checkpoint.load(found.path)
         except FlopwiseError as error:
             problems.append(f"{found.path.name}: {error.why or error.what}")
@@ -58,9 +60,9 @@ def find_resumed(request: TrainRequest, tell: Callable[[str], None]) -> Resumed:
         return Resumed(folder, record, plan, loaded, found.path)
     if problems:
         raise FlopwiseError(
-            f"no checkpoint of run {folder.name} is whole",
+            f"no checkpoint of run {folder.name} is whole and finite",
             why="; ".join(problems[:3]),
-            hint="bring a whole one back into its folder, or begin a new run",
+            hint="bring a good one back, or begin a new run: one that diverged with a smaller --learning-rate",
         )
     if record.checkpoint is not None:
         raise FlopwiseError(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import shutil
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from flopwise.core.store import (
     new_run,
     read_steps,
     store_folder,
+    tidy_run,
     trim_steps,
     write_record,
 )
@@ -212,6 +214,7 @@ class _Run:
             sequence_tokens=prepared.plan.sequence_tokens,
             totals={},
             files={},
+            not_finite=(),
         )
 
     def _record(self, prepared: Prepared, folder: Path, progress: Progress) -> RunRecord:
@@ -237,15 +240,14 @@ class _Run:
     def _write_first(self, prepared: Prepared, folder: Path, record: RunRecord, progress: Progress) -> None:
         """What a folder holds before the first step; a new one that cannot be written is taken away again."""
         try:
-            write_whole(folder / PLAN, to_toml(plan_table(prepared.plan, prepared.model)))
+            write_whole(folder / PLAN, to_toml(plan_table(prepared.plan, prepared.model)), own=True)
             write_record(folder, record)
         except FlopwiseError:
             if self.resumed is None:
-                for path in folder.iterdir():
-                    path.unlink()
-                folder.rmdir()
+                shutil.rmtree(folder, ignore_errors=True)
             raise
         if self.resumed is not None:
+            tidy_run(folder)
             trim_steps(folder, progress.step)
             checkpoint.drop_later(folder, progress.step)
             lost = progress.step - len(read_steps(folder))
@@ -266,6 +268,8 @@ class _Run:
             on_step=listeners.on_step, on_checkpoint=listeners.on_checkpoint, watch=profiler,
         )  # fmt: skip
         loop.progress = progress
+        if self.resumed is not None and self.resumed.loaded is not None:
+            loop.saved = checkpoint.path_of(folder, progress.step)
         try:
             listeners.on_start(self._started(prepared, folder, progress))
             outcome = loop.run(progress, stop)
@@ -282,7 +286,9 @@ class _Run:
             if profiler is not None:
                 profiler.abandon()
             reason = error.what if isinstance(error, FlopwiseError) else repr(error)
-            self._ended(folder, replace(record, reason=reason), "failed", loop)
+            # On a disk that is full the record cannot be written either; what came first is what is told.
+            with suppress(FlopwiseError):
+                self._ended(folder, replace(record, reason=reason), "failed", loop)
             raise
         record = self._ended(folder, record, "interrupted" if outcome.stopped_by else "done", loop)
         if profiler is not None and found is not None:
@@ -307,7 +313,7 @@ class _Run:
         )  # fmt: skip
 
     def _ended(self, folder: Path, record: RunRecord, state: RunState, loop: Loop) -> RunRecord:
-        saved = f"{CHECKPOINTS}/{loop.saved.name}" if loop.saved else record.resumed_from
+        saved = f"{CHECKPOINTS}/{loop.saved.name}" if loop.saved else None
         record = replace(record, state=state, ended=_now(), checkpoint=saved, steps_done=loop.progress.step)
         if self.writes:
             write_record(folder, record)

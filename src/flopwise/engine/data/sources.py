@@ -23,6 +23,9 @@ OTHER_TABLES = (".json", ".ndjson", ".tsv")
 PIECE_BYTES = 2**20
 """A longer text is tokenized in pieces of about this size, each cut at the end of a line."""
 
+BEGINNING_BYTES = 2**12
+"""Of a file, what is looked at before it is read."""
+
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -178,9 +181,32 @@ def survey(sources: Iterable[Source], tell: Tell | None) -> tuple[Entry, ...]:
     except OSError as error:
         raise _unreadable(error) from None
     if not any(entry.size_bytes for entry in entries):
-        names = ", ".join(str(source.path) for source in sources[:3]) + (", …" if len(sources) > 3 else "")
-        raise FlopwiseError(f"the data is empty: {names}", hint="name files with text in them")
+        raise _empty(sources)
     return tuple(entries)
+
+
+def check_beginnings(sources: Iterable[Source]) -> None:
+    """Refuse files that cannot be opened or do not begin as text; nothing at all is the embedded default."""
+    sources = tuple(sources)
+    beginnings = []
+    try:
+        for source in sources:
+            with source.path.open("rb") as stream:
+                beginnings.append(bytearray(stream.read(BEGINNING_BYTES)))
+    except OSError as error:
+        raise _unreadable(error) from None
+    if sources and not any(beginnings):
+        raise _empty(sources)
+    for source, content in zip(sources, beginnings, strict=True):
+        if content:
+            # The last character may be cut.
+            whole = len(content) < BEGINNING_BYTES
+            _decoded(source.path, bytes(content if whole else content[: _last_character(content)]), 0)
+
+
+def _empty(sources: tuple[Source, ...]) -> FlopwiseError:
+    names = ", ".join(str(source.path) for source in sources[:3]) + (", …" if len(sources) > 3 else "")
+    return FlopwiseError(f"the data is empty: {names}", hint="name files with text in them")
 
 
 def _unreadable(error: OSError) -> FlopwiseError:

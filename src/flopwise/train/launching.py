@@ -1,0 +1,147 @@
+"""What can be refused of a training on several devices, looked at once, before a process is started for each.
+
+Every rank looks again, at what it finds on its own machine. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from flopwise.core.catalog import is_plan, load_plan
+from flopwise.core.cluster_plan import ClusterPlan
+from flopwise.core.errors import FlopwiseError
+from flopwise.core.files import WRITABLE_HINT
+from flopwise.core.model import Model
+from flopwise.core.plan import Plan
+from flopwise.core.store import PLAN, find_run, read_record, store_folder
+from flopwise.engine.data.sources import check_beginnings, find_sources
+from flopwise.engine.data.tokenizer import load_tokenizer
+from flopwise.engine.executable import check_executed, no_gpu
+from flopwise.engine.weight_files import weight_files
+from flopwise.profile.this_machine import Here, cpu_here, gpus_here
+from flopwise.train.hardware import check_kind
+from flopwise.train.preparing import Settled, promised, settle
+from flopwise.train.request import TrainRequest
+
+RANKS_PER_CORE = 8
+"""At most, where more ranks than cores are wanted: beyond that they mostly wait, and their memory is gone."""
+TORCH_BUILD = re.compile(r"^(cuda|hip)\b[^=\n]*=\s*(\S+)", re.MULTILINE)
+
+
+def check_launch(request: TrainRequest) -> None:
+    """Refuse what the ranks would refuse on this machine, and more of them than it can have."""
+    ranks = request.devices
+    request, plan = _resumed(request) if request.resume else (request, _given_plan(request))
+    here = _here(request.device)
+    if here is None:
+        return
+    if plan is not None and not request.anywhere and request.on is None:
+        check_kind(plan[0], here)
+    check_ranks(here, ranks, anywhere=request.anywhere)
+    settled = settle(request, here, ranks=ranks, plan=plan if request.resume else None)
+    promise = promised(settled, settled.model, ranks)
+    assert isinstance(promise.plan, ClusterPlan)
+    check_executed(promise.plan, settled.model, ranks)
+    _check_files(settled)
+    _check_store(request)
+
+
+def _given_plan(request: TrainRequest) -> tuple[Plan | ClusterPlan, Model] | None:
+    return load_plan(Path(request.model)) if request.model is not None and is_plan(request.model) else None
+
+
+def _resumed(request: TrainRequest) -> tuple[TrainRequest, tuple[Plan | ClusterPlan, Model] | None]:
+    """What a run was asked for, as far as it is looked at here, and its plan; the ranks tell of what is damaged."""
+    assert request.resume is not None
+    folder = find_run(store_folder(request.store), request.resume)
+    try:
+        kept = msgspec.convert(read_record(folder).request, TrainRequest)
+        plan = load_plan(folder / PLAN)
+    except (msgspec.ValidationError, FlopwiseError):
+        return request, None
+    same = replace(
+        kept,
+        on=request.on or kept.on,
+        anywhere=kept.anywhere or request.anywhere,
+        devices=request.devices,
+        resume=request.resume,
+        store=request.store,
+    )
+    return same, plan
+
+
+# -- devices ---------------------------------------------------------------------------------------------------------
+
+
+def _here(wanted: str) -> Here | None:
+    """What torch would run on, told without it; None: that cannot be told."""
+    builds = _torch_builds()
+    if wanted != "cpu" and "hip" in builds:
+        return None
+    gpus = gpus_here() if wanted != "cpu" and "cuda" in builds else None
+    if wanted == "cuda" and gpus is None:
+        raise no_gpu()
+    return gpus or cpu_here()
+
+
+def _torch_builds() -> set[str]:
+    """What the torch that is installed was built for, as its own file says."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return set()
+    try:
+        text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return set()
+    return {name for name, value in TORCH_BUILD.findall(text) if value != "None"}
+
+
+def check_ranks(here: Here, ranks: int, *, anywhere: bool) -> None:
+    """Refuse more ranks than there are GPUs, or cores; of these so many more that nothing would come of it."""
+    if here.device == "cuda":
+        if ranks > here.count:
+            raise FlopwiseError(
+                f"{ranks:,} GPUs are wanted, and this machine has {here.count}",
+                why="each rank has a GPU of its own",
+                hint=f"--gpus {here.count}, or one rank for each GPU of several machines by torchrun or srun",
+            )
+        return
+    most = here.count * (RANKS_PER_CORE if anywhere else 1)
+    if ranks > most:
+        more = f"--anywhere for up to {RANKS_PER_CORE} a core" if not anywhere else "more machines by torchrun or srun"
+        raise FlopwiseError(
+            f"{ranks:,} ranks are wanted, and this machine has no GPU and {here.count} "
+            f"core{'s' if here.count > 1 else ''}",
+            why=f"at most {most:,} are started here",
+            hint=f"--gpus {most}, or {more}",
+        )
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def _check_files(settled: Settled) -> None:
+    """Refuse data, tokenizers and weights that are not there or are of another kind, without reading them whole."""
+    request = settled.request
+    for named in (request.data, request.evaluation_data):
+        sources, _ = find_sources(named, labelled=settled.task == "classification")
+        check_beginnings(sources)
+    load_tokenizer(request.tokenizer, settled.model.vocab)
+    if settled.weights is not None and not settled.resumed:
+        weight_files(settled.weights)
+
+
+def _check_store(request: TrainRequest) -> None:
+    """Refuse a store that nothing can be written to."""
+    store = store_folder(request.store)
+    folder = find_run(store, request.resume) if request.resume else store
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "it may not be written to" if there.is_dir() else f"{there} is no folder"
+        raise FlopwiseError(f"there can be no run in {folder}", why=why, hint=WRITABLE_HINT)
