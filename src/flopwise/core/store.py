@@ -103,26 +103,22 @@ def _numbers(store: Path) -> list[int]:
     return [int(name) for name in names if name == _name(int(name)) and int(name)]
 
 
-def to_text(value: object, *, indent: int = 2, exact: bool = False) -> str:
+def to_text(value: object, *, indent: int = 2, faithful: bool = False) -> str:
     """A dataclass or a table as JSON that keeps NaN and infinity; `from_text` reads it back. Indent 0: one line.
 
-    A path whose bytes are no text is told byte by byte; what is `exact`, to be found again by what it says, refuses it.
+    `faithful`: refuse paths whose bytes are no text, which would not be read back as they are.
     """
-    table = _with_words(msgspec.to_builtins(value))
-    if exact:
-        _check_encodable(table)
-    return json_text(table, indent=indent)
-
-
-def _check_encodable(table: object) -> None:
-    try:
-        msgspec.json.encode(table)
-    except UnicodeEncodeError as error:
-        raise FlopwiseError(
-            f"{shown(error.object)} cannot be written down",
-            why="its bytes are no UTF-8, which the files of a run are",
-            hint="rename that file or folder",
-        ) from None
+    plain = _with_words(msgspec.to_builtins(value))
+    if faithful:
+        try:
+            msgspec.json.encode(plain)
+        except UnicodeEncodeError as error:
+            raise FlopwiseError(
+                f"{shown(error.object)} cannot be written down",
+                why="its bytes are no UTF-8, which the files of a run are",
+                hint="rename that file or folder",
+            ) from None
+    return json_text(plain, indent=indent)
 
 
 def _with_words(value: object) -> object:
@@ -147,7 +143,7 @@ def from_text(text: str | bytes, kind: type[Decoded]) -> Decoded:
 
 def write_record(folder: Path, record: RunRecord) -> None:
     """Write `record.json` whole: a reader sees the old one or the new one."""
-    write_whole(folder / RECORD, to_text(record, exact=True) + "\n", own=True)
+    write_whole(folder / RECORD, to_text(record, faithful=True) + "\n", own=True)
 
 
 def tidy_run(folder: Path) -> None:

@@ -75,7 +75,7 @@ def cell_folder(store: Path, cell: str) -> Path:
 def write_cell(store: Path, cell: Cell) -> None:
     folder = cell_folder(store, cell.id)
     _make(folder)
-    write_whole(folder / CELL, to_text(cell, exact=True) + "\n", own=True)
+    write_whole(folder / CELL, to_text(cell, faithful=True) + "\n", own=True)
 
 
 def read_cell(store: Path, cell: str) -> Cell:
@@ -125,7 +125,7 @@ def new_attempt(store: Path, attempt: Attempt) -> Attempt:
     while True:
         number += 1
         numbered = replace(attempt, number=number)
-        if _claim(_attempt_path(folder, number), to_text(numbered, exact=True) + "\n"):
+        if _claim(_attempt_path(folder, number), to_text(numbered, faithful=True) + "\n"):
             return numbered
 
 
@@ -157,7 +157,7 @@ def _claim_without_links(path: Path, text: str) -> bool:
 
 
 def write_attempt(store: Path, attempt: Attempt) -> None:
-    write_whole(_attempt_path(cell_folder(store, attempt.cell), attempt.number), to_text(attempt, exact=True) + "\n")
+    write_whole(_attempt_path(cell_folder(store, attempt.cell), attempt.number), to_text(attempt, faithful=True) + "\n")
 
 
 def read_attempts(store: Path, cell: str) -> tuple[list[Attempt], list[Problem]]:
@@ -348,7 +348,7 @@ def check_sweep_name(name: str) -> None:
 def write_sweep(store: Path, record: SweepRecord) -> None:
     check_sweep_name(record.name)
     _make(store / SWEEPS)
-    write_whole(store / SWEEPS / f"{record.name}.json", to_text(record, exact=True) + "\n")
+    write_whole(store / SWEEPS / f"{record.name}.json", to_text(record, faithful=True) + "\n")
 
 
 def read_sweep(store: Path, name: str) -> SweepRecord:

@@ -216,7 +216,7 @@ def _write_all(stream: FileIO, piece: memoryview) -> None:
 def _sealed(state: CheckpointState) -> bytes:
     """`state.json`: its first entry is the checksum of everything behind it, since no other file can vouch for it."""
     table = {"seal": "0" * SEAL_DIGITS, **msgspec.to_builtins(state)}
-    rest = to_text(table, exact=True).encode()[len(SEAL_START) + SEAL_DIGITS :] + b"\n"
+    rest = to_text(table, faithful=True).encode()[len(SEAL_START) + SEAL_DIGITS :] + b"\n"
     return SEAL_START + hashlib.sha256(rest).hexdigest().encode() + rest
 
 
@@ -493,4 +493,4 @@ def check_matches(
 
 def _as_read(table: dict[str, Any]) -> dict[str, Any]:
     """As it comes back from a file: tuples are lists there."""
-    return from_text(to_text(table, exact=True), dict[str, Any])
+    return from_text(to_text(table), dict[str, Any])
