@@ -36,6 +36,8 @@ class Program:
     """Beside it; PYTHONPATH points to `site`."""
     sends: Callable[[int], None] | None = None
     """To the process that was started, once the program has said that it is ready."""
+    rare: bool = False
+    """Left to the benchmark."""
     command: tuple[str, ...] | None = None
     """Instead of Python and the program's file; `python` is ours."""
 
@@ -157,8 +159,10 @@ PROGRAMS: dict[str, Program] = {
         # Scripting warns that it is deprecated.
         options=("-W", "ignore"),
     ),
-    "its own module flopwise": Program(
+    "its own modules flopwise and sitecustomize": Program(
         text=training("""
+            import sitecustomize
+            print(sitecustomize.WORD, sitecustomize.__file__ == os.path.abspath("site/sitecustomize.py"))
             import flopwise
             import flopwise.profile
             print(flopwise.WORD, flopwise.profile.WORD, flopwise.__file__ == os.path.abspath("flopwise/__init__.py"))
@@ -169,7 +173,11 @@ PROGRAMS: dict[str, Program] = {
             for _ in range(6):
                 step()
         """),
-        files={"flopwise/__init__.py": "WORD = 'theirs'", "flopwise/profile.py": "WORD = 'theirs, too'"},
+        files={
+            "flopwise/__init__.py": "WORD = 'theirs'",
+            "flopwise/profile.py": "WORD = 'theirs, too'",
+            "site/sitecustomize.py": "import sys\nWORD = 'theirs', sys.path[:2]\n",
+        },
     ),
     "os._exit": Program(
         text=training("""
@@ -178,6 +186,7 @@ PROGRAMS: dict[str, Program] = {
         """),
         says="a process that had begun to take steps was ended by a signal, os._exit or exec",
     ),
+    # It ends itself by that signal.
     "SIGINT to the process that was started alone": Program(
         text=training("""
             import time
@@ -210,14 +219,6 @@ PROGRAMS: dict[str, Program] = {
         """,
         sends=lambda pid: os.killpg(pid, signal.SIGTERM),
         says="it never imported torch",
-    ),
-    "its own sitecustomize": Program(
-        text=training("""
-            import sitecustomize
-            print(sitecustomize.WORD, sitecustomize.__file__ == os.path.abspath("site/sitecustomize.py"))
-            print([step() for _ in range(6)])
-        """),
-        files={"site/sitecustomize.py": "import sys\nWORD = 'theirs', sys.path[:2]\n"},
     ),
     "fork": Program(
         text=training("""
@@ -302,6 +303,7 @@ PROGRAMS: dict[str, Program] = {
         options=("-W", "error", "-X", "faulthandler"),
     ),
     "an exception within a module": Program(
+        rare=True,
         text=training("""
             with torch.inference_mode():
                 for _ in range(6):
@@ -312,12 +314,14 @@ PROGRAMS: dict[str, Program] = {
         """),
     ),
     "killed by a signal": Program(
+        rare=True,
         text=training("""
             print([step() for _ in range(8)], flush=True)
             os.kill(os.getpid(), signal.SIGSEGV)
         """),
     ),
     "exec of another program": Program(
+        rare=True,
         text=training("""
             print(step(), flush=True)
             os.execv(sys.executable, [sys.executable, "-c", "import sys; print(sys.argv); sys.exit(9)", "word"])
@@ -325,6 +329,7 @@ PROGRAMS: dict[str, Program] = {
         says="a process that had begun to take steps was ended by a signal, os._exit or exec",
     ),
     "a thread that is never joined": Program(
+        rare=True,
         text=training("""
             enough, never = threading.Event(), threading.Event()
             def work():
@@ -337,6 +342,7 @@ PROGRAMS: dict[str, Program] = {
         says="it took 3 of the 4 steps that are needed",
     ),
     "torch's profiler in another thread": Program(
+        rare=True,
         text=training("""
             from torch.profiler import ProfilerActivity, profile
             steps = []

@@ -39,12 +39,12 @@ def run(
     A step ends with that of its optimizer; of a program that has none, with a call of its outermost module. Exit code
     and output are the program's own; what flopwise says comes after it, on stderr, with its name before every line.
     """
-    from flopwise.profile.outside import run_outside
+    from flopwise.profile.outside import is_abandoned, run_outside
 
     words = {"steps": steps, "warm_up": warm_up}
     traced, before = (value_of(words, name, counted(1, f"--{name.replace('_', '-')} 5")) or 1 for name in words)
     place = Path(folder) if folder else _free_folder()
-    is_new = not place.exists()
+    is_new = not place.exists() or is_abandoned(place)
     outcome = run_outside(command, place, warm_up=before, steps=traced)
     try:
         _tell(outcome, place, traced, is_new=is_new)
@@ -57,8 +57,8 @@ def _end_as(outcome: Outcome) -> NoReturn:
     from flopwise.profile.passing_on import end_by
 
     if outcome.signal is not None:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        # On stdout there is nothing of ours.
+        sys.stderr.flush()
         end_by(outcome.signal)
     raise typer.Exit(outcome.exit_code)
 
@@ -84,8 +84,10 @@ def _say(text: str) -> None:
 
 
 def _free_folder() -> Path:
+    from flopwise.profile.outside import is_abandoned
+
     names = (DEFAULT_FOLDER, *(f"{DEFAULT_FOLDER}-{number}" for number in range(2, MOST_FOLDERS)))
-    return next(Path(name) for name in names if not Path(name).exists())
+    return next(Path(name) for name in names if not Path(name).exists() or is_abandoned(Path(name)))
 
 
 def _page(folder: Path, steps: int) -> str:

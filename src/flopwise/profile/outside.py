@@ -10,16 +10,19 @@ its own turn it off, the program runs as ever, without a profile.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from flopwise.core.errors import FlopwiseError, shown
 from flopwise.profile.passing_on import run_passing_on
 from flopwise.profile.start_up import sitecustomize
+from flopwise.profile.start_up.sitecustomize import TOLD
 from flopwise.profile.told import NO_PYTHON, read_told, reason
 
 SHELL = "/bin/sh"
@@ -74,9 +77,9 @@ def run_outside(
     executable = _checked(command, warm_up, steps)
     folder = _empty(folder)
     environment = child_environment(executable, f"{warm_up} {steps} {at_most_s} {folder}")
-    code = _run(command, executable, environment)
-    for partial in folder.glob(".*.partial*"):
-        partial.unlink(missing_ok=True)
+    with _held(folder):
+        code = _run(command, executable, environment)
+    _remove_partial(folder)
     processes = read_told(folder)
     traces = _by_rank(folder, "trace-rank*.json.gz")
     return Outcome(
@@ -160,7 +163,33 @@ def _empty(folder: Path) -> Path:
         ) from None
     if any(folder.glob("trace-rank*.json.gz")):
         raise FlopwiseError(f"{folder} holds a profile already", hint="name another folder, or remove that one")
+    _remove_partial(folder)
     return folder
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether it is what a profiling that was killed has left: no profile in it, and nobody who is at work on one."""
+    try:
+        if any(path.name != TOLD and ".partial" not in path.name for path in folder.iterdir()):
+            return False
+        with (folder / TOLD).open("rb") as told:
+            fcntl.flock(told, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Others see that somebody is at work in it; ends with this process, however that ends."""
+    with (folder / TOLD).open("wb") as told:
+        fcntl.flock(told, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_partial(folder: Path) -> None:
+    for partial in folder.glob(".*.partial*"):
+        partial.unlink(missing_ok=True)
 
 
 def _run(command: Sequence[str], executable: str, environment: dict[str, str]) -> int:

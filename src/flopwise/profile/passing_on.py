@@ -2,8 +2,8 @@
 
 It stays in our process group, with our terminal, as if the shell had started it in our place. What the terminal or
 somebody else sends to the whole group reaches it without us; what is sent to us alone we pass on. Which of the two it
-was shows a third process in the group that keeps all signals pending. Who stops the child (Ctrl-Z) stops us; if we are
-killed, so is the child. SIGSTOP to us alone cannot be seen, and so not passed on.
+was, a third process in the group tells, which does nothing but wait for signals. Who stops the child (Ctrl-Z) stops us;
+if we are killed, so is the child. SIGSTOP to us alone cannot be seen, and so not passed on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import select
 import signal
+import struct
 import subprocess
 import threading
 import time
@@ -25,8 +27,12 @@ PASSED_ON = {
 }  # fmt: skip
 STOPS_OF_A_TERMINAL = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 PR_SET_PDEATHSIG = 1
-WHOLE_GROUP_S = 0.01
-"""A signal to a group reaches its members one after another, within microseconds."""
+WHOLE_GROUP_S = 0.05
+"""A signal to a group reaches its members within microseconds, and they tell of it when it is their turn to run."""
+SAME_SIGNAL_S = 0.5
+"""Between two who get the same signal, at most; it may have been sent to us again, and to us alone."""
+_NOTE = struct.Struct("=id")
+"""The number of a signal, and when it came."""
 
 
 def run_passing_on(command: Sequence[str], executable: str, environment: Mapping[str, str]) -> int:
@@ -112,37 +118,46 @@ def _wait(process: subprocess.Popen[bytes], witness: _Witness) -> int:
 
 
 class _Witness:
-    """A process of our group that does nothing; its pending signals are those that the whole group got."""
+    """A process of our group that does nothing: the signals it gets are those that the whole group got."""
 
     def __init__(self) -> None:
-        self._pid = _forked_idle()
+        self._notes, notes = os.pipe()
+        self._seen: list[tuple[int, float]] = []
+        prepare = _tied_to_us(None)
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                prepare()
+                while True:
+                    number = signal.sigwait(PASSED_ON)
+                    os.write(notes, _NOTE.pack(number, time.monotonic()))
+            finally:
+                os._exit(0)
+        os.close(notes)
 
     def saw(self, number: int) -> bool:
-        """Whether a signal that we got went to the whole group."""
-        time.sleep(WHOLE_GROUP_S)
-        if not _pending(self._pid) >> (number - 1) & 1:
-            return False
-        # Pending is pending, however often it was sent: only a new one can tell the next signal.
-        self.end()
-        self._pid = _forked_idle()
+        """Whether a signal that we just got went to the whole group."""
+        now = time.monotonic()
+        until = now + WHOLE_GROUP_S
+        while not any(seen == number for seen, _ in self._seen):
+            # Where it has the signal, but was not its turn to run yet, it will tell.
+            rest = None if _pending(self._pid) >> (number - 1) & 1 else max(0.0, until - time.monotonic())
+            if not select.select([self._notes], [], [], rest)[0]:
+                return False
+            told = os.read(self._notes, _NOTE.size)
+            if len(told) < _NOTE.size:
+                return False
+            found, moment = _NOTE.unpack(told)
+            if now - moment < SAME_SIGNAL_S:
+                self._seen.append((found, moment))
+        self._seen.remove(next(seen for seen in self._seen if seen[0] == number))
+        self._seen = [seen for seen in self._seen if now - seen[1] < SAME_SIGNAL_S]
         return True
 
     def end(self) -> None:
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
-
-
-def _forked_idle() -> int:
-    prepare = _tied_to_us(None)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            prepare()
-            while True:
-                signal.pause()
-        finally:
-            os._exit(0)
-    return pid
+        os.close(self._notes)
 
 
 def _pending(pid: int) -> int:
