@@ -87,7 +87,7 @@ def _run() -> None:
         # A terminal that is not UTF-8 shows ? for a sign it lacks; better than no answer.
         sys.stdout.reconfigure(errors="replace")
     try:
-        if sys.stdout is None:
+        if sys.stdout is None and sys.argv[1:3] != ["profile", "run"]:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         app()
     except FlopwiseError as error:

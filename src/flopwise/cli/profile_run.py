@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 DEFAULT_FOLDER = "profile"
 MOST_FOLDERS = 10_000
+PREFIX = "flopwise: "
 
 CommandArgument = Annotated[
     list[str],
@@ -34,46 +36,63 @@ def run(
 ) -> None:
     """Run a PyTorch program and profile some of its steps, without changing it.
 
-    A step ends with that of its optimizer; of a program that has none, with a call of its outermost module.
+    A step ends with that of its optimizer; of a program that has none, with a call of its outermost module. Exit code
+    and output are the program's own; what flopwise says comes after it, on stderr, with its name before every line.
     """
-    from flopwise.profile.outside import run_outside
+    from flopwise.profile.outside import is_abandoned, run_outside
 
     words = {"steps": steps, "warm_up": warm_up}
     traced, before = (value_of(words, name, counted(1, f"--{name.replace('_', '-')} 5")) or 1 for name in words)
     place = Path(folder) if folder else _free_folder()
-    is_new = not place.exists()
+    is_new = not place.exists() or is_abandoned(place)
     outcome = run_outside(command, place, warm_up=before, steps=traced)
-    if not outcome.traces:
-        _nothing(outcome, before + traced, place, is_new=is_new)
-    _print(place, traced)
-    if outcome.exit_code:
-        typer.echo(f"note: the program ended with exit code {outcome.exit_code}", err=True)
-        raise typer.Exit(outcome.exit_code)
+    try:
+        _tell(outcome, place, traced, is_new=is_new)
+    finally:
+        _end_as(outcome)
+
+
+def _end_as(outcome: Outcome) -> NoReturn:
+    """As the program did, whatever became of its profile."""
+    from flopwise.profile.passing_on import end_by
+
+    if outcome.signal is not None:
+        # On stdout there is nothing of ours.
+        sys.stderr.flush()
+        end_by(outcome.signal)
+    raise typer.Exit(outcome.exit_code)
+
+
+def _tell(outcome: Outcome, folder: Path, steps: int, *, is_new: bool) -> None:
+    """The profile, or why there is none."""
+    from flopwise.core.errors import FlopwiseError
+
+    try:
+        if outcome.traces:
+            _say(_page(folder, steps))
+            return
+        if is_new and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        _say(f"there is no profile: {outcome.why_none}")
+    except (FlopwiseError, OSError) as error:
+        _say(f"the profile in {folder} cannot be shown: {error}")
+
+
+def _say(text: str) -> None:
+    for line in text.splitlines():
+        typer.echo(f"{PREFIX}{line}".rstrip(), err=True)
 
 
 def _free_folder() -> Path:
+    from flopwise.profile.outside import is_abandoned
+
     names = (DEFAULT_FOLDER, *(f"{DEFAULT_FOLDER}-{number}" for number in range(2, MOST_FOLDERS)))
-    return next(Path(name) for name in names if not Path(name).exists())
+    return next(Path(name) for name in names if not Path(name).exists() or is_abandoned(Path(name)))
 
 
-def _nothing(outcome: Outcome, steps: int, folder: Path, *, is_new: bool) -> None:
-    """The program ran, and there is no profile of it."""
-    from flopwise.core.errors import FlopwiseError
-
-    if is_new and folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
-    if outcome.exit_code:
-        typer.echo("flopwise: the program failed before its steps could be profiled", err=True)
-        raise typer.Exit(outcome.exit_code)
-    raise FlopwiseError(
-        "there is nothing to profile in what ran",
-        why=f"it took fewer than {steps} steps of a torch optimizer or module, or no torch, or profiled itself",
-        hint="let it run longer, or --steps 1 --warm-up 1",
-    )
-
-
-def _print(folder: Path, steps: int) -> None:
-    from flopwise.cli.output import progress_bar, show_page
+def _page(folder: Path, steps: int) -> str:
+    """What the profile says, written beside its trace; and what to do next."""
+    from flopwise.cli.output import page_text, progress_bar
     from flopwise.cli.profile import judged_by, judged_page
     from flopwise.core.files import write_whole
     from flopwise.core.store import PROFILE, to_text
@@ -82,7 +101,7 @@ def _print(folder: Path, steps: int) -> None:
     with progress_bar("reading") as tell:
         profiles = [profile for read in read_profiles([folder], tell) for profile in read.profiles]
     write_whole(folder / PROFILE, to_text(profiles) + "\n")
-    show_page(judged_page(judged_by(profiles)))
+    lines = [page_text(judged_page(judged_by(profiles)), in_file=True)]
     if any(profile.steps is not None and profile.steps < steps for profile in profiles):
-        typer.echo(f"note: the program ended before {steps} steps were traced", err=True)
-    typer.echo(f"wrote {folder}   next: flopwise profile why {folder}", err=True)
+        lines.append(f"note: the program ended before {steps} steps were traced")
+    return "\n".join([*lines, f"wrote {folder}   next: flopwise profile why {folder}"])

@@ -4,6 +4,9 @@ A step ends with `step` of an optimizer, of the one that was stepped first where
 steps none has a step for every call of its outermost module. Imports torch only once the program has, and no other
 package.
 
+Of several threads the first that takes a step is watched until it ends; torch's profiler must be stopped by the thread
+that started it. What goes on is told to the profiling process in a file, never on the program's own output.
+
 What it does not see: the steps of an optimizer that is compiled, captured in a CUDA graph, run within the backward pass
 or no `torch.optim.Optimizer`; calls of the outermost module stand in for them. Where a framework updates the parameters
 piece by piece, each piece looks like a step. A program that uses torch's profiler itself is left alone: there can be
@@ -17,27 +20,40 @@ import functools
 import os
 import sys
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flopwise.profile.recording import Recorder, uses_cuda
+from .recording import Recorder, uses_cuda
+from .start_up.sitecustomize import tell
 
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+STEP_OF_OPTIMIZER = "Optimizer.step#"
+"""How torch's mark round the step of an optimizer begins."""
+CALL = "_compiled_call_impl"
+"""What a module looks up about itself first when it is called."""
+PATIENCE_S = 2.0
+"""How long a program's own profiler waits for the end of a step in another thread."""
 
 
-def install(settings: Mapping[str, Any]) -> None:
-    """Watch this process's steps. `settings` are those that `outside` put into the environment."""
-    watcher = Watcher(
-        Path(settings["folder"]),
-        warm_up=settings["warm_up"],
-        steps=settings["steps"],
-        at_most_s=settings["at_most_s"],
-    )
-    watcher.watch()
+def install(folder: str, *, warm_up: int, steps: int, at_most_s: float) -> None:
+    """Watch this process's steps, and record some of them into the folder."""
+    Watcher(Path(folder), warm_up=warm_up, steps=steps, at_most_s=at_most_s).watch()
+
+
+class _Here(threading.local):
+    """What belongs to a thread."""
+
+    acting = False
+    """Whether what happens now is ours."""
+    marks = 0
+    """Of steps of optimizers, how many are open: a subclass may call the step of its parent."""
+    life: _Life | None = None
+
+
+class _Life:
+    """Lives as long as the thread that is watched."""
 
 
 class Watcher:
@@ -47,59 +63,68 @@ class Watcher:
         self._new_recorder = functools.partial(
             Recorder, folder, warm_up=warm_up, steps=steps, at_most_s=at_most_s, with_memory=True, replace=False
         )
+        self._tell = functools.partial(tell, str(folder))
         self._alive = True
-        self._acting = False
-        self._thread: int | None = None
+        self._here = _Here()
+        self._lock = threading.Lock()
+        """Held by whoever asks or changes which thread is watched."""
+        self._recording = threading.Lock()
+        """Held while the recorder is at work, which may take seconds."""
+        self._watched: weakref.ref[_Life] | None = None
+        self._leaving = threading.Event()
+        """The program's own profiler is about to start in another thread."""
+        self._left = threading.Event()
         self._recorder: Recorder | None = None
+        self._steps = 0
+        self._most_steps = 0
+        self._other_steps = 0
         self._optimizer: weakref.ref[Any] | None = None
-        self._within_step = False
         self._root: weakref.ref[Any] | None = None
         self._forget_root: Callable[[], None] = lambda: None
 
     def watch(self) -> None:
         """Begin; ends with the process."""
-        self._wrap_optimizers()
-        self._find_root()
+        self._watch_marks()
+        self._watch_calls()
         self._watch_profilers()
         atexit.register(self._guarded, self._close)
         os.register_at_fork(after_in_child=self._forked)
 
-    def _wrap_optimizers(self) -> None:
-        """Every optimizer's `step` passes through `profile_hook_step`, which also calls torch's own step hooks.
+    # -- steps ----------------------------------------------------------------------------------------------------
 
-        Those hooks run within the mark that torch sets round a step in the trace, so a step that ended there would
-        cross that mark; viewers drop what crosses.
+    def _watch_marks(self) -> None:
+        """Torch sets a mark round every step of an optimizer; when that ends, so does the step.
+
+        Optimizers stay as they are, and no frame of ours is among those of an error. The hooks that torch has for
+        steps run within the mark: a step that ended there would cross it, and viewers drop what crosses.
         """
         import torch
 
-        original = torch.optim.Optimizer.profile_hook_step
-        compiling = torch.compiler.is_compiling
+        mark = torch.autograd.profiler.record_function
+        enter, leave = mark.__enter__, mark.__exit__
+        here = self._here
 
-        def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
-            marked = original(step)
+        def __enter__(of: Any) -> Any:  # noqa: ANN401,N807 - torch is not imported here
+            if of.name.startswith(STEP_OF_OPTIMIZER):
+                here.marks += 1
+            return enter(of)  # type: ignore[no-untyped-call]
 
-            @functools.wraps(marked)
-            def watched(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - whatever an optimizer takes
-                # A subclass may call the step of its parent, which is wrapped as well; a compiler sees through this.
-                if compiling() or self._within_step or not self._alive:
-                    return marked(*arguments, **named)
-                self._within_step = True
-                try:
-                    result = marked(*arguments, **named)
-                finally:
-                    self._within_step = False
-                self._guarded(self._optimizer_stepped, arguments[0])
-                return result
+        def __exit__(of: Any, kind: Any, error: Any, trace: Any) -> None:  # noqa: ANN401,N807
+            leave(of, kind, error, trace)
+            if of.name.startswith(STEP_OF_OPTIMIZER):
+                here.marks = max(0, here.marks - 1)
+                if kind is None and here.marks == 0:
+                    self._guarded(self._optimizer_stepped, sys._getframe(1).f_locals.get("self"))
 
-            return watched
-
-        torch.optim.Optimizer.profile_hook_step = staticmethod(profile_hook_step)  # type: ignore[assignment]
+        mark.__enter__ = __enter__  # type: ignore[method-assign]
+        mark.__exit__ = __exit__  # type: ignore[method-assign]
 
     def _optimizer_stepped(self, optimizer: Any) -> None:  # noqa: ANN401 - torch is not imported here
         import torch
 
         within_backward = torch._C._current_graph_task_id() != -1
-        if within_backward or _capturing() or not self._same_thread():
+        is_one = isinstance(optimizer, torch.optim.Optimizer)
+        if within_backward or not is_one or _capturing() or not self._is_watched_thread():
             return
         counted = None if self._optimizer is None else self._optimizer()
         if counted is None:
@@ -107,40 +132,110 @@ class Watcher:
             if self._optimizer is None and self._recorder is not None:
                 # What looked like a program that only computes forward was an evaluation before the training.
                 self._recorder.discard()
-                self._recorder = None
+                self._recorder, self._steps = None, 0
             self._optimizer = weakref.ref(optimizer)
         elif counted is not optimizer:
             return
         self._step()
 
-    def _find_root(self) -> None:
-        """Watch all modules until the first that has parameters is called, and from then on only that one.
+    def _watch_calls(self) -> None:
+        """Be asked when a module is called: of the first that has parameters, calls are steps.
 
-        A hook on all modules for longer would slow each of them and make compiled ones compile again.
+        A module that is called looks up an attribute in its class first, which is None. Hooks would be the official
+        way, but are pickled, copied and scripted with their module, and change what errors show.
         """
         import torch
 
-        compiling = torch.compiler.is_compiling
+        module = torch.nn.Module
+        before = module.__dict__[CALL]
+        calls = _Calls(functools.partial(self._guarded, self._module_called), module, torch.compiler.is_compiling)
+        setattr(module, CALL, calls)
 
-        def first_call(module: Any, _: Any) -> None:  # noqa: ANN401 - torch is not imported here
+        def forget() -> None:
+            if module.__dict__[CALL] is calls:
+                setattr(module, CALL, before)
+
+        self._forget_root = forget
+
+    def _module_called(self, module: Any) -> None:  # noqa: ANN401 - torch is not imported here
+        if self._root is None:
             # Transforms of data and losses are modules, too.
-            if not compiling() and next(module.parameters(), None) is not None:
-                handle.remove()
-                self._guarded(self._watch_root, module)
-
-        # A compiled module would complain of this hook, which is gone before it compiles.
-        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
-        handle = torch.nn.modules.module.register_module_forward_pre_hook(first_call)
-
-    def _watch_root(self, module: Any) -> None:  # noqa: ANN401 - torch is not imported here
-        if self._optimizer is not None:
+            if next(module.parameters(), None) is None:
+                return
+            self._root = weakref.ref(module)
+        if self._root() is not module or _capturing() or not self._is_watched_thread():
             return
-        import torch
+        if self._recorder is not None:
+            self._step()
+            return
+        with self._recording:
+            self._begin()
 
-        self._root = weakref.ref(module)
-        called = functools.partial(self._guarded, self._root_called)
-        handle = module.register_forward_pre_hook(_Call(called, torch.compiler.is_compiling))
-        self._forget_root = handle.remove
+    def _begin(self) -> None:
+        self._tell("step")
+        self._recorder = self._new_recorder(rank=_rank())
+
+    def _step(self) -> None:
+        if self._leaving.is_set():
+            self._leave()
+            return
+        with self._recording:
+            if self._recorder is None:
+                self._begin()
+            assert self._recorder is not None
+            self._recorder.step()
+        self._steps += 1
+        if self._recorder.done:
+            self._forget_root()
+            # A program that has only computed forward may still begin to train, which counts for more.
+            self._alive = self._optimizer is None
+
+    # -- threads --------------------------------------------------------------------------------------------------
+
+    def _is_watched_thread(self) -> bool:
+        """The profiler sees what its own thread does, so steps of others are not counted."""
+        with self._lock:
+            life = None if self._watched is None else self._watched()
+            if life is None:
+                life = self._here.life = _Life()
+                self._watched = weakref.ref(life, functools.partial(self._thread_ended, os.getpid()))
+            watched = self._here.life is life
+            self._other_steps += not watched
+        return watched
+
+    def _thread_ended(self, process: int, _: object) -> None:
+        """Called by the thread itself with its last breath. Another that takes steps may follow it."""
+        if process == os.getpid():
+            self._guarded(self._close_thread)
+
+    def _close_thread(self) -> None:
+        with self._lock:
+            recorder, self._recorder = self._recorder, None
+            self._most_steps, self._steps = max(self._most_steps, self._steps), 0
+            self._optimizer = None
+        if recorder is not None:
+            with self._recording:
+                recorder.close()
+            if recorder.written:
+                self._end()
+
+    def _close(self) -> None:
+        """The program ends. A recording in another thread, which still runs, is lost: only that one can stop it."""
+        life = None if self._watched is None else self._watched()
+        if self._recorder is not None and life is self._here.life:
+            self._recorder.close()
+        self._tell(f"ended {max(self._most_steps, self._steps)} {self._other_steps}")
+        # Threads that are still there end after this, and not in an order that anything could rely on.
+        self._end()
+
+    def _forked(self) -> None:
+        """A copy of the process records on its own account, unless its parent has begun to."""
+        self._lock, self._recording = threading.Lock(), threading.Lock()
+        if self._recorder is not None:
+            self._recorder = None
+            self._end()
+
+    # -- other profilers ------------------------------------------------------------------------------------------
 
     def _watch_profilers(self) -> None:
         import torch
@@ -149,89 +244,75 @@ class Watcher:
         original = profiler._prepare_trace
 
         def _prepare_trace(of: Any) -> None:  # noqa: ANN401 - torch is not imported here
-            if not self._acting:
+            if not self._here.acting:
                 self._guarded(self._give_way)
             original(of)  # type: ignore[no-untyped-call]
 
         profiler._prepare_trace = _prepare_trace  # type: ignore[method-assign]
 
     def _give_way(self) -> None:
+        life = None if self._watched is None else self._watched()
+        with self._recording:
+            profiles = self._recorder is not None and self._recorder.profiles
+        if profiles and life is not self._here.life:
+            # Only the thread that started ours can stop it, with its next step.
+            self._leaving.set()
+            self._left.wait(PATIENCE_S)
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
         if self._recorder is not None and self._recorder.written:
             self._recorder.close()
         else:
-            sys.stderr.write("flopwise: this program uses torch's profiler itself, so it is left alone\n")
+            self._tell("profiler")
             if self._recorder is not None:
                 self._recorder.discard()
         self._end()
+        self._left.set()
 
-    def _root_called(self, module: Any) -> None:  # noqa: ANN401 - torch is not imported here
-        # A copy of the module has no such hook, but may share the table of hooks.
-        if self._root is None or self._root() is not module:
-            return
-        if _capturing() or not self._same_thread():
-            return
-        if self._recorder is None:
-            self._recorder = self._new_recorder(rank=_rank())
-        else:
-            self._step()
-
-    def _step(self) -> None:
-        if self._recorder is None:
-            self._recorder = self._new_recorder(rank=_rank())
-        self._recorder.step()
-        if self._recorder.done:
-            self._forget_root()
-            # A program that has only computed forward may still begin to train, which counts for more.
-            self._alive = self._optimizer is None
-
-    def _same_thread(self) -> bool:
-        """The profiler sees what its own thread does, so steps of others are not counted."""
-        if self._thread is None:
-            self._thread = threading.get_ident()
-        return self._thread == threading.get_ident()
-
-    def _close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
-
-    def _forked(self) -> None:
-        """A copy of the process records on its own account, unless its parent has begun to."""
-        if self._recorder is not None:
-            self._recorder = None
-            self._end()
+    # -- our own failures -----------------------------------------------------------------------------------------
 
     def _end(self) -> None:
         self._alive = False
         self._forget_root()
 
     def _guarded(self, action: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401 - those of the action
-        """A failure of ours ends the watching, not the program."""
-        if not self._alive:
+        """A failure of ours ends the watching, not the program; nothing of ours is compiled with it."""
+        if not self._alive or self._here.acting:
             return
-        self._acting = True
+        import torch
+
+        self._here.acting = True
+        compiler = torch._C._dynamo.eval_frame.set_eval_frame(None)
         try:
             action(*arguments)
         except Exception as error:  # noqa: BLE001,RUF100 - see above
-            self._alive = False
-            sys.stderr.write(f"flopwise: profiling has stopped: {type(error).__name__}: {error}\n")
+            self._end()
+            self._tell(f"failed {type(error).__name__}: {error}")
         finally:
-            self._acting = False
+            torch._C._dynamo.eval_frame.set_eval_frame(compiler)
+            self._here.acting = False
 
 
-class _Call:
-    """A hook on a module. Its copies, also those in a file of the module, do nothing and need no flopwise."""
+class _Calls:
+    """Stands for the attribute that a module looks up when it is called, and says what the module has itself."""
 
-    def __init__(self, called: Callable[[Any], None], compiling: Callable[[], bool]) -> None:
+    def __init__(self, called: Callable[[Any], None], module: Any, compiling: Callable[[], bool]) -> None:  # noqa: ANN401
         self._called = called
+        self._code = module._wrapped_call_impl.__code__
         self._compiling = compiling
 
-    def __call__(self, module: Any, _: Any) -> None:  # noqa: ANN401 - torch is not imported here
-        if not self._compiling():
+    def __get__(self, module: Any, _: Any) -> Any:  # noqa: ANN401 - torch is not imported here
+        if module is None:
+            return None
+        # A compiler follows the program into this, but no further.
+        if not self._compiling() and sys._getframe(1).f_code is self._code:
             self._called(module)
+        return module.__dict__.get(CALL)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Takes any arguments and returns None, as a hook without effect has to.
-        return getattr, (nullcontext(), "__exit__")
+    def __set__(self, module: Any, value: Any) -> None:  # noqa: ANN401 - torch is not imported here
+        module.__dict__[CALL] = value
 
 
 def _capturing() -> bool:

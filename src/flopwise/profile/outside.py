@@ -1,34 +1,47 @@
 """Profile any program that uses PyTorch, as it is: `run_outside(["python", "train.py"], folder, …)`.
 
-Python runs a module called `sitecustomize`, if it finds one, before any program. The command gets one in a folder of
-its own at the front of PYTHONPATH; it waits for torch and then counts steps (`hook`). Launchers like torchrun and all
-processes that the program starts inherit it. Python's options -E, -I and -S turn it off, so they are refused.
+Python runs a module called `sitecustomize`, if it finds one, before any program. The folder `start_up` of this package,
+at the front of the command's PYTHONPATH, has one: it runs the one it stands in front of, waits for torch and then
+counts steps (`hook`). Launchers like torchrun and all processes that the program starts inherit it. That entry and one
+variable of its own are all of the environment that changes. Where Python's options -E, -I and -S or an environment of
+its own turn it off, the program runs as ever, without a profile.
 """
 
 from __future__ import annotations
 
-import json
+import errno
+import fcntl
 import os
 import re
 import shutil
-import signal
-import subprocess
-import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from flopwise.core.errors import FlopwiseError, shown
-from flopwise.profile import start_up
+from flopwise.profile.passing_on import run_passing_on
+from flopwise.profile.start_up import sitecustomize
+from flopwise.profile.start_up.sitecustomize import TOLD
+from flopwise.profile.told import NO_PYTHON, read_told, reason
 
-PATIENCE_S = 10.0
-"""For a program that is told to end before it is killed."""
+SHELL = "/bin/sh"
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*t?(\.exe)?")
 _WITH_VALUE = "WX"
 _LAST = "cm"
 _TURNS_US_OFF = "EIS"
+
+
+class CommandNotFound(FlopwiseError):  # noqa: N818 - as a shell says it
+    """There is no such command; the exit code is the one of shells."""
+
+    exit_code = 127
+
+
+class CommandNotRun(FlopwiseError):  # noqa: N818 - as a shell says it
+    """There is one, and the system does not run it; the exit code is the one of shells."""
+
+    exit_code = 126
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,10 +50,14 @@ class Outcome:
 
     exit_code: int
     """The command's own; 128 and the signal's number where a signal ended it."""
+    signal: int | None = None
+    """Which ended it."""
     traces: tuple[Path, ...]
-    """By rank; none where it never imported torch or took too few steps."""
+    """By rank."""
     counters: tuple[Path, ...]
     """`sampling.read_counter_record` reads them."""
+    why_none: str | None = None
+    """Why there is no trace, where there is none."""
 
 
 def run_outside(
@@ -59,33 +76,38 @@ def run_outside(
     """
     executable = _checked(command, warm_up, steps)
     folder = _empty(folder)
-    settings = {
-        "package": str(Path(start_up.__file__).resolve().parent.parent),
-        "folder": str(folder),
-        "warm_up": warm_up,
-        "steps": steps,
-        "at_most_s": at_most_s,
-    }
-    with tempfile.TemporaryDirectory(prefix="flopwise-profile-", ignore_cleanup_errors=True) as private:
-        shutil.copyfile(start_up.__file__, Path(private) / "sitecustomize.py")
-        environment = child_environment(Path(private), settings)
-        exit_code = _run([executable, *command[1:]], environment)
-    for partial in folder.glob(".*.partial*"):
-        partial.unlink(missing_ok=True)
+    environment = child_environment(executable, f"{warm_up} {steps} {at_most_s} {folder}")
+    with _held(folder):
+        code = _run(command, executable, environment)
+    _remove_partial(folder)
+    processes = read_told(folder)
+    traces = _by_rank(folder, "trace-rank*.json.gz")
     return Outcome(
-        exit_code=exit_code,
-        traces=_by_rank(folder, "trace-rank*.json.gz"),
+        exit_code=code if code >= 0 else 128 - code,
+        signal=-code if code < 0 else None,
+        traces=traces,
         counters=_by_rank(folder, "counters-rank*.json"),
+        why_none=None if traces else _turned_off(command, reason(processes, warm_up + steps)),
     )
 
 
-def child_environment(private: Path, settings: dict[str, object]) -> dict[str, str]:
+def child_environment(executable: str, settings: str) -> dict[str, str]:
     """Our environment with the folder of the `sitecustomize` and what it needs to know."""
     environment = dict(os.environ)
+    start_up = str(Path(sitecustomize.__file__).resolve().parent)
     path = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{private}{os.pathsep}{path}" if path else str(private)
-    environment[start_up.VARIABLE] = json.dumps(settings)
+    environment["PYTHONPATH"] = f"{start_up}{os.pathsep}{path}" if path else start_up
+    environment[sitecustomize.VARIABLE] = settings
+    if "_" in environment:
+        # Where shells say which command they started.
+        environment["_"] = executable
     return environment
+
+
+def _turned_off(command: Sequence[str], why: str) -> str:
+    """The reason with the option that explains it, where one does."""
+    option = option_that_turns_us_off(command) if why == NO_PYTHON else None
+    return f"with `{option}` Python runs nothing but the program itself" if option else why
 
 
 def option_that_turns_us_off(command: Sequence[str]) -> str | None:
@@ -118,19 +140,16 @@ def _checked(command: Sequence[str], warm_up: int, steps: int) -> str:
         raise FlopwiseError("there is no command to profile", hint="flopwise profile run -- python train.py")
     if warm_up < 1 or steps < 1:
         raise FlopwiseError(f"cannot record {steps} steps after {warm_up} of warm-up", hint="at least 1 step of each")
-    option = option_that_turns_us_off(command)
-    if option is not None:
-        raise FlopwiseError(
-            f"a program that is started with `{option}` cannot be profiled from outside",
-            why="with it Python runs nothing but the program itself",
-            hint=f"leave `{option}` out",
-        )
     executable = shutil.which(command[0])
-    if executable is None:
-        raise FlopwiseError(
-            f"there is no command {shown(command[0])}", hint="check its name, or give its path: ./train.sh"
+    if executable is not None:
+        return executable
+    if Path(command[0]).name != command[0] and Path(command[0]).exists():
+        raise CommandNotRun(
+            f"{shown(command[0])} is no program, or may not be executed", hint=f"chmod +x {command[0]}, or name another"
         )
-    return executable
+    raise CommandNotFound(
+        f"there is no command {shown(command[0])}", hint="check its name, or give its path: ./train.sh"
+    )
 
 
 def _empty(folder: Path) -> Path:
@@ -144,50 +163,51 @@ def _empty(folder: Path) -> Path:
         ) from None
     if any(folder.glob("trace-rank*.json.gz")):
         raise FlopwiseError(f"{folder} holds a profile already", hint="name another folder, or remove that one")
+    _remove_partial(folder)
     return folder
 
 
-def _run(command: list[str], environment: dict[str, str]) -> int:
+def is_abandoned(folder: Path) -> bool:
+    """Whether it is what a profiling that was killed has left: no profile in it, and nobody who is at work on one."""
     try:
-        process = subprocess.Popen(command, env=environment)  # noqa: S603 - what the user asked for
-    except OSError as error:
-        raise FlopwiseError(
-            f"{shown(command[0])} cannot be run", why=error.strerror, hint="is it a program, and may it be executed?"
-        ) from None
-    with _passed_on(process):
-        code = _wait(process)
-    return code if code >= 0 else 128 - code
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        pass
-    # Ctrl-C reached the program as well: it decides whether and how it ends. A second one is meant for us.
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        process.terminate()
-        try:
-            process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        raise
+        if any(path.name != TOLD and ".partial" not in path.name for path in folder.iterdir()):
+            return False
+        with (folder / TOLD).open("rb") as told:
+            fcntl.flock(told, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
-def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Who ends us means the program."""
-    if threading.current_thread() is not threading.main_thread():
+def _held(folder: Path) -> Iterator[None]:
+    """Others see that somebody is at work in it; ends with this process, however that ends."""
+    with (folder / TOLD).open("wb") as told:
+        fcntl.flock(told, fcntl.LOCK_EX)
         yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+
+
+def _remove_partial(folder: Path) -> None:
+    for partial in folder.glob(".*.partial*"):
+        partial.unlink(missing_ok=True)
+
+
+def _run(command: Sequence[str], executable: str, environment: dict[str, str]) -> int:
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        return run_passing_on(command, executable, environment)
+    except OSError as error:
+        if error.errno == errno.ENOEXEC and _is_text(executable):
+            # A script that does not say who reads it: shells do.
+            return run_passing_on([SHELL, executable, *command[1:]], SHELL, environment)
+        raise CommandNotRun(
+            f"{shown(command[0])} cannot be run", why=error.strerror, hint="is it a program, and may it be executed?"
+        ) from None
+
+
+def _is_text(path: str) -> bool:
+    with Path(path).open("rb") as stream:
+        beginning = stream.read(1024)
+    return b"\0" not in beginning and not beginning.startswith(b"\x7fELF")
 
 
 def _by_rank(folder: Path, pattern: str) -> tuple[Path, ...]:

@@ -14,14 +14,15 @@ import json
 import os
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwise.profile.sampling import ENERGY_WINDOW_S, CounterRecord, Counters, Samples, Window, sampler_for
+# Relative, since these files are also loaded under another name, within programs that may have no flopwise.
+from .hushed import FirstFree, hushed, hushed_start
+from .sampling import ENERGY_WINDOW_S, CounterRecord, Counters, Samples, Window, sampler_for
 
 if TYPE_CHECKING:
     from torch.profiler import ProfilerAction, profile
@@ -44,6 +45,10 @@ class _Stage(Enum):
     SETTLED = auto()
     COUNTING = auto()
     DONE = auto()
+
+
+PROFILING = (_Stage.READY, _Stage.ARMED, _Stage.RECORDING)
+"""Torch's profiler is ready or records."""
 
 
 class Recorder:
@@ -101,6 +106,11 @@ class Recorder:
         return self._stage is _Stage.DONE
 
     @property
+    def profiles(self) -> bool:
+        """Whether torch's profiler runs. It must be stopped, by `close` or `discard`, in the thread that started it."""
+        return self._stage in PROFILING
+
+    @property
     def written(self) -> tuple[Path, ...]:
         """Files that are there, whole."""
         return tuple(self._written)
@@ -155,13 +165,13 @@ class Recorder:
         elif stage is _Stage.COUNTING and self._sampler is not None:
             # Less than a second: the counters of the recorded steps, already written, are as good.
             self._sampler.stop()
-        elif stage in (_Stage.READY, _Stage.ARMED, _Stage.RECORDING):
+        elif stage in PROFILING:
             self._drop_profiler(stage)
 
     def discard(self) -> None:
         """Take back what was written, and record nothing more."""
         stage, self._stage = self._stage, _Stage.DONE
-        if stage in (_Stage.READY, _Stage.ARMED, _Stage.RECORDING):
+        if stage in PROFILING:
             self._drop_profiler(stage)
         elif stage is _Stage.COUNTING and self._sampler is not None:
             self._sampler.stop()
@@ -191,13 +201,11 @@ class Recorder:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
-        # Torch's tracing library reports every start and stop on stderr, at a level above errors.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
             # Beside it, this one would end the other's recording.
             raise RuntimeError("torch's profiler runs already")
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-        with _quiet():
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if uses_cuda() else [])]
+        with hushed_start():
             self._profiler = profile(
                 activities=activities,
                 schedule=_schedule,
@@ -212,8 +220,11 @@ class Recorder:
         # What is still queued on the device belongs to the steps before.
         _synchronize()
         self._open_window(_Stage.RECORDING)
-        with _quiet():
+        first = FirstFree()
+        with hushed():
             self._profiler.step()
+        if self._with_memory:
+            first.let_go()
 
     def _open_window(self, stage: _Stage) -> None:
         _synchronize()
@@ -234,7 +245,7 @@ class Recorder:
         counters = self._sampler.stop()
         temporary = self._folder / f".trace-rank{self._rank}-{os.getpid()}.partial.json.gz"
         try:
-            with _quiet():
+            with hushed():
                 profiler.stop()
                 self._folder.mkdir(parents=True, exist_ok=True)
                 _export(profiler, temporary)
@@ -254,7 +265,7 @@ class Recorder:
 
     def _drop_profiler(self, stage: _Stage) -> None:
         profiler, self._profiler = self._profiler, None
-        with _quiet():
+        with hushed():
             if profiler is not None:
                 profiler.stop()
         if stage is _Stage.RECORDING and self._sampler is not None:
@@ -343,7 +354,8 @@ def uses_cuda() -> bool:
     """Whether this process has begun to use a GPU; asking does not begin it."""
     import torch
 
-    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    # In this order: a GPU that is only asked for can no longer be used by processes that are forked.
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_available()  # type: ignore[no-untyped-call]
 
 
 def _synchronize() -> None:
@@ -351,14 +363,6 @@ def _synchronize() -> None:
 
     if uses_cuda():
         torch.cuda.synchronize()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The profiler's own warnings are not the program's, which may have made errors of all warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _cut_last_step(path: Path) -> bool:

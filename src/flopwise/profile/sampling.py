@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from flopwise.profile.nvml import REASONS, THROTTLED, GpmSample, Nvml, NvmlDevice, open_nvml, visible_device
+from .nvml import REASONS, THROTTLED, GpmSample, Nvml, NvmlDevice, open_nvml, visible_device
 
 if TYPE_CHECKING:
     from flopwise.core.profile import Value
