@@ -124,7 +124,10 @@ class Watcher:
 
         within_backward = torch._C._current_graph_task_id() != -1
         is_one = isinstance(optimizer, torch.optim.Optimizer)
-        if within_backward or not is_one or _capturing() or not self._is_watched_thread():
+        if within_backward or not is_one or _capturing():
+            return
+        # Whoever only computes forward, perhaps to look at the result, is not the one who trains.
+        if not self._is_watched_thread(takes_over=self._optimizer is None):
             return
         counted = None if self._optimizer is None else self._optimizer()
         if counted is None:
@@ -192,10 +195,16 @@ class Watcher:
 
     # -- threads --------------------------------------------------------------------------------------------------
 
-    def _is_watched_thread(self) -> bool:
-        """The profiler sees what its own thread does, so steps of others are not counted."""
+    def _is_watched_thread(self, *, takes_over: bool = False) -> bool:
+        """The profiler sees what its own thread does, so steps of others are not counted.
+
+        `takes_over`: it is this one from now on, unless the profiler runs in another.
+        """
         with self._lock:
             life = None if self._watched is None else self._watched()
+            if takes_over and life is not self._here.life:
+                with self._recording:
+                    life = life if self._recorder is not None and self._recorder.profiles else None
             if life is None:
                 life = self._here.life = _Life()
                 self._watched = weakref.ref(life, functools.partial(self._thread_ended, os.getpid()))
