@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -20,14 +19,11 @@ CASES_OF_A_KIND = 6
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Seed]]]:
-    before = dict(os.environ)
     with measured_once():
         found: dict[str, list[Seed]] = {}
         for seed in seeds(tmp_path_factory.mktemp("corpus") / "made"):
             found.setdefault(seed.name, []).append(seed)
         yield found
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.mark.slow

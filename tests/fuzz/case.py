@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from unittest.mock import patch
 
 from tests.test_cli_fuzz import answered
 
@@ -74,12 +75,13 @@ def problem_of(case: Case, scratch: Path) -> str:
     scratch.mkdir(parents=True, exist_ok=True)
     before = Path.cwd()
     os.chdir(scratch)
-    os.environ.update(XDG_CACHE_HOME=str(scratch / "cache"), FLOPWISE_STORE="runs")
+    places = {"XDG_CACHE_HOME": str(scratch / "cache"), "FLOPWISE_STORE": "runs"}
     try:
-        for words in case.commands:
-            found = _problem(words) or _other_end(case, scratch)
-            if found:
-                return f"flopwise {' '.join(words)}\n{found}"
+        with patch.dict(os.environ, places):
+            for words in case.commands:
+                found = _problem(words) or _other_end(case, scratch)
+                if found:
+                    return f"flopwise {' '.join(words)}\n{found}"
     finally:
         os.chdir(before)
         shutil.rmtree(scratch, ignore_errors=True)

@@ -102,7 +102,7 @@ def measured_once() -> AbstractContextManager[object]:
     """While it is entered, trainings need not measure the machine each for itself."""
     found = this_cpu()
     return patch(
-        "flopwise.train.preparing.find_hardware", lambda name: found if name == THIS_CPU else find_hardware(name)
+        "flopwise.train.hardware.find_hardware", lambda name: found if name == THIS_CPU else find_hardware(name)
     )
 
 
@@ -234,7 +234,8 @@ def _trainings(folder: Path) -> Iterator[Seed]:
     (folder / "d.txt").write_text("\n".join(LINES * 8), "utf-8")
     before = Path.cwd()
     os.chdir(folder)
-    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    places = patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder / "cache")})
+    places.start()
     try:
         settings = "--data d.txt --steps 4 --checkpoint-every 2 --schedule constant"
         _made(folder / "d.txt", [*TRAIN, *settings.split(" ")])
@@ -260,4 +261,5 @@ def _trainings(folder: Path) -> Iterator[Seed]:
         caches = {name: content for name, content in whole.items() if name.endswith(".tokens")}
         yield Seed(name="cache", files=whole, commands=[resume.split()], targets=tuple(caches), ends_as=ends_as)
     finally:
+        places.stop()
         os.chdir(before)
