@@ -169,7 +169,8 @@ PROGRAMS: dict[str, Program] = {
             print(flopwise.WORD, flopwise.profile.WORD, flopwise.__file__ == os.path.abspath("flopwise/__init__.py"))
             step()
             print(sorted(name for name in sys.modules if "flopwise" in name or "customize" in name))
-            print(sys.path, sys.meta_path, [place for place in sys.path_importer_cache if "flopwise" in place])
+            print(sys.path, [getattr(finder, "__qualname__", type(finder)) for finder in sys.meta_path])
+            print([place for place in sys.path_importer_cache if "flopwise" in place])
             print(sys.orig_argv, warnings.filters, torch.__loader__.exec_module.__name__)
             for _ in range(6):
                 step()
