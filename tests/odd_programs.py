@@ -20,7 +20,7 @@ READY = "ready\n"
 PROFILED = "wrote "
 """What flopwise says of a program that it has a profile of."""
 PATIENCE_S = 300.0
-_TIMES = re.compile(r"(?<=USDT:)[-0-9: ]+")
+_TIMES = re.compile(r"(?<=USDT:)[-0-9: ]+|(?<=pid=)[0-9]+")
 """When and in which process torch's tracing library wrote a line."""
 
 
@@ -341,7 +341,7 @@ PROGRAMS: dict[str, Program] = {
             threading.Thread(target=work, daemon=True).start()
             enough.wait()
         """),
-        says="it took 3 of the 4 steps that are needed",
+        says="there is no profile",
     ),
     "torch's profiler in another thread": Program(
         rare=True,

@@ -22,6 +22,7 @@ from flopwise.profile.hook import Watcher
 from flopwise.profile.outside import Outcome, option_that_turns_us_off, run_outside
 from flopwise.profile.recording import Recorder, without_last_step
 from flopwise.profile.sampling import NoSampler, read_counter_record
+from flopwise.profile.start_up.sitecustomize import TOLD
 from flopwise.profile.told import read_told, reason
 
 Run = Callable[..., Outcome]
@@ -393,3 +394,11 @@ def test_kernels_belong_to_the_step_that_launched_them() -> None:
     ]
     assert without_last_step([*cut, *kept]) == kept
     assert without_last_step(kept[:1]) == kept[:1]
+
+
+def test_steps_of_a_daemon_thread_on_a_gpu_are_told_as_such(tmp_path: Path) -> None:
+    """Its profiler could not be stopped when the program ends; where it is seen: `benchmarks.odd_programs` on a GPU."""
+    (tmp_path / TOLD).write_text("7 python\n7 torch\n7 daemon\n7 ended 0 0\n")
+    (process,) = read_told(tmp_path)
+    assert process.in_daemon
+    assert "a daemon thread takes its steps on the GPU" in reason([process], 4)

@@ -175,6 +175,11 @@ class Watcher:
             self._begin()
 
     def _begin(self) -> None:
+        if uses_cuda() and threading.current_thread().daemon:
+            # It may be there when the program ends, where nobody can stop its profiler: torch 2.11 then crashes.
+            self._tell("daemon")
+            self._end()
+            return
         self._tell("step")
         self._recorder = self._new_recorder(rank=_rank())
 
@@ -185,7 +190,8 @@ class Watcher:
         with self._recording:
             if self._recorder is None:
                 self._begin()
-            assert self._recorder is not None
+            if self._recorder is None:
+                return
             self._recorder.step()
         self._steps += 1
         if self._recorder.done:

@@ -26,6 +26,8 @@ class Process:
     other_steps: int = 0
     """In other threads than the one that was watched."""
     profiles_itself: bool = False
+    in_daemon: bool = False
+    """Its steps on a GPU are those of a daemon thread."""
     failure: str | None = None
 
 
@@ -58,6 +60,8 @@ def _take(process: Process, words: str) -> None:
             process.stepped = True
         case "profiler":
             process.profiles_itself = True
+        case "daemon":
+            process.in_daemon = True
         case "failed":
             process.failure = more
         case "ended":
@@ -74,6 +78,10 @@ def reason(processes: list[Process], needed: int) -> str:
         return f"profiling failed: {failures[0]}"
     if any(process.profiles_itself for process in processes):
         return "it uses torch's profiler itself, and there can be only one"
+    if any(process.in_daemon for process in processes):
+        return (
+            "a daemon thread takes its steps on the GPU, and nobody could stop the profiler there when the program ends"
+        )
     if any(process.stepped and not process.ended for process in processes):
         return f"a process that had begun to take steps was ended {CUT_SHORT}"
     if with_torch:
