@@ -26,6 +26,7 @@ from flopwise.engine import checkpoint
 from flopwise.profile.this_machine import this_cpu
 from flopwise.train import Callback, Started
 from flopwise.train import hardware as hardware_module
+from flopwise.train import running as running_module
 from flopwise.train.running import run
 
 TINY = Transformer(
@@ -176,6 +177,24 @@ def test_a_stopped_run_goes_on_bit_for_bit(place: Path, by: int) -> None:
     assert final_files(one) == final_files(other)
     assert resumed.metrics["train_loss"] == pytest.approx(whole.metrics["train_loss"], rel=1e-12)
     assert resumed.metrics["epoch"] == whole.metrics["epoch"]
+
+
+def test_ranks_meet_on_the_device_that_the_run_began_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resumed on a machine with a GPU, a training on CPUs is still one."""
+    run(**asked(place, steps=2, device="cpu"))
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    met: list[str] = []
+
+    def meet(_rank: object, device: str) -> None:
+        met.append(device)
+        raise FlopwiseError("enough")
+
+    monkeypatch.setattr(running_module, "rank_group", meet)
+    with pytest.raises(FlopwiseError, match="enough"):
+        run(resume="last", store=str(place / "runs"), steps=4, devices=2)
+    assert met == ["cpu"]
 
 
 def test_more_steps_than_were_asked_for_first(place: Path) -> None:

@@ -74,9 +74,12 @@ def run(
             f"{wanted.devices} devices were asked for, and {rank.world} rank{'s' if rank.world > 1 else ''} run",
             hint=f"`flopwise train --gpus {wanted.devices}` starts them, or torchrun --nproc-per-node {wanted.devices}",
         )
-    group: AbstractContextManager[object] = rank_group(rank, wanted.device) if rank.world > 1 else nullcontext()
+    training = _Run(wanted, rank, listeners)
+    # A run that goes on does so on the device that it began on, whatever else there is here.
+    device = training.request.device
+    group: AbstractContextManager[object] = rank_group(rank, device) if rank.world > 1 else nullcontext()
     with group:
-        return _Run(wanted, rank, listeners).go()
+        return training.go()
 
 
 def _requested(asked: dict[str, Any]) -> TrainRequest:
