@@ -77,6 +77,7 @@ class Watcher:
         self._recorder: Recorder | None = None
         self._steps = 0
         self._most_steps = 0
+        """Of any thread that has ended."""
         self._other_steps = 0
         self._optimizer: weakref.ref[Any] | None = None
         self._root: weakref.ref[Any] | None = None
@@ -226,6 +227,7 @@ class Watcher:
     def _close_thread(self) -> None:
         with self._lock:
             recorder, self._recorder = self._recorder, None
+            self._other_steps += min(self._most_steps, self._steps)
             self._most_steps, self._steps = max(self._most_steps, self._steps), 0
             self._optimizer = None
         if recorder is not None:
@@ -239,7 +241,8 @@ class Watcher:
         life = None if self._watched is None else self._watched()
         if self._recorder is not None and life is self._here.life:
             self._recorder.close()
-        self._tell(f"ended {max(self._most_steps, self._steps)} {self._other_steps}")
+        most, fewest = max(self._most_steps, self._steps), min(self._most_steps, self._steps)
+        self._tell(f"ended {most} {self._other_steps + fewest}")
         # Threads that are still there end after this, and not in an order that anything could rely on.
         self._end()
 

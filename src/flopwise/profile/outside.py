@@ -68,7 +68,7 @@ def run_outside(
     steps: int,
     at_most_s: float = 60.0,
 ) -> Outcome:
-    """Run a command to its end, with our terminal, and record some of its steps into `folder`.
+    """Run a command to its end, with our terminal, and record some of its steps into `folder`, which is made before.
 
     A program that steps no optimizer is recorded by calls of its outermost module. `at_most_s`: recording ends with the
     first step after so long. The command must take at least `warm_up` + `steps` steps; those of the second after that
