@@ -32,6 +32,7 @@ from flopwise.core.store import (
     read_record,
     read_steps,
     store_folder,
+    to_text,
     trim_steps,
     write_record,
 )
@@ -358,3 +359,11 @@ def test_thousands_of_runs_are_listed_in_time(tmp_path: Path) -> None:
     assert len(listed) == count and all(entry.record == record for entry in listed[::100])
     # A tenth of ten thousand; slow machines have three times as long as was asked for.
     assert took_s < 3 * 1.0 * count / 10_000
+
+
+def test_a_line_that_is_no_text_is_damaged_though_its_numbers_are_not(tmp_path: Path) -> None:
+    (tmp_path / STEPS).write_bytes(to_text(a_step(1), indent=0).encode()[:-1] + b',"odd":"\xff"}\n')
+    with pytest.raises(FlopwiseError, match="line 1 is damaged"):
+        read_steps(tmp_path)
+    assert trim_steps(tmp_path, 5) == 1
+    assert (tmp_path / STEPS).read_bytes() == b""

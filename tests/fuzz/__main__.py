@@ -116,7 +116,7 @@ def _keep(current: Path, name: str, problem: str, found: Path) -> None:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(current, target)
-        (target / "problem.txt").write_text(problem, "utf-8", "replace")
+        (target / "problem.txt").write_text(problem.replace(f"{Path.cwd()}/", ""), "utf-8", "replace")
         print(f"found {target.name}: {problem.splitlines()[-1][:150]}", flush=True)
 
 

@@ -132,7 +132,9 @@ def _with_words(value: object) -> object:
 def from_text(text: str | bytes, kind: type[Decoded]) -> Decoded:
     """What `to_text` wrote, checked. Raises a FlopwiseError that does not know the file: tell it with `within`."""
     try:
-        return msgspec.json.decode(text, type=kind, strict=False)
+        # msgspec does not look at the bytes of what it passes over.
+        plain = text if isinstance(text, str) else text.decode()
+        return msgspec.json.decode(plain, type=kind, strict=False)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, FlopwiseError):
             raise error.__cause__ from None
