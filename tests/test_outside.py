@@ -251,7 +251,8 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int],
     monkeypatch.setattr(atexit, "register", lambda *_: None)
     monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
     (tmp_path / "profile").mkdir()
-    Watcher(tmp_path / "profile", warm_up=1, steps=2, at_most_s=60.0).watch()
+    (tmp_path / "profile" / TOLD).touch()
+    Watcher(tmp_path / "profile" / TOLD, warm_up=1, steps=2, at_most_s=60.0).watch()
 
     class Plain(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -289,7 +290,7 @@ def test_a_program_that_uses_the_profiler_itself_keeps_it(
     with profile(activities=[ProfilerActivity.CPU]) as theirs:
         training(3)
     assert {row.key: row.count for row in theirs.key_averages()}["Optimizer.step#Plain.step"] == 3
-    assert "it uses torch's profiler itself" in reason(read_told(tmp_path / "profile"), 3)
+    assert "it uses torch's profiler itself" in reason(read_told(tmp_path / "profile" / TOLD), 3)
     assert not list(tmp_path.glob("profile/*"))
 
 
@@ -302,7 +303,7 @@ def test_a_recording_that_fails_ends_alone(
     monkeypatch.setattr(recording, "_export", full)
     training(6)
     assert "flopwise" not in "".join(capfd.readouterr())
-    assert reason(read_told(tmp_path / "profile"), 3) == "profiling failed: OSError: [Errno 28] the disk is full"
+    assert reason(read_told(tmp_path / "profile" / TOLD), 3) == "profiling failed: OSError: [Errno 28] the disk is full"
 
 
 def work(recorder: Recorder, steps: int) -> None:
@@ -399,6 +400,6 @@ def test_kernels_belong_to_the_step_that_launched_them() -> None:
 def test_steps_of_a_daemon_thread_on_a_gpu_are_told_as_such(tmp_path: Path) -> None:
     """Its profiler could not be stopped when the program ends; where it is seen: `benchmarks.odd_programs` on a GPU."""
     (tmp_path / TOLD).write_text("7 python\n7 torch\n7 daemon\n7 ended 0 0\n")
-    (process,) = read_told(tmp_path)
+    (process,) = read_told(tmp_path / TOLD)
     assert process.in_daemon
     assert "a daemon thread takes its steps on the GPU" in reason([process], 4)

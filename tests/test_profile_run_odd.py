@@ -109,13 +109,56 @@ def test_a_signal_to_the_whole_group_is_one_signal_and_each_alone_is_passed_on(t
     ],
 )
 def test_why_there_is_no_profile(tmp_path: Path, lines: tuple[str, ...], why: str) -> None:
+    (tmp_path / TOLD).touch()
     for line in lines:
-        tell(str(tmp_path), line)
-    assert why in reason(read_told(tmp_path), 8)
+        tell(str(tmp_path / TOLD), line)
+    assert why in reason(read_told(tmp_path / TOLD), 8)
     assert not (tmp_path / TOLD).exists()
 
 
 def test_what_nobody_can_be_told_is_not_the_programs_problem(tmp_path: Path) -> None:
     tell(str(tmp_path / "gone"), "python")
     (tmp_path / TOLD).write_bytes(b"\xff\nno number\n7 ended x\n")
-    assert "it imported torch" in reason(read_told(tmp_path), 8)
+    assert "it imported torch" in reason(read_told(tmp_path / TOLD), 8)
+
+
+MEETS = """
+import os, pathlib, time
+pathlib.Path(f"here-{os.environ['RANK']}").touch()
+other = pathlib.Path(f"here-{1 - int(os.environ['RANK'])}")
+while not other.exists():
+    time.sleep(0.01)
+"""
+
+
+def test_ranks_that_are_profiled_each_on_its_own_meet_in_one_folder(tmp_path: Path) -> None:
+    """As `srun -n 2 flopwise profile run --folder prof -- python train.py` starts them."""
+    words = [sys.executable, "-P", "-m", "flopwise", "profile", "run", "--folder", "prof", "--"]
+    ranks = [
+        subprocess.Popen(
+            [*words, sys.executable, "-c", MEETS], cwd=tmp_path, env={**os.environ, "RANK": str(rank)},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        said = rank.communicate(timeout=300)[1]
+        assert rank.returncode == 0, said
+        assert "it never imported torch" in said
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_lies_where_processes_tell_is_neither_followed_nor_waited_for(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "profile").mkdir()
+    place = tmp_path / "profile" / f"{TOLD}x"
+    if kind == "link":
+        place.symlink_to(tmp_path / "precious")
+    elif kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.mkdir()
+    words = [sys.executable, "-P", "-m", "flopwise", "profile", "run", "--folder", "profile", "--", "true"]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "precious").read_text() == "kept"

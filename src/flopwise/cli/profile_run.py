@@ -39,12 +39,13 @@ def run(
     A step ends with that of its optimizer; of a program that has none, with a call of its outermost module. Exit code
     and output are the program's own; what flopwise says comes after it, on stderr, with its name before every line.
     """
+    from flopwise.core.files import entry_kind
     from flopwise.profile.outside import is_abandoned, run_outside
 
     words = {"steps": steps, "warm_up": warm_up}
     traced, before = (value_of(words, name, counted(1, f"--{name.replace('_', '-')} 5")) or 1 for name in words)
     place = Path(folder) if folder else _free_folder()
-    is_new = not place.exists() or is_abandoned(place)
+    is_new = entry_kind(place) == "nothing" or is_abandoned(place)
     outcome = run_outside(command, place, warm_up=before, steps=traced)
     try:
         _tell(outcome, place, traced, is_new=is_new)

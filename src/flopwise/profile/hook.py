@@ -37,9 +37,9 @@ PATIENCE_S = 2.0
 """How long a program's own profiler waits for the end of a step in another thread."""
 
 
-def install(folder: str, *, warm_up: int, steps: int, at_most_s: float) -> None:
-    """Watch this process's steps, and record some of them into the folder."""
-    Watcher(Path(folder), warm_up=warm_up, steps=steps, at_most_s=at_most_s).watch()
+def install(told: str, *, warm_up: int, steps: int, at_most_s: float) -> None:
+    """Watch this process's steps, record some of them, and say in the file `told`, beside the traces, how far it came."""
+    Watcher(Path(told), warm_up=warm_up, steps=steps, at_most_s=at_most_s).watch()
 
 
 class _Here(threading.local):
@@ -59,11 +59,11 @@ class _Life:
 class Watcher:
     """One process of the program."""
 
-    def __init__(self, folder: Path, *, warm_up: int, steps: int, at_most_s: float) -> None:
+    def __init__(self, told: Path, *, warm_up: int, steps: int, at_most_s: float) -> None:
         self._new_recorder = functools.partial(
-            Recorder, folder, warm_up=warm_up, steps=steps, at_most_s=at_most_s, with_memory=True, replace=False
+            Recorder, told.parent, warm_up=warm_up, steps=steps, at_most_s=at_most_s, with_memory=True, replace=False
         )
-        self._tell = functools.partial(tell, str(folder))
+        self._tell = functools.partial(tell, str(told))
         self._alive = True
         self._here = _Here()
         self._lock = threading.Lock()

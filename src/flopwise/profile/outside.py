@@ -14,8 +14,9 @@ import fcntl
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,11 +77,12 @@ def run_outside(
     """
     executable = _checked(command, warm_up, steps)
     folder = _empty(folder)
-    environment = child_environment(executable, f"{warm_up} {steps} {at_most_s} {folder}")
-    with _held(folder):
+    with _held(folder) as told:
+        environment = child_environment(executable, f"{warm_up} {steps} {at_most_s} {told}")
         code = _run(command, executable, environment)
-    _remove_partial(folder)
-    processes = read_told(folder)
+        processes = read_told(told)
+    if not _at_work(folder):
+        _remove_partial(folder)
     traces = _by_rank(folder, "trace-rank*.json.gz")
     return Outcome(
         exit_code=code if code >= 0 else 128 - code,
@@ -163,33 +165,58 @@ def _empty(folder: Path) -> Path:
         ) from None
     if any(folder.glob("trace-rank*.json.gz")):
         raise FlopwiseError(f"{folder} holds a profile already", hint="name another folder, or remove that one")
-    _remove_partial(folder)
+    if not _at_work(folder):
+        _remove_partial(folder)
     return folder
 
 
 def is_abandoned(folder: Path) -> bool:
     """Whether it is what a profiling that was killed has left: no profile in it, and nobody who is at work on one."""
     try:
-        if any(path.name != TOLD and ".partial" not in path.name for path in folder.iterdir()):
-            return False
-        with (folder / TOLD).open("rb") as told:
-            fcntl.flock(told, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        names = [path.name for path in folder.iterdir()]
+        left = all(name.startswith(TOLD) or ".partial" in name for name in names)
+        return bool(names) and left and not folder.is_symlink() and not _at_work(folder)
     except OSError:
         return False
-    return True
+
+
+def _at_work(folder: Path) -> bool:
+    """Whether somebody profiles into it: one of several ranks, each profiled on its own."""
+    for place in folder.glob(f"{TOLD}*"):
+        try:
+            handle = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(handle)
+    return False
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Others see that somebody is at work in it; ends with this process, however that ends."""
-    with (folder / TOLD).open("wb") as told:
-        fcntl.flock(told, fcntl.LOCK_EX)
-        yield
+def _held(folder: Path) -> Iterator[Path]:
+    """A file of this profiling alone, by which others see that it is at work; that ends with this process, whatever ends it."""
+    try:
+        handle, name = tempfile.mkstemp(prefix=TOLD, dir=folder)
+    except OSError as error:
+        raise FlopwiseError(
+            f"cannot write into {folder}", why=error.strerror, hint="name a folder that can be written"
+        ) from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield Path(name)
+    finally:
+        os.close(handle)
+        Path(name).unlink(missing_ok=True)
 
 
 def _remove_partial(folder: Path) -> None:
-    for partial in folder.glob(".*.partial*"):
-        partial.unlink(missing_ok=True)
+    for left in (*folder.glob(".*.partial*"), *folder.glob(f"{TOLD}*")):
+        with suppress(OSError):
+            left.unlink()
 
 
 def _run(command: Sequence[str], executable: str, environment: dict[str, str]) -> int:

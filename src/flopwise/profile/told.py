@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flopwise.profile.start_up.sitecustomize import TOLD
-
 NO_PYTHON = (
     "flopwise's start-up file ran in none of its processes: there was no Python among them, or one that was started "
     "with -E, -I or -S or with an environment of its own"
@@ -31,9 +29,8 @@ class Process:
     failure: str | None = None
 
 
-def read_told(folder: Path) -> list[Process]:
+def read_told(place: Path) -> list[Process]:
     """All processes that told anything, and the file that they did it in removed."""
-    place = folder / TOLD
     try:
         lines = place.read_text(encoding="utf-8", errors="replace").splitlines()
         place.unlink()

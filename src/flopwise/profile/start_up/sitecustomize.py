@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 VARIABLE = "FLOPWISE_PROFILE"
-"""Warm-up, steps, the longest recording in seconds and the folder, with blanks between; without it nothing happens."""
-TOLD = ".told"
-"""The file in that folder in which the processes of a program say how far they came, in lines that `told` reads."""
+"""Warm-up, steps, the longest recording in seconds and the file of TOLD, with blanks between; else nothing happens."""
+TOLD = ".told-"
+"""How the file begins in which the processes of a program say how far they came, in lines that `told` reads. It lies in
+the folder of the profile, one for each profiling."""
 PRIVATE = "_flopwise_profile"
 """What flopwise's profile package is called within a program."""
 
@@ -58,11 +59,11 @@ class TorchFinder:
         loader.exec_module = exec_module  # type: ignore[attr-defined]
 
 
-def tell(folder: str, words: str) -> None:
+def tell(told: str, words: str) -> None:
     """Add a line about this process. Where that fails there is nobody left to tell."""
     line = f"{os.getpid()} {' '.join(words.split())}\n".encode(errors="backslashreplace")
     try:
-        place = os.open(f"{folder}/{TOLD}", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        place = os.open(told, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             os.write(place, line)
         finally:
@@ -73,11 +74,11 @@ def tell(folder: str, words: str) -> None:
 
 def begin(settings: str) -> None:
     """Hand over to the hook now or when torch is imported."""
-    warm_up, steps, at_most_s, folder = settings.split(" ", 3)
-    tell(folder, "python")
+    warm_up, steps, at_most_s, told = settings.split(" ", 3)
+    tell(told, "python")
 
     def then() -> None:
-        hand_over(folder, int(warm_up), int(steps), float(at_most_s))
+        hand_over(told, int(warm_up), int(steps), float(at_most_s))
 
     if "torch" in sys.modules:
         then()
@@ -85,14 +86,14 @@ def begin(settings: str) -> None:
         sys.meta_path.insert(0, TorchFinder(then))
 
 
-def hand_over(folder: str, warm_up: int, steps: int, at_most_s: float) -> None:
+def hand_over(told: str, warm_up: int, steps: int, at_most_s: float) -> None:
     """Torch is imported: watch its steps. Whatever goes wrong, the program goes on."""
-    tell(folder, "torch")
+    tell(told, "torch")
     try:
         hook = _load_hook(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100,PTH120
-        hook.install(folder, warm_up=warm_up, steps=steps, at_most_s=at_most_s)
+        hook.install(told, warm_up=warm_up, steps=steps, at_most_s=at_most_s)
     except Exception as error:  # noqa: BLE001,RUF100 - never the program's problem
-        tell(folder, f"failed {type(error).__name__}: {error}")
+        tell(told, f"failed {type(error).__name__}: {error}")
 
 
 def _load_hook(package: str) -> "ModuleType":
