@@ -26,7 +26,8 @@ $(VENV)/.base: $(VENV)/.created pyproject.toml locks/base.txt
 # torch's CPU build where pip is shown one (an index or a folder of its own), else that of PyPI with its gigabytes of CUDA.
 $(VENV)/.train: $(VENV)/.base locks/train.txt locks/torch-cpu.txt locks/torch-cuda.txt
 	$(INSTALL) locks/train.txt
-	$(INSTALL) locks/torch-cpu.txt 2>/dev/null || $(INSTALL) locks/torch-cuda.txt
+	$(INSTALL) locks/torch-cpu.txt 2>$(VENV)/torch-cpu.log || grep -q "No matching distribution" $(VENV)/torch-cpu.log || { cat $(VENV)/torch-cpu.log; false; }
+	$(BIN)/python -c 'import importlib.metadata as found; found.version("torch")' 2>/dev/null || $(INSTALL) locks/torch-cuda.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.train locks/dev.txt

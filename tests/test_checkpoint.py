@@ -296,7 +296,7 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda state: state.update(format=2), "has format 2"),
+        (lambda state: state.update(format=3), "has format 3"),
         (lambda state: state.pop("format"), "has format null"),
         (lambda state: state.pop("position"), "position"),
         (lambda state: state.update(step="many"), "step"),

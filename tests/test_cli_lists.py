@@ -104,3 +104,29 @@ def test_an_option_without_its_value_is_answered_with_the_usage() -> None:
     code, _, err = answered(["train", "--resume", "7", "--steps"])
     assert code == 2
     assert "flopwise train [OPTIONS]" in err
+
+
+@pytest.mark.parametrize("option", ["resume", "weights", "on", "store", "tokenizer"])
+def test_a_variable_that_was_not_set_begins_no_training(option: str) -> None:
+    code, _, err = answered(["train", f"--{option}", ""])
+    assert code == 2
+    assert f"--{option} is empty" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--seq", "1k-8k"], "it does not say by how much"),
+        (["--seq", "1-600+1", "--on", "h200,a100-80gb"], "1,200 set-ups"),
+    ],
+)
+def test_lists_that_cannot_be_meant(words: list[str], said: str) -> None:
+    on = [] if "--on" in words else ["--on", "h200"]
+    code, _, err = answered(["predict", "gpt2", *on, *words])
+    assert code == 2
+    assert said in err
+
+
+@pytest.mark.parametrize(("text", "hint"), [("1,000", "1000 if it is one number"), ("2,4", "run it once for each")])
+def test_a_hint_joins_only_what_looks_like_one_number(text: str, hint: str) -> None:
+    assert f"hint: {hint}" in answered(["train", "--steps", text])[2]

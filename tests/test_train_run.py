@@ -24,8 +24,10 @@ from flopwise.core.store import RunLock, find_run, list_runs, read_record, read_
 from flopwise.core.transformer import Transformer
 from flopwise.engine import checkpoint
 from flopwise.profile.this_machine import this_cpu
-from flopwise.train import Callback, Started
+from flopwise.train import Callback, Started, TrainRequest
 from flopwise.train import hardware as hardware_module
+from flopwise.train import preparing as preparing_module
+from flopwise.train import resuming as resuming_module
 from flopwise.train import running as running_module
 from flopwise.train.running import run
 
@@ -177,6 +179,45 @@ def test_a_stopped_run_goes_on_bit_for_bit(place: Path, by: int) -> None:
     assert final_files(one) == final_files(other)
     assert resumed.metrics["train_loss"] == pytest.approx(whole.metrics["train_loss"], rel=1e-12)
     assert resumed.metrics["epoch"] == whole.metrics["epoch"]
+
+
+def test_a_resume_that_fails_leaves_the_record_as_it_was(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(place / "runs" / run(**asked(place, steps=2)).id)
+    before = (folder / "record.json").read_bytes()
+
+    def full(*_: object) -> None:
+        raise FlopwiseError("the disk is full")
+
+    monkeypatch.setattr(running_module, "trim_steps", full)
+    with pytest.raises(FlopwiseError, match="the disk is full"):
+        run(resume="last", store=str(place / "runs"), steps=4)
+    assert (folder / "record.json").read_bytes() == before
+
+
+def test_what_another_process_did_meanwhile_is_not_lost(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(**asked(place, steps=2))
+    find = resuming_module.find_resumed
+
+    def late(*arguments: Any) -> Any:
+        found = find(*arguments)
+        monkeypatch.setattr(running_module, "find_resumed", find)
+        run(resume="last", store=str(place / "runs"), steps=4)
+        return found
+
+    monkeypatch.setattr(running_module, "find_resumed", late)
+    with pytest.raises(FlopwiseError, match="has gone on in another process meanwhile"):
+        run(resume="last", store=str(place / "runs"), steps=6)
+    record = list_runs(place / "runs")[-1].record
+    assert record is not None and record.steps_done == 4
+
+
+def test_several_ranks_train_the_same_model_however_fast_each_finds_the_machine() -> None:
+    slow, fast = this_cpu(), this_cpu()
+    peaks = {name: replace(fact, value=1000 * fact.value) for name, fact in fast.device.peak_flops.items()}
+    fast = replace(fast, device=replace(fast.device, peak_flops=peaks))
+    wanted = TrainRequest(devices=2)
+    models = [preparing_module._model(wanted, None, hardware, 2)[0] for hardware in (slow, fast)]
+    assert models[0] == models[1]
 
 
 def test_ranks_meet_on_the_device_that_the_run_began_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

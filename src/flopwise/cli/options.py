@@ -9,6 +9,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from flopwise.core.errors import FlopwiseError
     from flopwise.core.hardware import Hardware
     from flopwise.core.parallel import Parallel
     from flopwise.core.stack import Stack
@@ -179,15 +180,20 @@ def set_ups(words: Mapping[str, Any]) -> list[Request]:
     from itertools import product
     from math import prod
 
-    from flopwise.core.errors import FlopwiseError
-
     listed = [_listed(words, option) for option in LISTS]
     count = prod(len(values) for values in listed)
     if count > MOST_SET_UPS:
-        raise FlopwiseError(
-            f"{count:,} set-ups", why=f"`predict` shows up to {MOST_SET_UPS}", hint="`flopwise sweep --predict`"
-        )
+        raise too_many_set_ups(count)
     return [requested({**words, **dict(zip(LISTS, values, strict=True))}) for values in product(*listed)]
+
+
+def too_many_set_ups(count: int) -> FlopwiseError:
+    """The error of more of them than a person reads."""
+    from flopwise.core.errors import FlopwiseError
+
+    return FlopwiseError(
+        f"{count:,} set-ups", why=f"`predict` shows up to {MOST_SET_UPS:,}", hint="`flopwise sweep --predict`"
+    )
 
 
 MOST_SET_UPS = 1000
@@ -201,7 +207,7 @@ def _listed(words: Mapping[str, Any], option: str) -> list[str]:
     from flopwise.core.units import parse_counts, parse_devices, parse_tokens
 
     text, parse = words[option], parse_devices if option == "gpus" else parse_tokens
-    if "," not in text and not any(sign in text for sign in "*+"):
+    if not any(sign in text.strip()[1:] for sign in ",*+-"):
         return [text]
     found = value_of(words, option, lambda text: parse_counts(text, parse, LISTS[option], auto=option != "gpus"))
     return list(dict.fromkeys(str(value) for value in found or ()))

@@ -9,6 +9,7 @@ import typer
 from flopwise.cli.options import (
     FORMS,
     METHODS,
+    MOST_SET_UPS,
     AttentionOption,
     BatchListOption,
     BatchTokensListOption,
@@ -34,6 +35,7 @@ from flopwise.cli.options import (
     names,
     one_of,
     set_ups,
+    too_many_set_ups,
 )
 from flopwise.cli.output import Writers, print_records, show_page
 
@@ -99,6 +101,8 @@ def predict(
     models = [load_model(name, changes) for name in names(model, "a model")]
     machines = [hardware_named(name) for name in names(on, "a device (--on)")]
     asked = [(one, machine, request) for one in models for machine in machines for request in requests]
+    if len(asked) > MOST_SET_UPS:
+        raise too_many_set_ups(len(asked))
     if show_config:
         _print_settings([_settings(context, *set_up) for set_up in asked], form)
         return

@@ -100,9 +100,13 @@ PLAN_SAYS = ("seq", "micro", "precision", "device_mem", "host_mem")
 
 def train_request(context: typer.Context, words: dict[str, Any]) -> TrainRequest:
     """What was typed, checked as far as that needs neither data nor device; `auto` leaves a choice to flopwise."""
+    from flopwise.core.errors import FlopwiseError
     from flopwise.core.units import parse_sequences, parse_tokens
     from flopwise.train.request import TrainRequest
 
+    for name in ("resume", "weights", "on", "store", "tokenizer"):
+        if is_given(context, name) and not words[name].strip():
+            raise FlopwiseError(f"--{name} is empty", why="a variable was not set?", hint=f"leave --{name} out")
     devices = value_of(words, "gpus", counted(1, "--gpus 8"))
     request = TrainRequest(
         model=words["model"] or None,
@@ -341,7 +345,8 @@ def _spawn_ranks(request: TrainRequest) -> None:
     from flopwise.engine.spawning import spawn
     from flopwise.train.launching import check_launch
 
-    if request.devices > 1 and rank_of(os.environ).launched_by == "alone":
+    # A job of one task, as Slurm and torchrun have them too, is as good as none.
+    if request.devices > 1 and rank_of(os.environ).world == 1:
         check_launch(request)
         raise typer.Exit(spawn(sys.argv[1:], request.devices))
 

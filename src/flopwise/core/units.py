@@ -51,11 +51,11 @@ def _split(text: str, what: str, example: str) -> tuple[float, str]:
 
 def one_expected(text: str, what: str) -> FlopwiseError:
     """The error of a comma in what is to be one number."""
-    together = text.replace(",", "").strip()
+    together = text.replace(",", "").strip() if re.fullmatch(r"\s*\d{1,3}(,\d{3})+(\.\d*)?\s*\w*\s*", text) else ""
     return FlopwiseError(
         f"cannot read {shown(text)} as {what}",
         why="a comma separates values, and one is expected here",
-        hint=f"{together} if it is one number; else run it once for each" if together else "one number",
+        hint=f"{together} if it is one number; else run it once for each" if together else "run it once for each",
     )
 
 

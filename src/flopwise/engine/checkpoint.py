@@ -31,7 +31,8 @@ from flopwise.core.store import CHECKPOINTS, from_text, to_text
 from flopwise.core.training import Training
 from flopwise.engine.tensor_files import open_tensors, tensor_file
 
-FORMAT = 1
+FORMAT = 2
+"""1 did not say whether its numbers are finite."""
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 CONFIG = "config.json"

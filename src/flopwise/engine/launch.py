@@ -156,13 +156,13 @@ def end_with_launcher() -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def note_refusal(text: str) -> None:
-    """Let the launcher know why rank 0 ends, so that other ranks need not repeat it."""
+def note_refusal(what: str) -> None:
+    """Let the launcher know of which error rank 0 ends, so that other ranks need not repeat it."""
     place = os.environ.get(REFUSAL)
     if place is not None and os.environ.get("RANK") == "0":
         # It is said on the terminal all the same.
         with suppress(OSError):
-            Path(place).write_text(text, encoding="utf-8")
+            Path(place).write_text(what, encoding="utf-8")
 
 
 # -- how they meet ----------------------------------------------------------------------------------------------------

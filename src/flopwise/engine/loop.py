@@ -217,8 +217,8 @@ class Loop:
             kept = "there is no good checkpoint yet"
         else:
             kept = f"the last good checkpoint is {self.saved.name}"
-            place = self.saved if self.settings.writes else self.saved.name
-            hint += f", in a new run with --weights {place}; --resume goes on from there with nothing changed"
+            if self.settings.writes:
+                hint += f", in a new run with --weights {self.saved}; --resume goes on from there with nothing changed"
         return FlopwiseError(what, why=f"the training has diverged{found}; {kept}", hint=hint)
 
     def evaluate(self) -> dict[str, float]:

@@ -42,7 +42,7 @@ def spawn(argv: Sequence[str], ranks: int, *, module: str = "flopwise", grace_s:
     That is 0; the code of the first rank that failed (128 and its number for a signal, as shells have it); or 128 and
     the number of a signal that was passed on, where the ranks ended in good order because of it. When one has failed,
     the others are ended `grace_s` seconds later. Rank 0 speaks for all; of another one that fails, the end of what it
-    wrote to stderr is shown, each line with its rank, unless rank 0 was refused with the same words or is the one that
+    wrote to stderr is shown, each line with its rank, unless rank 0 ended with the same error or is the one that
     is missed. Ranks are not of the terminal's foreground group, so that ^C reaches each of them once: from here. They
     listen on the loopback alone, and none of them, with whatever it has started, outlives this process, even if that is
     killed.
@@ -145,7 +145,9 @@ class _Child:
         self.errors.seek(max(0, size - TOLD_BYTES))
         text = self.errors.read().decode(errors="replace").rstrip()
         said = self.refusal.read_text(encoding="utf-8").rstrip() if self.refusal.exists() else ""
-        if said and text.endswith((said, LOST_HINT)):
+        # Ranks may know more or less of the reason, and of where a checkpoint is, but it is the same one.
+        errors = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
+        if said and (errors[-1:] == [said] or text.endswith(LOST_HINT)):
             return
         sys.stderr.write("".join(f"rank {self.rank}: {line}\n" for line in text.splitlines()))
         sys.stderr.flush()

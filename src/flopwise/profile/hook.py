@@ -38,7 +38,7 @@ PATIENCE_S = 2.0
 
 
 def install(told: str, *, warm_up: int, steps: int, at_most_s: float) -> None:
-    """Watch this process's steps, record some of them, and say in the file `told`, beside the traces, how far it came."""
+    """Watch this process's steps, record some of them beside the file `told`, and say there how far it came."""
     Watcher(Path(told), warm_up=warm_up, steps=steps, at_most_s=at_most_s).watch()
 
 

@@ -198,7 +198,7 @@ def _at_work(folder: Path) -> bool:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[Path]:
-    """A file of this profiling alone, by which others see that it is at work; that ends with this process, whatever ends it."""
+    """A file of this profiling alone, held as long as this process lives, by which others see that it is at work."""
     try:
         handle, name = tempfile.mkstemp(prefix=TOLD, dir=folder)
     except OSError as error:

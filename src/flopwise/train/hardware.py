@@ -58,6 +58,9 @@ def _is_here(hardware: Hardware, here: Here) -> bool:
     described, size = hardware.device, here.memory_bytes
     if (described.kind == "cpu") != (here.device == "cpu"):
         return False
+    if not size:
+        # Some drivers do not tell, where a GPU shares the memory of its host.
+        return True
     known = None if here.device == "cpu" else catalogue_name(here.title)
     # `calibrate --like` has all but units and memory from another card.
     borrowed = any(fact.source == LIKE for fact in described.peak_flops.values())

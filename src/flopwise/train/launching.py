@@ -16,7 +16,7 @@ import msgspec
 from flopwise.core.catalog import is_plan, load_plan
 from flopwise.core.cluster_plan import ClusterPlan
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import WRITABLE_HINT
+from flopwise.core.files import WRITABLE_HINT, entry_kind
 from flopwise.core.model import Model
 from flopwise.core.plan import Plan
 from flopwise.core.store import PLAN, find_run, read_record, store_folder
@@ -29,6 +29,8 @@ from flopwise.train.hardware import check_kind
 from flopwise.train.preparing import Settled, promised, settle
 from flopwise.train.request import TrainRequest
 
+DRIVER_PLACES = ("/dev/nvidiactl", "/dev/nvhost-ctrl", "/dev/nvhost-gpu", "/dev/dxg")
+"""Of NVIDIA's drivers: of cards, of boards that have a GPU on them, and under Windows."""
 RANKS_PER_CORE = 8
 """At most, where more ranks than cores are wanted: beyond that they mostly wait, and their memory is gone."""
 TORCH_BUILD = re.compile(r"^(cuda|hip)\b[^=\n]*=\s*(\S+)", re.MULTILINE)
@@ -85,9 +87,17 @@ def _here(wanted: str) -> Here | None:
     if wanted != "cpu" and "hip" in builds:
         return None
     gpus = gpus_here() if wanted != "cpu" and "cuda" in builds else None
+    if gpus is None and wanted != "cpu" and "cuda" in builds and _may_have_gpus():
+        return None
     if wanted == "cuda" and gpus is None:
         raise no_gpu()
     return gpus or cpu_here()
+
+
+def _may_have_gpus() -> bool:
+    """Whether there is a driver though its management library shows no GPU: it is left out of some containers."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and any(entry_kind(Path(place)) != "nothing" for place in DRIVER_PLACES)
 
 
 def _torch_builds() -> set[str]:
@@ -141,7 +151,8 @@ def _check_store(request: TrainRequest) -> None:
     """Refuse a store that nothing can be written to."""
     store = store_folder(request.store)
     folder = find_run(store, request.resume) if request.resume else store
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "it may not be written to" if there.is_dir() else f"{there} is no folder"
+    there = next(path for path in (folder, *folder.absolute().parents) if entry_kind(path) != "nothing")
+    kind = entry_kind(there)
+    if kind != "folder" or not os.access(there, os.W_OK | os.X_OK):
+        why = "it may not be written to" if kind != "file" else f"{there} is no folder"
         raise FlopwiseError(f"there can be no run in {folder}", why=why, hint=WRITABLE_HINT)

@@ -27,7 +27,7 @@ from flopwise.train.planning import Promise, Question, check_fits, find_plan, gi
 from flopwise.train.request import TrainRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from flopwise.engine.data import ClassificationData, LanguageData
 
@@ -112,7 +112,7 @@ def settle(
         told = check_planned(plan[0], hardware, request)
         if request.on is not None:
             plan = replace(plan[0], hardware=name), plan[1]
-    model, weights = _model(request, plan, hardware)
+    model, weights = _model(request, plan, hardware, ranks)
     task = request.task or ("classification" if model.head == "classifier" else "language")
     model = _for_task(model, task)
     check_trainable(model)
@@ -209,14 +209,15 @@ def _check_several(request: TrainRequest, plan: Plan | ClusterPlan | None, *, re
 
 
 def _model(
-    request: TrainRequest, plan: tuple[Plan | ClusterPlan, Model] | None, hardware: Hardware
+    request: TrainRequest, plan: tuple[Plan | ClusterPlan, Model] | None, hardware: Hardware, ranks: int
 ) -> tuple[Transformer, Path | None]:
     """The description, and the folder of its first weights."""
     weights = Path(request.weights) if request.weights else None
     if plan is not None:
         described: Model = plan[1]
     elif request.model is None:
-        return default_model(hardware), weights
+        # Each rank measures this machine for itself, and all have to train the same.
+        return default_model(hardware, DEFAULT_WIDTHS if ranks == 1 else DEFAULT_WIDTHS[-1:]), weights
     else:
         described = load_model(request.model)
         folder = Path(request.model)
@@ -233,9 +234,9 @@ def _model(
     return described, weights
 
 
-def default_model(hardware: Hardware) -> Transformer:
+def default_model(hardware: Hardware, widths: Sequence[int] = DEFAULT_WIDTHS) -> Transformer:
     """A small Llama over bytes: the widest of those tried that this machine should train in under a minute."""
-    for width in DEFAULT_WIDTHS:
+    for width in widths:
         model = Transformer(
             name=f"tiny-llama-{width}",
             title=f"Small Llama of width {width}, over bytes",
@@ -253,7 +254,7 @@ def default_model(hardware: Hardware) -> Transformer:
         peaks = hardware.device.peak_flops
         peak = peaks["bf16" if "bf16" in peaks else "fp32"].value
         seconds = DEFAULT_STEPS * CPU_BATCH_SEQUENCES * work.model_flops("causal") / (DEFAULT_SHARE * peak)
-        if seconds <= DEFAULT_SECONDS or width == DEFAULT_WIDTHS[-1]:
+        if seconds <= DEFAULT_SECONDS or width == widths[-1]:
             return model
     raise AssertionError("the smallest width is always taken")
 

@@ -22,7 +22,9 @@ from flopwise.core.store import (
     PLAN,
     PROFILE,
     RunLock,
+    find_run,
     new_run,
+    read_record,
     read_steps,
     store_folder,
     tidy_run,
@@ -46,7 +48,7 @@ from flopwise.train.planning import products_not_in_fp8
 from flopwise.train.preparing import Prepared, prepare
 from flopwise.train.profiling import RunProfiler
 from flopwise.train.request import TrainRequest
-from flopwise.train.resuming import as_written, find_resumed, merged
+from flopwise.train.resuming import Resumed, as_written, find_resumed, merged
 
 LANGUAGE_EVALUATION_SEQUENCES = 64
 """Held-out sequences of a language model that are evaluated: enough to tell, and soon done."""
@@ -74,12 +76,19 @@ def run(
             f"{wanted.devices} devices were asked for, and {rank.world} rank{'s' if rank.world > 1 else ''} run",
             hint=f"`flopwise train --gpus {wanted.devices}` starts them, or torchrun --nproc-per-node {wanted.devices}",
         )
-    training = _Run(wanted, rank, listeners)
-    # A run that goes on does so on the device that it began on, whatever else there is here.
-    device = training.request.device
-    group: AbstractContextManager[object] = rank_group(rank, device) if rank.world > 1 else nullcontext()
+    group: AbstractContextManager[object] = nullcontext()
+    if rank.world > 1:
+        group = rank_group(rank, _device_of(wanted))
     with group:
-        return training.go()
+        return _Run(wanted, rank, listeners).go()
+
+
+def _device_of(request: TrainRequest) -> str:
+    """A run that goes on does so on the device that it began on, whatever else there is here."""
+    if request.resume is None:
+        return request.device
+    record = read_record(find_run(store_folder(request.store), request.resume))
+    return merged(record, request).device
 
 
 def _requested(asked: dict[str, Any]) -> TrainRequest:
@@ -137,6 +146,8 @@ class _Run:
     def go(self) -> RunRecord:
         """Prepare, train, and leave a record whatever happens."""
         with self._lock(self.resumed.folder if self.resumed else None):
+            if self.resumed is not None and self.writes:
+                self._check_same(self.resumed)
             prepared = prepare(
                 self.request,
                 ranks=self.rank.world,
@@ -154,6 +165,16 @@ class _Run:
                         return self._train(executor, prepared, folder, progress, stop)
             finally:
                 executor.close()
+
+    def _check_same(self, resumed: Resumed) -> None:
+        """Refuse to go on from where another process has gone on meanwhile: what it did since would be lost."""
+        now, then = read_record(resumed.folder), resumed.record
+        if (now.state, now.steps_done, now.ended) != (then.state, then.steps_done, then.ended):
+            raise FlopwiseError(
+                f"run {resumed.folder.name} has gone on in another process meanwhile",
+                why=f"it is {now.state} after {now.steps_done:,} steps",
+                hint=f"--resume {resumed.folder.name} once more, if it has to go on",
+            )
 
     def _lock(self, folder: Path | None) -> AbstractContextManager[object]:
         """One process at a time trains in a folder."""
@@ -242,6 +263,9 @@ class _Run:
 
     def _write_first(self, prepared: Prepared, folder: Path, record: RunRecord, progress: Progress) -> None:
         """What a folder holds before the first step; a new one that cannot be written is taken away again."""
+        if self.resumed is not None:
+            # Before the record: where this fails, the one from before says how the run stands.
+            self._go_back(folder, progress)
         try:
             write_whole(folder / PLAN, to_toml(plan_table(prepared.plan, prepared.model)), own=True)
             write_record(folder, record)
@@ -249,13 +273,15 @@ class _Run:
             if self.resumed is None:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        if self.resumed is not None:
-            tidy_run(folder)
-            trim_steps(folder, progress.step)
-            checkpoint.drop_later(folder, progress.step)
-            lost = progress.step - len(read_steps(folder))
-            if lost:
-                self.listeners.on_note(f"the lines of {lost:,} of {progress.step:,} steps are missing or damaged")
+
+    def _go_back(self, folder: Path, progress: Progress) -> None:
+        """To the step that a run goes on from: what comes after it is done again."""
+        tidy_run(folder)
+        trim_steps(folder, progress.step)
+        checkpoint.drop_later(folder, progress.step)
+        lost = progress.step - len(read_steps(folder))
+        if lost:
+            self.listeners.on_note(f"the lines of {lost:,} of {progress.step:,} steps are missing or damaged")
 
     # -- the steps ------------------------------------------------------------------------------------------------
 

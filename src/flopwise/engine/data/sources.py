@@ -188,20 +188,20 @@ def survey(sources: Iterable[Source], tell: Tell | None) -> tuple[Entry, ...]:
 def check_beginnings(sources: Iterable[Source]) -> None:
     """Refuse files that cannot be opened or do not begin as text; nothing at all is the embedded default."""
     sources = tuple(sources)
-    beginnings = []
-    try:
-        for source in sources:
+    empty = True
+    for source in sources:
+        try:
             with source.path.open("rb") as stream:
-                beginnings.append(bytearray(stream.read(BEGINNING_BYTES)))
-    except OSError as error:
-        raise _unreadable(error) from None
-    if sources and not any(beginnings):
-        raise _empty(sources)
-    for source, content in zip(sources, beginnings, strict=True):
+                content = bytearray(stream.read(BEGINNING_BYTES))
+        except OSError as error:
+            raise _unreadable(error) from None
         if content:
+            empty = False
             # The last character may be cut.
             whole = len(content) < BEGINNING_BYTES
             _decoded(source.path, bytes(content if whole else content[: _last_character(content)]), 0)
+    if sources and empty:
+        raise _empty(sources)
 
 
 def _empty(sources: tuple[Source, ...]) -> FlopwiseError:
