@@ -134,7 +134,7 @@ def test_what_all_ranks_refuse_is_said_once(tmp_path: Path) -> None:
         print("a warning of", rank, file=sys.stderr)
         text = "error: no such plan" if rank < 2 else "error: no such device"
         print(text, file=sys.stderr, flush=True)
-        note_refusal(text)
+        note_refusal(text.removeprefix("error: "))
         sys.exit(2)
     """
     with launch(tmp_path, body, 3, stderr=subprocess.PIPE) as launcher:
