@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -403,3 +404,18 @@ def test_steps_of_a_daemon_thread_on_a_gpu_are_told_as_such(tmp_path: Path) -> N
     (process,) = read_told(tmp_path / TOLD)
     assert process.in_daemon
     assert "a daemon thread takes its steps on the GPU" in reason([process], 4)
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_program_ends_for_a_caller_with_threads_too(run: Run, attempt: int) -> None:  # noqa: ARG001 - once more
+    """Any of them may be told that a child has ended, and most drop it."""
+    enough = threading.Event()
+    others = [threading.Thread(target=enough.wait) for _ in range(8)]
+    for other in others:
+        other.start()
+    try:
+        assert run("pass").exit_code == 0
+    finally:
+        enough.set()
+        for other in others:
+            other.join()

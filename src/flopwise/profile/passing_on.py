@@ -31,6 +31,8 @@ WHOLE_GROUP_S = 0.05
 """A signal to a group reaches its members within microseconds, and they tell of it when it is their turn to run."""
 SAME_SIGNAL_S = 0.5
 """Between two who get the same signal, at most; it may have been sent to us again, and to us alone."""
+LOOK_EVERY_S = 0.2
+"""Another thread of ours, where there is one, may be given the word that the program has ended, and drop it."""
 _NOTE = struct.Struct("=id")
 """The number of a signal, and when it came."""
 
@@ -101,10 +103,10 @@ def _tied_to_us(mask: set[int] | None, children: object = None) -> Callable[[], 
 
 def _wait(process: subprocess.Popen[bytes], witness: _Witness) -> int:
     while True:
-        number = signal.sigwait({*PASSED_ON, signal.SIGCHLD})
-        if number != signal.SIGCHLD:
-            if not witness.saw(number):
-                os.kill(process.pid, number)
+        came = signal.sigtimedwait({*PASSED_ON, signal.SIGCHLD}, LOOK_EVERY_S)
+        if came is not None and came.si_signo != signal.SIGCHLD:
+            if not witness.saw(came.si_signo):
+                os.kill(process.pid, came.si_signo)
             continue
         pid, status = os.waitpid(process.pid, os.WNOHANG | os.WUNTRACED)
         if pid == 0:
