@@ -124,7 +124,7 @@ def test_without_arguments_everything_is_left_open(trainer: Trainer) -> None:
 
 def test_every_option_arrives(trainer: Trainer) -> None:
     line = (
-        "gpt2 --data a.txt --data b --eval-data c --tokenizer t.json --task language --steps 1,000 --seq 1k --batch 48 "
+        "gpt2 --data a.txt --data b --eval-data c --tokenizer t.json --task language --steps 1_000 --seq 1k --batch 48 "
         "--micro 11 --precision bf16 --learning-rate 3e-4 --warmup 0 --schedule linear --weight-decay 0 --beta1 0.8 "
         "--beta2 0.999 --clip 1.5 --stochastic-rounding --seed 7 --padding longest --text-column body "
         "--label-column kind --device-mem 40GiB --host-mem 0 --device cpu --weights w --anywhere "
