@@ -11,7 +11,8 @@ from flopwise.core.cluster_plan import ClusterPlan, Expected
 from flopwise.core.formats import POLICIES
 from flopwise.core.op import AttentionKernel
 from flopwise.core.parallel import BALANCES, SCHEDULES, Parallel, why_illegal
-from flopwise.core.plan import ENDS, Plan, Residency
+from flopwise.core.parameters import ENDS
+from flopwise.core.plan import Plan, Residency
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import RECOMPUTE_POLICIES
 from flopwise.core.workload import MOMENTS, Fusion

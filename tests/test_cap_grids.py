@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from flopwise.core.plan import ENDS, Cell, Forecast, Plan, Planned, Residency
+from flopwise.core.parameters import ENDS
+from flopwise.core.plan import Cell, Forecast, Plan, Planned, Residency
 from flopwise.report.cap_grids import (
     RAMP,
     best_cell,

@@ -22,7 +22,8 @@ from flopwise.core.store import VARIABLE, new_run, write_record
 from flopwise.core.sweep import Attempt, Cell, Settings, SweepRecord, cell_id
 from flopwise.core.sweep_store import new_attempt, write_cell, write_sweep
 from flopwise.report.benchmark_tables import markdown_tables
-from flopwise.report.results_files import read_results, read_results_csv, results_csv
+from flopwise.report.imported_results import read_results
+from flopwise.report.results_files import read_results_csv, results_csv
 
 from .result_rows import OOM_REASON, a_result, lost, mixed
 from .test_cli_fuzz import answered

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from flopwise.core.catalog import load_hardware, load_model
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import parse_formats
-from flopwise.core.plan import ENDS, LETTERS, Place, Plan, Residency
+from flopwise.core.parameters import ENDS, Place
+from flopwise.core.plan import LETTERS, Plan, Residency
 from flopwise.core.program import Program, aligned, check
 from flopwise.core.transformer import Transformer
 from flopwise.plan.compile import compile_plan

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from flopwise.core.catalog import load_hardware, load_model
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.hardware import Hardware
-from flopwise.core.plan import ENDS, Plan, Residency
+from flopwise.core.parameters import ENDS
+from flopwise.core.plan import Plan, Residency
 from flopwise.core.published.offload import OffloadRun, read_offload
 from flopwise.core.transformer import Transformer
 from flopwise.plan.dataflow import (

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from flopwise.core.plan import ENDS, End, Forecast, Help, Plan, Planned, Residency
+from flopwise.core.parameters import ENDS, End
+from flopwise.core.plan import Forecast, Help, Plan, Planned, Residency
 from flopwise.core.prediction import Interval
 from flopwise.core.units import show_bytes
 from flopwise.report.device_plan_files import device_plan_csv, device_plan_json, device_plan_markdown

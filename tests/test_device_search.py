@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from flopwise.core.catalog import load_hardware
 from flopwise.core.formats import parse_formats
-from flopwise.core.plan import ENDS, Plan, Residency
+from flopwise.core.parameters import ENDS
+from flopwise.core.plan import Plan, Residency
 from flopwise.core.program import check
 from flopwise.plan.compile import compile_plan
 from flopwise.plan.cuts import DeviceQuestion

@@ -12,9 +12,10 @@ from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.exchange import exchange, is_expert, parameters_by_part, tied_parameters
 from flopwise.core.formats import POLICIES
+from flopwise.core.layout import Layout, illegal_layout
 from flopwise.core.model import Model
 from flopwise.core.op import AttentionKernel, Gemm
-from flopwise.core.parallel import Layout, Parallel, illegal_layout, why_illegal
+from flopwise.core.parallel import Parallel, why_illegal
 from flopwise.core.traffic import block_saved_bytes
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import RECOMPUTE_POLICIES, Recompute, Work

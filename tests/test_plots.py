@@ -11,8 +11,8 @@ import pytest
 
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.results import Result
+from flopwise.report.imported_results import read_results
 from flopwise.report.plots import AXES, VALUES, Kind, plot, points
-from flopwise.report.results_files import read_results
 
 from .result_rows import GIB, a_result, lost
 

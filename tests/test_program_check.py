@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.plan import Place
+from flopwise.core.parameters import Place
 from flopwise.core.program import OWNERS, STREAMS, Buffer, Kind, Program, Stream, Task, Use, check
 
 KIND: dict[Stream, Kind] = {"compute": "forward", "copy-in": "load", "copy-out": "store", "host": "optimize"}

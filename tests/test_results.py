@@ -26,6 +26,7 @@ from flopwise.core.results import (
 )
 from flopwise.core.sweep import Attempt, Cell, Foreseen, Settings, cell_id
 from flopwise.report.benchmark_tables import markdown_tables
+from flopwise.report.imported_results import read_results
 from flopwise.report.results import (
     field_words,
     heading_of,
@@ -36,7 +37,6 @@ from flopwise.report.results import (
     results_table,
     spread_words,
 )
-from flopwise.report.results_files import read_results
 
 from .result_rows import OOM_REASON, a_result, lost, mixed
 from .test_training_report import a_measurement, a_record, printed

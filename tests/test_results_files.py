@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.results import FIELDS, Result
+from flopwise.report.imported_results import read_results
 from flopwise.report.results import results_markdown
-from flopwise.report.results_files import (
-    SOURCES,
-    kinds,
-    read_results,
-    read_results_csv,
-    read_results_json,
-    results_csv,
-    results_json,
-)
+from flopwise.report.results_files import SOURCES, kinds, read_results_csv, read_results_json, results_csv, results_json
 
 from .result_rows import a_result, mixed
 

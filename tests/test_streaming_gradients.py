@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from flopwise.core.fusion import has_plain_swiglu  # noqa: E402
-from flopwise.core.plan import ENDS, Plan, Residency  # noqa: E402
+from flopwise.core.parameters import ENDS  # noqa: E402
+from flopwise.core.plan import Plan, Residency  # noqa: E402
 from flopwise.core.program import ALIGNMENT_BYTES  # noqa: E402
 from flopwise.core.transformer import Transformer  # noqa: E402
 from flopwise.engine.batch import NO_LABEL, Batch  # noqa: E402

@@ -19,7 +19,8 @@ from flopwise.core.catalog import load_hardware  # noqa: E402
 from flopwise.core.describe import describe  # noqa: E402
 from flopwise.core.errors import FlopwiseError  # noqa: E402
 from flopwise.core.formats import parse_formats  # noqa: E402
-from flopwise.core.plan import ENDS, LEVELS, Plan, Residency  # noqa: E402
+from flopwise.core.parameters import ENDS  # noqa: E402
+from flopwise.core.plan import LEVELS, Plan, Residency  # noqa: E402
 from flopwise.core.training import Training  # noqa: E402
 from flopwise.core.transformer import Transformer  # noqa: E402
 from flopwise.engine.layout import SavedTensors, fields_in_order, moment_fields  # noqa: E402

@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
-from flopwise.core.plan import ENDS, Plan, Residency  # noqa: E402
+from flopwise.core.parameters import ENDS  # noqa: E402
+from flopwise.core.plan import Plan, Residency  # noqa: E402
 from flopwise.core.training import Training  # noqa: E402
 from flopwise.core.transformer import Transformer  # noqa: E402
 from flopwise.engine.batch import NO_LABEL, Batch  # noqa: E402

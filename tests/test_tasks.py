@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from flopwise.core.catalog import load_hardware
 from flopwise.core.describe import describe
 from flopwise.core.op import Attention
-from flopwise.core.plan import ENDS, LETTERS, Plan
+from flopwise.core.parameters import ENDS
+from flopwise.core.plan import LETTERS, Plan
 from flopwise.core.program import Program, Task
 from flopwise.core.traffic import backward_traffic, forward_traffic
 from flopwise.core.transformer import Transformer

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flopwise.core.plan import ENDS, Plan, Residency
+from flopwise.core.parameters import ENDS
+from flopwise.core.plan import Plan, Residency
 from flopwise.core.training import Training
 from flopwise.core.transformer import Transformer
 from flopwise.engine.batch import NO_LABEL, Batch

@@ -88,7 +88,7 @@ def _side(word: str, store: str) -> list[Measured]:
     """The rows that a word stands for, each with the steps of its run; several words with commas."""
     from flopwise.core.files import entry_kind
     from flopwise.core.results import checked
-    from flopwise.report.results_files import read_results
+    from flopwise.report.imported_results import read_results
     from flopwise.report.run_comparison import Measured, quantiles_of
 
     found: list[Measured] = []

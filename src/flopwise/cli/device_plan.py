@@ -197,7 +197,8 @@ def _planned(question: DeviceQuestion, words: DeviceWords, convention: Conventio
     from dataclasses import replace
 
     from flopwise.cli.evidence import streamed_interval
-    from flopwise.plan.explain import planned, ruled
+    from flopwise.plan.explain import planned
+    from flopwise.plan.ruled import ruled
     from flopwise.plan.sizes import sizes_of
 
     sizes_of(question.model, question.sequence_tokens, question.formats, question.optimizer)

@@ -130,7 +130,7 @@ def gathered(named: Sequence[str], store: str, price: str = "") -> list[Result]:
     from flopwise.core.errors import FlopwiseError
     from flopwise.core.results import checked, priced
     from flopwise.core.store import VARIABLE, store_folder
-    from flopwise.report.results_files import read_results
+    from flopwise.report.imported_results import read_results
 
     per_hour = _price(price)
     files = [name for name in named if _is_file(name)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 from flopwise.core.errors import FlopwiseError
+from flopwise.core.layout import WHOLE, Layout, illegal_layout
 from flopwise.core.lstm import Lstm
 from flopwise.core.lstm_ops import lstm_work
 from flopwise.core.model import Model
 from flopwise.core.op import AttentionKernel
-from flopwise.core.parallel import WHOLE, Layout, illegal_layout
 from flopwise.core.transformer import check_positive
 from flopwise.core.transformer_ops import transformer_work
 from flopwise.core.work import Work

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from flopwise.core.errors import FlopwiseError, shown
 from flopwise.core.op import Convention
-from flopwise.core.plan import Place
+from flopwise.core.parameters import Place
 from flopwise.core.training import Task, Training
 
 LONGEST_STEP_S = 1e12

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from flopwise.core.errors import FlopwiseError, shown, unknown_name
-from flopwise.core.lstm import Lstm
+from flopwise.core.layout import Layout, illegal_layout, largest_divisor
 from flopwise.core.model import Model
-from flopwise.core.transformer import Transformer
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -26,21 +25,6 @@ BALANCES: tuple[Balance, ...] = get_args(Balance)
 MOST_DIGITS = 7
 
 DEGREES = ("data", "tensor", "pipeline", "context", "expert")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """What of a parallel set-up changes the operators of one device."""
-
-    tensor: int = 1
-    sequence: bool = False
-    """Norms and residual sums on 1/tensor of the tokens."""
-    context: int = 1
-    expert: int = 1
-
-
-WHOLE = Layout()
-"""One device does everything."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,12 +92,12 @@ class Parallel:
             raise FlopwiseError(
                 f"experts over {self.expert} devices do not fit {self.replicas} data × context ranks",
                 why="an expert group is made of data and context ranks",
-                hint=f"ep{_divisor(self.replicas, self.expert)}",
+                hint=f"ep{largest_divisor(self.replicas, self.expert)}",
             )
         if self.shard is not None and (self.shard < 1 or self.replicas % self.shard):
             raise FlopwiseError(
                 f"shards over {self.shard} ranks do not divide {self.replicas} data × context ranks",
-                hint=f"shard{_divisor(self.replicas, max(1, self.shard))}",
+                hint=f"shard{largest_divisor(self.replicas, max(1, self.shard))}",
             )
 
     @property
@@ -176,45 +160,6 @@ def why_illegal(model: Model, sequence_tokens: int, parallel: Parallel) -> tuple
         why = f"interleaved stages are equal parts of its {model.layers} layers, as Megatron-LM has it"
         return f"{parallel.pipeline} × {parallel.chunks} interleaved stages", why, "chunks that divide, not `balanced`"
     return illegal_layout(model, sequence_tokens, parallel.layout)
-
-
-def illegal_layout(model: Model, sequence_tokens: int, layout: Layout) -> tuple[str, str, str] | None:
-    """The same for what one device computes."""
-    if isinstance(model, Lstm):
-        refusal = (
-            "only its layers and sequences can be dealt out",
-            "a cell's time steps follow each other",
-            "dp and pp",
-        )
-        return None if layout == WHOLE else refusal
-    uneven = _uneven(model, layout.tensor)
-    if uneven:
-        # A single rank always divides.
-        fewer = next(ranks for ranks in range(min(layout.tensor, model.heads), 0, -1) if not _uneven(model, ranks))
-        return f"{layout.tensor} tensor ranks", uneven, f"tp{fewer}"
-    parts = layout.context * (layout.tensor if layout.sequence else 1)
-    if sequence_tokens % parts:
-        return (
-            f"{sequence_tokens:,} tokens in {parts} parts",
-            "context and sequence ranks take equal parts",
-            f"a sequence that {parts} divides",
-        )
-    if layout.context > 1 and (model.head == "classifier" or model.window is not None):
-        return "a sequence over several devices", "the ring is for full attention with a loss on every token", "no cp"
-    if layout.expert > 1 and (not model.experts or model.experts % layout.expert):
-        return (
-            f"experts over {layout.expert} devices",
-            f"it has {model.experts or 'no'} experts",
-            f"ep{_divisor(max(1, model.experts), layout.expert)}",
-        )
-    return None
-
-
-def _uneven(model: Transformer, ranks: int) -> str | None:
-    """What that many tensor ranks cannot share equally; None when all can be."""
-    if model.heads % ranks or (model.kv_heads % ranks and ranks % model.kv_heads):
-        return f"it has {model.heads} heads and {model.kv_heads} key-value heads"
-    return f"its feed-forward width is {model.ffn}" if model.ffn % ranks else None
 
 
 NUMBERED = {
@@ -283,7 +228,3 @@ def _check_meaning(fields: dict[str, Any]) -> None:
         raise FlopwiseError("`shard` without zero", why="nothing is sharded", hint="zero1, zero2 or zero3")
     if {"reshard", "prefetch"} & set(fields) and fields.get("zero") != 3:
         raise FlopwiseError("`kept` or `prefetch` without zero3", why="only zero3 gathers weights", hint="zero3")
-
-
-def _divisor(number: int, limit: int) -> int:
-    return next(candidate for candidate in range(min(limit, number), 0, -1) if number % candidate == 0)

@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 from flopwise.core.describe import describe
 from flopwise.core.op import Gemm, Op, Streaming
-from flopwise.core.plan import End
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import Work
+
+End = Literal["embedding", "head"]
+ENDS: tuple[End, ...] = get_args(End)
+
+Place = Literal["device", "host"]
 
 Part = int | End
 """A layer, or one of the ends."""

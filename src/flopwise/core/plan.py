@@ -11,21 +11,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from flopwise.core.errors import FlopwiseError, shown
 from flopwise.core.formats import parse_formats
 from flopwise.core.op import Convention, SaveLevel
+from flopwise.core.parameters import End, Place
 from flopwise.core.prediction import Interval
 from flopwise.core.work import Recompute
 from flopwise.core.workload import Optimizer
 
 WRITTEN_BY = "`flopwise plan … -w plan.toml` writes one"
-
-End = Literal["embedding", "head"]
-ENDS: tuple[End, ...] = get_args(End)
-
-Place = Literal["device", "host"]
 
 OWN_RULE = "flopwise"
 """The name of plans that flopwise's own search has found."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.plan import End, Place
+from flopwise.core.parameters import End, Place
 
 Stream = Literal["compute", "copy-in", "copy-out", "host"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names
 from flopwise.core.measurement import Measurement, RunRecord
-from flopwise.core.plan import LETTERS, Place
+from flopwise.core.parameters import Place
+from flopwise.core.plan import LETTERS
 from flopwise.core.profile import Profile
 from flopwise.core.sweep import Attempt, Cell, Settings, cell_id
 from flopwise.core.units import AUTO, show_count, show_share

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from flopwise.core.layout import WHOLE, Layout
 from flopwise.core.op import Attention, AttentionKernel, Gemm, Op, SaveLevel, Streaming, StreamingKind, Tensor, Weight
-from flopwise.core.parallel import WHOLE, Layout
 from flopwise.core.transformer import Transformer
 from flopwise.core.work import SCORES, Work
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.plan import Place
+from flopwise.core.parameters import Place
 from flopwise.core.program import ALIGNMENT_BYTES, OWNERS, Program
 
 

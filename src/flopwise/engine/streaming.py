@@ -11,8 +11,8 @@ from torch import Tensor
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import parse_formats
 from flopwise.core.measurement import MemoryRow
-from flopwise.core.parameters import Part, parameters_of
-from flopwise.core.plan import Place, Plan
+from flopwise.core.parameters import Part, Place, parameters_of
+from flopwise.core.plan import Plan
 from flopwise.core.program import ALIGNMENT_BYTES, Program
 from flopwise.core.training import Training
 from flopwise.core.transformer import Transformer

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.plan import WRITTEN_BY, End, Place
+from flopwise.core.parameters import End, Place
+from flopwise.core.plan import WRITTEN_BY
 from flopwise.core.program import Buffer, Kind, Owner, Program, Stream, Task, Use
 
 NOBODY = -1

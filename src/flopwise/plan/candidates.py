@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flopwise.core.hardware import Hardware
+from flopwise.core.layout import Layout, illegal_layout
 from flopwise.core.lstm import Lstm
 from flopwise.core.model import Model
-from flopwise.core.parallel import Balance, Layout, Parallel, illegal_layout
+from flopwise.core.parallel import Balance, Parallel
 from flopwise.core.work import Recompute
 from flopwise.core.workload import Workload
 from flopwise.predict.choose import micro_batch_sizes

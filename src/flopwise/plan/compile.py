@@ -12,8 +12,8 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import parse_formats
 from flopwise.core.model import Model
 from flopwise.core.op import Attention
-from flopwise.core.parameters import op_groups
-from flopwise.core.plan import LETTERS, End, Place, Plan
+from flopwise.core.parameters import End, Place, op_groups
+from flopwise.core.plan import LETTERS, Plan
 from flopwise.core.program import Kind, Program, aligned
 from flopwise.core.transformer import Transformer
 from flopwise.plan.builder import Builder, FreeSlots

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.hardware import Hardware
-from flopwise.core.plan import ENDS, Plan, Residency
+from flopwise.core.parameters import ENDS
+from flopwise.core.plan import Plan, Residency
 from flopwise.core.transformer import Transformer, check_positive
 from flopwise.plan.dataflow_sizes import (
     MOST,

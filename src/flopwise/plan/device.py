@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from flopwise.core.plan import LETTERS, Place, Plan
+from flopwise.core.parameters import Place
+from flopwise.core.plan import LETTERS, Plan
 from flopwise.plan.cuts import (
     Cut,
     DeviceQuestion,

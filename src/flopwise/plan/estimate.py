@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from flopwise.core.hardware import Hardware
 from flopwise.core.model import Model
-from flopwise.core.plan import ENDS, Place, Plan, Residency
+from flopwise.core.parameters import ENDS, Place
+from flopwise.core.plan import Plan, Residency
 from flopwise.plan.levels import Curve, curve_of
 from flopwise.plan.sizes import Sizes, largest_piece, sizes_of, slot_bytes, working_bytes
 from flopwise.predict.tasks import TaskSeconds

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flopwise.core.plan import Place, Plan, Residency
+from flopwise.core.parameters import Place
+from flopwise.core.plan import Plan, Residency
 from flopwise.core.program import Owner
 from flopwise.plan.sizes import Sizes, State, activation_bytes, largest_piece, working_bytes
 from flopwise.plan.state import borrowed_slots, ends_of, kept_on_host

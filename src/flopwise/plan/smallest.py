@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flopwise.core.errors import FlopwiseError
-from flopwise.core.plan import Place
+from flopwise.core.parameters import Place
 from flopwise.core.units import exact_tokens, show_bytes
 from flopwise.plan.cuts import DeviceQuestion
 from flopwise.plan.device import Candidate, fitting_plan

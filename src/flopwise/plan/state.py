@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from flopwise.core.plan import ENDS, End, Plan, Residency
+from flopwise.core.parameters import ENDS, End
+from flopwise.core.plan import Plan, Residency
 from flopwise.core.program import Owner, aligned
 from flopwise.plan.builder import Builder
 from flopwise.plan.sizes import Sizes, State, activation_bytes

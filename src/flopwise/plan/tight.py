@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from flopwise.core.plan import Place
+from flopwise.core.parameters import Place
 from flopwise.plan.cuts import DeviceQuestion, cuts, skeleton
 from flopwise.plan.estimate import ENDS_STAY, WEIGHTS_SHARE, Choice, Shape, can_update_on_host
 

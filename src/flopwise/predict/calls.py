@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from flopwise.core.describe import describe
 from flopwise.core.formats import WIDTH_BYTES, Formats
+from flopwise.core.layout import WHOLE, Layout
 from flopwise.core.model import Model
 from flopwise.core.op import Attention, AttentionKernel, Gemm, Op, Streaming, kind_of
-from flopwise.core.parallel import WHOLE, Layout
 from flopwise.core.traffic import (
     Traffic,
     backward_traffic,

@@ -24,9 +24,9 @@ from flopwise.core.exchange import (
 )
 from flopwise.core.formats import Formats
 from flopwise.core.hardware import Hardware
+from flopwise.core.layout import Layout
 from flopwise.core.model import Model
 from flopwise.core.op import AttentionKernel
-from flopwise.core.parallel import Layout
 from flopwise.core.traffic import tensor_bytes
 from flopwise.core.work import Recompute, Work
 from flopwise.core.workload import Fusion, Optimizer, Workload

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from flopwise.core.errors import FlopwiseError
 from flopwise.core.hardware import Link
-from flopwise.core.plan import Place
+from flopwise.core.parameters import Place
 from flopwise.core.program import OWNERS, STREAMS, Program, Stream, Task
 from flopwise.core.simulation import MemoryPoint, Simulation
 

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flopwise.core.formats import parse_formats
-from flopwise.core.plan import ENDS, Help, Plan, Planned, Residency
+from flopwise.core.parameters import ENDS
+from flopwise.core.plan import Help, Plan, Planned, Residency
 from flopwise.core.prediction import Interval
 from flopwise.core.program import OWNERS
 from flopwise.core.units import show_bytes, show_count, show_seconds, show_share, significant

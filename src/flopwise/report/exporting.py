@@ -13,7 +13,8 @@ from flopwise.core.errors import FlopwiseError
 from flopwise.core.formats import Formats, parse_formats
 from flopwise.core.model import Model
 from flopwise.core.parallel import Parallel
-from flopwise.core.plan import ENDS, Plan
+from flopwise.core.parameters import ENDS
+from flopwise.core.plan import Plan
 
 AnyPlan = Plan | ClusterPlan
 

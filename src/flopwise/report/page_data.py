@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from flopwise.core.measurement import MemoryRow, RunRecord, StepRecord
-from flopwise.core.plan import Place
+from flopwise.core.parameters import Place
 from flopwise.core.profile import METRIC, Profile, Spent, TaskTime, Unit, Verdict
 from flopwise.core.results import FIELDS, Result
 from flopwise.core.store import to_text

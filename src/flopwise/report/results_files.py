@@ -10,22 +10,21 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from flopwise.core.catalog import load_model, model_names
-from flopwise.core.describe import describe
 from flopwise.core.errors import FlopwiseError, nearest, shown
 from flopwise.core.files import entry_kind
 from flopwise.core.results import FIELDS, Result, Source
 from flopwise.core.store import NOT_FINITE, to_text
-from flopwise.report.benchmark_tables import BenchmarkRow, markdown_tables, read_benchmark_tables
 from flopwise.report.tables import csv_word
 
+OFFLOADED = " and offload"
+"""Behind `recompute`: what is kept goes to the host."""
 TITLE = "# Results"
 """The first line of `results.md`."""
 LARGEST_FILE_BYTES = 256 * 2**20
@@ -85,7 +84,7 @@ def _cell(value: object) -> str:
 
 def read_results_csv(source: str | Path) -> list[Result]:
     """Rows of `results.csv`: its text, or the path of the file. Columns may be missing and stand in any order."""
-    where, text = (str(source), _text(source)) if isinstance(source, Path) else ("results.csv", source)
+    where, text = (str(source), file_text(source)) if isinstance(source, Path) else ("results.csv", source)
     reader = csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True)
     names: list[str] | None = None
     rows: list[Result] = []
@@ -177,7 +176,7 @@ def results_json(rows: Sequence[Result], columns: Sequence[str] = FIELDS) -> str
 
 def read_results_json(source: str | Path) -> list[Result]:
     """Rows of `results.json`: its text, or the path of the file."""
-    where, text = (str(source), _text(source)) if isinstance(source, Path) else ("results.json", source)
+    where, text = (str(source), file_text(source)) if isinstance(source, Path) else ("results.json", source)
     try:
         found = msgspec.json.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -208,101 +207,7 @@ def _json_value(name: str, value: object, where: str) -> object:
     )
 
 
-# -- published tables ------------------------------------------------------------------------------------------------
-
-PUBLISHED_PEAKS = {("h100", "bf16"): 989.5e12, ("h100", "fp8"): 1979e12, ("a100", "bf16"): 312e12}
-"""Of one device, FLOP/s: what llm-foundry's tables divide by (Composer's `GPU_AVAILABLE_FLOPS`)."""
-OFFLOADED = " and offload"
-"""Behind `recompute`: what is kept goes to the host."""
-
-
-def results_of_benchmarks(rows: Sequence[BenchmarkRow]) -> list[Result]:
-    """Published rows as results.
-
-    Their MFU counts 6·N FLOPs a token for all N parameters and the full square of attention: the convention `palm`.
-    Their HFU is not counted but MFU × 4/3 under checkpointing, else MFU. Sequences/s, which is printed without its
-    decimals, comes from tokens/s. A model gets the catalogue's name only where its number of parameters is the same.
-    """
-    return [_benchmark_result(row) for row in rows]
-
-
-def _benchmark_result(row: BenchmarkRow) -> Result:
-    number_format = row.precision.lower().removeprefix("amp_")
-    peak = PUBLISHED_PEAKS.get((row.device.lower().partition("_")[0], number_format))
-    if peak and abs(row.model_flops_per_s_per_device - row.mfu * peak) > 0.01 * row.mfu * peak:
-        peak = None
-    rate = row.tokens_per_s or None
-    step_s = row.global_batch_tokens / row.tokens_per_s if rate else None
-    return Result(
-        cell=None,
-        state="ok",
-        source="imported",
-        model=_model_name(row.model, row.sequence_tokens, row.parameters),
-        hardware=row.device,
-        devices=row.devices,
-        sequence_tokens=row.sequence_tokens,
-        batch_sequences=row.global_batch,
-        micro_batch_sequences=row.micro_batch,
-        accumulation_steps=row.accumulation_steps,
-        batch_tokens=row.global_batch_tokens,
-        precision=f"{row.precision} {row.mixed_precision_mode}",
-        recompute=("full" if row.activation_checkpointing else "none") + OFFLOADED * row.activation_offload,
-        sharding=row.sharding,
-        n_params=row.parameters,
-        step_s=step_s,
-        tokens_per_s=None if rate is None else float(rate),
-        tokens_per_s_per_device=None if rate is None else rate / row.devices,
-        samples_per_s=None if rate is None else rate / row.sequence_tokens,
-        model_flops_per_s_per_device=row.model_flops_per_s_per_device,
-        mfu=row.mfu,
-        hfu=row.hfu,
-        convention="palm",
-        peak_flops=None if peak is None else peak * row.devices,
-        peak_format=None if peak is None else number_format,
-    )
-
-
-@cache
-def _model_name(published: str, sequence_tokens: int, parameters: int) -> str:
-    name = f"mpt-{published.lower()}"
-    if name not in model_names():
-        return published
-    return name if describe(load_model(name), sequence_tokens).parameters == parameters else published
-
-
-# -- any of them -----------------------------------------------------------------------------------------------------
-
-
-def read_results(path: Path) -> list[Result]:
-    """Results of a file: `results.csv`, `results.json`, or a markdown document with published benchmark tables."""
-    text = _text(path)
-    try:
-        return _reader(path, text)(text)
-    except FlopwiseError as error:
-        what = re.sub(r"^results\.(csv|json)(: )?", "", error.what).strip()
-        raise FlopwiseError(f"{path}: {what}", why=error.why, hint=error.hint) from None
-
-
-def _reader(path: Path, text: str) -> Callable[[str], list[Result]]:
-    suffix = path.suffix.lower()
-    if suffix == ".json" or (suffix != ".csv" and text.lstrip().startswith(("[", "{"))):
-        return read_results_json
-    if suffix in (".md", ".markdown") or (suffix != ".csv" and markdown_tables(text)):
-        return _read_markdown
-    return read_results_csv
-
-
-def _read_markdown(text: str) -> list[Result]:
-    if text.startswith(f"{TITLE}\n"):
-        raise FlopwiseError(
-            "this is a `results.md` of flopwise itself",
-            why="its figures are rounded for people",
-            hint="name results.csv, which `flopwise collect` writes beside it",
-        )
-    return results_of_benchmarks(read_benchmark_tables(text))
-
-
-def _text(path: Path) -> str:
+def file_text(path: Path) -> str:
     hint = "a results.csv or results.json of flopwise, or a markdown document with benchmark tables"
     if entry_kind(path) == "nothing":
         raise FlopwiseError(f"there is no file {shown(str(path))}", hint=hint)

@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from flopwise.core.measurement import Measurement, MemoryRow, RunRecord, StepRecord
-from flopwise.core.plan import Place
+from flopwise.core.parameters import Place
 from flopwise.core.program import OWNERS
 from flopwise.core.units import show_bytes, show_seconds, show_share, significant
 from flopwise.report.signs import visible
