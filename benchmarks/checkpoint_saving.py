@@ -15,9 +15,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from flopwise.core.training import Training
-from flopwise.engine import checkpoint, tensor_files
-from flopwise.engine.checkpoint import CheckpointState
+from flopwise.engine.weights import checkpoint, tensor_files
+from flopwise.engine.weights.checkpoint import CheckpointState
+from flopwise.setup.training import Training
 
 TENSORS = 16
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.index import run_names
-from flopwise.core.statistics import Seconds, change, steady_seconds
-from flopwise.core.store import read_record, read_steps
+from flopwise.base.errors import FlopwiseError
+from flopwise.store.index import run_names
+from flopwise.store.runs import read_record, read_steps
+from flopwise.store.statistics import Seconds, change, steady_seconds
 
 THRESHOLD = 0.03
 SLOW_DOWNS = (0.0, 0.01, 0.05)

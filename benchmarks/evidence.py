@@ -17,19 +17,19 @@ import numpy as np
 from benchmarks.stacks import FITTED_TABLES
 from benchmarks.steps import compared
 from benchmarks.torchtitan import torchtitan_cases, torchtitan_fit
-from flopwise.core.case import Case
-from flopwise.core.catalog import ROOT, load_hardware, load_model, load_stack
-from flopwise.core.describe import describe
-from flopwise.core.evidence import Evidence, EvidenceBook, Span
-from flopwise.core.files import to_toml, write_whole
-from flopwise.core.prediction import NO_STACK
-from flopwise.core.published import hardware_of, protocol_of, read_cases
-from flopwise.core.published.offload import read_offload
-from flopwise.core.transformer import Transformer
-from flopwise.plan.recorded import repeated_steps
+from flopwise.base.files import to_toml, write_whole
+from flopwise.catalog.load import ROOT, load_hardware, load_model, load_stack
 from flopwise.predict.choose import PLAIN
-from flopwise.predict.fitting import measured
-from flopwise.predict.held_out import fit_of, held_out_predictions
+from flopwise.records.evidence import Evidence, EvidenceBook, Span
+from flopwise.records.prediction import NO_STACK
+from flopwise.references.dataflow.recorded import repeated_steps
+from flopwise.references.published import hardware_of, protocol_of, read_cases
+from flopwise.references.published.offload import read_offload
+from flopwise.references.validate.case import Case
+from flopwise.references.validate.fitting import measured
+from flopwise.references.validate.held_out import fit_of, held_out_predictions
+from flopwise.work.describe import describe
+from flopwise.work.transformer import Transformer
 
 HEADER = """\
 # Held-out errors of predicted step times, from which intervals are made (predict/interval.py).

@@ -1,6 +1,6 @@
 """Fit a device's efficiency constants to its measured kernels: `python -m benchmarks.fit_kernels`.
 
-`flopwise.predict.kernel_fit` has the constants' forms and the search. Matrix products: per chip three constants of its
+`calibrate.kernel_fit` has the constants' forms and the search. Matrix products: per chip three constants of its
 kernels (fill_depth, quantisation, exposed_output), and per set of rows the `sustained` share, since cards of one chip
 differ in their power cap and a locked clock has none. Rows whose sides are multiples of 64, one product each, weigh 1
 when every side is at least 1024 and 0.3 otherwise.
@@ -31,16 +31,16 @@ from benchmarks.kernel_rows import (
     predict_attentions,
     predict_gemms,
 )
-from flopwise.core.catalog import load_hardware
-from flopwise.core.efficiency import Efficiency
-from flopwise.predict.attention import TILE_QUERIES
-from flopwise.predict.kernel_fit import (
+from flopwise.calibrate.kernel_fit import (
     KERNEL_BOUNDS,
     law_tiles,
     minimise,
     with_attention_constants,
     with_gemm_constants,
 )
+from flopwise.catalog.load import load_hardware
+from flopwise.predict.kernels.attention import TILE_QUERIES
+from flopwise.setup.efficiency import Efficiency
 
 CHIPS: dict[str, tuple[tuple[str, str], ...]] = {
     "A100": (("llmcompass", "a100-80gb"), ("simumax", "a100-pcie-80gb"), ("nsight", "a100-pcie-80gb")),

@@ -29,8 +29,8 @@ from typing import Any
 from benchmarks import gpu_ceiling, gpu_peers
 from benchmarks.gpu_cells import CPU_CELLS, GPU_CELLS, Cell, Settings, cell_values, hardware_of, run_cell
 from benchmarks.gpu_record import OK, append_rows, earlier_times, make_folder, mistakes_told, provenance, read_rows
-from flopwise.core.errors import FlopwiseError, unknown_name
-from flopwise.core.files import write_whole
+from flopwise.base.errors import FlopwiseError, unknown_name
+from flopwise.base.files import write_whole
 from flopwise.engine.devices import choose_device
 
 LIMIT_S = 900.0

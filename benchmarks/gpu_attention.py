@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flopwise.core.op import Attention
 from flopwise.engine.kernels.attention import Look, attention_backward, attention_forward, choose_kernel
+from flopwise.work.op import Attention
 
 
 @dataclass(frozen=True, slots=True)

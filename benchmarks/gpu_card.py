@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from flopwise.core.program import STREAMS, Program, Stream
+from flopwise.records.program import STREAMS, Program, Stream
 
 if TYPE_CHECKING:
     import torch

@@ -21,12 +21,12 @@ import torch
 from benchmarks.gpu_attention import Candidate, candidates
 from benchmarks.gpu_cells import Settings, model_of, quantile, reasons_text
 from benchmarks.gpu_products import Kernel, Part, parts_of
-from flopwise.core.describe import describe
-from flopwise.core.formats import parse_formats
-from flopwise.core.op import Attention, Gemm
-from flopwise.core.work import Work
 from flopwise.engine.formats import TYPES
-from flopwise.profile.sampling import Counters, sampler_for
+from flopwise.profile.measure.sampling import Counters, sampler_for
+from flopwise.work.describe import describe
+from flopwise.work.formats import parse_formats
+from flopwise.work.op import Attention, Gemm
+from flopwise.work.work import Work
 
 WHOLE = "whole"
 """The row that holds what all kernels come to together."""

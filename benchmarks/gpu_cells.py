@@ -13,22 +13,22 @@ import torch
 
 from benchmarks.gpu_kernels import profiled
 from benchmarks.gpu_record import FORWARD_SHARE
-from flopwise.core.catalog import THIS_MACHINE, load_model
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.formats import parse_formats
-from flopwise.core.hardware import Hardware
-from flopwise.core.plan import Plan, Planned
-from flopwise.core.program import Program
-from flopwise.core.training import Training
-from flopwise.core.transformer import Transformer
+from flopwise.base.errors import FlopwiseError
+from flopwise.catalog.load import THIS_MACHINE, load_model
 from flopwise.engine.batch import Batch
 from flopwise.engine.formats import TYPES
-from flopwise.engine.streaming import StreamingExecutor
-from flopwise.plan.compile import compile_plan
-from flopwise.plan.cuts import DeviceQuestion
-from flopwise.plan.explain import planned
-from flopwise.profile.sampling import Counters, sampler_for
-from flopwise.profile.this_machine import find_hardware
+from flopwise.engine.streaming.executor import StreamingExecutor
+from flopwise.plan.device.cuts import DeviceQuestion
+from flopwise.plan.device.explain import planned
+from flopwise.plan.program.compile import compile_plan
+from flopwise.profile.measure.sampling import Counters, sampler_for
+from flopwise.profile.measure.this_machine import find_hardware
+from flopwise.records.plan import Plan, Planned
+from flopwise.records.program import Program
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.training import Training
+from flopwise.work.formats import parse_formats
+from flopwise.work.transformer import Transformer
 
 GIB = 2**30
 

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_record import append_rows
-from flopwise.profile.kernel_classes import class_of
+from flopwise.profile.explain.kernel_classes import class_of
 
 LISTED = 25
 """Kernels that the file names, those with the most time."""

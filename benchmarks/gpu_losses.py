@@ -21,27 +21,27 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_record import make_folder, mistakes_told
-from flopwise.core.catalog import load_hardware, load_model
-from flopwise.core.errors import FlopwiseError, shown, unknown_name
-from flopwise.core.files import write_whole
-from flopwise.core.formats import parse_formats
-from flopwise.core.parameters import Parameter, parameters_of
-from flopwise.core.plan import Plan
-from flopwise.core.training import Training
-from flopwise.core.transformer import Transformer
+from flopwise.base.errors import FlopwiseError, shown, unknown_name
+from flopwise.base.files import write_whole
+from flopwise.catalog.load import load_hardware, load_model
 from flopwise.engine.batch import Batch
 from flopwise.engine.data import DataRequest, LanguageData, open_language_data
 from flopwise.engine.data.tokenizer import ByteTokenizer
 from flopwise.engine.devices import choose_device
-from flopwise.engine.initial import initial_values
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.dispatch import AdamW, Seed
 from flopwise.engine.modules import ReferenceModel, build
-from flopwise.engine.streaming import StreamingExecutor
-from flopwise.engine.updates import numbers_by_part
-from flopwise.plan.compile import compile_plan
-from flopwise.plan.cuts import DeviceQuestion
-from flopwise.plan.explain import planned
+from flopwise.engine.streaming.executor import StreamingExecutor
+from flopwise.engine.streaming.updates import numbers_by_part
+from flopwise.engine.weights.initial import initial_values
+from flopwise.plan.device.cuts import DeviceQuestion
+from flopwise.plan.device.explain import planned
+from flopwise.plan.program.compile import compile_plan
+from flopwise.records.plan import Plan
+from flopwise.setup.training import Training
+from flopwise.work.formats import parse_formats
+from flopwise.work.parameters import Parameter, parameters_of
+from flopwise.work.transformer import Transformer
 
 GIB = 2**30
 HALF = torch.bfloat16

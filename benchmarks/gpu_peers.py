@@ -17,12 +17,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu_cells import Settings, ceiling_name, hardware_of, model_of, quantile, reasons_text
-from flopwise.core.describe import describe
-from flopwise.core.transformer import Transformer
 from flopwise.engine import modules
-from flopwise.engine.huggingface_weights import config_of
 from flopwise.engine.modules import ReferenceModel, build
-from flopwise.profile.sampling import sampler_for
+from flopwise.engine.weights.huggingface import config_of
+from flopwise.profile.measure.sampling import sampler_for
+from flopwise.work.describe import describe
+from flopwise.work.transformer import Transformer
 
 LOSS_TOKENS = 4096
 """Tokens whose logits are there at once where the loss is chunked."""

@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flopwise.core.op import Attention, Gemm
-from flopwise.core.work import Work
-from flopwise.engine.arena import Arena
 from flopwise.engine.kernels import quack
-from flopwise.engine.products import Products
-from flopwise.engine.quack_products import QuackProducts, are_right
+from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.products import Products
+from flopwise.engine.streaming.quack_products import QuackProducts, are_right
+from flopwise.work.op import Attention, Gemm
+from flopwise.work.work import Work
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ from statistics import median
 from rich.console import Console
 
 from flopwise import train
-from flopwise.core.profile import Profile
-from flopwise.core.store import PROFILE, from_text, read_steps
-from flopwise.profile.verdicts import verdicts
+from flopwise.profile.explain.verdicts import verdicts
+from flopwise.records.profile import Profile
 from flopwise.report.profile_words import why_paragraph
 from flopwise.report.profiles import profile_page
+from flopwise.store.runs import PROFILE, from_text, read_steps
 from flopwise.train.profiling import WARM_UP_STEPS
 
 GIB = 2**30

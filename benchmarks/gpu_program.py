@@ -23,15 +23,15 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.gpu_card import COPIES, GIB, Card, CudaCard, DryCard, Mark, measured_copies, measured_updates, shown
-from flopwise.core.catalog import load_hardware, load_model
-from flopwise.core.formats import POLICIES
-from flopwise.core.hardware import Fact, Link
-from flopwise.core.program import STREAMS, Program, Stream, Task
-from flopwise.plan.compile import compile_plan
-from flopwise.plan.cuts import DeviceQuestion
-from flopwise.plan.device import fastest_plan
-from flopwise.predict.simulator import LAST_COPIES, WORDS, play, simulate
-from flopwise.predict.tasks import TaskSeconds
+from flopwise.catalog.load import load_hardware, load_model
+from flopwise.plan.device.cuts import DeviceQuestion
+from flopwise.plan.device.search import fastest_plan
+from flopwise.plan.program.compile import compile_plan
+from flopwise.predict.simulate.simulator import LAST_COPIES, WORDS, play, simulate
+from flopwise.predict.simulate.tasks import TaskSeconds
+from flopwise.records.program import STREAMS, Program, Stream, Task
+from flopwise.setup.hardware import Fact, Link
+from flopwise.work.formats import POLICIES
 
 HOST_GIB = 110
 PINNED_BYTES = 16 * GIB

@@ -15,9 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TextIO
 
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import WRITABLE_HINT, write_whole
-from flopwise.profile.sampling import sampler_for
+from flopwise.base.errors import FlopwiseError
+from flopwise.base.files import WRITABLE_HINT, write_whole
+from flopwise.profile.measure.sampling import sampler_for
 from flopwise.train.measuring import commit
 
 Row = Mapping[str, object]

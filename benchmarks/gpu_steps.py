@@ -20,9 +20,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from flopwise.core.catalog import load_model
-from flopwise.core.transformer import Transformer
-from tests.torch_reference import Reference
+from flopwise.catalog.load import load_model
+from flopwise.work.transformer import Transformer
+from tests.support.torch_reference import Reference
 
 
 @dataclass(frozen=True, slots=True)

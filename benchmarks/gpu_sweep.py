@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.mpt_table import recounted
-from flopwise.core.collecting import collect
-from flopwise.core.results import Result
-from flopwise.core.sweep_store import sweep_names
 from flopwise.report.tables import markdown_table
+from flopwise.store.collecting import collect
+from flopwise.store.results import Result
+from flopwise.store.sweeps import sweep_names
 
 SWEEPS = {
     "mpt-small": ["--model", "mpt-125m,mpt-350m,mpt-760m,mpt-1b", "--batch-tokens", "128k"],

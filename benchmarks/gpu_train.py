@@ -19,16 +19,16 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_cells import draw_weights
-from flopwise.core.catalog import load_hardware, load_model
-from flopwise.core.formats import parse_formats
-from flopwise.core.program import Stream
-from flopwise.core.training import Training
-from flopwise.core.transformer import Transformer
+from flopwise.catalog.load import load_hardware, load_model
 from flopwise.engine.batch import Batch
-from flopwise.engine.streaming import StreamingExecutor
-from flopwise.plan.compile import compile_plan
-from flopwise.plan.cuts import DeviceQuestion
-from flopwise.plan.explain import planned
+from flopwise.engine.streaming.executor import StreamingExecutor
+from flopwise.plan.device.cuts import DeviceQuestion
+from flopwise.plan.device.explain import planned
+from flopwise.plan.program.compile import compile_plan
+from flopwise.records.program import Stream
+from flopwise.setup.training import Training
+from flopwise.work.formats import parse_formats
+from flopwise.work.transformer import Transformer
 
 GIB = 2**30
 

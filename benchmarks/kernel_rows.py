@@ -15,11 +15,11 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flopwise.core.efficiency import Efficiency
-from flopwise.core.hardware import Hardware
-from flopwise.predict.attention import attention_times
-from flopwise.predict.gemm import gemm_times
-from flopwise.predict.streaming import streaming_times
+from flopwise.predict.kernels.attention import attention_times
+from flopwise.predict.kernels.bandwidth import streaming_times
+from flopwise.predict.kernels.gemm import gemm_times
+from flopwise.setup.efficiency import Efficiency
+from flopwise.setup.hardware import Hardware
 
 Floats = NDArray[np.float64]
 Table = Literal["gemm", "attention", "streaming"]

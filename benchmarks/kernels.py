@@ -42,7 +42,7 @@ from benchmarks.kernel_rows import (
     predict_gemms,
     predict_streams,
 )
-from flopwise.core.catalog import load_hardware
+from flopwise.catalog.load import load_hardware
 
 STREAMING_BYTES = 2**24
 """Rows of fewer bytes measure the launch more than the memory."""

@@ -10,10 +10,10 @@ import statistics
 import sys
 from pathlib import Path
 
-from flopwise.core.catalog import load_hardware, load_model
+from flopwise.catalog.load import load_hardware, load_model
 from flopwise.predict import Request, step
-from flopwise.report.benchmark_tables import BenchmarkRow, read_benchmark_tables
-from flopwise.report.utilization import Recounted, recount
+from flopwise.references.published.benchmark_tables import BenchmarkRow, read_benchmark_tables
+from flopwise.references.published.utilization import Recounted, recount
 
 TABLES = Path(__file__).parents[1] / "tests" / "data" / "mpt_tables.md"
 HARDWARE = {"h100_80gb": "h100-sxm", "a100_80gb": "a100-80gb", "a100_40gb": "a100-40gb"}

@@ -1,6 +1,6 @@
 """How often programs with odd habits notice `flopwise profile run`: `python -m benchmarks.odd_programs --times 20`.
 
-Every program of `tests.odd_programs` runs so many times with it and as often without it, on a GPU where there is one;
+Every one of `tests.support.odd_programs` runs so often with it and as often without it, on a GPU where there is one;
 exit code, stdout and stderr have to be the same. Prints a table of agreement, and each difference once.
 """
 
@@ -12,7 +12,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.odd_programs import PROFILED, PROGRAMS, differences, prepare, run
+from tests.support.odd_programs import PROFILED, PROGRAMS, differences, prepare, run
 
 
 def compared(name: str) -> tuple[list[str], bool]:

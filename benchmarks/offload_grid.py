@@ -18,17 +18,17 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from flopwise.core.catalog import load_hardware, load_model
-from flopwise.core.formats import POLICIES
-from flopwise.core.hardware import Hardware
-from flopwise.core.published.offload import OffloadRun, read_offload
-from flopwise.core.transformer import Transformer
-from flopwise.plan.compile import compile_plan
-from flopwise.plan.cuts import DeviceQuestion
-from flopwise.plan.device import fastest_plan
-from flopwise.plan.forecast import times_of
-from flopwise.plan.recorded import plan_of_run
+from flopwise.catalog.load import load_hardware, load_model
+from flopwise.plan.device.cuts import DeviceQuestion
+from flopwise.plan.device.forecast import times_of
+from flopwise.plan.device.search import fastest_plan
+from flopwise.plan.program.compile import compile_plan
+from flopwise.references.dataflow.recorded import plan_of_run
+from flopwise.references.published.offload import OffloadRun, read_offload
 from flopwise.report.tables import csv_text
+from flopwise.setup.hardware import Hardware
+from flopwise.work.formats import POLICIES
+from flopwise.work.transformer import Transformer
 
 GIB = 2**30
 PROCESSES = 2

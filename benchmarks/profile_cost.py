@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from flopwise import train
-from flopwise.core.store import PLAN, read_steps
+from flopwise.store.runs import PLAN, read_steps
 from flopwise.train.profiling import TRACED_STEPS, WARM_UP_STEPS
 
 LAST_TRACED = WARM_UP_STEPS + TRACED_STEPS

@@ -6,18 +6,18 @@ import subprocess
 import sys
 import time
 
-from flopwise.core.catalog import hardware_names, load_hardware, load_model, model_names
-from flopwise.core.formats import POLICIES
-from flopwise.core.hardware import Hardware
-from flopwise.core.model import Model
-from flopwise.core.workload import Workload
+from flopwise.catalog.load import hardware_names, load_hardware, load_model, model_names
 from flopwise.plan import Question, fastest
 from flopwise.predict import Request, step
-from flopwise.predict.calls import calls_for
 from flopwise.predict.grid import step_grid
-from flopwise.predict.memory import usable_bytes
+from flopwise.predict.kernels.calls import calls_for
+from flopwise.predict.kernels.memory import usable_bytes
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.workload import Workload
 from flopwise.sweep.grid import expand, read_axes
 from flopwise.sweep.predicting import foresee_all
+from flopwise.work.formats import POLICIES
+from flopwise.work.model import Model
 
 BATCHES = tuple(range(1, 65))
 

@@ -10,11 +10,11 @@ import re
 import sys
 
 from benchmarks.torchtitan import torchtitan_fit
-from flopwise.core.catalog import ROOT, load_stack
-from flopwise.core.files import read_text, write_whole
-from flopwise.core.published import hardware_of, protocol_of, read_cases
-from flopwise.core.stack import Stack
-from flopwise.predict.held_out import fit_of
+from flopwise.base.files import read_text, write_whole
+from flopwise.catalog.load import ROOT, load_stack
+from flopwise.references.published import hardware_of, protocol_of, read_cases
+from flopwise.references.validate.held_out import fit_of
+from flopwise.setup.stack import Stack
 
 FITTED_TABLES = ("mpt", "vtrain", "nanotron", "megatron")
 

@@ -13,10 +13,10 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from flopwise.core.catalog import load_hardware, load_model
-from flopwise.core.formats import POLICIES
-from flopwise.core.prediction import Prediction
+from flopwise.catalog.load import load_hardware, load_model
 from flopwise.predict import Request, step
+from flopwise.records.prediction import Prediction
+from flopwise.work.formats import POLICIES
 
 ROWS = Path(__file__).parent / "data" / "steps_h200.csv"
 

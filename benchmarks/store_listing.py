@@ -19,13 +19,13 @@ from pathlib import Path
 
 from flopwise.cli.report import first_verdict
 from flopwise.cli.serving import Live
-from flopwise.core.cell_index import CELLS_INDEX
-from flopwise.core.collecting import collect
-from flopwise.core.index import INDEX, indexed_runs
-from flopwise.core.results import settings_of
-from flopwise.core.store import RECORD, read_record
-from flopwise.core.sweep import Attempt, Cell, SweepRecord, cell_id
-from flopwise.core.sweep_store import new_attempt, write_cell, write_sweep
+from flopwise.store.cell_index import CELLS_INDEX
+from flopwise.store.cells import Attempt, Cell, SweepRecord, cell_id
+from flopwise.store.collecting import collect
+from flopwise.store.index import INDEX, indexed_runs
+from flopwise.store.results import settings_of
+from flopwise.store.runs import RECORD, read_record
+from flopwise.store.sweeps import new_attempt, write_cell, write_sweep
 
 
 def main() -> None:

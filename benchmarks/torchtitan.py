@@ -14,17 +14,17 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from flopwise.core.case import Case
-from flopwise.core.catalog import load_model, load_stack
-from flopwise.core.formats import parse_formats
-from flopwise.core.model import Model
-from flopwise.core.parallel import Parallel
-from flopwise.core.protocol import Protocol
-from flopwise.core.published import hardware_of
-from flopwise.core.transformer import Transformer
-from flopwise.core.work import RECOMPUTE_POLICIES
-from flopwise.core.workload import Workload
-from flopwise.predict.held_out import Fit, fit_of, held_out_predictions
+from flopwise.catalog.load import load_model, load_stack
+from flopwise.references.published import hardware_of
+from flopwise.references.validate.case import Case
+from flopwise.references.validate.held_out import Fit, fit_of, held_out_predictions
+from flopwise.references.validate.protocol import Protocol
+from flopwise.setup.parallel import Parallel
+from flopwise.setup.workload import Workload
+from flopwise.work.formats import parse_formats
+from flopwise.work.model import Model
+from flopwise.work.transformer import Transformer
+from flopwise.work.work import RECOMPUTE_POLICIES
 
 ROWS = Path(__file__).parent / "data" / "torchtitan.csv"
 PROTOCOL = Protocol(

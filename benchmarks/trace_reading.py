@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flopwise.profile.kineto import read_source
-from flopwise.profile.opening import opened
+from flopwise.profile.read.kineto import read_source
+from flopwise.profile.read.opening import opened
 
 _HEAD = """{
   "schemaVersion": 1,

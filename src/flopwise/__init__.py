@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flopwise import plan, predict, train
-    from flopwise.core.catalog import load_model as model
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.profile.this_machine import find_hardware as hardware
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.catalog.load import load_model as model
+    from flopwise.profile.measure.this_machine import find_hardware as hardware
 
 __version__ = "0.1.0"
 __all__ = ["FlopwiseError", "__version__", "hardware", "model", "plan", "predict", "train"]
@@ -26,9 +26,9 @@ def __getattr__(name: str) -> object:
     import importlib
 
     places = {
-        "FlopwiseError": ("flopwise.core.errors", "FlopwiseError"),
-        "hardware": ("flopwise.profile.this_machine", "find_hardware"),
-        "model": ("flopwise.core.catalog", "load_model"),
+        "FlopwiseError": ("flopwise.base.errors", "FlopwiseError"),
+        "hardware": ("flopwise.profile.measure.this_machine", "find_hardware"),
+        "model": ("flopwise.catalog.load", "load_model"),
     }
     if name in ("plan", "predict", "train"):
         return importlib.import_module(f"flopwise.{name}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 FOUND = Path(__file__).parent / "found"
-"""What was found, as cases that `tests/test_fuzz.py` runs from then on."""
+"""What was found, as cases that `tests/cli/test_fuzz.py` runs from then on."""
 TOLD_EVERY_S = 30.0
 
 

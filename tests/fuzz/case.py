@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from unittest.mock import patch
 
-from tests.test_cli_fuzz import answered
+from tests.cli.test_cli_fuzz import answered
 
 MOST_CPU_S = 60
 """Of this process for one command: a busy machine takes no more of it, only longer."""

@@ -16,16 +16,16 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
-from flopwise.core.catalog import THIS_CPU
-from flopwise.profile.this_machine import find_hardware, this_cpu
-from tests.data_files import LINES, byte_pair_tokenizer, word_tokenizer
+from flopwise.catalog.load import THIS_CPU
+from flopwise.profile.measure.this_machine import find_hardware, this_cpu
+from tests.cli.test_cli_fuzz import answered
 from tests.fuzz.case import HERE, Case, final_weights
 from tests.fuzz.mutate import damaged, odd_words
-from tests.run_stores import make_store
-from tests.test_cli_fuzz import answered
-from tests.test_memory_snapshot import snapshot
-from tests.test_ncu import LAUNCHES, long_form, wide_form
-from tests.test_nsys import export
+from tests.profile.test_memory_snapshot import snapshot
+from tests.profile.test_ncu import LAUNCHES, long_form, wide_form
+from tests.profile.test_nsys import export
+from tests.support.data_files import LINES, byte_pair_tokenizer, word_tokenizer
+from tests.support.run_stores import make_store
 
 DATA = Path(__file__).parent.parent / "data"
 CATALOG = Path(__file__).parent.parent.parent / "src" / "flopwise" / "catalog"

@@ -34,7 +34,7 @@ except KeyboardInterrupt:
     sys.exit(130)
 
 if TYPE_CHECKING:
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
 app = typer.Typer(
     name="flopwise",
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _run() -> None:
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     if sys.stderr is None:
         # Closed by the caller (`2>&-`): what would be said there goes nowhere.

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from flopwise.core.hardware import Hardware
-    from flopwise.report.calibrations import CalibrationRecord
+    from flopwise.calibrate.report import CalibrationRecord
+    from flopwise.setup.hardware import Hardware
 
 FORMS = ("table", "text", "json")
 DeviceOption = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
@@ -47,7 +47,7 @@ def calibrate(
     form = one_of(output, FORMS, "--output")
     wanted = one_of(device, ("auto", "cuda", "cpu"), "--device")
     if write in FORMS:
-        from flopwise.core.errors import FlopwiseError
+        from flopwise.base.errors import FlopwiseError
 
         raise FlopwiseError(f"-o names the file, and {write} is a form", hint=f"--output {write}")
     _check_name(name)
@@ -63,9 +63,9 @@ def _measured(wanted: str, name: str, write: str, like: str, *, quick: bool, for
     """Time the device, and write what was found."""
     from datetime import datetime
 
-    from flopwise.engine.attention_calls import attention_calls
+    from flopwise.calibrate.attention_calls import attention_calls
+    from flopwise.calibrate.product_calls import product_calls
     from flopwise.engine.devices import choose_device
-    from flopwise.engine.product_calls import product_calls
 
     chosen = choose_device(wanted)
     base, own = _base(chosen, like)
@@ -73,10 +73,10 @@ def _measured(wanted: str, name: str, write: str, like: str, *, quick: bool, for
     write = write or f"{name}.toml"
     target = _check_file(write, force=force)
 
+    from flopwise.calibrate.calibrated import calibrated
+    from flopwise.calibrate.calibrating import calibrate_device
+    from flopwise.calibrate.report import CalibrationRecord
     from flopwise.cli.output import progress_bar
-    from flopwise.predict.calibrated import calibrated
-    from flopwise.profile.calibrating import calibrate_device
-    from flopwise.report.calibrations import CalibrationRecord
 
     with progress_bar("measuring") as tell:
         measured = calibrate_device(
@@ -105,8 +105,8 @@ def _interrupts_told() -> Iterator[None]:
 
 def _write(target: Path, hardware: Hardware) -> None:
     """Write the file; where that fails after all, what was measured goes to the terminal instead of being lost."""
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.files import to_toml, write_whole
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.base.files import to_toml, write_whole
 
     text = to_toml(hardware)
     try:
@@ -117,8 +117,8 @@ def _write(target: Path, hardware: Hardware) -> None:
 
 
 def _print(record: CalibrationRecord, form: str) -> None:
+    from flopwise.calibrate.report import calibration_json, calibration_page
     from flopwise.cli.output import show_page
-    from flopwise.report.calibrations import calibration_json, calibration_page
 
     if form == "json":
         typer.echo(calibration_json(record))
@@ -129,8 +129,8 @@ def _print(record: CalibrationRecord, form: str) -> None:
 def _check_name(name: str) -> None:
     import re
 
-    from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names
-    from flopwise.core.errors import FlopwiseError, shown
+    from flopwise.base.errors import FlopwiseError, shown
+    from flopwise.catalog.load import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names
 
     if name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name):
         raise FlopwiseError(
@@ -149,7 +149,7 @@ def _check_name(name: str) -> None:
 def _check_torch() -> None:
     from importlib.util import find_spec
 
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     if find_spec("torch") is None:
         raise FlopwiseError(
@@ -163,7 +163,7 @@ def _check_file(write: str, *, force: bool) -> Path:
     """Before anything is measured: where the file goes, and that nothing is lost there."""
     from pathlib import Path
 
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     if not write.endswith(".toml"):
         raise FlopwiseError(
@@ -186,7 +186,7 @@ def _check_writable(path: Path) -> None:
     import tempfile
     from pathlib import Path
 
-    from flopwise.core.errors import FlopwiseError, shown
+    from flopwise.base.errors import FlopwiseError, shown
 
     try:
         target = path.resolve()
@@ -207,10 +207,10 @@ def _check_writable(path: Path) -> None:
 
 def _base(device: str, like: str) -> tuple[Hardware, str]:
     """The description that it starts from, and what the device itself is called."""
-    from flopwise.core.catalog import load_hardware
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.catalog.load import load_hardware
     from flopwise.engine.devices import device_facts
-    from flopwise.profile.this_machine import catalogue_name, name_key, this_cpu
+    from flopwise.profile.measure.this_machine import catalogue_name, name_key, this_cpu
 
     if device == "cpu":
         if like:

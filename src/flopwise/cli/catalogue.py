@@ -14,8 +14,8 @@ from flopwise.cli.train_options import StoreOption
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from flopwise.core.index import Indexed
-    from flopwise.core.measurement import StepRecord
+    from flopwise.records.measurement import StepRecord
+    from flopwise.store.index import Indexed
 
 MOST_STYLED = 1000
 """Rows that are printed in colours; more of them only take longer, and the heading is out of sight."""
@@ -27,8 +27,8 @@ def list_catalogue(
     output: Annotated[str, typer.Option("--output", "-o", help="table, md, csv or json.")] = "table",
 ) -> None:
     """List the models, hardware or training frameworks (stacks) of the catalogue, or the runs or sweeps of a store."""
-    from flopwise.core.catalog import hardware_names, load_hardware, load_model, load_stack, model_names, stack_names
-    from flopwise.core.files import to_json
+    from flopwise.base.files import to_json
+    from flopwise.catalog.load import hardware_names, load_hardware, load_model, load_stack, model_names, stack_names
     from flopwise.report import listings
     from flopwise.report.tables import csv_text
 
@@ -96,7 +96,7 @@ def show(
     """
     from pathlib import Path
 
-    from flopwise.core.files import to_json, to_toml, write_whole
+    from flopwise.base.files import to_json, to_toml, write_whole
 
     run = _run_folder(name, store)
     if run is not None:
@@ -115,7 +115,8 @@ def show(
 
 def _described(name: str) -> tuple[dict[str, Any], str | None]:
     """The table of a description, and its text where that holds comments."""
-    from flopwise.core.catalog import (
+    from flopwise.base.files import plain, read_table, read_text
+    from flopwise.catalog.load import (
         THIS_CPU,
         THIS_MACHINE,
         load_description,
@@ -123,9 +124,8 @@ def _described(name: str) -> tuple[dict[str, Any], str | None]:
         technology_file,
         technology_names,
     )
-    from flopwise.core.files import plain, read_table, read_text
-    from flopwise.core.hardware import Hardware
-    from flopwise.core.stack import Stack
+    from flopwise.setup.hardware import Hardware
+    from flopwise.setup.stack import Stack
 
     if name.lower() in technology_names():
         path = technology_file(name)
@@ -138,17 +138,17 @@ def _described(name: str) -> tuple[dict[str, Any], str | None]:
 
 
 def _refuse_store(store: str, command: str) -> None:
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     if store:
         raise FlopwiseError(f"--store beside `{command}`", why="only runs are in a store", hint="`flopwise ls runs`")
 
 
 def _list_runs(store: str, form: str) -> None:
-    from flopwise.core.index import indexed_runs
-    from flopwise.core.store import store_folder, to_text
     from flopwise.report import runs
     from flopwise.report.tables import csv_text
+    from flopwise.store.index import indexed_runs
+    from flopwise.store.runs import store_folder, to_text
 
     folder = store_folder(store)
     entries = [_run_entry(run, folder / run.name) for run in indexed_runs(folder, profiles=False)]
@@ -167,11 +167,11 @@ def _list_runs(store: str, form: str) -> None:
 
 
 def _list_sweeps(store: str, form: str) -> None:
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.store import store_folder, to_text
-    from flopwise.core.sweep_store import read_attempts, read_sweep, sweep_names
+    from flopwise.base.errors import FlopwiseError
     from flopwise.report import runs
     from flopwise.report.tables import csv_text
+    from flopwise.store.runs import store_folder, to_text
+    from flopwise.store.sweeps import read_attempts, read_sweep, sweep_names
 
     folder = store_folder(store)
     entries = []
@@ -194,8 +194,8 @@ def _list_sweeps(store: str, form: str) -> None:
 
 
 def _run_entry(run: Indexed, folder: Path) -> dict[str, Any]:
-    from flopwise.core.index import process_is_gone
     from flopwise.report.runs import indexed_entry
+    from flopwise.store.index import process_is_gone
 
     # Of a run whose record does not tell yet: it goes on, or was killed.
     is_open = run.problem is None and run.get("step_s") is None
@@ -204,8 +204,8 @@ def _run_entry(run: Indexed, folder: Path) -> dict[str, Any]:
 
 
 def _last_step(folder: Path) -> StepRecord | None:
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.index import last_step
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.store.index import last_step
 
     try:
         return last_step(folder)
@@ -216,8 +216,8 @@ def _last_step(folder: Path) -> StepRecord | None:
 
 def _steps(folder: Path) -> list[StepRecord]:
     """The steps of a run; none, and a note, where they cannot be read."""
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.store import read_steps
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.store.runs import read_steps
 
     try:
         return read_steps(folder)
@@ -230,9 +230,9 @@ def _run_folder(name: str, store: str) -> Path | None:
     """The folder of a run that is meant; None where the catalogue or a file has the name."""
     from pathlib import Path
 
-    from flopwise.core.catalog import hardware_names, model_names, stack_names, technology_names
-    from flopwise.core.files import entry_kind
-    from flopwise.core.store import LAST, RECORD, find_run, store_folder
+    from flopwise.base.files import entry_kind
+    from flopwise.catalog.load import hardware_names, model_names, stack_names, technology_names
+    from flopwise.store.runs import LAST, RECORD, find_run, store_folder
 
     known = {*model_names(), *hardware_names(), *stack_names(), *technology_names()}
     if name.lower() in known:
@@ -244,9 +244,9 @@ def _run_folder(name: str, store: str) -> Path | None:
 
 
 def _show_run(folder: Path, output: str, write: str) -> None:
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.store import read_record, to_text
+    from flopwise.base.errors import FlopwiseError
     from flopwise.report.runs import run_page
+    from flopwise.store.runs import read_record, to_text
 
     form = one_of(output, ("auto", "table", "json"), "--output")
     if write:

@@ -12,9 +12,9 @@ from flopwise.cli.output import say, show_page, width
 from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
-    from flopwise.core.results import Result
-    from flopwise.core.statistics import Sample
     from flopwise.report.run_comparison import Measured
+    from flopwise.store.results import Result
+    from flopwise.store.statistics import Sample
 
 SideArgument = typer.Argument(
     help="A sweep, runs (142, 3-17, last), a cell, a folder of runs, STORE/SWEEP, or a results.csv.", show_default=False
@@ -38,7 +38,7 @@ def compare(
     Exit code 1 when a cell is slower: the change is at least the threshold and its whole 95 % interval above 0; or
     when one that ran fails now, fails more often, or was not measured again.
     """
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
     from flopwise.report import run_comparison as report
 
     form = one_of(output, FORMS, "--output")
@@ -67,7 +67,7 @@ def compare(
 
 
 def _share(text: str) -> float:
-    from flopwise.core.errors import FlopwiseError, shown
+    from flopwise.base.errors import FlopwiseError, shown
 
     plain = text.strip().replace(" ", "")
     try:
@@ -86,10 +86,10 @@ def _share(text: str) -> float:
 
 def _side(word: str, store: str) -> list[Measured]:
     """The rows that a word stands for, each with the steps of its run; several words with commas."""
-    from flopwise.core.files import entry_kind
-    from flopwise.core.results import checked
-    from flopwise.report.imported_results import read_results
+    from flopwise.base.files import entry_kind
+    from flopwise.references.published.results import read_results
     from flopwise.report.run_comparison import Measured, quantiles_of
+    from flopwise.store.results import checked
 
     found: list[Measured] = []
     for name in filter(None, (part.strip() for part in word.split(","))):
@@ -103,9 +103,9 @@ def _side(word: str, store: str) -> list[Measured]:
 
 def _place(name: str, store: str) -> tuple[Path, list[str]]:
     """The store that a name belongs to, and what is meant of it; nothing: all."""
-    from flopwise.core.files import entry_kind
-    from flopwise.core.store import LAST, RECORD, store_folder
-    from flopwise.core.sweep_store import sweep_names
+    from flopwise.base.files import entry_kind
+    from flopwise.store.runs import LAST, RECORD, store_folder
+    from flopwise.store.sweeps import sweep_names
 
     given, path = store_folder(store), Path(name)
     if "/" not in name and (name == LAST or name.isdecimal() or name in sweep_names(given)):
@@ -121,7 +121,7 @@ def _place(name: str, store: str) -> tuple[Path, list[str]]:
 
 def _rows(store: Path, names: list[str]) -> list[Result]:
     from flopwise.cli.sweep_launch import settle
-    from flopwise.core.collecting import collect
+    from flopwise.store.collecting import collect
 
     settle(store, names)
     collected = collect(store, names)
@@ -132,10 +132,10 @@ def _rows(store: Path, names: list[str]) -> list[Result]:
 
 def _sample(store: Path, row: Result) -> Sample | None:
     """The times of a run's steps that count; what its row knows where they cannot be read."""
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.statistics import steady_seconds
-    from flopwise.core.store import RUN_NAME, read_record, read_steps
+    from flopwise.base.errors import FlopwiseError
     from flopwise.report.run_comparison import quantiles_of
+    from flopwise.store.runs import RUN_NAME, read_record, read_steps
+    from flopwise.store.statistics import steady_seconds
 
     summary = quantiles_of(row)
     if summary is None or row.run is None or not RUN_NAME.fullmatch(row.run):

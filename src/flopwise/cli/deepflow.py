@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from typing import Any
 
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.lstm import Lstm
-    from flopwise.predict.deepflow import Configuration, Result
-    from flopwise.report.deepflow import DeepflowRecord
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.references.deepflow import Configuration, Result
+    from flopwise.references.deepflow.report import DeepflowRecord
+    from flopwise.work.lstm import Lstm
 
 PUBLISHED_TECHNOLOGY = "deepflow-2019"
 """The technology of the catalogue that the reference's searches were published with."""
@@ -27,8 +27,8 @@ APPLYING = ("model", "on", "seq", "batch", "change", "method", "print_out", "out
 
 def predict_deepflow(context: typer.Context, form: str) -> None:
     """`flopwise predict --method deepflow`, with the options of the command that apply to it."""
-    from flopwise.predict.deepflow import for_model, printout
-    from flopwise.report.deepflow import deepflow_record
+    from flopwise.references.deepflow import for_model, printout
+    from flopwise.references.deepflow.report import deepflow_record
 
     words = context.params
     refuse_options(context, (option for option in words if option not in APPLYING))
@@ -54,16 +54,16 @@ def predict_deepflow(context: typer.Context, form: str) -> None:
 
 def batch_and_sequence(words: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """`--batch` and `--seq`; None where they are left open."""
-    from flopwise.core.units import parse_sequences, parse_tokens
+    from flopwise.base.units import parse_sequences, parse_tokens
 
     return value_of(words, "batch", parse_sequences), value_of(words, "seq", parse_tokens)
 
 
 def recurrent_model(name: str, changes: list[str] | None) -> Lstm:
     """The model of that name, which has to be a recurrent one."""
-    from flopwise.core.catalog import load_model
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.lstm import Lstm
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.catalog.load import load_model
+    from flopwise.work.lstm import Lstm
 
     model = load_model(name, changes_of(changes or []))
     if not isinstance(model, Lstm):
@@ -77,10 +77,10 @@ def recurrent_model(name: str, changes: list[str] | None) -> Lstm:
 
 def configuration_of(name: str) -> Configuration:
     """The configuration of a file, or of a technology of the catalogue; what it lacks is the published one's."""
-    from flopwise.core.catalog import technology_file
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.files import read_table
-    from flopwise.predict.deepflow import PUBLISHED, from_table
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.base.files import read_table
+    from flopwise.catalog.load import technology_file
+    from flopwise.references.deepflow import PUBLISHED, from_table
 
     if _is_device(name):
         raise _no_technology(name)
@@ -105,7 +105,7 @@ def run_finite(configuration: Configuration) -> Result:
     from dataclasses import astuple
     from math import isfinite
 
-    from flopwise.predict.deepflow import run
+    from flopwise.references.deepflow import run
 
     result = run(configuration)
     if not all(map(isfinite, (result.time_s, *astuple(result.machine)))):
@@ -115,7 +115,7 @@ def run_finite(configuration: Configuration) -> Result:
 
 def in_range(compute: Callable[[], Found], where: str) -> Found:
     """What is computed; numbers that no float holds are the file's mistake."""
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     try:
         return compute()
@@ -129,7 +129,7 @@ def in_range(compute: Callable[[], Found], where: str) -> Found:
 
 def refuse_options(context: typer.Context, options: Iterable[str]) -> None:
     """An option that would be passed over is a mistake."""
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     for option in options:
         if is_given(context, option):
@@ -143,7 +143,7 @@ def refuse_options(context: typer.Context, options: Iterable[str]) -> None:
 
 def refuse_print_out() -> FlopwiseError:
     """The answer to `--print-out` by the physical method."""
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     return FlopwiseError(
         "--print-out belongs to --method deepflow",
@@ -153,7 +153,7 @@ def refuse_print_out() -> FlopwiseError:
 
 
 def _two_forms() -> FlopwiseError:
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     return FlopwiseError(
         "--print-out and --output were both given", why="the print-out is a form of its own", hint="keep one of them"
@@ -161,7 +161,7 @@ def _two_forms() -> FlopwiseError:
 
 
 def _one_print_out() -> FlopwiseError:
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     return FlopwiseError(
         "--print-out prints one prediction",
@@ -171,14 +171,14 @@ def _one_print_out() -> FlopwiseError:
 
 
 def _is_device(name: str) -> bool:
-    from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names
+    from flopwise.catalog.load import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names
 
     lowered = name.lower()
     return lowered in (*hardware_names(), THIS_CPU, THIS_MACHINE) or lowered in hardware_aliases()
 
 
 def _no_technology(name: str) -> FlopwiseError:
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     return FlopwiseError(
         f"--method deepflow cannot predict on {name}",
@@ -188,7 +188,7 @@ def _no_technology(name: str) -> FlopwiseError:
 
 
 def _print_records(records: list[DeepflowRecord], form: str) -> None:
-    from flopwise.report import deepflow as written
+    from flopwise.references.deepflow import report as written
 
     writers = Writers(
         json=written.deepflow_json,

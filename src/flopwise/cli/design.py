@@ -34,9 +34,9 @@ from flopwise.cli.output import progress_bar, say, show_page, width
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from flopwise.predict.design import Objective, Search
-    from flopwise.predict.design_device import Blueprint, DesignedDevice
-    from flopwise.report.designs import DesignRecord
+    from flopwise.references.design.device import Blueprint, DesignedDevice
+    from flopwise.references.design.report import DesignRecord
+    from flopwise.references.design.search import Objective, Search
 
 LARGEST_POWER_W = 1e6
 MOST_ITERATIONS, MOST_STARTS = 10_000, 1_000
@@ -63,7 +63,7 @@ def design(
 ) -> None:
     """Search how a device's power is best divided among arithmetic and memories, for the fastest training step."""
     words = dict(locals())
-    from flopwise.report.designs import design_json, design_page
+    from flopwise.references.design.report import design_json, design_page
 
     form = one_of(output, ("table", "json"), "--output")
     by = one_of(method, METHODS, "--method")
@@ -84,10 +84,10 @@ def design(
 def _by_deepflow(words: Mapping[str, Any], search: Search) -> tuple[DesignedDevice, DesignRecord]:
     from dataclasses import replace
 
-    from flopwise.predict.deepflow import for_model
-    from flopwise.predict.design_device import design_by_deepflow
-    from flopwise.report.deepflow import ODDITIES
-    from flopwise.report.designs import design_record
+    from flopwise.references.deepflow import for_model
+    from flopwise.references.deepflow.report import ODDITIES
+    from flopwise.references.design.device import design_by_deepflow
+    from flopwise.references.design.report import design_record
 
     found = recurrent_model(words["model"], words["change"])
     batch, sequence = batch_and_sequence(words)
@@ -112,11 +112,11 @@ def _by_deepflow(words: Mapping[str, Any], search: Search) -> tuple[DesignedDevi
 
 
 def _by_step(words: Mapping[str, Any], search: Search) -> tuple[DesignedDevice, DesignRecord]:
-    from flopwise.core.catalog import load_model
-    from flopwise.core.formats import parse_formats
+    from flopwise.catalog.load import load_model
     from flopwise.predict import Request
-    from flopwise.predict.design_device import PARTS, Question, design_by_step
-    from flopwise.report.designs import design_record
+    from flopwise.references.design.device import PARTS, Question, design_by_step
+    from flopwise.references.design.report import design_record
+    from flopwise.work.formats import parse_formats
 
     found = load_model(words["model"], changes_of(words["change"] or []))
     batch, sequence = batch_and_sequence(words)
@@ -142,8 +142,8 @@ def _by_step(words: Mapping[str, Any], search: Search) -> tuple[DesignedDevice, 
 
 
 def _write(designed: DesignedDevice, record: DesignRecord, path: Path, model: str) -> None:
-    from flopwise.core.files import plain, to_toml, write_whole
-    from flopwise.report.designs import found_hardware
+    from flopwise.base.files import plain, to_toml, write_whole
+    from flopwise.references.design.report import found_hardware
 
     write_whole(path, to_toml(plain(found_hardware(designed, record, path.stem))))
     say(f"wrote {path}   next: flopwise predict {model} --on {path}")
@@ -156,10 +156,10 @@ def _blueprint(name: str, power_w: float | None) -> Blueprint:
     """A technology by name or file, in the reference's names or in ours, with the power that was asked for."""
     from dataclasses import replace
 
-    from flopwise.core.catalog import technology_file
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.files import decode, read_table
-    from flopwise.predict.design_device import Blueprint, blueprint_of
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.base.files import decode, read_table
+    from flopwise.catalog.load import technology_file
+    from flopwise.references.design.device import Blueprint, blueprint_of
 
     path = technology_file(name)
     table = read_table(path)
@@ -177,7 +177,7 @@ def _blueprint(name: str, power_w: float | None) -> Blueprint:
 
 def _check_formats(name: str, blueprint: Blueprint) -> None:
     """Of a technology's number formats one has to be among those that are chosen from."""
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     known = ("bf16", "fp16", "fp32")
     there = blueprint.technology.core.energy_per_flop_j
@@ -190,14 +190,14 @@ def _check_formats(name: str, blueprint: Blueprint) -> None:
 
 
 def _search(**words: str) -> Search:
-    from flopwise.predict.design import Search
+    from flopwise.references.design.search import Search
 
     limits = {"iterations": (1, MOST_ITERATIONS), "starts": (1, MOST_STARTS), "seed": (0, 2**63)}
     return Search(**{name: _whole(name, words[name], *limits[name]) for name in words})
 
 
 def _whole(option: str, text: str, least: int, most: int) -> int:
-    from flopwise.core.errors import FlopwiseError, shown
+    from flopwise.base.errors import FlopwiseError, shown
 
     try:
         number = int(text)
@@ -214,7 +214,7 @@ def _whole(option: str, text: str, least: int, most: int) -> int:
 
 def parse_watts(text: str) -> float:
     """Watts from `300W`, `0.7 kW` or a plain number."""
-    from flopwise.core.errors import FlopwiseError, shown
+    from flopwise.base.errors import FlopwiseError, shown
 
     found = _POWER.fullmatch(text)
     watts = float(found[1]) * {"m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6}[found[2]] if found else 0.0

@@ -10,12 +10,12 @@ import typer
 from flopwise.cli.output import progress_bar, say, show_page, width
 
 if TYPE_CHECKING:
-    from flopwise.core.hardware import Hardware
-    from flopwise.core.model import Model
-    from flopwise.core.op import Convention
-    from flopwise.core.plan import Cell, Plan, Planned
-    from flopwise.plan.cuts import DeviceQuestion
+    from flopwise.plan.device.cuts import DeviceQuestion
     from flopwise.predict.choose import Request
+    from flopwise.records.plan import Cell, Plan, Planned
+    from flopwise.setup.hardware import Hardware
+    from flopwise.work.model import Model
+    from flopwise.work.op import Convention
 
 HostMemoryOption = Annotated[
     str, typer.Option(help="Cap on host memory: 110GiB. Default: most of what the hardware file says there is.")
@@ -55,7 +55,7 @@ def plan_one_device(
     model: Model, hardware: Hardware, request: Request, words: DeviceWords, *, convention: Convention, form: str
 ) -> None:
     """Plan, print, and write what was asked for."""
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     caps = _caps(hardware, words)
     if len(caps) > 1:
@@ -86,8 +86,8 @@ def plan_one_device(
 
 def _caps(hardware: Hardware, words: DeviceWords) -> list[tuple[int, int]]:
     """Every pair of a device cap and a host cap."""
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.units import parse_byte_list
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.base.units import parse_byte_list
     from flopwise.predict.choose import Request, capacity_bytes, default_host_bytes
 
     def listed(option: str, text: str, default: int) -> list[int]:
@@ -110,8 +110,8 @@ def _caps(hardware: Hardware, words: DeviceWords) -> list[tuple[int, int]]:
 
 def _check_cap(option: str, cap: int, text: str) -> None:
     """Refuse what is too little to be meant; no host memory at all may be meant."""
+    from flopwise.base.errors import FlopwiseError
     from flopwise.cli.options import LEAST_DEVICE_BYTES
-    from flopwise.core.errors import FlopwiseError
 
     if cap >= LEAST_DEVICE_BYTES or (not cap and option == "host-mem"):
         return
@@ -125,7 +125,7 @@ def _check_cap(option: str, cap: int, text: str) -> None:
 
 def check_one_name(text: str, what: str) -> None:
     """Refuse several names where one is planned."""
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     if "," in text:
         raise FlopwiseError(
@@ -137,8 +137,8 @@ def check_one_name(text: str, what: str) -> None:
 
 def check_one_cap(text: str) -> None:
     """Refuse several caps where a strategy is planned."""
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.units import parse_byte_list
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.base.units import parse_byte_list
 
     try:
         several = text.lower() != "auto" and len(parse_byte_list(text)) > 1
@@ -155,10 +155,10 @@ def check_one_cap(text: str) -> None:
 def _question(
     model: Model, hardware: Hardware, request: Request, words: DeviceWords, device_bytes: int, host_bytes: int
 ) -> DeviceQuestion:
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.plan import MOST_PAIRS
-    from flopwise.plan.cuts import DeviceQuestion
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.plan.device.cuts import DeviceQuestion
     from flopwise.predict.choose import base_workload, check_link
+    from flopwise.records.plan import MOST_PAIRS
 
     if host_bytes and words.host_mem.lower() != "auto":
         check_link(hardware)
@@ -197,9 +197,9 @@ def _planned(question: DeviceQuestion, words: DeviceWords, convention: Conventio
     from dataclasses import replace
 
     from flopwise.cli.evidence import streamed_interval
-    from flopwise.plan.explain import planned
-    from flopwise.plan.ruled import ruled
-    from flopwise.plan.sizes import sizes_of
+    from flopwise.plan.device.explain import planned
+    from flopwise.plan.program.sizes import sizes_of
+    from flopwise.references.dataflow.planned import ruled
 
     sizes_of(question.model, question.sequence_tokens, question.formats, question.optimizer)
     variant = rule_variant(words.rule)
@@ -234,8 +234,8 @@ def rule_variant(text: str) -> str | None:
     """The name of the reference's variant in `dataflow-jul11`; None: flopwise's own search."""
     import re
 
-    from flopwise.core.errors import FlopwiseError, shown
-    from flopwise.plan.dataflow import RECORDED, VARIANTS
+    from flopwise.base.errors import FlopwiseError, shown
+    from flopwise.references.dataflow.rule import RECORDED, VARIANTS
 
     name, _, variant = re.sub(r"[\s:@_]", "-", text.strip().lower()).partition("-")
     if name == "flopwise" and not variant:
@@ -265,7 +265,7 @@ def _grid(
 ) -> None:
     from pathlib import Path
 
-    from flopwise.core.files import write_whole
+    from flopwise.base.files import write_whole
     from flopwise.report import cap_grids as written
 
     cells: list[Cell] = []
@@ -296,9 +296,9 @@ def _grid(
 def _cell(question: DeviceQuestion, words: DeviceWords, convention: Convention) -> Cell:
     from dataclasses import replace
 
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.plan import Cell
-    from flopwise.plan.smallest import least_device
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.plan.device.smallest import least_device
+    from flopwise.records.plan import Cell
 
     cell = Cell(device_memory_bytes=question.device_bytes, host_memory_bytes=question.host_bytes)
     try:
@@ -345,8 +345,8 @@ def _write_plan(path: str, found: Planned, model: Model) -> None:
     from dataclasses import replace
     from pathlib import Path
 
-    from flopwise.core.catalog import hardware_place, plan_table
-    from flopwise.core.files import to_toml, write_whole
+    from flopwise.base.files import to_toml, write_whole
+    from flopwise.catalog.load import hardware_place, plan_table
 
     place = hardware_place(found.plan.hardware)
     promised = replace(found.plan, hardware=place, expected=found.forecast.expected)
@@ -357,9 +357,9 @@ def _write_plan(path: str, found: Planned, model: Model) -> None:
 def _write_trace(path: str, plan: Plan, model: Model, hardware: Hardware) -> None:
     from pathlib import Path
 
-    from flopwise.core.files import write_whole
-    from flopwise.plan.forecast import traced
-    from flopwise.predict.simulator import memory_points
+    from flopwise.base.files import write_whole
+    from flopwise.plan.device.forecast import traced
+    from flopwise.predict.simulate.simulator import memory_points
     from flopwise.report.trace import chrome_trace
 
     simulation = traced(plan, model, hardware)
@@ -376,13 +376,13 @@ def show_plan_file(plan: Plan, model: Model, convention: Convention, form: str) 
     """`flopwise predict plan.toml` of one device: played once more by the flopwise of today."""
     from dataclasses import replace
 
+    from flopwise.base.units import show_seconds
     from flopwise.cli.evidence import streamed_interval
     from flopwise.cli.options import hardware_named
-    from flopwise.core.plan import Planned
-    from flopwise.core.units import show_seconds
-    from flopwise.plan.explain import notes
-    from flopwise.plan.forecast import forecast
+    from flopwise.plan.device.explain import notes
+    from flopwise.plan.device.forecast import forecast
     from flopwise.predict.choose import Request, capacity_bytes
+    from flopwise.records.plan import Planned
 
     hardware = hardware_named(plan.hardware)
     capacity_bytes(hardware, Request(device_memory_bytes=plan.device_memory_bytes))

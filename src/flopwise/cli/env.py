@@ -13,8 +13,8 @@ def env(
     output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
 ) -> None:
     """Print what this machine is and which versions are installed: what an issue report should carry."""
-    from flopwise.core.files import to_json
-    from flopwise.profile.environment import environment
+    from flopwise.base.files import to_json
+    from flopwise.profile.measure.environment import environment
 
     form = one_of(output, ("table", "json"), "--output")
     facts = told(environment)

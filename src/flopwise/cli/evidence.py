@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flopwise.core.hardware import Hardware
-    from flopwise.core.model import Model
-    from flopwise.core.op import Convention
-    from flopwise.core.plan import Planned
-    from flopwise.core.prediction import Interval, Prediction
     from flopwise.predict.choose import Request
+    from flopwise.records.plan import Planned
+    from flopwise.records.prediction import Interval, Prediction
+    from flopwise.setup.hardware import Hardware
+    from flopwise.work.model import Model
+    from flopwise.work.op import Convention
 
 
 def predicted(model: Model, hardware: Hardware, request: Request, convention: Convention) -> Prediction:
@@ -24,10 +24,10 @@ def predicted(model: Model, hardware: Hardware, request: Request, convention: Co
 
 
 def _interval(prediction: Prediction, model: Model, hardware: Hardware, request: Request) -> Interval | None:
-    from flopwise.core.catalog import load_evidence
-    from flopwise.core.lstm import Lstm
-    from flopwise.core.prediction import Interval
+    from flopwise.catalog.load import load_evidence
     from flopwise.predict.interval import interval
+    from flopwise.records.prediction import Interval
+    from flopwise.work.lstm import Lstm
 
     found = interval(
         [entry for entry in load_evidence() if entry.stack != STREAMED],
@@ -67,10 +67,10 @@ STREAMED = "dataflow"
 
 def streamed_interval(planned: Planned, model: Model, hardware: Hardware) -> Interval | None:
     """How far off the simulator is, by the runs of the trainer that were recorded; flopwise's own are yet to come."""
-    from flopwise.core.catalog import load_evidence
-    from flopwise.core.describe import describe
-    from flopwise.core.prediction import Interval
+    from flopwise.catalog.load import load_evidence
     from flopwise.predict.interval import interval
+    from flopwise.records.prediction import Interval
+    from flopwise.work.describe import describe
 
     plan, step_s = planned.plan, planned.forecast.step_s
     found = interval(
@@ -94,8 +94,8 @@ def streamed_interval(planned: Planned, model: Model, hardware: Hardware) -> Int
 
 def _measured_stack(request: Request) -> str:
     """The name that measurements go by: a file of one's own is another framework, whatever it is called."""
-    from flopwise.core.catalog import load_stack, stack_names
-    from flopwise.core.prediction import NO_STACK
+    from flopwise.catalog.load import load_stack, stack_names
+    from flopwise.records.prediction import NO_STACK
 
     stack = request.stack
     if stack is None:

@@ -21,11 +21,11 @@ def export(plan: PlanArgument, to: ToOption, write: WriteOption = "") -> None:
     """A plan for another trainer: its configuration, and what of the plan has no place in it."""
     from pathlib import Path
 
+    from flopwise.base.files import write_whole
+    from flopwise.catalog.load import load_plan
     from flopwise.cli.options import check_target
-    from flopwise.core.catalog import load_plan
-    from flopwise.core.files import write_whole
-    from flopwise.report.exporting import BEYOND
-    from flopwise.report.exports import FILES, VERSIONS, export_plan
+    from flopwise.report.export.by_name import FILES, VERSIONS, export_plan
+    from flopwise.report.export.ledger import BEYOND
 
     target = to.strip().lower()
     if write:

@@ -28,6 +28,6 @@ class OnceCommand(TyperCommand):
 
 
 def _refuse(option: str) -> None:
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     raise FlopwiseError(f"{option} is given twice", why="one of its values would be lost", hint=f"keep one {option}")

@@ -9,11 +9,11 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.hardware import Hardware
-    from flopwise.core.parallel import Parallel
-    from flopwise.core.stack import Stack
+    from flopwise.base.errors import FlopwiseError
     from flopwise.predict.choose import Request
+    from flopwise.setup.hardware import Hardware
+    from flopwise.setup.parallel import Parallel
+    from flopwise.setup.stack import Stack
 
 LEAST_DEVICE_BYTES = 2**20
 """Less than this is a forgotten unit: no device is that small."""
@@ -83,7 +83,7 @@ MethodOption = Annotated[
 
 def names(text: str, what: str) -> list[str]:
     """The names of a list with commas, at least one; `what` they name is for the error."""
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found:
@@ -93,7 +93,7 @@ def names(text: str, what: str) -> list[str]:
 
 def one_of(value: str, choices: Iterable[str], what: str) -> Any:  # noqa: ANN401 - one of a Literal's words
     """The word, in small letters, if it is among the choices."""
-    from flopwise.core.errors import FlopwiseError, nearest, shown
+    from flopwise.base.errors import FlopwiseError, nearest, shown
 
     known = tuple(choices)
     if value.lower() not in known:
@@ -108,7 +108,7 @@ def one_of(value: str, choices: Iterable[str], what: str) -> Any:  # noqa: ANN40
 
 def hardware_named(name: str) -> Hardware:
     """A device of the catalogue, of a file, or of this machine."""
-    from flopwise.profile.this_machine import find_hardware
+    from flopwise.profile.measure.this_machine import find_hardware
 
     return told(lambda: find_hardware(name))
 
@@ -127,7 +127,7 @@ def told(look: Callable[[], Found]) -> Found:
 
 def value_of(words: Mapping[str, Any], option: str, parse: Callable[[str], Found]) -> Found | None:
     """An option's value, None where `auto` leaves it to flopwise; a mistake in it is told with the option's name."""
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     text = words[option]
     if text.lower() == "auto":
@@ -148,12 +148,12 @@ def requested(words: Mapping[str, Any]) -> Request:
     """The options of `predict` as a request; `auto` leaves a choice to flopwise."""
     from typing import get_args
 
-    from flopwise.core.formats import parse_formats
-    from flopwise.core.op import AttentionKernel
-    from flopwise.core.units import parse_sequences, parse_tokens
-    from flopwise.core.work import RECOMPUTE_POLICIES
-    from flopwise.core.workload import MOMENTS, Fusion
+    from flopwise.base.units import parse_sequences, parse_tokens
     from flopwise.predict.choose import Request
+    from flopwise.setup.workload import MOMENTS, Fusion
+    from flopwise.work.formats import parse_formats
+    from flopwise.work.op import AttentionKernel
+    from flopwise.work.work import RECOMPUTE_POLICIES
 
     recompute = one_of(words["recompute"], ("auto", *RECOMPUTE_POLICIES), "--recompute")
     stack = _stack(words.get("stack", "kernels"))
@@ -189,7 +189,7 @@ def set_ups(words: Mapping[str, Any]) -> list[Request]:
 
 def too_many_set_ups(count: int) -> FlopwiseError:
     """The error of more of them than a person reads."""
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     return FlopwiseError(
         f"{count:,} set-ups", why=f"`predict` shows up to {MOST_SET_UPS:,}", hint="`flopwise sweep --predict`"
@@ -204,7 +204,7 @@ LISTS = {"gpus": "64,256", "seq": "2k,8k", "batch": "64,256", "batch_tokens": "5
 
 def _listed(words: Mapping[str, Any], option: str) -> list[str]:
     """The values of an option, each as it would be typed alone."""
-    from flopwise.core.units import parse_counts, parse_devices, parse_tokens
+    from flopwise.base.units import parse_counts, parse_devices, parse_tokens
 
     text, parse = words[option], parse_devices if option == "gpus" else parse_tokens
     if not any(sign in text.strip()[1:] for sign in ",*+-"):
@@ -214,20 +214,20 @@ def _listed(words: Mapping[str, Any], option: str) -> list[str]:
 
 
 def _stack(name: str) -> Stack | None:
-    from flopwise.core.prediction import NO_STACK
+    from flopwise.records.prediction import NO_STACK
 
     if name.lower() == NO_STACK:
         return None
-    from flopwise.core.catalog import load_stack
+    from flopwise.catalog.load import load_stack
 
     return load_stack(name)
 
 
 def _parallel(gpus: str, words: str) -> Parallel:
     """The devices and how they share the work; without words they shard everything, as FSDP does."""
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.parallel import Parallel, parse_parallel
-    from flopwise.core.units import parse_devices
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.base.units import parse_devices
+    from flopwise.setup.parallel import Parallel, parse_parallel
 
     count = value_of({"gpus": gpus}, "gpus", parse_devices)
     if words.lower() == "auto":
@@ -239,8 +239,8 @@ def _parallel(gpus: str, words: str) -> Parallel:
 
 
 def _device_bytes(text: str) -> int:
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.units import parse_bytes
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.base.units import parse_bytes
 
     size = parse_bytes(text)
     if size < LEAST_DEVICE_BYTES:
@@ -257,7 +257,7 @@ def changes_of(texts: list[str]) -> dict[str, Any]:
     """`layers=16` as a TOML value; a bare word is a string."""
     import tomllib
 
-    from flopwise.core.errors import FlopwiseError, shown
+    from flopwise.base.errors import FlopwiseError, shown
 
     changes: dict[str, Any] = {}
     for text in texts:
@@ -292,7 +292,7 @@ def check_target(
     import os
     from pathlib import Path
 
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     target = Path(path)
     if target.is_dir() or not os.access(target.parent, os.W_OK):
@@ -312,8 +312,8 @@ def check_target(
 
 def counted(least: int, example: str) -> Callable[[str], int]:
     """Reads whole numbers from `least` on: 100, 1_000."""
-    from flopwise.core.errors import FlopwiseError, shown
-    from flopwise.core.units import one_expected
+    from flopwise.base.errors import FlopwiseError, shown
+    from flopwise.base.units import one_expected
 
     def read(text: str) -> int:
         if "," in text:

@@ -44,14 +44,14 @@ from flopwise.cli.options import (
 from flopwise.cli.output import progress_bar, say, show_page
 
 if TYPE_CHECKING:
-    from flopwise.core.cluster_plan import Answer, ClusterPlan, Option
-    from flopwise.core.hardware import Hardware
-    from flopwise.core.model import Model
-    from flopwise.core.op import Convention
-    from flopwise.core.plan import Plan
-    from flopwise.core.prediction import Prediction
-    from flopwise.plan.search import Question
+    from flopwise.plan.cluster.search import Question
     from flopwise.predict.choose import Request
+    from flopwise.records.cluster_plan import Answer, ClusterPlan, Option
+    from flopwise.records.plan import Plan
+    from flopwise.records.prediction import Prediction
+    from flopwise.setup.hardware import Hardware
+    from flopwise.work.model import Model
+    from flopwise.work.op import Convention
 
 
 PlanDeviceMemoryOption = Annotated[
@@ -94,8 +94,8 @@ def plan(
     Several: the strategy among all combinations of the usual degrees, and why the next ones lose.
     """
     words = dict(locals())
-    from flopwise.core.catalog import load_model
-    from flopwise.core.op import CONVENTIONS
+    from flopwise.catalog.load import load_model
+    from flopwise.work.op import CONVENTIONS
 
     form = one_of(output, FORMS, "--output")
     counting = one_of(convention, CONVENTIONS, "--convention")
@@ -131,8 +131,8 @@ OF_ONE_DEVICE = ("host_mem", "clip", "rule", "trace", "heatmap")
 
 def _is_streamed(context: typer.Context, model: Model, request: Request) -> bool:
     """Whether one device is planned, chunk by chunk; with a framework's options it is a strategy as for several."""
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.transformer import Transformer
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.work.transformer import Transformer
 
     frameworks = [name for name in OF_FRAMEWORKS if is_given(context, name)]
     own = [name for name in OF_ONE_DEVICE if is_given(context, name)]
@@ -151,8 +151,8 @@ def _is_streamed(context: typer.Context, model: Model, request: Request) -> bool
 def _planned(model: Model, hardware: Hardware, request: Request, *, offload: bool) -> Answer:
     import time
 
-    from flopwise.core.units import show_seconds
-    from flopwise.plan.answer import answer
+    from flopwise.base.units import show_seconds
+    from flopwise.plan.cluster.answer import answer
 
     question = _question(model, hardware, request, offload=offload)
     started = time.monotonic()
@@ -170,8 +170,8 @@ def plan_in(context: typer.Context, name: str) -> tuple[Plan | ClusterPlan, Mode
     """The plan of a file, for `flopwise predict plan.toml`, beside which nothing else may be said."""
     from pathlib import Path
 
-    from flopwise.core.catalog import load_plan
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.catalog.load import load_plan
 
     given = [option for option in context.params if option not in PLAN_LEAVES_OPEN and is_given(context, option)]
     if given:
@@ -186,11 +186,11 @@ def plan_in(context: typer.Context, name: str) -> tuple[Plan | ClusterPlan, Mode
 
 def predict_cluster_plan(plan: ClusterPlan, model: Model, convention: Convention) -> tuple[Prediction, Hardware]:
     """A plan for several devices, predicted once more by the flopwise of today."""
+    from flopwise.catalog.load import load_stack
     from flopwise.cli.evidence import predicted
-    from flopwise.core.catalog import load_stack
-    from flopwise.core.formats import parse_formats
-    from flopwise.core.prediction import NO_STACK
     from flopwise.predict.choose import Request
+    from flopwise.records.prediction import NO_STACK
+    from flopwise.work.formats import parse_formats
 
     request = Request(
         sequence_tokens=plan.sequence_tokens,
@@ -210,7 +210,7 @@ def predict_cluster_plan(plan: ClusterPlan, model: Model, convention: Convention
 
 
 def _question(model: Model, hardware: Hardware, request: Request, *, offload: bool) -> Question:
-    from flopwise.plan.search import Question
+    from flopwise.plan.cluster.search import Question
     from flopwise.predict.choose import PLAIN, base_workload, capacity_bytes
 
     workload, _ = base_workload(model, hardware, request)
@@ -258,9 +258,9 @@ def _print(prediction: Prediction, found: Answer, title: str, form: str) -> None
 def _written(path: str, model: Model, hardware: str, request: Request, prediction: Prediction) -> None:
     from pathlib import Path
 
-    from flopwise.core.catalog import hardware_place, plan_table
-    from flopwise.core.cluster_plan import ClusterPlan, Expected
-    from flopwise.core.files import to_toml, write_whole
+    from flopwise.base.files import to_toml, write_whole
+    from flopwise.catalog.load import hardware_place, plan_table
+    from flopwise.records.cluster_plan import ClusterPlan, Expected
 
     made = ClusterPlan(
         hardware=hardware_place(hardware),

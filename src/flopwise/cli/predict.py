@@ -42,11 +42,11 @@ from flopwise.cli.output import Writers, print_records, show_page
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flopwise.core.hardware import Hardware
-    from flopwise.core.model import Model
-    from flopwise.core.op import Convention
-    from flopwise.core.prediction import Prediction
     from flopwise.predict.choose import Request
+    from flopwise.records.prediction import Prediction
+    from flopwise.setup.hardware import Hardware
+    from flopwise.work.model import Model
+    from flopwise.work.op import Convention
 
 
 AUTO_PARALLEL = "auto: everything sharded over all devices, as FSDP does; `flopwise plan` looks for better"
@@ -81,10 +81,10 @@ def predict(
     ] = False,
 ) -> None:
     """Predict a training step: time, tokens per second, MFU, HFU, memory by owner, what binds each operator."""
+    from flopwise.catalog.load import is_plan, load_model
     from flopwise.cli.deepflow import predict_deepflow, refuse_print_out
     from flopwise.cli.evidence import predicted
-    from flopwise.core.catalog import is_plan, load_model
-    from flopwise.core.op import CONVENTIONS
+    from flopwise.work.op import CONVENTIONS
 
     form = one_of(output, FORMS, "--output")
     if one_of(method, METHODS, "--method") == "deepflow":
@@ -113,7 +113,7 @@ def predict(
 def _show_plan(context: typer.Context, name: str, convention: Convention, form: str) -> None:
     from flopwise.cli.device_plan import show_plan_file
     from flopwise.cli.plan import plan_in, predict_cluster_plan
-    from flopwise.core.plan import Plan
+    from flopwise.records.plan import Plan
 
     plan, model = plan_in(context, name)
     if isinstance(plan, Plan):
@@ -182,7 +182,7 @@ def _settings(context: typer.Context, model: Model, hardware: Hardware, request:
 def _print_settings(settings: Sequence[dict[str, dict[str, Any]]], form: str) -> None:
     from rich.table import Table
 
-    from flopwise.core.files import to_json
+    from flopwise.base.files import to_json
     from flopwise.report.tables import csv_text, markdown_table
 
     columns = ("model", "hardware", "setting", "value", "from")

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from flopwise.core.profile import Profile, Read
-    from flopwise.profile.verdicts import Thresholds
+    from flopwise.profile.explain.verdicts import Thresholds
+    from flopwise.records.profile import Profile, Read
     from flopwise.report.profiles import Judged
 
 app = typer.Typer(
@@ -93,8 +93,8 @@ def compare(
     write: WriteOption = "",
 ) -> None:
     """Print profiles side by side, what changes first, and lines through device time over the batch."""
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.profile.comparing import compare as compared
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.profile.explain.comparing import compare as compared
     from flopwise.report import profile_comparison as report
 
     form = one_of(output, PAGE_FORMS, "--output")
@@ -140,7 +140,7 @@ def why(
 
 def _keep_inputs(files: Sequence[str], *targets: str) -> None:
     """Refuse to write over what is to be read."""
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     read = {_real(name) for name in files} - {None}
     for target in filter(None, targets):
@@ -163,9 +163,9 @@ def _real(name: str) -> Path | None:
 
 def _path(name: str, store: str) -> Path:
     """A file or a folder of that name, else the folder of the run that is called so."""
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.files import entry_kind
-    from flopwise.core.store import LAST, find_run, store_folder
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.base.files import entry_kind
+    from flopwise.store.runs import LAST, find_run, store_folder
 
     path = Path(name)
     is_run = name == LAST or (name.isascii() and name.isdecimal())
@@ -185,7 +185,7 @@ def _path(name: str, store: str) -> Path:
 
 def _near(path: Path) -> list[str]:
     """Names beside a path that is not there, which may have been meant."""
-    from flopwise.core.errors import nearest
+    from flopwise.base.errors import nearest
 
     try:
         beside = [entry.name for entry in path.parent.iterdir()]
@@ -195,7 +195,7 @@ def _near(path: Path) -> list[str]:
 
 
 def _read(names: Sequence[str], store: str) -> tuple[Read, ...]:
-    from flopwise.profile.reading import read_profiles
+    from flopwise.profile.read.reading import read_profiles
 
     paths = [_path(name, store) for name in names]
     with progress_bar("reading") as tell:
@@ -203,7 +203,7 @@ def _read(names: Sequence[str], store: str) -> tuple[Read, ...]:
 
 
 def _profiles(reads: Sequence[Read]) -> list[Profile]:
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     found = [profile for read in reads for profile in read.profiles]
     if not found:
@@ -213,7 +213,7 @@ def _profiles(reads: Sequence[Read]) -> list[Profile]:
 
 def _sections(profiles: list[Profile], wanted: Sequence[str] | None) -> list[Profile]:
     """Those that were asked for, in that order; all where none was."""
-    from flopwise.profile.comparing import column_names, column_of
+    from flopwise.profile.explain.comparing import column_names, column_of
 
     if not wanted:
         return profiles
@@ -222,8 +222,8 @@ def _sections(profiles: list[Profile], wanted: Sequence[str] | None) -> list[Pro
 
 
 def _thresholds(words: Sequence[str] | None) -> Thresholds:
-    from flopwise.core.errors import FlopwiseError, shown
-    from flopwise.profile.verdicts import thresholds_of
+    from flopwise.base.errors import FlopwiseError, shown
+    from flopwise.profile.explain.verdicts import thresholds_of
 
     values: dict[str, float] = {}
     for word in words or ():
@@ -239,7 +239,7 @@ def _thresholds(words: Sequence[str] | None) -> Thresholds:
 
 
 def judged_by(profiles: Sequence[Profile], thresholds: Thresholds | None = None) -> list[Judged]:
-    from flopwise.profile.verdicts import verdicts
+    from flopwise.profile.explain.verdicts import verdicts
 
     return [(profile, verdicts(profile, thresholds)) for profile in profiles]
 
@@ -256,7 +256,7 @@ def judged_page(judged: Sequence[Judged]) -> RenderableType:
 
 def _show_text(judged: Sequence[Judged], form: str) -> str:
     if form == "html":
-        from flopwise.profile.comparing import compare as compared
+        from flopwise.profile.explain.comparing import compare as compared
         from flopwise.report.profile_page import profiles_page
 
         comparison = compared([profile for profile, _ in judged]) if len(judged) > 1 else None
@@ -269,7 +269,7 @@ def _show_text(judged: Sequence[Judged], form: str) -> str:
 
 def _native(reads: Sequence[Read], section: Sequence[str] | None) -> str:
     """Documents in the layout of the tool that wrote them; only Neuron's is kept."""
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
     from flopwise.report.neuron import neuron_document
 
     if section:
@@ -287,8 +287,8 @@ def _native(reads: Sequence[Read], section: Sequence[str] | None) -> str:
 
 
 def _write_trace(profiles: Sequence[Profile], trace: str) -> None:
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.files import write_whole
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.base.files import write_whole
     from flopwise.report.profile_timeline import profile_trace
 
     if len(profiles) != 1:
@@ -315,7 +315,7 @@ def _tell_warnings(profiles: Sequence[Profile]) -> None:
 
 
 def _print(text: str, write: str) -> None:
-    from flopwise.core.files import write_whole
+    from flopwise.base.files import write_whole
 
     whole = text if text.endswith("\n") else f"{text}\n"
     if write:

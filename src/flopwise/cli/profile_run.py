@@ -11,7 +11,7 @@ import typer
 from flopwise.cli.options import counted, value_of
 
 if TYPE_CHECKING:
-    from flopwise.profile.outside import Outcome
+    from flopwise.profile.measure.outside import Outcome
 
 DEFAULT_FOLDER = "profile"
 MOST_FOLDERS = 10_000
@@ -39,8 +39,8 @@ def run(
     A step ends with that of its optimizer; of a program that has none, with a call of its outermost module. Exit code
     and output are the program's own; what flopwise says comes after it, on stderr, with its name before every line.
     """
-    from flopwise.core.files import entry_kind
-    from flopwise.profile.outside import is_abandoned, run_outside
+    from flopwise.base.files import entry_kind
+    from flopwise.profile.measure.outside import is_abandoned, run_outside
 
     words = {"steps": steps, "warm_up": warm_up}
     traced, before = (value_of(words, name, counted(1, f"--{name.replace('_', '-')} 5")) or 1 for name in words)
@@ -55,7 +55,7 @@ def run(
 
 def _end_as(outcome: Outcome) -> NoReturn:
     """As the program did, whatever became of its profile."""
-    from flopwise.profile.passing_on import end_by
+    from flopwise.profile.measure.passing_on import end_by
 
     if outcome.signal is not None:
         # On stdout there is nothing of ours.
@@ -66,7 +66,7 @@ def _end_as(outcome: Outcome) -> NoReturn:
 
 def _tell(outcome: Outcome, folder: Path, steps: int, *, is_new: bool) -> None:
     """The profile, or why there is none."""
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     try:
         if outcome.traces:
@@ -85,7 +85,7 @@ def _say(text: str) -> None:
 
 
 def _free_folder() -> Path:
-    from flopwise.profile.outside import is_abandoned
+    from flopwise.profile.measure.outside import is_abandoned
 
     names = (DEFAULT_FOLDER, *(f"{DEFAULT_FOLDER}-{number}" for number in range(2, MOST_FOLDERS)))
     return next(Path(name) for name in names if not Path(name).exists() or is_abandoned(Path(name)))
@@ -93,11 +93,11 @@ def _free_folder() -> Path:
 
 def _page(folder: Path, steps: int) -> str:
     """What the profile says, written beside its trace; and what to do next."""
+    from flopwise.base.files import write_whole
     from flopwise.cli.output import page_text, progress_bar
     from flopwise.cli.profile import judged_by, judged_page
-    from flopwise.core.files import write_whole
-    from flopwise.core.store import PROFILE, to_text
-    from flopwise.profile.reading import read_profiles
+    from flopwise.profile.read.reading import read_profiles
+    from flopwise.store.runs import PROFILE, to_text
 
     with progress_bar("reading") as tell:
         profiles = [profile for read in read_profiles([folder], tell) for profile in read.profiles]

@@ -18,9 +18,9 @@ from flopwise.cli.train_options import StoreOption
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flopwise.core.profile import Profile
-    from flopwise.core.results import Result
-    from flopwise.report.page_data import RunDetail
+    from flopwise.records.profile import Profile
+    from flopwise.report.page.data import RunDetail
+    from flopwise.store.results import Result
 
 REPORT_FORMS = (*FORMS, "html")
 STATES = (
@@ -101,8 +101,8 @@ def collect(
     store: StoreOption = "",
 ) -> None:
     """Write results.csv, at full precision, and results.md, for people, into a folder."""
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.files import WRITABLE_HINT, write_whole
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.base.files import WRITABLE_HINT, write_whole
     from flopwise.report.results import results_markdown
     from flopwise.report.results_files import results_csv
 
@@ -125,12 +125,12 @@ def collect(
 
 def gathered(named: Sequence[str], store: str, price: str = "") -> list[Result]:
     """Rows of the files and of the store's runs and sweeps that were named; of the whole store where none was."""
+    from flopwise.base.errors import FlopwiseError
     from flopwise.cli.sweep_launch import settle
-    from flopwise.core.collecting import collect as collected
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.results import checked, priced
-    from flopwise.core.store import VARIABLE, store_folder
-    from flopwise.report.imported_results import read_results
+    from flopwise.references.published.results import read_results
+    from flopwise.store.collecting import collect as collected
+    from flopwise.store.results import checked, priced
+    from flopwise.store.runs import VARIABLE, store_folder
 
     per_hour = _price(price)
     files = [name for name in named if _is_file(name)]
@@ -155,15 +155,15 @@ def gathered(named: Sequence[str], store: str, price: str = "") -> list[Result]:
 
 def first_verdict(profile: Profile) -> str | None:
     """What limits a run most, in a word."""
-    from flopwise.profile.verdicts import verdicts
+    from flopwise.profile.explain.verdicts import verdicts
 
     found = [verdict.kind for verdict in verdicts(profile) if verdict.kind != "invalid"]
     return found[0] if found else None
 
 
 def _is_file(name: str) -> bool:
-    from flopwise.core.files import entry_kind
-    from flopwise.core.store import LAST
+    from flopwise.base.files import entry_kind
+    from flopwise.store.runs import LAST
 
     if name == LAST or (name.isascii() and name.isdecimal()):
         return False
@@ -171,7 +171,7 @@ def _is_file(name: str) -> bool:
 
 
 def _price(text: str) -> float | None:
-    from flopwise.core.errors import FlopwiseError, shown
+    from flopwise.base.errors import FlopwiseError, shown
 
     if not text:
         return None
@@ -187,7 +187,7 @@ def _price(text: str) -> float | None:
 
 
 def _columns(text: str, form: str) -> list[str] | None:
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
     from flopwise.report.results_files import check_fields
 
     if not text:
@@ -202,7 +202,7 @@ def _columns(text: str, form: str) -> list[str] | None:
 
 
 def _check_picture(plot: str, *options: str) -> None:
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     if not plot and any(options):
         raise FlopwiseError(
@@ -214,7 +214,7 @@ def _chosen(rows: list[Result], state: str, model: str, *, best: bool) -> list[R
     """Rows that the options leave; an error where none is."""
     from fnmatch import fnmatchcase
 
-    from flopwise.core.errors import FlopwiseError, unknown_name
+    from flopwise.base.errors import FlopwiseError, unknown_name
 
     kept = rows
     if state:
@@ -273,9 +273,9 @@ def _sorted(rows: list[Result], sort: str) -> list[Result]:
 
 
 def _print(rows: list[Result], form: str, columns: Sequence[str] | None, write: str) -> None:
-    from flopwise.core.files import write_whole
-    from flopwise.core.results import FIELDS
+    from flopwise.base.files import write_whole
     from flopwise.report import results, results_files
+    from flopwise.store.results import FIELDS
 
     if form == "table" and not write:
         show_page(results.results_table(rows, width(), columns))
@@ -298,10 +298,10 @@ def _print(rows: list[Result], form: str, columns: Sequence[str] | None, write: 
 def _write_page(rows: list[Result], named: Sequence[str], store: str, write: str) -> None:
     from datetime import datetime
 
-    from flopwise.core.files import write_whole
-    from flopwise.core.store import store_folder
-    from flopwise.report.page import page_html
-    from flopwise.report.page_data import PageData
+    from flopwise.base.files import write_whole
+    from flopwise.report.page.data import PageData
+    from flopwise.report.page.page import page_html
+    from flopwise.store.runs import store_folder
 
     # Pages are passed on: where a store lies is nobody else's business.
     title = ", ".join(Path(name).name for name in named) if named else store_folder(store).resolve().name
@@ -327,8 +327,8 @@ def _details(rows: Sequence[Result], named: Sequence[str], store: Path) -> tuple
     A run that is not at hand, as in a file, has none.
     """
     from flopwise.cli.run_details import detail_of
-    from flopwise.core.index import UNREADABLE
-    from flopwise.core.store import RUN_NAME
+    from flopwise.store.index import UNREADABLE
+    from flopwise.store.runs import RUN_NAME
 
     folders = {Path(name).name: Path(name) for name in named if "/" in name}
     details: dict[str, RunDetail] = {}
@@ -351,7 +351,7 @@ def _rows_words(count: int) -> str:
 
 def _keep_inputs(named: Sequence[str], *targets: str) -> None:
     """Refuse to write over what is to be read."""
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     read = [Path(name) for name in named if _is_file(name)]
     for target in filter(None, targets):

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flopwise.core.measurement import StepRecord
-    from flopwise.core.profile import Profile
-    from flopwise.report.page_data import RunDetail
+    from flopwise.records.measurement import StepRecord
+    from flopwise.records.profile import Profile
+    from flopwise.report.page.data import RunDetail
 
 MOST_STEPS_BYTES = 64 * 2**20
 """Of a file of steps: beyond it the curve is left out."""
@@ -19,11 +19,11 @@ Tell = Callable[[str], None]
 
 def detail_of(folder: Path, tell: Tell) -> RunDetail:
     """A run's details; of one that cannot be read, why. `tell` hears of parts that are left out."""
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.index import UNREADABLE
-    from flopwise.core.store import read_record
-    from flopwise.profile.verdicts import verdicts
-    from flopwise.report.page_data import RunDetail, run_detail
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.profile.explain.verdicts import verdicts
+    from flopwise.report.page.data import RunDetail, run_detail
+    from flopwise.store.index import UNREADABLE
+    from flopwise.store.runs import read_record
 
     try:
         record = read_record(folder)
@@ -35,8 +35,8 @@ def detail_of(folder: Path, tell: Tell) -> RunDetail:
 
 
 def _profile(folder: Path, tell: Tell) -> Profile | None:
-    from flopwise.core.index import MOST_PROFILE_BYTES, read_profile
-    from flopwise.core.store import PROFILE
+    from flopwise.store.index import MOST_PROFILE_BYTES, read_profile
+    from flopwise.store.runs import PROFILE
 
     profile = read_profile(folder)
     if profile is None and (folder / PROFILE).is_file():
@@ -45,9 +45,9 @@ def _profile(folder: Path, tell: Tell) -> Profile | None:
 
 
 def _steps(folder: Path, tell: Tell) -> list[StepRecord]:
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.files import entry_kind
-    from flopwise.core.store import STEPS, read_steps
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.base.files import entry_kind
+    from flopwise.store.runs import STEPS, read_steps
 
     path = folder / STEPS
     # Whatever else has taken the file's place could be waited for without end.

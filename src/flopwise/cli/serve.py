@@ -17,11 +17,11 @@ def serve(
     store: StoreOption = "",
 ) -> None:
     """Serve the page of all runs, which follows the store, on this machine alone."""
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.base.files import entry_kind
     from flopwise.cli.options import counted, value_of
     from flopwise.cli.serving import Live, listening, run_server, tell
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.files import entry_kind
-    from flopwise.core.store import VARIABLE, store_folder
+    from flopwise.store.runs import VARIABLE, store_folder
 
     number = value_of({"port": port}, "port", counted(0, f"--port {PORT}"))
     wanted = PORT if number is None else number

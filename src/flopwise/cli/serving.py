@@ -24,13 +24,13 @@ from pathlib import Path
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
 
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.store import RUN_NAME
+from flopwise.base.errors import FlopwiseError
+from flopwise.store.runs import RUN_NAME
 
 if TYPE_CHECKING:
-    from flopwise.core.collecting import Memory
-    from flopwise.core.results import Result
-    from flopwise.report.page_data import PageData
+    from flopwise.report.page.data import PageData
+    from flopwise.store.collecting import Memory
+    from flopwise.store.results import Result
 
 EVERY_S = 2.0
 """The store is read at most so often, however many ask."""
@@ -142,8 +142,8 @@ class Live:
 
     def _collected(self) -> list[Result]:
         from flopwise.cli.report import first_verdict
-        from flopwise.core.collecting import Memory, collect
-        from flopwise.core.results import checked
+        from flopwise.store.collecting import Memory, collect
+        from flopwise.store.results import checked
 
         self._settle()
         self._memory = self._memory or Memory()
@@ -166,7 +166,7 @@ class Live:
             self._settled_at = self._clock()
 
     def page(self, seen: _Seen) -> PageData:
-        from flopwise.report.page_data import PageData
+        from flopwise.report.page.data import PageData
 
         title = str(self.store)
         short = title if len(title) <= 60 else f"…{title[-59:]}"
@@ -174,8 +174,8 @@ class Live:
 
     def _run(self, name: str) -> Answer | None:
         from flopwise.cli.run_details import detail_of
-        from flopwise.core.index import run_names
-        from flopwise.report.page_data import detail_json
+        from flopwise.report.page.data import detail_json
+        from flopwise.store.index import run_names
 
         # The name is taken from the store's own list, never from the request.
         found = next((known for known in run_names(self.store) if known == name), None)
@@ -183,7 +183,7 @@ class Live:
 
 
 def _page(live: Live, seen: _Seen) -> Answer:
-    from flopwise.report.page import LIBRARIES, SCRIPTS, asset, page_html, policy
+    from flopwise.report.page.page import LIBRARIES, SCRIPTS, asset, page_html, policy
 
     scripts = [asset(name).replace("\r\n", "\n") for name in (*LIBRARIES, *SCRIPTS)]
     rules = f"{policy(scripts, live=True)}; frame-ancestors 'none'"
@@ -191,7 +191,7 @@ def _page(live: Live, seen: _Seen) -> Answer:
 
 
 def _data(live: Live, seen: _Seen) -> Answer:
-    from flopwise.report.page_data import page_json
+    from flopwise.report.page.data import page_json
 
     return Answer(page_json(live.page(seen)).encode(), JSON)
 

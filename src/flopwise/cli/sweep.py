@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from flopwise.core.hardware import Hardware
-    from flopwise.core.sweep import Cell, SweepRecord
     from flopwise.report.sweeps import Preview
+    from flopwise.setup.hardware import Hardware
+    from flopwise.store.cells import Cell, SweepRecord
     from flopwise.sweep.grid import Grid
     from flopwise.sweep.sweep_file import SweepFile
 
@@ -90,7 +90,7 @@ def sweep(
 def _sweep(context: typer.Context, words: dict[str, Any]) -> None:
     """What was typed, done."""
     from flopwise.cli.sweep_launch import at_once
-    from flopwise.core.store import store_folder
+    from flopwise.store.runs import store_folder
 
     form = one_of(words["output"], FORMS, "--output")
     where = one_of(words["launcher"], options.LAUNCHERS, "--launcher")
@@ -132,7 +132,7 @@ def _launch(asked: _Sweep, store: Path, wanted: Sequence[str], where: str, words
 
 def _check(context: typer.Context, launcher: str) -> None:
     """Refuse what cannot be meant together."""
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     given = [name for name in context.params if is_given(context, name)]
     for kind, names in (("slurm", OF_SLURM), ("skypilot", OF_SKYPILOT)):
@@ -199,8 +199,8 @@ class _Asked(_Sweep):
     """A new sweep, from words: expanded and predicted, with nothing written yet."""
 
     def __init__(self, context: typer.Context, words: Mapping[str, Any]) -> None:
-        from flopwise.core.sweep import Cell, cell_id
-        from flopwise.core.sweep_store import SKIPPED
+        from flopwise.store.cells import Cell, cell_id
+        from flopwise.store.sweeps import SKIPPED
 
         file = _file(words["file"])
         flags = {axis: words[name] for axis, name in AXIS_OPTIONS.items() if words[name]}
@@ -221,7 +221,7 @@ class _Asked(_Sweep):
         self.record = _record(run.get("name") or _default_name(ids), ids, settings, request)
 
     def _grid(self, file: SweepFile, flags: Mapping[str, Any], run: Mapping[str, Any]) -> Grid:
-        from flopwise.core.catalog import THIS_CPU, THIS_MACHINE
+        from flopwise.catalog.load import THIS_CPU, THIS_MACHINE
         from flopwise.sweep.grid import expand, hardware_word, joined
         from flopwise.sweep.sweep_file import all_axes
 
@@ -244,8 +244,8 @@ class _Asked(_Sweep):
         """The cells and the record; a sweep of that name with other cells is replaced only by force."""
         from dataclasses import replace
 
-        from flopwise.core.errors import FlopwiseError
-        from flopwise.core.sweep_store import list_cells, read_sweep, sweep_names, write_cell, write_sweep
+        from flopwise.base.errors import FlopwiseError
+        from flopwise.store.sweeps import list_cells, read_sweep, sweep_names, write_cell, write_sweep
 
         record = self.record
         if record.name in sweep_names(store):
@@ -274,8 +274,8 @@ class _Stored(_Sweep):
         """With the time limit that was typed, if any, instead of its own."""
         from dataclasses import replace
 
-        from flopwise.core.errors import FlopwiseError
-        from flopwise.core.sweep_store import read_attempts, read_cell, read_sweep, skipped_cells
+        from flopwise.base.errors import FlopwiseError
+        from flopwise.store.sweeps import read_attempts, read_cell, read_sweep, skipped_cells
         from flopwise.sweep.sweep_file import parse_duration
 
         self.record = read_sweep(store, name)
@@ -293,7 +293,7 @@ class _Stored(_Sweep):
 
     def write(self, store: Path, *, force: bool) -> None:  # noqa: ARG002 - it is there, and stays what it is
         """Its time limit may be another one now."""
-        from flopwise.core.sweep_store import write_sweep
+        from flopwise.store.sweeps import write_sweep
 
         write_sweep(store, self.record)
 
@@ -334,7 +334,7 @@ def _run_words(context: typer.Context, words: Mapping[str, Any], file: SweepFile
 def _settings_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     from pathlib import Path
 
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
     from flopwise.sweep.sweep_file import parse_duration
 
     def read(name: str, parse: Any, default: Any) -> Any:  # noqa: ANN401 - as its parser says
@@ -365,8 +365,8 @@ def _default_name(ids: Sequence[str]) -> str:
 
 
 def _record(name: str, ids: Sequence[str], settings: Mapping[str, Any], request: dict[str, Any]) -> SweepRecord:
-    from flopwise.core.sweep import SweepRecord
-    from flopwise.core.sweep_store import check_sweep_name, now
+    from flopwise.store.cells import SweepRecord
+    from flopwise.store.sweeps import check_sweep_name, now
 
     check_sweep_name(name)
     return SweepRecord(name=name, created=now(), cells=tuple(ids), request=request, **settings)
@@ -374,8 +374,8 @@ def _record(name: str, ids: Sequence[str], settings: Mapping[str, Any], request:
 
 def _only(text: str, record: SweepRecord, skipped: Mapping[str, str]) -> list[str]:
     """The cells that are meant: those that are named, else all that are not skipped."""
+    from flopwise.base.errors import unknown_name
     from flopwise.cli.options import names
-    from flopwise.core.errors import unknown_name
 
     if not text:
         return [cell for cell in record.cells if cell not in skipped]
@@ -388,8 +388,8 @@ def _only(text: str, record: SweepRecord, skipped: Mapping[str, str]) -> list[st
 
 def _write_skipped(store: Path, record: SweepRecord, cell: str, why: str) -> None:
     """A cell that is left out says so; what was measured of it before stays."""
-    from flopwise.core.sweep import Attempt
-    from flopwise.core.sweep_store import new_attempt, now, read_attempts
+    from flopwise.store.cells import Attempt
+    from flopwise.store.sweeps import new_attempt, now, read_attempts
 
     if not read_attempts(store, cell)[0]:
         today = now()
@@ -408,9 +408,9 @@ def _write_skipped(store: Path, record: SweepRecord, cell: str, why: str) -> Non
 def _print_preview(preview: Preview, form: str) -> None:
     from dataclasses import replace
 
-    from flopwise.core.results import result_of_cell
     from flopwise.report.results_files import results_csv, results_json
     from flopwise.report.sweeps import preview_line, preview_markdown, preview_page
+    from flopwise.store.results import result_of_cell
 
     if form == "table":
         show_page(preview_page(preview, width()))

@@ -12,8 +12,8 @@ import typer
 
 from flopwise.cli.options import counted, value_of
 from flopwise.cli.output import say, show_page, width
-from flopwise.core.results import Result
-from flopwise.core.sweep import Cell, SweepRecord
+from flopwise.store.cells import Cell, SweepRecord
+from flopwise.store.results import Result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,9 +88,9 @@ def run(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any
 
 def settle(store: Path, names: Sequence[str]) -> None:
     """Write down how the jobs of these sweeps ended, of all sweeps where none is named; trouble is told, no more."""
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.sweep_store import read_sweep, sweep_names
-    from flopwise.sweep.slurm import settle_here
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.store.sweeps import read_sweep, sweep_names
+    from flopwise.sweep.jobs.slurm import settle_here
 
     for name in sweep_names(store):
         if name in names or not names:
@@ -106,7 +106,7 @@ def _store_words(words: Mapping[str, Any]) -> str:
 
 def submit(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any]) -> None:
     """Hand the cells to Slurm, and tell its jobs."""
-    from flopwise.sweep import slurm
+    from flopwise.sweep.jobs import slurm
 
     nodes = value_of(words, "gpus_per_node", counted(1, "--gpus-per-node 8")) if words["gpus_per_node"] else None
     site = slurm.SlurmOptions(
@@ -138,9 +138,9 @@ def submit(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, 
 
 def write_tasks(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any]) -> None:
     """Write a task for SkyPilot beside the sweep, for each hardware and number of devices."""
-    from flopwise.core.files import write_whole
-    from flopwise.core.sweep_store import SWEEPS
-    from flopwise.sweep.skypilot import SkyOptions, render_all
+    from flopwise.base.files import write_whole
+    from flopwise.store.sweeps import SWEEPS
+    from flopwise.sweep.jobs.skypilot import SkyOptions, render_all
 
     chosen = SkyOptions(
         store=store,

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from flopwise.base.units import AUTO, show_bytes, show_seconds
 from flopwise.cli.output import say
-from flopwise.core.sweep import ENDED, Attempt, Cell
-from flopwise.core.units import AUTO, show_bytes, show_seconds
 from flopwise.report.training import clock_words, printable
+from flopwise.store.cells import ENDED, Attempt, Cell
 from flopwise.sweep.predicting import Share, alone, attempt_seconds, beside_each_other, cell_seconds
 from flopwise.sweep.running import AttemptEnded, CellBegun, CellEnded, CellSkipped, Event, Noticed, SweepEnded
 

@@ -22,7 +22,7 @@ from flopwise.cli.options import (
 from flopwise.cli.output import show_page, width
 
 if TYPE_CHECKING:
-    from flopwise.core.measurement import RunRecord
+    from flopwise.records.measurement import RunRecord
     from flopwise.train.request import TrainRequest
 
 PACKAGES = ("torch", "safetensors", "tokenizers")
@@ -100,8 +100,8 @@ PLAN_SAYS = ("seq", "micro", "precision", "device_mem", "host_mem")
 
 def train_request(context: typer.Context, words: dict[str, Any]) -> TrainRequest:
     """What was typed, checked as far as that needs neither data nor device; `auto` leaves a choice to flopwise."""
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.units import parse_sequences, parse_tokens
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.base.units import parse_sequences, parse_tokens
     from flopwise.train.request import TrainRequest
 
     for name in ("resume", "weights", "on", "store", "tokenizer"):
@@ -152,7 +152,7 @@ def _settings(words: dict[str, Any]) -> dict[str, Any]:
     """Those of the optimizer, which check themselves."""
     from dataclasses import asdict
 
-    from flopwise.core.training import SCHEDULES, TASKS, Training
+    from flopwise.setup.training import SCHEDULES, TASKS, Training
 
     task = one_of(words["task"], ("auto", *TASKS), "--task")
     schedule = one_of(words["schedule"], ("auto", *SCHEDULES), "--schedule")
@@ -176,7 +176,7 @@ def _number(example: str) -> Callable[[str], float]:
     """Reads numbers that are not negative: 3e-4, 0.1."""
     from math import isfinite
 
-    from flopwise.core.errors import FlopwiseError, shown
+    from flopwise.base.errors import FlopwiseError, shown
 
     def read(text: str) -> float:
         try:
@@ -194,7 +194,7 @@ def _number(example: str) -> Callable[[str], float]:
 
 def _precision(text: str) -> str:
     """As typed, if it can be read."""
-    from flopwise.core.formats import parse_formats
+    from flopwise.work.formats import parse_formats
 
     parse_formats(text)
     return text
@@ -202,8 +202,8 @@ def _precision(text: str) -> str:
 
 def _memory(place: Literal["device", "host"]) -> Callable[[str], int]:
     """Reads a cap; no host memory at all may be meant."""
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.units import parse_bytes
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.base.units import parse_bytes
 
     def read(text: str) -> int:
         size = parse_bytes(text)
@@ -221,7 +221,7 @@ def _memory(place: Literal["device", "host"]) -> Callable[[str], int]:
 
 def _check(context: typer.Context, request: TrainRequest) -> None:
     """Refuse what cannot be meant together."""
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     if request.resume:
         _check_resume(context)
@@ -247,7 +247,7 @@ def _check(context: typer.Context, request: TrainRequest) -> None:
 
 
 def _check_resume(context: typer.Context) -> None:
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     given = [name for name in context.params if name not in RESUME_LEAVES_OPEN and is_given(context, name)]
     if given:
@@ -269,10 +269,10 @@ def _with_devices(context: typer.Context, request: TrainRequest) -> TrainRequest
     from dataclasses import replace
     from pathlib import Path
 
-    from flopwise.core.catalog import is_plan, load_plan
-    from flopwise.core.cluster_plan import ClusterPlan
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.store import find_run, read_record, store_folder
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.catalog.load import is_plan, load_plan
+    from flopwise.records.cluster_plan import ClusterPlan
+    from flopwise.store.runs import find_run, read_record, store_folder
 
     if request.resume and is_given(context, "gpus"):
         return request
@@ -304,10 +304,10 @@ def _check_several(request: TrainRequest) -> None:
     """Refuse formats that several devices do not train in, before a process is started for each of them."""
     from pathlib import Path
 
-    from flopwise.core.catalog import is_plan, load_plan
-    from flopwise.core.formats import parse_formats
-    from flopwise.core.store import find_run, read_record, store_folder
+    from flopwise.catalog.load import is_plan, load_plan
     from flopwise.engine.executable import check_several
+    from flopwise.store.runs import find_run, read_record, store_folder
+    from flopwise.work.formats import parse_formats
 
     if request.resume:
         precision = read_record(find_run(store_folder(request.store), request.resume)).plan.get("precision")
@@ -326,7 +326,7 @@ def _check_several(request: TrainRequest) -> None:
 def check_packages() -> None:
     from importlib.util import find_spec
 
-    from flopwise.core.errors import FlopwiseError
+    from flopwise.base.errors import FlopwiseError
 
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
@@ -424,8 +424,8 @@ def _import_engine() -> None:
 
 
 def _print(record: RunRecord, form: str, store: str | None) -> None:
-    from flopwise.core.store import to_text
     from flopwise.report.training import end_page, resume_words
+    from flopwise.store.runs import to_text
 
     if form == "json":
         typer.echo(to_text(record))

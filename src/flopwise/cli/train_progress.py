@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from flopwise.cli.output import progress_bar, say, width
-from flopwise.core.measurement import RunRecord, StepRecord
+from flopwise.records.measurement import RunRecord, StepRecord
 from flopwise.report.training import (
     StepTable,
     clock_words,

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from flopwise.core.case import Case
-    from flopwise.core.hardware import Hardware
-    from flopwise.core.protocol import Protocol
-    from flopwise.predict.validation import Validation
+    from flopwise.references.validate.case import Case
+    from flopwise.references.validate.protocol import Protocol
+    from flopwise.references.validate.validation import Validation
+    from flopwise.setup.hardware import Hardware
 
 CONFORMANCE = "deepflow"
 RECORDED = "offload"
@@ -36,7 +36,7 @@ def validate(
     """Hold predictions against a published table: errors, order, memory verdicts, and how they came about."""
     from pathlib import Path
 
-    from flopwise.core.published import TABLES
+    from flopwise.references.published import TABLES
 
     form = one_of(output, FORMS, "--output")
     apart = one_of(leave_out, ("none", "model"), "--leave-out") == "model"
@@ -52,9 +52,9 @@ def validate(
 
 
 def _conformance(path: Path | None) -> Validation:
-    from flopwise.core.catalog import ROOT
-    from flopwise.core.published.rows import placed, read_rows
-    from flopwise.predict.deepflow.conformance import COLUMNS, FILE, OUTPUT, conformance, predicted_row
+    from flopwise.catalog.load import ROOT
+    from flopwise.references.deepflow.conformance import COLUMNS, FILE, OUTPUT, conformance, predicted_row
+    from flopwise.references.published.rows import placed, read_rows
 
     rows = []
     for row in read_rows(path or ROOT / "tables" / FILE, COLUMNS):
@@ -65,11 +65,11 @@ def _conformance(path: Path | None) -> Validation:
 
 
 def _recorded(path: Path | None, *, apart: bool) -> Validation:
-    from flopwise.core.catalog import load_hardware, load_model
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.core.published.offload import read_offload
-    from flopwise.core.transformer import Transformer
-    from flopwise.plan.recorded import validate_recorded
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.catalog.load import load_hardware, load_model
+    from flopwise.references.dataflow.recorded import validate_recorded
+    from flopwise.references.published.offload import read_offload
+    from flopwise.work.transformer import Transformer
 
     if apart:
         raise FlopwiseError(
@@ -87,9 +87,9 @@ def _recorded(path: Path | None, *, apart: bool) -> Validation:
 
 
 def _validation(name: str, path: Path | None, *, apart: bool) -> Validation:
-    from flopwise.core.catalog import load_stack
-    from flopwise.core.published import hardware_of, protocol_of, read_cases, table_of
-    from flopwise.predict.held_out import fit_of, held_out_predictions, shipped_predictions, validated
+    from flopwise.catalog.load import load_stack
+    from flopwise.references.published import hardware_of, protocol_of, read_cases, table_of
+    from flopwise.references.validate.held_out import fit_of, held_out_predictions, shipped_predictions, validated
 
     protocol = protocol_of(table_of(name, path))
     cases, shipped = read_cases(name, path), read_cases(protocol.fitted_table)
@@ -109,8 +109,8 @@ def _validation(name: str, path: Path | None, *, apart: bool) -> Validation:
 
 def _check(case: Case, hardware: Hardware) -> None:
     """Refuse a row that cannot be predicted: its model cannot be split so, or no network reaches all its devices."""
-    from flopwise.core.errors import FlopwiseError
-    from flopwise.predict.collectives import check_reach
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.predict.cluster.collectives import check_reach
 
     try:
         case.parallel.check(case.model, case.workload.sequence_tokens)
@@ -185,7 +185,7 @@ def _recorded_words(hardware: Iterable[Hardware]) -> str:
 
 
 def _print(found: Validation, form: str, *, all_rows: bool) -> None:
-    from flopwise.report import validations as written
+    from flopwise.references.validate import report as written
 
     if form == "json":
         typer.echo(written.validation_json(found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flopwise.engine.executable import no_gpu
-from flopwise.profile.this_machine import Here, cpu_here
+from flopwise.profile.measure.this_machine import Here, cpu_here
 
 
 def choose_device(wanted: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flopwise.core.cluster_plan import ClusterPlan
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.formats import WIDTH_BYTES, Formats, parse_formats
-from flopwise.core.parallel import Parallel
-from flopwise.core.transformer import Transformer
+from flopwise.base.errors import FlopwiseError
+from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.setup.parallel import Parallel
+from flopwise.work.formats import WIDTH_BYTES, Formats, parse_formats
+from flopwise.work.transformer import Transformer
 
 TRAINED_IN = ("fp64", "fp32", "tf32", "bf16", "fp16")
 """Formats that torch's tensors have; products may be in fp8 too."""

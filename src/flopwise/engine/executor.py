@@ -8,9 +8,9 @@ from typing import Literal, Protocol, get_args
 
 from torch import Tensor
 
-from flopwise.core.measurement import MemoryRow
-from flopwise.core.parameters import Parameter
 from flopwise.engine.batch import Batch
+from flopwise.records.measurement import MemoryRow
+from flopwise.work.parameters import Parameter
 
 Moment = Literal["first", "second", "master"]
 """AdamW's moments, and the exact copy of the weights where there is one."""

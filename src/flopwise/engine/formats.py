@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flopwise.core.formats import Formats
+from flopwise.work.formats import Formats
 
 TYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,

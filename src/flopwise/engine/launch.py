@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 
-from flopwise.core.errors import FlopwiseError, shown
+from flopwise.base.errors import FlopwiseError, shown
 
 Launcher = Literal["alone", "torchrun", "slurm", "flopwise"]
 

@@ -1,7 +1,7 @@
 """Plain PyTorch modules for every family that can be trained: autograd and nothing else.
 
 They are what the engine's own kernels are compared with, and what PyTorch's own sharding wraps. Their parameters have
-the names and shapes of `flopwise.core.parameters`, so that numbers go from one executor to another by name.
+the names and shapes of `flopwise.work.parameters`, so that numbers go from one executor to another by name.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flopwise.core.transformer import Transformer
 from flopwise.engine.batch import NO_LABEL
 from flopwise.engine.executable import check_trainable
-from flopwise.engine.rotary import rotary_frequencies
+from flopwise.engine.streaming.rotary import rotary_frequencies
+from flopwise.work.transformer import Transformer
 
 
 def _relu_squared(value: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Self
 
-from flopwise.core.processes import python_words, search_path
+from flopwise.base.processes import python_words, search_path
 from flopwise.engine import warden
 from flopwise.engine.launch import LISTENER, LOOPBACK, LOST_HINT, REFUSAL, SPAWNED
 

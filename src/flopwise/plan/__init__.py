@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from flopwise.core.cluster_plan import Answer, Option
-from flopwise.core.plan import Plan, Planned
-from flopwise.plan.answer import answer
-from flopwise.plan.compile import compile_plan
-from flopwise.plan.cuts import DeviceQuestion
-from flopwise.plan.explain import planned
-from flopwise.plan.search import Question, fastest
+from flopwise.plan.cluster.answer import answer
+from flopwise.plan.cluster.search import Question, fastest
+from flopwise.plan.device.cuts import DeviceQuestion
+from flopwise.plan.device.explain import planned
+from flopwise.plan.program.compile import compile_plan
+from flopwise.records.cluster_plan import Answer, Option
+from flopwise.records.plan import Plan, Planned
 
 __all__ = [
     "Answer",

@@ -7,23 +7,23 @@ from typing import get_args
 
 import numpy as np
 
-from flopwise.core.describe import describe
-from flopwise.core.errors import FlopwiseError, unknown_name
-from flopwise.core.formats import POLICIES, Formats, parse_formats
-from flopwise.core.hardware import Hardware
-from flopwise.core.model import Model
-from flopwise.core.op import AttentionKernel
-from flopwise.core.parallel import Parallel
-from flopwise.core.prediction import NO_STACK
-from flopwise.core.stack import Stack
-from flopwise.core.transformer import Transformer
-from flopwise.core.work import RECOMPUTE_POLICIES, Recompute, Work
-from flopwise.core.workload import MOMENTS, Fusion, Optimizer, Workload
-from flopwise.predict.cluster import evaluate
-from flopwise.predict.collectives import check_reach
-from flopwise.predict.costs import peak_flops, workload_costs
-from flopwise.predict.memory import device_bytes, memory_line, usable_bytes
-from flopwise.predict.strategies import listed
+from flopwise.base.errors import FlopwiseError, unknown_name
+from flopwise.predict.cluster.collectives import check_reach
+from flopwise.predict.cluster.costing import evaluate
+from flopwise.predict.cluster.strategies import listed
+from flopwise.predict.kernels.costs import peak_flops, workload_costs
+from flopwise.predict.kernels.memory import device_bytes, memory_line, usable_bytes
+from flopwise.records.prediction import NO_STACK
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.parallel import Parallel
+from flopwise.setup.stack import Stack
+from flopwise.setup.workload import MOMENTS, Fusion, Optimizer, Workload
+from flopwise.work.describe import describe
+from flopwise.work.formats import POLICIES, Formats, parse_formats
+from flopwise.work.model import Model
+from flopwise.work.op import AttentionKernel
+from flopwise.work.transformer import Transformer
+from flopwise.work.work import RECOMPUTE_POLICIES, Recompute, Work
 
 
 def auto_policies(kernel: AttentionKernel) -> tuple[Recompute, ...]:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flopwise.core.describe import describe
-from flopwise.core.hardware import Hardware
-from flopwise.core.model import Model
-from flopwise.core.op import Convention
-from flopwise.core.workload import Workload
-from flopwise.predict.calls import Floats, calls_of
-from flopwise.predict.costs import peak_flops, step_costs
-from flopwise.predict.memory import memory_line, usable_bytes
+from flopwise.predict.kernels.calls import Floats, calls_of
+from flopwise.predict.kernels.costs import peak_flops, step_costs
+from flopwise.predict.kernels.memory import memory_line, usable_bytes
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.workload import Workload
+from flopwise.work.describe import describe
+from flopwise.work.model import Model
+from flopwise.work.op import Convention
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,21 +7,21 @@ from fractions import Fraction
 
 import numpy as np
 
-from flopwise.core.describe import describe
-from flopwise.core.errors import unknown_name
-from flopwise.core.hardware import Hardware
-from flopwise.core.model import Model, beyond_context
-from flopwise.core.op import CONVENTIONS, Convention
-from flopwise.core.prediction import NO_STACK, DeviceBytes, OpPrediction, Prediction, StagePrediction
-from flopwise.core.traffic import least_bytes
-from flopwise.core.work import Work
-from flopwise.core.workload import Workload
-from flopwise.predict.calls import Phase, calls_of
+from flopwise.base.errors import unknown_name
 from flopwise.predict.choose import PLAIN, Request, capacity_bytes, choose
-from flopwise.predict.cluster_step import cluster_step
-from flopwise.predict.costs import BOUND_NAMES, CAUSES, peak_flops, workload_costs
-from flopwise.predict.memory import device_bytes
-from flopwise.predict.strategies import micro_batches
+from flopwise.predict.cluster.step import cluster_step
+from flopwise.predict.cluster.strategies import micro_batches
+from flopwise.predict.kernels.calls import Phase, calls_of
+from flopwise.predict.kernels.costs import BOUND_NAMES, CAUSES, peak_flops, workload_costs
+from flopwise.predict.kernels.memory import device_bytes
+from flopwise.records.prediction import NO_STACK, DeviceBytes, OpPrediction, Prediction, StagePrediction
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.workload import Workload
+from flopwise.work.describe import describe
+from flopwise.work.model import Model, beyond_context
+from flopwise.work.op import CONVENTIONS, Convention
+from flopwise.work.traffic import least_bytes
+from flopwise.work.work import Work
 
 PALM_NOTE_MFU = 0.75
 """Above this, `palm` shares say more about the convention than about the device."""

@@ -11,9 +11,9 @@ from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flopwise.core.files import to_json
-from flopwise.core.plan import Cell, Planned
-from flopwise.core.units import BINARY_UNITS, show_bytes, show_seconds, show_share, significant
+from flopwise.base.files import to_json
+from flopwise.base.units import BINARY_UNITS, show_bytes, show_seconds, show_share, significant
+from flopwise.records.plan import Cell, Planned
 from flopwise.report.device_plan_files import main_values
 from flopwise.report.device_plans import SAME
 from flopwise.report.tables import GAP, csv_text, markdown_table

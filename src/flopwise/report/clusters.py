@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from flopwise.core.prediction import DeviceBytes, Prediction, StagePrediction
-from flopwise.core.units import show_bytes, show_seconds, show_share
+from flopwise.base.units import show_bytes, show_seconds, show_share
+from flopwise.records.prediction import DeviceBytes, Prediction, StagePrediction
 
 PART_WORDS = {
     "products": "matrix products",

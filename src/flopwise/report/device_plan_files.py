@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flopwise.core.files import to_json
-from flopwise.core.plan import Planned
-from flopwise.core.units import show_bytes, show_seconds, show_share, significant
+from flopwise.base.files import to_json
+from flopwise.base.units import show_bytes, show_seconds, show_share, significant
+from flopwise.records.plan import Planned
 from flopwise.report.device_plans import memory_rows, owners_of, size_words
 from flopwise.report.tables import csv_text, markdown_table
 

@@ -14,14 +14,14 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from flopwise.core.formats import parse_formats
-from flopwise.core.parameters import ENDS
-from flopwise.core.plan import Help, Plan, Planned, Residency
-from flopwise.core.prediction import Interval
-from flopwise.core.program import OWNERS
-from flopwise.core.units import show_bytes, show_count, show_seconds, show_share, significant
-from flopwise.core.workload import MOMENTS
+from flopwise.base.units import show_bytes, show_count, show_seconds, show_share, significant
+from flopwise.records.plan import Help, Plan, Planned, Residency
+from flopwise.records.prediction import Interval
+from flopwise.records.program import OWNERS
 from flopwise.report.predictions import NOTHING_KNOWN, OPTIMIZER_TITLES, outside_words
+from flopwise.setup.workload import MOMENTS
+from flopwise.work.formats import parse_formats
+from flopwise.work.parameters import ENDS
 
 SAME = 5e-4
 """Speeds that differ by less are printed as the same."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flopwise.core.describe import describe
-from flopwise.core.hardware import NUMBER_FORMATS, Device, Hardware
-from flopwise.core.model import Model
-from flopwise.core.stack import Stack
-from flopwise.core.transformer import Transformer
-from flopwise.core.units import exact_tokens, show_bytes, show_count
+from flopwise.base.units import exact_tokens, show_bytes, show_count
+from flopwise.setup.hardware import NUMBER_FORMATS, Device, Hardware
+from flopwise.setup.stack import Stack
+from flopwise.work.describe import describe
+from flopwise.work.model import Model
+from flopwise.work.transformer import Transformer
 
 MODEL_COLUMNS = ("model", "parameters", "layers", "hidden", "heads", "context", "title")
 HARDWARE_COLUMNS = ("hardware", "matrix peak", "fp8", "memory", "bandwidth", "power", "efficiency", "title")

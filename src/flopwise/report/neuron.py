@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from flopwise.profile.neuron_metrics import NeuronDocument, NeuronMemory, NeuronRow, NeuronSection, group_of
-from flopwise.profile.neuron_text import (
+from flopwise.profile.read.neuron_metrics import NeuronDocument, NeuronMemory, NeuronRow, NeuronSection, group_of
+from flopwise.profile.read.neuron_text import (
     BYTE_UNITS,
     CONFIGURATION_LINE,
     DECIMALS,
@@ -18,7 +18,7 @@ from flopwise.profile.neuron_text import (
     SUMMARY_HEADER,
     is_free_text,
 )
-from flopwise.profile.trainer_metrics import TrainMetric
+from flopwise.profile.read.trainer_metrics import TrainMetric
 
 # From where on a unit of time is used, as far as the profiler's printing tells: it has 409.83 us and 0.53 ms.
 _TIME_STEPS = ((1.0, "s", 1.0), (0.5e-3, "ms", 1e-3), (0.5e-6, "us", 1e-6), (0.0, "ns", 1e-9))

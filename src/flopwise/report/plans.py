@@ -8,10 +8,10 @@ from dataclasses import asdict
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from flopwise.core.cluster_plan import Answer, Loser, Option, WhatIf
-from flopwise.core.files import to_json
-from flopwise.core.prediction import Prediction
-from flopwise.core.units import show_bytes, show_seconds, show_share, significant
+from flopwise.base.files import to_json
+from flopwise.base.units import show_bytes, show_seconds, show_share, significant
+from flopwise.records.cluster_plan import Answer, Loser, Option, WhatIf
+from flopwise.records.prediction import Prediction
 from flopwise.report.predictions import chosen_words, heading, interval_words, memory_and_time, outside_words
 from flopwise.report.tables import csv_text, markdown_table
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from flopwise.core.errors import FlopwiseError, nearest, shown
-from flopwise.core.files import WRITABLE_HINT, write_whole
-from flopwise.core.results import Result, checked
-from flopwise.core.units import show_bytes, show_share, significant
+from flopwise.base.errors import FlopwiseError, nearest, shown
+from flopwise.base.files import WRITABLE_HINT, write_whole
+from flopwise.base.units import show_bytes, show_share, significant
 from flopwise.report.training import printable
+from flopwise.store.results import Result, checked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

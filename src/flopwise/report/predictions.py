@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flopwise.core.files import to_json
-from flopwise.core.prediction import DeviceBytes, Interval, Prediction
-from flopwise.core.units import show_bytes, show_count, show_seconds, show_share, significant
+from flopwise.base.files import to_json
+from flopwise.base.units import show_bytes, show_count, show_seconds, show_share, significant
+from flopwise.records.prediction import DeviceBytes, Interval, Prediction
 from flopwise.report.clusters import PART_WORDS, stage_table, time_table
 from flopwise.report.tables import csv_text, fitting_columns, markdown_table, text_table
 

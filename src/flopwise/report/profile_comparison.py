@@ -10,13 +10,13 @@ from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flopwise.core.store import to_text
-from flopwise.core.units import significant
-from flopwise.profile.comparing import Comparison, Fit, HostWait, Row, WallFit
+from flopwise.base.units import significant
+from flopwise.profile.explain.comparing import Comparison, Fit, HostWait, Row, WallFit
 from flopwise.report.profile_files import markdown_words
 from flopwise.report.profile_words import UNKNOWN, about, change_words, safe, scaled, seconds, shortened, warning_words
 from flopwise.report.tables import GAP, csv_text, markdown_table, text_table
 from flopwise.report.training import as_text, printable, wrapped
+from flopwise.store.runs import to_text
 
 SAME = 5e-4
 """Figures that change by less are told once for all profiles."""

@@ -8,9 +8,8 @@ from typing import Any
 
 import msgspec
 
-from flopwise.core.profile import METRICS, Profile, Spent, Verdict
-from flopwise.core.store import to_text
-from flopwise.profile.comparing import column_names, shares_of, train_unit
+from flopwise.profile.explain.comparing import column_names, shares_of, train_unit
+from flopwise.records.profile import METRICS, Profile, Spent, Verdict
 from flopwise.report.profile_timeline import SUM_COLUMNS, TASK_COLUMNS, durations, furthest, sum_rows, task_rows
 from flopwise.report.profile_words import UNKNOWN, about, evidence_words, safe, scaled, seconds, stake_words, title
 from flopwise.report.profiles import (
@@ -30,6 +29,7 @@ from flopwise.report.profiles import (
 )
 from flopwise.report.tables import csv_text, markdown_cell, markdown_table
 from flopwise.report.training import metric_words, printable
+from flopwise.store.runs import to_text
 
 MOST_SPENT = 30
 """Kernels, or operators, that a file lists; JSON has them all."""

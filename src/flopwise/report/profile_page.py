@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from math import isfinite
 
-from flopwise.core.profile import Profile, TaskTime, Verdict
-from flopwise.profile.comparing import Comparison
+from flopwise.profile.explain.comparing import Comparison
+from flopwise.records.profile import Profile, TaskTime, Verdict
 from flopwise.report.profile_comparison import (
     LENGTH_COLUMNS,
     cell_words,

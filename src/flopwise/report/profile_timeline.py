@@ -10,7 +10,7 @@ import msgspec
 from rich.console import RenderableType
 from rich.text import Text
 
-from flopwise.core.profile import Profile, TaskTime
+from flopwise.records.profile import Profile, TaskTime
 from flopwise.report.profile_words import UNKNOWN, change_words, safe, seconds
 from flopwise.report.tables import text_table
 from flopwise.report.trace import microseconds

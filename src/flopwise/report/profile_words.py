@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from flopwise.core.profile import METRIC, Evidence, Profile, Unit, Value, Verdict, VerdictKind
-from flopwise.core.units import significant
+from flopwise.base.units import significant
+from flopwise.records.profile import METRIC, Evidence, Profile, Unit, Value, Verdict, VerdictKind
 from flopwise.report.training import printable
 
 UNKNOWN = "-"

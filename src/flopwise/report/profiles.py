@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flopwise.core.profile import KERNEL_CLASSES, METRIC, METRICS, Peaks, Profile, Spent, ValueSource, Verdict
+from flopwise.records.profile import KERNEL_CLASSES, METRIC, METRICS, Peaks, Profile, Spent, ValueSource, Verdict
 from flopwise.report.profile_timeline import task_tables
 from flopwise.report.profile_words import (
     BEYOND_READING,

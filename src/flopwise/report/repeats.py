@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from flopwise.core.results import FIELDS, Result
 from flopwise.report.training import UNKNOWN
+from flopwise.store.results import FIELDS, Result
 
 LARGEST = frozenset({"device_bytes", "host_bytes"})
 """Of several runs the most counts."""
@@ -80,7 +80,7 @@ def _common(name: str, values: Sequence[Any]) -> Any:  # noqa: ANN401 - as the f
 
 
 def _half_width(rows: Sequence[Result], rate: float | None) -> float | None:
-    from flopwise.core.statistics import Quantiles, relative_half_width
+    from flopwise.store.statistics import Quantiles, relative_half_width
 
     known = [
         Quantiles(median=1 / row.tokens_per_s, p20=_inverse(row.tokens_per_s_p80), p80=_inverse(row.tokens_per_s_p20),

@@ -15,12 +15,12 @@ from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flopwise.core.results import ERROR, Result, checked
-from flopwise.core.units import BINARY_UNITS, show_count, show_share, significant
+from flopwise.base.units import BINARY_UNITS, show_count, show_share, significant
 from flopwise.report.repeats import Line, lines_of
 from flopwise.report.results_files import OFFLOADED, TITLE, kinds
 from flopwise.report.tables import fitting_columns, markdown_table, markdown_text, text_table
 from flopwise.report.training import UNKNOWN, as_text, printable, rate_words, seconds_words, size_words, wrapped
+from flopwise.store.results import ERROR, Result, checked
 
 LONGEST_NAME = 28
 GOOD = ("ok", "planned", "running")

@@ -17,11 +17,11 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from flopwise.core.errors import FlopwiseError, nearest, shown
-from flopwise.core.files import entry_kind
-from flopwise.core.results import FIELDS, Result, Source
-from flopwise.core.store import NOT_FINITE, to_text
+from flopwise.base.errors import FlopwiseError, nearest, shown
+from flopwise.base.files import entry_kind
 from flopwise.report.tables import csv_word
+from flopwise.store.results import FIELDS, Result, Source
+from flopwise.store.runs import NOT_FINITE, to_text
 
 OFFLOADED = " and offload"
 """Behind `recompute`: what is kept goes to the host."""

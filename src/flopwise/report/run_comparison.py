@@ -12,13 +12,13 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flopwise.core.index import UNREADABLE
-from flopwise.core.results import ERROR, Result
-from flopwise.core.statistics import Change, Quantiles, Sample, change
-from flopwise.core.store import to_text
-from flopwise.core.units import significant
+from flopwise.base.units import significant
 from flopwise.report.tables import csv_text, fitting_columns, markdown_table, markdown_text, text_table
 from flopwise.report.training import UNKNOWN, as_text, printable, rate_words, wrapped
+from flopwise.store.index import UNREADABLE
+from flopwise.store.results import ERROR, Result
+from flopwise.store.runs import to_text
+from flopwise.store.statistics import Change, Quantiles, Sample, change
 
 MEASURED = "ok"
 """The state of rows whose speed counts."""

@@ -11,12 +11,8 @@ from typing import Any, get_args
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flopwise.core.index import UNREADABLE, Indexed, indexed
-from flopwise.core.measurement import Measurement, RunRecord, StepRecord
-from flopwise.core.store import Listed
-from flopwise.core.sweep import Attempt, CellState, SweepRecord, standing
-from flopwise.core.training import Training
-from flopwise.core.units import show_bytes, show_count, show_share
+from flopwise.base.units import show_bytes, show_count, show_share
+from flopwise.records.measurement import Measurement, RunRecord, StepRecord
 from flopwise.report.predictions import OPTIMIZER_TITLES
 from flopwise.report.training import (
     UNKNOWN,
@@ -33,6 +29,10 @@ from flopwise.report.training import (
     share_words,
     state_parts,
 )
+from flopwise.setup.training import Training
+from flopwise.store.cells import Attempt, CellState, SweepRecord, standing
+from flopwise.store.index import UNREADABLE, Indexed, indexed
+from flopwise.store.runs import Listed
 
 COLUMNS = ("run", "state", "model", "task", "steps", "loss", "tok/s", "MFU", "error", "started")
 """error: of the predicted speed, against the measured one."""

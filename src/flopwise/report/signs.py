@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flopwise.core.files import encodable
+from flopwise.base.files import encodable
 
 KEPT = "\n\u00a0\u2009\u202f"
 """Signs that are not called printable and do no harm: ends of lines, and blanks that do not break."""

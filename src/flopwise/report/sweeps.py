@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flopwise.core.sweep import Cell
-from flopwise.core.units import AUTO, Auto, show_bytes, show_seconds
+from flopwise.base.units import AUTO, Auto, show_bytes, show_seconds
 from flopwise.report.tables import fitting_columns, markdown_table, markdown_text, text_table
 from flopwise.report.training import UNKNOWN, as_text, printable, rate_words, seconds_words, share_words, wrapped
+from flopwise.store.cells import Cell
 
 MOST_ROWS = 200
 """Of a table for a terminal; files have all."""

@@ -11,7 +11,7 @@ from itertools import groupby
 from rich.cells import cell_len
 from rich.text import Text
 
-from flopwise.core.files import encodable
+from flopwise.base.files import encodable
 from flopwise.report.signs import visible
 
 GAP = 2

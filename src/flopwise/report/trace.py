@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from flopwise.core.program import STREAMS, Task, task_name
-from flopwise.core.simulation import MemoryPoint, Simulation
+from flopwise.records.program import STREAMS, Task, task_name
+from flopwise.records.simulation import MemoryPoint, Simulation
 
 MOST_POINTS = 4000
 """Changes of memory that a trace shows; beyond that only the largest ones of each stretch of the step."""

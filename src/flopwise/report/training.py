@@ -16,12 +16,12 @@ from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flopwise.core.measurement import Measurement, MemoryRow, RunRecord, StepRecord
-from flopwise.core.parameters import Place
-from flopwise.core.program import OWNERS
-from flopwise.core.units import show_bytes, show_seconds, show_share, significant
+from flopwise.base.units import show_bytes, show_seconds, show_share, significant
+from flopwise.records.measurement import Measurement, MemoryRow, RunRecord, StepRecord
+from flopwise.records.program import OWNERS
 from flopwise.report.signs import visible
 from flopwise.report.tables import text_table
+from flopwise.work.parameters import Place
 
 UNKNOWN = "-"
 LONGEST_DURATION_S = 1e11

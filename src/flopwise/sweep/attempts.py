@@ -17,17 +17,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
-from flopwise.core.catalog import THIS_CPU, hardware_place
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import append_to, to_toml, write_whole
-from flopwise.core.measurement import RunRecord
-from flopwise.core.processes import python_words, search_path
-from flopwise.core.store import from_text
-from flopwise.core.sweep import INTERRUPTED, Attempt, Cell, CellState, SweepRecord
-from flopwise.core.sweep_store import BEAT_S, RUN_LINE, beat, cell_folder, new_attempt, now, run_record, write_attempt
-from flopwise.core.units import AUTO, show_seconds
+from flopwise.base.errors import FlopwiseError
+from flopwise.base.files import append_to, to_toml, write_whole
+from flopwise.base.processes import python_words, search_path
+from flopwise.base.units import AUTO, show_seconds
+from flopwise.catalog.load import THIS_CPU, hardware_place
+from flopwise.records.measurement import RunRecord
+from flopwise.store.cells import INTERRUPTED, Attempt, Cell, CellState, SweepRecord
+from flopwise.store.runs import from_text
+from flopwise.store.sweeps import BEAT_S, RUN_LINE, beat, cell_folder, new_attempt, now, run_record, write_attempt
 from flopwise.sweep import keeper
-from flopwise.sweep.slurm_scripts import JOB_VARIABLE, PREFIX_VARIABLE
+from flopwise.sweep.jobs.slurm_scripts import JOB_VARIABLE, PREFIX_VARIABLE
 
 MODEL = "model.toml"
 """A cell's model, for the command that trains it."""

@@ -10,15 +10,9 @@ from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
-from flopwise.core.catalog import hardware_place, load_model, model_table
-from flopwise.core.errors import FlopwiseError, shown, unknown_name
-from flopwise.core.files import parse_toml
-from flopwise.core.formats import parse_formats
-from flopwise.core.hardware import Hardware
-from flopwise.core.model import Model
-from flopwise.core.sweep import Settings, cell_id
-from flopwise.core.transformer import Transformer
-from flopwise.core.units import (
+from flopwise.base.errors import FlopwiseError, shown, unknown_name
+from flopwise.base.files import parse_toml
+from flopwise.base.units import (
     AUTO,
     Auto,
     parse_byte_list,
@@ -29,7 +23,13 @@ from flopwise.core.units import (
     present,
     show_bytes,
 )
+from flopwise.catalog.load import hardware_place, load_model, model_table
 from flopwise.predict.choose import DEFAULT_SEQUENCE_TOKENS, Request, base_workload
+from flopwise.setup.hardware import Hardware
+from flopwise.store.cells import Settings, cell_id
+from flopwise.work.formats import parse_formats
+from flopwise.work.model import Model
+from flopwise.work.transformer import Transformer
 
 MOST_CELLS = 100_000
 """More than this is a mistake: nobody waits for it, and nobody reads it."""

@@ -12,22 +12,22 @@ from math import ceil
 
 import numpy as np
 
-from flopwise.core.describe import describe
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.hardware import Hardware
-from flopwise.core.model import Model
-from flopwise.core.parallel import Parallel
-from flopwise.core.work import Recompute, Work
-from flopwise.core.workload import Workload
-from flopwise.predict.calls import Floats, Phase, calls_for
+from flopwise.base.errors import FlopwiseError
 from flopwise.predict.choose import PLAIN, Request, auto_policies, base_workload, capacity_bytes, micro_batch_sizes
-from flopwise.predict.cluster import evaluate, peak_bytes
-from flopwise.predict.cluster_step import BOUNDS
-from flopwise.predict.collectives import check_reach
-from flopwise.predict.costs import BOUND_NAMES, CAUSES, step_costs
-from flopwise.predict.memory import memory_line
-from flopwise.predict.strategies import listed, micro_batches
+from flopwise.predict.cluster.collectives import check_reach
+from flopwise.predict.cluster.costing import evaluate, peak_bytes
+from flopwise.predict.cluster.step import BOUNDS
+from flopwise.predict.cluster.strategies import listed, micro_batches
+from flopwise.predict.kernels.calls import Floats, Phase, calls_for
+from flopwise.predict.kernels.costs import BOUND_NAMES, CAUSES, step_costs
+from flopwise.predict.kernels.memory import memory_line
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.parallel import Parallel
+from flopwise.setup.workload import Workload
 from flopwise.sweep.auto_batch import largest
+from flopwise.work.describe import describe
+from flopwise.work.model import Model
+from flopwise.work.work import Recompute, Work
 
 AT_ONCE = 8192
 """Strategies over several devices that are costed together."""

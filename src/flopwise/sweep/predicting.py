@@ -11,32 +11,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flopwise.core.catalog import THIS_CPU, THIS_MACHINE
-from flopwise.core.cluster_plan import ClusterPlan
-from flopwise.core.describe import describe
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import decode
-from flopwise.core.formats import Formats, parse_formats
-from flopwise.core.hardware import Hardware
-from flopwise.core.model import ARCHITECTURES, Model
-from flopwise.core.parallel import Parallel
-from flopwise.core.plan import Plan
-from flopwise.core.results import recompute_words
-from flopwise.core.sweep import Cell, Foreseen, Settings
-from flopwise.core.sweep_store import looks
-from flopwise.core.transformer import Transformer
-from flopwise.core.units import AUTO, show_bytes
+from flopwise.base.errors import FlopwiseError
+from flopwise.base.files import decode
+from flopwise.base.units import AUTO, show_bytes
+from flopwise.catalog.load import THIS_CPU, THIS_MACHINE
 from flopwise.engine.executable import check_several
-from flopwise.plan.cuts import DeviceQuestion
-from flopwise.plan.forecast import forecast
-from flopwise.plan.memory import plan_bytes
-from flopwise.plan.sizes import sizes_of
-from flopwise.plan.smallest import least_device
+from flopwise.plan.device.cuts import DeviceQuestion
+from flopwise.plan.device.forecast import forecast
+from flopwise.plan.device.memory import plan_bytes
+from flopwise.plan.device.smallest import least_device
+from flopwise.plan.program.sizes import sizes_of
 from flopwise.predict.choose import Request, capacity_bytes, default_host_bytes
+from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.records.plan import Plan
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.parallel import Parallel
+from flopwise.store.cells import Cell, Foreseen, Settings
+from flopwise.store.results import recompute_words
+from flopwise.store.sweeps import looks
 from flopwise.sweep.auto_batch import LOOKING_ATTEMPTS, LOOKING_STEPS, largest, most_sequences
 from flopwise.sweep.grid import label
 from flopwise.sweep.many import Case, Outcome, Predictor
 from flopwise.train.planning import CPU_MEMORY_SHARE, Promise, Question, TooLargeError, find_plan
+from flopwise.work.describe import describe
+from flopwise.work.formats import Formats, parse_formats
+from flopwise.work.model import ARCHITECTURES, Model
+from flopwise.work.transformer import Transformer
 
 START_S = {"cpu": 4.2, "gpu": 18.0}
 """Seconds of an attempt beside its steps, by kind of device. cpu: measured, three steps of a model of two layers on two

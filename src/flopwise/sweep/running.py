@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import WRITABLE_HINT
-from flopwise.core.sweep import ENDED, FINISHED, Attempt, Cell, CellState, SweepRecord, standing
-from flopwise.core.sweep_store import CELLS, claimed, looks, missing_repeats, now, read_attempts, read_cell, verdict
-from flopwise.core.units import AUTO, show_bytes
+from flopwise.base.errors import FlopwiseError
+from flopwise.base.files import WRITABLE_HINT
+from flopwise.base.units import AUTO, show_bytes
 from flopwise.engine.signals import Stop
+from flopwise.store.cells import ENDED, FINISHED, Attempt, Cell, CellState, SweepRecord, standing
+from flopwise.store.sweeps import CELLS, claimed, looks, missing_repeats, now, read_attempts, read_cell, verdict
 from flopwise.sweep.attempts import (
     GRACE_S,
     Command,

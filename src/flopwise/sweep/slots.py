@@ -9,11 +9,11 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, is_cpu, load_hardware
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.hardware import Hardware, same_device
-from flopwise.core.sweep import Settings, SweepRecord
-from flopwise.sweep.slurm_scripts import PREFIX_VARIABLE
+from flopwise.base.errors import FlopwiseError
+from flopwise.catalog.load import THIS_CPU, THIS_MACHINE, is_cpu, load_hardware
+from flopwise.setup.hardware import Hardware, same_device
+from flopwise.store.cells import Settings, SweepRecord
+from flopwise.sweep.jobs.slurm_scripts import PREFIX_VARIABLE
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
@@ -121,7 +121,7 @@ def check_hardware(cells: Iterable[Settings], record: SweepRecord, slots: Slots)
         # A file that is gone says so; what is there is another device.
         load_hardware(min(named))
         raise _elsewhere(min(named), "this machine's CPU")
-    from flopwise.profile import this_machine
+    from flopwise.profile.measure import this_machine
 
     if named:
         _check_same(named, this_machine.this_machine())

@@ -26,8 +26,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from flopwise.core.errors import FlopwiseError, shown, unknown_name
-from flopwise.core.files import read_table
+from flopwise.base.errors import FlopwiseError, shown, unknown_name
+from flopwise.base.files import read_table
 from flopwise.sweep.grid import AXES, Axes, Skip, Words, read_axes, values_of
 
 TABLES = ("grid", "run", "cells", "skip")

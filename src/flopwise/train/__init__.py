@@ -28,7 +28,7 @@ def __getattr__(name: str) -> object:
         except ModuleNotFoundError as error:
             if error.name not in ("torch", "safetensors"):
                 raise
-            from flopwise.core.errors import FlopwiseError
+            from flopwise.base.errors import FlopwiseError
 
             raise FlopwiseError(f"training needs {error.name}", hint="pip install 'flopwise[train]'") from None
     raise AttributeError(f"module 'flopwise.train' has no attribute {name!r}")

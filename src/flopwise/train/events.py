@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from flopwise.core.files import append_to
-from flopwise.core.measurement import RunRecord, StepRecord
-from flopwise.core.store import LOG
-from flopwise.core.training import Training
+from flopwise.base.files import append_to
+from flopwise.records.measurement import RunRecord, StepRecord
+from flopwise.setup.training import Training
+from flopwise.store.runs import LOG
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

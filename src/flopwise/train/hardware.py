@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from flopwise.core.catalog import THIS_CPU, THIS_MACHINE, hardware_place, load_hardware
-from flopwise.core.cluster_plan import ClusterPlan
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import entry_kind
-from flopwise.core.hardware import SAME_MEMORY, Fact, Hardware, same_device
-from flopwise.core.plan import Plan
-from flopwise.core.units import show_bytes
-from flopwise.predict.calibrated import LIKE
-from flopwise.profile.this_machine import Here, catalogue_name, find_hardware
+from flopwise.base.errors import FlopwiseError
+from flopwise.base.files import entry_kind
+from flopwise.base.units import show_bytes
+from flopwise.calibrate.calibrated import LIKE
+from flopwise.catalog.load import THIS_CPU, THIS_MACHINE, hardware_place, load_hardware
+from flopwise.profile.measure.this_machine import Here, catalogue_name, find_hardware
+from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.records.plan import Plan
+from flopwise.setup.hardware import SAME_MEMORY, Fact, Hardware, same_device
 from flopwise.train.request import TrainRequest
 
 

@@ -13,21 +13,21 @@ from pathlib import Path
 
 import msgspec
 
-from flopwise.core.catalog import is_plan, load_plan
-from flopwise.core.cluster_plan import ClusterPlan
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import WRITABLE_HINT, entry_kind
-from flopwise.core.model import Model
-from flopwise.core.plan import Plan
-from flopwise.core.store import PLAN, find_run, read_record, store_folder
+from flopwise.base.errors import FlopwiseError
+from flopwise.base.files import WRITABLE_HINT, entry_kind
+from flopwise.catalog.load import is_plan, load_plan
 from flopwise.engine.data.sources import check_beginnings, find_sources
 from flopwise.engine.data.tokenizer import load_tokenizer
 from flopwise.engine.executable import check_executed, no_gpu
-from flopwise.engine.weight_files import weight_files
-from flopwise.profile.this_machine import Here, cpu_here, gpus_here
+from flopwise.engine.weights.weight_files import weight_files
+from flopwise.profile.measure.this_machine import Here, cpu_here, gpus_here
+from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.records.plan import Plan
+from flopwise.store.runs import PLAN, find_run, read_record, store_folder
 from flopwise.train.hardware import check_kind
 from flopwise.train.preparing import Settled, promised, settle
 from flopwise.train.request import TrainRequest
+from flopwise.work.model import Model
 
 DRIVER_PLACES = ("/dev/nvidiactl", "/dev/nvhost-ctrl", "/dev/nvhost-gpu", "/dev/dxg")
 """Of NVIDIA's drivers: of cards, of boards that have a GPU on them, and under Windows."""

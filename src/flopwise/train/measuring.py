@@ -7,12 +7,12 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from flopwise.core.cluster_plan import ClusterPlan
-from flopwise.core.describe import describe
-from flopwise.core.measurement import Measurement, MemoryRow, StepRecord
-from flopwise.core.statistics import LEAST_WARM_UP, warm_up_steps
-from flopwise.engine.loop import Outcome
+from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.records.measurement import Measurement, MemoryRow, StepRecord
+from flopwise.store.statistics import LEAST_WARM_UP, warm_up_steps
+from flopwise.train.loop import Outcome
 from flopwise.train.preparing import Prepared
+from flopwise.work.describe import describe
 
 
 def measured(

@@ -5,26 +5,26 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from flopwise.core.cluster_plan import ClusterPlan
-from flopwise.core.cluster_plan import Expected as ClusterExpected
-from flopwise.core.describe import describe
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.formats import FP8_MULTIPLE, POLICIES, Formats, parse_formats
-from flopwise.core.hardware import Hardware
-from flopwise.core.op import Gemm
-from flopwise.core.parallel import Parallel
-from flopwise.core.plan import Forecast, Plan
-from flopwise.core.transformer import Transformer
-from flopwise.core.units import show_bytes
-from flopwise.core.workload import Workload
-from flopwise.plan.cuts import DeviceQuestion
-from flopwise.plan.explain import planned
-from flopwise.plan.forecast import forecast
-from flopwise.plan.runs import check_runs
+from flopwise.base.errors import FlopwiseError
+from flopwise.base.units import show_bytes
+from flopwise.plan.device.cuts import DeviceQuestion
+from flopwise.plan.device.explain import planned
+from flopwise.plan.device.forecast import forecast
+from flopwise.plan.program.runs import check_runs
 from flopwise.predict import step as predicted_step
 from flopwise.predict.choose import PLAIN, Request, capacity_bytes, default_host_bytes
-from flopwise.predict.cluster import peak_bytes
-from flopwise.predict.strategies import listed
+from flopwise.predict.cluster.costing import peak_bytes
+from flopwise.predict.cluster.strategies import listed
+from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.records.cluster_plan import Expected as ClusterExpected
+from flopwise.records.plan import Forecast, Plan
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.parallel import Parallel
+from flopwise.setup.workload import Workload
+from flopwise.work.describe import describe
+from flopwise.work.formats import FP8_MULTIPLE, POLICIES, Formats, parse_formats
+from flopwise.work.op import Gemm
+from flopwise.work.transformer import Transformer
 
 CPU_MEMORY_SHARE = 0.6
 """Of a CPU's memory: it is the host's too, and others run there."""

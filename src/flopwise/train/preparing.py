@@ -7,24 +7,24 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwise.core.catalog import is_plan, load_model, load_plan
-from flopwise.core.cluster_plan import ClusterPlan
-from flopwise.core.describe import describe
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.formats import Formats, parse_formats
-from flopwise.core.hardware import Hardware
-from flopwise.core.model import Model, beyond_context
-from flopwise.core.plan import MOST_PAIRS, Plan
-from flopwise.core.training import Task, Training
-from flopwise.core.transformer import Transformer
-from flopwise.core.units import show_bytes
+from flopwise.base.errors import FlopwiseError
+from flopwise.base.units import show_bytes
+from flopwise.catalog.load import is_plan, load_model, load_plan
 from flopwise.engine.data import DataRequest, open_classification_data, open_language_data
 from flopwise.engine.executable import check_formats, check_several, check_trainable
 from flopwise.predict.choose import Request, base_workload
-from flopwise.profile.this_machine import Here
+from flopwise.profile.measure.this_machine import Here
+from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.records.plan import MOST_PAIRS, Plan
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.training import Task, Training
 from flopwise.train.hardware import check_planned, find_here, place_of
 from flopwise.train.planning import Promise, Question, check_fits, find_plan, given_plan
 from flopwise.train.request import TrainRequest
+from flopwise.work.describe import describe
+from flopwise.work.formats import Formats, parse_formats
+from flopwise.work.model import Model, beyond_context
+from flopwise.work.transformer import Transformer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

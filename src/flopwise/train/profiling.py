@@ -14,32 +14,32 @@ from statistics import fmean
 
 import numpy as np
 
-from flopwise.core.cluster_plan import ClusterPlan
-from flopwise.core.describe import describe
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import write_whole
-from flopwise.core.hardware import Hardware
-from flopwise.core.measurement import Measurement, MemoryRow, StepRecord
-from flopwise.core.op import Attention
-from flopwise.core.plan import Plan
-from flopwise.core.profile import MemoryOwner, MemoryUse, Peaks, Profile, Spent, TaskTime, Value, known
-from flopwise.core.program import Program, task_name
-from flopwise.core.simulation import Simulation
-from flopwise.core.store import PROFILE, to_text
+from flopwise.base.errors import FlopwiseError
+from flopwise.base.files import write_whole
 from flopwise.engine.executor import Executor
-from flopwise.engine.streaming import StreamingExecutor
-from flopwise.engine.streams import Span
-from flopwise.plan.forecast import executed_flops
-from flopwise.predict.simulator import memory_points, simulate
-from flopwise.predict.tasks import TaskSeconds
-from flopwise.profile import kineto
-from flopwise.profile.intervals import highest_points
-from flopwise.profile.opening import opened
-from flopwise.profile.recording import Recorder
-from flopwise.profile.sampling import CounterRecord, counters_values, read_counter_record
+from flopwise.engine.streaming.executor import StreamingExecutor
+from flopwise.engine.streaming.streams import Span
+from flopwise.plan.device.forecast import executed_flops
+from flopwise.predict.simulate.simulator import memory_points, simulate
+from flopwise.predict.simulate.tasks import TaskSeconds
+from flopwise.profile.explain.intervals import highest_points
+from flopwise.profile.measure.recording import Recorder
+from flopwise.profile.measure.sampling import CounterRecord, counters_values, read_counter_record
+from flopwise.profile.read import kineto
+from flopwise.profile.read.opening import opened
+from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.records.measurement import Measurement, MemoryRow, StepRecord
+from flopwise.records.plan import Plan
+from flopwise.records.profile import MemoryOwner, MemoryUse, Peaks, Profile, Spent, TaskTime, Value, known
+from flopwise.records.program import Program, task_name
+from flopwise.records.simulation import Simulation
+from flopwise.setup.hardware import Hardware
+from flopwise.store.runs import PROFILE, to_text
 from flopwise.train.events import Callback
 from flopwise.train.preparing import Prepared
 from flopwise.train.request import TrainRequest
+from flopwise.work.describe import describe
+from flopwise.work.op import Attention
 
 WARM_UP_STEPS = 2
 TRACED_STEPS = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flopwise.core.training import Schedule, Task
+from flopwise.setup.training import Schedule, Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

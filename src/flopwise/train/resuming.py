@@ -9,16 +9,16 @@ from typing import Any
 
 import msgspec
 
-from flopwise.core.catalog import load_plan
-from flopwise.core.cluster_plan import ClusterPlan
-from flopwise.core.errors import FlopwiseError
-from flopwise.core.files import entry_kind
-from flopwise.core.measurement import RunRecord
-from flopwise.core.model import Model
-from flopwise.core.plan import Plan
-from flopwise.core.store import PLAN, RECORD, find_run, read_record, store_folder
-from flopwise.engine import checkpoint
+from flopwise.base.errors import FlopwiseError
+from flopwise.base.files import entry_kind
+from flopwise.catalog.load import load_plan
+from flopwise.engine.weights import checkpoint
+from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.records.measurement import RunRecord
+from flopwise.records.plan import Plan
+from flopwise.store.runs import PLAN, RECORD, find_run, read_record, store_folder
 from flopwise.train.request import TrainRequest
+from flopwise.work.model import Model
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flopwise.core.catalog import model_table, plan_table
-from flopwise.core.describe import describe
-from flopwise.core.errors import FlopwiseError, unknown_name
-from flopwise.core.files import plain, to_toml, write_whole
-from flopwise.core.measurement import RunRecord, RunState, StepRecord
-from flopwise.core.plan import Plan
-from flopwise.core.store import (
+from flopwise.base.errors import FlopwiseError, unknown_name
+from flopwise.base.files import plain, to_toml, write_whole
+from flopwise.catalog.load import model_table, plan_table
+from flopwise.engine.devices import device_facts
+from flopwise.engine.executor import Executor
+from flopwise.engine.launch import Rank, rank_of
+from flopwise.engine.signals import Stop
+from flopwise.engine.weights import checkpoint
+from flopwise.engine.weights.checkpoint import CheckpointState
+from flopwise.plan.program.compile import compile_plan
+from flopwise.profile.measure.environment import environment
+from flopwise.records.measurement import RunRecord, RunState, StepRecord
+from flopwise.records.plan import Plan
+from flopwise.store.runs import (
     CHECKPOINTS,
     PLAN,
     PROFILE,
@@ -31,24 +38,17 @@ from flopwise.core.store import (
     trim_steps,
     write_record,
 )
-from flopwise.core.total_flos import total_flos
-from flopwise.engine import checkpoint
-from flopwise.engine.building import build_executor, first_weights, rank_group
-from flopwise.engine.checkpoint import CheckpointState
-from flopwise.engine.devices import device_facts
-from flopwise.engine.executor import Executor
-from flopwise.engine.launch import Rank, rank_of
-from flopwise.engine.loop import Loop, LoopSettings, Progress, restore
-from flopwise.engine.signals import Stop
-from flopwise.plan.compile import compile_plan
-from flopwise.profile.environment import environment
+from flopwise.train.building import build_executor, first_weights, rank_group
 from flopwise.train.events import Callback, LogFile, Logger, LoggerCallback, Started
+from flopwise.train.loop import Loop, LoopSettings, Progress, restore
 from flopwise.train.measuring import commit, measured, metrics
 from flopwise.train.planning import products_not_in_fp8
 from flopwise.train.preparing import Prepared, prepare
 from flopwise.train.profiling import RunProfiler
 from flopwise.train.request import TrainRequest
 from flopwise.train.resuming import Resumed, as_written, find_resumed, merged
+from flopwise.work.describe import describe
+from flopwise.work.total_flos import total_flos
 
 LANGUAGE_EVALUATION_SEQUENCES = 64
 """Held-out sequences of a language model that are evaluated: enough to tell, and soon done."""

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from flopwise.core.errors import FlopwiseError
+from flopwise.base.errors import FlopwiseError
 
 FORMAT = 1
 """Counted up whenever the same ingredients would make another file."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flopwise.core.errors import FlopwiseError, shown
+from flopwise.base.errors import FlopwiseError, shown
 from flopwise.engine.batch import Batch
 from flopwise.engine.data.cache import TokenCache
 from flopwise.engine.data.corpus import Opened, described, fingerprint, no_text, open_samples

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from flopwise.core.errors import FlopwiseError
+from flopwise.base.errors import FlopwiseError
 from flopwise.engine.data import embedded
 from flopwise.engine.data.cache import Facts, Ingredients, TokenCache, Writer, open_cache
 from flopwise.engine.data.records import Passage, Sample, passages, samples

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import cycle
 from pathlib import Path
 
-from flopwise.core.errors import FlopwiseError
+from flopwise.base.errors import FlopwiseError
 from flopwise.engine.data.records import Sample
 from flopwise.engine.data.sources import Source
 

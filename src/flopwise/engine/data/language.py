@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flopwise.core.errors import FlopwiseError
+from flopwise.base.errors import FlopwiseError
 from flopwise.engine.batch import Batch
 from flopwise.engine.data.corpus import Opened, described, fingerprint, no_text, open_text
 from flopwise.engine.data.order import Order

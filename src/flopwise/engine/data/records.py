@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from flopwise.core.errors import FlopwiseError, shown
+from flopwise.base.errors import FlopwiseError, shown
 from flopwise.engine.data.sources import Entry, Progress, pieces
 
 LARGEST_FIELD = 2**31 - 1

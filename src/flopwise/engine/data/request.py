@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from flopwise.core.errors import FlopwiseError, shown, unknown_name
+from flopwise.base.errors import FlopwiseError, shown, unknown_name
 
 Padding = Literal["length", "longest"]
 PADDINGS: tuple[Padding, ...] = get_args(Padding)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flopwise.core.errors import FlopwiseError, shown
-from flopwise.core.files import LONGEST_PATH, entry_kind
+from flopwise.base.errors import FlopwiseError, shown
+from flopwise.base.files import LONGEST_PATH, entry_kind
 from flopwise.engine.data.request import Tell
 
 Form = Literal["text", "jsonl", "csv"]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flopwise.core.errors import FlopwiseError, shown
-from flopwise.core.files import read_bounded
+from flopwise.base.errors import FlopwiseError, shown
+from flopwise.base.files import read_bounded
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

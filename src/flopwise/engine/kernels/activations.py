@@ -162,4 +162,4 @@ _FUNCTIONS: dict[str, tuple[_Function, _Function]] = {
     "tanh": (torch.tanh, _tanh_slope),
     "linear": (lambda values: values, torch.ones_like),
 }
-"""Value and slope of each of `flopwise.core.transformer.ACTIVATIONS`."""
+"""Value and slope of each of `flopwise.work.transformer.ACTIVATIONS`."""

@@ -122,7 +122,7 @@ def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tenso
 
 
 def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tensor) -> None:
-    """act(gate) · up, or act(up) without a gate; `kind` is one of `flopwise.core.transformer.ACTIVATIONS`."""
+    """act(gate) · up, or act(up) without a gate; `kind` is one of `flopwise.work.transformer.ACTIVATIONS`."""
     if _is_fused(gate, up, out):
         from flopwise.engine.kernels import fused_activations as fused
 

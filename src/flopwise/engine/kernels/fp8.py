@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flopwise.core.formats import FP8_MULTIPLE
 from flopwise.engine.kernels.blocks import BLOCK_BYTES, has_triton, row_blocks
+from flopwise.work.formats import FP8_MULTIPLE
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0

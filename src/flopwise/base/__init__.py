@@ -1,0 +1,1 @@
+"""What everything else stands on: errors, units, files, processes. Imports nothing of flopwise."""

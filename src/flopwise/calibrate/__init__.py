@@ -1,0 +1,1 @@
+"""Times a device and fits its efficiencies."""

@@ -1,0 +1,65 @@
+"""Describe the network that Hugging Face `transformers` builds from a `config.json`.
+
+Left out, because no description holds it: the share of channels that rotary positions turn (`rotary_pct`), other
+rotary scaling than that of Llama 3.1 and linear scaling, dropout, quantisation, auxiliary losses.
+"""
+
+from __future__ import annotations
+
+from flopwise.base.errors import FlopwiseError, shown
+from flopwise.catalog.huggingface_families import EVERYWHERE, FAMILIES, Family, activation_note, rotary_note
+from flopwise.catalog.huggingface_settings import Settings
+from flopwise.work.transformer import Transformer
+
+
+def from_config(config: dict[str, object], name: str) -> Transformer:
+    """Describe the model of a `config.json`, already parsed, under the name `name`.
+
+    Whatever the file holds, the only exception is `FlopwiseError`. A choice that the file leaves open, such as the
+    head of a bare encoder, is told in the description's `note`.
+    """
+    settings = Settings(config, name)
+    model_type, family = _family(settings)
+    for only in (*EVERYWHERE, *family.only):
+        only.check(settings)
+    head = family.head(settings, family)
+    fields = {field: rule(settings) for field, rule in family.rules.items()}
+    notes = [head.note, family.note(settings), activation_note(settings), _quantisation_note(settings)]
+    if "rotary_scaling" in family.rules:
+        notes.append(rotary_note(settings))
+    return Transformer(
+        name=name,
+        title=f"{name} ({family.title})",
+        source=f'Hugging Face config.json, model_type "{model_type}"',
+        note="; ".join(filter(None, notes)) or None,
+        **{**fields, **head.fields},
+    )
+
+
+def _family(settings: Settings) -> tuple[str, Family]:
+    if isinstance(settings.table.get("text_config"), dict):
+        raise FlopwiseError(
+            f"{settings.owner}: a model of several parts, with its language model under text_config",
+            why="a description holds one stack of equal blocks, without the vision or audio part",
+            hint="save the object under text_config as a config.json of its own to describe the language model",
+        )
+    model_type = settings.table.get("model_type")
+    known = ", ".join(sorted(FAMILIES))
+    if model_type is None:
+        raise FlopwiseError(
+            f"{settings.owner}: model_type is missing",
+            why=f"it names the family: {known}",
+            hint='"model_type": "llama"',
+        )
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise FlopwiseError(
+            f"{settings.owner}: no family of models is known for model_type {shown(model_type)}",
+            why=f"known: {known}",
+            hint="describe the model in a TOML file, with the fields of the models in the catalogue",
+        )
+    return model_type, FAMILIES[model_type]
+
+
+def _quantisation_note(settings: Settings) -> str:
+    given = settings.table.get("quantization_config") is not None
+    return "quantization_config is ignored; training in the chosen precision is assumed" if given else ""

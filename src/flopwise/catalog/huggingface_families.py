@@ -1,0 +1,439 @@
+"""How each family of Hugging Face `transformers` spells its shape in a `config.json`.
+
+Each family is a table: which field of the description comes from which key, and which default `transformers` takes
+when the key is absent. The sizes that make a model (layers, widths, heads, vocabulary) have no default here: a file
+without them is a mistake, not a request for the 7B model that `transformers` would build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flopwise.base.errors import FlopwiseError, shown
+from flopwise.catalog.huggingface_settings import Settings
+from flopwise.work.transformer import RotaryScaling
+
+ACTIVATIONS = {
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("gelu", "gelu_10", "gelu_python", "quick_gelu"), "gelu"),
+    **dict.fromkeys(("gelu_accurate", "gelu_fast", "gelu_new", "gelu_python_tanh", "gelu_pytorch_tanh"), "gelu_tanh"),
+    **{name: name for name in ("leaky_relu", "linear", "mish", "relu", "relu2", "relu6", "sigmoid", "tanh")},
+}
+"""Names of activations in `transformers`, and ours."""
+
+NEARLY_GELU = ("gelu_10", "quick_gelu")
+"""Activations with other values than the GELU that they are described as; they read and write the same bytes."""
+
+# -- the parts of a family's table ------------------------------------------------------------------------------------
+
+Rule = Callable[[Settings], Any]
+"""Finds the value of one field of the description."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What follows the last block, and what had to be assumed about it."""
+
+    fields: Mapping[str, Any]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """A key that changes the network in a way that no description holds, and the values that do not."""
+
+    key: str
+    accepted: tuple[object, ...]
+    why: str
+    group: str | None = None
+
+    def check(self, settings: Settings) -> None:
+        """Refuse any value but the accepted ones."""
+        inside = settings.group(self.group) if self.group else settings
+        value = inside.table.get(self.key, self.accepted[0])
+        if value is not None and value not in self.accepted:
+            raise FlopwiseError(
+                f"{inside.owner}: {self.key} = {shown(value)} cannot be described",
+                why=self.why,
+                hint=f"leave {self.key} out for the nearest model that can",
+            )
+
+
+def _architecture(settings: Settings) -> str:
+    """The class that the file was saved from; `transformers` too looks at the first one only."""
+    return next(iter(settings.texts("architectures")), "")
+
+
+def _no_such_head(settings: Settings, architecture: str, hint: str) -> FlopwiseError:
+    return FlopwiseError(
+        f"{settings.owner}: the head of {shown(architecture)} cannot be described",
+        why="there are language models, masked language models (BERT) and sequence classifiers (BERT)",
+        hint=hint,
+    )
+
+
+def _language_head(settings: Settings, family: Family) -> Head:
+    architecture = _architecture(settings)
+    if architecture in family.bare:
+        return Head({}, f"{architecture} has no head; a language head is assumed")
+    if architecture and not architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        raise _no_such_head(settings, architecture, 'leave "architectures" out for a language model of these blocks')
+    return Head({})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """How one `model_type` spells its shape."""
+
+    title: str
+    bare: tuple[str, ...]
+    """Classes of the network without a head."""
+    rules: Mapping[str, Rule]
+    head: Callable[[Settings, Family], Head] = _language_head
+    only: tuple[Only, ...] = ()
+    note: Callable[[Settings], str] = lambda _: ""
+
+
+def _size(*keys: str, absent: int | None = None, null: int | None = None) -> Rule:
+    return lambda settings: settings.size(*keys, absent=absent, null=null)
+
+
+def _flag(key: str, absent: bool) -> Rule:
+    return lambda settings: settings.flag(key, absent)
+
+
+def _number(*keys: str, absent: float) -> Rule:
+    return lambda settings: settings.number(*keys, absent=absent)
+
+
+def _fixed(value: object) -> Rule:
+    return lambda _: value
+
+
+def _activation(key: str, absent: str) -> Rule:
+    def rule(settings: Settings) -> str:
+        written = settings.text(key, absent)
+        if written not in ACTIVATIONS:
+            raise FlopwiseError(
+                f"{settings.owner}: {key} = {shown(written)} is no activation of transformers",
+                hint=f"one of {', '.join(sorted(ACTIVATIONS))}",
+            )
+        return ACTIVATIONS[written]
+
+    return rule
+
+
+def activation_note(settings: Settings) -> str:
+    """What to tell about an activation that no description holds exactly."""
+    written = (settings.table.get(key) for key in ("hidden_act", "activation_function"))
+    nearly = [name for name in written if name in NEARLY_GELU]
+    return f"{nearly[0]} is taken for gelu, whose values differ a little" if nearly else ""
+
+
+def _rotary_settings(settings: Settings) -> Settings:
+    """The rotary numbers, under `rope_parameters` since transformers 5; the older `rope_scaling` goes before it."""
+    older = settings.group("rope_scaling")
+    return older if older.table else settings.group("rope_parameters")
+
+
+def _rotary_kind(settings: Settings) -> str:
+    rotary = _rotary_settings(settings)
+    if any(isinstance(value, dict) for value in rotary.table.values()):
+        return "by kind of block"
+    return rotary.text("rope_type", rotary.text("type", "default"))
+
+
+def _rotary_base(key: str, absent: float) -> Rule:
+    """The base beside the other rotary numbers, or else under `key`, where files of older versions have it."""
+    return lambda settings: _rotary_settings(settings).number("rope_theta", absent=settings.number(key, absent=absent))
+
+
+def _rotary_scaling(settings: Settings) -> RotaryScaling | None:
+    kind, rotary = _rotary_kind(settings), _rotary_settings(settings)
+    if kind == "linear":
+        return RotaryScaling(factor=rotary.number("factor"))
+    if kind != "llama3":
+        return None
+    context = settings.size("max_position_embeddings", absent=2048)
+    try:
+        return RotaryScaling(
+            factor=rotary.number("factor"),
+            original_context=rotary.size("original_max_position_embeddings", absent=context, null=context),
+            low_frequency_factor=rotary.number("low_freq_factor"),
+            high_frequency_factor=rotary.number("high_freq_factor"),
+        )
+    except FlopwiseError as error:
+        raise error.within(settings.owner) from None
+
+
+def rotary_note(settings: Settings) -> str:
+    """What to tell about a rotary scaling that no description holds; what is counted does not depend on it."""
+    kind = _rotary_kind(settings)
+    if kind in ("default", "linear", "llama3"):
+        return ""
+    return f"rotary scaling {shown(kind)} is left out; unscaled rotary positions are assumed"
+
+
+def _bert_head(settings: Settings, family: Family) -> Head:
+    architecture = _architecture(settings)
+    if architecture in ("BertForMaskedLM", "BertLMHeadModel"):
+        return Head({"head": "masked", "tied": settings.flag("tie_word_embeddings", absent=True)})
+    if architecture and architecture not in ("BertForSequenceClassification", *family.bare):
+        raise _no_such_head(settings, architecture, '"architectures": ["BertForMaskedLM"] for the nearest that can')
+    labels = _labels(settings)
+    fields = {"head": "classifier", "labels": labels}
+    if architecture == "BertForSequenceClassification":
+        told = settings.table.get("id2label") is not None or settings.table.get("num_labels") is not None
+        return Head(fields, "" if told else f"the file names no labels; {labels} are assumed")
+    return Head(fields, f"{architecture or 'the file'} names no head; a classifier of {labels} labels is assumed")
+
+
+def _labels(settings: Settings) -> int:
+    """The map of labels decides; `num_labels` counts only without one."""
+    if settings.table.get("id2label") is None:
+        return settings.size("num_labels", absent=2, null=2)
+    return len(settings.group("id2label").table)
+
+
+# -- the tables -------------------------------------------------------------------------------------------------------
+
+EVERYWHERE = (
+    Only("per_layer_config", ({},), "its blocks differ from each other; a description repeats one block"),
+    Only("pruned_heads", ({},), "its blocks have different numbers of heads; a description repeats one block"),
+)
+
+NO_CROSS_ATTENTION = Only("add_cross_attention", (False,), "a description holds one stack, not two that are linked")
+
+USUAL_SIZES: dict[str, Rule] = {
+    "layers": _size("num_hidden_layers"),
+    "hidden": _size("hidden_size"),
+    "heads": _size("num_attention_heads"),
+    "ffn": _size("intermediate_size"),
+    "vocab": _size("vocab_size"),
+}
+
+GPT_LIKE: dict[str, Rule] = {
+    "norm": _fixed("layer"),
+    "norm_bias": _fixed(True),
+    "gated": _fixed(False),
+    "qkv_bias": _fixed(True),
+    "output_bias": _fixed(True),
+    "ffn_bias": _fixed(True),
+}
+
+
+def _llama_like(*, context: int, kv_heads: int) -> dict[str, Rule]:
+    """What all of Llama's kin share; `context` and `kv_heads` are the defaults of absent keys (0: all heads)."""
+    return {
+        **USUAL_SIZES,
+        "context": _size("max_position_embeddings", absent=context),
+        "kv_heads": _size("num_key_value_heads", absent=kv_heads, null=0),
+        "head_dim": _size("head_dim", absent=0, null=0),
+        "activation": _activation("hidden_act", absent="silu"),
+        "tied": _flag("tie_word_embeddings", absent=False),
+        "norm_epsilon": _number("rms_norm_eps", absent=1e-6),
+        "rotary_base": _rotary_base("rope_theta", absent=10_000.0),
+        "rotary_scaling": _rotary_scaling,
+    }
+
+
+def _window(absent: int) -> Rule:
+    return lambda settings: settings.size("sliding_window", absent=absent, null=0) or None
+
+
+def _qwen_window(settings: Settings) -> int | None:
+    """Qwen can give the window to its upper blocks only, which one repeated block cannot tell."""
+    window = settings.size("sliding_window", absent=4096, null=0)
+    if not settings.flag("use_sliding_window", absent=False) or not window:
+        return None
+    layers = settings.size("num_hidden_layers")
+    full = min(settings.size("max_window_layers", absent=28, least=0), layers)
+    if kinds := settings.texts("layer_types"):
+        full, layers = sum(kind != "sliding_attention" for kind in kinds), len(kinds)
+    if full not in (0, layers):
+        raise FlopwiseError(
+            f"{settings.owner}: {full} of {layers} blocks look back over everything, the others {window} tokens",
+            why="a description repeats one block",
+            hint='"use_sliding_window": false, or "max_window_layers": 0 for windows in all blocks',
+        )
+    return window if full == 0 else None
+
+
+def _gpt2_ffn(settings: Settings) -> int:
+    return settings.size("n_inner", absent=0, null=0) or 4 * settings.size("hidden_size", "n_embd")
+
+
+def _gpt2_note(settings: Settings) -> str:
+    """Scores that are not divided by √head_dim alone have other values, but are counted the same."""
+    usual = settings.flag("scale_attn_weights", absent=True)
+    usual = usual and not settings.flag("scale_attn_by_inverse_layer_idx", absent=False)
+    return "" if usual else "attention scores are taken to be divided by √head_dim, as in the released GPT-2"
+
+
+def _mpt_positions(settings: Settings) -> str:
+    if settings.group("attn_config").flag("alibi", absent=True):
+        return "alibi"
+    return "learned" if settings.flag("learned_pos_emb", absent=True) else "none"
+
+
+def _mpt_position_rows(settings: Settings) -> int | None:
+    return settings.size("max_seq_len", absent=2048) if _mpt_positions(settings) == "learned" else None
+
+
+def _mpt_ffn(settings: Settings) -> int:
+    return settings.size("expansion_ratio", absent=4) * settings.size("hidden_size", "d_model")
+
+
+def _mpt_bias(settings: Settings) -> bool:
+    return not settings.flag("no_bias", absent=True)
+
+
+def _mpt_note(settings: Settings) -> str:
+    """`transformers` has one kind of MPT and overlooks these keys; the library that writes the files heeds them."""
+    usual = (_mpt_positions(settings), _mpt_bias(settings), settings.size("expansion_ratio", absent=4))
+    if usual == ("alibi", False, 4):
+        return ""
+    return "positions, biases and expansion as in llm-foundry; transformers builds ALiBi, no biases and 4"
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        title="Llama",
+        bare=("LlamaModel",),
+        rules={
+            **_llama_like(context=2048, kv_heads=0),
+            "qkv_bias": _flag("attention_bias", absent=False),
+            "output_bias": _flag("attention_bias", absent=False),
+            "ffn_bias": _flag("mlp_bias", absent=False),
+        },
+    ),
+    "mistral": Family(
+        title="Mistral",
+        bare=("MistralModel",),
+        rules={**_llama_like(context=131072, kv_heads=8), "window": _window(absent=4096)},
+    ),
+    "mixtral": Family(
+        title="Mixtral",
+        bare=("MixtralModel",),
+        rules={
+            **_llama_like(context=131072, kv_heads=8),
+            "window": _window(absent=0),
+            "experts": _size("num_experts", "num_local_experts", absent=8),
+            "experts_per_token": _size("num_experts_per_tok", absent=2),
+            "norm_epsilon": _number("rms_norm_eps", absent=1e-5),
+            "rotary_base": _rotary_base("rope_theta", absent=1e6),
+        },
+    ),
+    "qwen2": Family(
+        title="Qwen2",
+        bare=("Qwen2Model",),
+        rules={**_llama_like(context=32768, kv_heads=32), "window": _qwen_window, "qkv_bias": _fixed(True)},
+    ),
+    "qwen3": Family(
+        title="Qwen3",
+        bare=("Qwen3Model",),
+        rules={
+            **_llama_like(context=32768, kv_heads=32),
+            "head_dim": _size("head_dim", absent=128),
+            "window": _qwen_window,
+            "qkv_bias": _flag("attention_bias", absent=False),
+            "output_bias": _flag("attention_bias", absent=False),
+            "qk_norm": _fixed(True),
+        },
+    ),
+    "gpt2": Family(
+        title="GPT-2",
+        bare=("GPT2Model",),
+        note=_gpt2_note,
+        only=(NO_CROSS_ATTENTION,),
+        rules={
+            **GPT_LIKE,
+            # transformers takes the usual name too, and prefers it to the family's own.
+            "layers": _size("num_hidden_layers", "n_layer"),
+            "hidden": _size("hidden_size", "n_embd"),
+            "heads": _size("num_attention_heads", "n_head"),
+            "ffn": _gpt2_ffn,
+            "vocab": _size("vocab_size"),
+            "context": _size("max_position_embeddings", "n_positions", absent=1024),
+            "positions": _fixed("learned"),
+            "position_rows": _size("max_position_embeddings", "n_positions", absent=1024),
+            "activation": _activation("activation_function", absent="gelu_new"),
+            "norm_epsilon": _number("layer_norm_epsilon", absent=1e-5),
+            "tied": _flag("tie_word_embeddings", absent=True),
+        },
+    ),
+    "gpt_neox": Family(
+        title="GPT-NeoX",
+        bare=("GPTNeoXModel",),
+        rules={
+            **USUAL_SIZES,
+            **GPT_LIKE,
+            "context": _size("max_position_embeddings", absent=2048),
+            "activation": _activation("hidden_act", absent="gelu"),
+            "qkv_bias": _flag("attention_bias", absent=True),
+            "output_bias": _flag("attention_bias", absent=True),
+            "parallel_residual": _flag("use_parallel_residual", absent=True),
+            "tied": _flag("tie_word_embeddings", absent=False),
+            "norm_epsilon": _number("layer_norm_eps", absent=1e-5),
+            "rotary_base": _rotary_base("rotary_emb_base", absent=10_000.0),
+            "rotary_scaling": _rotary_scaling,
+        },
+    ),
+    "mpt": Family(
+        title="MPT",
+        bare=("MptModel", "MPTModel"),
+        note=_mpt_note,
+        only=(
+            Only("attn_type", ("multihead_attention",), "its heads share keys in another way", "attn_config"),
+            Only("qk_ln", (False,), "it normalises queries and keys over all heads at once", "attn_config"),
+            Only("prefix_lm", (False,), "its prefix looks ahead", "attn_config"),
+            Only("rope", (False,), "it adds rotary positions", "attn_config"),
+            Only("ffn_type", ("mptmlp",), "it has another feed-forward part", "ffn_config"),
+            Only("norm_type", ("low_precision_layernorm", "layernorm"), "it has another norm"),
+        ),
+        rules={
+            **GPT_LIKE,
+            "layers": _size("num_hidden_layers", "n_layers"),
+            "hidden": _size("hidden_size", "d_model"),
+            "heads": _size("num_attention_heads", "n_heads"),
+            "ffn": _mpt_ffn,
+            "vocab": _size("vocab_size"),
+            "context": _size("max_seq_len", absent=2048),
+            "positions": _mpt_positions,
+            "position_rows": _mpt_position_rows,
+            "activation": _fixed("gelu"),
+            "norm_epsilon": _number("layer_norm_epsilon", absent=1e-5),
+            "norm_bias": _mpt_bias,
+            "qkv_bias": _mpt_bias,
+            "output_bias": _mpt_bias,
+            "ffn_bias": _mpt_bias,
+            "tied": _flag("tie_word_embeddings", absent=True),
+        },
+    ),
+    "bert": Family(
+        title="BERT",
+        bare=("BertModel",),
+        head=_bert_head,
+        only=(
+            NO_CROSS_ATTENTION,
+            Only("position_embedding_type", ("absolute",), "its positions are learned for each distance"),
+        ),
+        rules={
+            **USUAL_SIZES,
+            **GPT_LIKE,
+            "context": _size("max_position_embeddings", absent=512),
+            "causal": lambda settings: settings.flag("is_decoder", absent=False),
+            "positions": _fixed("learned"),
+            "position_rows": _size("max_position_embeddings", absent=512),
+            "activation": _activation("hidden_act", absent="gelu"),
+            "norm_place": _fixed("post"),
+            "embedding_norm": _fixed(True),
+            "final_norm": _fixed(False),
+            "head_bias": _fixed(True),
+            "token_types": _size("type_vocab_size", absent=2),
+            "norm_epsilon": _number("layer_norm_eps", absent=1e-12),
+        },
+    ),
+}

@@ -1,0 +1,373 @@
+"""Names to descriptions: the catalogue that ships with flopwise, a file of your own, a Hugging Face configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flopwise.base.errors import FlopwiseError, shown, unknown_name
+from flopwise.base.files import decode, entry_kind, plain, read_table
+from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.records.evidence import Evidence, EvidenceBook
+from flopwise.records.plan import Plan
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.stack import Stack
+from flopwise.work.lstm import Lstm
+from flopwise.work.model import ARCHITECTURES, Model
+from flopwise.work.transformer import Transformer
+
+ROOT = Path(__file__).parent
+THIS_MACHINE = "this-machine"
+THIS_CPU = "this-cpu"
+"""Names of hardware that is measured where we run instead of read from a file."""
+
+
+@cache
+def model_names() -> tuple[str, ...]:
+    """Every model of the catalogue, sorted."""
+    return tuple(sorted(path.stem for path in (ROOT / "models").glob("*.toml")))
+
+
+@cache
+def hardware_names() -> tuple[str, ...]:
+    """Every device of the catalogue, sorted."""
+    return tuple(sorted(path.stem for path in (ROOT / "hardware").glob("*.toml")))
+
+
+@cache
+def stack_names() -> tuple[str, ...]:
+    """Every training framework of the catalogue, sorted."""
+    return tuple(sorted(path.stem for path in (ROOT / "stacks").glob("*.toml")))
+
+
+@cache
+def technology_names() -> tuple[str, ...]:
+    """Every technology that hardware can be designed in, sorted."""
+    return tuple(sorted(path.stem for path in (ROOT / "technology").glob("*.toml")))
+
+
+def technology_file(name: str) -> Path:
+    """The file of a technology of the catalogue, or the one that a path names."""
+    if name.lower() in technology_names():
+        return ROOT / "technology" / f"{name.lower()}.toml"
+    if _is_path(name):
+        return Path(name)
+    example = technology_names()[0]
+    raise unknown_name(
+        "technology",
+        name,
+        technology_names(),
+        hint=f"the path of a TOML that describes it (`flopwise show {example}` prints one)",
+    )
+
+
+def load_model(name: str | Path, changes: Mapping[str, Any] | None = None) -> Model:
+    """A model by catalogue name, by the path of a TOML or JSON file, or by a Hugging Face config.json or its folder.
+
+    `changes` replace fields of the description before it is checked; the model's name then tells them.
+    """
+    if isinstance(name, str):
+        if name.lower() in model_names():
+            path = ROOT / "models" / f"{name.lower()}.toml"
+            return _decode_model(read_table(path), name.lower(), changes)
+        if not _is_path(name):
+            raise _no_model(name)
+    path = description_file(Path(name))
+    return _decode_model(read_table(path), str(path), changes)
+
+
+def _no_model(name: str) -> FlopwiseError:
+    device = hardware_aliases().get(name.lower(), name.lower())
+    if device in (*hardware_names(), THIS_CPU, THIS_MACHINE):
+        return FlopwiseError(
+            f"{name!r} is hardware, not a model",
+            why="the model comes first, the hardware after --on",
+            hint=f"`flopwise predict llama-3-8b --on {device}`",
+        )
+    return unknown_name("model", name, model_names(), hint="`flopwise ls models`, or the path of a config.json or TOML")
+
+
+def load_hardware(name: str | Path) -> Hardware:
+    """A device by catalogue name or alias, or by the path of a TOML or JSON file."""
+    if isinstance(name, str):
+        lowered = name.lower()
+        if lowered in hardware_names():
+            return decode(read_table(ROOT / "hardware" / f"{lowered}.toml"), Hardware, lowered)
+        if not _is_path(name):
+            aliases = hardware_aliases()
+            if lowered not in aliases:
+                raise _no_hardware(name)
+            return load_hardware(aliases[lowered])
+    path = _hardware_file(Path(name))
+    table = read_table(path)
+    if "architecture" in table or "model_type" in table:
+        raise FlopwiseError(
+            f"{path} describes a model, not hardware",
+            why="the model comes first, the hardware after --on",
+            hint=f"`flopwise predict {name} --on h100-sxm`",
+        )
+    if any(key in table for key in ("technology", "tech_param", "power_breakdown")):
+        raise _not_built(str(path))
+    return decode(table, Hardware, str(path))
+
+
+def hardware_place(name: str) -> str:
+    """A name of hardware for a file that may be read elsewhere: a path in full, a catalogue's name as it is."""
+    if name.lower() in (*hardware_names(), THIS_CPU, THIS_MACHINE) or not _is_path(name):
+        return name
+    return str(Path(name).resolve())
+
+
+def is_cpu(name: str) -> bool:
+    """Whether hardware is a CPU: this one, or that of a file; one that cannot be read is refused where it is used."""
+    if name in (THIS_CPU, THIS_MACHINE):
+        return name == THIS_CPU
+    try:
+        return load_hardware(name).device.kind == "cpu"
+    except FlopwiseError:
+        return False
+
+
+def _hardware_file(path: Path) -> Path:
+    """The file that a path of hardware stands for; a model's folder is told from others by what is in it."""
+    kind = entry_kind(path)
+    if kind == "folder" and entry_kind(path / "config.json") == "nothing":
+        raise FlopwiseError(
+            f"{path} is a folder, not hardware",
+            why=_meant(str(path)) or "hardware is a name of the catalogue or a TOML file",
+            hint="`flopwise ls hardware`, or the file that `flopwise calibrate` has written",
+        )
+    meant = _meant(str(path)) if kind == "nothing" else None
+    if meant:
+        raise FlopwiseError(f"there is no file {path}", why=meant, hint=f"--on {path}.toml")
+    return description_file(path)
+
+
+def _meant(name: str) -> str | None:
+    """The file that is probably meant, where only its ending was left out."""
+    return f"did you mean {name}.toml?" if entry_kind(Path(f"{name}.toml")) == "file" else None
+
+
+def _not_built(name: str) -> FlopwiseError:
+    return FlopwiseError(
+        f"{name} is a technology, not hardware",
+        why="what is built in it depends on how its power is shared out",
+        hint=f"`flopwise design llama-3-8b --technology {name} -w device.toml`, then --on device.toml",
+    )
+
+
+def _no_hardware(name: str) -> FlopwiseError:
+    if name.lower() in model_names():
+        return FlopwiseError(
+            f"{name!r} is a model, not hardware",
+            why="the model comes first, the hardware after --on",
+            hint=f"`flopwise predict {name.lower()} --on h100-sxm`",
+        )
+    if name.lower() in technology_names():
+        return _not_built(name.lower())
+    meant = _meant(name)
+    if meant:
+        return FlopwiseError(f"no hardware is called {shown(name)}", why=meant, hint=f"--on {name}.toml")
+    return unknown_name(
+        "hardware",
+        name,
+        {*hardware_names(), *hardware_aliases(), THIS_CPU, THIS_MACHINE},
+        hint="`flopwise ls hardware`, or the path of a TOML that describes it (`flopwise show h100-sxm` prints one)",
+    )
+
+
+def load_stack(name: str | Path) -> Stack:
+    """A training framework by catalogue name or alias, or by the path of a TOML or JSON file."""
+    if isinstance(name, str):
+        lowered = stack_aliases().get(name.lower(), name.lower())
+        if lowered in stack_names():
+            return decode(read_table(ROOT / "stacks" / f"{lowered}.toml"), Stack, lowered)
+        if not _is_path(name):
+            raise _no_stack(name)
+    table = read_table(Path(name))
+    for key, kind in (("architecture", "a model"), ("model_type", "a model"), ("device", "hardware")):
+        if key in table:
+            raise FlopwiseError(
+                f"{name} describes {kind}, not a training framework",
+                hint="`flopwise ls stacks`, or a file like the one that `flopwise show torchtitan` prints",
+            )
+    return decode(table, Stack, str(name))
+
+
+def _no_stack(name: str) -> FlopwiseError:
+    hint = "`flopwise ls stacks`, or the path of a TOML that describes it (`flopwise show torchtitan` prints one)"
+    for kind, names in (("a model", model_names()), ("hardware", (*hardware_names(), *hardware_aliases()))):
+        if name.lower() in names:
+            return FlopwiseError(f"{name!r} is {kind}, not a training framework", hint=hint)
+    return unknown_name("stack", name, {*stack_names(), *stack_aliases()}, hint=hint)
+
+
+def load_description(name: str) -> Model | Hardware | Stack:
+    """A model, a device or a training framework, whichever the name or the file describes."""
+    lowered = name.lower()
+    if lowered in model_names():
+        return load_model(name)
+    if lowered in hardware_names():
+        return load_hardware(name)
+    if lowered in stack_names():
+        return load_stack(name)
+    if _is_path(name):
+        return _description_in(description_file(Path(name)))
+    if lowered in hardware_aliases():
+        return load_hardware(name)
+    if lowered not in stack_aliases():
+        known = (*model_names(), *hardware_names(), *stack_names(), THIS_CPU, THIS_MACHINE)
+        hint = "`flopwise ls models`, `flopwise ls hardware` or `flopwise ls stacks`"
+        raise unknown_name("model, hardware or stack", name, known, hint=hint)
+    return load_stack(name)
+
+
+def _description_in(path: Path) -> Model | Hardware | Stack:
+    table = read_table(path)
+    if "constants" in table:
+        return load_stack(path)
+    return load_hardware(path) if "device" in table else load_model(path)
+
+
+@cache
+def load_evidence() -> tuple[Evidence, ...]:
+    """How far measured steps lay from held-out predictions, table by table."""
+    return decode(read_table(ROOT / "evidence.toml"), EvidenceBook, "evidence").entries
+
+
+@cache
+def stack_aliases() -> dict[str, str]:
+    """Alias → catalogue name of a training framework."""
+    return {
+        alias.lower(): name
+        for name in stack_names()
+        for alias in read_table(ROOT / "stacks" / f"{name}.toml").get("aliases", ())
+    }
+
+
+@cache
+def hardware_aliases() -> dict[str, str]:
+    """Alias → catalogue name. Read only when a name is not the catalogue's own, since it opens every file."""
+    return {
+        alias.lower(): name
+        for name in hardware_names()
+        for alias in read_table(ROOT / "hardware" / f"{name}.toml").get("aliases", ())
+    }
+
+
+def _is_path(name: str) -> bool:
+    """Whether a file or folder is meant; one that happens to be called like a device's alias is not."""
+    if "/" in name or name.endswith((".toml", ".json")) or name in (".", ".."):
+        return True
+    return name != "" and entry_kind(Path(name)) != "nothing" and name.lower() not in hardware_aliases()
+
+
+def description_file(path: Path) -> Path:
+    """The file that a path stands for: a folder stands for the Hugging Face configuration in it."""
+    if entry_kind(path) != "folder":
+        return path
+    if entry_kind(path / "config.json") == "nothing":
+        raise FlopwiseError(f"the folder {path} holds no config.json", hint="name the file itself, or another folder")
+    return path / "config.json"
+
+
+def plan_table(plan: Plan | ClusterPlan, model: Model) -> dict[str, Any]:
+    """A plan as the table of a file, the model's description within."""
+    return {**plain(plan), "model": model_table(model)}
+
+
+def is_plan(name: str) -> bool:
+    """Whether a name is that of a file with a plan in it."""
+    if not name.endswith(".toml") or entry_kind(Path(name)) != "file":
+        return False
+    return _is_plan_table(read_table(Path(name)))
+
+
+def _is_plan_table(table: Mapping[str, Any]) -> bool:
+    """Whether a table is a plan's: for several devices it says how they share the work, for one what is saved."""
+    return "model" in table and bool({"parallel", "saves"} & set(table))
+
+
+def load_plan(path: Path) -> tuple[Plan | ClusterPlan, Model]:
+    """A plan that was written to a file, and the model that it is for."""
+    table = read_table(path)
+    described = table.pop("model", None)
+    if not isinstance(described, dict) or not {"parallel", "saves"} & set(table):
+        raise FlopwiseError(
+            f"{path} is not a plan",
+            why="it needs a [model], and [parallel] or `saves`",
+            hint="`flopwise plan … -w plan.toml`",
+        )
+    model = _decode_model(described, str(path), None)
+    if "parallel" in table:
+        return decode(table, ClusterPlan, str(path)), model
+    return decode(table, Plan, str(path)), model
+
+
+def model_table(model: Model) -> dict[str, Any]:
+    """A model as the table of a file. Sizes that follow from others stay out, so that a change moves them along."""
+    table = {"architecture": "lstm" if isinstance(model, Lstm) else "transformer", **plain(model)}
+    if isinstance(model, Transformer):
+        if model.kv_heads == model.heads:
+            del table["kv_heads"]
+        if model.head_dim * model.heads == model.hidden:
+            del table["head_dim"]
+    return table
+
+
+def _decode_model(table: dict[str, Any], where: str, changes: Mapping[str, Any] | None) -> Model:
+    if "model_type" in table and "architecture" not in table:
+        from flopwise.catalog.huggingface import from_config
+
+        try:
+            found = from_config(table, _configuration_name(where))
+        except FlopwiseError as error:
+            raise error.within(where) from None
+        if not changes:
+            return found
+        table = model_table(found)
+    architecture = table.get("architecture")
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        raise _no_description(table, where)
+    fields = {key: value for key, value in table.items() if key != "architecture"}
+    model = decode({**fields, **(changes or {})}, ARCHITECTURES[architecture], where)
+    return _renamed(model, changes or {})
+
+
+def _no_description(table: dict[str, Any], where: str) -> FlopwiseError:
+    if _is_plan_table(table):
+        return FlopwiseError(
+            f"{where} is a plan, not a model", why="a plan is predicted by itself", hint=f"`flopwise predict {where}`"
+        )
+    if "device" in table:
+        return FlopwiseError(
+            f"{where} describes hardware, not a model",
+            why="the model comes first, the hardware after --on",
+            hint=f"`flopwise predict llama-3-8b --on {where}`",
+        )
+    why = "it has neither `architecture` (ours) nor `model_type` (Hugging Face)"
+    if "architecture" in table:
+        why = f"architecture is {shown(table['architecture'])}"
+    return FlopwiseError(
+        f"{where}: this is not the description of a model",
+        why=why,
+        hint=f"architecture = {' or '.join(ARCHITECTURES)}; `flopwise show llama-3-8b` prints one",
+    )
+
+
+def _renamed(model: Model, changes: Mapping[str, Any]) -> Model:
+    """`llama-3-8b+layers=2`: a changed model must not pass for the one that it was made from."""
+    told = {key: value for key, value in changes.items() if key not in ("title", "source", "note")}
+    if not told or "name" in told:
+        return model
+    words = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in told.items()]
+    return replace(model, name="+".join([model.name, *words]))
+
+
+def _configuration_name(where: str) -> str:
+    """`…/mistral-7b/config.json` is called mistral-7b; a bare config.json goes by its own name."""
+    path = Path(where).absolute()
+    return path.parent.name if path.name == "config.json" and path.parent.name else path.stem

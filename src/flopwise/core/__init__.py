@@ -1,1 +1,0 @@
-"""What flows through flopwise: frozen descriptions, units, errors, the catalogue."""

@@ -1,0 +1,1 @@
+"""The executor that trains on several devices."""

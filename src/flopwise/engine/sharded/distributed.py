@@ -1,0 +1,438 @@
+"""The distributed executor: the plain modules on several devices, sharded by PyTorch's FSDP2.
+
+Every rank is given the same batch and takes its share of the sequences. A plan's ZeRO stage is run as
+
+    0  whole copies: a shard is all of it, and gradients are all-reduced after the last micro-batch
+    1  gradients are summed whole, scattered after the last micro-batch; weights are gathered once a step
+    2  gradients are scattered after every micro-batch; weights are gathered once a step
+    3  as 2, with weights gathered for a block's forward and again for its backward (`kept`: not again)
+
+and `shard` as that many ranks to a copy. Embedding and head are gathered as one, from the beginning of forward to the
+end of backward. What backward makes again is
+
+    none, selective, everything        nothing, everything being kept
+    attention, context, input          what it reads of a block, from the block's input
+    full                               the whole block
+
+so that `everything` takes more memory than planned and `attention` and `context` less. Attention is that of the
+modules, and how far ahead weights are gathered is up to FSDP.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.engine.batch import NO_LABEL, Batch
+from flopwise.engine.executable import check_executed
+from flopwise.engine.executor import Evaluated, Moment, StepResult
+from flopwise.engine.formats import TYPES, statistics_type
+from flopwise.engine.kernels import dispatch
+from flopwise.engine.modules import ReferenceModel, at_least_fp32, build
+from flopwise.engine.streaming.updates import Updates
+from flopwise.engine.weights.finite import not_finite
+from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.records.measurement import MemoryRow
+from flopwise.setup.parallel import Parallel
+from flopwise.setup.training import Training
+from flopwise.work.formats import WIDTH_BYTES, Formats, parse_formats
+from flopwise.work.parameters import Parameter, parameters_of
+from flopwise.work.transformer import Transformer
+
+RECOMPUTED = ("attention", "context", "input", "full")
+"""Policies that run a block again, from its input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's rows of a parameter: neighbours, whatever the number of ranks."""
+
+    parameter: Parameter
+    place: DTensor
+    first: int
+    """Of the parameter's numbers, the first that is here."""
+    offset: int
+    """The same among the numbers of all parameters."""
+    most: int
+    """Numbers that a rank may have of it; the last ranks have fewer, or none."""
+    moments: dict[Moment, Tensor]
+
+    @property
+    def weights(self) -> Tensor:
+        """Its numbers in a row."""
+        return self.place.to_local().view(-1)
+
+    @property
+    def gradients(self) -> Tensor:
+        assert isinstance(self.place.grad, DTensor), f"{self.parameter.name} has no gradient"
+        return self.place.grad.to_local().reshape(-1)
+
+    def piece(self, values: Tensor) -> Tensor:
+        """Of a whole tensor, the numbers that are here."""
+        assert values.shape == self.parameter.shape, f"{self.parameter.name} of {tuple(values.shape)}"
+        return values.reshape(-1)[self.first : self.first + self.weights.numel()]
+
+
+class DistributedExecutor:
+    """A rank's part of a model, its optimizer state, and the steps that all ranks take together.
+
+    The ranks must have met (`flopwise.engine.launch.Group`). `step`, `evaluate`, `agree`, `weights` and `moments`
+    are to be called by all of them; what the last two gather is for rank 0 alone.
+    """
+
+    def __init__(
+        self, plan: ClusterPlan, model: Transformer, training: Training, *, device: torch.device, rank: int, world: int
+    ) -> None:
+        check_executed(plan, model, world)
+        self.plan, self.model, self.training, self.device = plan, model, training, device
+        self.rank, self.world = rank, world
+        self.formats = parse_formats(plan.precision)
+        self.parameters = parameters_of(model, plan.sequence_tokens)
+        self._sharers = _sharers(plan.parallel)
+        self._mesh = _mesh(device, world, self._sharers)
+        self.module = _sharded(plan, model, self.formats, self._mesh).to_empty(device=device)
+        self._units = [unit for unit in self.module.modules() if isinstance(unit, FSDPModule)]
+        self._shards = {shard.parameter.name: shard for shard in self._all_shards()}
+        self._updates = Updates(training, self.formats, {})
+        self.clear_moments()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def _all_shards(self) -> Iterator[Shard]:
+        places = dict(self.module.named_parameters())
+        assert set(places) == {parameter.name for parameter in self.parameters}
+        offset = 0
+        for parameter in self.parameters:
+            place = cast(DTensor, places[parameter.name])
+            rows, row = parameter.shape[0], prod(parameter.shape[1:])
+            most = -(-rows // self._sharers)
+            first = min(rows, most * (self.rank % self._sharers))
+            assert place.to_local().numel() == min(most, rows - first) * row
+            moments = {
+                moment: torch.empty(place.to_local().numel(), dtype=dtype, device=self.device)
+                for moment, dtype in self._moment_types().items()
+            }
+            yield Shard(parameter, place, first * row, offset + first * row, most * row, moments)
+            offset += parameter.elements
+
+    def _moment_types(self) -> dict[Moment, torch.dtype]:
+        moments = TYPES[self.formats.moments]
+        found: dict[Moment, torch.dtype] = {"first": moments, "second": moments}
+        return found | {"master": TYPES[self.formats.master]} if self.formats.master else found
+
+    # -- what it holds --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def set_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Give parameters their values, whole, by name; each rank takes its own part. A master copy follows."""
+        for name, shard in self._shards.items():
+            if name in values:
+                whole = values[name]
+                shard.weights.copy_(shard.piece(whole))
+                if self.formats.master:
+                    self.set_moment(name, "master", whole)
+
+    @torch.no_grad()
+    def set_moment(self, name: str, moment: Moment, values: Tensor) -> None:
+        """Give a parameter's optimizer state its values, whole; each rank takes its own part."""
+        shard = self._shards[name]
+        shard.moments[moment].copy_(shard.piece(values))
+
+    def clear_moments(self) -> None:
+        """Nothing was learned yet."""
+        for shard in self._shards.values():
+            shard.moments["first"].zero_()
+            shard.moments["second"].zero_()
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters by name, whole, on rank 0's host: to read, not to keep. All ranks call it, the others get {}."""
+        found = {}
+        for name, shard in self._shards.items():
+            whole = self._gathered(shard, shard.weights)
+            if whole is not None:
+                found[name] = whole
+        return found
+
+    @torch.no_grad()
+    def moments(self) -> Iterator[tuple[str, Moment, Tensor]]:
+        """(parameter, which, numbers) of the optimizer's state, whole, on rank 0's host: to read, not to keep.
+
+        All ranks must go through it to the end; the others are given nothing.
+        """
+        for name, shard in self._shards.items():
+            for moment, numbers in shard.moments.items():
+                whole = self._gathered(shard, numbers)
+                if whole is not None:
+                    yield name, moment, whole
+
+    def not_finite(self) -> tuple[str, ...]:
+        """What of this rank's weights and optimizer state holds NaN or infinity; another rank may have more."""
+        shards = self._shards.items()
+        state = ((f"{moment}/{name}", numbers) for name, shard in shards for moment, numbers in shard.moments.items())
+        return (*not_finite((name, shard.weights) for name, shard in shards), *not_finite(state))
+
+    def _gathered(self, shard: Shard, numbers: Tensor) -> Tensor | None:
+        """A parameter's numbers of all ranks that share a copy, on rank 0."""
+        if self.rank >= self._sharers:
+            # The first copy is enough.
+            return None
+        if self._sharers > 1:
+            filled_up = numbers.new_zeros(shard.most)
+            filled_up[: numbers.numel()] = numbers
+            parts = [torch.empty_like(filled_up) for _ in range(self._sharers)] if self.rank == 0 else None
+            distributed.gather(filled_up, parts, group=self._mesh.get_group("shard"), group_dst=0)
+            if parts is None:
+                return None
+            # Only the last ranks have less than `most`, so that what they lack is behind everything.
+            numbers = torch.cat(parts)[: shard.parameter.elements]
+        return numbers.view(shard.parameter.shape).cpu()
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, number: int) -> StepResult:
+        """Train on a batch, each rank on its share of it; `number` counts from 0."""
+        with_loss = batch.with_loss
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        passes = self._passes(batch)
+        with _products(self.formats):
+            for index, micro in enumerate(passes):
+                self._announce(last=index == len(passes) - 1)
+                loss, _ = self._loss(micro)
+                # Over all that has a loss in the whole batch: the ranks' gradients are summed, not averaged.
+                torch.autograd.backward(loss / max(1, with_loss))
+                total += loss.detach()
+        distributed.all_reduce(total)
+        norm = self.update(number)
+        return StepResult(
+            loss=float(total) / max(1, with_loss),
+            with_loss=with_loss,
+            gradient_norm=None if norm is None else float(norm),
+            waited_s=None,
+        )
+
+    @torch.no_grad()
+    def update(self, number: int) -> Tensor | None:
+        """A step's end, once all gradients are there: clip, update, forget them. Returns their norm if it clips."""
+        self._updates.begin(number)
+        norm = self._updates.clip(self._squares()) if self.training.clip_norm is not None else None
+        settings = self._updates.settings
+        assert settings is not None
+        without_decay = replace(settings, weight_decay=0.0)
+        for shard in self._shards.values():
+            if shard.weights.numel():
+                dispatch.adamw(
+                    shard.weights,
+                    shard.gradients,
+                    shard.moments["first"],
+                    shard.moments["second"],
+                    shard.moments.get("master"),
+                    settings=settings if shard.parameter.decays else without_decay,
+                    offset=shard.offset,
+                )
+            shard.place.grad = None
+        return norm
+
+    def _squares(self) -> Tensor:
+        """Of the gradients of all ranks that share a copy."""
+        squares = torch.zeros((), dtype=statistics_type(self.formats), device=self.device)
+        for shard in self._shards.values():
+            if shard.weights.numel():
+                dispatch.sum_of_squares(shard.gradients, out=squares)
+        if self._sharers > 1:
+            distributed.all_reduce(squares, group=self._mesh.get_group("shard"))
+        return squares
+
+    def _announce(self, *, last: bool) -> None:
+        """Tell FSDP what the next backward is for."""
+        zero = self.plan.parallel.zero
+        self._root.set_requires_gradient_sync(last or zero >= 2)
+        # From one micro-batch to the next the weights stay gathered where the plan has them whole.
+        self._root.set_reshard_after_backward(last or zero in (0, 3))
+
+    @property
+    def _root(self) -> FSDPModule:
+        return self._units[0]
+
+    def _passes(self, batch: Batch) -> list[Batch]:
+        """This rank's micro-batches: as many as any rank has, since all of them take part in each collective."""
+        if batch.ids.shape[1] > self.plan.sequence_tokens:
+            raise FlopwiseError(
+                f"sequences of {batch.ids.shape[1]:,} tokens do not fit the plan",
+                why=f"it is for {self.plan.sequence_tokens:,}",
+                hint="plan again with this --seq",
+            )
+        size = self.plan.micro_batch_sequences
+        first, last = share_of(batch.sequences, self.rank, self.world)
+        found = list(batch.part(first, last).micro_batches(size))
+        # The first rank has the largest share.
+        passes = max(1, -(-share_of(batch.sequences, 0, self.world)[1] // size))
+        return found + [_without_loss(batch)] * (passes - len(found))
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The sum of the cross-entropies of a micro-batch, in fp32 at least, and how many answers are right."""
+        # Copied, since data may come from files that nobody may write to.
+        ids = torch.tensor(batch.ids, device=self.device)
+        labels = torch.tensor(batch.labels, device=self.device, dtype=torch.int64).view(-1)
+        lengths = None if batch.lengths is None else torch.tensor(batch.lengths, device=self.device)
+        with warnings.catch_warnings():
+            # FSDP warns that its hook would be lost if the logits were changed in place, which they are not.
+            warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
+            logits = self.module(ids, lengths)
+        wide = logits.to(at_least_fp32(logits.dtype)).view(-1, logits.shape[-1])
+        loss = functional.cross_entropy(wide, labels, ignore_index=NO_LABEL, reduction="sum")
+        with torch.no_grad():
+            return loss, ((wide.argmax(-1) == labels) & (labels != NO_LABEL)).sum()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluated:
+        """The loss and the right answers of held-out data, each rank doing its share."""
+        # Losses, and right answers, which are exact in float64.
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with_loss = sequences = 0
+        with _products(self.formats):
+            for batch in batches:
+                for micro in self._passes(batch):
+                    totals += torch.stack([value.to(totals.dtype) for value in self._loss(micro)])
+                with_loss += batch.with_loss
+                sequences += batch.sequences
+        # Without a backward nobody else drops what was gathered.
+        for unit in self._units:
+            unit.reshard()
+        distributed.all_reduce(totals)
+        loss, correct = totals.tolist()
+        return Evaluated(loss / max(1, with_loss), int(correct), with_loss, sequences)
+
+    def agree(self, asked: bool) -> bool:
+        """Whether any rank was asked to stop: all have to do it after the same step."""
+        anyone = torch.tensor(int(asked), device=self.device)
+        distributed.all_reduce(anyone, op=distributed.ReduceOp.MAX)
+        return bool(anyone)
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def memory(self) -> tuple[MemoryRow, ...]:
+        """This rank's, as planned and as it is.
+
+        State is counted by its tensors, with weights and gradients as whole as the stage of ZeRO keeps them over a
+        step. `activations` is all else that is planned; only a GPU's allocator tells what it came to, on a CPU it is
+        left at 0. What goes beyond the plan, or has none, is `unaccounted`.
+        """
+        planned, measured = self._planned_state(), self._measured_state()
+        expected = self.plan.expected
+        rest = 0 if expected is None else max(0, expected.device_bytes - sum(planned.values()))
+        used = 0
+        if self.device.type == "cuda":
+            used = max(0, int(torch.cuda.max_memory_allocated(self.device)) - sum(measured.values()))
+        rows = [(owner, size, measured[owner]) for owner, size in planned.items()]
+        rows += [("activations", rest, min(rest, used)), ("unaccounted", 0, max(0, used - rest))]
+        return tuple(
+            MemoryRow(place="device", owner=owner, planned_bytes=size, measured_bytes=there)
+            for owner, size, there in rows
+        )
+
+    def _planned_state(self) -> dict[str, int]:
+        formats, zero = self.formats, self.plan.parallel.zero
+        count = sum(parameter.elements for parameter in self.parameters)
+        master = WIDTH_BYTES[formats.master] if formats.master else 0
+        each = {
+            "weights": (WIDTH_BYTES[formats.weights], 3),
+            "gradients": (WIDTH_BYTES[formats.gradients], 2),
+            "optimizer": (2 * WIDTH_BYTES[formats.moments] + master, 1),
+        }
+        return {
+            owner: count * width // (self._sharers if zero >= stage else 1) for owner, (width, stage) in each.items()
+        }
+
+    def _measured_state(self) -> dict[str, int]:
+        zero, shards = self.plan.parallel.zero, self._shards.values()
+        count = sum(parameter.elements for parameter in self.parameters)
+        weights = sum(shard.weights.nbytes for shard in shards)
+        if zero in (1, 2):
+            weights += count * TYPES[self.formats.compute].itemsize
+        gradients = sum(shard.weights.nbytes for shard in shards)
+        if zero < 2:
+            gradients = count * TYPES[self.formats.gradients].itemsize
+        optimizer = sum(numbers.nbytes for shard in shards for numbers in shard.moments.values())
+        return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+
+    def close(self) -> None:
+        """Everything here goes by itself; the group of ranks is its caller's."""
+
+
+def share_of(sequences: int, rank: int, world: int) -> tuple[int, int]:
+    """The first sequence of a rank and the one behind its last: 5 over 2 ranks are 3 and 2."""
+    each, rest = divmod(sequences, world)
+    first = rank * each + min(rank, rest)
+    return first, first + each + (rank < rest)
+
+
+def _without_loss(batch: Batch) -> Batch:
+    """A token for a rank that has nothing left to do: it takes part, and adds nothing."""
+    labels = np.full((1, *([1] * (batch.labels.ndim - 1))), NO_LABEL, dtype=np.int32)
+    return Batch(np.zeros((1, 1), dtype=np.int32), labels)
+
+
+def _sharers(parallel: Parallel) -> int:
+    """Ranks that share one copy of the state: those of neighbouring numbers."""
+    return (parallel.shard or parallel.data) if parallel.zero else 1
+
+
+def _mesh(device: torch.device, world: int, sharers: int) -> DeviceMesh:
+    if sharers == world:
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (world // sharers, sharers), mesh_dim_names=("copy", "shard"))
+
+
+def _sharded(plan: ClusterPlan, model: Transformer, formats: Formats, mesh: DeviceMesh) -> ReferenceModel:
+    """The network without memory for its numbers: a rank takes only that of its shards."""
+    module = build(model, plan.sequence_tokens, dtype=TYPES[formats.weights], device="meta")
+    policy = MixedPrecisionPolicy(param_dtype=TYPES[formats.compute], reduce_dtype=TYPES[formats.gradients])
+    parallel = plan.parallel
+    # What only one rank has is not gathered but copied, which is cheap enough to be done again.
+    drops = parallel.zero == 0 or (parallel.zero == 3 and parallel.reshard)
+    units: list[FSDPModule] = []
+    for block in module.layers:
+        if plan.recompute in RECOMPUTED:
+            # Inside of FSDP's hooks, so that a block's weights are there when it runs again.
+            block.forward = partial(
+                checkpoint,
+                block.forward,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                early_stop=plan.recompute != "full",
+            )
+        units.append(fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=drops))
+    units.append(fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False))
+    for unit in units:
+        # FSDP's mean over ranks would weigh a rank's tokens by how few it has. A plain sum is what all backends know.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    return module
+
+
+@contextmanager
+def _products(formats: Formats) -> Iterator[None]:
+    """Matrix products in tf32 where that is asked for."""
+    before = torch.get_float32_matmul_precision()
+    if formats.matrix == "tf32":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

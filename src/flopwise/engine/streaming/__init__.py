@@ -1,0 +1,1 @@
+"""The executor that plays a program on one device, within its caps."""

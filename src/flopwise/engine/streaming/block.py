@@ -1,0 +1,290 @@
+"""A block, forward and backward, over a chunk of tokens: in one piece, or before and after attention.
+
+What a chunk keeps and what is made again follows from the description: backward asks what it needs, takes what the save
+level kept and makes the rest, operator by operator, as forward did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flopwise.engine.kernels.attention import Kernel, Look, attention_backward, attention_forward, choose_kernel
+from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.layout import SavedTensors
+from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights
+from flopwise.engine.streaming.values import Gradients, Values
+from flopwise.work.fusion import is_sum_for_norm, makers_for_one_product
+from flopwise.work.op import Attention, Gemm, Op, Streaming
+from flopwise.work.parameters import op_groups
+from flopwise.work.transformer import Transformer
+from flopwise.work.work import Work
+
+HEAD_NORMS = ("query_raw", "key_raw", "query_norm.statistics", "key_norm.statistics")
+"""What the backward of norms on queries and keys reads, where a model has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of a task: whole sequences, or a part of one."""
+
+    sequences: int
+    tokens: int
+    """Of each sequence, those that are in the chunk."""
+    first: int
+    """Place of the first of them within the sequence."""
+    positions: Tensor
+    lengths: Tensor | None
+    """Tokens of each sequence that are no padding; None: all."""
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(self.positions)
+
+    @property
+    def last(self) -> int:
+        return self.first + self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys and values that queries look at: (sequences, tokens, width) of a chunk itself, or of a whole sequence."""
+
+    key: Tensor
+    value: Tensor
+
+
+class Block:
+    """One block of a model; which layer it is only the weights know."""
+
+    def __init__(
+        self, model: Transformer, work: Work, operators: Operators, saved: SavedTensors, *, deterministic: bool
+    ) -> None:
+        self.model, self.work, self.operators, self.saved = model, work, operators, saved
+        self.arena: Arena = operators.arena
+        self.deterministic = deterministic
+        ops = op_groups(work)[1]
+        place = next(index for index, op in enumerate(ops) if isinstance(op, Attention))
+        self.before, self.attention_op, self.after = ops[:place], ops[place], ops[place + 1 :]
+        self.ops = ops
+        self._first_need = {name: op for op in reversed(ops) for name in op.needs}
+        """Of the block's operators the first that needs a value: the last that backward comes to."""
+        self._makers = makers_for_one_product(ops)
+        self.lazy = {maker.outputs[0] for maker in self._makers.values()}
+        """What backward needs and makes itself, so that nobody else has to make it again."""
+        first = ops[0]
+        self.begins_with_norm = isinstance(first, Streaming) and first.kind == "norm" and first.inputs == ("input",)
+        self.look = Look(model.heads, model.kv_heads, model.head_dim, model.causal, model.window)
+        self.extras = HEAD_NORMS if model.qk_norm else ()
+        self.cut = False
+        """Whether sequences are cut into chunks, so that a chunk's attention must come out the same alone."""
+
+    # -- one operator after another -------------------------------------------------------------------------------
+
+    def run(
+        self, ops: Sequence[Op], values: Values, weights: Weights, chunk: Chunk, wanted: set[str],
+        *, keep: Collection[str] = (), keys: Keys | None = None,
+    ) -> None:  # fmt: skip
+        """Make the wanted tensors of these operators; temporaries go as soon as nobody reads them any more."""
+        running = [op for op in ops if not wanted.isdisjoint(op.outputs)]
+        last_use = {name: index for index, op in enumerate(running) for name in op.inputs}
+        summed: Op | None = None
+        for index, op in enumerate(running):
+            made = [name for name in op.outputs if name in wanted]
+            following = running[index + 1] if index + 1 < len(running) else None
+            if isinstance(op, Attention):
+                self._attend(values, chunk, keys)
+            elif summed is not None:
+                done = [name for name in summed.inputs if last_use[name] < index and name not in keep]
+                free = None if op.outputs[0] in values.places else next(filter(values.is_temporary, done), None)
+                self.operators.residual_norm(summed, op, values, weights, over=free)
+                values.drop(done)
+                summed = None
+            elif is_sum_for_norm(op, following):
+                summed = op
+                continue
+            elif self.operators.is_paired(op):
+                activates = following is not None and following.name == "activation"
+                self.operators.paired_product(op, values, weights, activates=activates)
+            elif op.name != "activation" or "activated" not in values:
+                self.operators.forward(op, values, weights, chunk.rows, made)
+            used_up = [name for name in op.inputs if last_use[name] == index]
+            unread = [name for name in op.outputs if name not in last_use]
+            values.drop(name for name in (*used_up, *unread) if name not in keep)
+
+    def _attend(self, values: Values, chunk: Chunk, keys: Keys | None) -> None:
+        query = values["query"]
+        out = values.room("attended", tuple(query.shape), query.dtype)
+        shape = (chunk.sequences, self.model.heads, chunk.tokens)
+        logsumexp = values.room("logsumexp", shape, self.operators.statistics)
+        if keys is None:
+            keys = Keys(values["key"], values["value"])
+        self.attend(query, keys, out, logsumexp.view(shape), chunk)
+
+    def attend(self, query: Tensor, keys: Keys, out: Tensor, logsumexp: Tensor, chunk: Chunk) -> None:
+        """Attention of a chunk's queries; they are the last of those that see the keys."""
+        key, value = self._heads(keys.key, chunk.sequences), self._heads(keys.value, chunk.sequences)
+        attention_forward(
+            self._heads(query, chunk.sequences),
+            key,
+            value,
+            self.look,
+            out=self._heads(out, chunk.sequences),
+            logsumexp=logsumexp,
+            lengths=chunk.lengths,
+            kernel=self._kernel(query, chunk, key.shape[1]),
+        )
+
+    def attends_whole(self, query: Tensor) -> bool:
+        """Whether attention over a whole sequence is one call: where a kernel is much faster that way."""
+        whole = Chunk(1, query.shape[0], 0, query.new_empty(0), None)
+        return self._kernel(query, whole, query.shape[0]) in ("cudnn", "flash-4")
+
+    def _heads(self, tensor: Tensor, sequences: int) -> Tensor:
+        return tensor.view(sequences, -1, tensor.shape[-1] // self.model.head_dim, self.model.head_dim)
+
+    def _kernel(self, query: Tensor, chunk: Chunk, keys: int) -> Kernel:
+        return choose_kernel(
+            query.device,
+            query.dtype,
+            self.look,
+            chunk.tokens,
+            keys,
+            padded=chunk.lengths is not None,
+            deterministic=self.deterministic,
+        )
+
+    # -- a chunk through a block in one piece ---------------------------------------------------------------------
+
+    def forward(self, values: Values, weights: Weights, chunk: Chunk, keys: Keys | None) -> None:
+        """From `input` to `output`; what has a place in `values` stays there. `keys`: of a sequence that is cut."""
+        if keys is None:
+            self.run(self.ops, values, weights, chunk, self._all(self.ops), keep=values.places)
+            return
+        keep = {*values.places, "key", "value"}
+        self.run(self.before, values, weights, chunk, self._all(self.before), keep={*keep, "query", "input"})
+        keys.key[chunk.first : chunk.last].copy_(values["key"])
+        keys.value[chunk.first : chunk.last].copy_(values["value"])
+        seen = self.seen(keys, chunk)
+        rest = (self.attention_op, *self.after)
+        self.run(rest, values, weights, chunk, self._all(rest), keep=values.places, keys=seen)
+
+    def seen(self, keys: Keys, chunk: Chunk) -> Keys:
+        """Of a whole sequence's keys those that the chunk's queries may look at."""
+        last = chunk.last if self.model.causal else keys.key.shape[0]
+        return Keys(keys.key[:last], keys.value[:last])
+
+    @staticmethod
+    def _all(ops: Iterable[Op]) -> set[str]:
+        return {name for op in ops for name in op.outputs}
+
+    def recompute(
+        self, values: Values, weights: Weights, chunk: Chunk, kept: Collection[str], *, keys: Keys | None = None
+    ) -> None:
+        """Everything that the block's backward reads and that was not kept."""
+        needed = {name for op in self.ops for name in op.needs} - self.lazy
+        made = self.work.made_for(needed, kept)
+        self.run(self.ops, values, weights, chunk, made, keep=needed, keys=keys)
+
+    def backward(
+        self, values: Values, trained: Trained, gradient: Tensor, chunk: Chunk,
+        *, keys: Keys | None = None, key_sums: Keys | None = None,
+    ) -> None:  # fmt: skip
+        """From the gradient of the output to that of the input, which is written over it."""
+        gradients = Gradients(self.arena)
+        gradients.put("output", gradient)
+        self.back(self.after, values, gradients, trained, chunk)
+        self._attention_back(values, gradients, chunk, keys, key_sums)
+        self.back(self.before, values, gradients, trained, chunk)
+        if gradients["input"] is not gradient:
+            gradient.copy_(gradients["input"])
+        gradients.drop("input")
+
+    def back(self, ops: Sequence[Op], values: Values, gradients: Gradients, trained: Trained, chunk: Chunk) -> None:
+        """Operators in the opposite order; a value goes when the first of the block that needs it is done."""
+        done: set[str] = set()
+        for op in reversed(ops):
+            if op.name in done:
+                continue
+            used = [op]
+            maker = self._makers.get(op.name)
+            if maker is not None and isinstance(op, Gemm) and op.inputs[0] not in values:
+                # The weight's gradient waits until the product's input is there again.
+                source = self._back_to_maker(op, maker, values, gradients, trained)
+                self.operators.to_matrix(op, source, gradients, trained)
+                gradients.drop(maker.outputs[0])
+                done.add(maker.name)
+                # What an activation read holds gradients now.
+                used += [maker] if maker.name != "activation" else []
+            else:
+                self.operators.backward(op, values, gradients, trained, chunk.rows)
+            for each in used:
+                values.drop(name for name in each.needs if self._first_need[name] is each)
+
+    def _back_to_maker(self, op: Gemm, maker: Op, values: Values, gradients: Gradients, trained: Trained) -> Tensor:
+        """Back through a product to what its input was made of; returns that input, made again."""
+        if maker.name == "activation" and self.operators.gated is not None:
+            return self.operators.activated_backward(op, maker, values, gradients, trained)
+        self.operators.to_source(op, gradients, trained)
+        return self.operators.backward_again(maker, values, gradients, trained)
+
+    def _attention_back(
+        self, values: Values, gradients: Gradients, chunk: Chunk, keys: Keys | None, key_sums: Keys | None
+    ) -> None:
+        query = values["query"]
+        if self.operators.packs:
+            kv_width = self.model.kv_width
+            widths = (query.shape[1], kv_width, kv_width)
+            gradients.pack(("query", "key", "value"), widths, query.shape[0], query.dtype)
+        query_gradient, _ = gradients.target("query", tuple(query.shape), query.dtype)
+        if keys is None or key_sums is None:
+            own = Keys(values["key"], values["value"])
+            found = Keys(
+                gradients.target("key", tuple(own.key.shape), query.dtype)[0],
+                gradients.target("value", tuple(own.value.shape), query.dtype)[0],
+            )
+            adds = False
+        else:
+            own, found = self.seen(keys, chunk), self.seen(key_sums, chunk)
+            adds = True
+        self.attention_back(
+            gradients["attended"], values, own, chunk, query_gradient=query_gradient, found=found, accumulate=adds
+        )
+        if key_sums is not None:
+            for name, sums in (("key", key_sums.key), ("value", key_sums.value)):
+                part = sums[chunk.first : chunk.last]
+                gradients.target(name, tuple(part.shape), query.dtype)[0].copy_(part)
+        gradients.drop("attended")
+        values.drop(("query", "key", "value", "attended", "logsumexp"))
+
+    def attention_back(
+        self, gradient: Tensor, values: Values, keys: Keys, chunk: Chunk,
+        *, query_gradient: Tensor, found: Keys, accumulate: bool,
+    ) -> None:  # fmt: skip
+        """Gradients of queries, and of the keys and values that they looked at."""
+        sequences = chunk.sequences
+        query, key = self._heads(values["query"], sequences), self._heads(keys.key, sequences)
+        attention_backward(
+            self._heads(gradient, sequences),
+            query,
+            key,
+            self._heads(keys.value, sequences),
+            self._heads(values["attended"], sequences),
+            values["logsumexp"].view(sequences, self.model.heads, chunk.tokens),
+            self.look,
+            query_gradient=self._heads(query_gradient, sequences),
+            key_gradient=self._heads(found.key, sequences),
+            value_gradient=self._heads(found.value, sequences),
+            accumulate=accumulate,
+            lengths=chunk.lengths,
+            kernel=self._kernel(query, chunk, key.shape[1]),
+        )
+
+    # -- keys and values made again -------------------------------------------------------------------------------
+
+    def make_keys(self, values: Values, weights: Weights, chunk: Chunk) -> None:
+        """Keys and values from a chunk's input, to where `values` has a place for them."""
+        made = self.work.made_for(("key", "value"), ("input",))
+        self.run(self.before, values, weights, chunk, made, keep=("key", "value", *values.places))

@@ -1,0 +1,129 @@
+"""What is before the blocks and behind them: embedding and head, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flopwise.engine.batch import NO_LABEL
+from flopwise.engine.kernels import dispatch
+from flopwise.engine.kernels.blocks import add_rounded
+from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.block import Chunk
+from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights
+from flopwise.engine.streaming.values import Gradients, Values
+from flopwise.work.op import Streaming
+from flopwise.work.parameters import op_groups
+from flopwise.work.transformer import Transformer
+from flopwise.work.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Sums over a step, on the device."""
+
+    total: Tensor
+    correct: Tensor | None = None
+    """Where it is evaluated: right answers."""
+
+
+class Ends:
+    """Embedding and head of a model."""
+
+    def __init__(self, model: Transformer, work: Work, operators: Operators) -> None:
+        self.model, self.operators = model, operators
+        self.before, _, self.behind = op_groups(work)
+        self.behind = tuple(op for op in self.behind if op.name != "loss")
+        self.classifies = model.head == "classifier"
+
+    # -- embedding ------------------------------------------------------------------------------------------------
+
+    def embed(self, ids: Tensor, chunk: Chunk, weights: Weights, out: Tensor) -> None:
+        """Rows of the tables, summed, to the stream."""
+        if not self.model.embedding_norm:
+            self._look_up(ids, chunk, weights, out)
+            return
+        values = self._embedded(ids, chunk, weights, out)
+        values.close()
+
+    def _embedded(self, ids: Tensor, chunk: Chunk, weights: Weights, out: Tensor | None) -> Values:
+        values = Values(self.operators.arena, {} if out is None else {"input": out})
+        shape = (ids.numel(), self.model.hidden)
+        self._look_up(ids, chunk, weights, values.room("embedded", shape, self.operators.compute))
+        self.operators.forward(self.before[1], values, weights, chunk.rows, self.before[1].outputs)
+        return values
+
+    def _look_up(self, ids: Tensor, chunk: Chunk, weights: Weights, out: Tensor) -> None:
+        dispatch.embedding_forward(ids, weights[self._table], out=out)
+        if self.model.positions == "learned":
+            dispatch.embedding_add(chunk.positions, weights["positions.weight"], out=out)
+        if self.model.token_types:
+            # Every token is of the first type.
+            out.add_(weights["token_types.weight"][0])
+
+    @property
+    def _table(self) -> str:
+        return "head.weight" if self.model.tied else "embedding.weight"
+
+    def embed_backward(self, ids: Tensor, chunk: Chunk, weights: Weights, sums: Weights, gradient: Tensor) -> None:
+        """Add the stream's gradient to those of the tables."""
+        if self.model.embedding_norm:
+            values = self._embedded(ids, chunk, weights, None)
+            gradients = Gradients(self.operators.arena)
+            gradients.put("input", gradient)
+            norm = self.before[1]
+            assert isinstance(norm, Streaming)
+            self.operators.backward(norm, values, gradients, Trained(weights, sums), chunk.rows)
+            values.close()
+        dispatch.embedding_backward(ids, gradient, table_gradient=sums[self._table])
+        if self.model.positions == "learned":
+            dispatch.embedding_backward(chunk.positions, gradient, table_gradient=sums["positions.weight"])
+        if self.model.token_types:
+            add_rounded(sums["token_types.weight"][0], self.operators.column_sums(gradient))
+
+    # -- head -----------------------------------------------------------------------------------------------------
+
+    def head(
+        self, stream: Tensor, labels: Tensor, weights: Weights, sums: Weights | None,
+        *, loss: Loss, room: Arena, scale: float,
+    ) -> None:  # fmt: skip
+        """From the last block's output to the loss and back to its gradient, written over it.
+
+        Without `sums` nothing goes back: the loss and the right answers are counted.
+        """
+        values = Values(room)
+        # The room is planned for the logits: what is made before them must not take a part of it.
+        vocabulary = weights[f"{self._last_product}.weight"].shape[0]
+        values.reserve("logits", (stream.shape[0], vocabulary), self.operators.compute)
+        values["first" if self.classifies else self._entry] = stream
+        rows = Rows(labels)
+        for op in self.behind:
+            self.operators.forward(op, values, weights, rows, op.outputs)
+        logits = values["logits"]
+        if loss.correct is not None:
+            with_loss = labels != NO_LABEL
+            loss.correct.add_(((logits.argmax(-1) == labels) & with_loss).sum())
+        dispatch.cross_entropy(logits, labels, scale=scale, loss=loss.total)
+        if sums is not None:
+            self._head_backward(stream, values, Trained(weights, sums), rows)
+        values.close()
+
+    @property
+    def _last_product(self) -> str:
+        return self.behind[-1].name
+
+    @property
+    def _entry(self) -> str:
+        return self.behind[0].inputs[0]
+
+    def _head_backward(self, stream: Tensor, values: Values, trained: Trained, rows: Rows) -> None:
+        gradients = Gradients(values.arena)
+        gradients.put("logits", values["logits"])
+        for op in reversed(self.behind):
+            self.operators.backward(op, values, gradients, trained, rows)
+            if op is self.behind[-1]:
+                values.drop(("logits",))
+        name = "first" if self.classifies else self._entry
+        stream.copy_(gradients[name])
+        gradients.drop(name)

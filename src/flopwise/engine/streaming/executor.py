@@ -1,0 +1,360 @@
+"""The streaming executor: plays a plan's program on one device, step after step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.engine.batch import Batch
+from flopwise.engine.executable import check_formats, check_trainable
+from flopwise.engine.executor import Evaluated, Moment, StepResult
+from flopwise.engine.formats import TYPES
+from flopwise.engine.kernels import dispatch
+from flopwise.engine.streaming.ends import Loss
+from flopwise.engine.streaming.gated import GatedKernels
+from flopwise.engine.streaming.layout import moment_fields
+from flopwise.engine.streaming.player import Action, Player
+from flopwise.engine.streaming.room import Room
+from flopwise.engine.streaming.streams import CudaStreams, InOrder, Span, Streams
+from flopwise.engine.streaming.updates import as_numbers
+from flopwise.engine.weights.finite import not_finite
+from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, attention_sums_bytes
+from flopwise.records.measurement import MemoryRow
+from flopwise.records.plan import Plan
+from flopwise.records.program import ALIGNMENT_BYTES, Program
+from flopwise.setup.training import Training
+from flopwise.work.formats import parse_formats
+from flopwise.work.parameters import Part, Place, parameters_of
+from flopwise.work.transformer import Transformer
+
+FORWARD = ("embed", "forward", "forward-before", "attention", "forward-after", "head")
+"""Kinds of tasks that an evaluation needs, beside the loads of weights."""
+
+
+class StreamingExecutor:
+    """Weights, their optimizer state and the program that trains them, in memory that is taken once."""
+
+    def __init__(
+        self, plan: Plan, program: Program, model: Transformer, training: Training, *, device: torch.device,
+        deterministic: bool = False, packs: bool | None = None, gated: GatedKernels | None = None,
+    ) -> None:  # fmt: skip
+        """`packs`: whether products make all their results in one call; None: on a GPU, but for the same bits.
+
+        `gated`: products with the activation in them; None: those that the device has, if any.
+        """
+        check_supported(plan, model, training)
+        self.plan, self.program, self.model, self.training, self.device = plan, program, model, training, device
+        self.formats = parse_formats(plan.precision)
+        # What others hold of the device's memory is not this training's.
+        self._others_bytes = int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
+        self.room = Room(program, device, left_to_libraries=left_to_libraries(plan, model))
+        self.player = Player(
+            plan, program, model, training, self.room, deterministic=deterministic, packs=packs, gated=gated
+        )
+        self._streams: Streams = InOrder()
+        if device.type == "cuda":
+            self.room.pin()
+            torch.cuda.reset_peak_memory_stats(device)
+            self._streams = CudaStreams(device, {other for task in program.tasks for other in task.after})
+        self._actions = [self.player.action(task) for task in program.tasks]
+        self._squares: dict[int, Tensor] = self._norms() if training.clip_norm is not None else {}
+        self._first_update = next(
+            (index for index, task in enumerate(program.tasks) if task.kind == "optimize"), len(program.tasks)
+        )
+        self._forward = self._forward_tasks()
+        self.parameters = parameters_of(model, plan.sequence_tokens)
+        self.submit_s = 0.0
+        """Of the last step, the time until all tasks were handed to their streams."""
+        self.times_tasks = False
+        """Whether steps take the times of their tasks."""
+
+    # -- what it holds --------------------------------------------------------------------------------------------
+
+    def set_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Give parameters their values, by name; to every buffer that holds them when a step begins."""
+        for parameter in self.parameters:
+            if parameter.name in values:
+                for index in self._holders("weights", parameter.part):
+                    views = self.player.views(index, parameter.part, "weights")
+                    # In its own format first: what is copied to a GPU in another takes room there for a while.
+                    target = views[parameter.local]
+                    target.copy_(values[parameter.name].to(target.dtype))
+        self._master_from_weights(values)
+
+    def _master_from_weights(self, values: Mapping[str, Tensor]) -> None:
+        """A master copy begins as exact as what it was given."""
+        if self.formats.master:
+            for parameter in self.parameters:
+                if parameter.name in values:
+                    self.set_moment(parameter.name, "master", values[parameter.name])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters by name, where they are now: to read, not to keep."""
+        found = {}
+        for parameter in self.parameters:
+            index = self._holders("weights", parameter.part)[0]
+            found[parameter.name] = self.player.views(index, parameter.part, "weights")[parameter.local]
+        return found
+
+    def moments(self) -> Iterator[tuple[str, Moment, Tensor]]:
+        """(parameter, which, numbers) of the optimizer's state: to read, not to keep."""
+        for part, numbers in self.player.numbers.items():
+            whole: dict[Moment, Tensor] = {}
+            pieces = list(self._pieces(part))
+            for moment in self._moment_names():
+                parts = [field[moment] for _, field in pieces]
+                whole[moment] = parts[0] if len(parts) == 1 else torch.cat(parts)
+            for parameter in numbers.parameters:
+                for moment, flat in whole.items():
+                    piece = flat[parameter.first : parameter.first + parameter.elements]
+                    yield parameter.name, moment, piece.view(parameter.shape)
+
+    def not_finite(self) -> tuple[str, ...]:
+        """What of the weights and the optimizer's state holds NaN or infinity."""
+        state = ((f"{moment}/{name}", numbers) for name, moment, numbers in self.moments())
+        return (*not_finite(self.weights().items()), *not_finite(state))
+
+    def set_moment(self, name: str, moment: Moment, values: Tensor) -> None:
+        """Give a parameter's optimizer state its values, wherever its pieces are."""
+        parameter = next(parameter for parameter in self.parameters if parameter.name == name)
+        flat = values.reshape(-1)
+        for first, fields in self._pieces(parameter.part, every=True):
+            target = fields[moment]
+            begin = max(first, parameter.first)
+            end = min(first + target.numel(), parameter.first + parameter.elements)
+            if begin < end:
+                piece = flat[begin - parameter.first : end - parameter.first].to(target.dtype)
+                target[begin - first : end - first].copy_(piece)
+
+    def clear_moments(self) -> None:
+        """Nothing was learned yet."""
+        for part in self.player.numbers:
+            for _, fields in self._pieces(part, every=True):
+                fields["first"].zero_()
+                fields["second"].zero_()
+
+    def _moment_names(self) -> tuple[Moment, ...]:
+        return ("first", "second", "master") if self.formats.master else ("first", "second")
+
+    def _holders(self, kind: str, part: Part) -> list[int]:
+        """Buffers that hold a part when a step begins."""
+        prefix = f"{kind} {part} "
+        return [index for index, value in self.program.at_start.items() if value.startswith(prefix)]
+
+    def _pieces(self, part: Part, *, every: bool = False) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """(first number, fields) of a part's optimizer state, piece by piece; `every`: in all places that hold it."""
+        counts = self._piece_counts()[part]
+        first = 0
+        for number, count in enumerate(counts):
+            value = f"optimizer {part}.{number} v0"
+            holders = [index for index, held in self.program.at_start.items() if held == value]
+            for index in holders if every else holders[:1]:
+                fields = moment_fields(count, self.formats)
+                yield first, {name: field.of(self.room.buffers[index]) for name, field in fields.items()}
+            first += count
+
+    def _piece_counts(self) -> dict[Part, list[int]]:
+        found: dict[Part, list[int]] = {}
+        for task in self.program.tasks:
+            if task.kind == "optimize":
+                found.setdefault(self.player.part_of(task), []).append(task.parameters)
+        return found
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, number: int) -> StepResult:
+        """Train on a batch, in rounds of the plan's size; `number` counts from 0."""
+        rounds = list(batch.micro_batches(self.plan.sequences_per_round))
+        if len(rounds) != self.plan.rounds_per_step:
+            raise FlopwiseError(
+                f"a batch of {batch.sequences} sequences is no step of this plan",
+                why=f"it has {self.plan.rounds_per_step} rounds of {self.plan.sequences_per_round}",
+                hint="plan again with this --batch",
+            )
+        begun = time.perf_counter()
+        with_loss = batch.with_loss
+        player = self.player
+        player.inputs.check(batch)
+        self._streams.begin(timed=self.times_tasks)
+        player.scale = 1.0 / max(1, with_loss)
+        player.loss.total.zero_()
+        player.updates.begin(number)
+        for total in self._squares.values():
+            total.zero_()
+        norm: Tensor | None = None
+        current = -1
+        for index, task in enumerate(self.program.tasks):
+            if task.stream == "compute" and task.kind != "optimize" and task.round != current:
+                current = task.round
+                player.inputs.bring(rounds[current])
+            if index == self._first_update and self._squares:
+                norm = self._clip()
+            self._streams.run(index, task.stream, task.after, self._actions[index])
+        self.submit_s = time.perf_counter() - begun
+        waited_s = self._streams.finish()
+        return StepResult(
+            loss=float(player.loss.total) / max(1, with_loss),
+            with_loss=with_loss,
+            gradient_norm=None if norm is None else float(norm),
+            waited_s=waited_s if self.device.type == "cuda" else None,
+        )
+
+    def task_times(self) -> dict[int, Span]:
+        """When the tasks of the last step ran, by their number in the program; empty where none were taken."""
+        return dict(self._streams.taken)
+
+    def _clip(self) -> Tensor:
+        return self.player.updates.clip(torch.stack(list(self._squares.values())))
+
+    def _norms(self) -> dict[int, Tensor]:
+        """The last task that adds to each part's gradient, and the place of the sum of squares that it then makes.
+
+        It belongs to the task: what waits for the task may write over the gradient.
+        """
+        last: dict[str, tuple[int, int]] = {}
+        for index, task in enumerate(self.program.tasks):
+            for use in task.writes:
+                if self.program.buffers[use.buffer].owner == "gradients" and task.stream == "compute":
+                    last[use.value.split()[1]] = (index, use.buffer)
+        found = {}
+        for part, numbers in self.player.numbers.items():
+            index, buffer = last[str(part)]
+            gradient = as_numbers(self.room.buffers[buffer], TYPES[self.formats.gradients], numbers.count)
+            total = torch.zeros((), dtype=self.player.statistics, device=self.device)
+            found[index] = total
+            self._actions[index] = self._with_squares(self._actions[index], gradient, total)
+        return found
+
+    def _with_squares(self, action: Action, gradient: Tensor, total: Tensor) -> Action:
+        def act() -> None:
+            action()
+            if not self.player.evaluating:
+                dispatch.sum_of_squares(gradient, out=total)
+
+        return act
+
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluated:
+        """The loss and the right answers of held-out data; nothing is learned from it."""
+        player = self.player
+        training_loss = player.loss
+        player.loss = Loss(
+            torch.zeros_like(training_loss.total), torch.zeros((), dtype=torch.int64, device=self.device)
+        )
+        player.evaluating = True
+        with_loss = sequences = 0
+        try:
+            for batch in batches:
+                player.inputs.check(batch)
+                for micro in batch.micro_batches(self.plan.sequences_per_round):
+                    player.inputs.bring(micro)
+                    for index in self._forward:
+                        task = self.program.tasks[index]
+                        self._streams.run(index, task.stream, task.after, self._actions[index])
+                    self._streams.finish()
+                    self._bring_back()
+                with_loss += batch.with_loss
+                sequences += batch.sequences
+            assert player.loss.correct is not None
+            loss, correct = float(player.loss.total), int(player.loss.correct)
+        finally:
+            player.evaluating = False
+            player.loss = training_loss
+        return Evaluated(loss / max(1, with_loss), correct, with_loss, sequences)
+
+    def _forward_tasks(self) -> list[int]:
+        """The first round up to the loss, without what only backward needs."""
+        heads = [index for index, task in enumerate(self.program.tasks) if task.kind == "head" and task.round == 0]
+        return [
+            index
+            for index, task in enumerate(self.program.tasks[: heads[-1] + 1])
+            if task.kind in FORWARD or (task.kind == "load" and task.what == "weights")
+        ]
+
+    def _bring_back(self) -> None:
+        """Slots that weights pass through hold again what a step expects in them."""
+        for index, value in self.program.at_start.items():
+            buffer = self.program.buffers[index]
+            if buffer.owner == "weights" and "slot" in buffer.name:
+                part = value.split()[1]
+                home = self._host_home(part)
+                size = min(self.room.buffers[index].numel(), self.room.buffers[home].numel())
+                self.room.buffers[index][:size].copy_(self.room.buffers[home][:size])
+
+    def _host_home(self, part: str) -> int:
+        name = f"host weights {part}"
+        return next(index for index, buffer in enumerate(self.program.buffers) if buffer.name == name)
+
+    def agree(self, asked: bool) -> bool:
+        return asked
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def memory(self) -> tuple[MemoryRow, ...]:
+        """By place and owner, as planned and as it is, and what nobody planned."""
+        rows: list[MemoryRow] = []
+        places: tuple[Place, ...] = ("device", "host")
+        for place in places:
+            planned, taken = self.program.bytes_by_owner(place), self.room.bytes_by_owner(place)
+            beyond = 0
+            if place == "device":
+                # Beside the slab: what kernels and libraries allocate, and temporaries that found no room.
+                whole = taken.get("workspace", 0) + self._beside_bytes()
+                taken["workspace"] = min(whole, planned.get("workspace", 0))
+                beyond = whole - taken["workspace"]
+            rows += [
+                MemoryRow(place=place, owner=owner, planned_bytes=size, measured_bytes=taken.get(owner, 0))
+                for owner, size in planned.items()
+            ]
+            if planned:
+                rows.append(MemoryRow(place=place, owner="unaccounted", planned_bytes=0, measured_bytes=beyond))
+        return tuple(rows)
+
+    def _beside_bytes(self) -> int:
+        """The most that was allocated beside the slab: asked of the allocator on a GPU, of the arena on a CPU."""
+        if self.device.type == "cuda":
+            slab = self.room.device_slab.numel()
+            return max(0, int(torch.cuda.max_memory_allocated(self.device)) - self._others_bytes - slab)
+        return self.player.arena.peak_beside_bytes
+
+    def close(self) -> None:
+        """Give back what does not go by itself."""
+        self._streams.close()
+        self.room.close()
+
+
+def left_to_libraries(plan: Plan, model: Transformer) -> dict[str, int]:
+    """By buffer, what attention kernels and matrix libraries allocate for themselves and the slab leaves free for them.
+
+    Kernels are called for so many heads at once that the planned fp32 sums of gradients are room enough.
+    """
+    formats = parse_formats(plan.precision)
+    each = attention_sums_bytes(model, formats)
+
+    def whole_lines(size: int) -> int:
+        # What lies behind in the slab begins at a line as well.
+        return size // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+    return {
+        "workspace": LIBRARY_WORKSPACE_BYTES + whole_lines(each * plan.tokens_of(0)),
+        "attention of a sequence": whole_lines(each * plan.sequence_tokens),
+    }
+
+
+def check_supported(plan: Plan, model: Transformer, training: Training) -> None:
+    """Refuse what the streaming executor does not do."""
+    check_formats(parse_formats(plan.precision))
+    check_trainable(model)
+    if plan.optimizer != "adamw":
+        raise FlopwiseError(
+            f"{plan.optimizer} cannot be trained with yet", why="AdamW is the one there is", hint="--optimizer adamw"
+        )
+    if training.clip_norm is not None and plan.update_when != "end":
+        raise FlopwiseError(
+            "the plan updates before all gradients are there, and they are to be clipped by their norm",
+            why="the norm is known when the last of them is",
+            hint="plan with --clip, or train without it",
+        )

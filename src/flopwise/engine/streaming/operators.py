@@ -1,0 +1,421 @@
+"""The description's operators, run: each forward, and backward from the gradients of what it made.
+
+Values and gradients have the names of the description, a row for each token. A product writes each of its results on
+its own, so that one of them can be made again without the others and comes out the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from flopwise.engine.formats import TYPES, statistics_type
+from flopwise.engine.kernels import dispatch
+from flopwise.engine.kernels.blocks import add_rounded, row_blocks
+from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.fp8_products import Fp8Products
+from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, joined_pairs
+from flopwise.engine.streaming.products import Products
+from flopwise.engine.streaming.rotary import rotary_frequencies
+from flopwise.engine.streaming.values import Gradients, Values, joined_columns
+from flopwise.work.formats import Formats
+from flopwise.work.op import Gemm, Op, Streaming
+from flopwise.work.transformer import Transformer
+from flopwise.work.work import Work
+
+Weights = Mapping[str, Tensor]
+"""Trained tensors of a part by their names in the description, or their gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A part's weights, and where their gradients are summed."""
+
+    weights: Weights
+    sums: Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which tokens a call is about."""
+
+    positions: Tensor
+    """Of each token within its sequence, int32."""
+
+    @property
+    def count(self) -> int:
+        return int(self.positions.shape[0])
+
+
+ALL = slice(None)
+"""Of a weight's rows."""
+
+
+def _rows_of(tensor: Tensor, rows: slice) -> Tensor:
+    return tensor if rows is ALL else tensor[rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Results of a product with the rows of its weight, and their gradient."""
+
+    names: tuple[str, ...]
+    rows: slice
+    gradient: Tensor
+
+
+class Operators:
+    """All operators but attention, for one model in one set of formats."""
+
+    def __init__(
+        self, model: Transformer, work: Work, formats: Formats, arena: Arena,
+        *, products: Products, packs: bool = False, gated: GatedKernels | None = None,
+    ) -> None:  # fmt: skip
+        self.packs = packs
+        """Whether results that one product makes lie beside each other, so that it is one call."""
+        self.gated = None if gated is None else GatedProducts(arena, gated)
+        """Products with the activation in them, where gate and up lie in pairs."""
+        self.model, self.work, self.arena = model, work, arena
+        self.compute, self.statistics = TYPES[formats.compute], statistics_type(formats)
+        self.weights_differ = TYPES[formats.weights] != self.compute
+        self._frequencies: Tensor | None = None
+        self._columns: dict[str, list[tuple[str, int, int]]] = {}
+        self._plain_products = products
+        self._block_products = Fp8Products(arena) if formats.matrix == "fp8" else self._plain_products
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def forward(self, op: Op, values: Values, weights: Weights, rows: Rows, wanted: Collection[str]) -> None:
+        """Make the wanted results of an operator."""
+        if isinstance(op, Gemm):
+            self._product(op, values, weights, wanted)
+            return
+        assert isinstance(op, Streaming)
+        if op.kind == "norm":
+            self._norm(op, values, weights)
+        elif op.kind == "residual":
+            source = values[op.inputs[0]]
+            out = values.room(op.outputs[0], tuple(source.shape), source.dtype)
+            torch.add(source, values[op.inputs[1]], out=out)
+            for name in op.inputs[2:]:
+                out.add_(values[name])
+        elif op.name == "rotary":
+            self._rotate(op, values, rows, wanted)
+        elif op.name == "activation":
+            gate, up = self._gate_and_up(op, values)
+            dispatch.activation_forward(
+                self.model.activation, gate, up, out=values.room("activated", tuple(up.shape), up.dtype)
+            )
+        else:
+            kind = {"pooler_activation": "tanh", "transform_activation": self.model.activation}[op.name]
+            source = values[op.inputs[0]]
+            out = values.room(op.outputs[0], tuple(source.shape), source.dtype)
+            dispatch.activation_forward(kind, None, source, out=out)
+
+    def is_paired(self, op: Op) -> bool:
+        """Whether an operator makes gate and up in pairs."""
+        return self.gated is not None and op.name == "gate_up"
+
+    def paired_product(self, op: Op, values: Values, weights: Weights, *, activates: bool) -> None:
+        """Gate and up, which have their places, and with `activates` what the activation makes of them."""
+        assert self.gated is not None
+        source, matrix = values[op.inputs[0]], self._cast(weights[f"{op.name}.weight"])
+        shape = (source.shape[0], matrix.shape[0] // 2)
+        gate, up = (values.room(name, shape, self.compute) for name in op.outputs)
+        out = values.room("activated", shape, self.compute) if activates else None
+        self.gated.kernels.forward(source, matrix, pairs=joined_pairs(gate, up), activated=out)
+        self._uncast(matrix)
+
+    def _gate_and_up(self, op: Op, values: Values) -> tuple[Tensor | None, Tensor]:
+        return (values[op.inputs[0]] if self.model.gated else None), values[op.inputs[-1]]
+
+    def _product(self, op: Gemm, values: Values, weights: Weights, wanted: Collection[str]) -> None:
+        source = values[op.inputs[0]]
+        columns = self.columns(op)
+        if self.packs and len(columns) > 1 and all(name in wanted for name in op.outputs):
+            places = [values.places[name] for name in op.outputs if name in values.places]
+            joined = joined_columns(places) if len(places) == len(columns) else None
+            if joined is not None:
+                for name, first, last in columns:
+                    values.room(name, (source.shape[0], last - first), self.compute)
+                self._multiply(op, source, weights, ALL, joined)
+                return
+            if op.outputs[0] not in values.places:
+                self._packed_product(op, values, weights)
+                return
+        for name, first, last in columns:
+            if name in wanted:
+                out = values.room(name, (source.shape[0], last - first), self.compute)
+                self._multiply(op, source, weights, slice(first, last), out)
+
+    def _packed_product(self, op: Gemm, values: Values, weights: Weights) -> None:
+        """All results at once; those that have a place are brought there."""
+        source, columns = values[op.inputs[0]], self.columns(op)
+        packed = values.pack(op.outputs, [last - first for _, first, last in columns], source.shape[0], self.compute)
+        self._multiply(op, source, weights, ALL, packed)
+        for name, first, last in columns:
+            if name in values.places:
+                out = values.room(name, (source.shape[0], last - first), self.compute)
+                dispatch.copy_rows(packed[:, first:last], out=out)
+
+    def _multiply(self, op: Gemm, source: Tensor, weights: Weights, rows: slice, out: Tensor) -> None:
+        """A product with some rows of the weight."""
+        matrix = self._cast(_rows_of(weights[f"{op.name}.weight"], rows))
+        bias = weights.get(f"{op.name}.bias")
+        bias = None if bias is None else self._cast(_rows_of(bias, rows))
+        self._products(op).forward(source, matrix, bias, out=out)
+        self._uncast(matrix)
+        if bias is not None:
+            self._uncast(bias)
+
+    def _products(self, op: Gemm) -> Products:
+        if self.gated is not None and self.is_paired(op):
+            return self.gated
+        return self._block_products if op.in_block else self._plain_products
+
+    def columns(self, op: Gemm) -> list[tuple[str, int, int]]:
+        """Each result of a product with its rows of the weight."""
+        found = self._columns.get(op.name)
+        if found is None:
+            ends = list(accumulate(self.work.tensors[name].elements // op.rows for name in op.outputs))
+            assert ends[-1] == op.columns
+            found = self._columns[op.name] = list(zip(op.outputs, [0, *ends[:-1]], ends, strict=True))
+        return found
+
+    def _cast(self, weight: Tensor) -> Tensor:
+        """A weight in the format that products read."""
+        if not self.weights_differ:
+            return weight
+        return self.arena.take(tuple(weight.shape), self.compute).copy_(weight)
+
+    def _uncast(self, weight: Tensor) -> None:
+        if self.weights_differ:
+            self.arena.give(weight)
+
+    def _norm(self, op: Streaming, values: Values, weights: Weights) -> None:
+        source, total = values[op.inputs[0]], values.copies.pop(op.inputs[0], None)
+        self._normalise(op, values, weights, source, total=total)
+        if total is not None:
+            values.replace(op.inputs[0], total)
+
+    def residual_norm(
+        self, residual: Op, norm: Op, values: Values, weights: Weights, *, over: str | None = None
+    ) -> None:
+        """A sum of two and its norm in one go. `over`: the one of them whose place the norm's result takes."""
+        first, second = (values[name] for name in residual.inputs)
+        total = values.room(residual.outputs[0], tuple(first.shape), first.dtype)
+        out = None if over is None else values.hand_over(over, norm.outputs[0])
+        self._normalise(norm, values, weights, first, other=second, total=total, out=out)
+
+    def _normalise(
+        self, op: Op, values: Values, weights: Weights, source: Tensor,
+        *, other: Tensor | None = None, total: Tensor | None = None, out: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        scale = self._cast(weights[f"{op.name}.weight"])
+        bias = weights.get(f"{op.name}.bias")
+        bias = None if bias is None else self._cast(bias)
+        rows = source.numel() // scale.numel()
+        shape = (rows, 2) if self.model.norm == "layer" else (rows,)
+        if out is None:
+            out = values.room(op.outputs[0], tuple(source.shape), source.dtype)
+        dispatch.norm_forward(
+            source.view(rows, -1),
+            scale,
+            bias,
+            epsilon=self.model.norm_epsilon,
+            rms=self.model.norm == "rms",
+            out=out.view(rows, -1),
+            statistics=values.room(op.outputs[1], shape, self.statistics),
+            other=other,
+            total=total,
+        )
+        self._uncast(scale)
+        if bias is not None:
+            self._uncast(bias)
+
+    def _rotate(self, op: Streaming, values: Values, rows: Rows, wanted: Collection[str]) -> None:
+        frequencies = self._frequencies_on(rows.positions.device)
+        for source, target in zip(op.inputs, op.outputs, strict=True):
+            if target in wanted:
+                tensor = values[source]
+                out = values.room(target, tuple(tensor.shape), tensor.dtype)
+                dispatch.rotate(
+                    self._by_head(tensor), rows.positions, frequencies, out=self._by_head(out), inverse=False
+                )
+
+    def _by_head(self, tensor: Tensor) -> Tensor:
+        return tensor.view(tensor.shape[0], -1, self.model.head_dim)
+
+    def _frequencies_on(self, device: torch.device) -> Tensor:
+        if self._frequencies is None:
+            self._frequencies = rotary_frequencies(self.model).to(device)
+        return self._frequencies
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def backward(self, op: Op, values: Values, gradients: Gradients, trained: Trained, rows: Rows) -> None:
+        """From the gradients of an operator's results to those of its inputs; its weights' are added to their sums."""
+        if isinstance(op, Gemm):
+            self._product_backward(op, values, gradients, trained)
+            return
+        assert isinstance(op, Streaming)
+        if op.kind == "norm":
+            self._norm_backward(op, values, gradients, trained)
+        elif op.kind == "residual":
+            gradients.share(op.outputs[0], op.inputs)
+        elif op.name == "rotary":
+            self._rotate_backward(op, gradients, rows)
+        elif op.name == "activation":
+            self._activation_backward(op, values, gradients)
+        else:
+            self._pointwise_backward(op, values, gradients)
+
+    def _product_backward(self, op: Gemm, values: Values, gradients: Gradients, trained: Trained) -> None:
+        source = values[op.inputs[0]]
+        # One result after another, so that each one's gradient goes as soon as it is used.
+        for part in self._parts(op, gradients):
+            self._to_matrix(op, part, source, trained)
+            self._to_source(op, part, gradients, trained, tuple(source.shape))
+            for name in part.names:
+                gradients.drop(name)
+
+    def to_source(self, op: Gemm, gradients: Gradients, trained: Trained) -> None:
+        """Only the gradient of a product's input; `to_matrix` does the rest."""
+        for part in self._parts(op, gradients):
+            self._to_source(op, part, gradients, trained, (part.gradient.shape[0], op.depth))
+
+    def to_matrix(self, op: Gemm, source: Tensor, gradients: Gradients, trained: Trained) -> None:
+        """What a product's weight and bias get, from the product's input; its results' gradients go."""
+        for part in self._parts(op, gradients):
+            self._to_matrix(op, part, source, trained)
+            for name in part.names:
+                gradients.drop(name)
+
+    def _parts(self, op: Gemm, gradients: Gradients) -> list[_Part]:
+        """A product's results whose gradients can be used together: all that lie beside each other, or each alone."""
+        if self.is_paired(op):
+            gate, up = (gradients[name] for name in op.outputs)
+            return [_Part(op.outputs, ALL, joined_pairs(gate, up))]
+        columns = self.columns(op)
+        joined = joined_columns([gradients[name] for name in op.outputs]) if self.packs else None
+        if joined is not None:
+            return [_Part(op.outputs, ALL, joined)]
+        return [_Part((name,), slice(first, last), gradients[name]) for name, first, last in columns]
+
+    def _to_matrix(self, op: Gemm, part: _Part, source: Tensor, trained: Trained) -> None:
+        sums = trained.sums
+        self._products(op).to_matrix(part.gradient, source, total=_rows_of(sums[f"{op.name}.weight"], part.rows))
+        if f"{op.name}.bias" in sums:
+            add_rounded(sums[f"{op.name}.bias"][part.rows], self.column_sums(part.gradient))
+
+    def _to_source(self, op: Gemm, part: _Part, gradients: Gradients, trained: Trained, shape: tuple[int, ...]) -> None:
+        matrix = self._cast(_rows_of(trained.weights[f"{op.name}.weight"], part.rows))
+        target, there = gradients.target(op.inputs[0], shape, part.gradient.dtype)
+        self._products(op).to_source(part.gradient, matrix, out=target, add=there)
+        self._uncast(matrix)
+
+    def activated_backward(
+        self, op: Gemm, activation: Op, values: Values, gradients: Gradients, trained: Trained
+    ) -> Tensor:
+        """From the gradient of a product's result to those that its input's activation read, in one call.
+
+        They take the places of gate and up. Returns the activation's result, made again.
+        """
+        assert self.gated is not None
+        gradient, matrix = gradients[op.outputs[0]], self._cast(trained.weights[f"{op.name}.weight"])
+        made, there = gradients.target(activation.outputs[0], (gradient.shape[0], op.depth), gradient.dtype)
+        assert not there
+        gate, up = (values[name] for name in activation.inputs)
+        self.gated.kernels.backward(gradient, matrix, pairs=joined_pairs(gate, up), activated=made)
+        self._uncast(matrix)
+        for name in activation.inputs:
+            gradients.put(name, values[name])
+        return made
+
+    def backward_again(self, op: Op, values: Values, gradients: Gradients, trained: Trained) -> Tensor:
+        """The backward of a norm or an activation that makes its result again, in the place of its gradient.
+
+        An activation's gradients take the places of its inputs.
+        """
+        made = gradients[op.outputs[0]]
+        if op.name != "activation":
+            self._norm_backward(op, values, gradients, trained, again=True)
+            return made
+        gate, up = self._gate_and_up(op, values)
+        dispatch.activation_backward(self.model.activation, made, gate, up, gate_out=gate, up_out=up, again=True)
+        for name in op.inputs:
+            gradients.put(name, values[name])
+        return made
+
+    def column_sums(self, values: Tensor) -> Tensor:
+        """Sums over the rows. A CPU makes a wide copy of what it sums, so that it is given a few rows at a time."""
+        if values.is_cuda:
+            return values.sum(0, dtype=self.statistics)
+        total = torch.zeros(values.shape[1], dtype=self.statistics)
+        for block in row_blocks(values.shape[0], values.shape[1] * self.statistics.itemsize, 1):
+            total += values[block].sum(0, dtype=self.statistics)
+        return total
+
+    def _norm_backward(
+        self, op: Op, values: Values, gradients: Gradients, trained: Trained, *, again: bool = False
+    ) -> None:
+        weights, sums = trained.weights, trained.sums
+        name, source = op.inputs[0], values[op.inputs[0]]
+        scale = self._cast(weights[f"{op.name}.weight"])
+        bias = self._cast(weights[f"{op.name}.bias"]) if again and f"{op.name}.bias" in weights else None
+        rows = source.numel() // scale.numel()
+        gradient = gradients[op.outputs[0]]
+        there = name in gradients
+        if there or again:
+            out, _ = gradients.target(name, tuple(source.shape), source.dtype)
+        else:
+            out = gradients.replace(op.outputs[0], name)
+        statistics = values[op.outputs[1]]
+        dispatch.norm_backward(
+            gradient.view(rows, -1),
+            source.view(rows, -1),
+            scale,
+            statistics.view(rows, 2) if self.model.norm == "layer" else statistics.view(rows),
+            rms=self.model.norm == "rms",
+            out=out.view(rows, -1),
+            weight_gradient=sums[f"{op.name}.weight"],
+            bias_gradient=sums.get(f"{op.name}.bias"),
+            accumulate=there,
+            again=again,
+            bias=bias,
+        )
+        if there and not again:
+            gradients.drop(op.outputs[0])
+        self._uncast(scale)
+        if bias is not None:
+            self._uncast(bias)
+
+    def _rotate_backward(self, op: Streaming, gradients: Gradients, rows: Rows) -> None:
+        frequencies = self._frequencies_on(rows.positions.device)
+        for source, target in zip(op.inputs, op.outputs, strict=True):
+            gradient = gradients[target]
+            out = gradients.replace(target, source)
+            dispatch.rotate(self._by_head(gradient), rows.positions, frequencies, out=self._by_head(out), inverse=True)
+
+    def _activation_backward(self, op: Streaming, values: Values, gradients: Gradients) -> None:
+        gate, up = self._gate_and_up(op, values)
+        gradient = gradients[op.outputs[0]]
+        gate_out = None
+        if gate is not None:
+            gate_out, _ = gradients.target(op.inputs[0], tuple(gate.shape), gate.dtype)
+        up_out = gradients.replace(op.outputs[0], op.inputs[-1])
+        dispatch.activation_backward(self.model.activation, gradient, gate, up, gate_out=gate_out, up_out=up_out)
+
+    def _pointwise_backward(self, op: Streaming, values: Values, gradients: Gradients) -> None:
+        name = op.inputs[0]
+        gradient = gradients[op.outputs[0]]
+        out = gradients.replace(op.outputs[0], name)
+        if op.name == "pooler_activation":
+            # From the result: 1 − tanh².
+            out.copy_(torch.ops.aten.tanh_backward(gradient, values[op.outputs[0]]))
+            return
+        dispatch.activation_backward(self.model.activation, gradient, None, values[name], gate_out=None, up_out=out)

@@ -1,0 +1,459 @@
+"""What each task of a program does to its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from flopwise.engine.formats import TYPES, statistics_type
+from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.block import Block, Chunk, Keys
+from flopwise.engine.streaming.ends import Ends, Loss
+from flopwise.engine.streaming.gated import GatedKernels
+from flopwise.engine.streaming.inputs import Inputs
+from flopwise.engine.streaming.layout import SavedTensors
+from flopwise.engine.streaming.operators import Operators, Trained
+from flopwise.engine.streaming.products import Products
+from flopwise.engine.streaming.quack_products import gated_kernels, products_for
+from flopwise.engine.streaming.room import Room
+from flopwise.engine.streaming.sequence import SequenceBlock, SequenceRoom
+from flopwise.engine.streaming.updates import PartNumbers, Updates, as_numbers, numbers_by_part
+from flopwise.engine.streaming.values import Values
+from flopwise.records.plan import Plan
+from flopwise.records.program import Owner, Program, Task, Use, aligned
+from flopwise.setup.training import Training
+from flopwise.work.describe import describe
+from flopwise.work.formats import parse_formats
+from flopwise.work.parameters import Part, parameters_of
+from flopwise.work.transformer import Transformer
+
+Action = Callable[[], None]
+
+
+class Player:
+    """Turns tasks into calls. It holds what a step changes: the round's tokens, the sums of the loss."""
+
+    def __init__(
+        self, plan: Plan, program: Program, model: Transformer, training: Training, room: Room,
+        *, deterministic: bool, packs: bool | None = None, gated: GatedKernels | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.program, self.room = plan, program, room
+        self.formats = parse_formats(plan.precision)
+        work = describe(model, plan.sequence_tokens)
+        self.compute, self.statistics = TYPES[self.formats.compute], statistics_type(self.formats)
+        self.model = model
+        self.numbers: dict[Part, PartNumbers] = numbers_by_part(parameters_of(model, plan.sequence_tokens))
+        workspace, head = (next(buffer for _, buffer in room.named(name)) for name in ("workspace", "head chunk"))
+        self.inputs = Inputs(
+            plan, workspace, vocabulary=model.vocab, classifies=model.head == "classifier", causal=model.causal
+        )
+        self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
+        self.head_arena = Arena(head, spill=self.arena)
+        # Norms of heads read queries and keys as rows of their own, which columns of a wider tensor are not.
+        packs = room.device.type == "cuda" and not deterministic and not model.qk_norm if packs is None else packs
+        assert not (packs and model.qk_norm)
+        products = (
+            Products(self.arena)
+            if deterministic
+            else products_for(room.device, self.compute, TYPES[self.formats.gradients], self.arena)
+        )
+        if gated is None and not deterministic:
+            gated = gated_kernels(model, self.formats, room.device)
+        paired = ("gate", "up") if gated is not None else ()
+        self.saved = SavedTensors(work, self.formats, packed=packs, paired=paired)
+        operators = Operators(model, work, self.formats, self.arena, packs=packs, gated=gated, products=products)
+        self.block = Block(model, work, operators, self.saved, deterministic=deterministic)
+        self.block.cut = plan.chunks_per_sequence > 1
+        self.whole_sequence = self.block.cut and plan.attention == "sequence"
+        self.ends = Ends(model, work, operators)
+        self.updates = Updates(training, self.formats, self.numbers)
+        self.loss = Loss(torch.zeros((), dtype=self.statistics, device=room.device))
+        self.scale = 0.0
+        self._views: dict[tuple[int, Part], dict[str, Tensor]] = {}
+        self._saved_views: dict[tuple[int, str, int], dict[str, Tensor]] = {}
+        """Of what layers keep, by buffer, level and tokens: every step asks for the same ones."""
+        self._contexts()
+        self._sequence_block()
+        self.evaluating = False
+
+    # -- buffers --------------------------------------------------------------------------------------------------
+
+    def _contexts(self) -> None:
+        """Keys and values of a sequence lie in one piece, whatever chunks they come in."""
+        self._keys: dict[int, Keys] = {}
+        parts = self.plan.chunks_per_sequence
+        found = [(index, buffer) for index, buffer in self.room.named("context ") if self._name(index)[8:].isdigit()]
+        width, tokens = self.model.kv_width, self.plan.sequence_tokens
+        for begin in range(0, len(found), parts):
+            room = _joined([buffer for _, buffer in found[begin : begin + parts]])
+            numbers = as_numbers(room, self.compute, 2 * tokens * width)
+            keys = Keys(numbers[: tokens * width].view(tokens, width), numbers[tokens * width :].view(tokens, width))
+            self._keys.update((index, keys) for index, _ in found[begin : begin + parts])
+        self.key_sums: Keys | None = None
+        for _, buffer in self.room.named("context gradients"):
+            numbers = as_numbers(buffer, self.statistics, 2 * tokens * width)
+            self.key_sums = Keys(
+                numbers[: tokens * width].view(tokens, width), numbers[tokens * width :].view(tokens, width)
+            )
+
+    def _sequence_block(self) -> None:
+        self.sequence: SequenceBlock | None = None
+        for _, buffer in self.room.named("attention of a sequence"):
+            packed = self.block.operators.packs
+            room = SequenceRoom(buffer, self.saved, self.plan.sequence_tokens, self.block.extras, packed=packed)
+            self.sequence = SequenceBlock(self.block, room)
+
+    def _name(self, index: int) -> str:
+        return self.program.buffers[index].name
+
+    def _of(self, uses: Sequence[Use], owner: Owner, prefix: str = "") -> int | None:
+        """The buffer among these that has the owner, and a name that begins so."""
+        for use in uses:
+            buffer = self.program.buffers[use.buffer]
+            if buffer.owner == owner and buffer.name.startswith(prefix):
+                return use.buffer
+        return None
+
+    def views(self, index: int, part: Part, kind: str) -> dict[str, Tensor]:
+        """A part's tensors in a buffer of weights or gradients."""
+        found = self._views.get((index, part))
+        if found is None:
+            numbers = self.numbers[part]
+            dtype = TYPES[self.formats.weights if kind == "weights" else self.formats.gradients]
+            flat = as_numbers(self.room.buffers[index], dtype, numbers.count)
+            found = self._views[index, part] = numbers.views(flat)
+        return found
+
+    def part_of(self, task: Task) -> Part:
+        """The part whose numbers a task is about."""
+        if task.layer is not None:
+            return task.layer
+        assert task.end is not None
+        return task.end if task.end in self.numbers else "head"
+
+    def _rows(self, index: int, tokens: int) -> Tensor:
+        numbers = as_numbers(self.room.buffers[index], self.compute, tokens * self.model.hidden)
+        return numbers.view(tokens, self.model.hidden)
+
+    # -- tasks ----------------------------------------------------------------------------------------------------
+
+    def action(self, task: Task) -> Action:
+        """What a task does, bound to its buffers."""
+        if task.kind in ("load", "store"):
+            return self._copy(task)
+        if task.kind == "optimize":
+            return self._optimize(task)
+        chunk_action = {
+            "embed": self._embed,
+            "embed-backward": self._embed_backward,
+            "head": self._head,
+            "forward": self._forward,
+            "backward": self._backward,
+            "forward-before": self._forward_before,
+            "attention": self._attention,
+            "forward-after": self._forward_after,
+            "context": self._context,
+            "backward-after": self._backward_after,
+            "attention-backward": self._attention_backward,
+            "backward-before": self._backward_before,
+        }[task.kind]
+        assert task.chunk is not None
+        number = task.chunk
+        zeroed = self._gradient_to_clear(task)
+
+        def act() -> None:
+            if zeroed is not None and not self.evaluating:
+                zeroed.zero_()
+            chunk = self.inputs.chunk(number)
+            if chunk is not None:
+                chunk_action(task, chunk)
+
+        return act
+
+    def _gradient_to_clear(self, task: Task) -> Tensor | None:
+        """A gradient that is written without being read begins anew."""
+        index = self._of(task.writes, "gradients")
+        if index is None or self._of(task.reads, "gradients") is not None:
+            return None
+        return self.room.buffers[index]
+
+    def _weights(self, task: Task) -> dict[str, Tensor]:
+        index = self._of(task.reads, "weights")
+        assert index is not None
+        return self.views(index, self.part_of(task), "weights")
+
+    def _sums(self, task: Task) -> dict[str, Tensor]:
+        index = self._of(task.writes, "gradients")
+        assert index is not None
+        return self.views(index, self.part_of(task), "gradients")
+
+    def _trained(self, task: Task) -> Trained:
+        return Trained(self._weights(task), self._sums(task))
+
+    def _stream(self, task: Task, chunk: Chunk) -> Tensor:
+        index = self._of((*task.writes, *task.reads), "stream")
+        assert index is not None
+        return self._rows(index, chunk.sequences * chunk.tokens)
+
+    def _context_keys(self, task: Task) -> Keys:
+        return next(self._keys[use.buffer] for use in (*task.writes, *task.reads) if use.buffer in self._keys)
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def _embed(self, task: Task, chunk: Chunk) -> None:
+        assert task.chunk is not None
+        self.ends.embed(self.inputs.ids(task.chunk), chunk, self._weights(task), self._stream(task, chunk))
+
+    def _embed_backward(self, task: Task, chunk: Chunk) -> None:
+        assert task.chunk is not None
+        sums = self._sums(task)
+        gradient = self._stream(task, chunk)
+        self.ends.embed_backward(self.inputs.ids(task.chunk), chunk, self._weights_of_embedding(task), sums, gradient)
+
+    def _weights_of_embedding(self, task: Task) -> dict[str, Tensor]:
+        """The norm behind the tables is small and stays where the tables do; others need no weights to go back."""
+        index = self._of(task.reads, "weights")
+        return {} if index is None else self.views(index, self.part_of(task), "weights")
+
+    def _head(self, task: Task, chunk: Chunk) -> None:
+        assert task.chunk is not None
+        rows = chunk.sequences * chunk.tokens
+        last = min(rows, task.first + task.tokens)
+        if task.first >= last:
+            return
+        stream = self._stream(task, chunk)[task.first : last]
+        labels = self.inputs.labels(task.chunk)
+        weights = self._weights(task)
+        sums = None if self.evaluating else self._sums(task)
+        if not self.ends.classifies:
+            self.ends.head(
+                stream, labels[task.first : last], weights, sums, loss=self.loss, room=self.head_arena, scale=self.scale
+            )
+            return
+        begins = range(0, rows, chunk.tokens) if chunk.first == 0 else range(0)
+        chosen = [index for index, begin in enumerate(begins) if task.first <= begin < last]
+        if chosen:
+            places = [begins[index] - task.first for index in chosen]
+            pooled = self.arena.take((len(chosen), self.model.hidden), self.compute)
+            pooled.copy_(stream[places])
+            self.ends.head(
+                pooled,
+                labels[chosen[0] : chosen[-1] + 1],
+                weights,
+                sums,
+                loss=self.loss,
+                room=self.head_arena,
+                scale=self.scale,
+            )
+            if sums is not None:
+                stream.zero_()
+                stream[places] = pooled
+            self.arena.give(pooled)
+        elif sums is not None:
+            stream.zero_()
+
+    # -- blocks in one piece --------------------------------------------------------------------------------------
+
+    def _slot(self, task: Task, tokens: int) -> dict[str, Tensor]:
+        index = self._of((*task.writes, *task.reads), "activations", "activation slot")
+        assert index is not None
+        return self._kept_in(index, "full", tokens)
+
+    def _kept_in(self, index: int, level: str, tokens: int) -> dict[str, Tensor]:
+        found = self._saved_views.get((index, level, tokens))
+        if found is None:
+            found = self._saved_views[index, level, tokens] = self.saved.views(self.room.buffers[index], level, tokens)
+        return found
+
+    def _home(self, uses: Sequence[Use], level: str, tokens: int) -> dict[str, Tensor] | None:
+        index = self._of(uses, "activations", "device ")
+        return None if index is None else self._kept_in(index, level, tokens)
+
+    def _forward(self, task: Task, chunk: Chunk) -> None:
+        tokens = chunk.sequences * chunk.tokens
+        slot, stream = self._slot(task, tokens), self._stream(task, chunk)
+        values = Values(self.arena, {**slot, "output": stream})
+        if self.block.begins_with_norm:
+            # The norm reads it anyway.
+            values["input"], values.copies["input"] = stream, slot["input"]
+        else:
+            slot["input"].copy_(stream)
+            values["input"] = slot["input"]
+        self.block.forward(values, self._weights(task), chunk, self._context_keys(task) if self.block.cut else None)
+        values.close()
+        self._keep(task, slot, tokens)
+
+    def _keep(self, task: Task, slot: dict[str, Tensor], tokens: int) -> None:
+        """What stays on the device at a lower level is brought to its own place."""
+        home = self._home(task.writes, task.level, tokens)
+        if home is not None and not self.evaluating:
+            for name, tensor in home.items():
+                tensor.copy_(slot[name])
+
+    def _kept_values(self, task: Task, chunk: Chunk) -> Values:
+        """What backward finds of a (layer, chunk): in its home, in its slot, or among the inputs."""
+        tokens = chunk.sequences * chunk.tokens
+        slot = self._slot(task, tokens)
+        values = Values(self.arena, slot)
+        found = self._home(task.reads, task.level, tokens)
+        if found is None:
+            found = {name: slot[name] for name in self.saved.names(task.level)}
+            source = self._of(task.reads, "workspace", "inputs")
+            if source is not None and task.level == "input":
+                found["input"] = self._rows(source, tokens)
+        for name, tensor in found.items():
+            if not (self.block.cut and name in ("key", "value")):
+                values[name] = tensor
+        return values
+
+    def _backward(self, task: Task, chunk: Chunk) -> None:
+        values, trained = self._kept_values(task, chunk), self._trained(task)
+        weights = trained.weights
+        kept = {*self.saved.names(task.level)}
+        gradient = self._stream(task, chunk)
+        if not self.block.cut:
+            self.block.recompute(values, weights, chunk, kept)
+            self.block.backward(values, trained, gradient, chunk)
+            values.close()
+            return
+        keys, key_sums = self._context_keys(task), self.key_sums
+        assert key_sums is not None
+        if chunk.last == self.plan.sequence_tokens:
+            key_sums.key.zero_()
+            key_sums.value.zero_()
+        kept |= {"key", "value"}
+        self.block.recompute(values, weights, chunk, kept, keys=self.block.seen(keys, chunk))
+        self.block.backward(values, trained, gradient, chunk, keys=keys, key_sums=key_sums)
+        values.close()
+
+    def _context(self, task: Task, chunk: Chunk) -> None:
+        keys = self._context_keys(task)
+        tokens = chunk.sequences * chunk.tokens
+        home = self._home(task.reads, task.level, tokens)
+        if task.level != "input":
+            source = home or self._slot(task, tokens)
+            keys.key[chunk.first : chunk.last].copy_(source["key"])
+            keys.value[chunk.first : chunk.last].copy_(source["value"])
+            return
+        inputs = self._of(task.reads, "workspace", "inputs")
+        if home is not None:
+            source_rows = home["input"]
+        else:
+            source_rows = self._slot(task, tokens)["input"] if inputs is None else self._rows(inputs, tokens)
+        if self.sequence is not None:
+            self.sequence.make_keys(source_rows, self._weights(task), chunk, keys)
+            return
+        places = {"key": keys.key[chunk.first : chunk.last], "value": keys.value[chunk.first : chunk.last]}
+        values = Values(self.arena, places)
+        values["input"] = source_rows
+        self.block.make_keys(values, self._weights(task), chunk)
+        values.close()
+
+    # -- blocks in three pieces -----------------------------------------------------------------------------------
+
+    def _chunks(self, task: Task) -> list[Chunk]:
+        """All chunks of the sequence that a task's chunk is of."""
+        assert task.chunk is not None
+        parts = self.plan.chunks_per_sequence
+        first = task.chunk // parts * parts
+        return [chunk for number in range(first, first + parts) if (chunk := self.inputs.chunk(number)) is not None]
+
+    def _forward_before(self, task: Task, chunk: Chunk) -> None:
+        assert self.sequence is not None
+        stream = self._stream(task, chunk)
+        self.sequence.forward_before(stream, self._weights(task), chunk, self._context_keys(task))
+
+    def _attention(self, task: Task, chunk: Chunk) -> None:
+        del chunk
+        assert self.sequence is not None
+        self.sequence.attention(self._chunks(task), self._context_keys(task))
+
+    def _forward_after(self, task: Task, chunk: Chunk) -> None:
+        assert self.sequence is not None
+        tokens = chunk.tokens
+        slot, stream = self._slot(task, tokens), self._stream(task, chunk)
+        kept = self.saved.names(task.level)
+        self.sequence.forward_after(stream, slot, self._weights(task), chunk, self._context_keys(task), kept=kept)
+        self._keep(task, slot, tokens)
+
+    def _backward_after(self, task: Task, chunk: Chunk) -> None:
+        assert self.sequence is not None
+        values = self._kept_values(task, chunk)
+        inputs = self._of(task.writes, "workspace", "inputs")
+        if inputs is not None:
+            self._rows(inputs, chunk.tokens).copy_(values["input"])
+        keys = self._whole_keys(task)
+        gradient = self._stream(task, chunk)
+        self.sequence.backward_after(values, self._trained(task), gradient, chunk, keys, level=task.level)
+
+    def _whole_keys(self, task: Task) -> Keys:
+        """Where the keys of a task's layer and sequence are; at levels that keep attention's result none are read."""
+        used = (self._keys[use.buffer] for use in task.reads if use.buffer in self._keys)
+        return next(used, next(iter(self._keys.values())))
+
+    def _attention_backward(self, task: Task, chunk: Chunk) -> None:
+        del chunk
+        assert self.sequence is not None
+        self.sequence.attention_backward(self._chunks(task), self._context_keys(task))
+
+    def _backward_before(self, task: Task, chunk: Chunk) -> None:
+        assert self.sequence is not None
+        inputs = self._of(task.reads, "workspace", "inputs")
+        assert inputs is not None
+        source, gradient = self._rows(inputs, chunk.tokens), self._stream(task, chunk)
+        self.sequence.backward_before(source, self._trained(task), gradient, chunk)
+
+    # -- updates and copies ---------------------------------------------------------------------------------------
+
+    def _optimize(self, task: Task) -> Action:
+        part = self.part_of(task)
+        found = [self._of(task.reads, owner) for owner in ("weights", "gradients", "optimizer")]
+        buffers = [self.room.buffers[index] for index in found if index is not None]
+        weights, gradients, state = buffers
+        return lambda: self.updates.update(part, weights, gradients, state, first=task.first, count=task.parameters)
+
+    def _copy(self, task: Task) -> Action:
+        source, target = self.room.buffers[task.reads[0].buffer], self.room.buffers[task.writes[0].buffer]
+        if task.what not in ("activations", "context"):
+            size = task.bytes
+
+            def copy() -> None:
+                target[:size].copy_(source[:size], non_blocking=True)
+
+            return copy
+        number = task.chunk
+        assert number is not None
+
+        def copy_kept() -> None:
+            chunk = self.inputs.chunk(number)
+            if chunk is not None:
+                self._copy_kept(task, chunk, source, target)
+
+        return copy_kept
+
+    def _copy_kept(self, task: Task, chunk: Chunk, source: Tensor, target: Tensor) -> None:
+        tokens = chunk.sequences * chunk.tokens
+        if task.what == "context":
+            keys = self._keys[task.writes[0].buffer]
+            home = self.saved.views(source, task.level, tokens)
+            keys.key[chunk.first : chunk.last].copy_(home["key"], non_blocking=True)
+            keys.value[chunk.first : chunk.last].copy_(home["value"], non_blocking=True)
+            return
+        if self._name(task.writes[0].buffer).startswith("inputs"):
+            size = tokens * self.model.hidden * self.compute.itemsize
+            target[:size].copy_(source[:size], non_blocking=True)
+            return
+        # Where sequences are cut, keys and values come back on their own, before the rest.
+        apart = ("key", "value") if task.kind == "load" and self.block.cut else ()
+        for low, full, size in self.saved.copies(task.level, "full", tokens, without=apart):
+            at_source, at_target = (full, low) if task.kind == "store" else (low, full)
+            target[at_target : at_target + size].copy_(source[at_source : at_source + size], non_blocking=True)
+
+
+def _joined(buffers: Sequence[Tensor]) -> Tensor:
+    """Neighbouring buffers as one."""
+    size = sum(buffer.numel() for buffer in buffers)
+    assert buffers[-1].data_ptr() + buffers[-1].numel() == buffers[0].data_ptr() + size
+    return torch.as_strided(buffers[0], (size,), (1,))

@@ -1,0 +1,1 @@
+"""Weights on their way in and out: first values, Hugging Face folders, checkpoints."""

@@ -1,0 +1,441 @@
+"""Weights and configurations as Hugging Face `transformers` has them, in both directions.
+
+A model that `transformers` has a class for is saved under that class's names, so that `from_pretrained` reads it. The
+names here are those of `save_pretrained`, with the prefix of the network without its head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.engine.weights.initial import LEAST_DEVIATION
+from flopwise.work.parameters import Parameter, parameters_of
+from flopwise.work.transformer import Transformer
+
+PREFIXES = ("model.", "transformer.", "bert.")
+"""What the names of the network without its head begin with in a file of the network with one."""
+
+BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "embeddings.position_ids")
+"""Ends of names that some files hold and that are no parameters."""
+
+OLD_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
+"""Ends of names in the first files of BERT."""
+
+FEW = 4
+"""Names that an error repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Weights under our own names."""
+
+    tensors: dict[str, Tensor]
+    missing: tuple[str, ...]
+    """Parameters of a classifier's head that the file does not hold; they begin with first values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the numbers of one parameter lie: the rows of one tensor or of several, one below the other."""
+
+    names: tuple[str, ...]
+    rows: tuple[int, ...] = ()
+    """Of each tensor, where there are several."""
+    transposed: bool = False
+    """GPT-2 keeps its matrices with the inputs as rows."""
+
+    def split(self, value: Tensor) -> dict[str, Tensor]:
+        """The tensors of a file: views of the parameter, so that a model on a device needs no second place there."""
+        if self.transposed:
+            value = value.t()
+        if not self.rows:
+            return {self.names[0]: value}
+        return dict(zip(self.names, torch.split(value, list(self.rows)), strict=True))
+
+    def shapes(self, parameter: Parameter) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors."""
+        if self.transposed:
+            return (parameter.shape[::-1],)
+        return tuple((rows, *parameter.shape[1:]) for rows in self.rows or parameter.shape[:1])
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """The parameter that the tensors make up."""
+        if self.transposed:
+            return parts[0].t().contiguous()
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+# -- which class of transformers a description is ---------------------------------------------------------------------
+
+
+def family_of(model: Transformer) -> str:
+    """The `model_type` of the class that has exactly this network: llama, mistral, qwen2, qwen3, gpt2 or bert."""
+    for family, matches in (("gpt2", _is_gpt2), ("bert", _is_bert)):
+        if matches(model):
+            return family
+    if _is_llama_like(model):
+        attention_biases = (model.qkv_bias, model.output_bias)
+        biased = any((*attention_biases, model.ffn_bias))
+        if model.qk_norm and attention_biases in ((False, False), (True, True)) and not model.ffn_bias:
+            return "qwen3"
+        if not model.qk_norm and attention_biases == (True, False) and not model.ffn_bias:
+            return "qwen2"
+        if not model.qk_norm and not biased and model.window is not None:
+            return "mistral"
+        # The configuration of Llama alone insists on a width that its heads divide.
+        whole = model.hidden % model.heads == 0 and model.window is None
+        if not model.qk_norm and model.qkv_bias == model.output_bias and whole:
+            return "llama"
+    raise FlopwiseError(
+        f"{model.name}: transformers has no class for this network",
+        why="its norms, positions, biases or head are not together in Llama, Mistral, Qwen2, Qwen3, GPT-2 or BERT",
+        hint="save it under flopwise's own names, which `flopwise train` reads back",
+    )
+
+
+def _is_llama_like(model: Transformer) -> bool:
+    return (
+        model.causal
+        and model.head == "language"
+        and model.positions == "rotary"
+        and (model.norm, model.norm_bias, model.norm_place) == ("rms", False, "pre")
+        and model.final_norm
+        and model.gated
+        and not (model.embedding_norm or model.head_bias or model.parallel_residual)
+        and not (model.experts or model.token_types)
+    )
+
+
+def _has_gpt_blocks(model: Transformer) -> bool:
+    """Learned positions, LayerNorm, two matrices in the feed-forward part, biases in all of them."""
+    return (
+        model.positions == "learned"
+        and (model.norm, model.norm_bias) == ("layer", True)
+        and model.qkv_bias
+        and model.output_bias
+        and model.ffn_bias
+        and model.kv_heads == model.heads
+        and model.query_width == model.hidden
+        and model.window is None
+        and not (model.gated or model.qk_norm or model.parallel_residual or model.experts)
+    )
+
+
+def _is_gpt2(model: Transformer) -> bool:
+    plain = not (model.embedding_norm or model.head_bias or model.token_types)
+    pre_norm = model.norm_place == "pre" and model.final_norm
+    return _has_gpt_blocks(model) and model.causal and model.head == "language" and pre_norm and plain
+
+
+def _is_bert(model: Transformer) -> bool:
+    post_norm = model.norm_place == "post" and model.embedding_norm and not model.final_norm
+    head = model.head == "classifier" or (model.head == "masked" and model.tied and model.head_bias)
+    return _has_gpt_blocks(model) and not model.causal and head and post_norm and model.token_types > 0
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+LLAMA_LAYER = {
+    "norm1": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "query_norm": ("self_attn.q_norm",),
+    "key_norm": ("self_attn.k_norm",),
+    "output": ("self_attn.o_proj",),
+    "norm2": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+LLAMA_ENDS = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
+GPT2_LAYER = {
+    "norm1": ("ln_1",),
+    "qkv": ("attn.c_attn",),
+    "output": ("attn.c_proj",),
+    "norm2": ("ln_2",),
+    "up": ("mlp.c_fc",),
+    "down": ("mlp.c_proj",),
+}
+GPT2_ENDS = {
+    "embedding": "transformer.wte",
+    "positions": "transformer.wpe",
+    "final_norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+BERT_LAYER = {
+    "norm1": ("attention.output.LayerNorm",),
+    "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "output": ("attention.output.dense",),
+    "norm2": ("output.LayerNorm",),
+    "up": ("intermediate.dense",),
+    "down": ("output.dense",),
+}
+BERT_ENDS = {
+    "embedding": "bert.embeddings.word_embeddings",
+    "positions": "bert.embeddings.position_embeddings",
+    "token_types": "bert.embeddings.token_type_embeddings",
+    "embedding_norm": "bert.embeddings.LayerNorm",
+    "pooler": "bert.pooler.dense",
+    "classifier": "classifier",
+    "transform": "cls.predictions.transform.dense",
+    "transform_norm": "cls.predictions.transform.LayerNorm",
+    "head": "cls.predictions",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How a family calls the parts of a layer and of the ends."""
+
+    layers: str
+    layer: Mapping[str, tuple[str, ...]]
+    ends: Mapping[str, str]
+    transposed: bool = False
+
+
+LLAMA_NAMES = Names("model.layers", LLAMA_LAYER, LLAMA_ENDS)
+NAMES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA_NAMES),
+    "gpt2": Names("transformer.h", GPT2_LAYER, GPT2_ENDS, transposed=True),
+    "bert": Names("bert.encoder.layer", BERT_LAYER, BERT_ENDS),
+}
+
+
+def place_of(model: Transformer, names: Names, parameter: str) -> Place:
+    """Where one of our parameters lies in a file of the model's family."""
+    if not parameter.startswith("layers."):
+        part, kind = parameter.rsplit(".", 1)
+        if model.tied and parameter == "head.weight":
+            part = "embedding"
+        return Place((f"{names.ends[part]}.{kind}",))
+    _, layer, part, kind = parameter.split(".")
+    own = tuple(f"{names.layers}.{layer}.{name}.{kind}" for name in names.layer[part])
+    if len(own) > 1:
+        rows = (model.ffn, model.ffn) if part == "gate_up" else (model.query_width, model.kv_width, model.kv_width)
+        return Place(own, rows)
+    return Place(own, transposed=names.transposed and kind == "weight" and not part.startswith("norm"))
+
+
+def to_huggingface(model: Transformer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our parameters, all or some, as the tensors of a file that `from_pretrained` reads.
+
+    What is cut or turned is copied, the rest is handed on: converting a few parameters at a time saves memory.
+    """
+    names = NAMES[family_of(model)]
+    found: dict[str, Tensor] = {}
+    for name, value in parameters.items():
+        found.update(place_of(model, names, name).split(value.detach()))
+    return found
+
+
+def from_huggingface(model: Transformer, tensors: Mapping[str, Tensor], sequence_tokens: int) -> Loaded:
+    """A file's tensors under our names, in the types that they have.
+
+    A classifier may be begun from an encoder that has no such head, or another one: `missing` tells what it lacks.
+    """
+    names = NAMES[family_of(model)]
+    given = _without_prefixes(model, tensors)
+    found: dict[str, Tensor] = {}
+    lacking: list[str] = []
+    missing: list[str] = []
+    misshapen: list[str] = []
+    for parameter in parameters_of(model, sequence_tokens):
+        place = place_of(model, names, parameter.name)
+        parts = [given.pop(_bare(name), None) for name in place.names]
+        present = [part for part in parts if part is not None]
+        if len(present) < len(parts):
+            missing.append(parameter.name)
+            lacking += [name for name, part in zip(place.names, parts, strict=True) if part is None]
+            continue
+        for name, part, shape in zip(place.names, present, place.shapes(parameter), strict=True):
+            if tuple(part.shape) != shape:
+                misshapen.append(f"{name} is {_sides(part.shape)}, not {_sides(shape)}")
+        if not misshapen:
+            found[parameter.name] = place.join(present)
+    if _only_a_new_head(model, missing):
+        lacking = []
+    _refuse(model, "lacks tensors", lacking, "a file of another model, or only one of its parts?")
+    _refuse(model, "has tensors of other shapes", misshapen, "a file of a model of another size, or with other labels?")
+    unexpected = [name for name in given if not _beside_the_model(model, name)]
+    _refuse(model, "has tensors that the model has not", unexpected, "a file of another kind of model?")
+    return Loaded(found, tuple(missing))
+
+
+def _without_prefixes(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    twice: list[str] = []
+    for name, value in tensors.items():
+        if name.endswith(BUFFERS):
+            continue
+        bare = _bare(name)
+        for old, new in OLD_NAMES.items():
+            bare = bare.removesuffix(old) + new if bare.endswith(old) else bare
+        if bare in found:
+            twice.append(name)
+        found[bare] = value
+    _refuse(model, "has tensors twice, with a prefix and without", twice, "which of the two is meant?")
+    return found
+
+
+def _bare(name: str) -> str:
+    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+    return name.removeprefix(prefix)
+
+
+def _only_a_new_head(model: Transformer, missing: Iterable[str]) -> bool:
+    """Whether what is missing is a classifier's last layer, or that and the pooler before it, but not half of one."""
+    last = {"classifier.weight", "classifier.bias"}
+    return model.head == "classifier" and set(missing) in (last, last | {"pooler.weight", "pooler.bias"})
+
+
+def _beside_the_model(model: Transformer, name: str) -> bool:
+    """What files hold that a model of this head has no use for: other heads, and a tied matrix once more."""
+    if model.head == "classifier":
+        return name.startswith("cls.")
+    if model.head == "masked":
+        return name.startswith(("pooler.", "cls.seq_relationship.", "cls.predictions.decoder."))
+    return model.tied and name == "lm_head.weight"
+
+
+def _sides(shape: Iterable[int]) -> str:
+    return " × ".join(str(side) for side in shape)
+
+
+def _refuse(model: Transformer, what: str, names: list[str], hint: str) -> None:
+    if names:
+        more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+        raise FlopwiseError(f"{model.name}: the file of weights {what}", why=", ".join(names[:FEW]) + more, hint=hint)
+
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+def config_of(model: Transformer, sequence_tokens: int | None = None) -> dict[str, Any]:
+    """The `config.json` that `transformers` builds this network from, in keys that old and new versions read.
+
+    `sequence_tokens` sizes a position table whose rows the description leaves open. The caller adds what a network
+    does not know: the type of its numbers and the special tokens.
+    """
+    family = family_of(model)
+    rows = model.position_rows or sequence_tokens or model.context
+    if family == "gpt2":
+        return _gpt2_config(model, rows)
+    return _bert_config(model, rows) if family == "bert" else _llama_config(model, family)
+
+
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id"))
+"""Until a tokenizer tells them; without the keys `transformers` would take those of the first model of the family."""
+
+
+def _llama_config(model: Transformer, family: str) -> dict[str, Any]:
+    if family == "llama":
+        own: dict[str, Any] = {"attention_bias": model.qkv_bias, "mlp_bias": model.ffn_bias}
+    elif family == "mistral":
+        own = {"sliding_window": model.window}
+    else:
+        own = {
+            "use_sliding_window": model.window is not None,
+            "sliding_window": model.window,
+            # The first block with a window: all have one, or none.
+            "max_window_layers": 0 if model.window is not None else model.layers,
+        }
+    if family == "qwen3":
+        own["attention_bias"] = model.qkv_bias
+    return {
+        "model_type": family,
+        "architectures": [CLASSES[family]],
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.ffn,
+        "vocab_size": model.vocab,
+        "max_position_embeddings": model.context,
+        "hidden_act": _activation(model),
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_theta": model.rotary_base,
+        "rope_scaling": _rotary_scaling(model),
+        "tie_word_embeddings": model.tied,
+        "initializer_range": LEAST_DEVIATION,
+        **NO_SPECIAL_TOKENS,
+        **own,
+    }
+
+
+def _activation(model: Transformer) -> str:
+    return "gelu_pytorch_tanh" if model.activation == "gelu_tanh" else model.activation
+
+
+def _rotary_scaling(model: Transformer) -> dict[str, Any] | None:
+    scaling = model.rotary_scaling
+    if scaling is None:
+        return None
+    if scaling.original_context is None:
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_frequency_factor,
+        "high_freq_factor": scaling.high_frequency_factor,
+        "original_max_position_embeddings": scaling.original_context,
+    }
+
+
+def _gpt2_config(model: Transformer, rows: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": model.layers,
+        "n_embd": model.hidden,
+        "n_head": model.heads,
+        "n_inner": model.ffn,
+        "n_positions": rows,
+        "vocab_size": model.vocab,
+        "activation_function": _activation(model),
+        "layer_norm_epsilon": model.norm_epsilon,
+        "tie_word_embeddings": model.tied,
+        "initializer_range": LEAST_DEVIATION,
+        **NO_SPECIAL_TOKENS,
+        # Without these `transformers` would drop a tenth when it trains on.
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    }
+
+
+def _bert_config(model: Transformer, rows: int) -> dict[str, Any]:
+    head: dict[str, Any] = {"architectures": ["BertForMaskedLM"], "tie_word_embeddings": model.tied}
+    if model.labels is not None and model.head == "classifier":
+        labels = [f"LABEL_{label}" for label in range(model.labels)]
+        head = {
+            "architectures": ["BertForSequenceClassification"],
+            "id2label": {str(label): name for label, name in enumerate(labels)},
+            "label2id": {name: label for label, name in enumerate(labels)},
+            "problem_type": "single_label_classification",
+        }
+    return {
+        "model_type": "bert",
+        **head,
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "intermediate_size": model.ffn,
+        "max_position_embeddings": rows,
+        "type_vocab_size": model.token_types,
+        "vocab_size": model.vocab,
+        "hidden_act": _activation(model),
+        "layer_norm_eps": model.norm_epsilon,
+        "position_embedding_type": "absolute",
+        "initializer_range": LEAST_DEVIATION,
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    }

@@ -1,0 +1,1 @@
+"""The fastest way to spread a step over devices."""

@@ -1,0 +1,1 @@
+"""The fastest schedule for one device and two memory caps."""

@@ -1,0 +1,320 @@
+"""Seconds and bytes of very many plans at once, near enough to choose those that are worth a simulation.
+
+A round is a forward, the head and a backward. In each the device computes, and the link moves what that phase needs;
+the phase takes as long as the longer of the two. What the estimate leaves out (the order of copies within a phase, the
+first and last of them) is the simulator's to tell.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flopwise.plan.device.levels import Curve, curve_of
+from flopwise.plan.program.sizes import Sizes, largest_piece, sizes_of, slot_bytes, working_bytes
+from flopwise.predict.simulate.tasks import TaskSeconds
+from flopwise.records.plan import Plan, Residency
+from flopwise.setup.hardware import Hardware
+from flopwise.work.model import Model
+from flopwise.work.parameters import ENDS, Place
+
+Floats = NDArray[np.float64]
+
+ENDS_STAY, STATE_PASSES, GRADIENTS_SHARE, WEIGHTS_SHARE = range(4)
+"""What of embedding and head stays: everything; all but the optimizer state; weights alone, the gradients taking turns
+in one slot; nothing, the weights taking turns too."""
+
+LINK_WEIGHT = 0.005
+"""What a second of copying counts even where it is hidden: of two plans equally fast, the one that moves less."""
+
+LEAST_SLOTS = 2
+"""One (layer, chunk) at work, one on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Residencies to try: arrays of one length."""
+
+    weights: Floats
+    """Blocks that stay."""
+    gradients: Floats
+    optimizer: Floats
+    ends: Floats
+    passing: Floats
+    """Slots through which weights and gradients pass."""
+    updating: Floats
+    """Slots through which optimizer state passes: with one, each block waits until the one before has left."""
+    kept: Floats
+    """1: what stays of the activations is kept at save levels, all slots but the fewest being given up for it."""
+    budget: Floats
+    """Of what the save levels could take: from the fewest bytes (0) to all (1), or what the host has room for."""
+
+    def at(self, index: int) -> dict[str, float]:
+        """One of them."""
+        return {field.name: float(getattr(self, field.name)[index]) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Of each choice."""
+
+    token_s: Floats
+    """Seconds a token; infinite where it does not fit."""
+    device_bytes: Floats
+    """With the fewest slots."""
+    host_bytes: Floats
+    """With the lowest levels."""
+    slots: Floats
+    level_bytes: Floats
+    """Budget of all (layer, chunk) that are not in a slot."""
+    kept_bytes: Floats
+    """Of which on the device."""
+
+
+class Shape:
+    """One way to cut the batch, and where the update runs: all that the residencies do not change, costed once."""
+
+    def __init__(self, plan: Plan, model: Model, hardware: Hardware, like: Shape | None = None) -> None:
+        self.plan, self.hardware = plan, hardware
+        self.costs: TaskSeconds = like.costs if like else TaskSeconds(plan, model, hardware)
+        self.sizes: Sizes = sizes_of(model, plan.sequence_tokens, self.costs.formats, plan.optimizer)
+        self.curve: Curve = like.curve if like else curve_of(plan, self.sizes, self.costs)
+        self.pairs = plan.layers * plan.chunks_per_round
+        self.sequences = self.pairs / plan.chunks_per_sequence
+        """Sequences in a layer: what the curve is of."""
+        self.slot = slot_bytes(self.sizes, plan.tokens_of(0))
+        self.base = sum(working_bytes(self.sizes, plan).values())
+        ends = [state for state in (self.sizes.embedding, self.sizes.head) if state.parameters]
+        self.end_piece = max(largest_piece(self.sizes, state) for state in ends)
+        self.place: Place = plan.update_place
+        self.least_slots = LEAST_SLOTS
+        self._seconds()
+        link = hardware.link
+        self.one_way = link.bandwidth_bytes_per_s.value if link else 0.0
+        both = link.both_ways_bytes_per_s if link else None
+        self.both_ways = both.value if both else self.one_way
+
+    def variant(self, rounds: int, place: Place) -> Shape:
+        """The same with another number of rounds, or another place for the update."""
+        other = copy(self)
+        other.plan, other.place = replace(self.plan, rounds_per_step=rounds, update_place=place), place
+        other.update_s = self.costs.update_s(self.costs.work.parameters, on_host=place == "host")
+        return other
+
+    def _seconds(self) -> None:
+        plan, costs = self.plan, self.costs
+        self.forward_s = self.backward_s = self.head_s = 0.0
+        cut = plan.chunks_per_sequence > 1 and plan.attention == "sequence"
+        for chunk in range(plan.chunks_per_round):
+            group = costs.groups(plan.tokens_of(chunk))
+            part = chunk % plan.chunks_per_sequence
+            attention = [0.0, 0.0] if cut else [costs.attention_s(part, way) for way in ("forward", "backward")]
+            again = group.again["full"]
+            self.forward_s += group.forward["before"] + group.forward["after"] + attention[0]
+            self.backward_s += group.backward["before"] + group.backward["after"] + attention[1]
+            self.backward_s += again["before"] + again["after"]
+            self.head_s += group.forward["embed"] + group.backward["embed"]
+            pieces, rest = divmod(plan.tokens_of(chunk), plan.head_chunk_tokens)
+            for tokens, count in ((plan.head_chunk_tokens, pieces), (rest, 1)):
+                if tokens and count:
+                    piece = costs.groups(tokens)
+                    self.head_s += count * (piece.forward["head"] + piece.backward["head"])
+        if cut:
+            copies = plan.chunks_per_round / plan.chunks_per_sequence
+            self.forward_s += copies * costs.attention_s(None, "forward")
+            self.backward_s += copies * costs.attention_s(None, "backward")
+        self.forward_s *= plan.layers
+        self.backward_s *= plan.layers
+        self.update_s = costs.update_s(costs.work.parameters, on_host=plan.update_place == "host")
+
+    # -- bytes ----------------------------------------------------------------------------------------------------
+
+    def estimate(self, choice: Choice, device_cap: int, host_cap: int) -> Estimate:
+        """Time and memory of every choice under two caps."""
+        fixed, held = self.state_on_device(choice), self.state_on_host(choice)
+        slots = np.floor((device_cap - fixed) / self.slot)
+        least_slots = min(self.least_slots, self.pairs)
+        fits = slots >= least_slots
+        slots = np.clip(slots, 1, self.pairs)
+        # Everything in slots, or the fewest slots and the rest of the device for what is kept at lower levels.
+        slots = np.where(choice.kept > 0, np.minimum(slots, least_slots), slots)
+        staying = np.where((choice.kept > 0) & (slots < self.pairs), 0.0, slots)
+        leaving = (self.pairs - staying) / self.plan.chunks_per_sequence
+        room = np.where(choice.kept > 0, np.maximum(0.0, device_cap - fixed - slots * self.slot), 0.0)
+        least, most = leaving * self.curve.least_bytes, leaving * self.curve.most_bytes
+        allowed = room + np.maximum(0.0, host_cap - held)
+        fits &= (host_cap >= held) & (allowed >= least)
+        levels = np.minimum(least + choice.budget * (most - least), np.maximum(allowed, least))
+        on_device = np.minimum(room, levels)
+        safe = np.maximum(leaving, 1e-9)
+        again_s = leaving * self.curve.seconds_at(levels / safe)
+        seconds = self._step_s(choice, again_s, levels - on_device)
+        seconds += self.plan.rounds_per_step * self._unevenness_s(leaving, levels, on_device, slots)
+        tokens = self.plan.tokens_per_step
+        return Estimate(
+            token_s=np.where(fits, seconds / tokens, np.inf),
+            device_bytes=fixed + least_slots * self.slot,
+            host_bytes=held + np.maximum(0.0, least - room),
+            slots=slots,
+            level_bytes=levels,
+            kept_bytes=on_device,
+        )
+
+    def _unevenness_s(self, leaving: Floats, levels: Floats, on_device: Floats, slots: Floats) -> Floats:
+        """Seconds a round that few slots cost: one full save takes longer over the link than a chunk computes.
+
+        Slots smooth that over; with two of them nothing does.
+        """
+        if not self.one_way:
+            return np.zeros_like(slots)
+        chunk = self.plan.tokens_of(0)
+        full, lower = (self.sizes.saved[name] * chunk for name in ("full", "attention"))
+        count = np.maximum(0.0, levels - on_device - leaving * self.plan.chunks_per_sequence * lower) / (full - lower)
+        over = sum(
+            max(0.0, full / self.both_ways - seconds / self.pairs) for seconds in (self.forward_s, self.backward_s)
+        )
+        return np.asarray(count * over / np.maximum(1.0, slots - 1.0), dtype=np.float64)
+
+    def _passes(self, stays: Floats, slots: Floats) -> tuple[Floats, Floats]:
+        """Blocks that pass, and the slots that they pass through."""
+        passing = np.where(stays + slots >= self.plan.layers, 0.0, self.plan.layers - stays)
+        return passing, np.minimum(slots, self.plan.layers - stays)
+
+    def _gradient_slots(self, passing: Floats) -> Floats:
+        """Slots of gradients: where each is used up before the next is made, one serves all."""
+        plan = self.plan
+        used_up = plan.rounds_per_step == 1 and plan.update_when == "backward" and self.place == "device"
+        return np.ones_like(passing) if used_up else passing
+
+    def state_on_device(self, choice: Choice) -> Floats:
+        sizes, block = self.sizes, self.sizes.block
+        embedding, head = sizes.embedding, sizes.head
+        shared = max(embedding.weights, head.weights), max(embedding.gradients, head.gradients)
+        found = float(self.base) + choice.weights * block.weights + choice.gradients * block.gradients
+        found += self._passes(choice.weights, choice.passing)[1] * block.weights
+        found += self._passes(choice.gradients, self._gradient_slots(choice.passing))[1] * block.gradients
+        found += np.where(choice.ends >= WEIGHTS_SHARE, shared[0], embedding.weights + head.weights)
+        found += np.where(choice.ends >= GRADIENTS_SHARE, shared[1], embedding.gradients + head.gradients)
+        if self.place == "host":
+            return np.asarray(found, dtype=np.float64)
+        found += choice.optimizer * block.optimizer
+        found += np.where(choice.ends >= STATE_PASSES, 0.0, embedding.optimizer + head.optimizer)
+        passes = (choice.optimizer < self.plan.layers) | (choice.ends >= STATE_PASSES)
+        # At the end of a step the state passes where activations were, as far as they are large enough.
+        lent = self.least_slots * self.slot if self.plan.update_when == "end" else 0.0
+        piece = np.where(choice.optimizer < self.plan.layers, max(block.optimizer, self.end_piece), self.end_piece)
+        found += np.where(
+            passes, np.maximum(0.0, choice.updating - np.floor(lent / np.maximum(1.0, piece))) * piece, 0.0
+        )
+        return np.asarray(found, dtype=np.float64)
+
+    def state_on_host(self, choice: Choice) -> Floats:
+        sizes, block, layers = self.sizes, self.sizes.block, self.plan.layers
+        embedding, head = sizes.embedding, sizes.head
+        everything = layers * block.total + embedding.total + head.total
+        if self.place == "host":
+            return np.full_like(choice.weights, float(everything))
+        found = self._passes(choice.weights, choice.passing)[0] * block.weights
+        found += (layers - choice.optimizer) * block.optimizer
+        found += np.where(choice.ends >= WEIGHTS_SHARE, embedding.weights + head.weights, 0.0)
+        found += np.where(choice.ends >= STATE_PASSES, embedding.optimizer + head.optimizer, 0.0)
+        if self.plan.rounds_per_step > 1 or self.plan.update_when == "end":
+            found += self._passes(choice.gradients, choice.passing)[0] * block.gradients
+            found += np.where(choice.ends >= GRADIENTS_SHARE, embedding.gradients + head.gradients, 0.0)
+        return np.asarray(found, dtype=np.float64)
+
+    # -- seconds --------------------------------------------------------------------------------------------------
+
+    def _link_s(self, inward: Floats, outward: Floats) -> Floats:
+        """Time of two flows over the link that begin together."""
+        low, high = np.minimum(inward, outward), np.maximum(inward, outward)
+        if not self.one_way:
+            return np.where(high > 0, np.inf, 0.0)
+        return np.asarray(low / self.both_ways + (high - low) / self.one_way, dtype=np.float64)
+
+    def _longer(self, compute_s: Floats | float, link_s: Floats) -> Floats:
+        """A phase's time, and of two that are equally long the one that moves less is preferred."""
+        return np.asarray(np.maximum(compute_s, link_s) + LINK_WEIGHT * link_s, dtype=np.float64)
+
+    def _step_s(self, choice: Choice, again_s: Floats, moved: Floats) -> Floats:
+        """A step: its rounds, and in the last one the update."""
+        sizes, block, rounds = self.sizes, self.sizes.block, self.plan.rounds_per_step
+        embedding, head = sizes.embedding, sizes.head
+        passing, through = self._passes(choice.weights, choice.passing)
+        weights_in = np.maximum(0.0, passing - through) * block.weights
+        ends_in = np.where(choice.ends >= WEIGHTS_SHARE, embedding.weights + head.weights, 0.0)
+        forward = self._longer(self.forward_s, self._link_s(weights_in + ends_in, moved)) + self.head_s
+        gradients = self._passes(choice.gradients, choice.passing)[0] * float(block.gradients)
+        gradients += np.where(choice.ends >= GRADIENTS_SHARE, embedding.gradients + head.gradients, 0.0)
+        inward, nothing = weights_in + moved, np.zeros_like(moved)
+
+        def backward(*, first: bool, last: bool) -> Floats:
+            more_in = nothing if first else gradients
+            # Before an update at the end even the last round's gradients leave.
+            kept = last and self.plan.update_when == "backward"
+            return self._backward_s(choice, again_s, inward + more_in, nothing if kept else gradients, last=last)
+
+        if rounds == 1:
+            return np.asarray(forward + backward(first=True, last=True), dtype=np.float64)
+        some = backward(first=True, last=False) + backward(first=False, last=True)
+        between = (rounds - 2) * backward(first=False, last=False) if rounds > 2 else 0.0
+        return np.asarray(rounds * forward + some + between, dtype=np.float64)
+
+    def _backward_s(self, choice: Choice, again_s: Floats, inward: Floats, outward: Floats, *, last: bool) -> Floats:
+        compute = self.backward_s + again_s
+        if not last:
+            return self._longer(compute, self._link_s(inward, outward))
+        sizes, block, layers = self.sizes, self.sizes.block, self.plan.layers
+        embedding, head = sizes.embedding, sizes.head
+        # What is updated last has nothing left to hide behind: the embedding, or the matrix that it shares.
+        last_end = embedding if embedding.parameters else head
+        if self.place == "host":
+            outward = outward + layers * block.gradients + embedding.gradients + head.gradients
+            stay = choice.weights * block.weights + embedding.weights + head.weights
+            behind = last_end.parameters / self.costs.work.parameters * self.update_s
+            behind += (last_end.gradients + last_end.weights) / max(self.one_way, 1.0)
+            return self._longer(np.maximum(compute, self.update_s), self._link_s(inward + stay, outward)) + behind
+        ends = np.where(choice.ends >= STATE_PASSES, embedding.optimizer + head.optimizer, 0.0)
+        state = (layers - choice.optimizer) * block.optimizer + ends
+        new = self._passes(choice.weights, choice.passing)[0] * block.weights
+        new = new + np.where(choice.ends >= WEIGHTS_SHARE, embedding.weights + head.weights, 0.0)
+        if self.plan.update_when == "end":
+            return self._longer(compute, self._link_s(inward, outward)) + self._longer(
+                self.update_s, self._link_s(state + new + outward, state + new)
+            )
+        moved = self._link_s(inward + state, outward + state + new)
+        serial = np.where(choice.updating < 2, 2.0 * state / max(self.one_way, 1.0), 0.0)
+        late = 2.0 * last_end.optimizer / max(self.one_way, 1.0)
+        exposed = np.where(choice.ends >= STATE_PASSES, late, 0.0)
+        return self._longer(compute + self.update_s, np.maximum(moved, serial)) + exposed
+
+    # -- a plan ---------------------------------------------------------------------------------------------------
+
+    def residencies(self, chosen: dict[str, float]) -> dict[str, Residency]:
+        """The kinds of state as a plan tells them."""
+        layers, ends = self.plan.layers, int(chosen["ends"])
+        passing = int(chosen["passing"])
+        gradient_slots = int(self._gradient_slots(np.array([chosen["passing"]]))[0])
+
+        def kind(name: str, slots: int, *, ends_stay: bool) -> Residency:
+            blocks = int(chosen[name])
+            if blocks + slots >= layers and name != "optimizer":
+                # With a slot for each of them none has to pass.
+                blocks = layers
+            return Residency(blocks=blocks, passing=min(slots, layers - blocks), ends=ENDS if ends_stay else ())
+
+        return {
+            "weights": kind("weights", passing, ends_stay=ends < WEIGHTS_SHARE),
+            "gradients": kind("gradients", gradient_slots, ends_stay=ends < GRADIENTS_SHARE),
+            "optimizer_state": Residency(blocks=0)
+            if self.place == "host"
+            else kind("optimizer", int(chosen["updating"]), ends_stay=ends < STATE_PASSES),
+        }
+
+
+def can_update_on_host(hardware: Hardware) -> bool:
+    """Whether the description says how fast the host is."""
+    return hardware.host is not None and hardware.host.update_bytes_per_s is not None

@@ -1,0 +1,49 @@
+"""Cuts and residencies that take the least memory, for caps that leave no room for speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+import numpy as np
+
+from flopwise.plan.device.cuts import DeviceQuestion, cuts, skeleton
+from flopwise.plan.device.estimate import ENDS_STAY, WEIGHTS_SHARE, Choice, Shape, can_update_on_host
+from flopwise.work.parameters import Place
+
+LEAST_HEAD_CHUNK_TOKENS = 256
+
+
+def tight_shapes(question: DeviceQuestion) -> Iterator[Shape]:
+    """Cuts that take little memory: small chunks, few logits, one sequence a round or the whole batch in few."""
+    places: tuple[Place, ...] = ("device", "host") if can_update_on_host(question.hardware) else ("device",)
+    like: dict[int, Shape] = {}
+    for cut in cuts(question, tight=True):
+        if cut.groups > 1 and question.batch_sequences is None:
+            continue
+        plan = skeleton(question, cut, min(LEAST_HEAD_CHUNK_TOKENS, cut.chunk_tokens))
+        shape = Shape(plan, question.model, question.hardware, like.get(cut.chunk_tokens))
+        shape.least_slots = 1
+        like.setdefault(cut.chunk_tokens, shape)
+        # With one round gradients never leave; a batch of several needs room for them.
+        rounds = 1 if question.batch_sequences is None else question.batch_sequences // plan.sequences_per_round
+        for place in places:
+            yield shape.variant(rounds, place)
+
+
+def tight_choices(shape: Shape) -> Choice:
+    """A fine grid of what may stay, everything else being kept at its lowest level."""
+    steps = np.unique(np.round(np.linspace(0, shape.plan.layers, 13)))
+    few = np.unique(np.round(np.linspace(0, shape.plan.layers, 5)))
+    axes = {
+        "weights": steps,
+        "gradients": few,
+        "optimizer": steps,
+        "ends": np.arange(ENDS_STAY, WEIGHTS_SHARE + 1),
+        "passing": np.array([1]),
+        "updating": np.array([1]),
+        "kept": np.array([1]),
+        "budget": np.array([0.0]),
+    }
+    arrays = np.meshgrid(*(axes[field.name].astype(np.float64) for field in fields(Choice)), indexing="ij")
+    return Choice(*(array.ravel() for array in arrays))

@@ -1,0 +1,1 @@
+"""From a plan to its program: buffers, values and tasks in order."""

@@ -1,0 +1,124 @@
+"""Collects the tasks of a program; what each waits for follows from the buffers that it uses."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.records.plan import WRITTEN_BY
+from flopwise.records.program import Buffer, Kind, Owner, Program, Stream, Task, Use
+from flopwise.work.parameters import End, Place
+
+NOBODY = -1
+"""The writer of what is there when a step begins."""
+
+
+class Builder:
+    """Buffers, the value that each holds so far, and the tasks in order."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self.tasks: list[Task] = []
+        self.values: list[str] = []
+        """What is in each buffer; nothing: an empty word."""
+        self.at_start: dict[int, str] = {}
+        self._use: list[Use] = []
+        """The same as a use, made once for all that read it."""
+        self._computes: list[bool] = []
+        self._writer: list[int] = []
+        self._users: list[list[int]] = []
+        """For each buffer the tasks that wrote and read the value in it."""
+        self.also_after: tuple[int, ...] = ()
+        """Tasks that everything from here on waits for."""
+
+    def buffer(
+        self, name: str, owner: Owner, place: Place, size: int, *, holds: str = "", borrowed: bool = False
+    ) -> int:
+        """A new buffer; `holds` is the value in it when the step begins."""
+        self.buffers.append(Buffer(name, owner, place, size, borrowed))
+        self.values.append(holds)
+        self._use.append(Use(len(self._use), holds))
+        self._writer.append(NOBODY)
+        self._users.append([])
+        if holds:
+            self.at_start[len(self.buffers) - 1] = holds
+        return len(self.buffers) - 1
+
+    def task(
+        self,
+        kind: Kind,
+        stream: Stream,
+        *,
+        reads: Iterable[int],
+        writes: Iterable[tuple[int, str]],
+        round_: int,
+        layer: int | None = None,
+        chunk: int | None = None,
+        what: str = "",
+        level: str = "",
+        tokens: int = 0,
+        parameters: int = 0,
+        size: int = 0,
+        operators: tuple[str, ...] = (),
+        end: End | None = None,
+        first: int = 0,
+    ) -> int:
+        """Append a task: it reads what the buffers hold now and leaves the given values in others."""
+        index = len(self.tasks)
+        after = set(self.also_after)
+        read = []
+        for buffer in reads:
+            read.append(self._use[buffer])
+            after.add(self._writer[buffer])
+            self._users[buffer].append(index)
+        written = []
+        for buffer, value in writes:
+            use = self._use[buffer] = Use(buffer, value)
+            written.append(use)
+            after.update(self._users[buffer])
+            self.values[buffer] = value
+            self._writer[buffer] = index
+            self._users[buffer] = [index]
+        after -= {index, NOBODY}
+        if stream == "compute":
+            # Computations keep their order, so that none has to wait for another.
+            after = {before for before in after if not self._computes[before]}
+        self._computes.append(stream == "compute")
+        self.tasks.append(
+            Task(
+                kind, stream, round_, layer, chunk, what, level, tokens, parameters, size, operators,
+                tuple(read), tuple(written), tuple(after), end, first,
+            )
+        )  # fmt: skip
+        return index
+
+    def last(self, stream: Stream) -> tuple[int, ...]:
+        """The last task of a stream so far, if there is one."""
+        found = next(
+            (index for index in range(len(self.tasks) - 1, -1, -1) if self.tasks[index].stream == stream), None
+        )
+        return () if found is None else (found,)
+
+    def program(self, at_end: dict[int, str], rounds: int) -> Program:
+        """What was collected."""
+        return Program(tuple(self.buffers), tuple(self.tasks), dict(self.at_start), at_end, rounds)
+
+
+class FreeSlots:
+    """Slots of one size; the one that was given back the longest ago is taken first, so that its last copy is over."""
+
+    def __init__(self, slots: Iterable[int]) -> None:
+        self._free = deque(slots)
+
+    def take(self) -> int:
+        if not self._free:
+            raise FlopwiseError(
+                "the plan has too few slots for activations",
+                why="all of them hold what stays when one more is needed for a layer at work",
+                hint=WRITTEN_BY,
+            )
+        return self._free.popleft()
+
+    def give(self, slot: int) -> None:
+        self._free.append(slot)

@@ -1,0 +1,260 @@
+"""How large the things are that a plan for one device has to place, from the model's description alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.plan.program.workspace import workspace_bytes
+from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, attention_sums_bytes, temporary_bytes
+from flopwise.records.plan import LETTERS, LEVELS, OWN_RULE, POLICY, Plan
+from flopwise.records.program import aligned
+from flopwise.setup.workload import MOMENTS, Optimizer
+from flopwise.work.describe import describe
+from flopwise.work.formats import WIDTH_BYTES, Formats
+from flopwise.work.model import Model
+from flopwise.work.op import Gemm, Op
+from flopwise.work.parameters import op_groups
+from flopwise.work.traffic import block_saved_bytes, tensor_bytes
+from flopwise.work.transformer import Transformer
+from flopwise.work.work import Work
+
+MOST_LAYERS = 1024
+"""The deepest models of today have under 200."""
+
+LINES_BYTES = aligned(1 << 14)
+"""For temporaries that begin at lines."""
+
+INPUT_BYTES_PER_TOKEN = 12
+"""Identifier, label and position."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The trained numbers of a part of the model, and the bytes of what belongs to them."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    optimizer_each: int
+    """Of the optimizer's bytes, those of one parameter."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Sizes that do not depend on how the plan cuts the sequence, and per-token ones that scale with it."""
+
+    sequence_tokens: int
+    layers: int
+    block: State
+    embedding: State
+    """Empty where the head's matrix is also the embedding's: it belongs to the head."""
+    head: State
+    saved: dict[str, int]
+    """Save level → bytes a token and layer."""
+    context: int
+    """Keys and values, bytes a token and layer."""
+    context_gradients: int
+    """Their gradients, summed in fp32 over the chunks that look at them."""
+    stream: int
+    """What passes from layer to layer, bytes a token."""
+    temporary: int
+    """What lives only inside a layer's tasks, bytes a token."""
+    sequence_attention: int
+    """What attention over a whole sequence needs more, bytes a token of the sequence."""
+    logits: int
+    """Of the head, bytes a token."""
+    fixed_workspace: int
+
+    def pieces(self, end: State) -> list[int]:
+        """Parameters of the pieces, none larger than a block, in which an end's optimizer state passes."""
+        return _pieces(end.parameters, self.block.parameters)
+
+
+def _pieces(parameters: int, most: int) -> list[int]:
+    return shares(parameters, max(1, -(-parameters // most))) if parameters else []
+
+
+def shares(whole: int, count: int) -> list[int]:
+    """A whole in `count` nearly equal parts."""
+    return [(index + 1) * whole // count - index * whole // count for index in range(count)]
+
+
+def sizes_of(model: Model, sequence_tokens: int, formats: Formats, optimizer: Optimizer) -> Sizes:
+    """Sizes of a transformer in the given formats."""
+    if not isinstance(model, Transformer):
+        raise FlopwiseError(
+            f"{model.name} cannot be planned in chunks",
+            why="its layers run time step by time step and keep their state between the steps",
+            hint=f"`flopwise predict {model.name}` tells time and memory of a step with everything on the device",
+        )
+    if model.layers > MOST_LAYERS:
+        raise FlopwiseError(
+            f"{model.name} has {model.layers:,} layers",
+            why=f"a step is played layer by layer, up to {MOST_LAYERS:,} of them",
+            hint="check the number of layers for a digit too many",
+        )
+    return _sizes(model, sequence_tokens, formats, optimizer)
+
+
+@lru_cache(maxsize=256)
+def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer: Optimizer) -> Sizes:
+    work = describe(model, sequence_tokens)
+    before, inside, behind = op_groups(work)
+
+    in_block = sum(op.parameters for op in inside) // model.layers
+    each_optimizer = MOMENTS[optimizer] * WIDTH_BYTES[formats.moments]
+    each_optimizer += WIDTH_BYTES[formats.master] if formats.master else 0
+
+    def state(ops: tuple[Op, ...], copies: int) -> State:
+        parameters = sum(op.parameters for op in ops) // copies
+        return State(
+            parameters,
+            aligned(parameters * WIDTH_BYTES[formats.weights]),
+            aligned(parameters * WIDTH_BYTES[formats.gradients]),
+            sum(aligned(piece * each_optimizer) for piece in _pieces(parameters, in_block)),
+            each_optimizer,
+        )
+
+    def each(size: int) -> int:
+        return -(-size // sequence_tokens)
+
+    query = tensor_bytes(work.tensors["query"], formats)
+    keys = tensor_bytes(work.tensors["key"], formats) + tensor_bytes(work.tensors["value"], formats)
+    stream = tensor_bytes(work.tensors["input"], formats)
+    head_rows = max(tensor_bytes(work.tensors[name], formats) for op in behind for name in op.outputs)
+    # No engine here runs experts: for those it is what any framework needs.
+    temporary = temporary_bytes(work, "everything", formats) if model.experts else workspace_bytes(model, work, formats)
+    copies, fixed_copies = _fp8_bytes(inside, formats)
+    return Sizes(
+        sequence_tokens=sequence_tokens,
+        layers=model.layers,
+        block=state(inside, model.layers),
+        embedding=state(() if model.tied else before, 1),
+        head=state((*before, *behind) if model.tied else behind, 1),
+        saved={name: each(block_saved_bytes(work, POLICY[name], formats)) for name in LEVELS},
+        context=each(keys),
+        context_gradients=each(
+            formats.statistics_bytes * (work.tensors["key"].elements + work.tensors["value"].elements)
+        ),
+        stream=each(stream),
+        temporary=each(temporary) + copies,
+        # Queries, attention's result and the gradients of both in one piece, what its kernels sum up in, the gradients
+        # of keys and values, the sums of the softmax, and what norms of queries and keys read.
+        sequence_attention=attention_sums_bytes(model, formats)
+        + each(
+            4 * query
+            + keys
+            + sum(tensor_bytes(work.tensors[name], formats) for name in ("logsumexp", *_normed_heads(model)))
+        ),
+        logits=each(head_rows + 2 * stream),
+        fixed_workspace=LIBRARY_WORKSPACE_BYTES + _cast_bytes(work, formats) + fixed_copies + LINES_BYTES,
+    )
+
+
+def _cast_bytes(work: Work, formats: Formats) -> int:
+    """Room for one matrix in the products' format, where weights are kept or gradients summed in another."""
+    if formats.weights == formats.compute == formats.gradients:
+        return 0
+    largest = max(weight.elements for op in work.ops if isinstance(op, Gemm) for weight in op.weights)
+    return aligned(largest * formats.compute_bytes)
+
+
+SCALE_BYTES = 4
+"""Of one row of an operand in fp8."""
+FP8_PIECES = 8
+"""Tensors that a product in fp8 takes at most beside its operands; each begins at a line."""
+
+
+def _fp8_bytes(ops: tuple[Op, ...], formats: Formats) -> tuple[int, int]:
+    """Room that a block's products in fp8 take: bytes a token, and those whatever the tokens.
+
+    Copies of the input and of a gradient make the matrix' gradient; the input's is made of a gradient's copy, and where
+    several operators or results add to it, a product lies beside it first. Going with them is the matrix' copy, or its
+    gradient before it is added to the sum.
+    """
+    if formats.matrix != "fp8":
+        return 0, 0
+    token = fixed = 0
+    for op in ops:
+        if isinstance(op, Gemm):
+            adds = len(op.outputs) > 1 or sum(op.inputs[0] in other.inputs for other in ops) > 1
+            beside = op.depth * formats.compute_bytes if adds else op.depth
+            token = max(token, op.columns + beside + SCALE_BYTES)
+            product = op.columns * op.depth * formats.compute_bytes
+            fixed = max(fixed, product + SCALE_BYTES * (op.columns + op.depth))
+    return token, aligned(fixed) + FP8_PIECES * aligned(1)
+
+
+def largest_piece(sizes: Sizes, end: State) -> int:
+    """Bytes of the slot that an end's optimizer state needs to pass."""
+    return max((aligned(piece * end.optimizer_each) for piece in sizes.pieces(end)), default=0)
+
+
+def _normed_heads(model: Transformer) -> tuple[str, ...]:
+    """What the backward of norms on queries and keys reads, where a model has them."""
+    if not model.qk_norm:
+        return ()
+    return ("query_raw", "key_raw", "query_norm.statistics", "key_norm.statistics")
+
+
+# -- a plan's memory by owner, without compiling it ----------------------------------------------------------------
+
+
+def slot_bytes(sizes: Sizes, chunk_tokens: int) -> int:
+    """A slot for one (layer, chunk) at the level `full`."""
+    return aligned(sizes.saved["full"] * chunk_tokens)
+
+
+def level_bytes(sizes: Sizes, level: str, tokens: int) -> int:
+    """What a (layer, chunk) takes where it is kept at a level."""
+    return aligned(sizes.saved[level] * tokens)
+
+
+def activation_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:
+    """Place → bytes of everything that layers keep for backward: slots, and what is kept at lower levels."""
+    found = {"device": plan.activation_slots * slot_bytes(sizes, plan.tokens_of(0)), "host": 0}
+    for row in plan.saves:
+        for chunk, letter in enumerate(row):
+            if letter != "F":
+                place = "device" if letter.isupper() else "host"
+                found[place] += level_bytes(sizes, LETTERS[letter.lower()], plan.tokens_of(chunk))
+    return found
+
+
+SMALL_CONTEXT_BYTES = 2**28
+"""Keys and values of a sequence that are worth having room for twice, so that the next layer's come early."""
+
+
+def context_sets(sizes: Sizes, plan: Plan) -> int:
+    """Rooms for the keys and values of a sequence: two where they are small. The rule `dataflow` has one."""
+    small = sizes.context * plan.sequence_tokens <= SMALL_CONTEXT_BYTES
+    return 2 if small and plan.rule == OWN_RULE else 1
+
+
+def working_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:
+    """Device memory of the owners that no residency changes: stream, context, head, workspace."""
+    chunk, sequence = plan.tokens_of(0), plan.sequence_tokens
+    cut = plan.chunks_per_sequence > 1
+    round_tokens = sum(plan.tokens_of(index) for index in range(plan.chunks_per_sequence))
+    whole = plan.attention == "sequence" and cut
+    context = 0
+    if cut:
+        parts = (aligned(sizes.context * plan.tokens_of(index)) for index in range(plan.chunks_per_sequence))
+        context = context_sets(sizes, plan) * sum(parts)
+        context += 0 if whole else aligned(sizes.context_gradients * sequence)
+    groups = plan.chunks_per_round // plan.chunks_per_sequence
+    stream = groups * sum(aligned(sizes.stream * plan.tokens_of(index)) for index in range(plan.chunks_per_sequence))
+    workspace = sizes.fixed_workspace + aligned(sizes.temporary * chunk)
+    workspace += aligned(INPUT_BYTES_PER_TOKEN * groups * round_tokens)
+    if whole:
+        # The inputs of the layer's chunks wait beside it for the backward of what comes before attention.
+        workspace += aligned(sizes.sequence_attention * sequence) + stream // groups
+    head = aligned(sizes.logits * min(plan.head_chunk_tokens, chunk))
+    return {"stream": stream, "context": context, "head": head, "workspace": workspace}

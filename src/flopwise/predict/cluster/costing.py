@@ -1,0 +1,373 @@
+"""Seconds of a step under any parallel set-up, for many strategies at once.
+
+A layer's kernels come from `pieces`, its collectives from `transfers`, the order in which a device plays them from
+`timeline`, and the stages' from `pipeline`. A stack's constants scale the kernels by class and the network, put a floor
+under a layer (the host cannot start its kernels faster) and say what a hidden collective costs all the same.
+
+The parts of a step (`PARTS`) add up to its seconds, on the slowest stage: what the pipeline makes it wait is a part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flopwise.predict.cluster.pieces import ATTENTION, BLOCK, EMBEDDING, HEAD, PRODUCTS, STREAMING, Pieces, taken
+from flopwise.predict.cluster.pipeline import pipeline_seconds
+from flopwise.predict.cluster.stages import StageBytes, StageShape, stage_bytes, stage_parameters, stage_shapes
+from flopwise.predict.cluster.strategies import Integers, Listed, Strategies
+from flopwise.predict.cluster.timeline import Streams, played, started
+from flopwise.predict.cluster.transfers import Transfers, transfers
+from flopwise.predict.kernels.bandwidth import streaming_times
+from flopwise.predict.kernels.calls import Floats, Phase
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.stack import Stack
+
+PARTS = (
+    "products",
+    "attention",
+    "streaming",
+    "host",
+    "interference",
+    "tensor",
+    "context",
+    "expert",
+    "sharding",
+    "stages",
+    "bubble",
+    "update",
+    "offload",
+    "step",
+)
+"""What a step's seconds are made of. products, attention, streaming: kernels. host: waiting for the host to start
+them. interference: what hidden collectives cost. tensor, context, expert, sharding, stages: exposed communication of
+each kind. bubble: the pipeline's waiting. update: the optimizer. offload: exposed copies to and from the host. step:
+what the framework does once a step."""
+
+
+ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One element for each strategy."""
+
+    step_s: Floats
+    parts: dict[str, Floats]
+    stages: tuple[StageBytes, ...]
+    """First, second and last."""
+    shapes: tuple[StageShape, ...]
+    slowest: Integers
+    """Which of the three takes longest."""
+
+    @property
+    def device_bytes(self) -> Floats:
+        """Of the fullest stage."""
+        return _most([stage.total for stage in self.stages])
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Strategies with micro-batches of one size, and everything that follows from the size."""
+
+    strategies: Strategies
+    table: Pieces
+    moved: Transfers
+    shapes: tuple[StageShape, ...]
+    stack: Stack
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Seconds of each part of the model on the kernels' stream: arrays of part × strategy."""
+
+    forward: Floats
+    backward: Floats
+    """Recompute included."""
+    parts: dict[str, Floats]
+    """What both are made of, by part of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """Seconds of one stage for one micro-batch."""
+
+    forward: Floats
+    backward: Floats
+    exposed: Floats
+    """Of both, what waits for gathers and reductions."""
+    tail: Floats
+    """After the last backward: reductions that are still running."""
+
+    @property
+    def both(self) -> Floats:
+        return self.forward + self.backward
+
+
+def evaluate(listed: Listed, hardware: Hardware, stack: Stack) -> Evaluation:
+    """Cost every strategy; the hardware's networks must reach all their devices."""
+    strategies, stack = listed.strategies, stack.on(hardware.device.architecture)
+    step = _step(strategies, taken(listed.table, strategies.row), hardware, stack)
+    one = _passes(step)
+    stages = [_stage(step, one, shape) for shape in step.shapes]
+    longest = _most([stage.both for stage in stages])
+    slowest = np.argmax(np.stack([stage.both for stage in stages]), axis=0)
+    last, tail = _smaller_last(listed, step, hardware, longest, _tail(step, stages))
+    # A smaller last micro-batch counts as a part of one, for every kind of work alike.
+    count = strategies.micro_batches - 1 + last / longest
+    seconds = _pipeline(step, stages, longest, count)
+    parts = _parts(step, one, stages, slowest, count)
+    parts["bubble"] = seconds - count * longest
+    parts["sharding"] = parts["sharding"] + tail
+    parts.update(_once(step, hardware))
+    parts["offload"] = parts["offload"] + _host_update(step)
+    return Evaluation(
+        step_s=sum(parts.values(), np.zeros_like(seconds)),
+        parts={name: parts[name] for name in PARTS},
+        stages=tuple(stage_bytes(strategies, step.table, shape, stack) for shape in step.shapes),
+        shapes=step.shapes,
+        slowest=slowest,
+    )
+
+
+def peak_bytes(listed: Listed, hardware: Hardware, stack: Stack) -> Floats:
+    """Memory of the fullest device alone, at a tenth of the cost of `evaluate`."""
+    stack = stack.on(hardware.device.architecture)
+    table = taken(listed.table, listed.strategies.row)
+    shapes = stage_shapes(listed.strategies, table)
+    return _most([stage_bytes(listed.strategies, table, shape, stack).total for shape in shapes])
+
+
+def least_seconds(listed: Listed, hardware: Hardware, stack: Stack) -> Floats:
+    """Seconds that a step cannot be below: its blocks' kernels, dealt out evenly over the stages."""
+    stack = stack.on(hardware.device.architecture)
+    factors = _factors(stack)
+    layer = (listed.table.seconds[:, BLOCK] * factors).sum(axis=(1, 2))
+    strategies = listed.strategies
+    micro_batches = layer[strategies.row] * (strategies.micro_batches - 1) + layer[strategies.rest_row]
+    seconds = micro_batches * listed.table.layers[strategies.row] / strategies.pipeline
+    return np.asarray(seconds, dtype=np.float64)
+
+
+def _factors(stack: Stack) -> Floats:
+    """A stack's factors on the seconds of kernels, by class."""
+    return np.array([stack.value(name) for name in ("products", "attention", "streaming")])
+
+
+def _most(arrays: list[Floats]) -> Floats:
+    return np.asarray(np.maximum.reduce(arrays), dtype=np.float64)
+
+
+def _step(strategies: Strategies, table: Pieces, hardware: Hardware, stack: Stack) -> _Step:
+    moved = transfers(strategies, table, hardware, stack)
+    return _Step(strategies, table, moved, stage_shapes(strategies, table), stack)
+
+
+def _passes(step: _Step) -> _Pass:
+    """Kernels and what stands between them, for each part of the model."""
+    moved, stack = step.moved, step.stack
+    factors = _factors(stack)
+    seconds = np.moveaxis(step.table.seconds, 0, -1) * factors[None, None, :, None]
+    forward, later = seconds[:, Phase.FORWARD], seconds[:, Phase.BACKWARD] + seconds[:, Phase.RECOMPUTE]
+    both = forward + later
+    parts = {"products": both[:, PRODUCTS], "attention": both[:, ATTENTION], "streaming": both[:, STREAMING]}
+    forward_s, backward_s = forward.sum(axis=1), later.sum(axis=1)
+    for name, (before, after) in {
+        "tensor": moved.tensor,
+        "context": moved.context,
+        "expert": moved.expert,
+    }.items():
+        forward_s, backward_s = forward_s + before, backward_s + after
+        parts[name] = before + after
+    # Copies to the host and the host's own work run beside a layer; it cannot end before them.
+    for name, floor in (("offload", (moved.offload, moved.offload)), ("host", _host(step))):
+        parts[name] = np.maximum(0.0, floor[0] - forward_s) + np.maximum(0.0, floor[1] - backward_s)
+        forward_s, backward_s = np.maximum(forward_s, floor[0]), np.maximum(backward_s, floor[1])
+    share = stack.value("interference")
+    beside = (share * np.minimum(forward_s, moved.gather), share * np.minimum(backward_s, moved.beside_backward))
+    parts["interference"] = beside[0] + beside[1]
+    return _Pass(forward_s + beside[0], backward_s + beside[1], parts)
+
+
+def _host(step: _Step) -> tuple[Floats, Floats]:
+    """Host seconds to start the kernels of each part, an end being as much as a layer: forward, backward.
+
+    What is made again is started again. Collectives of tensor ranks are started in the layers, each as a reduction or
+    as the two that stand for it; with sequence parallelism backward gathers each product's input once more.
+    """
+    strategies, table, stack = step.strategies, step.table, step.stack
+    each = stack.value("host_layer_s")
+    again = (table.seconds[:, :, Phase.RECOMPUTE].sum(axis=-1) > 0).T * each
+    forward, backward = np.full_like(again, each), each + again
+    ranks = strategies.tensor * step.moved.spread
+    call = np.where(strategies.tensor > 1, stack.value("tensor_call_s") + stack.value("tensor_rank_s") * ranks, 0.0)
+    calls = call * np.where(strategies.sequence, 2.0, 1.0)
+    forward[BLOCK] += calls * table.reductions
+    backward[BLOCK] += calls * (table.reductions + table.reductions_again)
+    backward[BLOCK] += call * strategies.sequence * table.reductions
+    return forward, backward
+
+
+def _stage(step: _Step, one: _Pass, shape: StageShape) -> _Stage:
+    """Play one stage's forward and backward; strategies with the same parts in the same order are played together."""
+    strategies, moved = step.strategies, step.moved
+    count = len(strategies)
+    forward, backward, exposed, tail = np.zeros(count), np.zeros(count), np.zeros(count), np.zeros(count)
+    keys = np.stack([shape.layers, shape.embedding, shape.head, strategies.prefetch.astype(np.float64)])
+    for key in np.unique(keys, axis=1).T:
+        order = [EMBEDDING] * int(key[1]) + [BLOCK] * int(key[0]) + [HEAD] * int(key[2])
+        if not order:
+            continue
+        mine = np.flatnonzero((keys == key[:, None]).all(axis=0))
+        group = _Group(one, moved, mine, order, int(key[3]))
+        middle = group.forward()
+        end = group.backward(middle, moved.reduce_each).end
+        forward[mine], backward[mine] = middle.kernels, end - middle.kernels
+        busy = group.total(one.forward + one.backward)
+        # Sums in another order differ in their last digits, which is not a wait.
+        exposed[mine] = np.where(end - busy > ROUNDING * end, end - busy, 0.0)
+        if moved.reduce_last[:, mine].any():
+            behind = group.total(moved.reduce_last)
+            if step.stack.gradient_overlap:
+                behind = group.backward(middle, moved.reduce_each + moved.reduce_last).end - end
+            tail[mine] = behind
+    hop = moved.hop * (shape.layers + shape.head > 0)
+    return _Stage(forward + hop, backward + hop, exposed, tail)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Strategies whose stages have the same parts in the same order."""
+
+    one: _Pass
+    moved: Transfers
+    mine: Integers
+    order: list[int]
+    prefetch: int
+
+    def forward(self) -> Streams:
+        kernels = [self.one.forward[part, self.mine] for part in self.order]
+        none = [np.zeros(self.mine.size)] * len(self.order)
+        gathers = [self.moved.gather[part, self.mine] for part in self.order]
+        return played(started(none[0]), kernels, gathers, none, self.prefetch)
+
+    def backward(self, start: Streams, reductions: Floats) -> Streams:
+        order = self.order[::-1]
+        kernels = [self.one.backward[part, self.mine] for part in order]
+        gathers = [self.moved.gather_again[part, self.mine] for part in order]
+        return played(start, kernels, gathers, [reductions[part, self.mine] for part in order], self.prefetch)
+
+    def total(self, seconds: Floats) -> Floats:
+        return sum((seconds[part, self.mine] for part in self.order), np.zeros(self.mine.size))
+
+
+def _smaller_last(
+    listed: Listed, step: _Step, hardware: Hardware, longest: Floats, tail: Floats
+) -> tuple[Floats, Floats]:
+    """Seconds of the last micro-batch at the slowest stage, and of the reductions that are running after it.
+
+    They are `longest` and `tail` where it is as large as the others.
+    """
+    smaller = np.flatnonzero(listed.strategies.rest_row != listed.strategies.row)
+    last, after = longest.copy(), tail.copy()
+    if smaller.size:
+        strategies = listed.strategies.taken(smaller)
+        table = taken(listed.table, strategies.rest_row)
+        # The layers stay where they are.
+        shapes = tuple(shape.taken(smaller) for shape in step.shapes)
+        rest = _Step(strategies, table, transfers(strategies, table, hardware, step.stack), shapes, step.stack)
+        one = _passes(rest)
+        stages = [_stage(rest, one, shape) for shape in shapes]
+        last[smaller] = _most([stage.both for stage in stages])
+        after[smaller] = _tail(rest, stages)
+    return last, after
+
+
+def _tail(step: _Step, stages: list[_Stage]) -> Floats:
+    """Seconds of reductions after the step's last backward, which is the first stage's.
+
+    Later stages are done before it, by what the stages before them take for their backward of one micro-batch.
+    """
+    first, second, last = stages
+    ahead = first.backward / step.strategies.chunks
+    before_last = ahead + _alike(step) * second.backward / step.strategies.chunks
+    return _most([first.tail, second.tail - ahead, last.tail - before_last])
+
+
+def _alike(step: _Step) -> Floats:
+    """How many stages between the ends the second stands for: some have a layer less, so they count by layers."""
+    first, second, last = step.shapes
+    between = step.table.layers - first.layers - last.layers
+    return np.asarray(between / np.maximum(second.layers, 1.0), dtype=np.float64)
+
+
+def _pipeline(step: _Step, stages: list[_Stage], longest: Floats, micro_batches: Floats) -> Floats:
+    """From the first forward to the last backward."""
+    strategies, alike = step.strategies, _alike(step)
+    between = np.maximum(strategies.pipeline - 2, 0.0)
+    weighted = list(zip((np.ones_like(between), alike, (strategies.pipeline > 1) * 1.0), stages, strict=True))
+    hops = (between - alike) * step.moved.hop
+    return pipeline_seconds(
+        strategies.schedule,
+        strategies.chunks,
+        micro_batches,
+        strategies.pipeline,
+        forward_sum=sum((count * stage.forward for count, stage in weighted), hops),
+        backward_sum=sum((count * stage.backward for count, stage in weighted), hops),
+        forward_most=_most([stage.forward for stage in stages]),
+        backward_most=_most([stage.backward for stage in stages]),
+        both_most=longest,
+    )
+
+
+def _parts(
+    step: _Step, one: _Pass, stages: list[_Stage], slowest: Integers, micro_batches: Floats
+) -> dict[str, Floats]:
+    """Seconds of all micro-batches at the slowest stage."""
+
+    def chosen(arrays: list[Floats]) -> Floats:
+        return np.asarray(
+            micro_batches * np.take_along_axis(np.stack(arrays), slowest[None], axis=0)[0], dtype=np.float64
+        )
+
+    found = {
+        name: chosen(
+            [
+                shape.embedding * value[EMBEDDING] + shape.layers * value[BLOCK] + shape.head * value[HEAD]
+                for shape in step.shapes
+            ]
+        )
+        for name, value in one.parts.items()
+    }
+    found["sharding"] = chosen([stage.exposed for stage in stages])
+    found["stages"] = micro_batches * 2 * step.moved.hop
+    return found
+
+
+def _updated(step: _Step) -> Floats:
+    """Parameters that the busiest device updates."""
+    strategies = step.strategies
+    shard = np.where(strategies.zero >= 1, strategies.shard, 1.0)
+    mine = []
+    for shape in step.shapes:
+        dense, experts = stage_parameters(step.table, shape)
+        mine.append(dense / shard + experts / np.maximum(1.0, shard / strategies.expert))
+    return _most(mine)
+
+
+def _once(step: _Step, hardware: Hardware) -> dict[str, Floats]:
+    """The update on the device, the weights sent round after it, what the framework does besides."""
+    strategies, parameters = step.strategies, _updated(step)
+    moved = streaming_times(hardware.device, hardware.efficiency, parameters * strategies.update_bytes)
+    update = moved.seconds * step.stack.value("streaming")
+    return {
+        "update": np.where(strategies.offload_optimizer, 0.0, update) + step.moved.gather_after_update,
+        "step": np.full_like(parameters, step.stack.value("step_s")),
+    }
+
+
+def _host_update(step: _Step) -> Floats:
+    """The update of state that lies in host memory."""
+    seconds = _updated(step) * step.moved.update_s_per_parameter
+    return np.where(step.strategies.offload_optimizer, seconds, 0.0)

@@ -1,0 +1,228 @@
+"""What one device of a layout does, in pieces: embedding, one layer, head; forward, backward, recompute.
+
+The pieces are what thousands of strategies have in common. A layer's seconds do not depend on how many stages or
+replicas there are, so they are costed once for each layout, recompute policy and micro-batch size, and a strategy
+only says how the pieces are strung together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flopwise.predict.kernels.calls import Floats, Phase, calls_for
+from flopwise.predict.kernels.costs import step_costs
+from flopwise.predict.kernels.memory import dropout_bytes, logits_bytes, temporary_bytes
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.workload import Fusion, Optimizer, Workload
+from flopwise.work.describe import describe
+from flopwise.work.exchange import (
+    exchange,
+    parameters_by_part,
+    parts_of,
+    product_parameters_by_part,
+    tied_parameters,
+)
+from flopwise.work.formats import Formats
+from flopwise.work.layout import Layout
+from flopwise.work.model import Model
+from flopwise.work.op import AttentionKernel
+from flopwise.work.traffic import tensor_bytes
+from flopwise.work.work import Recompute, Work
+
+EMBEDDING, BLOCK, HEAD = 0, 1, 2
+"""Parts of a model; the block is one layer."""
+PRODUCTS, ATTENTION, STREAMING = 0, 1, 2
+"""Classes of kernels, each with a factor of its own in a stack."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """Everything about a workload that changes the pieces, but for the micro-batch."""
+
+    model: Model
+    sequence_tokens: int
+    attention: AttentionKernel
+    fusion: Fusion
+    optimizer: Optimizer
+    formats: Formats
+    recompute: Recompute
+    layout: Layout
+    accumulate: bool
+    """Gradients are added to those of an earlier micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces:
+    """One row for each setting and micro-batch; bytes are for the whole micro-batch."""
+
+    seconds: Floats
+    """rows × part × phase (forward, backward, recompute) × class."""
+    saved_bytes: Floats
+    """rows × part: kept from forward to backward."""
+    logits_bytes: Floats
+    loss_bytes: Floats
+    """What a loss that is not one kernel holds beside the logits."""
+    dropout_bytes: Floats
+    """What dropout would keep more in one layer."""
+    temporary_bytes: Floats
+    parameters: Floats
+    """rows × part, experts not counted."""
+    product_parameters: Floats
+    """The same of those that matrix products read."""
+    expert_parameters: Floats
+    """Of one layer."""
+    tied_parameters: Floats
+    layers: Floats
+    stream_bytes: Floats
+    reductions: Floats
+    reductions_again: Floats
+    ring_bytes: Floats
+    dispatch_bytes: Floats
+    dispatches_again: Floats
+
+
+def setting_of(model: Model, workload: Workload, layout: Layout, *, accumulate: bool) -> Setting:
+    """The setting of a workload's micro-batches."""
+    return Setting(
+        model=model,
+        sequence_tokens=workload.sequence_tokens,
+        attention=workload.attention,
+        fusion=workload.fusion,
+        optimizer=workload.optimizer,
+        formats=workload.formats,
+        recompute=workload.recompute,
+        layout=layout,
+        accumulate=accumulate,
+    )
+
+
+def pieces(setting: Setting, hardware: Hardware, sequences: Sequence[int]) -> Pieces:
+    """Cost a setting for several micro-batch sizes at once."""
+    work = describe(setting.model, setting.sequence_tokens, setting.attention, setting.layout)
+    batch = np.array(sequences, dtype=np.float64)
+    static = _static(setting)
+    ones = np.ones_like(batch)
+    return Pieces(
+        seconds=_seconds(setting, work, hardware, batch),
+        saved_bytes=batch[:, None] * np.array(static.saved),
+        logits_bytes=batch * static.logits,
+        loss_bytes=batch * static.loss,
+        dropout_bytes=batch * static.dropout,
+        temporary_bytes=batch * static.temporary,
+        parameters=ones[:, None] * np.array(static.parameters, dtype=np.float64),
+        product_parameters=ones[:, None] * np.array(static.products, dtype=np.float64),
+        expert_parameters=ones * static.experts,
+        tied_parameters=ones * static.tied,
+        layers=ones * setting.model.layers,
+        stream_bytes=batch * static.stream,
+        reductions=ones * static.reductions,
+        reductions_again=ones * static.reductions_again,
+        ring_bytes=batch * static.ring,
+        dispatch_bytes=batch * static.dispatch,
+        dispatches_again=ones * static.dispatches_again,
+    )
+
+
+def joined_pieces(parts: Sequence[Pieces]) -> Pieces:
+    """Several tables as one."""
+    return Pieces(
+        **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Pieces)}
+    )
+
+
+def taken(table: Pieces, rows: NDArray[np.intp]) -> Pieces:
+    """The given rows of a table."""
+    return Pieces(**{field.name: getattr(table, field.name)[rows] for field in fields(Pieces)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Static:
+    """Counts for one sequence, whatever the device."""
+
+    saved: tuple[float, float, float]
+    logits: float
+    loss: float
+    dropout: float
+    temporary: float
+    parameters: tuple[int, int, int]
+    products: tuple[int, int, int]
+    experts: int
+    tied: int
+    stream: float
+    reductions: int
+    reductions_again: int
+    ring: float
+    dispatch: float
+    dispatches_again: int
+
+
+@lru_cache(maxsize=4096)
+def _static(setting: Setting) -> _Static:
+    model, formats, policy = setting.model, setting.formats, setting.recompute
+    work = describe(model, setting.sequence_tokens, setting.attention, setting.layout)
+    parameters, experts = parameters_by_part(work)
+    tokens = setting.sequence_tokens // setting.layout.context
+    passed = exchange(work, policy, formats, hidden=model.hidden, stream_tokens=tokens)
+    return _Static(
+        saved=_saved_by_part(work, policy, formats, model.layers),
+        logits=logits_bytes(work, formats, "fused"),
+        dropout=dropout_bytes(work, policy, formats),
+        loss=logits_bytes(work, formats, setting.fusion) - logits_bytes(work, formats, "fused"),
+        temporary=temporary_bytes(work, policy, formats),
+        parameters=parameters,
+        products=product_parameters_by_part(work),
+        experts=experts,
+        tied=tied_parameters(work),
+        stream=passed.stream_bytes,
+        reductions=passed.reductions,
+        reductions_again=passed.reductions_again,
+        ring=passed.ring_bytes,
+        dispatch=passed.dispatch_bytes,
+        dispatches_again=passed.dispatches_again,
+    )
+
+
+def _saved_by_part(work: Work, policy: Recompute, formats: Formats, layers: int) -> tuple[float, float, float]:
+    inside = {name for op in work.ops if op.in_block for name in (*op.inputs, *op.outputs)}
+    before = {
+        name
+        for op, part in zip(work.ops, parts_of(work), strict=True)
+        if part == EMBEDDING
+        for name in (*op.inputs, *op.outputs)
+    }
+    found = [0.0, 0.0, 0.0]
+    for tensor in work.saved(policy):
+        size = work.copies_of(tensor) * tensor_bytes(tensor, formats)
+        if tensor.name in inside:
+            found[BLOCK] += size / layers
+        else:
+            found[EMBEDDING if tensor.name in before else HEAD] += size
+    return found[0], found[1], found[2]
+
+
+def _seconds(setting: Setting, work: Work, hardware: Hardware, sequences: Floats) -> Floats:
+    calls = calls_for(
+        setting.model,
+        sequence_tokens=setting.sequence_tokens,
+        kernel=setting.attention,
+        formats=setting.formats,
+        policy=setting.recompute,
+        fusion=setting.fusion,
+        optimizer=setting.optimizer,
+        accumulate=setting.accumulate,
+        layout=setting.layout,
+    )
+    costs = step_costs(calls, hardware, sequences)
+    kinds = [PRODUCTS if kind == "gemm" else ATTENTION if kind == "attention" else STREAMING for kind in calls.kinds]
+    parts = np.array([*parts_of(work), -1])[costs.op]
+    classes = np.array(kinds)[costs.op]
+    found = np.zeros((3, 3, 3, sequences.size))
+    mine = costs.phase != Phase.UPDATE
+    np.add.at(found, (parts[mine], costs.phase[mine], classes[mine]), costs.seconds[mine])
+    found[BLOCK] /= setting.model.layers
+    return np.ascontiguousarray(np.moveaxis(found, -1, 0))

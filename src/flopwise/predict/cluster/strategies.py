@@ -1,0 +1,194 @@
+"""Many strategies as arrays: one element for each, ready to be costed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.predict.cluster.pieces import Pieces, Setting, joined_pieces, pieces, setting_of
+from flopwise.predict.kernels.calls import Floats
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.parallel import SCHEDULES, Parallel
+from flopwise.setup.workload import MOMENTS, Optimizer, Workload
+from flopwise.work.formats import WIDTH_BYTES, Formats
+from flopwise.work.model import Model
+from flopwise.work.traffic import update_bytes_per_parameter
+
+MOST_LAYERS = 10_000
+Integers = NDArray[np.intp]
+Booleans = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strategies:
+    """Parallel set-ups with their micro-batches; every array has one element for each."""
+
+    data: Floats
+    tensor: Floats
+    pipeline: Floats
+    context: Floats
+    expert: Floats
+    sequence: Booleans
+    zero: Integers
+    shard: Floats
+    reshard: Booleans
+    prefetch: Integers
+    schedule: Integers
+    chunks: Floats
+    by_time: Booleans
+    """Layers are dealt out by time, not by number."""
+    offload_optimizer: Booleans
+    offload_activations: Booleans
+    row: Integers
+    """Of the pieces: a whole micro-batch."""
+    rest_row: Integers
+    """The same for the last micro-batch, which may be smaller."""
+    micro_batches: Floats
+    """Of one replica, the last one counted."""
+    weight_bytes: Floats
+    """For each parameter, like the next four."""
+    gradient_bytes: Floats
+    optimizer_bytes: Floats
+    gathered_bytes: Floats
+    cast_bytes: Floats
+    update_bytes: Floats
+    """Moved by the optimizer."""
+
+    def __len__(self) -> int:
+        return int(self.data.size)
+
+    def taken(self, rows: NDArray[np.intp] | Booleans) -> Strategies:
+        """Some of them."""
+        return Strategies(**{field.name: getattr(self, field.name)[rows] for field in fields(Strategies)})
+
+    @property
+    def replicas(self) -> Floats:
+        return self.data * self.context
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes for each parameter, by owner."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """Of a weight that is gathered from its shards."""
+    cast: int
+    """Of a weight's copy in the products' format, where the weights themselves are wider."""
+    update: int
+    """Moved by an update."""
+
+
+def state_bytes(formats: Formats, optimizer: Optimizer) -> StateBytes:
+    """What a number-format policy spends on a parameter."""
+    weights, compute = WIDTH_BYTES[formats.weights], formats.compute_bytes
+    master = WIDTH_BYTES[formats.master] if formats.master else 0
+    return StateBytes(
+        weights=weights,
+        gradients=WIDTH_BYTES[formats.gradients],
+        optimizer=MOMENTS[optimizer] * WIDTH_BYTES[formats.moments] + master,
+        gathered=min(weights, compute),
+        cast=compute if weights > compute else 0,
+        update=update_bytes_per_parameter(formats, MOMENTS[optimizer]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Strategies and the table of pieces that their rows point into."""
+
+    strategies: Strategies
+    table: Pieces
+
+
+def listed(cases: Sequence[tuple[Model, Parallel, Workload]], hardware: Hardware) -> Listed:
+    """Arrays of set-ups that are given one by one; the pieces of equal settings are costed together."""
+    check_depth([model for model, _, _ in cases])
+    wanted: dict[Setting, dict[int, None]] = {}
+    needs = []
+    for model, parallel, workload in cases:
+        whole, rest, count = micro_batches(workload, parallel.data)
+        setting = setting_of(model, workload, parallel.layout, accumulate=count > 1)
+        wanted.setdefault(setting, {}).update({whole: None, rest or whole: None})
+        needs.append((setting, whole, rest or whole, count))
+    place: dict[tuple[Setting, int], int] = {}
+    tables = []
+    for setting, sizes in wanted.items():
+        for size in sizes:
+            place[setting, size] = len(place)
+        tables.append(pieces(setting, hardware, list(sizes)))
+    rows = np.array([place[setting, whole] for setting, whole, _, _ in needs], dtype=np.intp)
+    rests = np.array([place[setting, rest] for setting, _, rest, _ in needs], dtype=np.intp)
+    counts = np.array([count for *_, count in needs], dtype=np.float64)
+    states = [state_bytes(workload.formats, workload.optimizer) for _, _, workload in cases]
+    strategies = set_ups([parallel for _, parallel, _ in cases], states)
+    return Listed(replace(strategies, row=rows, rest_row=rests, micro_batches=counts), joined_pieces(tables))
+
+
+def check_depth(models: Sequence[Model]) -> None:
+    """Refuse models so deep that playing them layer by layer would not end."""
+    for model in models:
+        if model.layers > MOST_LAYERS:
+            raise FlopwiseError(
+                f"{model.name} has {model.layers:,} layers",
+                why=f"several devices are played layer by layer, up to {MOST_LAYERS:,}",
+                hint="check the number for a digit too many",
+            )
+
+
+def micro_batches(workload: Workload, data: int) -> tuple[int, int, int]:
+    """Of the fullest replica: sequences of a micro-batch, those of a smaller last one (0: none), how many in all."""
+    mine = -(-workload.batch_sequences // data)
+    whole = min(workload.micro_batch_sequences, mine)
+    return whole, mine % whole, -(-mine // whole)
+
+
+def set_ups(parallels: Sequence[Parallel], states: Sequence[StateBytes]) -> Strategies:
+    """Parallel set-ups as arrays; their micro-batches and rows of pieces are still to be filled in."""
+    nothing = np.zeros(len(parallels), dtype=np.intp)
+
+    def floats(name: str) -> Floats:
+        return np.array([getattr(parallel, name) for parallel in parallels], dtype=np.float64)
+
+    def flags(name: str) -> Booleans:
+        return np.array([getattr(parallel, name) for parallel in parallels], dtype=np.bool_)
+
+    def each(name: str) -> Floats:
+        return np.array([getattr(state, name) for state in states], dtype=np.float64)
+
+    return Strategies(
+        data=floats("data"),
+        tensor=floats("tensor"),
+        pipeline=floats("pipeline"),
+        context=floats("context"),
+        expert=floats("expert"),
+        sequence=flags("sequence"),
+        zero=np.array([parallel.zero for parallel in parallels], dtype=np.intp),
+        shard=np.array([parallel.shard or parallel.replicas for parallel in parallels], dtype=np.float64),
+        reshard=flags("reshard"),
+        prefetch=np.array([parallel.prefetch for parallel in parallels], dtype=np.intp),
+        # One stage has no schedule: each micro-batch goes forward and back.
+        schedule=np.array(
+            [SCHEDULES.index(parallel.schedule if parallel.pipeline > 1 else "1f1b") for parallel in parallels],
+            dtype=np.intp,
+        ),
+        chunks=floats("chunks"),
+        by_time=np.array([parallel.balance == "time" for parallel in parallels], dtype=np.bool_),
+        offload_optimizer=flags("offload_optimizer"),
+        offload_activations=flags("offload_activations"),
+        row=nothing,
+        rest_row=nothing,
+        micro_batches=np.ones(len(parallels)),
+        weight_bytes=each("weights"),
+        gradient_bytes=each("gradients"),
+        optimizer_bytes=each("optimizer"),
+        gathered_bytes=each("gathered"),
+        cast_bytes=each("cast"),
+        update_bytes=each("update"),
+    )

@@ -1,0 +1,197 @@
+"""What the collectives of a strategy take, for each part of the model: tensor, context, expert, data, stages, host.
+
+tensor    a reduction of the residual stream behind each product that splits its depth, forward and backward; with
+          sequence parallelism a reduce-scatter and an all-gather in its place, and in backward one more gather of
+          each product's input (Korthikanti et al., arXiv 2205.05198)
+context   keys and values in a ring, each message behind a step of attention; gradients go along in backward
+expert    tokens out and back, forward and backward
+data      by ZeRO stage: gradients reduced or reduce-scattered, weights gathered. Hybrid sharding gathers and
+          scatters inside a shard group and reduces the shards across groups
+stages    the residual stream from stage to stage, a part for each tensor rank where they hold different tokens
+host      kept activations over the link while a layer runs, gradients and weights around an update there
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flopwise.predict.cluster.collectives import Collective, collective_seconds, crossed
+from flopwise.predict.cluster.pieces import ATTENTION, BLOCK, EMBEDDING, HEAD, PRODUCTS, Pieces
+from flopwise.predict.cluster.strategies import Strategies
+from flopwise.predict.kernels.calls import Floats, Phase
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.stack import Stack
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfers:
+    """Seconds, as arrays of part × strategy unless said otherwise."""
+
+    tensor: tuple[Floats, Floats]
+    """Exposed, forward and backward; the same for the next two."""
+    context: tuple[Floats, Floats]
+    expert: tuple[Floats, Floats]
+    gather: Floats
+    gather_again: Floats
+    """Before a layer's backward."""
+    reduce_each: Floats
+    """After each micro-batch's backward."""
+    reduce_last: Floats
+    """After that of the last one, in addition."""
+    offload: Floats
+    """Kept activations over the link, one way."""
+    hop: Floats
+    """From stage to stage, all chunks of a device together; one element a strategy, as in the next two."""
+    gather_after_update: Floats
+    spread: Floats
+    """1 where the devices span several islands of the nearest network, else 0."""
+    update_s_per_parameter: Floats
+    """Of an optimizer on the host: gradients out, weights back, state read and written there."""
+
+    @property
+    def beside_backward(self) -> Floats:
+        """Collectives that run beside every micro-batch's backward."""
+        return self.gather_again + self.reduce_each
+
+
+def transfers(strategies: Strategies, table: Pieces, hardware: Hardware, stack: Stack) -> Transfers:
+    """Time every exchange of the strategies; `table` has their rows."""
+    network = _Network(hardware, stack.value("network"))
+    each, last, after = _gradients(strategies, table, network, stack)
+    gathered = _over_shards(strategies, table, network, "all-gather", strategies.gathered_bytes)
+    gather = np.where(strategies.zero == 3, gathered, 0.0)
+    link, host = _host_rates(hardware)
+    layer = np.where(strategies.offload_activations, table.saved_bytes[:, BLOCK] / link, 0.0)
+    apart = strategies.tensor * strategies.context * strategies.data
+    # Ranks that hold different tokens send them; others may share what they all have.
+    shared = stack.parted_hops & ~strategies.sequence
+    parted = np.where(strategies.sequence | shared, strategies.tensor, 1.0)
+    joined = network.seconds("all-gather", table.stream_bytes, strategies.tensor, 1.0) * shared
+    # Both directions share the link's two ways; the state itself stays in host memory.
+    over_link = np.maximum(strategies.gradient_bytes, strategies.weight_bytes) / link
+    return Transfers(
+        tensor=_tensor(strategies, table, network, stack),
+        context=_context(strategies, table, network, stack),
+        expert=_expert(strategies, table, network),
+        gather=gather,
+        gather_again=np.where(strategies.reshard, gather, 0.0),
+        reduce_each=each,
+        reduce_last=last,
+        offload=_in_blocks(layer),
+        hop=strategies.chunks
+        * (network.seconds("point-to-point", table.stream_bytes / parted, strategies.pipeline, apart) + joined)
+        * (strategies.pipeline > 1),
+        gather_after_update=after,
+        spread=(crossed(hardware.networks, apart * strategies.pipeline, 1.0) > 0) * np.ones(len(strategies)),
+        update_s_per_parameter=np.maximum(over_link, strategies.update_bytes / host),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Network:
+    hardware: Hardware
+    factor: float
+
+    def seconds(self, kind: Collective, payload: Floats, size: Floats | float, stride: Floats | float) -> Floats:
+        found = collective_seconds(self.hardware.networks, kind, payload, size=size, stride=stride)
+        return np.broadcast_to(found * self.factor, payload.shape)
+
+
+def _in_blocks(seconds: Floats) -> Floats:
+    """The same in every block, nothing in embedding and head."""
+    none = np.zeros_like(seconds)
+    return np.stack([none, seconds, none])
+
+
+def _host_rates(hardware: Hardware) -> tuple[float, float]:
+    """Bytes per second of the link and of host memory; infinite where unknown, so that they never decide."""
+    link = hardware.link.bandwidth_bytes_per_s.value if hardware.link else float("inf")
+    bandwidth = hardware.host.memory_bandwidth_bytes_per_s if hardware.host else None
+    return link, bandwidth.value if bandwidth else float("inf")
+
+
+def _tensor(strategies: Strategies, table: Pieces, network: _Network, stack: Stack) -> tuple[Floats, Floats]:
+    stream, ranks = table.stream_bytes, strategies.tensor
+    gathered = network.seconds("all-gather", stream, ranks, 1.0)
+    both = gathered + network.seconds("reduce-scatter", stream, ranks, 1.0)
+    reduced = np.where(strategies.sequence, both, network.seconds("all-reduce", stream, ranks, 1.0))
+    again = table.reductions_again * reduced
+    regathered = strategies.sequence & (not stack.gathered_kept)
+    backward = table.reductions * (reduced + np.where(regathered, gathered, 0.0))
+    forward = table.reductions * reduced
+    if stack.tensor_overlap:
+        # Half of a layer's backward products are weight gradients, which wait for nobody.
+        hidden = 0.5 * table.seconds[:, BLOCK, Phase.BACKWARD, PRODUCTS] * stack.value("products")
+        backward = np.maximum(0.0, backward - hidden)
+    none = np.zeros_like(forward)
+    # The embedding's rows come from all ranks; the head's input gradient is a sum over them.
+    return np.stack([reduced, forward, none]), np.stack([none, backward + again, reduced])
+
+
+def _context(strategies: Strategies, table: Pieces, network: _Network, stack: Stack) -> tuple[Floats, Floats]:
+    parts = strategies.context
+    # All pass on at once, so the slowest link of the ring sets the pace.
+    message = network.seconds("point-to-point", table.ring_bytes, parts, strategies.tensor)
+    step = table.seconds[:, BLOCK, :, ATTENTION] * stack.value("attention") / parts[:, None]
+    forward = (parts - 1) * np.maximum(0.0, message - step[:, Phase.FORWARD])
+    # Keys and values go round, and their gradients behind them.
+    backward = (parts - 1) * np.maximum(0.0, 2 * message - step[:, Phase.BACKWARD])
+    again = np.where(step[:, Phase.RECOMPUTE] > 0, forward, 0.0)
+    return _in_blocks(forward), _in_blocks(backward + again)
+
+
+def _expert(strategies: Strategies, table: Pieces, network: _Network) -> tuple[Floats, Floats]:
+    one = network.seconds("all-to-all", table.dispatch_bytes, strategies.expert, strategies.tensor)
+    return _in_blocks(2 * one), _in_blocks((2 + table.dispatches_again) * one)
+
+
+def _gradients(strategies: Strategies, table: Pieces, network: _Network, stack: Stack) -> tuple[Floats, Floats, Floats]:
+    """Reductions after each micro-batch and after the last, and the gather of weights after the update."""
+    zero, none = strategies.zero, np.zeros((3, len(strategies)))
+    summed = _over_replicas(strategies, table, network)
+    scattered = _over_shards(strategies, table, network, "reduce-scatter", strategies.gradient_bytes)
+    scattered = scattered + _across_shards(strategies, table, network)
+    reduction = np.where(zero == 0, summed, scattered)
+    always = (zero == 2) | ((zero == 3) & stack.reduce_always)
+    each = np.where(always, reduction, none)
+    # Whole weights are on every device up to stage 2; each has updated its shard of them.
+    sent = _over_shards(strategies, table, network, "all-gather", strategies.weight_bytes)
+    ends = np.where(strategies.pipeline > 1, np.maximum(sent[EMBEDDING], sent[HEAD]), sent[EMBEDDING] + sent[HEAD])
+    layers = np.ceil(table.layers / strategies.pipeline)
+    after = np.where((zero == 1) | (zero == 2), layers * sent[BLOCK] + ends, 0.0)
+    return each, np.where(always, none, reduction), after
+
+
+def _payloads(strategies: Strategies, table: Pieces, each: Floats) -> tuple[Floats, Floats]:
+    """Bytes of the dense parameters by part, and of a layer's experts."""
+    dense = table.parameters.T.copy()
+    # One stage that has both uses of a tied matrix sends it once, with the embedding: its gradient is complete there.
+    dense[HEAD] -= np.where(strategies.pipeline > 1, 0.0, table.tied_parameters)
+    return dense * each, table.expert_parameters * each
+
+
+def _over_shards(strategies: Strategies, table: Pieces, network: _Network, kind: Collective, each: Floats) -> Floats:
+    dense, experts = _payloads(strategies, table, each)
+    found = network.seconds(kind, dense, strategies.shard, strategies.tensor)
+    ranks = np.maximum(1.0, strategies.shard / strategies.expert)
+    return found + _in_blocks(network.seconds(kind, experts, ranks, strategies.tensor * strategies.expert))
+
+
+def _over_replicas(strategies: Strategies, table: Pieces, network: _Network) -> Floats:
+    dense, experts = _payloads(strategies, table, strategies.gradient_bytes)
+    found = network.seconds("all-reduce", dense, strategies.replicas, strategies.tensor)
+    ranks = strategies.replicas / strategies.expert
+    return found + _in_blocks(network.seconds("all-reduce", experts, ranks, strategies.tensor * strategies.expert))
+
+
+def _across_shards(strategies: Strategies, table: Pieces, network: _Network) -> Floats:
+    """Hybrid sharding: each shard is summed over the groups that hold it."""
+    dense, experts = _payloads(strategies, table, strategies.gradient_bytes)
+    replicas, shard, tensor = strategies.replicas, strategies.shard, strategies.tensor
+    found = network.seconds("all-reduce", dense / shard, replicas / shard, tensor * shard)
+    # Expert ranks that reach beyond a shard group hold different experts: fewer groups have the same.
+    reach = np.maximum(shard, strategies.expert)
+    shards = reach / strategies.expert
+    return found + _in_blocks(network.seconds("all-reduce", experts / shards, replicas / reach, tensor * reach))

@@ -1,0 +1,1 @@
+"""Seconds of kernels on a device: products, attention, what is bound by bytes."""

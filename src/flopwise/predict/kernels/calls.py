@@ -1,0 +1,306 @@
+"""A step's kernels: the operators' forward, backward and recompute as calls whose sizes are linear in the batch.
+
+One list serves a single prediction and a grid of thousands, because the sequences of a micro-batch are the only
+thing that changes: a side of a matrix product is `constant + slope · sequences`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flopwise.setup.workload import MOMENTS, Fusion, Optimizer, Workload
+from flopwise.work.describe import describe
+from flopwise.work.formats import WIDTH_BYTES, Formats
+from flopwise.work.layout import WHOLE, Layout
+from flopwise.work.model import Model
+from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, Streaming, kind_of
+from flopwise.work.traffic import (
+    Traffic,
+    backward_traffic,
+    cast_back_bytes,
+    cast_bytes,
+    forward_traffic,
+    scaled,
+    update_bytes_per_parameter,
+)
+from flopwise.work.work import Recompute, Work
+
+Floats = NDArray[np.float64]
+
+
+class Phase(IntEnum):
+    """When a call runs."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    RECOMPUTE = 2
+    UPDATE = 3
+    """Once a step, not once a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmCall:
+    """(rows × depth)·(depth × columns); each side is constant + slope · sequences."""
+
+    op: int
+    phase: Phase
+    count: int
+    rows: tuple[float, float]
+    depth: tuple[float, float]
+    columns: float
+    groups: int
+    number_format: str
+    output_bytes: int
+    accumulate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Flash attention over one sequence and its copies."""
+
+    op: int
+    phase: Phase
+    count: int
+    flops: float
+    bytes: float
+    tokens: int
+    heads: int
+    head_dim: int
+    area_share: float
+    """Part of the tokens × tokens square that is computed."""
+    number_format: str
+
+
+@dataclass(frozen=True, slots=True)
+class StreamingCall:
+    """Kernels bound by bytes: constant + slope · sequences."""
+
+    op: int
+    phase: Phase
+    count: int
+    bytes: tuple[float, float]
+    kernels: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepCalls:
+    """Every kernel of a micro-batch, and of the update that ends the step."""
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    gemms: tuple[GemmCall, ...]
+    attentions: tuple[AttentionCall, ...]
+    streams: tuple[StreamingCall, ...]
+
+
+@lru_cache(maxsize=512)
+def calls_for(
+    model: Model,
+    *,
+    sequence_tokens: int,
+    kernel: AttentionKernel,
+    formats: Formats,
+    policy: Recompute,
+    fusion: Fusion,
+    optimizer: Optimizer,
+    accumulate: bool,
+    layout: Layout = WHOLE,
+) -> StepCalls:
+    """`step_calls`, remembered."""
+    work = describe(model, sequence_tokens, kernel, layout)
+    return step_calls(work, formats, policy, fusion, optimizer, accumulate=accumulate)
+
+
+def step_calls(
+    work: Work, formats: Formats, policy: Recompute, fusion: Fusion, optimizer: Optimizer, *, accumulate: bool = True
+) -> StepCalls:
+    """List the kernels of a micro-batch, operators first in the model's order and the optimizer's update last.
+
+    `accumulate`: gradients are added to those of an earlier micro-batch, so they are read too.
+    """
+    lister = _Lister(work, formats, fusion, work.recomputed(policy), accumulate)
+    for index, op in enumerate(work.ops):
+        lister.add(index, op)
+    update = StreamingCall(
+        len(work.ops),
+        Phase.UPDATE,
+        1,
+        (float(work.parameters * update_bytes_per_parameter(formats, MOMENTS[optimizer])), 0.0),
+    )
+    return StepCalls(
+        names=(*(op.name for op in work.ops), "optimizer"),
+        kinds=(*(kind_of(op) for op in work.ops), "optimizer"),
+        gemms=tuple(lister.gemms),
+        attentions=tuple(lister.attentions),
+        streams=(*lister.streams, update),
+    )
+
+
+def calls_of(model: Model, workload: Workload) -> StepCalls:
+    """The kernels of a workload's micro-batch; its size and that of the batch do not change them."""
+    return calls_for(
+        model,
+        sequence_tokens=workload.sequence_tokens,
+        kernel=workload.attention,
+        formats=workload.formats,
+        policy=workload.recompute,
+        fusion=workload.fusion,
+        optimizer=workload.optimizer,
+        accumulate=workload.accumulation_steps > 1,
+    )
+
+
+class _Lister:
+    def __init__(
+        self, work: Work, formats: Formats, fusion: Fusion, again: dict[str, Fraction], accumulate: bool
+    ) -> None:
+        self.work = work
+        self.formats = formats
+        self.fused = fusion == "fused"
+        self.again = again
+        self.accumulate = accumulate
+        self.gemms: list[GemmCall] = []
+        self.attentions: list[AttentionCall] = []
+        self.streams: list[StreamingCall] = []
+
+    def add(self, index: int, op: Op) -> None:
+        again = self.again.get(op.name, Fraction(0))
+        if isinstance(op, Gemm):
+            self._gemm(index, op, again)
+        elif isinstance(op, Attention) and self.work.kernel == "flash":
+            self._flash(index, op, again)
+        elif isinstance(op, Attention):
+            self._eager_attention(index, op, again)
+        else:
+            self._streaming(index, op, again)
+
+    def _gemm(self, index: int, op: Gemm, again: Fraction) -> None:
+        rows, depth, columns = op.rows / op.groups, op.depth, op.columns
+        count = op.layers * op.calls
+        number_format = self.formats.matrix if op.in_block else self.formats.sensitive
+        width = self.formats.compute_bytes
+
+        def call(phase: Phase, inner: float, outer: float) -> None:
+            self.gemms.append(
+                GemmCall(index, phase, count, (0.0, rows), (inner, 0.0), outer, op.groups, number_format, width)
+            )
+
+        call(Phase.FORWARD, depth, columns)
+        call(Phase.BACKWARD, columns, depth)
+        # The weight gradient sums over all calls of a layer: one product over the time steps of a recurrent cell.
+        self.gemms.append(
+            GemmCall(
+                index,
+                Phase.BACKWARD,
+                op.layers,
+                (columns, 0.0),
+                (0.0, rows * op.calls),
+                depth,
+                op.groups,
+                number_format,
+                WIDTH_BYTES[self.formats.gradients],
+                self.accumulate,
+            )
+        )
+        if again:
+            call(Phase.RECOMPUTE, depth, columns * float(again))
+        self._casts(index, op, again)
+
+    def _casts(self, index: int, op: Gemm, again: Fraction) -> None:
+        """Operands into the products' format: weights once a layer, and for fp8 what goes in and comes back."""
+        cast = cast_bytes(op, self.formats)
+        if cast.fixed:
+            self.streams.append(StreamingCall(index, Phase.FORWARD, op.layers, (float(cast.fixed), 0.0)))
+        if cast.per_sequence:
+            count, back = op.layers * op.calls, cast_back_bytes(op, self.formats)
+            calls = [(Phase.FORWARD, Traffic(cast.per_sequence)), (Phase.BACKWARD, back)]
+            if again:
+                calls.append((Phase.RECOMPUTE, cast))
+            for phase, moved in calls:
+                line = (float(moved.fixed), float(moved.per_sequence))
+                self.streams.append(StreamingCall(index, phase, count, line))
+
+    def _flash(self, index: int, op: Attention, again: Fraction) -> None:
+        copies = op.layers * op.calls
+        forward = op.forward_flops() / copies
+        backward = op.backward_flops("flash") / copies
+        read = forward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence
+        gradients = backward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence
+        area = op.twice_pairs("mask") / op.twice_pairs("square")
+        calls = [(Phase.FORWARD, forward, read), (Phase.BACKWARD, backward, gradients)]
+        if again:
+            calls.append((Phase.RECOMPUTE, forward, read))
+        for phase, flops, moved in calls:
+            self.attentions.append(
+                AttentionCall(
+                    index,
+                    phase,
+                    copies,
+                    flops,
+                    float(moved),
+                    op.tokens,
+                    op.heads,
+                    op.head_dim,
+                    area,
+                    self.formats.sensitive,
+                )
+            )
+
+    def _eager_attention(self, index: int, op: Attention, again: Fraction) -> None:
+        """Scores, a masked softmax over the whole square, and the weighted sum; each a kernel of its own.
+
+        The softmax's scale, mask, maximum-and-sum and quotient are two passes of a read and a write; its backward
+        reads the probabilities and their gradient and writes that of the scores.
+        """
+        tokens, dim, width = float(op.tokens), float(op.head_dim), self.formats.compute_bytes
+        keys = tokens * op.parts
+        copies, square = op.layers * op.calls, tokens * keys * op.heads * width
+        scores, summed = (dim, keys), (keys, dim)
+        phases = [(Phase.FORWARD, [scores, summed], 4), (Phase.BACKWARD, [scores, summed] * 2, 3)]
+        if again:
+            phases.append((Phase.RECOMPUTE, [scores] if again < 1 else [scores, summed], 4))
+        for phase, products, passes in phases:
+            for depth, columns in products:
+                # The heads of all sequences are groups of one batched product: rows grow, groups stay.
+                self.gemms.append(
+                    GemmCall(
+                        index,
+                        phase,
+                        copies,
+                        (0.0, tokens),
+                        (depth, 0.0),
+                        columns,
+                        op.heads,
+                        self.formats.sensitive,
+                        width,
+                    )
+                )
+            self.streams.append(StreamingCall(index, phase, copies, (0.0, square * passes), 2))
+
+    def _streaming(self, index: int, op: Op, again: Fraction) -> None:
+        assert isinstance(op, Streaming)
+        kernels = 1 if self.fused else op.eager_kernels
+        phases: list[tuple[Phase, Traffic]] = [
+            (Phase.FORWARD, forward_traffic(self.work, op, self.formats, fused=self.fused)),
+            (Phase.BACKWARD, backward_traffic(self.work, op, self.formats, fused=self.fused)),
+        ]
+        if again:
+            made = frozenset(self.again)
+            remade = forward_traffic(self.work, op, self.formats, fused=self.fused, after=made)
+            phases.append((Phase.RECOMPUTE, scaled(remade, again)))
+        for phase, traffic in phases:
+            self.streams.append(
+                StreamingCall(
+                    index,
+                    phase,
+                    op.layers * op.calls,
+                    (float(traffic.fixed), float(traffic.per_sequence)),
+                    kernels,
+                )
+            )

@@ -1,0 +1,1 @@
+"""A program played against a hardware description."""

@@ -1,0 +1,274 @@
+"""Seconds of a program's tasks, from the kernels that they run on a device or from what the host's memory moves.
+
+A chunk's kernels are those of the model's description, at the chunk's share of a sequence's tokens. Attention alone
+knows where the chunk lies: its queries look at all keys before them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.predict.kernels.attention import Direction, attention_times
+from flopwise.predict.kernels.bandwidth import streaming_times
+from flopwise.predict.kernels.calls import Phase, StepCalls, calls_for
+from flopwise.predict.kernels.costs import gemm_costs, peak_flops, streaming_costs
+from flopwise.records.plan import POLICY, Plan
+from flopwise.records.program import Program, Task
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.workload import MOMENTS
+from flopwise.work.describe import describe
+from flopwise.work.formats import POLICIES, Formats, parse_formats
+from flopwise.work.fusion import swiglu_in_products
+from flopwise.work.model import Model
+from flopwise.work.op import Attention
+from flopwise.work.traffic import backward_traffic, forward_traffic, tensor_bytes, update_bytes_per_parameter
+from flopwise.work.transformer import Transformer
+from flopwise.work.work import Work
+
+GROUPS = ("embed", "before", "attention", "after", "head")
+"""The model's operators in the parts that tasks run: around the blocks, and in a block around attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSeconds:
+    """Seconds of one copy of a group for one chunk."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+    again: dict[str, dict[str, float]]
+    """Save level → group → seconds of what is made again, attention left out."""
+    products: float
+    """Of forward and backward over all groups, those of matrix products alone, every layer."""
+
+
+class TaskSeconds:
+    """What the tasks of one plan take on one hardware; equal ones are costed once."""
+
+    def __init__(self, plan: Plan, model: Model, hardware: Hardware) -> None:
+        self.plan, self.hardware = plan, hardware
+        self.model = model
+        self.formats: Formats = parse_formats(plan.precision)
+        self.work: Work = describe(model, plan.sequence_tokens)
+        self.layers = plan.layers
+        self.attention = next(op for op in self.work.ops if isinstance(op, Attention))
+        self._groups: dict[int, GroupSeconds] = {}
+        self._tasks: dict[tuple[object, ...], float] = {}
+        self._attention: dict[tuple[int | None, Direction], float] = {}
+
+    def of(self, program: Program) -> list[float]:
+        """Seconds of every task; copies, which the link decides, take none here."""
+        found = []
+        for task in program.tasks:
+            if task.kind in ("load", "store"):
+                found.append(0.0)
+                continue
+            part = (task.chunk or 0) % self.plan.chunks_per_sequence
+            key = (task.kind, task.stream, task.level, task.tokens, task.parameters, part)
+            seconds = self._tasks.get(key)
+            if seconds is None:
+                seconds = self._tasks[key] = self._seconds(task, part)
+            found.append(seconds)
+        return found
+
+    def _seconds(self, task: Task, part: int) -> float:
+        if task.kind == "optimize":
+            return self.update_s(task.parameters, on_host=task.stream == "host")
+        group = self.groups(task.tokens)
+        if task.kind in ("embed", "embed-backward"):
+            return (group.forward if task.kind == "embed" else group.backward)["embed"]
+        if task.kind == "head":
+            return group.forward["head"] + group.backward["head"]
+        if task.kind == "context":
+            return self._context_s(task, group)
+        return self._block_s(task, group, part)
+
+    def _block_s(self, task: Task, group: GroupSeconds, part: int) -> float:
+        """A layer over a chunk, or one of the three pieces that attention cuts it into."""
+        cut = self.plan.chunks_per_sequence > 1
+        forward, backward, kind = group.forward, group.backward, task.kind
+        if kind == "forward":
+            return forward["before"] + forward["after"] + self.attention_s(part, "forward")
+        if kind in ("forward-before", "backward-before"):
+            return (forward if kind == "forward-before" else backward)["before"]
+        if kind == "forward-after":
+            return forward["after"]
+        if kind in ("attention", "attention-backward"):
+            return self.attention_s(None, "forward" if kind == "attention" else "backward")
+        # Where the sequence is cut, keys and values are there before: the task `context` has brought them.
+        again = group.again["context" if cut and task.level == "input" else task.level]
+        seconds = again["before"] + again["after"] + backward["after"]
+        if task.level in ("context", "input"):
+            seconds += self.attention_s(part, "forward")
+        if kind == "backward":
+            seconds += backward["before"] + self.attention_s(part, "backward")
+        return seconds
+
+    def again_s(self, level: str, tokens: int, part: int) -> float:
+        """What backward of a (layer, chunk) at a save level makes again, beyond what it does at the level `full`."""
+        groups = self.groups(tokens).again
+        seconds = sum(groups[level][name] - groups["full"][name] for name in ("before", "after"))
+        return seconds + (self.attention_s(part, "forward") if level in ("context", "input") else 0.0)
+
+    def _context_s(self, task: Task, group: GroupSeconds) -> float:
+        """Keys and values made again from the chunk's input, or moved from its slot."""
+        if task.level == "input":
+            return group.again["input"]["before"] - group.again["context"]["before"]
+        return self._streaming(2.0 * self.context_bytes * task.tokens)
+
+    # -- kernels --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def context_bytes(self) -> float:
+        """Keys and values of a token."""
+        tensors = (self.work.tensors["key"], self.work.tensors["value"])
+        return sum(tensor_bytes(tensor, self.formats) for tensor in tensors) / self.plan.sequence_tokens
+
+    def update_s(self, parameters: int, *, on_host: bool = False) -> float:
+        """An update of so many parameters.
+
+        On the host it takes as long as in fp32 whatever the formats: its cores turn narrower ones into fp32 and back,
+        which costs them what the fewer bytes would save.
+        """
+        moments = MOMENTS[self.plan.optimizer]
+        if on_host:
+            moved = parameters * update_bytes_per_parameter(POLICIES["fp32"], moments)
+            return moved / host_bytes_per_s(self.hardware)
+        return self._streaming(float(parameters * update_bytes_per_parameter(self.formats, moments)))
+
+    def _streaming(self, moved: float) -> float:
+        return float(streaming_times(self.hardware.device, self.hardware.efficiency, moved).seconds)
+
+    def groups(self, tokens: int) -> GroupSeconds:
+        """Seconds of the model's groups of operators for a chunk of `tokens`."""
+        found = self._groups.get(tokens)
+        if found is None:
+            found = self._groups[tokens] = self._costed(tokens)
+        return found
+
+    def _costed(self, tokens: int) -> GroupSeconds:
+        sums = {level: self._sums(self._calls(level), tokens) for level in POLICY}
+        plain = sums["full"][0]
+        return GroupSeconds(
+            forward={name: plain[index, Phase.FORWARD] for index, name in enumerate(GROUPS)},
+            backward={name: plain[index, Phase.BACKWARD] for index, name in enumerate(GROUPS)},
+            again={
+                level: {name: table[index, Phase.RECOMPUTE] for index, name in enumerate(GROUPS)}
+                for level, (table, _) in sums.items()
+            },
+            products=sums["full"][1],
+        )
+
+    def _calls(self, level: str) -> StepCalls:
+        return calls_for(
+            self.model,
+            sequence_tokens=self.plan.sequence_tokens,
+            kernel="flash",
+            formats=self.formats,
+            policy=POLICY[level],
+            fusion="fused",
+            optimizer=self.plan.optimizer,
+            accumulate=True,
+        )
+
+    def _sums(self, calls: StepCalls, tokens: int) -> tuple[dict[tuple[int, int], float], float]:
+        """Seconds by (group, phase) of one copy, and those of the products of all copies."""
+        sequences = np.array([tokens / self.plan.sequence_tokens])
+        group_of = self._group_of
+        found = {(index, int(phase)): 0.0 for index in range(len(GROUPS)) for phase in Phase}
+        products = 0.0
+        for costs, are_products in (
+            (gemm_costs(calls.gemms, self.hardware, sequences), True),
+            (streaming_costs(calls.streams, self.hardware, sequences), False),
+        ):
+            for op, phase, seconds in zip(costs.op, costs.phase, costs.seconds[:, 0], strict=True):
+                if phase == Phase.UPDATE or (self._activates and self.work.ops[op].name == "activation"):
+                    continue
+                group = group_of[op]
+                found[group, int(phase)] += float(seconds) / (self.layers if self.work.ops[op].in_block else 1)
+                if are_products and phase != Phase.RECOMPUTE:
+                    products += float(seconds)
+        return found, products
+
+    @cached_property
+    def _activates(self) -> bool:
+        """Whether activations run within products."""
+        swiglu = isinstance(self.model, Transformer) and swiglu_in_products(self.model, self.formats)
+        return self.hardware.efficiency.gemm.activates and swiglu
+
+    @cached_property
+    def _group_of(self) -> list[int]:
+        """Operator → group."""
+        ops = self.work.ops
+        place = next(index for index, op in enumerate(ops) if isinstance(op, Attention))
+        last = max(index for index, op in enumerate(ops) if op.in_block)
+
+        def group(index: int) -> str:
+            if not ops[index].in_block:
+                return "head" if index > last else "embed"
+            return "before" if index < place else "attention" if index == place else "after"
+
+        return [GROUPS.index(group(index)) for index in range(len(ops))]
+
+    def attention_s(self, part: int | None, direction: Direction) -> float:
+        """Attention of one layer: of a chunk's queries, or (None) over all of a sequence at once."""
+        found = self._attention.get((part, direction))
+        if found is None:
+            found = self._attention[part, direction] = self._attention_s(part, direction)
+        return found
+
+    def _attention_s(self, part: int | None, direction: Direction) -> float:
+        plan, op = self.plan, self.attention
+        whole = part is None or plan.chunks_per_sequence == 1
+        first = 0 if whole or part is None else part * plan.chunk_tokens
+        last = plan.sequence_tokens if whole else min(first + plan.chunk_tokens, plan.sequence_tokens)
+        copies = plan.tokens_of(0) // plan.sequence_tokens if plan.chunks_per_sequence == 1 else 1
+        twice = op.twice_pairs_of(first, last)
+        keys = last if op.causal else plan.sequence_tokens
+        flops = 2.0 * twice * op.heads * op.head_dim * (1.0 if direction == "forward" else 2.5)
+        share = (last - first) / plan.sequence_tokens
+        traffic = forward_traffic if direction == "forward" else backward_traffic
+        moved = share * traffic(self.work, op, self.formats, fused=True).per_sequence
+        seconds = float(
+            attention_times(
+                self.hardware.device,
+                self.hardware.efficiency,
+                direction,
+                flops=flops * copies,
+                moved_bytes=moved * copies,
+                heads=float(op.heads * copies),
+                tokens=float(keys),
+                head_dim=float(op.head_dim),
+                peak_flops=peak_flops(self.hardware, self.formats.sensitive),
+                area_share=twice / 2 / ((last - first) * keys),
+            ).seconds
+        )
+        if direction == "backward" and not whole:
+            # Gradients of keys and values so far are read and written in fp32.
+            elements = sum(self.work.tensors[name].elements for name in ("key", "value"))
+            seconds += self._streaming(2.0 * 4.0 * elements * last / plan.sequence_tokens)
+        return seconds
+
+    def ceiling_s(self) -> float:
+        """A step's matrix products and attention alone, nothing made again, attention over whole sequences."""
+        plan = self.plan
+        rounds = [plan.tokens_of(chunk) for chunk in range(plan.chunks_per_round)]
+        products = sum(self.groups(tokens).products for tokens in rounds)
+        attention = self.attention_s(None, "forward") + self.attention_s(None, "backward")
+        copies = plan.chunks_per_round / plan.chunks_per_sequence
+        return plan.rounds_per_step * (products + self.layers * copies * attention)
+
+
+def host_bytes_per_s(hardware: Hardware) -> float:
+    """The rate at which the host's cores update, or an error that says it is not known."""
+    host = hardware.host
+    if host is None or host.update_bytes_per_s is None:
+        raise FlopwiseError(
+            f"how fast the host of {hardware.name} updates is not known",
+            why="an update on the host is bound by it",
+            hint="update on the device, or add [host] with update_bytes_per_s to a TOML of your own",
+        )
+    return host.update_bytes_per_s.value

@@ -1,0 +1,1 @@
+"""From activities to a summary, its checks, and what limits a run."""

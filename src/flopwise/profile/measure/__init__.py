@@ -1,0 +1,1 @@
+"""Counters and traces of a running program, and what this machine is."""

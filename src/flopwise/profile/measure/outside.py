@@ -1,0 +1,244 @@
+"""Profile any program that uses PyTorch, as it is: `run_outside(["python", "train.py"], folder, …)`.
+
+Python runs a module called `sitecustomize`, if it finds one, before any program. The folder `start_up` of this package,
+at the front of the command's PYTHONPATH, has one: it runs the one it stands in front of, waits for torch and then
+counts steps (`hook`). Launchers like torchrun and all processes that the program starts inherit it. That entry and one
+variable of its own are all of the environment that changes. Where Python's options -E, -I and -S or an environment of
+its own turn it off, the program runs as ever, without a profile.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flopwise.base.errors import FlopwiseError, shown
+from flopwise.profile.measure.passing_on import run_passing_on
+from flopwise.profile.measure.start_up import sitecustomize
+from flopwise.profile.measure.start_up.sitecustomize import TOLD
+from flopwise.profile.measure.told import NO_PYTHON, read_told, reason
+
+SHELL = "/bin/sh"
+_PYTHON = re.compile(r"(python|pypy)[0-9.]*t?(\.exe)?")
+_WITH_VALUE = "WX"
+_LAST = "cm"
+_TURNS_US_OFF = "EIS"
+
+
+class CommandNotFound(FlopwiseError):  # noqa: N818 - as a shell says it
+    """There is no such command; the exit code is the one of shells."""
+
+    exit_code = 127
+
+
+class CommandNotRun(FlopwiseError):  # noqa: N818 - as a shell says it
+    """There is one, and the system does not run it; the exit code is the one of shells."""
+
+    exit_code = 126
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a profiled command left."""
+
+    exit_code: int
+    """The command's own; 128 and the signal's number where a signal ended it."""
+    signal: int | None = None
+    """Which ended it."""
+    traces: tuple[Path, ...]
+    """By rank."""
+    counters: tuple[Path, ...]
+    """`sampling.read_counter_record` reads them."""
+    why_none: str | None = None
+    """Why there is no trace, where there is none."""
+
+
+def run_outside(
+    command: Sequence[str],
+    folder: Path,
+    *,
+    warm_up: int,
+    steps: int,
+    at_most_s: float = 60.0,
+) -> Outcome:
+    """Run a command to its end, with our terminal, and record some of its steps into `folder`, which is made before.
+
+    A program that steps no optimizer is recorded by calls of its outermost module. `at_most_s`: recording ends with the
+    first step after so long. The command must take at least `warm_up` + `steps` steps; those of the second after that
+    give better counters.
+    """
+    executable = _checked(command, warm_up, steps)
+    folder = _empty(folder)
+    with _held(folder) as told:
+        environment = child_environment(executable, f"{warm_up} {steps} {at_most_s} {told}")
+        code = _run(command, executable, environment)
+        processes = read_told(told)
+    if not _at_work(folder):
+        _remove_partial(folder)
+    traces = _by_rank(folder, "trace-rank*.json.gz")
+    return Outcome(
+        exit_code=code if code >= 0 else 128 - code,
+        signal=-code if code < 0 else None,
+        traces=traces,
+        counters=_by_rank(folder, "counters-rank*.json"),
+        why_none=None if traces else _turned_off(command, reason(processes, warm_up + steps)),
+    )
+
+
+def child_environment(executable: str, settings: str) -> dict[str, str]:
+    """Our environment with the folder of the `sitecustomize` and what it needs to know."""
+    environment = dict(os.environ)
+    start_up = str(Path(sitecustomize.__file__).resolve().parent)
+    path = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{start_up}{os.pathsep}{path}" if path else start_up
+    environment[sitecustomize.VARIABLE] = settings
+    if "_" in environment:
+        # Where shells say which command they started.
+        environment["_"] = executable
+    return environment
+
+
+def _turned_off(command: Sequence[str], why: str) -> str:
+    """The reason with the option that explains it, where one does."""
+    option = option_that_turns_us_off(command) if why == NO_PYTHON else None
+    return f"with `{option}` Python runs nothing but the program itself" if option else why
+
+
+def option_that_turns_us_off(command: Sequence[str]) -> str | None:
+    """The option of Python, if that is the command, with which it would not run a `sitecustomize` from PYTHONPATH."""
+    if not command or not _PYTHON.fullmatch(Path(command[0]).name):
+        return None
+    words = iter(command[1:])
+    for word in words:
+        if word.startswith("--"):
+            if word == "--check-hash-based-pycs":
+                next(words, None)
+            continue
+        if not word.startswith("-") or word == "-":
+            return None
+        for place, letter in enumerate(word[1:], start=1):
+            if letter in _TURNS_US_OFF:
+                return f"-{letter}"
+            if letter in _LAST:
+                return None
+            if letter in _WITH_VALUE:
+                if place == len(word) - 1:
+                    next(words, None)
+                break
+    return None
+
+
+def _checked(command: Sequence[str], warm_up: int, steps: int) -> str:
+    """The command's executable."""
+    if not command:
+        raise FlopwiseError("there is no command to profile", hint="flopwise profile run -- python train.py")
+    if warm_up < 1 or steps < 1:
+        raise FlopwiseError(f"cannot record {steps} steps after {warm_up} of warm-up", hint="at least 1 step of each")
+    executable = shutil.which(command[0])
+    if executable is not None:
+        return executable
+    if Path(command[0]).name != command[0] and Path(command[0]).exists():
+        raise CommandNotRun(
+            f"{shown(command[0])} is no program, or may not be executed", hint=f"chmod +x {command[0]}, or name another"
+        )
+    raise CommandNotFound(
+        f"there is no command {shown(command[0])}", hint="check its name, or give its path: ./train.sh"
+    )
+
+
+def _empty(folder: Path) -> Path:
+    """The folder, made where it is missing, without traces of an earlier run."""
+    try:
+        folder = folder.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FlopwiseError(
+            f"cannot write into {folder}", why=error.strerror, hint="name a folder that can be written"
+        ) from None
+    if any(folder.glob("trace-rank*.json.gz")):
+        raise FlopwiseError(f"{folder} holds a profile already", hint="name another folder, or remove that one")
+    if not _at_work(folder):
+        _remove_partial(folder)
+    return folder
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether it is what a profiling that was killed has left: no profile in it, and nobody who is at work on one."""
+    try:
+        names = [path.name for path in folder.iterdir()]
+        left = all(name.startswith(TOLD) or ".partial" in name for name in names)
+        return bool(names) and left and not folder.is_symlink() and not _at_work(folder)
+    except OSError:
+        return False
+
+
+def _at_work(folder: Path) -> bool:
+    """Whether somebody profiles into it: one of several ranks, each profiled on its own."""
+    for place in folder.glob(f"{TOLD}*"):
+        try:
+            handle = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(handle)
+    return False
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[Path]:
+    """A file of this profiling alone, held as long as this process lives, by which others see that it is at work."""
+    try:
+        handle, name = tempfile.mkstemp(prefix=TOLD, dir=folder)
+    except OSError as error:
+        raise FlopwiseError(
+            f"cannot write into {folder}", why=error.strerror, hint="name a folder that can be written"
+        ) from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield Path(name)
+    finally:
+        os.close(handle)
+        Path(name).unlink(missing_ok=True)
+
+
+def _remove_partial(folder: Path) -> None:
+    for left in (*folder.glob(".*.partial*"), *folder.glob(f"{TOLD}*")):
+        with suppress(OSError):
+            left.unlink()
+
+
+def _run(command: Sequence[str], executable: str, environment: dict[str, str]) -> int:
+    try:
+        return run_passing_on(command, executable, environment)
+    except OSError as error:
+        if error.errno == errno.ENOEXEC and _is_text(executable):
+            # A script that does not say who reads it: shells do.
+            return run_passing_on([SHELL, executable, *command[1:]], SHELL, environment)
+        raise CommandNotRun(
+            f"{shown(command[0])} cannot be run", why=error.strerror, hint="is it a program, and may it be executed?"
+        ) from None
+
+
+def _is_text(path: str) -> bool:
+    with Path(path).open("rb") as stream:
+        beginning = stream.read(1024)
+    return b"\0" not in beginning and not beginning.startswith(b"\x7fELF")
+
+
+def _by_rank(folder: Path, pattern: str) -> tuple[Path, ...]:
+    def order(path: Path) -> tuple[int, int, str]:
+        return int(re.findall(r"\d+", path.name)[0]), len(path.name), path.name
+
+    return tuple(sorted(folder.glob(pattern), key=order))

@@ -1,0 +1,1 @@
+"""What comes out: predictions, plans, programs, simulations, measurements, profiles, calibrations."""

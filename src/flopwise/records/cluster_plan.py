@@ -1,0 +1,104 @@
+"""What planning hands on: `ClusterPlan`, the file, and `Answer`, the best strategy among those that were tried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.setup.parallel import Parallel
+from flopwise.setup.workload import Fusion, Optimizer, Workload
+from flopwise.work.op import AttentionKernel
+from flopwise.work.work import Recompute
+
+WRITTEN_BY = "`flopwise plan … -w plan.toml` writes one"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """What the plan promises, by prediction."""
+
+    step_s: float
+    tokens_per_s: float
+    mfu: float
+    device_bytes: int
+    """Of the fullest device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterPlan:
+    """What `plan.toml` holds beside the model's description."""
+
+    hardware: str
+    """Catalogue name or the file that was named."""
+    devices: int
+    sequence_tokens: int
+    batch_sequences: int
+    micro_batch_sequences: int
+    precision: str
+    recompute: Recompute
+    attention: AttentionKernel
+    fusion: Fusion
+    optimizer: Optimizer
+    stack: str
+    parallel: Parallel
+    expected: Expected | None = None
+    """None where the devices are not described well enough to be predicted, such as processes on one CPU."""
+    device_memory_bytes: int | None = None
+    """The cap that it was made for; None: all of the device."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_tokens", "batch_sequences", "micro_batch_sequences"):
+            if getattr(self, name) < 1:
+                raise FlopwiseError(f"{name} of a plan must be at least 1, got {getattr(self, name)}", hint=WRITTEN_BY)
+        if self.devices != self.parallel.devices:
+            raise FlopwiseError(
+                f"the plan is for {self.devices:,} devices, its [parallel] for {self.parallel.devices:,}",
+                why="the degrees multiplied are the number of devices",
+                hint=WRITTEN_BY,
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A strategy with what it takes."""
+
+    parallel: Parallel
+    workload: Workload
+    step_s: float
+    device_bytes: int
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loser:
+    """A strategy that lost, and where."""
+
+    option: Option
+    slower: float
+    """Share of the best's time that it takes longer."""
+    lost: dict[str, float]
+    """By part of the step, shares of the best's time that it takes longer there (negative: that it gains)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhatIf:
+    """The best strategy of a changed question."""
+
+    devices: int
+    capacity_bytes: int
+    option: Option | None
+    """None: nothing fits, or nothing legal."""
+    speed: float | None
+    """Tokens per second over those of the answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """The best, the rest, and how many were tried."""
+
+    best: Option
+    losers: tuple[Loser, ...]
+    what_if: tuple[WhatIf, ...]
+    evaluated: int
+    fitting: int
+    timed: int

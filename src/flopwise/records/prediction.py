@@ -1,0 +1,124 @@
+"""`Prediction`: what a step will take, with everything it was divided by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flopwise.setup.parallel import Parallel
+from flopwise.setup.workload import Fusion, Optimizer
+from flopwise.work.op import Convention
+from flopwise.work.work import Recompute
+
+NO_STACK = "kernels"
+"""The name for what the kernels and the network allow, no framework in the way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceBytes:
+    """Peak device memory by owner."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    workspace: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePrediction:
+    """One pipeline stage's share of the layers, and the memory of one of its devices."""
+
+    stage: int
+    layers: int
+    device_bytes: DeviceBytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """Where a measured step may lie, from the errors of predictions of its kind."""
+
+    low_s: float
+    high_s: float
+    basis: str
+    """Whose errors they are."""
+    outside: tuple[str, ...] = ()
+    """In what the case lies outside the data, each of which has widened the interval."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpPrediction:
+    """One operator over a whole step: all its layers and micro-batches, forward, backward and recompute.
+
+    With several devices, FLOPs are those of all of them; bytes and time are those of one on the slowest stage.
+    """
+
+    name: str
+    kind: str
+    flops: int
+    """Executed, recompute included; these sum to `hardware_flops`."""
+    model_flops: int
+    bytes: int
+    """Moved to and from the device's main memory."""
+    least_bytes: int
+    """What perfect caching would move: every operand read once, every result written once."""
+    time_s: float
+    share: float
+    bound: str
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    update_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """A training step of a model, on one device or many."""
+
+    model: str
+    hardware: str
+    sequence_tokens: int
+    batch_sequences: int
+    micro_batch_sequences: int
+    accumulation_steps: int
+    batch_tokens: int
+    precision: str
+    recompute: Recompute
+    attention: str
+    fusion: Fusion
+    optimizer: Optimizer
+    n_params: int
+    n_active_params: int
+    model_flops: int
+    hardware_flops: int
+    convention: Convention
+    step_s: float
+    tokens_per_s: float
+    mfu: float
+    hfu: float
+    peak_flops: float
+    peak_format: str
+    peak_source: str
+    bound: str
+    device_bytes: DeviceBytes
+    """Of one device, on the fullest stage."""
+    device_capacity_bytes: int
+    """The user's cap, or the device's memory less a reserve for driver and allocator."""
+    fits: bool
+    ops: tuple[OpPrediction, ...]
+    """Their times add up to the step's, with what is not an operator (communication, waiting) at the end."""
+    devices: int = 1
+    parallel: Parallel = field(default_factory=Parallel)
+    stack: str = NO_STACK
+    stages: tuple[StagePrediction, ...] = ()
+    """One for each pipeline stage; none on a single device."""
+    host_bytes: int = 0
+    """What one device keeps in host memory, on the stage that keeps the most there."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """What the seconds of a step over several devices are made of: kernels by class, exposed communication, …"""
+    interval: Interval | None = None
+    chosen: dict[str, str] = field(default_factory=dict)
+    """Settings that were left open → why they have the value they have."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know before trusting the figures."""

@@ -1,0 +1,1 @@
+"""The reference offload trainer's rule, and plans recorded from it."""

@@ -1,0 +1,270 @@
+"""Search for the division of a budget that trains fastest: gradient descent over shares, from several starts.
+
+The reference (DeepFlow's architecture search) raises each share by half in turn, takes the difference in time for a
+slope, steps along the slopes with momentum, and divides the shares by their sum. So does this, with what it takes to
+arrive:
+
+  - a raised share is paid for by the others, so that no trial overspends, and a slope is one along the budget;
+  - the step has a length of its own, whatever the slopes' size, and a trial that is better than the step is taken;
+  - where nothing of this helps, each share is lowered in turn; if that does not either, the momentum is dropped and
+    the step and the raise are made smaller: tiles that are powers of two make the time a staircase, and the best
+    designs stand at the edges of its stairs;
+  - the best of everything that was tried is what comes back.
+
+A division that cannot be built costs infinitely much. Equal arguments give equal results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flopwise.base.errors import FlopwiseError, shown, unknown_name
+from flopwise.predict.choose import Request
+from flopwise.predict.step import step
+from flopwise.references import deepflow
+from flopwise.references.design.technology import Budget, Shares, Technology, hardware_from_technology
+from flopwise.work.model import Model
+
+Objective = Callable[[Mapping[str, float]], float]
+"""Shares by name → seconds; infinite, or a FlopwiseError, for what cannot be built."""
+
+Floats = NDArray[np.float64]
+
+SMALLEST_STEP = 1e-4
+"""Of the budget. A descent ends where its steps are shorter: no part is designed more exactly."""
+SHRINK = 0.6
+"""The step, and how much a share is raised, after a step that did not help."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """How to search."""
+
+    iterations: int = 100
+    """Of each start, at most."""
+    starts: int = 4
+    """The given shares first, then random ones."""
+    seed: int = 0
+    perturbation: float = 1.5
+    """By what a share is multiplied to see what it is worth."""
+    step: float = 0.1
+    """Length of the first steps, as a share of the budget."""
+    momentum: float = 0.5
+    """Part of the last direction that is kept."""
+    least_share: float = 0.002
+    """No part gets less, as a share of the budget."""
+    budget: float = 1.0
+    """What the shares add up to."""
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "starts"):
+            if getattr(self, name) < 1:
+                raise FlopwiseError(f"{name} must be at least 1, got {shown(getattr(self, name))}", hint=f"{name} = 4")
+        ranges = {
+            "perturbation": (self.perturbation > 1 and math.isfinite(self.perturbation), "above 1", "1.5"),
+            "step": (0 < self.step <= 1, "above 0 and at most 1", "0.1"),
+            "momentum": (0 <= self.momentum < 1, "between 0 and 1", "0.5"),
+            "least_share": (0 < self.least_share < 0.5, "above 0 and below 0.5", "0.002"),
+            "budget": (0 < self.budget <= 1, "above 0 and at most 1", "1.0"),
+        }
+        for name, (fine, words, example) in ranges.items():
+            if not fine:
+                raise FlopwiseError(f"{name} must be {words}, got {shown(getattr(self, name))}", hint=example)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """Where a descent stood after one iteration; iteration 0 is its start."""
+
+    start: int
+    iteration: int
+    shares: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Design:
+    """What was found."""
+
+    shares: dict[str, float]
+    seconds: float
+    """Of the best shares; of everything that was evaluated, nothing was faster."""
+    start_seconds: float
+    """Of the shares that the search was given, divided by their sum; infinite when they cannot be built."""
+    evaluations: int
+    history: tuple[Trial, ...]
+
+
+def search_design(objective: Objective, start: Mapping[str, float], search: Search | None = None) -> Design:
+    """The fastest division of a budget among the parts that `start` names."""
+    search = search or Search()
+    names = tuple(start)
+    first = _first(start, search)
+    evaluator = _Evaluator(objective, names)
+    generator = np.random.default_rng(search.seed)
+    origins = [first, *(generator.dirichlet(np.ones(len(names))) for _ in range(search.starts - 1))]
+    history: list[Trial] = []
+    for number, origin in enumerate(origins):
+        history += _descend(evaluator, _spend(origin, search), search, number)
+    if not math.isfinite(evaluator.best_s):
+        raise FlopwiseError(
+            "none of the divisions that were tried can be built",
+            why=evaluator.refusal or "the objective is infinite everywhere",
+            hint="other shares to start from, more starts, or a larger budget",
+        )
+    return Design(
+        shares=evaluator.named(evaluator.best),
+        seconds=evaluator.best_s,
+        start_seconds=history[0].seconds,
+        evaluations=evaluator.count,
+        history=tuple(history),
+    )
+
+
+def deepflow_objective(configuration: deepflow.Configuration) -> Objective:
+    """The reference model's time of a step with other shares of its power: core, dram, l2, shared, network."""
+    known = tuple(item.name for item in fields(configuration.power) if item.name != "budget_w")
+
+    def seconds(shares: Mapping[str, float]) -> float:
+        _check_names(shares, known)
+        return deepflow.step_s(replace(configuration, power=replace(configuration.power, **shares)))
+
+    return seconds
+
+
+def step_objective(
+    model: Model,
+    technology: Technology,
+    budget: Budget,
+    request: Request | None = None,
+    *,
+    area: Shares | None = None,
+    must_fit: bool = False,
+) -> Objective:
+    """The physical method's time of a step of `model` on what the shares of power buy; None: the request's defaults.
+
+    `must_fit`: a device whose memory does not hold the step is no answer.
+    """
+    known = tuple(item.name for item in fields(Shares))
+
+    def seconds(shares: Mapping[str, float]) -> float:
+        _check_names(shares, known)
+        prediction = step(model, hardware_from_technology(technology, budget, Shares(**shares), area), request)
+        return prediction.step_s if prediction.fits or not must_fit else math.inf
+
+    return seconds
+
+
+def _check_names(shares: Mapping[str, float], known: tuple[str, ...]) -> None:
+    for name in shares:
+        if name not in known:
+            raise unknown_name("part of a device", name, known, hint=f"shares of {', '.join(known)}")
+
+
+def _first(start: Mapping[str, float], search: Search) -> Floats:
+    if len(start) < 2:
+        raise FlopwiseError("there is nothing to divide", why=f"{len(start)} parts", hint="shares of two parts or more")
+    if len(start) * search.least_share >= search.budget:
+        raise FlopwiseError(
+            f"{len(start)} parts of at least {search.least_share:g} are more than {search.budget:g}",
+            hint="a smaller least_share",
+        )
+    for name, share in start.items():
+        if not 0 < share < math.inf:
+            raise FlopwiseError(
+                f"the search cannot start with {shown(share)} for {name}",
+                why="a share is raised by a factor, so it has to be above 0",
+                hint=f"{name} = 0.25",
+            )
+    return np.array(list(start.values()), dtype=np.float64)
+
+
+def _spend(shares: Floats, search: Search) -> Floats:
+    """The shares, none too small, divided so that they add up to the budget."""
+    scaled = shares * (search.budget / shares.sum())
+    raised: Floats = np.maximum(scaled, search.least_share)
+    raised *= search.budget / raised.sum()
+    return raised
+
+
+@dataclass(slots=True)
+class _Evaluator:
+    """Counts what is tried and remembers the best of it."""
+
+    objective: Objective
+    names: tuple[str, ...]
+    count: int = 0
+    best_s: float = math.inf
+    best: Floats = field(default_factory=lambda: np.empty(0))
+    refusal: str | None = None
+    """Why the last division that could not be built could not."""
+
+    def __call__(self, shares: Floats) -> float:
+        self.count += 1
+        try:
+            seconds = float(self.objective(self.named(shares)))
+        except FlopwiseError as error:
+            self.refusal = error.what
+            seconds = math.inf
+        if math.isnan(seconds):
+            seconds = math.inf
+        if seconds < self.best_s:
+            self.best_s, self.best = seconds, shares
+        return seconds
+
+    def named(self, shares: Floats) -> dict[str, float]:
+        return {name: float(share) for name, share in zip(self.names, shares, strict=False)}
+
+
+def _descend(evaluate: _Evaluator, shares: Floats, search: Search, start: int) -> list[Trial]:
+    seconds = evaluate(shares)
+    history = [Trial(start=start, iteration=0, shares=evaluate.named(shares), seconds=seconds)]
+    velocity = np.zeros_like(shares)
+    step_length, raise_by = search.step * search.budget, search.perturbation - 1.0
+    for iteration in range(1, search.iterations + 1):
+        trials = [_spend(_raised(shares, index, 1.0 + raise_by), search) for index in range(len(shares))]
+        times = [evaluate(trial) for trial in trials]
+        velocity = search.momentum * velocity + _direction(shares, seconds, trials, times)
+        moved = _spend(np.maximum(shares + step_length * velocity, 0.0), search)
+        candidates = [(evaluate(moved), moved), *zip(times, trials, strict=True)]
+        if min(candidates, key=_time)[0] >= seconds:
+            lowered = [_spend(_raised(shares, index, 1.0 / (1.0 + raise_by)), search) for index in range(len(shares))]
+            candidates += [(evaluate(trial), trial) for trial in lowered]
+        best_s, best = min(candidates, key=_time)
+        if best_s < seconds:
+            seconds, shares = best_s, best
+        else:
+            velocity = np.zeros_like(shares)
+            step_length, raise_by = SHRINK * step_length, SHRINK * raise_by
+        history.append(Trial(start=start, iteration=iteration, shares=evaluate.named(shares), seconds=seconds))
+        if step_length < SMALLEST_STEP * search.budget:
+            break
+    return history
+
+
+def _time(candidate: tuple[float, Floats]) -> float:
+    return candidate[0]
+
+
+def _raised(shares: Floats, index: int, factor: float) -> Floats:
+    raised = shares.copy()
+    raised[index] *= factor
+    return raised
+
+
+def _direction(shares: Floats, seconds: float, trials: list[Floats], times: list[float]) -> Floats:
+    """Seconds saved for each unit of share, less their mean so that the sum stays, at length 1; 0 on a plateau."""
+    slopes = np.zeros_like(shares)
+    for index, (trial, time) in enumerate(zip(trials, times, strict=True)):
+        if math.isfinite(seconds) and math.isfinite(time):
+            slopes[index] = (seconds - time) / (trial[index] - shares[index])
+        elif math.isfinite(seconds) != math.isfinite(time):
+            slopes[index] = 0.0 if math.isfinite(seconds) else 1.0
+    slopes -= slopes.mean()
+    length = float(np.linalg.norm(slopes))
+    return slopes / length if length > 0 else slopes

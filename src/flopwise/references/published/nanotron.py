@@ -1,0 +1,159 @@
+"""Hugging Face's sweep of nanotron for the Ultra-Scale Playbook: Llama-like models on 8 and 16 H100, winter 2024–25.
+
+Read from the table's own columns. The rest, and where it was found:
+
+The sweep's script (`scripts/scaling_benchmarks.py` and its base `examples/config_tiny_llama_bench.yaml`): bf16
+weights, gradients summed in fp32, torch's fused AdamW over fp32 masters and moments, clipping; as many key-value heads
+as heads; tied embeddings below a feed-forward width of 10,000; 1F1B; no recompute; `CUDA_DEVICE_MAX_CONNECTIONS=1`. It
+runs pp = 1 only once, so the repair of the pipeline that `after_pp_fix` tells of changed nothing there; still only
+rows after it give a step time here, as the table's publishers advise.
+
+nanotron itself: flash attention 2, a Triton RMSNorm, SwiGLU and the loss as torch's single kernels, the loss on an
+fp32 copy of the logits. Tensor ranks scatter and gather by token (REDUCE_SCATTER): the gather overlaps with the
+product of a rank's own tokens, is done again in backward, and overlaps there too; the forward's scatter is waited for.
+Gradients are reduced in fp32 behind the last backward, in buckets of 25 MB; under ZeRO 1 the updated weights are
+gathered after the step. A stage takes layers until its share of the cost is exceeded, a layer costing its weights and
+the head its own.
+
+`gbs` counts sequences in rows that ran and tokens in those that only were planned: the batch is dp × mbs ×
+accumulation.
+
+What is special:
+- Six rows ran on a node whose all-reduce reached 45 GB/s instead of 450 (`AR Intra-node`), up to 60 times too slow.
+  Five of them are later than the repair and have a step time, which nothing is fitted to.
+- Three of those call themselves a success and out of memory at once: whether they fitted is unknown, and what they
+  reserved is not fitted to either.
+- `Other` failed for reasons of its own: neither fitting nor not.
+- Two rows bear the name of another run; their columns count.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.references.published.rows import Row, placed
+from flopwise.references.validate.case import Case
+from flopwise.setup.parallel import Parallel
+from flopwise.setup.workload import Workload
+from flopwise.work.formats import parse_formats
+from flopwise.work.transformer import Transformer
+
+FILE = "nanotron_h100_small.csv"
+STACK = "nanotron"
+HARDWARE = "h100-sxm"
+LINK = "AR Intra-node (GB/s)"
+COLUMNS = (
+    *("num_params", "seq_len", "mbs", "batch_accum", "dp", "pp", "tp", "tp_mode", "zero_stage"),
+    *("hidden_size", "num_layers", "num_heads", "num_kv_heads", "interm_dim", "vocab_size", "tie_word_embeddings"),
+    *("status", "oom_error", "tok/s/gpu", "after_pp_fix", LINK, "Mem Res (GB)"),
+)
+
+OUTCOMES: dict[str, bool | None] = {"success": True, "oom": False, "other": None}
+SEQUENCE_PARALLEL = {"reduce_scatter": True, "all_reduce": False}
+ZERO_STAGES = {"0": 0, "1": 1}
+TIED_BELOW_FFN = 10_000
+FAULTY_SHARE = 0.5
+"""A node whose links reach less than this share of the usual is out of order; the six reach a tenth."""
+
+Shape = tuple[int, int, int]
+"""Width, layers, heads: what tells the models apart in rows that never ran."""
+
+
+def nanotron_cases(rows: Sequence[Row]) -> tuple[Case, ...]:
+    """The rows of a nanotron sweep as set-ups, those that ran out of memory among them."""
+    details = _details(rows)
+    rates = [row.number_of(LINK) for row in rows if row.has(LINK)]
+    slowest = FAULTY_SHARE * statistics.median(rates) if rates else 0.0
+    return tuple(_case(row, details, slowest) for row in rows)
+
+
+def _shape(row: Row) -> Shape:
+    return row.count("hidden_size"), row.count("num_layers"), row.count("num_heads")
+
+
+def _details(rows: Sequence[Row]) -> dict[Shape, tuple[int, bool]]:
+    """Key-value heads and tying by shape, from the rows that print them: those that ran."""
+    return {
+        _shape(row): (row.count("num_kv_heads"), row.truth("tie_word_embeddings"))
+        for row in rows
+        if row.has("num_kv_heads") and row.has("tie_word_embeddings")
+    }
+
+
+def _case(row: Row, details: Mapping[Shape, tuple[int, bool]], slowest: float) -> Case:
+    with placed(row):
+        model, fits = _model(row, details), _fits(row)
+        parallel = _parallel(row)
+        micro_batch, steps = row.count("mbs"), row.count("batch_accum")
+        workload = Workload(
+            sequence_tokens=model.context,
+            batch_sequences=parallel.data * micro_batch * steps,
+            micro_batch_sequences=micro_batch,
+            formats=parse_formats("bf16-mixed,gradients=fp32"),
+            fusion="eager",
+        )
+        faulty = row.has(LINK) and row.number_of(LINK) < slowest
+        timed = row.has("tok/s/gpu") and fits is not False and row.truth("after_pp_fix")
+        tokens_per_s = row.number_of("tok/s/gpu") * parallel.devices if timed else None
+        return Case(
+            row=row.number,
+            size=_size(row),
+            label=f"dp{parallel.data} tp{parallel.tensor} pp{parallel.pipeline} zero{parallel.zero}"
+            f" · mb{micro_batch} × {steps}",
+            model=model,
+            hardware=HARDWARE,
+            stack=STACK,
+            parallel=parallel,
+            workload=workload,
+            step_s=workload.batch_tokens / tokens_per_s if tokens_per_s else None,
+            fits=fits,
+            fitted=not faulty,
+            reserved_bytes=round(row.number_of("Mem Res (GB)") * 2**30) if row.has("Mem Res (GB)") else None,
+        )
+
+
+def _size(row: Row) -> str:
+    return f"{row.number_of('num_params'):g}B"
+
+
+def _fits(row: Row) -> bool | None:
+    outcome = row.meaning("status", OUTCOMES, kind="status")
+    if outcome and row.truth("oom_error"):
+        return None
+    if outcome and not row.has("tok/s/gpu"):
+        raise FlopwiseError("a success without `tok/s/gpu`", hint="fill it in, or status = Other")
+    return outcome
+
+
+def _parallel(row: Row) -> Parallel:
+    tensor = row.count("tp")
+    by_token = row.meaning("tp_mode", SEQUENCE_PARALLEL, kind="tensor-parallel mode")
+    return Parallel(
+        data=row.count("dp"),
+        tensor=tensor,
+        pipeline=row.count("pp"),
+        balance="time",
+        sequence=by_token and tensor > 1,
+        zero=row.meaning("zero_stage", ZERO_STAGES, kind="ZeRO stage of nanotron"),
+    )
+
+
+def _model(row: Row, details: Mapping[Shape, tuple[int, bool]]) -> Transformer:
+    hidden, layers, heads = _shape(row)
+    ffn = row.count("interm_dim")
+    kv_heads, tied = details.get((hidden, layers, heads), (heads, ffn < TIED_BELOW_FFN))
+    return Transformer(
+        name=f"llama-{_size(row)}".lower(),
+        title=f"Llama-like model of {_size(row)} parameters",
+        source="https://huggingface.co/spaces/nanotron/ultrascale-playbook",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocab=row.count("vocab_size"),
+        context=row.count("seq_len"),
+        tied=tied,
+    )

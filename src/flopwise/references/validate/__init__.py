@@ -1,0 +1,1 @@
+"""Predictions against published tables: protocols, fits, held-out errors."""

@@ -1,0 +1,143 @@
+"""Fit a stack's constants to measured steps, and predict steps that were left out of the fit.
+
+The fit makes Σ √(r² + 0.01²) small, r = ln(predicted ÷ measured): the sum of relative errors, smooth where they are
+below a per cent, so that a few odd rows do not pull the constants. Constants are positive and enter by their logarithm.
+Gauss–Newton steps with weights 1/√(r² + 0.01²), damped as by Levenberg and Marquardt; no randomness.
+
+Memory has one constant of its own, found by itself: the least Σ|ln(predicted ÷ reserved bytes)|, by golden section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flopwise.predict.cluster.costing import evaluate, peak_bytes
+from flopwise.predict.cluster.strategies import Booleans, Listed, listed
+from flopwise.predict.kernels.calls import Floats
+from flopwise.predict.kernels.memory import usable_bytes
+from flopwise.references.validate.case import Case
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.stack import Stack
+
+SMOOTH = 0.01
+ROUNDS = 40
+DIFFERENCE = 1e-3
+LARGEST_STEP = 1.0
+CONVERGED = 1e-6
+TRIES = 8
+
+SMALLEST, LARGEST = 1e-9, 1e3
+
+GOLDEN = (5**0.5 - 1) / 2
+MEMORY_REACH = 4.0
+"""Memory's constant is looked for within this factor of its start, either way."""
+MEMORY_ROUNDS = 24
+"""Each leaves 0.62 of the bracket: 24 of them a hundred-thousandth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Cases laid out for prediction, device by device."""
+
+    groups: tuple[tuple[Hardware, Listed, tuple[int, ...]], ...]
+    count: int
+
+    def seconds(self, stack: Stack) -> Floats:
+        """Predicted seconds of every case."""
+        return self._each(lambda listed, hardware: evaluate(listed, hardware, stack).step_s)
+
+    def device_bytes(self, stack: Stack) -> Floats:
+        """Predicted peak memory of every case."""
+        return self._each(lambda listed, hardware: peak_bytes(listed, hardware, stack))
+
+    def fits(self, stack: Stack) -> Booleans:
+        """Whether each case fits its device by prediction."""
+        capacity = self._each(lambda listed, hardware: np.full(len(listed.strategies), float(usable_bytes(hardware))))
+        return self.device_bytes(stack) <= capacity
+
+    def _each(self, cost: Callable[[Listed, Hardware], Floats]) -> Floats:
+        found = np.empty(self.count)
+        for hardware, group, places in self.groups:
+            found[list(places)] = cost(group, hardware)
+        return found
+
+
+def measured(cases: Sequence[Case], hardware: Mapping[str, Hardware]) -> Measured:
+    """Lay cases out; `hardware` holds the devices that they name."""
+    places: dict[str, list[int]] = {}
+    for index, case in enumerate(cases):
+        places.setdefault(case.hardware, []).append(index)
+    groups = []
+    for name, mine in places.items():
+        set_ups = [(cases[index].model, cases[index].parallel, cases[index].workload) for index in mine]
+        groups.append((hardware[name], listed(set_ups, hardware[name]), tuple(mine)))
+    return Measured(tuple(groups), len(cases))
+
+
+def fitted(laid_out: Measured, stack: Stack, step_s: Floats, rows: Booleans, start: Mapping[str, float]) -> Stack:
+    """The stack with the constants of `start` fitted to the given rows of `step_s`."""
+    names, truth = list(start), np.log(step_s[rows])
+
+    def residuals(logarithms: Floats) -> Floats:
+        values = dict(zip(names, np.exp(logarithms).tolist(), strict=True))
+        return np.asarray(np.log(laid_out.seconds(stack.with_values(values))[rows]) - truth, dtype=np.float64)
+
+    found = _least(residuals, np.log(np.array([start[name] for name in names])))
+    return stack.with_values(dict(zip(names, np.exp(found).tolist(), strict=True)))
+
+
+def fitted_memory(
+    laid_out: Measured, stack: Stack, reserved_bytes: Floats, rows: Booleans, start: Mapping[str, float]
+) -> Stack:
+    """The stack with the one constant of `start` fitted to the memory that the given rows reserved."""
+    ((name, value),) = start.items()
+    truth = np.log(reserved_bytes[rows])
+
+    def loss(logarithm: float) -> float:
+        found = laid_out.device_bytes(stack.with_values({name: float(np.exp(logarithm))}))[rows]
+        return float(np.abs(np.log(found) - truth).sum())
+
+    low, high = np.log(value) - np.log(MEMORY_REACH), np.log(value) + np.log(MEMORY_REACH)
+    left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+    at_left, at_right = loss(left), loss(right)
+    for _ in range(MEMORY_ROUNDS):
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - GOLDEN * (high - low)
+            at_left = loss(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + GOLDEN * (high - low)
+            at_right = loss(right)
+    return stack.with_values({name: float(np.exp((low + high) / 2))})
+
+
+def _least(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
+    place, now = start, residuals(start)
+    damping = 1e-2
+    for _ in range(ROUNDS):
+        slopes = np.stack(
+            [(residuals(place + DIFFERENCE * unit) - now) / DIFFERENCE for unit in np.eye(place.size)], axis=1
+        )
+        weights = 1.0 / np.sqrt(now**2 + SMOOTH**2)
+        square, pull = slopes.T @ (weights[:, None] * slopes), slopes.T @ (weights * now)
+        before = _loss(now)
+        for _ in range(TRIES):
+            step = np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-9), -pull)
+            step = np.clip(step, -LARGEST_STEP, LARGEST_STEP)
+            there = np.clip(place + step, np.log(SMALLEST), np.log(LARGEST))
+            then = residuals(there)
+            if _loss(then) < before:
+                place, now, damping = there, then, max(damping / 5, 1e-6)
+                break
+            damping *= 5
+        if before - _loss(now) < CONVERGED * before:
+            break
+    return place
+
+
+def _loss(residual: Floats) -> float:
+    return float(np.sqrt(residual**2 + SMOOTH**2).sum())

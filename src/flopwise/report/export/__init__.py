@@ -1,0 +1,1 @@
+"""A plan as another trainer's configuration."""

@@ -1,0 +1,1 @@
+"""What is asked: the workload, how it is spread, hardware, efficiencies, the stack, the training."""

@@ -1,0 +1,141 @@
+"""How much of a device's peak its kernels reach, as data in the hardware file.
+
+Everything here is a small set of constants per device; nothing is keyed by a particular shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flopwise.base.errors import FlopwiseError, unknown_name
+from flopwise.work.formats import WIDTH_BYTES
+
+LEAST_SHARE = 1e-3
+"""A kernel that reaches less than a thousandth of the peak is described wrongly."""
+
+
+def _share(name: str, value: float, *, most: float = 1.0) -> None:
+    if not LEAST_SHARE <= value <= most:
+        raise FlopwiseError(f"{name} must be a share between {LEAST_SHARE:g} and {most:g}, got {value!r}", hint="0.7")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """An output tile that the matrix-product library may give to one unit."""
+
+    rows: int
+    columns: int
+    """Which side is which does not matter: the longer one is laid along the longer side of the product."""
+    share: float
+    """Rate of a unit busy with such tiles, as a share of the sustained rate."""
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.columns < 1:
+            raise FlopwiseError(f"a tile has positive sides, got {self.rows} × {self.columns}")
+        _share("tile share", self.share)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmEfficiency:
+    """Matrix products."""
+
+    source: str
+    sustained: float
+    """Share of the peak that large, deep, aligned products keep up, clocks under the power cap included."""
+    tiles: tuple[Tile, ...]
+    fill_depth: float
+    """Depth (elements of k) that filling and draining a tile's pipeline costs, once per tile."""
+    quantisation: float = 1.0
+    """Share of a last, partly filled wave of tiles that is lost. 1: every wave takes its full time. 0: the work is
+    spread evenly, as by kernels that split the last tiles, or on a card that its power cap slows down anyway."""
+    exposed_output: float = 0.5
+    """Share of the time for moving the output that is not hidden behind the multiplication."""
+    by_format: dict[str, float] | None = None
+    """`sustained` of number formats whose own share of their own peak is known; None: all are alike."""
+    activates: bool = False
+    """Whether products in bf16 and fp16 have the SwiGLU between them in them, as flopwise trains with quack-kernels.
+
+    Plans for one device count on it; `predict`, which is for any trainer, does not."""
+
+    def sustained_in(self, number_format: str) -> float:
+        """Share of a format's peak that large, deep, aligned products keep up."""
+        return (self.by_format or {}).get(number_format, self.sustained)
+
+    def __post_init__(self) -> None:
+        _share("sustained", self.sustained)
+        for number_format, share in (self.by_format or {}).items():
+            if number_format not in WIDTH_BYTES:
+                raise unknown_name("number format (in gemm.by_format)", number_format, WIDTH_BYTES, hint="fp8 = 0.65")
+            _share(f"gemm.by_format.{number_format}", share)
+        for name, value in (("quantisation", self.quantisation), ("exposed_output", self.exposed_output)):
+            if not 0 <= value <= 1:
+                raise FlopwiseError(f"gemm.{name} must lie between 0 and 1, got {value!r}")
+        if not self.tiles:
+            raise FlopwiseError("gemm.tiles must list at least one tile")
+        if not 0 <= self.fill_depth <= 1e6:
+            raise FlopwiseError(f"fill_depth must lie between 0 and 1e6, got {self.fill_depth!r}", hint="100")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionEfficiency:
+    """Flash attention: share of the peak by sequence length, between the points linear in log2(length).
+
+    The lengths are of causal sequences; `predict.attention` says how others compare.
+    """
+
+    source: str
+    forward: tuple[tuple[float, float], ...]
+    """(tokens, share) for a head dimension of 128."""
+    backward: tuple[tuple[float, float], ...]
+    head_dim_64: float = 1.0
+    """Factor for a head dimension of 64 and less; between 64 and 128 it is interpolated."""
+    head_dim_64_backward: float | None = None
+    """The same for the backward pass; None: as forward."""
+    tail: float = 0.5
+    """Share of the longest tile's time that the even spread of the work leaves over at the end."""
+
+    def __post_init__(self) -> None:
+        _share("attention.head_dim_64", self.head_dim_64)
+        if self.head_dim_64_backward is not None:
+            _share("attention.head_dim_64_backward", self.head_dim_64_backward)
+        if not 0 <= self.tail <= 1:
+            raise FlopwiseError(f"attention.tail must lie between 0 and 1, got {self.tail!r}")
+        for name, points in (("forward", self.forward), ("backward", self.backward)):
+            if not points or list(points) != sorted(points):
+                raise FlopwiseError(f"attention.{name} must list (tokens, share) by rising tokens")
+            for tokens, share in points:
+                _share(f"attention.{name}", share)
+                if not 0 < tokens < float("inf"):
+                    raise FlopwiseError(f"attention.{name} needs lengths above 0, got {tokens!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEfficiency:
+    """Kernels that are bound by bytes."""
+
+    source: str
+    dram: float
+    """Share of the DRAM bandwidth that long streaming kernels reach."""
+    half_bytes: float = 0.0
+    """Bytes at which a kernel reaches half of that rate (start-up and tail)."""
+
+    def __post_init__(self) -> None:
+        _share("memory.dram", self.dram)
+        if not 0 <= self.half_bytes <= 1e12:
+            raise FlopwiseError(f"half_bytes must lie between 0 and 1e12, got {self.half_bytes!r}", hint="0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Efficiency:
+    """What a device's kernels reach of its peaks."""
+
+    source: str
+    launch_s: float
+    """Device time that a kernel costs at the least, launches queued ahead."""
+    gemm: GemmEfficiency
+    attention: AttentionEfficiency
+    memory: MemoryEfficiency
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.launch_s < 1:
+            raise FlopwiseError(f"launch_s must lie between 0 and 1 s, got {self.launch_s!r}")

@@ -1,0 +1,230 @@
+"""`Parallel`: how a step is spread over devices.
+
+Devices are numbered so that tensor ranks are neighbours, then context, then data, and pipeline stages lie farthest
+apart: what talks most stays inside a node. A mixture's experts are dealt out among the context and data ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from flopwise.base.errors import FlopwiseError, shown, unknown_name
+from flopwise.work.layout import Layout, illegal_layout, largest_divisor
+from flopwise.work.model import Model
+
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+"""gpipe: all forwards, then all backwards. 1f1b: a backward as soon as there is one. interleaved: the same with
+several short stages on each device."""
+
+Balance = Literal["layers", "time"]
+BALANCES: tuple[Balance, ...] = get_args(Balance)
+"""layers: equal numbers of layers on every stage. time: the last stage has fewer, for the head's sake."""
+
+MOST_DIGITS = 7
+
+DEGREES = ("data", "tensor", "pipeline", "context", "expert")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parallel:
+    """Degrees of parallelism and how state is sharded."""
+
+    data: int = 1
+    """Ranks that see different sequences."""
+    tensor: int = 1
+    """Devices that share each matrix (Shoeybi et al., arXiv 1909.08053)."""
+    pipeline: int = 1
+    """Stages."""
+    context: int = 1
+    """Devices that share each sequence, keys and values passed around in a ring (Liu et al., arXiv 2310.01889)."""
+    expert: int = 1
+    """Devices that share a layer's experts, out of the data × context ranks."""
+    sequence: bool = False
+    """With tensor > 1: norms and residual sums sharded by token (Korthikanti et al., arXiv 2205.05198)."""
+    zero: int = 0
+    """What data ranks shard (Rajbhandari et al., arXiv 1910.02054): 1 optimizer state, 2 gradients, 3 weights."""
+    shard: int | None = None
+    """Data × context ranks that share one copy of the state; None: all of them. Fewer: hybrid sharding."""
+    reshard: bool = True
+    """zero 3: a layer's weights are dropped after forward and gathered again for backward."""
+    prefetch: int = 1
+    """zero 3: layers that are gathered ahead of their use."""
+    schedule: Schedule = "1f1b"
+    chunks: int = 1
+    """Stages on each device, for the interleaved schedule."""
+    balance: Balance = "layers"
+    offload_optimizer: bool = False
+    """Optimizer state in host memory, updated there or streamed through."""
+    offload_activations: bool = False
+    """Kept activations go to host memory and come back."""
+
+    def __post_init__(self) -> None:
+        for field in (*DEGREES, "chunks"):
+            if getattr(self, field) < 1:
+                raise FlopwiseError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if self.schedule not in SCHEDULES:
+            raise unknown_name("schedule", str(self.schedule), SCHEDULES, hint=f"one of {', '.join(SCHEDULES)}")
+        if self.balance not in BALANCES:
+            raise unknown_name("balance", str(self.balance), BALANCES, hint=f"one of {', '.join(BALANCES)}")
+        if self.zero not in (0, 1, 2, 3):
+            raise FlopwiseError(
+                f"ZeRO stage {self.zero} does not exist",
+                why="0 shards nothing, 1 the optimizer state, 2 gradients too, 3 weights too",
+                hint="zero = 3",
+            )
+        if self.prefetch < 0:
+            raise FlopwiseError(f"prefetch must be at least 0, got {self.prefetch}", hint="1")
+        if (self.chunks > 1) != (self.schedule == "interleaved"):
+            raise FlopwiseError(
+                f"{self.chunks} chunks on a device with the {self.schedule} schedule",
+                why="several stages on a device are what the interleaved schedule is",
+                hint="schedule interleaved with 2 or more chunks, or another with 1",
+            )
+        if self.chunks > 1 and self.pipeline == 1:
+            raise FlopwiseError(
+                "an interleaved pipeline needs at least 2 stages", hint="pp2 or more, or another schedule"
+            )
+        if self.sequence and self.tensor == 1:
+            raise FlopwiseError("sequence parallelism splits what tensor ranks repeat", hint="tp2 or more")
+        if self.replicas % self.expert:
+            raise FlopwiseError(
+                f"experts over {self.expert} devices do not fit {self.replicas} data × context ranks",
+                why="an expert group is made of data and context ranks",
+                hint=f"ep{largest_divisor(self.replicas, self.expert)}",
+            )
+        if self.shard is not None and (self.shard < 1 or self.replicas % self.shard):
+            raise FlopwiseError(
+                f"shards over {self.shard} ranks do not divide {self.replicas} data × context ranks",
+                hint=f"shard{largest_divisor(self.replicas, max(1, self.shard))}",
+            )
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights: data and context together."""
+        return self.data * self.context
+
+    @property
+    def label(self) -> str:
+        """The set-up in the short words that people use: `dp8 tp8 pp4 zero1 sp`."""
+        degrees = {"dp": self.data, "tp": self.tensor, "pp": self.pipeline, "cp": self.context, "ep": self.expert}
+        words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
+        words += [f"zero{self.zero}"] if self.zero else []
+        words += [f"shard{self.shard}"] if self.shard else []
+        words += [f"prefetch{self.prefetch}"] if self.zero == 3 and self.prefetch != 1 else []
+        words += ["kept"] if self.zero == 3 and not self.reshard else []
+        words += ["sp"] if self.sequence else []
+        words += ["gpipe"] if self.schedule == "gpipe" and self.pipeline > 1 else []
+        words += ["balanced"] if self.balance == "time" and self.pipeline > 1 else []
+        words += [f"chunks{self.chunks}"] if self.chunks > 1 else []
+        words += ["optimizer-on-host"] if self.offload_optimizer else []
+        words += ["activations-on-host"] if self.offload_activations else []
+        return " ".join(words) or "one device"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What of a set-up is not everybody's, in words: whether measurements have it decides how much they say."""
+        rare = {
+            "context parallelism": self.context > 1,
+            "expert parallelism": self.expert > 1,
+            "hybrid sharding": self.shard is not None and self.shard != self.replicas,
+            "interleaved stages": self.chunks > 1,
+            "host offload": self.offload_optimizer or self.offload_activations,
+        }
+        return tuple(name for name, there in rare.items() if there)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(tensor=self.tensor, sequence=self.sequence, context=self.context, expert=self.expert)
+
+    def check(self, model: Model, sequence_tokens: int) -> None:
+        """Refuse what this model cannot be split into."""
+        illegal = why_illegal(model, sequence_tokens, self)
+        if illegal:
+            raise FlopwiseError(f"{model.name} cannot be split that way: {illegal[0]}", why=illegal[1], hint=illegal[2])
+
+
+def why_illegal(model: Model, sequence_tokens: int, parallel: Parallel) -> tuple[str, str, str] | None:
+    """What of a set-up does not suit the model: what, why, hint; None when all does."""
+    if parallel.pipeline * parallel.chunks > model.layers:
+        stages, most = parallel.pipeline * parallel.chunks, model.layers // parallel.chunks
+        # Chunks need 2 devices at least, so where no such pipeline is short enough they are what is too many.
+        hint = "fewer chunks" if parallel.chunks > 1 and most < 2 else f"pp{most} or less"
+        return f"{stages} stages", f"it has {model.layers} layers", hint
+    if parallel.chunks > 1 and (model.layers % (parallel.pipeline * parallel.chunks) or parallel.balance == "time"):
+        why = f"interleaved stages are equal parts of its {model.layers} layers, as Megatron-LM has it"
+        return f"{parallel.pipeline} × {parallel.chunks} interleaved stages", why, "chunks that divide, not `balanced`"
+    return illegal_layout(model, sequence_tokens, parallel.layout)
+
+
+NUMBERED = {
+    "dp": "data",
+    "tp": "tensor",
+    "pp": "pipeline",
+    "cp": "context",
+    "ep": "expert",
+    "zero": "zero",
+    "shard": "shard",
+    "prefetch": "prefetch",
+    "chunks": "chunks",
+}
+FLAGGED: dict[str, tuple[str, object]] = {
+    "kept": ("reshard", False),
+    "sp": ("sequence", True),
+    "gpipe": ("schedule", "gpipe"),
+    "1f1b": ("schedule", "1f1b"),
+    "balanced": ("balance", "time"),
+    "optimizer-on-host": ("offload_optimizer", True),
+    "activations-on-host": ("offload_activations", True),
+}
+"""The words of a label: with a number behind them, and without."""
+
+
+def parse_parallel(text: str, devices: int | None) -> Parallel:
+    """A set-up from its label, `tp8 pp4 zero1 sp`; data ranks not named are what the devices leave."""
+    fields: dict[str, Any] = {}
+    for word in text.lower().replace(",", " ").split():
+        name, digits = word.rstrip("0123456789"), word[len(word.rstrip("0123456789")) :]
+        key, value = (NUMBERED[name], int(digits)) if name in NUMBERED and digits else FLAGGED.get(word, ("", None))
+        if not key or len(digits) > MOST_DIGITS:
+            raise FlopwiseError(
+                f"cannot read {shown(word)} in a parallel set-up",
+                why=f"it is made of {', '.join(f'{known}N' for known in NUMBERED)}, {', '.join(FLAGGED)}",
+                hint='"tp8 pp4 zero1 sp"',
+            )
+        if key in fields:
+            raise FlopwiseError(f"{shown(text)} gives {key} twice", hint="keep one of the two")
+        fields[key] = value
+    if fields.get("chunks", 1) > 1:
+        fields.setdefault("schedule", "interleaved")
+    _check_meaning(fields)
+    named = fields.get("tensor", 1) * fields.get("pipeline", 1) * fields.get("context", 1)
+    if devices is not None and "data" not in fields and named and devices % named == 0:
+        fields["data"] = devices // named
+    parallel = Parallel(**fields)
+    if parallel.replicas == 1:
+        # Shards of one rank are the whole: the same set-up goes by one name.
+        parallel = replace(parallel, zero=0, shard=None, reshard=True, prefetch=1)
+    if devices is not None and parallel.devices != devices:
+        raise FlopwiseError(
+            f"{parallel.label} is for {parallel.devices:,} devices, not for {devices:,}",
+            why="the degrees multiplied are the number of devices",
+            hint=f"--gpus {parallel.devices}, or other degrees",
+        )
+    return parallel
+
+
+def _check_meaning(fields: dict[str, Any]) -> None:
+    """Refuse words that would change nothing: they were typed for a reason."""
+    of_stages = {"schedule", "balance"} & set(fields)
+    if of_stages and fields.get("pipeline", 1) == 1:
+        raise FlopwiseError("a schedule or `balanced` without stages", why="they order a pipeline", hint="pp2 or more")
+    if "shard" in fields and not fields.get("zero"):
+        raise FlopwiseError("`shard` without zero", why="nothing is sharded", hint="zero1, zero2 or zero3")
+    if {"reshard", "prefetch"} & set(fields) and fields.get("zero") != 3:
+        raise FlopwiseError("`kept` or `prefetch` without zero3", why="only zero3 gathers weights", hint="zero3")

@@ -1,0 +1,390 @@
+"""`Result`: one measurement, or one that could not be had, as a flat row with its unit in every name."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from math import inf
+from typing import Any, Literal
+
+from flopwise.base.units import AUTO, show_count, show_share
+from flopwise.catalog.load import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names
+from flopwise.records.measurement import Measurement, RunRecord
+from flopwise.records.plan import LETTERS
+from flopwise.records.profile import Profile
+from flopwise.store.cells import Attempt, Cell, Settings, cell_id
+from flopwise.work.parameters import Place
+
+Source = Literal["measured", "predicted", "imported"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A row of `results.csv`. Unknown is None. Rates are those of all devices together unless a name says otherwise."""
+
+    cell: str | None
+    run: str | None = None
+    attempt: int | None = None
+    repeat: int | None = None
+    state: str
+    """A cell's state; `running`, `interrupted` or `unreadable` too for runs that no sweep has started."""
+    reason: str | None = None
+    source: Source = "measured"
+
+    model: str | None = None
+    hardware: str | None = None
+    devices: int | None = None
+    sequence_tokens: int | None = None
+    batch_sequences: int | None = None
+    micro_batch_sequences: int | None = None
+    """Of one device."""
+    accumulation_steps: int | None = None
+    batch_tokens: int | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+    recompute: str | None = None
+    """What backward makes again: `none`, a policy's name, or how many of a plan's chunks are kept at which level."""
+    sharding: str | None = None
+    device_cap_bytes: int | None = None
+    host_cap_bytes: int | None = None
+    n_params: int | None = None
+
+    steps: int | None = None
+    """That were measured, those of the warm-up left out."""
+    step_s: float | None = None
+    """Median."""
+    step_s_p20: float | None = None
+    step_s_p80: float | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_p20: float | None = None
+    tokens_per_s_p80: float | None = None
+    tokens_per_s_per_device: float | None = None
+    samples_per_s: float | None = None
+    model_flops_per_s_per_device: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    convention: str | None = None
+    peak_flops: float | None = None
+    """Of all devices together."""
+    peak_format: str | None = None
+    last_loss: float | None = None
+
+    device_bytes: int | None = None
+    """The most that was taken on one device."""
+    host_bytes: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    clock_hz: float | None = None
+    energy_j_per_token: float | None = None
+    price_per_device_hour: float | None = None
+    tokens_per_dollar: float | None = None
+
+    predicted_fits: bool | None = None
+    predicted_step_s: float | None = None
+    predicted_tokens_per_s: float | None = None
+    prediction_error: float | None = None
+    """Of the predicted speed, relative to the measured one."""
+    predicted_device_bytes: int | None = None
+    predicted_host_bytes: int | None = None
+    bound: str | None = None
+    """What limits it: the profile's first verdict, else the prediction's."""
+
+    seed: int | None = None
+    started: str | None = None
+    flopwise: str | None = None
+    commit: str | None = None
+    python: str | None = None
+    torch: str | None = None
+    cuda: str | None = None
+    driver: str | None = None
+    card: str | None = None
+    """The GPU, or the processor, as it calls itself."""
+
+
+FIELDS = tuple(field.name for field in fields(Result))
+"""The columns of `results.csv`, in their order."""
+
+
+def settings_of(record: RunRecord) -> Settings:
+    """The cell that a run has measured: what it was asked for stays open where it was left open."""
+    request, plan = record.request, record.plan
+    measured = record.measurement
+    batch = request.get("batch_sequences") or (measured.batch_sequences if measured else plan.get("batch_sequences"))
+    return Settings(
+        model=record.model,
+        hardware=_hardware(str((measured.hardware if measured else None) or plan.get("hardware") or "-"), record),
+        devices=int(plan.get("devices") or (measured.devices if measured else 1)),
+        sequence_tokens=int(plan.get("sequence_tokens") or (measured.sequence_tokens if measured else 0)),
+        batch_sequences=int(batch) if batch else AUTO,
+        micro_batch_sequences=request.get("micro_batch_sequences") or AUTO,
+        precision=str(plan.get("precision") or (measured.precision if measured else "-")),
+        optimizer=str(plan.get("optimizer") or (measured.optimizer if measured else "adamw")),
+        task=record.task,
+        device_memory_bytes=request.get("device_memory_bytes"),
+        host_memory_bytes=request.get("host_memory_bytes"),
+    )
+
+
+def _hardware(name: str, record: RunRecord) -> str:
+    """A plan may say `this-machine`; which one that is the record of a run that was not measured tells too."""
+    if name != THIS_MACHINE:
+        return name
+    if _on_cpu(record.environment):
+        return THIS_CPU
+    card = record.environment.get("device_name") or record.environment.get("gpu") or ""
+    key = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+    known = hardware_aliases().get(key, key) if key else ""
+    return known if known in hardware_names() else name
+
+
+def result_of_run(record: RunRecord, profile: Profile | None = None, bound: str | None = None) -> Result:
+    """A run as a row; `bound` is the word of the profile's first verdict."""
+    settings, environment, plan = settings_of(record), record.environment, record.plan
+    row = Result(
+        cell=cell_id(settings),
+        run=record.id,
+        state="ok" if record.state == "done" else record.state,
+        reason=record.reason,
+        model=_known(settings.model_name),
+        hardware=_known(settings.hardware),
+        devices=settings.devices,
+        sequence_tokens=settings.sequence_tokens or None,
+        batch_sequences=None if settings.batch_sequences == AUTO else settings.batch_sequences,
+        precision=_known(settings.precision),
+        optimizer=settings.optimizer,
+        recompute=recompute_words(plan),
+        sharding=_sharding(plan),
+        device_cap_bytes=settings.device_memory_bytes,
+        host_cap_bytes=settings.host_memory_bytes,
+        seed=record.training.seed,
+        started=record.started,
+        bound=bound,
+        flopwise=environment.get("flopwise"),
+        commit=environment.get("commit"),
+        python=environment.get("python"),
+        torch=environment.get("torch"),
+        cuda=environment.get("cuda"),
+        driver=None if _on_cpu(environment) else environment.get("driver"),
+        card=_card(environment),
+    )
+    return _with_measurement(_with_expectation(row, plan), record, profile)
+
+
+def _known(word: str) -> str | None:
+    """A cell's settings are never without a word; a row's are."""
+    return None if word == "-" else word
+
+
+def _on_cpu(environment: dict[str, str]) -> bool:
+    return environment.get("device") == "cpu"
+
+
+def _card(environment: dict[str, str]) -> str | None:
+    """What it ran on: a machine with a GPU may have trained on its processor."""
+    if _on_cpu(environment):
+        return environment.get("cpu")
+    return environment.get("device_name") or environment.get("gpu") or environment.get("cpu")
+
+
+def _with_expectation(row: Result, plan: dict[str, Any]) -> Result:
+    expected = plan.get("expected")
+    if not isinstance(expected, dict):
+        return row
+    return replace(
+        row,
+        predicted_fits=True,
+        predicted_step_s=expected.get("step_s"),
+        predicted_tokens_per_s=expected.get("tokens_per_s"),
+        predicted_device_bytes=expected.get("device_bytes"),
+        predicted_host_bytes=expected.get("host_bytes"),
+    )
+
+
+def _with_measurement(row: Result, record: RunRecord, profile: Profile | None) -> Result:
+    measured = record.measurement
+    if measured is None:
+        return row
+    devices, batch, micro = measured.devices, measured.batch_sequences, measured.micro_batch_sequences
+    predicted = measured.predicted_tokens_per_s or row.predicted_tokens_per_s
+    known = {name: profile.get(name) if profile else None for name in ("power_w", "power_limit_w", "clock_mean_hz")}
+    # Without its steps a profile's energy is that of all it has seen, which no batch divides.
+    energy = profile.get("energy_j") if profile and profile.steps else None
+    # A GPU counts its own energy, a processor that of the whole machine. Padding is no token.
+    all_energy = energy if energy is None or _on_cpu(record.environment) else energy * devices
+    tokens = measured.tokens_per_s * measured.step_s
+    return replace(
+        row,
+        devices=devices,
+        batch_sequences=batch,
+        micro_batch_sequences=micro,
+        accumulation_steps=-(-batch // (micro * devices)),
+        batch_tokens=measured.batch_tokens,
+        n_params=measured.n_params,
+        steps=measured.steps,
+        step_s=measured.step_s,
+        step_s_p20=measured.step_s_p20,
+        step_s_p80=measured.step_s_p80,
+        tokens_per_s=measured.tokens_per_s,
+        tokens_per_s_p20=measured.tokens_per_s_p20,
+        tokens_per_s_p80=measured.tokens_per_s_p80,
+        tokens_per_s_per_device=measured.tokens_per_s / devices,
+        samples_per_s=batch / measured.step_s,
+        model_flops_per_s_per_device=measured.model_flops / measured.step_s / devices,
+        mfu=measured.mfu,
+        hfu=measured.hfu,
+        convention=measured.convention,
+        peak_flops=measured.peak_flops,
+        peak_format=measured.peak_format,
+        last_loss=measured.last_loss,
+        device_bytes=_taken(measured, "device"),
+        host_bytes=_taken(measured, "host"),
+        power_w=known["power_w"],
+        power_limit_w=known["power_limit_w"],
+        clock_hz=known["clock_mean_hz"],
+        energy_j_per_token=all_energy / tokens if all_energy is not None and tokens else None,
+        predicted_step_s=measured.predicted_step_s or row.predicted_step_s,
+        predicted_tokens_per_s=predicted,
+        prediction_error=predicted / measured.tokens_per_s - 1 if predicted and measured.tokens_per_s else None,
+    )
+
+
+def _taken(measured: Measurement, place: Place) -> int | None:
+    """None where nobody has looked at the place: that is not 0 bytes."""
+    return measured.total_bytes(place) if any(row.place == place for row in measured.memory) else None
+
+
+def result_of_cell(cell: Cell, attempt: Attempt | None, run: Result | None = None) -> Result:
+    """A cell as a row: as its attempt ended, with what its run measured; without an attempt, as it is foreseen."""
+    return Result(**cell_values(cell, attempt, None if run is None else values_of(run)))
+
+
+def values_of(row: Result) -> dict[str, Any]:
+    """Field → value."""
+    return {name: getattr(row, name) for name in FIELDS}
+
+
+def cell_values(cell: Cell, attempt: Attempt | None, run: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The fields of `result_of_cell`, before they are a row; `run` holds those of its run, and is filled in."""
+    settings, foreseen = cell.settings, cell.foreseen
+    values = _settings_values(settings) if run is None else run
+    if attempt is not None:
+        _fill(values, {name: getattr(attempt, name) for name in ("batch_sequences", "micro_batch_sequences")})
+    if foreseen is not None:
+        _fill(values, {name: getattr(foreseen, given) for name, given in FORESEEN.items()})
+        values["predicted_fits"] = foreseen.fits
+    batch = values.get("batch_sequences")
+    if batch is not None:
+        _fill(values, {"batch_tokens": batch * settings.sequence_tokens})
+    values["cell"] = cell.id
+    if attempt is None:
+        is_foreseen = foreseen is not None
+        source: Source = "predicted" if is_foreseen else values.get("source", "measured")
+        values.update(source=source, reason=foreseen.reason if foreseen else None)
+        return values
+    if attempt.pid is None and attempt.job is None and attempt.run is None and foreseen is not None:
+        # No process was needed to tell.
+        values["source"] = "predicted"
+    values.update(
+        attempt=attempt.number,
+        repeat=attempt.repeat,
+        state=attempt.state,
+        reason=attempt.reason,
+        started=values.get("started") or attempt.started,
+    )
+    return values
+
+
+FORESEEN = {
+    "predicted_step_s": "step_s",
+    "predicted_tokens_per_s": "tokens_per_s",
+    "predicted_device_bytes": "device_bytes",
+    "predicted_host_bytes": "host_bytes",
+    "batch_sequences": "batch_sequences",
+    "micro_batch_sequences": "micro_batch_sequences",
+    "recompute": "recompute",
+    "bound": "bound",
+}
+"""Field of a row → that of a prediction."""
+
+
+def _fill(values: dict[str, Any], given: dict[str, Any]) -> None:
+    """What has been said already stands."""
+    for name, value in given.items():
+        if values.get(name) is None:
+            values[name] = value
+
+
+def _settings_values(settings: Settings) -> dict[str, Any]:
+    return {
+        "state": "planned",
+        "model": settings.model_name,
+        "hardware": settings.hardware_name,
+        "devices": settings.devices,
+        "sequence_tokens": settings.sequence_tokens,
+        "batch_sequences": None if settings.batch_sequences == AUTO else settings.batch_sequences,
+        "micro_batch_sequences": None if settings.micro_batch_sequences == AUTO else settings.micro_batch_sequences,
+        "precision": settings.precision,
+        "optimizer": settings.optimizer,
+        "device_cap_bytes": settings.device_memory_bytes,
+        "host_cap_bytes": settings.host_memory_bytes,
+    }
+
+
+def priced(row: Result, per_device_hour: float) -> Result:
+    """With what a dollar trains, where a device costs so much an hour."""
+    # What was tried and is not ok trains nothing, whatever was predicted of it.
+    rate = row.predicted_tokens_per_s if row.state == "planned" else row.tokens_per_s
+    if not rate or not row.devices or per_device_hour <= 0:
+        return replace(row, price_per_device_hour=per_device_hour, tokens_per_dollar=None)
+    return replace(
+        row,
+        price_per_device_hour=per_device_hour,
+        tokens_per_dollar=rate * 3600 / (per_device_hour * row.devices),
+    )
+
+
+ERROR = "error"
+"""State of a row whose figures cannot be right."""
+
+
+POSITIVE = ("devices", "sequence_tokens", "batch_sequences", "step_s", "tokens_per_s", "mfu", "hfu", "peak_flops")
+
+
+def checked(row: Result) -> Result:
+    """The row itself, or one in the state `error` where it claims what cannot be: more than the device's peak."""
+    if row.state == ERROR:
+        return row
+    figures = ((name, getattr(row, name)) for name in POSITIVE)
+    odd = [f"{name} is {value}" for name, value in figures if value is not None and not 0 < value < inf]
+    if odd:
+        why = f"{', '.join(odd)}: no run has such figures"
+        return replace(row, state=ERROR, reason=f"{why}; {row.reason}" if row.reason else why)
+    beyond = [
+        f"{name} {show_share(share)}" for name, share in (("MFU", row.mfu), ("HFU", row.hfu)) if share and share > 1
+    ]
+    if not beyond:
+        return row
+    divided = f"{show_count(row.peak_flops)}FLOP/s {row.peak_format or ''}".rstrip() if row.peak_flops else "the peak"
+    why = f"{' and '.join(beyond)} of {divided}: the peak, its format or the FLOPs are wrong"
+    return replace(row, state=ERROR, reason=f"{why}; {row.reason}" if row.reason else why)
+
+
+def recompute_words(plan: dict[str, Any]) -> str | None:
+    """`none`, a policy, or how many (layer, chunk) of a plan for one device save how much: `saves 24 full, 8 input`."""
+    if isinstance(plan.get("recompute"), str):
+        return str(plan["recompute"])
+    saves = plan.get("saves")
+    if not isinstance(saves, list | tuple) or not saves:
+        return None
+    letters = Counter("".join(map(str, saves)).lower())
+    if set(letters) <= {"f"}:
+        return "none"
+    return f"saves {', '.join(f'{letters[letter]} {level}' for letter, level in LETTERS.items() if letters[letter])}"
+
+
+def _sharding(plan: dict[str, Any]) -> str | None:
+    parallel = plan.get("parallel")
+    if not isinstance(parallel, dict):
+        return None
+    return f"zero{parallel['zero']}" if parallel.get("zero") else "none"

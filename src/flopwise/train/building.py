@@ -1,0 +1,140 @@
+"""Executors by plan, and the numbers that they begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.engine.devices import choose_device
+from flopwise.engine.executor import Executor
+from flopwise.engine.launch import Group, Rank
+from flopwise.engine.sharded.distributed import DistributedExecutor
+from flopwise.engine.streaming.executor import StreamingExecutor
+from flopwise.engine.weights.finite import not_finite
+from flopwise.engine.weights.huggingface import from_huggingface
+from flopwise.engine.weights.initial import all_initial_values
+from flopwise.engine.weights.tensor_files import open_tensors
+from flopwise.engine.weights.weight_files import weight_files
+from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.records.plan import Plan
+from flopwise.records.program import Program
+from flopwise.setup.training import Training
+from flopwise.work.transformer import Transformer
+
+
+def rank_group(rank: Rank, device: str) -> AbstractContextManager[object]:
+    """Joins the ranks of a training."""
+    return Group(rank, choose_device(device))
+
+
+def build_executor(
+    plan: Plan | ClusterPlan, program: Program | None, model: Transformer, training: Training,
+    *, device: str, rank: Rank, deterministic: bool,
+) -> Executor:  # fmt: skip
+    """The executor for a plan: streaming on one device, sharding over several."""
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+    if isinstance(plan, ClusterPlan):
+        place = torch.device(device, rank.local_rank) if device == "cuda" else torch.device("cpu")
+        return DistributedExecutor(plan, model, training, device=place, rank=rank.rank, world=rank.world)
+    assert program is not None
+    return StreamingExecutor(plan, program, model, training, device=torch.device(device), deterministic=deterministic)
+
+
+def first_weights(
+    executor: Executor, model: Transformer, seed: int, folder: Path | None, sequence_tokens: int
+) -> tuple[str, ...]:
+    """Draw every parameter, or take them from a folder; returns those that the folder did not have."""
+    missing = {parameter.name for parameter in executor.parameters}
+    if folder is not None:
+        tensors = FolderTensors(folder)
+        if missing <= set(tensors):
+            # A checkpoint of ours, of a model that transformers has no class for.
+            _check_shapes(executor, tensors)
+            _check_finite(tensors, ((parameter.name, tensors[parameter.name]) for parameter in executor.parameters))
+            executor.set_weights(tensors)
+            missing = set()
+        else:
+            loaded = from_huggingface(model, tensors, sequence_tokens)
+            _check_finite(tensors, loaded.tensors.items())
+            executor.set_weights(loaded.tensors)
+            missing = set(loaded.missing)
+    drawn = (parameter for parameter in executor.parameters if parameter.name in missing)
+    for parameter, values in all_initial_values(drawn, seed, model.layers):
+        executor.set_weights({parameter.name: values})
+    return () if folder is None else tuple(sorted(missing))
+
+
+def _check_shapes(executor: Executor, tensors: Mapping[str, Tensor]) -> None:
+    for parameter in executor.parameters:
+        shape = tuple(tensors[parameter.name].shape)
+        if shape != parameter.shape:
+            raise FlopwiseError(
+                f"{parameter.name} is {shape} in the weights and {parameter.shape} in the model",
+                hint="the model that the weights were saved from",
+            )
+
+
+def _check_finite(folder: FolderTensors, taken: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse weights that no training can begin with; what a folder holds beside them may be anything."""
+    if not_finite(taken):
+        name, path = folder.first_not_finite()
+        raise FlopwiseError(
+            f"{name} in {path} is not finite",
+            why="it holds NaN or infinity, and every loss would be NaN",
+            hint="other weights: those of a training that diverged are good up to an earlier checkpoint",
+        )
+
+
+class FolderTensors(Mapping[str, Tensor]):
+    """Tensors of all safetensors files of a folder by name, each read when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._places: dict[str, Path] = {}
+        for path in weight_files(folder):
+            try:
+                with open_tensors(path) as opened:
+                    names = list(opened.keys())
+            except (OSError, SafetensorError) as error:
+                raise FlopwiseError(
+                    f"{path} cannot be read", why=str(error), hint="fetch the file again; it may be cut short"
+                ) from None
+            twice = [name for name in names if name in self._places]
+            if twice:
+                raise FlopwiseError(
+                    f"{twice[0]} is in {self._places[twice[0]].name} and in {path.name}",
+                    why="it is not clear which one is meant",
+                    hint="a folder with the weights of one model",
+                )
+            self._places.update(dict.fromkeys(names, path))
+
+    def __getitem__(self, name: str) -> Tensor:
+        with open_tensors(self._places[name]) as opened:
+            found: Tensor = opened.get_tensor(name)
+        if not found.is_floating_point():
+            raise FlopwiseError(
+                f"{name} holds {found.dtype} and no floating-point numbers",
+                why="quantised weights cannot be trained",
+                hint="the model's weights in bf16 or fp32",
+            )
+        return found
+
+    def first_not_finite(self) -> tuple[str, Path]:
+        """The first tensor that holds NaN or infinity, and its file; there must be one."""
+        for name, path in self._places.items():
+            with open_tensors(path) as opened:
+                if not_finite([(name, opened.get_tensor(name))]):
+                    return name, path
+        raise AssertionError("all are finite")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)

@@ -1,0 +1,345 @@
+"""The training loop: steps, evaluations, checkpoints, and an end that loses nothing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.engine.batch import Batch
+from flopwise.engine.executor import MOMENTS, Executor
+from flopwise.engine.signals import Stop
+from flopwise.engine.weights import checkpoint
+from flopwise.engine.weights.checkpoint import CheckpointState
+from flopwise.engine.weights.huggingface import config_of, family_of, from_huggingface, to_huggingface
+from flopwise.records.measurement import StepRecord
+from flopwise.setup.training import Training
+from flopwise.store.runs import StepLog
+from flopwise.work.transformer import Transformer
+
+EVALUATION = "eval_loss"
+"""The figure of an evaluation that tells whether it went well."""
+
+
+class Data(Protocol):
+    """What the loop asks of data."""
+
+    @property
+    def count(self) -> int: ...
+
+    def batch(self, position: int, sequences: int) -> Batch: ...
+
+    def evaluation(self, sequences: int) -> Iterator[Batch]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopSettings:
+    """What a loop is told beside the training itself."""
+
+    folder: Path
+    batch_sequences: int
+    evaluation_sequences: int | None
+    """Evaluated are so many, in whole batches; None: all that are held out."""
+    checkpoints: bool
+    """Whether there are any."""
+    checkpoint_every: int | None
+    keep_checkpoints: int
+    evaluate_every: int | None
+    writes: bool
+    """Whether this process writes files: one of several ranks does."""
+    model_flops: Callable[[int], int]
+    """Of a sequence of so many tokens."""
+    total_flos: Callable[[int], int]
+    """The same as Hugging Face's trainer counts them."""
+    peak_flops: float | None
+    predicted_step_s: float | None
+    template: CheckpointState
+    """A checkpoint's state, but for what changes from step to step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a training has come."""
+
+    step: int = 0
+    position: int = 0
+    totals: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a loop ended."""
+
+    progress: Progress
+    steps: tuple[StepRecord, ...]
+    stopped_by: str | None
+    evaluation: dict[str, float]
+    checkpoint: Path | None
+    model_flops: int
+    """Of the steps, at the lengths that they had."""
+
+
+class Watch(Protocol):
+    """Looks at steps while they run: a profiler."""
+
+    def around(self, step: int) -> AbstractContextManager[None]:
+        """Entered while the step of that number (from 1) runs, its data loaded within."""
+
+
+class Loop:
+    """Trains until the last step, or until it is asked to stop."""
+
+    def __init__(
+        self, executor: Executor, data: Data, model: Transformer, training: Training, settings: LoopSettings,
+        *, on_step: Callable[[StepRecord], None], on_checkpoint: Callable[[Path], None], watch: Watch | None = None,
+    ) -> None:  # fmt: skip
+        self.executor, self.data, self.model, self.training, self.settings = executor, data, model, training, settings
+        self.on_step, self.on_checkpoint, self.watch = on_step, on_checkpoint, watch
+        self.saved: Path | None = None
+        """The last checkpoint that is good."""
+        self.progress = Progress()
+        self.flops = 0
+        self._mark = time.perf_counter()
+
+    def run(self, begin: Progress, stop: Stop) -> Outcome:
+        """From where it stands to the end."""
+        progress, records, evaluation = begin, [], {}
+        self._mark = time.perf_counter()
+        log = StepLog(self.settings.folder) if self.settings.writes else None
+        stopped: str | None = None
+        try:
+            while progress.step < self.training.steps and stopped is None:
+                progress, record = self._step(progress)
+                if self.executor.agree(stop.asked is not None):
+                    stopped = stop.asked or "another rank"
+                last = progress.step == self.training.steps
+                if last:
+                    # There is nothing to go on with: it ends as if nobody had asked.
+                    stopped = None
+                bad = _not_finite(record)
+                if not bad and not stopped and (last or _due(progress.step, self.settings.evaluate_every)):
+                    evaluation = self.evaluate()
+                    record = replace(record, evaluation=evaluation or None)
+                if log:
+                    log.append(record)
+                records.append(record)
+                self.on_step(record)
+                if bad:
+                    raise self._diverged(bad)
+                ends = last or stopped is not None
+                if self.settings.checkpoints and (ends or _due(progress.step, self.settings.checkpoint_every)):
+                    self.save(progress, record.evaluation)
+                elif ends:
+                    self._check_numbers(progress.step, self.executor.not_finite())
+                self._check_evaluation(progress.step, record.evaluation)
+        finally:
+            if log:
+                log.close()
+        if not records:
+            evaluation = self.evaluate()
+            self._check_evaluation(progress.step, evaluation)
+        return Outcome(
+            progress=progress,
+            steps=tuple(records),
+            stopped_by=stopped,
+            evaluation=evaluation,
+            checkpoint=self.saved,
+            model_flops=self.flops,
+        )
+
+    def _step(self, progress: Progress) -> tuple[Progress, StepRecord]:
+        settings = self.settings
+        with self.watch.around(progress.step + 1) if self.watch else nullcontext():
+            begun = time.perf_counter()
+            batch = self.data.batch(progress.position, settings.batch_sequences)
+            result = self.executor.step(batch, progress.step)
+            took_s = time.perf_counter() - begun
+        peak, width = settings.peak_flops, int(batch.ids.shape[1])
+        flops = batch.sequences * settings.model_flops(width)
+        self.flops += flops
+        # With what came between this step and the one before: an evaluation, a checkpoint.
+        mark = time.perf_counter()
+        passed_s, self._mark = mark - self._mark, mark
+        done = self.progress = Progress(
+            step=progress.step + 1,
+            position=progress.position + batch.sequences,
+            totals=_added(
+                progress.totals,
+                loss=result.loss,
+                seconds=passed_s,
+                samples=batch.sequences,
+                tokens=batch.tokens,
+                flos=batch.sequences * settings.total_flos(width),
+            ),
+        )
+        memory = self.executor.memory()
+        return done, StepRecord(
+            step=done.step,
+            loss=result.loss,
+            learning_rate=self.training.rate_at(progress.step),
+            step_s=took_s,
+            tokens=batch.tokens,
+            samples=batch.sequences,
+            tokens_per_s=batch.tokens / took_s,
+            mfu=flops / (took_s * peak) if peak else None,
+            gradient_norm=result.gradient_norm,
+            predicted_s=settings.predicted_step_s,
+            exposed_copy_s=result.waited_s,
+            device_bytes=sum(row.measured_bytes for row in memory if row.place == "device") or None,
+            host_bytes=sum(row.measured_bytes for row in memory if row.place == "host") or None,
+        )
+
+    def _check_numbers(self, step: int, bad: tuple[str, ...]) -> None:
+        """End where numbers are not finite on any rank: the loss of a step does not know yet what its update did."""
+        if self.executor.agree(bool(bad)):
+            what = "optimizer state" if bad and bad[0].partition("/")[0] in MOMENTS else "weights"
+            raise self._diverged(f"{what} after step {step} are not finite", *bad[:1])
+
+    def _check_evaluation(self, step: int, figures: dict[str, float] | None) -> None:
+        if figures is not None and _is_bad(figures):
+            raise self._diverged(f"the evaluation after step {step} has a loss of {figures[EVALUATION]}")
+
+    def _diverged(self, what: str, *places: str) -> FlopwiseError:
+        """The same on all ranks, but for the place of a checkpoint, which only the one that writes knows."""
+        found = "".join(f", first in {place}" for place in places)
+        hint = f"--learning-rate {self.training.learning_rate / 3:.2g}"
+        if self.training.clip_norm is None:
+            hint += ", or --clip 1.0"
+        if self.saved is None:
+            kept = "there is no good checkpoint yet"
+        else:
+            kept = f"the last good checkpoint is {self.saved.name}"
+            if self.settings.writes:
+                hint += f", in a new run with --weights {self.saved}; --resume goes on from there with nothing changed"
+        return FlopwiseError(what, why=f"the training has diverged{found}; {kept}", hint=hint)
+
+    def evaluate(self) -> dict[str, float]:
+        """The held-out data, under the names that the trainer's logs have; nothing where none was held out."""
+        begun = time.perf_counter()
+        sequences = self.settings.batch_sequences
+        batches = self.data.evaluation(sequences)
+        most = self.settings.evaluation_sequences
+        counted = [0]
+
+        def chosen() -> Iterator[Batch]:
+            for batch in batches if most is None else islice(batches, -(-most // sequences)):
+                counted[0] += 1
+                yield batch
+
+        found = self.executor.evaluate(chosen())
+        if not found.sequences:
+            return {}
+        took_s = max(time.perf_counter() - begun, 1e-9)
+        figures = {
+            EVALUATION: found.loss,
+            "eval_accuracy": found.correct / max(1, found.with_loss),
+            "eval_runtime": took_s,
+            "eval_samples": float(found.sequences),
+            "eval_samples_per_second": found.sequences / took_s,
+            "eval_steps_per_second": counted[0] / took_s,
+        }
+        if self.training.task == "language":
+            figures["eval_perplexity"] = math.exp(min(found.loss, 700.0))
+        return figures
+
+    def save(self, progress: Progress, evaluation: dict[str, float] | None = None) -> None:
+        """A checkpoint of now. Every rank takes part, one writes; all end where its numbers are not finite."""
+        weights = self.executor.weights()
+        optimizer = {f"{moment}/{name}": values for name, moment, values in self.executor.moments()}
+        bad = self._write(progress, weights, optimizer, evaluation) if self.settings.writes else ()
+        self._check_numbers(progress.step, bad)
+        if _is_bad(evaluation):
+            return
+        self.saved = checkpoint.path_of(self.settings.folder, progress.step)
+        if self.settings.writes:
+            self.on_checkpoint(self.saved)
+
+    def _write(
+        self, progress: Progress, weights: dict[str, Tensor], optimizer: dict[str, Tensor],
+        evaluation: dict[str, float] | None,
+    ) -> tuple[str, ...]:  # fmt: skip
+        """Save, and tell which tensors are not finite."""
+        template = self.settings.template
+        state = replace(
+            template,
+            step=progress.step,
+            position=progress.position,
+            totals=dict(progress.totals),
+            not_finite=(EVALUATION,) if _is_bad(evaluation) else (),
+        )
+        config = huggingface_config(self.model, template.sequence_tokens)
+        if config is not None:
+            labels = template.data.get("labels")
+            if labels:
+                config["id2label"] = {str(number): label for number, label in enumerate(labels)}
+                config["label2id"] = {label: number for number, label in enumerate(labels)}
+            weights = to_huggingface(self.model, weights)
+        saved = checkpoint.save(
+            self.settings.folder,
+            weights=weights,
+            optimizer=optimizer,
+            state=state,
+            config=config,
+            keep=self.settings.keep_checkpoints,
+        )
+        return tuple(name for name in checkpoint.read_state(saved).not_finite if name != EVALUATION)
+
+
+def huggingface_config(model: Transformer, sequence_tokens: int) -> dict[str, Any] | None:
+    """The config.json of a model that transformers has a class for; else None, and weights keep our names."""
+    try:
+        family_of(model)
+    except FlopwiseError:
+        return None
+    if model.positions == "rotary":
+        model = replace(model, context=max(model.context, sequence_tokens))
+    return config_of(model, sequence_tokens)
+
+
+def restore(executor: Executor, loaded: checkpoint.Loaded, model: Transformer) -> Progress:
+    """Bring a checkpoint's numbers into an executor."""
+    tokens = loaded.state.sequence_tokens
+    if huggingface_config(model, tokens) is None:
+        executor.set_weights(loaded.weights)
+    else:
+        executor.set_weights(from_huggingface(model, loaded.weights, tokens).tensors)
+    for moment in MOMENTS:
+        for parameter in executor.parameters:
+            name = f"{moment}/{parameter.name}"
+            if name in loaded.optimizer:
+                executor.set_moment(parameter.name, moment, loaded.optimizer[name])
+            elif moment != "master":
+                raise FlopwiseError(f"the checkpoint has no {name}", hint="resume from another checkpoint")
+    state = loaded.state
+    return Progress(step=state.step, position=state.position, totals=dict(state.totals))
+
+
+def _is_bad(figures: dict[str, float] | None) -> bool:
+    """Whether there was an evaluation, and its loss is not finite."""
+    return figures is not None and EVALUATION in figures and not math.isfinite(figures[EVALUATION])
+
+
+def _not_finite(record: StepRecord) -> str:
+    """What of a step is not finite, in words; empty where all is well."""
+    if not math.isfinite(record.loss):
+        return f"the loss of step {record.step} is {record.loss}"
+    # Gradients were scaled by it. That was the last update of any use, and has mostly made every weight NaN.
+    if record.gradient_norm is not None and not math.isfinite(record.gradient_norm):
+        return f"the norm of the gradients of step {record.step} is {record.gradient_norm}"
+    return ""
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _added(totals: dict[str, float], **more: float) -> dict[str, float]:
+    return {name: totals.get(name, 0.0) + value for name, value in more.items()}

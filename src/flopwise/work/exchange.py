@@ -1,0 +1,94 @@
+"""Bytes that the devices of a parallel set-up pass on to each other, counted from the description like all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flopwise.work.formats import Formats
+from flopwise.work.op import Attention, Gemm, Op
+from flopwise.work.work import Recompute, Work
+
+REDUCED = ("output", "down")
+"""Products whose result is a sum over tensor ranks: those that split their depth."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """What one device of a layout exchanges for one sequence, in one layer unless said otherwise."""
+
+    stream_bytes: int
+    """The residual stream of the device's tokens, whole: what a reduction over tensor ranks carries."""
+    reductions: int
+    """Such reductions going forward; backward has as many."""
+    reductions_again: int
+    """Those that a recompute repeats."""
+    ring_bytes: int
+    """Keys and values of the device's tokens: one message of the context ring."""
+    dispatch_bytes: int
+    """Tokens on their way to their experts; as many come back."""
+    dispatches_again: int
+    """Dispatches that a recompute repeats, of the two."""
+
+
+def exchange(work: Work, policy: Recompute, formats: Formats, *, hidden: int, stream_tokens: int) -> Exchange:
+    """Count what is passed on; `stream_tokens` are the device's tokens before sequence parallelism splits them."""
+    again = work.recomputed(policy)
+    attention = next((op for op in work.ops if isinstance(op, Attention)), None)
+    reduced = [op for op in work.ops if isinstance(op, Gemm) and op.name in REDUCED]
+    width = formats.compute_bytes
+    ring = 2 * attention.tokens * attention.kv_heads * attention.head_dim * width if attention else 0
+    dispatched = work.tensors.get("dispatched")
+    # Branches that are summed before the residual stream need one reduction for both.
+    together = any(op.name == "residual" for op in work.ops)
+    return Exchange(
+        stream_bytes=stream_tokens * hidden * width,
+        reductions=min(1, len(reduced)) if together else len(reduced),
+        reductions_again=sum(op.name in again for op in reduced[: 1 if together else None]),
+        ring_bytes=ring,
+        dispatch_bytes=dispatched.elements * width if dispatched else 0,
+        dispatches_again=sum(name in again for name in ("dispatch", "combine")),
+    )
+
+
+def is_expert(op: Op) -> bool:
+    """Whether an operator's weights are dealt out among expert ranks."""
+    # Even where a token uses all of several experts, each has a home of its own.
+    return any(weight.active != (1, 1) for weight in op.weights)
+
+
+def parameters_by_part(work: Work) -> tuple[tuple[int, int, int], int]:
+    """Parameters of the embedding, of one layer (experts not counted) and of the head; and of one layer's experts.
+
+    A tied matrix stands in both the embedding and the head here: a pipeline's first and last stage each hold it.
+    """
+    parts, experts = [0, 0, 0], 0
+    for op, part in zip(work.ops, parts_of(work), strict=True):
+        elements = sum(weight.elements for weight in op.weights)
+        if is_expert(op):
+            experts += elements
+        else:
+            parts[part] += elements
+    return (parts[0], parts[1], parts[2]), experts
+
+
+def product_parameters_by_part(work: Work) -> tuple[int, int, int]:
+    """The same of the parameters that matrix products read, experts not counted: wider weights are cast for them.
+
+    A tied matrix stands in the head alone: a look-up reads the weights as they are.
+    """
+    parts = [0, 0, 0]
+    for op, part in zip(work.ops, parts_of(work), strict=True):
+        if isinstance(op, Gemm) and not is_expert(op):
+            parts[part] += sum(weight.elements for weight in op.weights)
+    return parts[0], parts[1], parts[2]
+
+
+def parts_of(work: Work) -> tuple[int, ...]:
+    """Of each operator: 0 for what comes before the blocks, 1 for the block, 2 for what follows."""
+    first = next(index for index, op in enumerate(work.ops) if op.in_block)
+    return tuple(1 if op.in_block else 0 if index < first else 2 for index, op in enumerate(work.ops))
+
+
+def tied_parameters(work: Work) -> int:
+    """Parameters that stand twice in `parameters_by_part`, once for each use of a tied matrix."""
+    return sum(weight.elements for op in work.ops for weight in op.weights if not weight.owned)

@@ -1,0 +1,119 @@
+"""Number formats: how many bytes each owner spends on a parameter, and what the matrix units multiply in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flopwise.base.errors import FlopwiseError, unknown_name
+
+WIDTH_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
+"""Bytes that a number of each format takes in memory."""
+
+FP8_MULTIPLE = 16
+"""All sides of a product in fp8 are multiples of this: matrix units read sixteen bytes at once."""
+
+ROLES = ("matrix", "compute", "weights", "gradients", "moments", "master")
+"""The kinds of tensor that have a format of their own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formats:
+    """A number-format policy: one format for each kind of tensor."""
+
+    name: str
+    matrix: str
+    """What matrix products multiply in. fp8 is for the blocks' alone: attention and head keep to `compute`."""
+    compute: str
+    """Activations."""
+    weights: str
+    gradients: str
+    moments: str
+    """Each of the optimizer's moments."""
+    master: str | None = None
+    """A second, more exact copy of the weights; None: there is none."""
+
+    def __post_init__(self) -> None:
+        for field in ROLES:
+            value = getattr(self, field)
+            if value is not None and value not in WIDTH_BYTES:
+                raise unknown_name(f"number format (for {field})", value, WIDTH_BYTES, hint=f"--precision {field}=bf16")
+        if WIDTH_BYTES[self.matrix] > WIDTH_BYTES[self.compute]:
+            raise FlopwiseError(
+                f"products in {self.matrix} cannot read activations in {self.compute}",
+                why="a product multiplies what the activations hold, or fewer bits of it",
+                hint=f"matrix={self.compute}, or compute={self.matrix}",
+            )
+
+    @property
+    def compute_bytes(self) -> int:
+        return WIDTH_BYTES[self.compute]
+
+    @property
+    def statistics_bytes(self) -> int:
+        """Of what norms and attention keep to redo their sums, and of sums over chunks: fp32, or wider."""
+        return max(WIDTH_BYTES["fp32"], self.compute_bytes)
+
+    @property
+    def sensitive(self) -> str:
+        """What attention and the products outside the blocks multiply in."""
+        return self.compute if self.matrix == "fp8" else self.matrix
+
+
+def _policy(name: str, **formats: str) -> Formats:
+    compute = formats.get("compute", "bf16")
+    return Formats(
+        name=name,
+        matrix=formats.get("matrix", compute),
+        compute=compute,
+        weights=formats.get("weights", compute),
+        gradients=formats.get("gradients", compute),
+        moments=formats.get("moments", compute),
+        master=formats.get("master"),
+    )
+
+
+POLICIES: dict[str, Formats] = {
+    policy.name: policy
+    for policy in (
+        # Everything in bf16, 8 bytes a parameter with AdamW; what `flopwise train` is made for.
+        _policy("bf16"),
+        # bf16 weights and gradients beside fp32 master weights and moments, 16 bytes.
+        _policy("bf16-mixed", moments="fp32", master="fp32"),
+        # fp32 state, bf16 products: torch.autocast, FSDP's default mixed precision. 16 bytes.
+        _policy("bf16-amp", weights="fp32", gradients="fp32", moments="fp32"),
+        # As above in fp16, for devices older than bf16.
+        _policy("fp16-mixed", compute="fp16", moments="fp32", master="fp32"),
+        _policy("fp16-amp", compute="fp16", weights="fp32", gradients="fp32", moments="fp32"),
+        _policy("fp32", compute="fp32"),
+        # fp32 everywhere, products rounded to tf32 on the way into the matrix unit.
+        _policy("tf32", compute="fp32", matrix="tf32"),
+        # bf16 state, the blocks' products in fp8.
+        _policy("fp8", matrix="fp8"),
+    )
+}
+
+
+def parse_formats(text: str) -> Formats:
+    """A policy by name (`bf16-mixed`), or a policy with changes: `bf16,gradients=fp32,master=fp32`."""
+    text = text.lower()
+    head, *changes = [part.strip() for part in text.split(",")]
+    if "=" in head:
+        head, changes = "bf16", [head, *changes]
+    if head not in POLICIES:
+        raise unknown_name(
+            "precision", head, POLICIES, hint=f"--precision {' | '.join(POLICIES)}, or key=format changes"
+        )
+    base = POLICIES[head]
+    values = {
+        field: getattr(base, field) for field in ("matrix", "compute", "weights", "gradients", "moments", "master")
+    }
+    for change in changes:
+        key, _, value = change.partition("=")
+        if key not in ROLES or not value:
+            raise FlopwiseError(
+                f"cannot read {change!r} in --precision {text}",
+                why=f"a change is one of {', '.join(ROLES)} followed by = and a number format",
+                hint="--precision bf16,gradients=fp32",
+            )
+        values[key] = None if (key, value) == ("master", "none") else value
+    return replace(base, **values, name=text if changes else head)

@@ -1,0 +1,49 @@
+"""Which operators of a block run as one: what the engine fuses, and planning counts on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flopwise.work.formats import Formats
+from flopwise.work.op import Gemm, Op, Streaming
+from flopwise.work.transformer import Transformer
+
+SWIGLU_MULTIPLE = 64
+"""Widths that products with SwiGLU in them take are multiples of this."""
+
+
+def makers_for_one_product(ops: Sequence[Op]) -> dict[str, Op]:
+    """Products whose input a norm or an activation made for them alone → that operator.
+
+    Its backward makes the product's input again, in the place of its gradient, so that nobody else has to.
+    """
+    found: dict[str, Op] = {}
+    for op in ops:
+        if not isinstance(op, Gemm):
+            continue
+        name = op.inputs[0]
+        maker = next((other for other in ops if name in other.outputs), None)
+        alone = sum(name in other.inputs for other in ops) == 1
+        if alone and isinstance(maker, Streaming) and (maker.kind == "norm" or maker.name == "activation"):
+            found[op.name] = maker
+    return found
+
+
+def has_plain_swiglu(model: Transformer) -> bool:
+    """Whether a feed-forward is one that two products with SwiGLU in them can run."""
+    plain = not (model.ffn_bias or model.experts) and model.norm_place == "pre"
+    return model.gated and model.activation == "silu" and plain
+
+
+def swiglu_in_products(model: Transformer, formats: Formats) -> bool:
+    """Whether a training runs such products, on a device that has them: by its formats and widths."""
+    halves = formats.compute in ("bf16", "fp16") and formats.matrix == formats.compute
+    sums = formats.gradients in ("fp32", formats.compute)
+    aligned = model.hidden % SWIGLU_MULTIPLE == 0 and model.ffn % SWIGLU_MULTIPLE == 0 and model.head_dim % 8 == 0
+    return has_plain_swiglu(model) and halves and sums and aligned
+
+
+def is_sum_for_norm(op: Op, following: Op | None) -> bool:
+    """Whether an operator is a sum of two, and the next one its norm."""
+    summed = isinstance(op, Streaming) and op.kind == "residual" and len(op.inputs) == 2
+    return summed and isinstance(following, Streaming) and following.kind == "norm" and following.inputs == op.outputs

@@ -1,0 +1,67 @@
+"""`Layout`: what of a parallel set-up changes the operators of one device, and which layouts a model allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flopwise.work.lstm import Lstm
+from flopwise.work.model import Model
+from flopwise.work.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """What of a parallel set-up changes the operators of one device."""
+
+    tensor: int = 1
+    sequence: bool = False
+    """Norms and residual sums on 1/tensor of the tokens."""
+    context: int = 1
+    expert: int = 1
+
+
+WHOLE = Layout()
+"""One device does everything."""
+
+
+def illegal_layout(model: Model, sequence_tokens: int, layout: Layout) -> tuple[str, str, str] | None:
+    """The same for what one device computes."""
+    if isinstance(model, Lstm):
+        refusal = (
+            "only its layers and sequences can be dealt out",
+            "a cell's time steps follow each other",
+            "dp and pp",
+        )
+        return None if layout == WHOLE else refusal
+    uneven = _uneven(model, layout.tensor)
+    if uneven:
+        # A single rank always divides.
+        fewer = next(ranks for ranks in range(min(layout.tensor, model.heads), 0, -1) if not _uneven(model, ranks))
+        return f"{layout.tensor} tensor ranks", uneven, f"tp{fewer}"
+    parts = layout.context * (layout.tensor if layout.sequence else 1)
+    if sequence_tokens % parts:
+        return (
+            f"{sequence_tokens:,} tokens in {parts} parts",
+            "context and sequence ranks take equal parts",
+            f"a sequence that {parts} divides",
+        )
+    if layout.context > 1 and (model.head == "classifier" or model.window is not None):
+        return "a sequence over several devices", "the ring is for full attention with a loss on every token", "no cp"
+    if layout.expert > 1 and (not model.experts or model.experts % layout.expert):
+        return (
+            f"experts over {layout.expert} devices",
+            f"it has {model.experts or 'no'} experts",
+            f"ep{largest_divisor(max(1, model.experts), layout.expert)}",
+        )
+    return None
+
+
+def _uneven(model: Transformer, ranks: int) -> str | None:
+    """What that many tensor ranks cannot share equally; None when all can be."""
+    if model.heads % ranks or (model.kv_heads % ranks and ranks % model.kv_heads):
+        return f"it has {model.heads} heads and {model.kv_heads} key-value heads"
+    return f"its feed-forward width is {model.ffn}" if model.ffn % ranks else None
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    return next(candidate for candidate in range(min(limit, number), 0, -1) if number % candidate == 0)

@@ -1,0 +1,92 @@
+"""A model's trained numbers by name: which part each belongs to, and where it lies among the numbers of its part.
+
+Both executors, checkpoints and the first values all go by this list. A name is the operator's weight with its layer in
+front: `layers.3.qkv.weight`, `embedding.weight`, `final_norm.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, get_args
+
+from flopwise.work.describe import describe
+from flopwise.work.op import Gemm, Op, Streaming
+from flopwise.work.transformer import Transformer
+from flopwise.work.work import Work
+
+End = Literal["embedding", "head"]
+ENDS: tuple[End, ...] = get_args(End)
+
+Place = Literal["device", "host"]
+
+Part = int | End
+"""A layer, or one of the ends."""
+
+Role = Literal["matrix", "table", "bias", "norm"]
+"""What a parameter is: a product's matrix, a table of embeddings, a bias, the scale of a norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One trained tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: Part
+    first: int
+    """Its first number's place among those of its part."""
+    role: Role
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay is for it: matrices and tables, not what scales or shifts a channel."""
+        return self.role in ("matrix", "table")
+
+    @property
+    def local(self) -> str:
+        """Its name within its layer: `qkv.weight`."""
+        return self.name.split(".", 2)[2] if isinstance(self.part, int) else self.name
+
+
+def parameters_of(model: Transformer, sequence_tokens: int) -> tuple[Parameter, ...]:
+    """Every trained tensor once, in the order embedding, layers, head; within a part in the order of its operators.
+
+    A tied matrix is listed as the head's, and the part `head` then holds what comes before the blocks as well.
+    """
+    before, inside, behind = op_groups(describe(model, sequence_tokens))
+    found: list[Parameter] = []
+    if not model.tied:
+        found += _listed(before, "embedding", "")
+    for layer in range(model.layers):
+        found += _listed(inside, layer, f"layers.{layer}.")
+    return (*found, *_listed((*before, *behind) if model.tied else behind, "head", ""))
+
+
+def op_groups(work: Work) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:
+    """Operators before the blocks, of a block, and behind them."""
+    first = next(index for index, op in enumerate(work.ops) if op.in_block)
+    last = max(index for index, op in enumerate(work.ops) if op.in_block)
+    return work.ops[:first], work.ops[first : last + 1], work.ops[last + 1 :]
+
+
+def _listed(ops: tuple[Op, ...], part: Part, prefix: str) -> Iterator[Parameter]:
+    first = 0
+    for op in ops:
+        for weight in op.weights:
+            if weight.owned:
+                yield Parameter(f"{prefix}{weight.name}", weight.shape, part, first, _role(op, weight.name))
+                first += weight.elements
+
+
+def _role(op: Op, name: str) -> Role:
+    if name.endswith(".bias"):
+        return "bias"
+    if isinstance(op, Gemm):
+        return "matrix"
+    return "table" if isinstance(op, Streaming) and op.kind == "embedding" else "norm"

@@ -1,0 +1,166 @@
+"""Bytes: what an operator must move, what backward keeps, and what an update touches.
+
+Counted for one sequence, like FLOPs. These are the bytes of perfect caching: each operand read once, each result
+written once. A device with small caches moves more; `predict` models that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from flopwise.work.formats import WIDTH_BYTES, Formats
+from flopwise.work.op import Gemm, Op, Streaming, Tensor
+from flopwise.work.work import Recompute, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of one call of one copy: those that grow with the batch, and the weights' that do not."""
+
+    per_sequence: int
+    fixed: int = 0
+
+
+def tensor_bytes(tensor: Tensor, formats: Formats) -> int:
+    """Bytes of one copy of a tensor."""
+    if tensor.format == "index":
+        return 4 * tensor.elements
+    # Statistics are fp32, or as wide as the activations where those are wider.
+    return tensor.elements * (formats.compute_bytes if tensor.format == "compute" else formats.statistics_bytes)
+
+
+def forward_traffic(
+    work: Work, op: Op, formats: Formats, *, fused: bool, after: frozenset[str] | None = None
+) -> Traffic:
+    """Bytes that one call reads and writes going forward.
+
+    `after` names the operators that run before it when a forward is made again in part; None: all of them do.
+    """
+    written = _sizes(work, op.outputs, formats)
+    if not isinstance(op, Streaming):
+        return Traffic(written + _sizes(work, op.inputs, formats), _weight_bytes(op, formats.compute))
+    if op.kind == "embedding":
+        # One row read of each table for every row written.
+        return Traffic((1 + len(op.weights)) * written)
+    read = _sizes(work, op.inputs, formats)
+    if op.kind == "cross_entropy":
+        # One pass for maximum and sum; the gradient is written over the logits in backward.
+        return Traffic(read * (1 if fused else 2 * op.eager_kernels))
+    if not fused:
+        return Traffic((read + written) * op.eager_kernels)
+    # What the kernel before has just made stays in registers when both are one kernel.
+    before = _streaming_before(work, op)
+    if before is not None and (after is None or before.name in after):
+        read -= _sizes(work, tuple(name for name in op.inputs if name in before.outputs), formats)
+    return Traffic(read + written)
+
+
+def backward_traffic(work: Work, op: Op, formats: Formats, *, fused: bool) -> Traffic:
+    """Bytes that one call reads and writes going backward.
+
+    Gradients of the outputs and what was kept are read, gradients of the inputs written. A matrix product does
+    this in two kernels, each reading the output's gradient; the weights' gradient is not in it, since all calls of
+    a layer share one. By-products that no operator reads, such as a norm's statistics, have no gradient.
+    """
+    inputs, kept = _sizes(work, op.inputs, formats), _sizes(work, op.needs, formats)
+    # The block's output is read by the next block, which the list of one block's operators does not show.
+    used = {name for other in work.ops for name in other.inputs} | {"output"}
+    outputs = _sizes(work, tuple(name for name in op.outputs if name in used), formats)
+    if isinstance(op, Gemm):
+        return Traffic(inputs + kept + 2 * outputs, _weight_bytes(op, formats.compute))
+    if not isinstance(op, Streaming):
+        return Traffic(inputs + outputs + kept)
+    if op.kind == "embedding":
+        # Each row of the gradient is read and added to a row of the table.
+        return Traffic(3 * _sizes(work, op.outputs, formats))
+    if op.kind == "cross_entropy":
+        return Traffic(2 * inputs if fused else 3 * inputs)
+    if op.kind == "residual":
+        # The gradient passes through; only its sum with the other branch's is work, part of the norm when fused.
+        return Traffic(outputs if fused else 3 * outputs)
+    return Traffic((inputs + outputs + kept) * (1 if fused else op.eager_kernels))
+
+
+def least_bytes(work: Work, op: Op, formats: Formats, sequences: int, again: Fraction) -> int:
+    """Bytes of one operator for `sequences` sequences at once: forward, backward and what is made again.
+
+    The weights' gradient is written once for each layer.
+    """
+    forward = forward_traffic(work, op, formats, fused=True)
+    backward = backward_traffic(work, op, formats, fused=True)
+    once = sequences * forward.per_sequence + forward.fixed
+    total = once + int(once * again) + sequences * backward.per_sequence + backward.fixed
+    gradient = _weight_bytes(op, formats.gradients) if isinstance(op, Gemm) else 0
+    return op.layers * (op.calls * total + gradient)
+
+
+def _streaming_before(work: Work, op: Op) -> Streaming | None:
+    place = next(index for index, other in enumerate(work.ops) if other is op)
+    before = work.ops[place - 1] if place else None
+    return before if isinstance(before, Streaming) and before.in_block == op.in_block else None
+
+
+def _sizes(work: Work, names: tuple[str, ...], formats: Formats) -> int:
+    return sum(tensor_bytes(work.tensors[name], formats) for name in names)
+
+
+def _weight_bytes(op: Op, number_format: str) -> int:
+    """Of the matrices; a bias is added on the way out and is not worth a line of traffic."""
+    return sum(weight.elements for weight in op.weights if len(weight.shape) > 1) * WIDTH_BYTES[number_format]
+
+
+def saved_bytes(work: Work, policy: Recompute, formats: Formats) -> int:
+    """Bytes that one sequence keeps from forward to backward, in all layers."""
+    return sum(work.copies_of(tensor) * tensor_bytes(tensor, formats) for tensor in work.saved(policy))
+
+
+def block_saved_bytes(work: Work, policy: Recompute, formats: Formats) -> int:
+    """The same for one layer of the block alone."""
+    inside = {name for op in work.ops if op.in_block for name in (*op.inputs, *op.outputs)}
+    return sum(tensor_bytes(tensor, formats) for tensor in work.saved(policy) if tensor.name in inside)
+
+
+def cast_bytes(op: Op, formats: Formats) -> Traffic:
+    """Bytes of bringing a product's operands into the format it multiplies in, one copy, forward.
+
+    Weights in a wider format are cast once for all calls of a layer (`fixed`); fp8 takes the activations too.
+    """
+    weights = sum(weight.elements for weight in op.weights)
+    fixed = per_sequence = 0
+    if WIDTH_BYTES[formats.weights] > formats.compute_bytes:
+        fixed += weights * (WIDTH_BYTES[formats.weights] + formats.compute_bytes)
+    if formats.matrix == "fp8" and op.in_block and isinstance(op, Gemm):
+        fixed += weights * (formats.compute_bytes + 1)
+        per_sequence += op.rows * op.depth * (formats.compute_bytes + 1)
+    return Traffic(per_sequence, fixed)
+
+
+def cast_back_bytes(op: Gemm, formats: Formats) -> Traffic:
+    """Bytes of the same in backward, of products in fp8 as the engine makes them, one copy.
+
+    What tokens are summed over has scales for its columns: it is read for its largest numbers, and again to be written.
+    That is the input and the gradient of the output, which for the input's gradient is written by rows too; and the
+    matrix (`fixed`), whose gradient is read once more to be added to the sum, which is read and written.
+    """
+    if formats.matrix != "fp8" or not op.in_block:
+        return Traffic(0)
+    width = formats.compute_bytes
+    rows, columns = width + 1, 2 * width + 1
+    fixed = sum(weight.elements for weight in op.weights) * (columns + width + 2 * WIDTH_BYTES[formats.gradients])
+    return Traffic(op.rows * (op.columns * (rows + columns) + op.depth * columns), fixed)
+
+
+def update_bytes_per_parameter(formats: Formats, moments: int) -> int:
+    """Bytes that an optimizer moves: gradient read, moments and master read and written, weight written.
+
+    The weight is read as well where there is no master copy to start from.
+    """
+    weight = WIDTH_BYTES[formats.weights]
+    master = 2 * WIDTH_BYTES[formats.master] if formats.master else weight
+    return WIDTH_BYTES[formats.gradients] + 2 * moments * WIDTH_BYTES[formats.moments] + weight + master
+
+
+def scaled(traffic: Traffic, share: Fraction) -> Traffic:
+    """A part of an operator's traffic, for a forward that is only partly made again."""
+    return Traffic(int(traffic.per_sequence * share), int(traffic.fixed * share))

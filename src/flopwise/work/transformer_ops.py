@@ -1,0 +1,381 @@
+"""A transformer's operators for one sequence, in the order of its forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from flopwise.work.layout import WHOLE, Layout
+from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, SaveLevel, Streaming, StreamingKind, Tensor, Weight
+from flopwise.work.transformer import Transformer
+from flopwise.work.work import SCORES, Work
+
+Format = Literal["compute", "fp32", "index"]
+
+
+def transformer_work(
+    model: Transformer, sequence_tokens: int, kernel: AttentionKernel = "flash", layout: Layout = WHOLE
+) -> Work:
+    """Describe one forward pass over one sequence; backward and recompute follow from it.
+
+    With a `layout` it is what one device of it does: its heads, its columns of the feed-forward part and of the
+    vocabulary (padded to equal parts), its tokens and its experts, each of which gets an equal part of the tokens.
+    """
+    model.check_sequence(sequence_tokens)
+    builder = _Builder(model, sequence_tokens, kernel, layout)
+    builder.embedding()
+    builder.block()
+    builder.head()
+    return Work(
+        name=model.name,
+        sequence_tokens=sequence_tokens,
+        ops=tuple(builder.ops),
+        tensors=builder.tensors,
+        copies=builder.copies,
+        kernel=kernel,
+    )
+
+
+class _Builder:
+    """Collects operators and tensors; each method appends one part of the model."""
+
+    def __init__(self, model: Transformer, sequence_tokens: int, kernel: AttentionKernel, layout: Layout) -> None:
+        self.model = replace(
+            model,
+            heads=model.heads // layout.tensor,
+            kv_heads=max(1, model.kv_heads // layout.tensor),
+            ffn=model.ffn // layout.tensor,
+            vocab=-(-model.vocab // layout.tensor),
+        )
+        self.layout = layout
+        self.sequence_tokens = sequence_tokens
+        self.tokens = sequence_tokens // layout.context
+        # Tokens of the residual stream, of which sequence parallelism gives each tensor rank a part.
+        self.stream_tokens = self.tokens // layout.tensor if layout.sequence else self.tokens
+        self.kernel = kernel
+        self.ops: list[Op] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.copies: dict[str, int] = {}
+        self.layers = 1
+        self.in_block = False
+
+    # -- small makers ---------------------------------------------------------------------------------------------
+
+    def tensor(
+        self, name: str, elements: int, level: SaveLevel = SaveLevel.TRANSIENT, number_format: Format = "compute"
+    ) -> str:
+        self.tensors[name] = Tensor(name=name, elements=elements, level=level, format=number_format)
+        self.copies[name] = self.layers
+        return name
+
+    def gemm(
+        self,
+        name: str,
+        source: str,
+        outputs: tuple[str, ...],
+        *,
+        depth: int,
+        columns: int,
+        bias: bool = False,
+        rows: int | None = None,
+        groups: int = 1,
+        active: tuple[int, int] = (1, 1),
+        weight_owned: bool = True,
+    ) -> None:
+        lead = (groups,) if groups > 1 else ()
+        weights = [Weight(name=f"{name}.weight", shape=(*lead, columns, depth), active=active, owned=weight_owned)]
+        if bias:
+            weights.append(Weight(name=f"{name}.bias", shape=(*lead, columns), active=active))
+        self.ops.append(
+            Gemm(
+                name=name,
+                inputs=(source,),
+                outputs=outputs,
+                needs=(source,),
+                weights=tuple(weights),
+                layers=self.layers,
+                in_block=self.in_block,
+                rows=self.tokens if rows is None else rows,
+                depth=depth,
+                columns=columns,
+                groups=groups,
+            )
+        )
+
+    def streaming(
+        self,
+        name: str,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        *,
+        kind: StreamingKind = "pointwise",
+        needs: tuple[str, ...] = (),
+        weights: tuple[Weight, ...] = (),
+        eager_kernels: int = 1,
+        pairwise: bool = False,
+    ) -> None:
+        self.ops.append(
+            Streaming(
+                name=name,
+                inputs=inputs,
+                outputs=outputs,
+                needs=needs,
+                weights=weights,
+                layers=self.layers,
+                in_block=self.in_block,
+                kind=kind,
+                eager_kernels=eager_kernels,
+                pairwise=pairwise,
+            )
+        )
+
+    def norm(self, name: str, source: str, output: str, *, rows: int | None = None, width: int = 0) -> None:
+        """RMSNorm or LayerNorm over `width` channels; keeps the input and its statistics in fp32."""
+        model = self.model
+        width = width or model.hidden
+        rows = rows or self.stream_tokens
+        statistics = self.tensor(
+            f"{name}.statistics", rows * (2 if model.norm == "layer" else 1), SaveLevel.CONTEXT, "fp32"
+        )
+        weights = [Weight(name=f"{name}.weight", shape=(width,))]
+        if model.norm_bias:
+            weights.append(Weight(name=f"{name}.bias", shape=(width,)))
+        # Unfused RMSNorm is a cast, a square, a mean, a reciprocal root, two products and a cast back.
+        self.streaming(
+            name,
+            (source,),
+            (output, statistics),
+            kind="norm",
+            needs=(source, statistics),
+            weights=tuple(weights),
+            eager_kernels=6 if model.norm == "rms" else 1,
+        )
+
+    # -- parts of the model ---------------------------------------------------------------------------------------
+
+    def embedding(self) -> None:
+        model, tokens = self.model, self.stream_tokens
+        ids = self.tensor("ids", tokens, number_format="index")
+        weights = [Weight(name="embedding.weight", shape=(model.vocab, model.hidden), owned=not model.tied)]
+        if model.positions == "learned":
+            weights.append(
+                Weight(name="positions.weight", shape=(model.position_rows or self.sequence_tokens, model.hidden))
+            )
+        if model.token_types:
+            weights.append(Weight(name="token_types.weight", shape=(model.token_types, model.hidden)))
+        self.layers = model.layers
+        block_input = self.tensor("input", tokens * model.hidden, SaveLevel.INPUT)
+        self.layers = 1
+        target = self.tensor("embedded", tokens * model.hidden) if model.embedding_norm else block_input
+        self.streaming(
+            "embedding",
+            (ids,),
+            (target,),
+            kind="embedding",
+            needs=(ids,),
+            weights=tuple(weights),
+            eager_kernels=len(weights),
+        )
+        if model.embedding_norm:
+            self.norm("embedding_norm", target, block_input)
+
+    def block(self) -> None:
+        model = self.model
+        self.layers, self.in_block = model.layers, True
+        width = self.stream_tokens * model.hidden
+        if model.norm_place == "post":
+            self.attention("input")
+            self.tensor("middle_sum", width, SaveLevel.EVERYTHING)
+            self.streaming("residual1", ("input", "projected"), ("middle_sum",), kind="residual")
+            self.tensor("middle", width)
+            self.norm("norm1", "middle_sum", "middle")
+            self.feed_forward("middle")
+            self.tensor("output_sum", width, SaveLevel.EVERYTHING)
+            self.streaming("residual2", ("middle", "fed"), ("output_sum",), kind="residual")
+            self.tensor("output", width)
+            self.norm("norm2", "output_sum", "output")
+        else:
+            self.tensor("normed1", width)
+            self.norm("norm1", "input", "normed1")
+            self.attention("normed1")
+            self.tensor("normed2", width)
+            if model.parallel_residual:
+                self.norm("norm2", "input", "normed2")
+                self.feed_forward("normed2")
+                self.tensor("output", width)
+                branches = ("input", "projected", "fed")
+                self.streaming("residual", branches, ("output",), kind="residual", eager_kernels=2)
+            else:
+                self.tensor("middle", width, SaveLevel.EVERYTHING)
+                self.streaming("residual1", ("input", "projected"), ("middle",), kind="residual")
+                self.norm("norm2", "middle", "normed2")
+                self.feed_forward("normed2")
+                self.tensor("output", width)
+                self.streaming("residual2", ("middle", "fed"), ("output",), kind="residual")
+        self.layers, self.in_block = 1, False
+
+    def attention(self, source: str) -> None:
+        model, tokens = self.model, self.tokens
+        query_size, kv_size = tokens * model.query_width, tokens * model.kv_width
+        rotary = model.positions == "rotary"
+        # With a norm on the queries, what the product wrote is kept, and the queries follow from it without one.
+        self.tensor("query", query_size, SaveLevel.TRANSIENT if model.qk_norm else SaveLevel.EVERYTHING)
+        self.tensor("key", kv_size, SaveLevel.CONTEXT)
+        self.tensor("value", kv_size, SaveLevel.CONTEXT)
+        query, key = "query", "key"
+        if model.qk_norm or rotary:
+            # What the product writes; the norm's backward reads it, the rotation's does not.
+            level = SaveLevel.EVERYTHING if model.qk_norm else SaveLevel.TRANSIENT
+            query, key = self.tensor("query_raw", query_size, level), self.tensor("key_raw", kv_size, level)
+        self.gemm(
+            "qkv",
+            source,
+            (query, key, "value"),
+            depth=model.hidden,
+            columns=model.query_width + 2 * model.kv_width,
+            bias=model.qkv_bias,
+        )
+        if model.qk_norm:
+            heads = (("query", model.heads, query_size), ("key", model.kv_heads, kv_size))
+            for part, count, size in heads:
+                output = self.tensor(f"{part}_normed", size) if rotary else part
+                self.norm(f"{part}_norm", f"{part}_raw", output, rows=tokens * count, width=model.head_dim)
+            query, key = "query_normed", "key_normed"
+        if rotary:
+            # Unfused: two products, a negation, a concatenation and a sum, for queries and keys alike.
+            self.streaming("rotary", (query, key), ("query", "key"), eager_kernels=5, pairwise=True)
+        self.attention_core()
+        self.tensor("projected", self.stream_tokens * model.hidden)
+        self.gemm(
+            "output",
+            "attended",
+            ("projected",),
+            depth=model.query_width,
+            columns=model.hidden,
+            bias=model.output_bias,
+        )
+
+    def attention_core(self) -> None:
+        model, tokens = self.model, self.tokens
+        self.tensor("attended", tokens * model.query_width, SaveLevel.ATTENTION)
+        if self.kernel == "flash":
+            kept = self.tensor("logsumexp", tokens * model.heads, SaveLevel.ATTENTION, "fp32")
+            needs: tuple[str, ...] = ("query", "key", "value", "attended", kept)
+        else:
+            pairs = tokens * self.sequence_tokens * model.heads
+            kept = self.tensor(SCORES, pairs, SaveLevel.EVERYTHING)
+            needs = ("query", "key", "value", kept)
+        self.ops.append(
+            Attention(
+                name="attention",
+                inputs=("query", "key", "value"),
+                outputs=("attended", kept),
+                needs=needs,
+                layers=self.layers,
+                in_block=self.in_block,
+                tokens=tokens,
+                heads=model.heads,
+                kv_heads=model.kv_heads,
+                head_dim=model.head_dim,
+                causal=model.causal,
+                window=model.window,
+                parts=self.layout.context,
+            )
+        )
+
+    def feed_forward(self, source: str) -> None:
+        model, tokens = self.model, self.tokens
+        copies = model.experts_per_token if model.experts else 1
+        rows = tokens * copies
+        self.tensor("fed", self.stream_tokens * model.hidden)
+        active = (model.experts_per_token, model.experts) if model.experts else (1, 1)
+        groups = max(1, model.experts // self.layout.expert)
+        if model.experts:
+            source = self.route(source)
+        inner = [self.tensor("up", rows * model.ffn, SaveLevel.EVERYTHING)]
+        if model.gated:
+            inner.insert(0, self.tensor("gate", rows * model.ffn, SaveLevel.EVERYTHING))
+        self.gemm(
+            "gate_up" if model.gated else "up",
+            source,
+            tuple(inner),
+            depth=model.hidden,
+            columns=model.ffn * len(inner),
+            bias=model.ffn_bias,
+            active=active,
+            rows=rows,
+            groups=groups,
+        )
+        self.tensor("activated", rows * model.ffn)
+        self.streaming("activation", tuple(inner), ("activated",), needs=tuple(inner), eager_kernels=len(inner))
+        result = self.tensor("expert_output", rows * model.hidden, SaveLevel.EVERYTHING) if model.experts else "fed"
+        self.gemm(
+            "down",
+            "activated",
+            (result,),
+            depth=model.ffn,
+            columns=model.hidden,
+            bias=model.ffn_bias,
+            active=active,
+            rows=rows,
+            groups=groups,
+        )
+        if model.experts:
+            weighted = ("expert_output", "routing_weights", "routing_index")
+            self.streaming("combine", weighted, ("fed",), needs=weighted, eager_kernels=2)
+
+    def route(self, source: str) -> str:
+        """Choose each token's experts and lay the tokens out by expert; returns the tensor the experts read."""
+        model, tokens = self.model, self.tokens
+        chosen = tokens * model.experts_per_token
+        scores = self.tensor("router_scores", tokens * model.experts, SaveLevel.EVERYTHING)
+        weights = self.tensor("routing_weights", chosen, SaveLevel.EVERYTHING, "fp32")
+        index = self.tensor("routing_index", chosen, SaveLevel.EVERYTHING, "index")
+        self.gemm("router", source, (scores,), depth=model.hidden, columns=model.experts)
+        self.streaming("routing", (scores,), (weights, index), needs=(scores, index), eager_kernels=3)
+        dispatched = self.tensor("dispatched", chosen * model.hidden)
+        self.streaming("dispatch", (source, index), (dispatched,), needs=(index,))
+        return dispatched
+
+    def head(self) -> None:
+        model, tokens = self.model, self.tokens
+        if model.head == "classifier":
+            self.classifier()
+            return
+        width = self.stream_tokens * model.hidden
+        last = self.tensor("last", width)
+        if model.final_norm:
+            final = self.tensor("final", width)
+            self.norm("final_norm", last, final)
+            last = final
+        if model.head == "masked":
+            last = self.masked_transform(last)
+        logits = self.tensor("logits", tokens * model.vocab)
+        self.gemm("head", last, (logits,), depth=model.hidden, columns=model.vocab, bias=model.head_bias)
+        self.loss(logits, rows=tokens)
+
+    def masked_transform(self, source: str) -> str:
+        """BERT's masked-word head: a dense layer, its activation and a norm before the decoder."""
+        width = self.stream_tokens * self.model.hidden
+        before, after = self.tensor("transformed", width), self.tensor("transformed_activated", width)
+        self.gemm("transform", source, (before,), depth=self.model.hidden, columns=self.model.hidden, bias=True)
+        self.streaming("transform_activation", (before,), (after,), needs=(before,))
+        final = self.tensor("final", width)
+        self.norm("transform_norm", after, final)
+        return final
+
+    def classifier(self) -> None:
+        """The first token through a dense layer and tanh, then to the labels."""
+        hidden, labels = self.model.hidden, self.model.labels or 1
+        first = self.tensor("first", hidden)
+        pooled = self.tensor("pooled_raw", hidden)
+        activated = self.tensor("pooled", hidden)
+        self.gemm("pooler", first, (pooled,), rows=1, depth=hidden, columns=hidden, bias=True)
+        self.streaming("pooler_activation", (pooled,), (activated,), needs=(activated,))
+        scores = self.tensor("logits", labels)
+        self.gemm("classifier", activated, (scores,), rows=1, depth=hidden, columns=labels, bias=True)
+        self.loss(scores, rows=1)
+
+    def loss(self, logits: str, *, rows: int) -> None:
+        loss = self.tensor("loss", rows, number_format="fp32")
+        self.streaming("loss", (logits,), (loss,), kind="cross_entropy", needs=(logits,), eager_kernels=2)

@@ -1,0 +1,158 @@
+"""`Work`: a model's operators for one sequence, and the exact counts that follow from them.
+
+This is the one place that counts FLOPs and parameters and that decides what is saved and what is made again;
+`traffic.py` beside it counts bytes. Prediction, planning, training and reports all ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Literal, get_args
+
+from flopwise.work.op import Attention, AttentionKernel, Convention, Op, Pairs, SaveLevel, Streaming, Tensor
+
+Recompute = Literal["none", "selective", "everything", "attention", "context", "input", "full"]
+RECOMPUTE_POLICIES: tuple[Recompute, ...] = get_args(Recompute)
+"""From the most memory to the least.
+
+none        keep all that backward reads; nothing is made again
+selective   all but the scores of eager attention, which are made again from queries and keys (Korthikanti et al., arXiv
+            2205.05198); flash attention keeps none, so that there it is `none`
+everything  keep what only a matrix product or attention could make again; norms and activations are made again
+attention   keep the block's input, keys, values and attention's result
+context     keep the block's input, keys and values
+input       keep the block's input and make again what backward reads: not the last product. torch's checkpoint does so
+full        keep the block's input and run the whole block again, as checkpointing without an early stop does
+"""
+
+SCORES = "probabilities"
+"""What eager attention keeps of the square of queries and keys."""
+
+_LEVEL: dict[Recompute, SaveLevel] = {
+    "everything": SaveLevel.EVERYTHING,
+    "attention": SaveLevel.ATTENTION,
+    "context": SaveLevel.CONTEXT,
+    "input": SaveLevel.INPUT,
+    "full": SaveLevel.INPUT,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """One model on one sequence length: the operators in the order of the forward pass."""
+
+    name: str
+    sequence_tokens: int
+    ops: tuple[Op, ...]
+    tensors: dict[str, Tensor]
+    copies: dict[str, int] = field(default_factory=dict)
+    """How many copies of a tensor one sequence makes: one for each layer and call; 1 when not named."""
+    kernel: AttentionKernel = "flash"
+
+    def __post_init__(self) -> None:
+        known = set(self.tensors)
+        for op in self.ops:
+            assert known.issuperset((*op.inputs, *op.outputs, *op.needs)), f"{op.name} names an unknown tensor"
+
+    @property
+    def parameters(self) -> int:
+        """Every trained number, once."""
+        return sum(op.parameters for op in self.ops)
+
+    @property
+    def active_parameters(self) -> int:
+        """The parameters that one token uses: fewer than all in a mixture of experts."""
+        return sum(op.active_parameters for op in self.ops)
+
+    def forward_flops(self, op: Op, convention: Convention) -> int:
+        """Model FLOPs of one operator's forward pass over one sequence."""
+        if convention == "causal":
+            return op.forward_flops("mask")
+        if isinstance(op, Attention):
+            return op.forward_flops("reach")
+        return 2 * op.active_parameters * self.sequence_tokens
+
+    def model_flops(self, convention: Convention) -> int:
+        """FLOPs of forward and backward over one sequence: three times the forward."""
+        return 3 * sum(self.forward_flops(op, convention) for op in self.ops)
+
+    def hardware_flops(self, op: Op, convention: Convention, again: Fraction) -> int:
+        """FLOPs that one operator executes for one sequence, `again` being the share of it that is recomputed.
+
+        A product runs once forward and twice backward. Flash attention makes its scores anew in backward: 2.5
+        forward units instead of 2, so 3.5 in all and 4.5 under checkpointing. Eager attention computes the
+        masked half as well. The convention changes what a unit is, not how many there are.
+        """
+        forward = self.forward_flops(op, convention)
+        backward = 2 * forward
+        if isinstance(op, Attention):
+            counted: Pairs = "mask" if convention == "causal" else "reach"
+            pairs: Pairs = counted if self.kernel == "flash" else "square"
+            forward = op.forward_flops(pairs)
+            backward = op.backward_flops(self.kernel, pairs)
+        return forward + backward + int(forward * again)
+
+    def total_hardware_flops(self, convention: Convention, policy: Recompute) -> int:
+        """FLOPs that a device executes for forward, recompute and backward over one sequence."""
+        again = self.recomputed(policy)
+        return sum(self.hardware_flops(op, convention, again.get(op.name, Fraction(0))) for op in self.ops)
+
+    def saved(self, policy: Recompute) -> tuple[Tensor, ...]:
+        """The tensors that are kept from forward to backward; the logits are not among them (they have an owner)."""
+        inside, outside = self._needed()
+        kept = set(outside)
+        if policy in ("none", "selective"):
+            kept |= inside - ({SCORES} if policy == "selective" else set())
+        else:
+            produced = {name for op in self.ops if op.in_block for name in (*op.inputs, *op.outputs)}
+            kept |= {name for name in produced if self.tensors[name].level <= _LEVEL[policy]}
+        return tuple(tensor for name, tensor in self.tensors.items() if name in kept and name != "logits")
+
+    def recomputed(self, policy: Recompute) -> dict[str, Fraction]:
+        """Operator → share of its forward that backward runs again (part of a packed product may be enough)."""
+        if policy == "none":
+            return {}
+        if policy == "full":
+            return {op.name: Fraction(1) for op in self.ops if op.in_block}
+        made = self.made_again(policy)
+        return {op.name: self._share_made(op, made) for op in self.ops if op.in_block and made.intersection(op.outputs)}
+
+    def made_again(self, policy: Recompute) -> set[str]:
+        """The tensors of a block that backward makes again: those that it reads and that were not kept, and theirs."""
+        kept = {tensor.name for tensor in self.saved(policy)}
+        return self.made_for(self._needed()[0], kept)
+
+    def made_for(self, needed: Iterable[str], kept: Collection[str]) -> set[str]:
+        """The tensors of a block that have to be made to have those that are needed, where some are kept."""
+        producer = {name: op for op in self.ops if op.in_block for name in op.outputs}
+        wanted = [name for name in needed if name not in kept]
+        made: set[str] = set()
+        while wanted:
+            name = wanted.pop()
+            if name in made or name in kept or name not in producer:
+                continue
+            made.add(name)
+            op = producer[name]
+            pairwise = isinstance(op, Streaming) and op.pairwise
+            wanted.extend([op.inputs[op.outputs.index(name)]] if pairwise else op.inputs)
+        return made
+
+    def _needed(self) -> tuple[set[str], set[str]]:
+        """What the backward of the blocks reads, and what that of the other operators reads."""
+        inside = {name for op in self.ops if op.in_block for name in op.needs}
+        return inside, {name for op in self.ops if not op.in_block for name in op.needs}
+
+    def _share_made(self, op: Op, made: set[str]) -> Fraction:
+        if isinstance(op, Attention):
+            # Eager attention is two products: scores, and their sum with the values. The scores alone are half.
+            return Fraction(1) if self.kernel == "flash" or "attended" in made else Fraction(1, 2)
+        main = [name for name in op.outputs if self.tensors[name].format == "compute"] or list(op.outputs)
+        again = sum(self.tensors[name].elements for name in main if name in made)
+        # Only a by-product (a norm's statistics) is missing: it costs the whole kernel all the same.
+        return Fraction(again, sum(self.tensors[name].elements for name in main)) if again else Fraction(1)
+
+    def copies_of(self, tensor: Tensor) -> int:
+        """How many of this tensor one sequence makes."""
+        return self.copies.get(tensor.name, 1)

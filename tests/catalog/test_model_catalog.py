@@ -1,0 +1,244 @@
+"""The models of the catalogue: every file decodes, and its parameters are those that were published."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from functools import cache
+from importlib import resources
+
+import msgspec
+import pytest
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.work.describe import describe
+from flopwise.work.lstm import Lstm
+from flopwise.work.model import ARCHITECTURES, Model
+from flopwise.work.transformer import RotaryScaling, Transformer
+
+QWEN25 = tuple(f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"))
+QWEN3 = tuple(f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b"))
+MPT = tuple(f"mpt-{size}" for size in ("125m", "350m", "760m", "1b", "3b", "7b", "13b", "30b", "70b"))
+REQUIRED = {
+    *("llama-3-1b", "llama-3-3b", "llama-3-8b", "llama-3-70b", "mistral-7b", "mixtral-8x7b"),
+    *("dataflow-1b", "dataflow-15b", "dataflow-32b", "gpt-neox-20b", "pythia-1b", "pythia-6.9b"),
+    *("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-3-175b", "bert-base", "bert-large", "lstm-lm"),
+    *QWEN25,
+    *QWEN3,
+    *MPT,
+}
+
+PUBLISHED = {
+    # The released weights, a tied matrix counted once (some files of tied models hold it twice).
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-1b": 1_235_814_400,
+    "llama-3-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "pythia-1b": 1_011_781_632,
+    "pythia-6.9b": 6_857_302_016,
+    "gpt-neox-20b": 20_554_567_680,
+    # bert-base-uncased with a classifier of six labels.
+    "bert-base": 109_486_854,
+}
+
+MPT_PUBLISHED = {
+    # The NumParams column of llm-foundry's throughput tables: at 2,048 and at 65,536 tokens.
+    "mpt-125m": (125_311_488, 174_070_272),
+    "mpt-350m": (355_985_408, 420_997_120),
+    "mpt-760m": (760_470_528, 857_988_096),
+    "mpt-1b": (1_315_950_592, 1_445_974_016),
+    "mpt-3b": (2_651_837_440, 2_814_366_720),
+    "mpt-7b": (6_658_859_008, 6_918_905_856),
+    "mpt-13b": (12_853_954_560, 13_179_013_120),
+    "mpt-30b": (29_975_214_080, 30_430_296_064),
+    "mpt-70b": (64_862_437_376, 65_382_531_072),
+}
+
+
+@cache
+def table(name: str) -> dict[str, object]:
+    """A model file as it is written."""
+    return tomllib.loads((resources.files("flopwise") / "catalog" / "models" / f"{name}.toml").read_text("utf-8"))
+
+
+@cache
+def catalogue_model(name: str) -> Model:
+    """A model file as a description."""
+    fields = dict(table(name))
+    return msgspec.convert(fields, ARCHITECTURES[str(fields.pop("architecture"))])
+
+
+def transformer(name: str) -> Transformer:
+    """A model file that describes a transformer."""
+    model = catalogue_model(name)
+    assert isinstance(model, Transformer)
+    return model
+
+
+def names() -> list[str]:
+    """Every model file."""
+    files = (resources.files("flopwise") / "catalog" / "models").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def transformer_parameters(model: Transformer, sequence_tokens: int) -> int:
+    """Count weights from the shape alone, without the operators that the package derives its own count from."""
+    hidden = model.hidden
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    norm = hidden * (2 if model.norm_bias else 1)
+    attention = hidden * queries + 2 * hidden * keys + queries * hidden
+    attention += model.qkv_bias * (queries + 2 * keys) + model.output_bias * hidden + model.qk_norm * 2 * model.head_dim
+    inner = 2 if model.gated else 1
+    feed_forward = (inner + 1) * hidden * model.ffn + model.ffn_bias * (inner * model.ffn + hidden)
+    if model.experts:
+        feed_forward = model.experts * feed_forward + hidden * model.experts
+    total = model.layers * (attention + feed_forward + 2 * norm)
+    total += hidden * (model.vocab + model.token_types)
+    if model.positions == "learned":
+        total += hidden * (model.position_rows or sequence_tokens)
+    total += norm * (model.embedding_norm + model.final_norm)
+    if model.head == "classifier":
+        return total + hidden * hidden + hidden + (hidden + 1) * (model.labels or 0)
+    if model.head == "masked":
+        total += hidden * hidden + hidden + norm
+    return total + (0 if model.tied else hidden * model.vocab) + model.head_bias * model.vocab
+
+
+@pytest.mark.parametrize("name", names())
+def test_file_decodes_under_its_own_name(name: str) -> None:
+    model = catalogue_model(name)
+    assert model.name == name
+    assert model.title
+    assert re.fullmatch(r"[a-z0-9.-]+", name)
+
+
+@pytest.mark.parametrize("number", [0.0, -1e-5, float("nan"), float("inf")])
+@pytest.mark.parametrize("field", ["norm_epsilon", "rotary_base"])
+def test_numbers_of_values_are_above_zero_and_finite(field: str, number: float) -> None:
+    with pytest.raises(FlopwiseError, match=f"llama-3-8b: {field} must be a number above 0") as caught:
+        dataclasses.replace(transformer("llama-3-8b"), **{field: number})  # type: ignore[arg-type]
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"factor": 0.0}, "factor must be a number above 0"),
+        ({"factor": float("inf")}, "factor must be a number above 0"),
+        ({"factor": 8.0, "original_context": 0}, "original_context must be at least 1"),
+        ({"factor": 8.0, "low_frequency_factor": 4.0}, "is not below high_frequency_factor"),
+    ],
+)
+def test_rotary_scaling_is_checked(fields: dict[str, float], words: str) -> None:
+    with pytest.raises(FlopwiseError, match=words):
+        RotaryScaling(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", names())
+def test_source_says_where_the_shape_comes_from(name: str) -> None:
+    model = catalogue_model(name)
+    assert re.search(r"https://\S+", model.source)
+
+
+@pytest.mark.parametrize("name", names())
+def test_file_leaves_out_what_is_the_default(name: str) -> None:
+    written = table(name)
+    model = catalogue_model(name)
+    defaults = {field.name: field.default for field in dataclasses.fields(model)}
+    assert not [key for key, value in written.items() if key in defaults and defaults[key] == value]
+    if isinstance(model, Transformer):
+        assert written.get("kv_heads") != model.heads
+        assert written.get("head_dim") != model.hidden / model.heads
+
+
+def test_every_required_model_is_there() -> None:
+    assert set(names()) >= REQUIRED
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_ones(name: str) -> None:
+    model = transformer(name)
+    assert transformer_parameters(model, model.context) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", MPT)
+def test_mpt_parameters_grow_with_the_sequence_as_published(name: str) -> None:
+    model = transformer(name)
+    assert (transformer_parameters(model, 2048), transformer_parameters(model, 65536)) == MPT_PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_described_work_has_the_published_parameters(name: str) -> None:
+    """What the operators hold, from which every prediction starts, against the released weights."""
+    model = catalogue_model(name)
+    assert describe(model, model.context).parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", MPT)
+def test_described_mpt_has_the_published_parameters(name: str) -> None:
+    """The same for the tables' NumParams column, which grows with the sequence."""
+    model = catalogue_model(name)
+    assert (describe(model, 2048).parameters, describe(model, 65536).parameters) == MPT_PUBLISHED[name]
+
+
+def test_gpt3_has_the_parameters_of_its_name() -> None:
+    model = transformer("gpt-3-175b")
+    assert round(transformer_parameters(model, 2048) / 1e9, 1) == 174.6
+
+
+@pytest.mark.parametrize(("name", "non_embedding"), [("pythia-1b", 805_736_448), ("pythia-6.9b", 6_444_163_072)])
+def test_pythia_without_embeddings_is_what_its_model_card_says(name: str, non_embedding: int) -> None:
+    model = transformer(name)
+    assert transformer_parameters(model, 2048) - 2 * model.vocab * model.hidden == non_embedding
+
+
+@pytest.mark.parametrize(
+    ("name", "block_mib", "bytes_per_token"),
+    [
+        ("dataflow-1b", 116.008, (6_152, 10_376, 51_336)),
+        ("dataflow-15b", 416.016, (12_296, 20_616, 94_344)),
+        ("dataflow-32b", 930.020, (14_344, 24_744, 155_816)),
+    ],
+)
+def test_dataflow_shapes_give_the_sizes_of_the_offload_trainer(
+    name: str, block_mib: float, bytes_per_token: tuple[int, int, int]
+) -> None:
+    """The trainer's bytes of a bf16 block, and of a token at its three levels of saving."""
+    model = transformer(name)
+    queries, keys = model.query_width, model.kv_width
+    block = 2 * model.hidden + 2 * model.hidden * (queries + keys) + 3 * model.hidden * model.ffn
+    context = 2 * model.hidden + 8 + 4 * keys
+    attention = context + 4 * model.heads + 2 * queries
+    everything = attention + 2 * queries + 2 * model.hidden + 4 * model.ffn
+    assert round(2 * block / 2**20, 3) == block_mib
+    assert (context, attention, everything) == bytes_per_token
+
+
+def test_lstm_has_the_parameters_that_the_reference_prints() -> None:
+    model = catalogue_model("lstm-lm")
+    assert isinstance(model, Lstm)
+    hidden, vocab = model.hidden, model.vocab
+    cells = model.layers * (2 * hidden + 1) * 4 * hidden
+    total = vocab * hidden + cells + hidden * model.projection + (hidden + 1) * vocab
+    assert round(total / 1e9, 2) == 38.37
+    assert model.head_input == "hidden"

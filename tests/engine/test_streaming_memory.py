@@ -1,0 +1,265 @@
+"""Memory of the streaming executor: taken once, as planned, and every allocation of a step within the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from torch import dtype  # noqa: E402
+
+from flopwise.base.errors import FlopwiseError  # noqa: E402
+from flopwise.catalog.load import load_hardware  # noqa: E402
+from flopwise.engine.streaming.executor import StreamingExecutor  # noqa: E402
+from flopwise.engine.streaming.layout import SavedTensors, fields_in_order, moment_fields  # noqa: E402
+from flopwise.plan import DeviceQuestion, compile_plan, planned  # noqa: E402
+from flopwise.plan.device.memory import plan_bytes  # noqa: E402
+from flopwise.plan.program.sizes import level_bytes, sizes_of  # noqa: E402
+from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES  # noqa: E402
+from flopwise.records.plan import LEVELS, Plan, Residency  # noqa: E402
+from flopwise.setup.training import Training  # noqa: E402
+from flopwise.work.describe import describe  # noqa: E402
+from flopwise.work.formats import parse_formats  # noqa: E402
+from flopwise.work.parameters import ENDS  # noqa: E402
+from flopwise.work.transformer import Transformer  # noqa: E402
+from tests.support.tiny_models import TINY, TOKENS, parameters, random_module  # noqa: E402
+from tests.support.training_plans import (  # noqa: E402
+    CPU,
+    any_levels,
+    any_residency,
+    cut_plan,
+    everything_stays,
+    executor_for,
+    random_batch,
+)
+
+MIB = 2**20
+KERNELS_BYTES = 13 * MIB
+"""What kernels take for a block, a tile or a piece of theirs, whatever the sizes: far below what libraries are left."""
+
+
+# -- where things lie ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-amp"])
+@pytest.mark.parametrize("family", TINY)
+def test_what_is_saved_fits_its_room_and_begins_where_loads_may(family: str, precision: str) -> None:
+    formats = parse_formats(precision)
+    for model in (TINY[family], wide(TINY[family])):
+        saved = SavedTensors(describe(model, TOKENS), formats)
+        sizes = sizes_of(model, TOKENS, formats, "adamw")
+        for level in LEVELS:
+            for tokens in (1, 2, 7, 19, 3 * 19, 64):
+                fields = list(saved.fields(level, tokens).values())
+                end = 0
+                for field in fields:
+                    assert field.start == end
+                    assert field.start % field.dtype.itemsize == 0
+                    end += field.bytes
+                    # Kernels load sixteen bytes at once of rows that are a multiple of it.
+                    if saved.each[field.name] * field.dtype.itemsize % 16 == 0:
+                        assert field.start % 16 == 0
+                assert end <= level_bytes(sizes, level, tokens)
+                assert [field.name for field in fields if field.name == "input"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 99), st.sampled_from([torch.bfloat16, torch.float32, torch.float64])), max_size=9)
+)
+def test_fields_begin_at_multiples_of_their_numbers(wanted: list[tuple[int, dtype]]) -> None:
+    fields = fields_in_order((str(index), *entry) for index, entry in enumerate(wanted))
+    assert sum(field.bytes for field in fields.values()) == sum(count * kind.itemsize for count, kind in wanted)
+    for field in fields.values():
+        assert field.of(torch.zeros(10_000, dtype=torch.uint8)).numel() == field.elements
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", "fp32"])
+def test_moments_fill_a_piece_exactly(precision: str) -> None:
+    formats = parse_formats(precision)
+    for count in (1, 3, 8, 1001):
+        fields = moment_fields(count, formats)
+        taken = sorted((field.start, field.start + field.bytes) for field in fields.values())
+        assert taken[0][0] == 0
+        assert all(one[1] == two[0] for one, two in pairwise(taken))
+
+
+# -- as planned ------------------------------------------------------------------------------------------------------
+
+
+def left_of(executor: StreamingExecutor) -> int:
+    """Of the plan's device memory, what the slab leaves free for libraries."""
+    left = executor.room.left_to_libraries
+    return sum(left.get(buffer.name, 0) for buffer in executor.program.buffers if buffer.place == "device")
+
+
+def assert_as_planned(plan: Plan, model: Transformer, executor: StreamingExecutor) -> None:
+    program = executor.program
+    room = executor.room
+    planned_bytes = plan_bytes(plan, sizes_of(model, plan.sequence_tokens, parse_formats(plan.precision), "adamw"))
+    totals = {place: sum(owners.values()) for place, owners in planned_bytes.items()}
+    assert room.device_slab.numel() == totals["device"] - left_of(executor)
+    assert room.host_slab.numel() == totals["host"]
+    rows = executor.memory()
+    for place, owners in planned_bytes.items():
+        found = {row.owner: row for row in rows if row.place == place}
+        assert {owner: row.planned_bytes for owner, row in found.items() if owner != "unaccounted"} == owners
+        assert sum(row.planned_bytes for row in found.values()) == totals[place]
+        if owners:
+            assert found["unaccounted"].measured_bytes == 0
+        assert all(0 <= row.measured_bytes <= row.planned_bytes for row in found.values())
+        assert program.bytes_by_owner(place) == owners
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_rows_add_up_for_any_plan(data: st.DataObject) -> None:
+    def pick(options: Any) -> Any:
+        return data.draw(st.sampled_from(list(options)))
+
+    model = replace(TINY[pick(("llama", "qwen3", "gpt2", "bert", "bert-masked"))], layers=pick((1, 3)))
+    attention = pick(("chunk", "sequence")) if model.causal else "sequence"
+    plan = cut_plan(model, sequence=TOKENS, chunk=pick((19, 9)), letters="F", attention=attention)
+    plan = replace(
+        plan, precision=pick(("bf16", "fp32", "bf16-amp", "bf16-mixed")), update_when=pick(("backward", "end"))
+    )
+    plan = any_residency(any_levels(plan, pick), pick)
+    executor = executor_for(plan, model, parameters(random_module(model)), Training(steps=1))
+    assert_as_planned(plan, model, executor)
+    executor.step(random_batch(model, plan.sequences_per_round, TOKENS, 0), 0)
+    executor.evaluate([random_batch(model, 1, TOKENS, 0)])
+    assert_as_planned(plan, model, executor)
+
+
+# -- every allocation ------------------------------------------------------------------------------------------------
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most that was allocated at one time within a call, by every allocation and free of torch."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def wide(model: Transformer, **changes: Any) -> Transformer:
+    """The same family with usual proportions."""
+    settled: dict[str, Any] = {
+        **{"layers": 2, "hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 32, "ffn": 704, "vocab": 5003},
+        "context": 8192,
+    }
+    if model.positions == "learned":
+        settled |= {"position_rows": 8192, "kv_heads": 8}
+    return replace(model, **(settled | changes))
+
+
+def assert_within_plan(plan: Plan, model: Transformer, *, training: Training | None = None) -> None:
+    """A step and an evaluation take nothing beyond what the plan leaves to libraries, nor most of that."""
+    executor = StreamingExecutor(plan, compile_plan(plan, model), model, training or Training(steps=1), device=CPU)
+    executor.clear_moments()
+    draw = torch.Generator().manual_seed(0)
+    executor.set_weights({each.name: 0.02 * torch.randn(each.shape, generator=draw) for each in executor.parameters})
+    batch = random_batch(model, plan.sequences_per_round * plan.rounds_per_step, plan.sequence_tokens, 0)
+    # Tables of the kernels and of the model are made once.
+    executor.evaluate([batch.part(0, 1)])
+    taken = max(peak_bytes(lambda: executor.step(batch, 0)), peak_bytes(lambda: executor.evaluate([batch])))
+    sizes = sizes_of(model, plan.sequence_tokens, parse_formats(plan.precision), "adamw")
+    total = sum(plan_bytes(plan, sizes)["device"].values())
+    assert executor.room.device_slab.numel() + taken <= total
+    assert taken <= left_of(executor) - LIBRARY_WORKSPACE_BYTES + KERNELS_BYTES
+    assert total <= plan.device_memory_bytes
+
+
+def shapes(model: Transformer, tokens: int, **changes: Any) -> Iterator[Plan]:
+    yield everything_stays(model, sequence=tokens, saves=("i", "F"), **changes)
+    for attention in ("chunk", "sequence") if model.causal else ("sequence",):
+        yield cut_plan(model, sequence=tokens, chunk=tokens // 4, letters="iFa", attention=attention, **changes)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_no_allocation_of_a_step_is_beyond_the_plan(family: str, precision: str) -> None:
+    model = wide(TINY[family])
+    plan = next(shapes(model, 1024, precision=precision, head_chunk_tokens=512))
+    assert_within_plan(plan, model)
+
+
+LONG_FAMILIES = ("llama-biased", "gpt2", "bert-masked")
+"""They hold what the others have."""
+SHORT_CASES = (
+    *((family, "bf16") for family in LONG_FAMILIES),
+    *(("llama-biased", "bf16-mixed"), ("bert-masked", "bf16-mixed")),
+    *(("llama", "fp32"), ("mistral", "bf16"), ("qwen3", "fp32"), ("bert", "bf16")),
+)
+"""Every family and every format; what a format adds is found with any family, so not all of them are crossed."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "precision"), [*((family, "fp32") for family in LONG_FAMILIES), *SHORT_CASES])
+def test_no_allocation_of_any_family_is_beyond_the_plan(family: str, precision: str) -> None:
+    model = wide(TINY[family])
+    for plan in shapes(model, 2048, precision=precision, head_chunk_tokens=512):
+        assert_within_plan(plan, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "cut"),
+    [("llama-biased", False), ("llama-biased", True), ("gpt2", False), ("bert-masked", True)],
+    ids=["llama-biased-whole", "llama-biased-cut", "gpt2-whole", "bert-masked-cut"],
+)
+def test_no_allocation_of_a_long_sequence_is_beyond_the_plan(family: str, cut: bool) -> None:
+    """Where attention reads all of it; formats change what is allocated, not how it grows with the sequence."""
+    model = wide(TINY[family])
+    plans = list(shapes(model, 4096, precision="fp32", head_chunk_tokens=1024))
+    assert_within_plan(plans[-1 if cut else 0], model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_no_allocation_of_a_long_wide_step_is_beyond_the_plan(precision: str) -> None:
+    # What kernels take no longer grows here: with more tokens no smaller excess for each of them would be found.
+    model = wide(TINY["llama"], layers=1, hidden=512, heads=16, kv_heads=8)
+    stays = everything_stays(model, sequence=4096, saves=("i",), precision=precision, head_chunk_tokens=1024)
+    assert_within_plan(stays, model)
+
+
+def test_updates_of_what_passes_are_within_the_plan_too() -> None:
+    model = wide(TINY["llama"], vocab=20011)
+    passing: dict[str, Any] = dict.fromkeys(("weights", "gradients", "optimizer_state"), Residency(blocks=0, passing=1))
+    training = Training(steps=1, clip_norm=1.0, stochastic_rounding=True)
+    plan = everything_stays(
+        model, sequence=512, saves=("i", "i"), precision="bf16", head_chunk_tokens=256, update_when="end", **passing
+    )
+    assert_within_plan(plan, model, training=training)
+
+
+@pytest.mark.parametrize("cap_mib", [70, 110, 400])
+def test_a_plan_found_under_a_cap_never_takes_more(cap_mib: int) -> None:
+    model = wide(TINY["llama"], layers=4)
+    question = DeviceQuestion(
+        model=model,
+        hardware=load_hardware("h200"),
+        sequence_tokens=2048,
+        device_bytes=cap_mib * MIB,
+        host_bytes=1024 * MIB,
+        batch_sequences=2,
+    )
+    try:
+        found = planned(question, helps=False)
+    except FlopwiseError as error:
+        pytest.fail(f"{error.what}: {error.why}")
+    assert found.plan.device_memory_bytes == cap_mib * MIB
+    assert_within_plan(found.plan, model)
+    if cap_mib >= 400:
+        assert found.plan.weights.ends == ENDS

@@ -1,0 +1,64 @@
+"""The workspace that is planned is what the engine takes: temporaries of models of all proportions fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flopwise.engine.kernels import plain_gated  # noqa: E402
+from flopwise.engine.streaming.gated import GatedKernels  # noqa: E402
+from flopwise.setup.training import Training  # noqa: E402
+from flopwise.work.fusion import has_plain_swiglu  # noqa: E402
+from tests.support.tiny_models import TINY  # noqa: E402
+from tests.support.training_plans import cut_plan, everything_stays, executor_for, random_batch  # noqa: E402
+
+TOKENS = 64
+PROPORTIONS = {
+    "llama-3-8b": (256, 8, 2, 32, 896),
+    "llama-3-70b": (256, 8, 1, 32, 896),
+    "qwen2.5-7b": (224, 7, 1, 32, 1184),
+    "all heads": (256, 8, 8, 32, 704),
+    "wide heads": (128, 8, 2, 32, 256),
+}
+"""Hidden width, heads, heads of keys, width of a head, feed-forward width."""
+FAMILIES = ("llama", "qwen3", "gpt2", "bert", "llama-biased")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("proportions", PROPORTIONS)
+def test_no_temporary_lies_beside_the_workspace(family: str, proportions: str) -> None:
+    hidden, heads, kv_heads, head_dim, ffn = PROPORTIONS[proportions]
+    tiny = TINY[family]
+    learned = tiny.positions == "learned"
+    model = replace(
+        tiny, hidden=hidden, heads=heads, kv_heads=heads if learned else kv_heads, head_dim=head_dim, ffn=ffn,
+        layers=2, vocab=97, context=256, position_rows=256 if learned else tiny.position_rows,
+    )  # fmt: skip
+    beside = {}
+    ways: list[tuple[bool, GatedKernels | None]] = [(False, None)] if model.qk_norm else [(False, None), (True, None)]
+    if has_plain_swiglu(model):
+        ways.append((not model.qk_norm, plain_gated))
+    for packs, gated in ways:
+        for cut in ("whole", "sequence", "chunk") if model.causal else ("whole", "sequence"):
+            for letter in "faci":
+                precision = "bf16" if letter in "fi" else "fp32"
+                if cut == "whole":
+                    plan = everything_stays(
+                        model, sequence=TOKENS, saves=(letter,) * 2, precision=precision, head_chunk_tokens=16
+                    )
+                else:
+                    plan = cut_plan(
+                        model, sequence=2 * TOKENS, chunk=TOKENS, letters=letter, attention=cut, precision=precision,
+                        head_chunk_tokens=16,
+                    )  # fmt: skip
+                executor = executor_for(plan, model, {}, Training(steps=1), packs=packs, gated=gated)
+                generator = torch.Generator().manual_seed(0)
+                executor.set_weights(
+                    {each.name: 0.02 * torch.randn(each.shape, generator=generator) for each in executor.parameters}
+                )
+                executor.step(random_batch(model, plan.sequences_per_round, plan.sequence_tokens, 0), 0)
+                beside[packs, gated is not None, cut, letter] = executor.player.arena.peak_beside_bytes
+    assert {case: size for case, size in beside.items() if size} == {}

@@ -1,0 +1,233 @@
+"""A pickle as plain data: what the pickle module writes reads back equal; what would run code is refused."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.profile.read.plain_pickle import Limits, plain_data
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.integers(-(2**900), 2**900)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=20)
+)
+KEYS = st.integers(-(2**63), 2**63) | st.text(max_size=8) | st.tuples(st.integers(0, 9), st.text(max_size=3))
+
+
+def plain(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        leaves,
+        lambda inner: (
+            st.lists(inner, max_size=5)
+            | st.lists(inner, max_size=5).map(tuple)
+            | st.dictionaries(KEYS, inner, max_size=5)
+        ),
+        max_leaves=12,
+    )
+
+
+def read(data: bytes, **limits: int) -> Any:
+    return plain_data(io.BytesIO(data), Limits(**limits))
+
+
+@settings(max_examples=50)
+@given(data=plain(SCALARS), protocol=st.integers(0, 5))
+def test_plain_data_reads_back_equal(data: Any, protocol: int) -> None:
+    assert read(pickle.dumps(data, protocol)) == data
+
+
+@settings(max_examples=30)
+@given(
+    data=plain(SCALARS | st.binary(max_size=300) | st.sets(KEYS, max_size=4) | st.frozensets(KEYS, max_size=4)),
+    protocol=st.integers(4, 5),
+)
+def test_bytes_and_sets_read_back_equal(data: Any, protocol: int) -> None:
+    assert read(pickle.dumps(data, protocol)) == data
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_kinds_are_kept_and_long_lists_come_whole(protocol: int) -> None:
+    data = {"numbers": list(range(3000)), "flags": (True, 1, 1.0, None), "text": "a\nb\\é\ud800" + "x" * 300}
+    found = read(pickle.dumps(data, protocol))
+    assert found == data
+    assert [type(value) for value in found["flags"]] == [bool, int, float, type(None)]
+
+
+def test_what_is_shared_stays_shared() -> None:
+    inner = [1, 2]
+    found = read(pickle.dumps([inner, inner]))
+    assert found[0] is found[1]
+
+
+def test_only_the_first_pickle_of_a_file_is_read() -> None:
+    assert read(pickle.dumps({"a": 1}) + b"rest") == {"a": 1}
+
+
+class _Runs:
+    """Pickles into a call of os.system."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (self.command,)
+
+
+class _Built:
+    """Pickles into NEWOBJ and BUILD."""
+
+    def __init__(self) -> None:
+        self.field = 1
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_pickle_that_runs_a_command_is_refused_and_runs_nothing(protocol: int, tmp_path: Path) -> None:
+    witness = tmp_path / "ran"
+    evil = pickle.dumps({"segments": [_Runs(f"touch {witness}")]}, protocol)
+    with pytest.raises(FlopwiseError, match="not plain data") as caught:
+        read(evil)
+    assert "GLOBAL" in str(caught.value)
+    assert not witness.exists()
+    pickle.loads(evil)  # noqa: S301 - our own bytes: they do run where nothing stops them
+    assert witness.exists()
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_objects_are_refused(protocol: int) -> None:
+    for value in (_Built(), OrderedDict(a=1), 1j, range(3)):
+        with pytest.raises(FlopwiseError, match="not plain data"):
+            read(pickle.dumps(value, protocol))
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        (b"cos\nsystem\n.", "GLOBAL"),
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "STACK_GLOBAL"),
+        (b"(S'ls'\nios\nsystem\n.", "STRING"),
+        (b"(ios\nsystem\n.", "INST"),
+        (b"(No.", "OBJ"),
+        (b")N\x81.", "NEWOBJ"),
+        (b")NN\x92.", "NEWOBJ_EX"),
+        (b"N)R.", "REDUCE"),
+        (b"NNb.", "BUILD"),
+        (b"Pone\n.", "PERSID"),
+        (b"NQ.", "BINPERSID"),
+        (b"\x82\x01.", "EXT1"),
+        (b"\x83\x01\x00.", "EXT2"),
+        (b"\x84\x01\x00\x00\x00.", "EXT4"),
+        (b"\x97.", "NEXT_BUFFER"),
+    ],
+)
+def test_every_opcode_that_could_build_something_is_named(code: bytes, name: str) -> None:
+    with pytest.raises(FlopwiseError, match="not plain data") as caught:
+        read(code)
+    assert f"opcode {name} " in str(caught.value)
+
+
+def test_what_contains_itself_is_refused() -> None:
+    itself: list[Any] = [1]
+    itself.append({"again": (itself,)})
+    with pytest.raises(FlopwiseError, match="not plain data") as caught:
+        read(pickle.dumps(itself))
+    assert "contains itself" in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [b"]" * 5000 + b"a" * 4999 + b".", b"N" + b"\x85" * 50_000 + b"."])
+def test_deep_nesting_is_refused(code: bytes) -> None:
+    with pytest.raises(FlopwiseError, match="not plain data") as caught:
+        read(code)
+    assert "nested" in str(caught.value)
+
+
+def test_nesting_up_to_the_limit_is_read() -> None:
+    data: list[Any] = []
+    for _ in range(9):
+        data = [data]
+    assert read(pickle.dumps(data), nesting=10) == data
+    with pytest.raises(FlopwiseError):
+        read(pickle.dumps([data]), nesting=10)
+    # Two shallow ways to one thing, the second of them deep in all.
+    with pytest.raises(FlopwiseError):
+        read(pickle.dumps([data[0][0][0], [[[[[data[0][0][0]]]]]]]), nesting=10)
+
+
+def test_doubling_by_reference_costs_no_time() -> None:
+    # Sixty lists, each twice in the next: 2**60 leaves for whoever would copy them.
+    chained = b"]q\x00" + b"".join(b"0](h%ch%ceq%c" % (i, i, i + 1) for i in range(60)) + b"."
+    found = read(chained)
+    assert len(found) == 2
+    assert found[0] is found[1]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"\x8b\xff\xff\xff\x7f",  # an integer of 2 GiB
+        b"\x8b\xff\xff\xff\xff",  # of a negative size
+        b"X\xff\xff\xff\xff",  # a text of 4 GiB
+        b"\x8e" + b"\xff" * 8,  # bytes without end
+        b"I" + b"9" * 100_000 + b"\n.",
+        b"N\x85q\x00h\x00}h\x00Ns.",  # leaves two things
+        b"}N\x85\x85\x85Ns.",  # a deep tuple as a key
+        b"}]Ns.",  # a list as a key
+        b"(Kad.",  # a key without a value
+        b"(t(",
+        b"g1\n.",
+        b"gx\n.",
+        b"h\x01.",
+        b"N",
+        b"",
+        b".",
+        b"\x80\x06N.",
+        b"\xff",
+    ],
+)
+def test_bad_bytes_are_an_error_in_words(code: bytes) -> None:
+    with pytest.raises(FlopwiseError):
+        read(code)
+
+
+def test_memory_is_bounded() -> None:
+    with pytest.raises(FlopwiseError, match="too large"):
+        read(pickle.dumps(list(range(10_000))), memory_bytes=100_000)
+    with pytest.raises(FlopwiseError, match="too large"):
+        read(pickle.dumps("x" * 1000), string_bytes=999)
+    with pytest.raises(FlopwiseError, match="too large"):
+        read(pickle.dumps([[] for _ in range(100)]), memo=50)
+
+
+@settings(max_examples=50)
+@given(data=st.data(), protocol=st.integers(0, 5))
+def test_damage_raises_nothing_but_our_error(data: st.DataObject, protocol: int) -> None:
+    whole = bytearray(pickle.dumps({"a": [1, 2.5, "text", None, (1, 2)], "b": {"c": [[], {}], 7: 2**80}}, protocol))
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(whole)))
+    for code in (bytes(whole), bytes(whole[:cut])):
+        try:
+            read(code, memory_bytes=2**20)
+        except FlopwiseError:
+            continue
+
+
+@settings(max_examples=50)
+@given(st.binary(max_size=60))
+def test_random_bytes_raise_nothing_but_our_error(code: bytes) -> None:
+    try:
+        read(code, memory_bytes=2**20)
+    except FlopwiseError:
+        return

@@ -1,0 +1,117 @@
+"""The README tells the truth: its commands run, and print what it shows; its Python runs; its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def console_blocks() -> list[tuple[str, str]]:
+    """(command, shown output) of every `$ flopwise …` in a console block."""
+    found = []
+    for block in re.findall(r"```console\n(.*?)```", README, re.DOTALL):
+        for command, output in re.findall(r"^\$ flopwise (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
+            found.append((command, output))
+    return found
+
+
+def printed(command: str, folder: Path) -> str:
+    """What a command prints in a terminal of 120 columns; its home is the folder that it runs in."""
+    result = subprocess.run(
+        [sys.executable, "-m", "flopwise", *shlex.split(command)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "120", "HOME": str(folder)},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(("command", "shown"), console_blocks(), ids=[command for command, _ in console_blocks()])
+def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) -> None:
+    # Files that the page names lie in the repository; what a command writes does not go there.
+    for folder in ("tests", "benchmarks"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    assert printed(command, tmp_path).strip() == shown.strip()
+    # A picture that a command writes is the one that the page shows.
+    for written in (path for path in tmp_path.iterdir() if not path.is_symlink()):
+        assert written.read_text(encoding="utf-8") == (ROOT / "docs" / written.name).read_text(encoding="utf-8")
+
+
+def _shape(text: str) -> list[str]:
+    """Lines without their figures, which differ from run to run and from machine to machine."""
+    figures = re.compile(r"[-+−]?\d[\d,.:]*\s*(ms|s|µs|[KMG]iB|GF|%)?(?=\W|$)")
+    lines = (re.sub(r"\s+", " ", figures.sub("#", line)).strip() for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+def test_the_training_shown_runs_and_prints_the_same_lines(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```text\n\$ flopwise (train.*?)```", README, re.DOTALL)
+    command, _, shown = block.partition("\n")
+    lines = _shape(printed(command, tmp_path))
+    assert len(lines) > 20
+    assert _shape(shown)[-len(lines) :] == lines
+    assert (tmp_path / "runs" / "0001" / "record.json").is_file()
+
+
+def test_what_is_shown_in_part_is_how_it_begins(tmp_path: Path) -> None:
+    blocks = re.findall(r"```text\n\$ flopwise (profile.*)\n((?:.*\n)*?)…\n```", README)
+    assert blocks
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    for command, shown in blocks:
+        assert shown.count("\n") > 5 and printed(command, tmp_path).startswith(shown)
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(console_blocks()) >= 2
+
+
+def test_python_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=60, check=False)
+        assert result.returncode == 0, result.stderr
+
+
+def test_named_targets_files_and_commands_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for indented, quoted in re.findall(r"^ +make (\w+)|`make (\w+)`", README, re.MULTILINE):
+        target = indented or quoted
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert link.startswith("http") or (ROOT / link).exists(), link
+    for command in re.findall(r"`flopwise (\w+)", README):
+        help_text = subprocess.run(
+            [sys.executable, "-m", "flopwise", command, "--help"], capture_output=True, timeout=60, check=False
+        )
+        assert help_text.returncode == 0, command
+
+
+def test_layout_page_names_every_module() -> None:
+    page = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
+    for path in (ROOT / "src" / "flopwise").rglob("*.py"):
+        assert path.name.startswith("__") or path.name in page, path.name
+
+
+def test_files_and_functions_stay_small() -> None:
+    import ast
+
+    for folder in ("src", "tests", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            assert text.count("\n") < 800, path
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef):
+                    assert (node.end_lineno or 0) - node.lineno < 80, f"{path}: {node.name}"

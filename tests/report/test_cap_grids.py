@@ -1,0 +1,292 @@
+"""Grids of memory caps: the table, the files and the heatmap hold every cell, whatever their number."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from itertools import pairwise
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from flopwise.records.plan import Cell, Forecast, Plan, Planned, Residency
+from flopwise.report.cap_grids import (
+    RAMP,
+    best_cell,
+    colour,
+    contrast,
+    grid_csv,
+    grid_json,
+    grid_markdown,
+    grid_page,
+    heatmap_svg,
+    ink_on,
+)
+from flopwise.work.parameters import ENDS
+
+GIB = 2**30
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def planned_at(device_bytes: int, host_bytes: int, tokens_per_s: float) -> Planned:
+    plan = Plan(
+        hardware="h200",
+        device_memory_bytes=device_bytes,
+        host_memory_bytes=host_bytes,
+        sequence_tokens=8192,
+        chunk_tokens=16384,
+        chunks_per_round=1,
+        rounds_per_step=12,
+        head_chunk_tokens=1024,
+        attention="sequence",
+        weights=Residency(blocks=2, ends=ENDS),
+        gradients=Residency(blocks=2, ends=ENDS),
+        optimizer_state=Residency(blocks=2, ends=ENDS),
+        activation_slots=2,
+        saves=("F", "f"),
+        precision="bf16",
+    )
+    forecast = Forecast(
+        step_s=196608 / tokens_per_s,
+        tokens_per_s=tokens_per_s,
+        mfu=min(0.7, tokens_per_s / 20_000),
+        hfu=0.7,
+        peak_flops=989e12,
+        ceiling_share=0.9,
+        compute_s=1.0,
+        recompute_s=0.0,
+        update_s=0.0,
+        exposed_copy_s=0.0,
+        idle={},
+        copy_in_bytes=0,
+        copy_out_bytes=0,
+        link_share=0.0,
+        bound="compute",
+        device_bytes={"weights": device_bytes // 2},
+        host_bytes={"activations": host_bytes // 2},
+        model_flops=1,
+        hardware_flops=1,
+        convention="causal",
+        peak_format="bf16",
+    )
+    return Planned(model="llama-3-8b", plan=plan, forecast=forecast, reasons={})
+
+
+def some_cells(columns: int, rows: int) -> list[Cell]:
+    """Speed grows with either cap and levels off; the smallest caps hold nothing."""
+    cells = []
+    for row in range(rows):
+        for column in range(columns):
+            device, host = 8 * (column + 1) * GIB, 32 * (row + 1) * GIB
+            if columns > 1 and column + row < 2:
+                cell = Cell(
+                    device_memory_bytes=device,
+                    host_memory_bytes=host,
+                    why_not=f"the smallest plan needs {17 - row}.3 GiB of device memory",
+                    smallest_device_bytes=int((17.3 - row) * GIB),
+                    hints=("--seq 2k",),
+                )
+            else:
+                speed = min(11_300.0, 4_000 + 1_100 * column + 700 * row)
+                planned = planned_at(device, host, speed)
+                cell = Cell(device_memory_bytes=device, host_memory_bytes=host, planned=planned)
+            cells.append(cell)
+    return cells
+
+
+def shown(cells: list[Cell], width: int) -> str:
+    text = io.StringIO()
+    console = Console(file=text, width=width, highlight=False, markup=False, emoji=False)
+    console.print(grid_page(cells, "llama-3-8b · NVIDIA H200 · sequence 8,192", width), crop=False)
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("shape", [(1, 1), (4, 5), (10, 12)])
+def test_a_page_holds_every_cell(shape: tuple[int, int], width: int) -> None:
+    cells = some_cells(*shape)
+    text = shown(cells, width)
+    assert all(len(line) <= width for line in text.splitlines())
+    missing = sum(cell.planned is None for cell in cells)
+    grid = text[: text.index("tok/s over MFU")]
+    assert grid.count("no fit") == missing
+    assert grid.count(" %") == len(cells) - missing
+    assert grid.count("★") == 1
+    assert grid.count("best") == 1
+    for device in {cell.device_memory_bytes for cell in cells}:
+        assert f"{device // GIB}.0 GiB" in grid or f"{device // GIB}.00 GiB" in grid
+
+
+def test_a_page_says_why_nothing_fits() -> None:
+    text = " ".join(shown(some_cells(4, 5), 80).split())
+    assert "✗ no fit: nothing fits these caps (3 of 20)" in text
+    assert "✗ the smallest plan needs 17.3 GiB of device memory" in text
+    assert "hint: something fits from device 17.3 GiB with host 32.0 GiB, 16.3 GiB with host 64.0 GiB" in text
+    assert "★ best: the least device memory that is as fast as any (device 32.0 GiB, host 160 GiB)" in text
+    many = [replace(cell, planned=None, why_not=f"reason {index}") for index, cell in enumerate(some_cells(4, 5))]
+    text = shown(many, 80)
+    assert "✗ and 17 more reasons" in text
+    assert "★" not in text
+
+
+def test_of_equal_ones_the_best_is_the_smallest() -> None:
+    cells = [
+        Cell(
+            device_memory_bytes=device * GIB,
+            host_memory_bytes=host * GIB,
+            planned=planned_at(device * GIB, host * GIB, speed),
+        )
+        for device, host, speed in ((80, 64, 10_001.0), (40, 128, 10_000.0), (40, 64, 10_000.5), (20, 64, 9_000.0))
+    ]
+    best = best_cell(cells)
+    assert best is cells[2]
+    assert best_cell([Cell(device_memory_bytes=1, host_memory_bytes=1)]) is None
+
+
+def test_csv_parses_back() -> None:
+    cells = some_cells(4, 5)
+    rows = list(csv.DictReader(io.StringIO(grid_csv(cells))))
+    assert len(rows) == 20
+    assert sum(row["best"] == "True" for row in rows) == 1
+    for row, cell in zip(rows, cells, strict=True):
+        assert int(row["device_memory_bytes"]) == cell.device_memory_bytes
+        assert (row["fits"] == "True") == (cell.planned is not None)
+        if cell.planned is None:
+            assert row["tokens_per_s"] == ""
+            assert row["why_not"] == cell.why_not
+        else:
+            assert float(row["tokens_per_s"]) == cell.planned.forecast.tokens_per_s
+            assert int(row["device_bytes"]) == cell.planned.forecast.device_total
+    nothing = [replace(cell, planned=None) for cell in cells]
+    assert grid_csv(nothing).splitlines()[0] == grid_csv(cells).splitlines()[0]
+
+
+def test_json_has_a_record_a_cell() -> None:
+    cells = some_cells(4, 5)
+    records = json.loads(grid_json(cells))
+    assert len(records) == 20
+    for record, cell in zip(records, cells, strict=True):
+        assert record["host_memory_bytes"] == cell.host_memory_bytes
+        assert record["fits"] == (record["plan"] is not None)
+        if cell.planned is None:
+            assert record["why_not"]
+            assert record["hints"] == ["--seq 2k"]
+        else:
+            assert record["plan"]["mfu"] == cell.planned.forecast.mfu
+            assert record["plan"]["host_saved"]["full"] == 1
+    assert [record["best"] for record in records].count(True) == 1
+
+
+def test_markdown_is_a_grid() -> None:
+    table, _, plans = grid_markdown(some_cells(4, 5)).partition("\n\n")
+    lines = table.splitlines()
+    assert len(lines) == 7
+    assert len(plans.splitlines()) == 2 + sum(cell.planned is not None for cell in some_cells(4, 5))
+    assert lines[0].count("device") == 4
+    assert "✗ does not fit" in lines[2]
+    assert "**★ best 10,100 tok/s, 50.5 % MFU**" in lines[-1]
+    # A pair that was not asked for stays open.
+    assert "–" in grid_markdown(some_cells(4, 5)[:-1])
+
+
+# -- the heatmap ----------------------------------------------------------------------------------------------------
+
+
+def boxes(svg: str) -> list[tuple[float, float, float, float]]:
+    """Left, top, right and bottom of every text, by a cautious guess of its width."""
+    found = []
+    for text in ET.fromstring(svg).iter(f"{SVG}text"):  # noqa: S314 - written a line ago
+        size, words = float(text.attrib["font-size"]), text.text or ""
+        width = 0.58 * size * len(words)
+        x, y = float(text.attrib["x"]), float(text.attrib["y"])
+        left = x - {"start": 0.0, "middle": width / 2, "end": width}[text.attrib["text-anchor"]]
+        found.append((left, y - 0.75 * size, left + width, y + 0.2 * size))
+    return found
+
+
+@pytest.mark.parametrize("title", ["llama-3-8b", "What does more memory buy? " * 9, 'a<b & c>d \x00 "e"'])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 6), (4, 5), (10, 12)])
+def test_no_two_labels_overlap(shape: tuple[int, int], title: str) -> None:
+    svg = heatmap_svg(some_cells(*shape), title)
+    root = ET.fromstring(svg)  # noqa: S314 - written a line ago
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    found = boxes(svg)
+    for index, (left, top, right, bottom) in enumerate(found):
+        assert left >= 0
+        assert top >= 0
+        assert right <= width
+        assert bottom <= height
+        for other in found[:index]:
+            apart = right <= other[0] or other[2] <= left or bottom <= other[1] or other[3] <= top
+            assert apart, (found[index], other)
+
+
+def test_a_heatmap_needs_nothing_else() -> None:
+    svg = heatmap_svg(some_cells(4, 5), "llama-3-8b")
+    for word in ("script", "href", "@import", "onload", "nan"):
+        assert word not in svg.lower().replace("http://www.w3.org/2000/svg", "")
+    for words in (
+        "device memory (GiB)",
+        "host memory (GiB)",
+        "does not fit",
+        "★ best",
+        "10,100",
+        "10,100 tok/s",
+        "50.5 %",
+    ):
+        assert words in svg
+
+
+def test_the_ramp_is_one_of_lightness_and_its_ink_can_be_read() -> None:
+    lights = [contrast(colour(step / 100), "#000000") for step in range(101)]
+    assert all(later < earlier for earlier, later in pairwise(lights))
+    assert all(contrast(ink_on(colour(step / 100)), colour(step / 100)) >= 4.5 for step in range(101))
+    assert (colour(0.0), colour(1.0)) == (RAMP[0], RAMP[-1])
+
+
+def test_small_differences_stay_small() -> None:
+    cells = [
+        Cell(
+            device_memory_bytes=device * GIB,
+            host_memory_bytes=0,
+            planned=planned_at(device * GIB, 0, 10_000.0 + device),
+        )
+        for device in (10, 20)
+    ]
+    svg = heatmap_svg(cells, "nearly the same")
+    assert RAMP[0] not in [rect.attrib["fill"] for rect in ET.fromstring(svg).iter(f"{SVG}rect")]  # noqa: S314
+
+
+@st.composite
+def any_cells(draw: st.DrawFn) -> list[Cell]:
+    pairs = draw(st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=30))
+    scale = draw(st.sampled_from([2**20, 1000**3, GIB, 2**40]))
+    cells = []
+    for device, host in sorted(pairs):
+        caps = (device + 1) * scale, host * scale
+        speed = draw(st.none() | st.floats(1e-3, 1e7))
+        why_not = "" if speed else draw(st.text(st.characters(exclude_categories=("C", "Z")), max_size=30))
+        planned = planned_at(*caps, speed) if speed else None
+        cells.append(Cell(device_memory_bytes=caps[0], host_memory_bytes=caps[1], planned=planned, why_not=why_not))
+    return cells
+
+
+@settings(max_examples=60, deadline=None)
+@given(cells=any_cells(), title=st.text(max_size=200), width=st.sampled_from([80, 120]))
+def test_any_grid_is_whole(cells: list[Cell], title: str, width: int) -> None:
+    svg = heatmap_svg(cells, title)
+    rects = list(ET.fromstring(svg).iter(f"{SVG}rect"))  # noqa: S314 - written a line ago
+    assert sum(rect.attrib.get("class") == "cell" for rect in rects) == len(cells)
+    for rect in rects:
+        assert all(float(rect.attrib[name]) >= 0 for name in ("x", "y", "width", "height"))
+        assert "nan" not in rect.attrib["fill"]
+    plain = [replace(cell, why_not="too large") for cell in cells]
+    text = shown(plain, width)
+    assert all(len(line) <= width for line in text.splitlines())
+    assert text[: text.index("tok/s over MFU")].count(" %") == sum(cell.planned is not None for cell in cells)
+    assert len(json.loads(grid_json(cells))) == len(list(csv.DictReader(io.StringIO(grid_csv(cells))))) == len(cells)

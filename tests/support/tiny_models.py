@@ -1,0 +1,145 @@
+"""Small models of every family that can be trained, and the same networks as `transformers` builds them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flopwise.engine.modules import ReferenceModel, build
+from flopwise.engine.weights.huggingface import config_of, to_huggingface
+from flopwise.work.parameters import parameters_of
+from flopwise.work.transformer import RotaryScaling, Transformer
+
+# Before `transformers` is imported anywhere: a test never looks for files elsewhere.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+LLAMA = Transformer(
+    name="llama",
+    title="llama",
+    source="test",
+    layers=2,
+    hidden=24,
+    heads=6,
+    kv_heads=2,
+    head_dim=4,
+    ffn=37,
+    vocab=53,
+    context=64,
+    norm_epsilon=1e-4,
+    rotary_base=50.0,
+)
+GPT2 = Transformer(
+    name="gpt2",
+    title="gpt2",
+    source="test",
+    layers=2,
+    hidden=20,
+    heads=5,
+    ffn=33,
+    vocab=53,
+    context=19,
+    positions="learned",
+    position_rows=19,
+    norm="layer",
+    norm_bias=True,
+    gated=False,
+    activation="gelu_tanh",
+    qkv_bias=True,
+    output_bias=True,
+    ffn_bias=True,
+    tied=True,
+    norm_epsilon=1e-4,
+)
+BERT = replace(
+    GPT2,
+    name="bert",
+    causal=False,
+    activation="gelu",
+    norm_place="post",
+    embedding_norm=True,
+    final_norm=False,
+    head_bias=True,
+    token_types=2,
+    head="classifier",
+    labels=3,
+    tied=False,
+)
+TINY = {
+    "llama": LLAMA,
+    "llama-tied": replace(LLAMA, tied=True),
+    "llama-biased": replace(LLAMA, qkv_bias=True, output_bias=True, ffn_bias=True, activation="gelu_tanh"),
+    "llama-3.1": replace(
+        LLAMA,
+        head_dim=16,
+        rotary_scaling=RotaryScaling(
+            factor=8.0, original_context=32, low_frequency_factor=1.0, high_frequency_factor=4.0
+        ),
+    ),
+    "llama-linear": replace(LLAMA, rotary_scaling=RotaryScaling(factor=3.0)),
+    "mistral": replace(LLAMA, window=5),
+    "qwen2": replace(LLAMA, qkv_bias=True, tied=True),
+    "qwen2-window": replace(LLAMA, qkv_bias=True, window=4),
+    "qwen3": replace(LLAMA, qk_norm=True, hidden=22, head_dim=6),
+    "qwen3-biased": replace(LLAMA, qk_norm=True, qkv_bias=True, output_bias=True, window=7),
+    "gpt2": GPT2,
+    "gpt2-untied": replace(GPT2, tied=False, activation="relu"),
+    "bert": BERT,
+    "bert-masked": replace(BERT, head="masked", labels=None, tied=True),
+}
+"""One for each way in which a class of `transformers` can be built."""
+
+TOKENS = 19
+
+
+def random_module(model: Transformer, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> ReferenceModel:
+    """A reference module whose every number counts: biases and norms are random too."""
+    module = build(model, TOKENS, dtype=dtype, device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, value in module.named_parameters():
+            norm = "norm" in name and name.endswith("weight")
+            drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            value.copy_(1 + 0.2 * drawn if norm else 0.3 * drawn)
+    return module
+
+
+def random_ids(model: Transformer, sequences: int = 3, tokens: int = TOKENS, seed: int = 1) -> torch.Tensor:
+    return torch.randint(model.vocab, (sequences, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach() for name, value in module.named_parameters()}
+
+
+def transformers_class(model: Transformer) -> Any:
+    """The class that the configuration names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
+        return getattr(transformers, config_of(model)["architectures"][0])
+
+
+def transformers_model(model: Transformer, module: ReferenceModel) -> Any:
+    """The network of `transformers` with the module's numbers and in its type."""
+    kind = transformers_class(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = kind.config_class.from_dict(config_of(model))
+        config._attn_implementation = "sdpa"
+        dtype = next(module.parameters()).dtype
+        theirs = kind(config).to(dtype).eval()
+        result = theirs.load_state_dict(to_huggingface(model, parameters(module)), strict=False)
+        theirs.tie_weights()
+    assert not result.unexpected_keys
+    tied = {"lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
+    assert set(result.missing_keys) <= (tied if model.tied else set())
+    return theirs
+
+
+def names_and_shapes(model: Transformer) -> dict[str, tuple[int, ...]]:
+    return {parameter.name: parameter.shape for parameter in parameters_of(model, TOKENS)}
