@@ -107,7 +107,7 @@ def _surroundings(folder: Path, variables: Mapping[str, str]) -> Iterator[None]:
     before, arguments, place = dict(os.environ), sys.argv, Path.cwd()
     for name in OTHERS:
         os.environ.pop(name, None)
-    os.environ.update(SETTINGS | variables)
+    os.environ.update({**SETTINGS, **variables})
     time.tzset()
     os.chdir(folder)
     try:
