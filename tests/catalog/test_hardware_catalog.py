@@ -12,7 +12,7 @@ import pytest
 
 from flopwise.setup.hardware import Device, Hardware
 
-FOLDER = Path(__file__).parents[1] / "src/flopwise/catalog/hardware"
+FOLDER = Path(__file__).parents[2] / "src/flopwise/catalog/hardware"
 FILES = sorted(FOLDER.glob("*.toml"))
 MIB = 2**20
 GIB = 2**30

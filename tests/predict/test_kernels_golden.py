@@ -139,7 +139,7 @@ def test_one_by_one_sources_get_a_constant_and_no_more(key: tuple[str, str]) -> 
 
 @pytest.mark.slow
 def test_the_h200s_products_and_streams_are_those_of_its_calibration() -> None:
-    rows = json.loads((Path(__file__).parents[1] / "benchmarks/data/calibration_h200.json").read_text(encoding="utf-8"))
+    rows = json.loads((Path(__file__).parents[2] / "benchmarks/data/calibration_h200.json").read_text(encoding="utf-8"))
     h200 = load_hardware("h200")
     found, _ = calibrated(h200, msgspec.convert(rows, Calibration), name="h200", date="2026-11-16")
     assert found.efficiency.gemm == h200.efficiency.gemm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.run_stores import a_cell, a_profile, a_record, make_store, noisy_steps, write_attempted, write_run
+from tests.support.run_stores import a_cell, a_profile, a_record, make_store, noisy_steps, write_attempted, write_run
 
 LENGTHS = ({"sequence_tokens": 512}, {"sequence_tokens": 1024}, {"sequence_tokens": 2048})
 

@@ -182,4 +182,4 @@ def test_no_state_of_pyplot_is_touched(tmp_path: Path) -> None:
         f"plot([a_result()], 'scaling', Path({str(tmp_path / 'a.png')!r}))\n"
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])

@@ -1,8 +1,8 @@
 """Kills at file-system calls: a training that is killed there and resumed ends as one that nobody has disturbed.
 
 `python -m tests.support.kill_points --kills 100 --seed 0` kills the launcher or a rank of two, at random calls, and
-prints what came of it; with `--ranks 1` the only process, at evenly spaced calls. The calls are those of the process that writes,
-counted by an audit hook in a `sitecustomize` that only these processes find.
+prints what came of it; with `--ranks 1` the only process, at evenly spaced calls. The calls are those of the process
+that writes, counted by an audit hook in a `sitecustomize` that only these processes find.
 """
 
 from __future__ import annotations
