@@ -18,8 +18,8 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import encodable, json_text, write_whole
 from flopwise.cli import app
 from flopwise.report.results_files import results_csv
-from flopwise.report.signs import visible
 from flopwise.report.tables import markdown_table, text_table
+from flopwise.report.words import visible
 from flopwise.store.runs import PROFILE, RECORD, to_text
 from flopwise.store.sweeps import CELLS, SWEEPS
 from tests.support.result_rows import a_result

@@ -171,7 +171,9 @@ class _Visible(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if not self.hidden and data.strip():
-            self.texts.append(" ".join(data.split()))
+            # Within data a page's signs are escaped, as in names of kernels: <128, 4>.
+            signs = re.sub(r"\\u00(3c|3e|26)", lambda found: chr(int(found[1], 16)), data)
+            self.texts.append(" ".join(signs.split()))
 
 
 def _visible(text: str) -> str:

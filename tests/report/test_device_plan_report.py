@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from flopwise.report.device_plan_files import device_plan_csv, device_plan_json, device_plan_markdown
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
@@ -16,7 +17,6 @@ from rich.console import Console, RenderableType
 from flopwise.base.units import show_bytes
 from flopwise.records.plan import Forecast, Help, Plan, Planned, Residency
 from flopwise.records.prediction import Interval
-from flopwise.report.device_plan_files import device_plan_csv, device_plan_json, device_plan_markdown
 from flopwise.report.device_plans import (
     device_plan_page,
     help_words,

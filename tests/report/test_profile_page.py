@@ -7,11 +7,11 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from flopwise.report.profile_page import profiles_page
 
 from flopwise.profile.explain.comparing import compare
 from flopwise.profile.explain.verdicts import verdicts
 from flopwise.records.profile import METRICS, MemoryUse, Profile, Value
-from flopwise.report.profile_page import profiles_page
 from tests.profile.test_profile_comparison import documents
 from tests.report.test_profile_report import HOSTILE, a_profile, hostile_profile, invalid_verdict
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from flopwise.report.profile_files import CSV_FIELDS, profiles_csv, profiles_json, profiles_markdown
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
@@ -29,7 +30,6 @@ from flopwise.records.profile import (
     Verdict,
     known,
 )
-from flopwise.report.profile_files import CSV_FIELDS, profiles_csv, profiles_json, profiles_markdown
 from flopwise.report.profile_timeline import furthest, kind_of, profile_trace, sums
 from flopwise.report.profiles import curve, memory_rows, profile_page, profiles_table, reached_words
 from flopwise.store.runs import from_text

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
-from flopwise.base.files import to_json
 from flopwise.base.units import show_bytes, show_seconds, show_share, significant
 from flopwise.calibrate.calibrated import copy_rates, median_of
 from flopwise.records.calibration import AttentionRow, Calibration, FitErrors, Fitted, ProductRow
-from flopwise.report.tables import text_table
+from flopwise.report.document import Block, Document, Heading, Table, Words, facts
+from flopwise.report.words import UNKNOWN
 from flopwise.setup.hardware import Hardware
 
 KINDS = {"forward": "forward", "to_source": "to the input", "to_matrix": "to the matrix"}
@@ -35,28 +32,23 @@ class CalibrationRecord:
     calibration: Calibration
 
 
-def calibration_json(record: CalibrationRecord) -> str:
-    """Every row that was timed, beside the description."""
-    return to_json(record)
-
-
-def calibration_page(record: CalibrationRecord) -> RenderableType:
+def calibration_document(record: CalibrationRecord) -> Document:
     """Rates by class of shape, attention by length, bandwidths, clocks, and what to do with the file."""
+    return Document(blocks=_blocks(record))
+
+
+def _blocks(record: CalibrationRecord) -> Iterator[Block]:
     calibration, hardware = record.calibration, record.hardware
     versions = ", ".join(f"{name} {version}" for name, version in calibration.versions.items())
-    heading = f"{calibration.device_name} · {calibration.units} units · {show_bytes(calibration.memory_bytes)}"
-    parts: list[RenderableType] = [
-        Text(heading, style="bold"),
-        Text(f"measured in {show_seconds(calibration.seconds)} with {versions}"),
-        Text(""),
-        _products(calibration, hardware),
-    ]
+    yield Heading(f"{calibration.device_name} · {calibration.units} units · {show_bytes(calibration.memory_bytes)}")
+    yield Words(f"measured in {show_seconds(calibration.seconds)} with {versions}")
+    yield _products(calibration, hardware)
     if calibration.attentions:
-        parts += [Text(""), _attention(calibration, hardware)]
-    parts += [Text(""), _figures(record)]
-    parts += [Text(f"note: {note}") for note in calibration.notes]
-    parts += [Text(""), Text(f"written to {record.file}; use it with --on {record.file}")]
-    return Group(*parts)
+        yield _attention(calibration, hardware)
+    yield facts(_figures(record))
+    if calibration.notes:
+        yield Words("\n".join(f"note: {note}" for note in calibration.notes))
+    yield Words(f"written to {record.file}; use it with --on {record.file}")
 
 
 def _scale(calibration: Calibration) -> tuple[float, str]:
@@ -65,7 +57,7 @@ def _scale(calibration: Calibration) -> tuple[float, str]:
     return (1e12, "TFLOP/s") if best >= 1e12 else (1e9, "GFLOP/s")
 
 
-def _products(calibration: Calibration, hardware: Hardware) -> Text:
+def _products(calibration: Calibration, hardware: Hardware) -> Table:
     """Large products (every side at least 1024) by format and purpose, and the small ones together."""
     lines = []
     rows, (scale, unit) = calibration.products, _scale(calibration)
@@ -80,21 +72,20 @@ def _products(calibration: Calibration, hardware: Hardware) -> Text:
             if mine:
                 lines.append((number_format, words, *_product_cells(mine, scale, hardware)))
     columns = ("products", "shapes", "rows", f"median {unit}", "of the peak", f"best {unit}")
-    text = text_table(columns, lines, ("products", "shapes"))
-    if any(not row.is_large for row in rows):
-        text.append("\nsmall: a side is shorter than 1,024; such products may not fill the device")
-    return text
+    small = any(not row.is_large for row in rows)
+    note = "small: a side is shorter than 1,024; such products may not fill the device" if small else ""
+    return Table(columns=columns, rows=lines, left={"products", "shapes"}, note=note)
 
 
 def _product_cells(rows: Sequence[ProductRow], scale: float, hardware: Hardware) -> tuple[str, ...]:
     rates = [row.flops_per_s for row in rows]
     median = statistics.median(rates)
     peak = hardware.device.peak_flops.get(rows[0].number_format)
-    share = "-" if peak is None else show_share(median / peak.value)
+    share = UNKNOWN if peak is None else show_share(median / peak.value)
     return str(len(rows)), significant(median / scale), share, significant(max(rates) / scale)
 
 
-def _attention(calibration: Calibration, hardware: Hardware) -> Text:
+def _attention(calibration: Calibration, hardware: Hardware) -> Table:
     """Causal attention by length, each width of heads with as many of them as were timed."""
     rows, (scale, unit) = calibration.attentions, _scale(calibration)
     peak = hardware.device.peak_flops[calibration.number_format].value
@@ -109,20 +100,19 @@ def _attention(calibration: Calibration, hardware: Hardware) -> Text:
                 found = _fullest(
                     row for row in rows if (row.tokens, row.head_dim, row.direction) == (tokens, width, direction)
                 )
-                line.append("-" if found is None else significant(found.flops_per_s / scale))
+                line.append(UNKNOWN if found is None else significant(found.flops_per_s / scale))
                 if width == widths[0]:
-                    line.append("-" if found is None else show_share(found.flops_per_s / peak))
+                    line.append(UNKNOWN if found is None else show_share(found.flops_per_s / peak))
         lines.append(line)
-    text = Text(f"causal attention in {calibration.number_format}, {unit} by width of heads\n")
-    text.append_text(text_table(columns, lines, ()))
-    return text
+    title = f"causal attention in {calibration.number_format}, {unit} by width of heads"
+    return Table(title=title, columns=columns, rows=lines)
 
 
 def _fullest(rows: Iterable[AttentionRow]) -> AttentionRow | None:
     return max(rows, key=lambda row: row.sequences * row.heads, default=None)
 
 
-def _figures(record: CalibrationRecord) -> Text:
+def _figures(record: CalibrationRecord) -> list[tuple[str, str]]:
     calibration, fitted = record.calibration, record.held_out
     lines: list[tuple[str, str]] = []
     if calibration.kept_up_flops_per_s is not None:
@@ -148,9 +138,7 @@ def _figures(record: CalibrationRecord) -> Text:
         ("attention", fitted.attention),
         ("memory", fitted.streams),
     )
-    lines += [(f"fit of {name}", _errors(errors)) for name, errors in names]
-    width = max(len(name) for name, _ in lines)
-    return Text("\n".join(f"{name.ljust(width)}  {value}" for name, value in lines))
+    return [*lines, *((f"fit of {name}", _errors(errors)) for name, errors in names)]
 
 
 def _errors(errors: FitErrors | None) -> str:

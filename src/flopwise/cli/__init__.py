@@ -101,7 +101,7 @@ def _run() -> None:
 
 
 def _fail(error: FlopwiseError, exit_code: int | None = None) -> NoReturn:
-    from flopwise.report.signs import visible
+    from flopwise.report.words import visible
 
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     red, cyan, plain = ("\033[31m", "\033[36m", "\033[0m") if colour else ("", "", "")

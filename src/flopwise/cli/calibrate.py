@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwise.cli.options import one_of, told
-from flopwise.cli.output import say
+from flopwise.cli.output import say, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +44,8 @@ def calibrate(
 
     In under two minutes; nothing else should run on it. What was not measured is as in the catalogue.
     """
+    from flopwise.calibrate.report import calibration_document
+
     form = one_of(output, FORMS, "--output")
     wanted = one_of(device, ("auto", "cuda", "cpu"), "--device")
     if write in FORMS:
@@ -56,7 +58,7 @@ def calibrate(
         _check_file(write, force=force)
     with _interrupts_told():
         record = _measured(wanted, name, write, like, quick=quick, force=force)
-    _print(record, form)
+    show(calibration_document(record), record, form)
 
 
 def _measured(wanted: str, name: str, write: str, like: str, *, quick: bool, force: bool) -> CalibrationRecord:
@@ -114,16 +116,6 @@ def _write(target: Path, hardware: Hardware) -> None:
     except FlopwiseError as error:
         typer.echo(text, nl=False)
         raise FlopwiseError(error.what, why=error.why, hint="what would be in it was printed: keep that") from None
-
-
-def _print(record: CalibrationRecord, form: str) -> None:
-    from flopwise.calibrate.report import calibration_json, calibration_page
-    from flopwise.cli.output import show_page
-
-    if form == "json":
-        typer.echo(calibration_json(record))
-    else:
-        show_page(calibration_page(record))
 
 
 def _check_name(name: str) -> None:

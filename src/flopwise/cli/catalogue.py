@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flopwise.cli import output as output_of
 from flopwise.cli.options import FORMS, hardware_named, one_of
-from flopwise.cli.output import say, show_page, width
+from flopwise.cli.output import say
 from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from flopwise.records.measurement import StepRecord
     from flopwise.store.index import Indexed
 
-MOST_STYLED = 1000
-"""Rows that are printed in colours; more of them only take longer, and the heading is out of sight."""
-
 
 def list_catalogue(
     what: Annotated[str, typer.Argument(help="models, hardware, stacks, runs or sweeps.")] = "models",
@@ -27,10 +24,8 @@ def list_catalogue(
     output: Annotated[str, typer.Option("--output", "-o", help="table, md, csv or json.")] = "table",
 ) -> None:
     """List the models, hardware or training frameworks (stacks) of the catalogue, or the runs or sweeps of a store."""
-    from flopwise.base.files import to_json
     from flopwise.catalog.load import hardware_names, load_hardware, load_model, load_stack, model_names, stack_names
     from flopwise.report import listings
-    from flopwise.report.tables import csv_text
 
     kind = one_of(what, ("models", "hardware", "stacks", "runs", "sweeps"), "flopwise ls")
     form = one_of(output, FORMS, "--output")
@@ -41,40 +36,13 @@ def list_catalogue(
         _list_sweeps(store, form)
         return
     _refuse_store(store, f"flopwise ls {kind}")
-    columns: tuple[str, ...]
     if kind == "models":
-        models = [load_model(name) for name in model_names()]
-        records = [listings.model_record(model) for model in models]
-        columns, rows = listings.MODEL_COLUMNS, listings.model_rows(models)
+        document, records = listings.models_listing([load_model(name) for name in model_names()])
     elif kind == "stacks":
-        stacks = [load_stack(name) for name in stack_names()]
-        records = [listings.stack_record(stack) for stack in stacks]
-        columns, rows = listings.STACK_COLUMNS, listings.stack_rows(stacks)
+        document, records = listings.stacks_listing([load_stack(name) for name in stack_names()])
     else:
-        devices = [load_hardware(name) for name in hardware_names()]
-        records = [listings.hardware_record(device) for device in devices]
-        columns, rows = listings.HARDWARE_COLUMNS, listings.hardware_rows(devices)
-    if form == "json":
-        typer.echo(to_json(records))
-    elif form == "csv":
-        typer.echo(csv_text([listings.flat_record(record) for record in records]), nl=False)
-    else:
-        _print_rows(columns, rows, form, listings.WORDS, listings.GIVING_WAY)
-
-
-def _print_rows(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], form: str, words: set[str], giving_way: Sequence[str]
-) -> None:
-    from flopwise.report.tables import fitting_columns, markdown_table, text_table
-
-    if form == "md":
-        typer.echo(markdown_table(columns, rows, words), nl=False)
-        return
-    table = text_table(columns, rows, words, shown=fitting_columns(columns, rows, width(), giving_way))
-    if len(rows) > MOST_STYLED:
-        typer.echo(table.plain)
-    else:
-        show_page(table)
+        document, records = listings.hardware_listing([load_hardware(name) for name in hardware_names()])
+    output_of.show(document, records, form)
 
 
 def show(
@@ -94,9 +62,7 @@ def show(
 
     A file of your own starts with a description.
     """
-    from pathlib import Path
-
-    from flopwise.base.files import to_json, to_toml, write_whole
+    from flopwise.base.files import to_json, to_toml
 
     run = _run_folder(name, store)
     if run is not None:
@@ -106,11 +72,7 @@ def show(
     form = one_of(output, ("auto", "toml", "json"), "--output")
     table, as_written = _described(name)
     text = f"{to_json(table)}\n" if form == "json" else as_written or to_toml(table)
-    if write:
-        write_whole(Path(write), text)
-        say(f"wrote {write}")
-    else:
-        typer.echo(text, nl=False)
+    output_of.put(text, write)
 
 
 def _described(name: str) -> tuple[dict[str, Any], str | None]:
@@ -145,32 +107,19 @@ def _refuse_store(store: str, command: str) -> None:
 
 
 def _list_runs(store: str, form: str) -> None:
-    from flopwise.report import runs
-    from flopwise.report.tables import csv_text
+    from flopwise.report.runs import runs_document
     from flopwise.store.index import indexed_runs
-    from flopwise.store.runs import store_folder, to_text
+    from flopwise.store.runs import store_folder
 
     folder = store_folder(store)
     entries = [_run_entry(run, folder / run.name) for run in indexed_runs(folder, profiles=False)]
-    if form == "json":
-        typer.echo(to_text(entries))
-    elif form == "csv":
-        typer.echo(csv_text(entries) if entries else f"{','.join(runs.FIELDS)}\n", nl=False)
-    elif entries or form == "md":
-        _print_rows(runs.COLUMNS, runs.run_rows(entries), form, runs.WORDS, runs.GIVING_WAY)
-    if not entries:
-        say(f"note: there are no runs in {folder}; `flopwise train` begins one")
-    if form in ("table", "md"):
-        for entry in entries:
-            if entry["problem"]:
-                say(f"note: {entry['run']}: {entry['problem']}")
+    output_of.show(runs_document(entries, folder), entries, form)
 
 
 def _list_sweeps(store: str, form: str) -> None:
     from flopwise.base.errors import FlopwiseError
-    from flopwise.report import runs
-    from flopwise.report.tables import csv_text
-    from flopwise.store.runs import store_folder, to_text
+    from flopwise.report.runs import sweep_entry, sweeps_document
+    from flopwise.store.runs import store_folder
     from flopwise.store.sweeps import read_attempts, read_sweep, sweep_names
 
     folder = store_folder(store)
@@ -182,15 +131,8 @@ def _list_sweeps(store: str, form: str) -> None:
         except FlopwiseError as error:
             say(f"note: {name}: {error.what}")
             continue
-        entries.append(runs.sweep_entry(sweep, attempts))
-    if form == "json":
-        typer.echo(to_text(entries))
-    elif form == "csv":
-        typer.echo(csv_text(entries) if entries else f"{','.join(runs.SWEEP_FIELDS)}\n", nl=False)
-    elif entries or form == "md":
-        _print_rows(runs.SWEEP_COLUMNS, runs.sweep_rows(entries), form, runs.SWEEP_WORDS, runs.SWEEP_GIVING_WAY)
-    if not entries:
-        say(f"note: there are no sweeps in {folder}; `flopwise sweep` begins one")
+        entries.append(sweep_entry(sweep, attempts))
+    output_of.show(sweeps_document(entries, folder), entries, form)
 
 
 def _run_entry(run: Indexed, folder: Path) -> dict[str, Any]:
@@ -245,8 +187,8 @@ def _run_folder(name: str, store: str) -> Path | None:
 
 def _show_run(folder: Path, output: str, write: str) -> None:
     from flopwise.base.errors import FlopwiseError
-    from flopwise.report.runs import run_page
-    from flopwise.store.runs import read_record, to_text
+    from flopwise.report.runs import run_document
+    from flopwise.store.runs import read_record
 
     form = one_of(output, ("auto", "table", "json"), "--output")
     if write:
@@ -256,7 +198,4 @@ def _show_run(folder: Path, output: str, write: str) -> None:
             hint="`flopwise show RUN -o json > FILE`, or a model's name to write its description",
         )
     record = read_record(folder)
-    if form == "json":
-        typer.echo(to_text(record))
-    else:
-        show_page(run_page(record, _steps(folder), width()))
+    output_of.show(run_document(record, _steps(folder)), record, "table" if form == "auto" else form)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwise.cli.options import FORMS, OutputOption, one_of
-from flopwise.cli.output import say, show_page, width
+from flopwise.cli.output import say, show
 from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
@@ -54,14 +54,7 @@ def compare(
             why="a cell is a model, its hardware, lengths, batch, precision and caps, all the same",
             hint="name two single runs to compare them whatever they are",
         )
-    if form == "table":
-        show_page(report.comparison_page(found, width()))
-    else:
-        writers = {"md": report.comparison_markdown, "csv": report.comparison_csv, "json": report.comparison_json}
-        typer.echo(writers[form](found), nl=False)
-        if form == "csv":
-            for line in (report.summary_words(found), *found.notes):
-                say(f"note: {line}")
+    show(report.comparison_document(found), report.comparison_record(found), form)
     if found.is_worse:
         raise typer.Exit(1)
 

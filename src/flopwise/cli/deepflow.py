@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from flopwise.cli.options import Found, changes_of, is_given, names, value_of
-from flopwise.cli.output import Writers, print_records
+from flopwise.cli.output import one_or_all, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from flopwise.base.errors import FlopwiseError
     from flopwise.references.deepflow import Configuration, Result
-    from flopwise.references.deepflow.report import DeepflowRecord
     from flopwise.work.lstm import Lstm
 
 PUBLISHED_TECHNOLOGY = "deepflow-2019"
@@ -28,7 +27,7 @@ APPLYING = ("model", "on", "seq", "batch", "change", "method", "print_out", "out
 def predict_deepflow(context: typer.Context, form: str) -> None:
     """`flopwise predict --method deepflow`, with the options of the command that apply to it."""
     from flopwise.references.deepflow import for_model, printout
-    from flopwise.references.deepflow.report import deepflow_record
+    from flopwise.references.deepflow.report import deepflow_document, deepflow_record
 
     words = context.params
     refuse_options(context, (option for option in words if option not in APPLYING))
@@ -49,7 +48,7 @@ def predict_deepflow(context: typer.Context, form: str) -> None:
         typer.echo(printout(results[0][0]), nl=False)
         return
     records = [deepflow_record(result, model=model, hardware=place) for result, model, place in results]
-    _print_records(records, form)
+    show(deepflow_document(records), one_or_all(records), form)
 
 
 def batch_and_sequence(words: Mapping[str, Any]) -> tuple[int | None, int | None]:
@@ -185,16 +184,3 @@ def _no_technology(name: str) -> FlopwiseError:
         why="it makes its hardware of technology and shares of power, and this is a finished device",
         hint=f"--method physical, or a technology for it: a TOML as `flopwise show {PUBLISHED_TECHNOLOGY}` prints",
     )
-
-
-def _print_records(records: list[DeepflowRecord], form: str) -> None:
-    from flopwise.references.deepflow import report as written
-
-    writers = Writers(
-        json=written.deepflow_json,
-        csv=written.deepflow_csv,
-        markdown=written.deepflow_markdown,
-        page=written.deepflow_page,
-        table=written.compared_table,
-    )
-    print_records(records, form, writers)

@@ -29,7 +29,7 @@ from flopwise.cli.options import (
     one_of,
     value_of,
 )
-from flopwise.cli.output import progress_bar, say, show_page, width
+from flopwise.cli.output import progress_bar, say, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -63,7 +63,7 @@ def design(
 ) -> None:
     """Search how a device's power is best divided among arithmetic and memories, for the fastest training step."""
     words = dict(locals())
-    from flopwise.references.design.report import design_json, design_page
+    from flopwise.references.design.report import design_document
 
     form = one_of(output, ("table", "json"), "--output")
     by = one_of(method, METHODS, "--method")
@@ -75,10 +75,7 @@ def design(
         designed, record = in_range(lambda: _by_step(words, search), technology)
     if write:
         _write(designed, record, Path(write), model)
-    if form == "json":
-        typer.echo(design_json(record))
-    else:
-        show_page(design_page(record, width()))
+    show(design_document(record), record, form)
 
 
 def _by_deepflow(words: Mapping[str, Any], search: Search) -> tuple[DesignedDevice, DesignRecord]:

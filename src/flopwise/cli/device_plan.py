@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flopwise.cli.output import progress_bar, say, show_page, width
+from flopwise.cli.output import progress_bar, say, show
 
 if TYPE_CHECKING:
     from flopwise.plan.device.cuts import DeviceQuestion
@@ -265,9 +265,11 @@ def _grid(
 ) -> None:
     from pathlib import Path
 
-    from flopwise.base.files import write_whole
-    from flopwise.report import cap_grids as written
+    from flopwise.report.cap_grids import draw_caps, grid_document, grid_record
+    from flopwise.report.plots import check_picture
 
+    if words.heatmap:
+        check_picture(Path(words.heatmap))
     cells: list[Cell] = []
     with progress_bar("caps") as tell:
         for number, (device, host) in enumerate(caps):
@@ -277,17 +279,9 @@ def _grid(
     first = next((cell.planned.plan for cell in cells if cell.planned), None)
     sequence = f" · sequence {first.sequence_tokens:,}" if first else ""
     title = f"{model.name} · 1 × {hardware.title}{sequence}"
-    if form == "json":
-        typer.echo(written.grid_json(cells))
-    elif form == "csv":
-        typer.echo(written.grid_csv(cells), nl=False)
-    elif form == "md":
-        typer.echo(written.grid_markdown(cells), nl=False)
-    else:
-        show_page(written.grid_page(cells, title, width()))
-    _tell_notes([cell.planned for cell in cells if cell.planned])
+    show(grid_document(cells, title), grid_record(cells), form)
     if words.heatmap:
-        write_whole(Path(words.heatmap), written.heatmap_svg(cells, title))
+        draw_caps(cells, title, Path(words.heatmap))
         say(f"wrote {words.heatmap}")
     if not any(cell.planned for cell in cells):
         raise typer.Exit(1)
@@ -319,26 +313,9 @@ def _cell(question: DeviceQuestion, words: DeviceWords, convention: Convention) 
 
 
 def _print(found: Planned, title: str, form: str) -> None:
-    from flopwise.report import device_plan_files as written
-    from flopwise.report.device_plans import device_plan_page
+    from flopwise.report.device_plans import device_plan_document, device_plan_record
 
-    if form == "json":
-        typer.echo(written.device_plan_json(found))
-    elif form == "csv":
-        typer.echo(written.device_plan_csv([found]), nl=False)
-    elif form == "md":
-        typer.echo(written.device_plan_markdown([found]), nl=False)
-    else:
-        show_page(device_plan_page(found, title))
-        return
-    if form != "json":
-        _tell_notes([found])
-
-
-def _tell_notes(found: list[Planned]) -> None:
-    """Beside rows notes are talk; a page and JSON hold their own."""
-    for note in dict.fromkeys(note for one in found for note in one.notes):
-        say(f"note: {note}")
+    show(device_plan_document(found, title), device_plan_record(found), form)
 
 
 def _write_plan(path: str, found: Planned, model: Model) -> None:

@@ -7,20 +7,17 @@ from typing import Annotated
 import typer
 
 from flopwise.cli.options import one_of, told
+from flopwise.cli.output import show
 
 
 def env(
     output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
 ) -> None:
     """Print what this machine is and which versions are installed: what an issue report should carry."""
-    from flopwise.base.files import to_json
     from flopwise.profile.measure.environment import environment
+    from flopwise.report.document import Document, Table
 
     form = one_of(output, ("table", "json"), "--output")
     facts = told(environment)
-    if form == "json":
-        typer.echo(to_json(facts))
-    else:
-        width = max(map(len, facts))
-        for key, value in facts.items():
-            typer.echo(f"{key.ljust(width)}  {'-' if value is None else value}")
+    rows = [(key, "-" if value is None else str(value)) for key, value in facts.items()]
+    show(Document(blocks=[Table(columns=("", " "), rows=rows, left=("", " "), headed=False)]), facts, form)

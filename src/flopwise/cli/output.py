@@ -5,26 +5,19 @@ from __future__ import annotations
 import io
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
+    from rich.text import Text
 
+    from flopwise.report.document import Document
 
-class Noted(Protocol):
-    """A record with notes for its reader."""
-
-    @property
-    def notes(self) -> tuple[str, ...]: ...
-
-
-Record = TypeVar("Record", bound=Noted)
 
 BAR_AFTER_S = 2.0
 """Work that takes longer shows a bar."""
@@ -44,11 +37,20 @@ def width() -> int:
 _PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 
 
-def show_page(page: RenderableType) -> None:
-    from rich.console import Console
+MOST_STYLED = 1000
+"""Lines that are printed in colours; more of them only take longer, and the heading is out of sight."""
 
-    if sys.stdout.isatty():
-        Console(**_PLAIN, width=width()).print(_Visible(page), crop=False)
+
+def show_page(page: Sequence[Text]) -> None:
+    """Texts below each other, in colours where somebody looks at them."""
+    from rich.console import Console, Group
+
+    from flopwise.report.words import visible
+
+    if sum(text.plain.count("\n") for text in page) > MOST_STYLED:
+        typer.echo(visible("\n".join(text.plain for text in page)))
+    elif sys.stdout.isatty():
+        Console(**_PLAIN, width=width()).print(_Visible(Group(*page)), crop=False)
     else:
         typer.echo(page_text(page))
 
@@ -62,7 +64,7 @@ class _Visible:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         from rich.segment import Segment
 
-        from flopwise.report.signs import visible
+        from flopwise.report.words import visible
 
         for segment in console.render(self._page, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
@@ -70,51 +72,63 @@ class _Visible:
 
 def say(line: str) -> None:
     """Something for whoever looks on, on stderr: data goes to stdout alone."""
-    from flopwise.report.signs import visible
+    from flopwise.report.words import visible
 
     typer.echo(visible(line), err=True)
 
 
-def page_text(page: RenderableType, *, in_file: bool = False) -> str:
+def page_text(page: Sequence[Text], *, in_file: bool = False) -> str:
     """A page for a pipe, without the blanks that pad a terminal's lines; in a file never with colours."""
-    from rich.console import Console
+    from rich.console import Console, Group
 
     text = io.StringIO()
     Console(**_PLAIN, width=width(), file=text, force_terminal=False if in_file else None).print(
-        _Visible(page), crop=False
+        _Visible(Group(*page)), crop=False
     )
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Writers(Generic[Record]):
-    """How records of a kind are written, in each form."""
+def show(document: Document, record: object, form: str, *, write: str = "") -> None:
+    """Print a record in the form that was asked for, or write it to a file: the one place that knows the forms.
 
-    json: Callable[[list[Record]], str]
-    csv: Callable[[list[Record]], str]
-    markdown: Callable[[list[Record]], str]
-    page: Callable[[Record], RenderableType]
-    """Of one record."""
-    table: Callable[[list[Record], int], RenderableType]
-    """Of several, so many columns wide."""
+    `document` is for people and tables, `record` for programs.
+    """
+    from flopwise.report.document import to_csv, to_html, to_markdown, to_page
+    from flopwise.report.page.page import page_html
+    from flopwise.store.runs import to_text
 
-
-def print_records(records: list[Record], form: str, writers: Writers[Record]) -> None:
-    """Records in the form asked for; a page and JSON hold their notes, beside rows they are talk."""
-    if form == "json":
-        typer.echo(writers.json(records))
-        return
-    if form == "csv":
-        typer.echo(writers.csv(records), nl=False)
-    elif form == "md":
-        typer.echo(writers.markdown(records), nl=False)
-    elif len(records) == 1:
-        show_page(writers.page(records[0]))
-        return
+    if form == "table" and not write:
+        show_page(to_page(document, width()))
     else:
-        show_page(writers.table(records, width()))
-    for note in dict.fromkeys(note for record in records for note in record.notes):
-        say(f"note: {note}")
+        writers: dict[str, Callable[[], str]] = {
+            "table": lambda: page_text(to_page(document, width()), in_file=True),
+            "md": lambda: to_markdown(document),
+            "csv": lambda: to_csv(document),
+            "html": lambda: page_html(document.page()) if document.page else to_html(document),
+            "json": lambda: to_text(record),
+        }
+        put(writers[form](), write)
+    for line in document.told.get(form, ()):
+        say(line)
+
+
+def one_or_all(records: Sequence[object]) -> object:
+    """What JSON holds: one object, or a list of them where several were asked for."""
+    return records[0] if len(records) == 1 else records
+
+
+def put(text: str, write: str = "") -> None:
+    """Text to stdout, or to the file that was named."""
+    from pathlib import Path
+
+    from flopwise.base.files import write_whole
+
+    whole = text if text.endswith("\n") else f"{text}\n"
+    if write:
+        write_whole(Path(write), whole)
+        say(f"wrote {write}")
+    else:
+        typer.echo(whole, nl=False)
 
 
 @contextmanager

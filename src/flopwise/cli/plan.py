@@ -41,7 +41,7 @@ from flopwise.cli.options import (
     one_of,
     requested,
 )
-from flopwise.cli.output import progress_bar, say, show_page
+from flopwise.cli.output import progress_bar, say, show
 
 if TYPE_CHECKING:
     from flopwise.plan.cluster.search import Question
@@ -95,6 +95,7 @@ def plan(
     """
     words = dict(locals())
     from flopwise.catalog.load import load_model
+    from flopwise.report.plans import plan_document, plan_record
     from flopwise.work.op import CONVENTIONS
 
     form = one_of(output, FORMS, "--output")
@@ -116,7 +117,7 @@ def plan(
     request = requested(words)
     found = _planned(described, machine, request, offload=offload)
     prediction = _predicted(described, machine, request, found.best, counting)
-    _print(prediction, found, machine.title, form)
+    show(plan_document(prediction, found, machine.title), plan_record(prediction, found), form)
     if write:
         _written(write, described, on, request, prediction)
 
@@ -240,19 +241,6 @@ def _predicted(model: Model, hardware: Hardware, request: Request, best: Option,
         micro_batch_sequences=best.workload.micro_batch_sequences,
     )
     return predicted(model, hardware, fixed, convention)
-
-
-def _print(prediction: Prediction, found: Answer, title: str, form: str) -> None:
-    from flopwise.report import plans
-
-    if form == "json":
-        typer.echo(plans.plan_json(prediction, found))
-    elif form == "csv":
-        typer.echo(plans.plan_csv(found), nl=False)
-    elif form == "md":
-        typer.echo(plans.plan_markdown(found), nl=False)
-    else:
-        show_page(plans.plan_page(prediction, found, title))
 
 
 def _written(path: str, model: Model, hardware: str, request: Request, prediction: Prediction) -> None:

@@ -37,7 +37,7 @@ from flopwise.cli.options import (
     set_ups,
     too_many_set_ups,
 )
-from flopwise.cli.output import Writers, print_records, show_page
+from flopwise.cli.output import one_or_all, show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,16 +124,9 @@ def _show_plan(context: typer.Context, name: str, convention: Convention, form: 
 
 
 def _print_predictions(predictions: list[Prediction], titles: dict[str, str], form: str) -> None:
-    from flopwise.report import predictions as written
+    from flopwise.report.predictions import predictions_document
 
-    writers = Writers(
-        json=written.predictions_json,
-        csv=written.predictions_csv,
-        markdown=written.predictions_markdown,
-        page=lambda prediction: written.prediction_page(prediction, titles[prediction.hardware]),
-        table=written.compared_table,
-    )
-    print_records(predictions, form, writers)
+    show(predictions_document(predictions, titles), one_or_all(predictions), form)
 
 
 # -- every setting and where it came from ----------------------------------------------------------------------------
@@ -180,10 +173,7 @@ def _settings(context: typer.Context, model: Model, hardware: Hardware, request:
 
 
 def _print_settings(settings: Sequence[dict[str, dict[str, Any]]], form: str) -> None:
-    from rich.table import Table
-
-    from flopwise.base.files import to_json
-    from flopwise.report.tables import csv_text, markdown_table
+    from flopwise.report.document import Document, Table
 
     columns = ("model", "hardware", "setting", "value", "from")
     rows = [
@@ -191,21 +181,19 @@ def _print_settings(settings: Sequence[dict[str, dict[str, Any]]], form: str) ->
         for found in settings
         for name, item in found.items()
     ]
-    if form == "json":
-        typer.echo(to_json(settings[0] if len(settings) == 1 else settings))
-    elif form == "csv":
-        typer.echo(csv_text([dict(zip(columns, row, strict=True)) for row in rows]), nl=False)
-    elif form == "md":
-        typer.echo(markdown_table(columns, rows, columns), nl=False)
-    else:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for name in columns[2:]:
-            table.add_column(name, no_wrap=name == "setting", overflow="fold")
-        for row in rows:
-            if row[2] == "model" and table.row_count:
-                table.add_row()
-            table.add_row(*row[2:])
-        show_page(table)
+    each = len(rows) // len(settings)
+    folded = {"value": 0, "from": 0}
+    document = Document(
+        blocks=[
+            Table(
+                columns=columns[2:], rows=[row[2:] for row in rows[start : start + each]], left=columns, folded=folded
+            )
+            for start in range(0, len(rows), each)
+        ],
+        tables=[Table(columns=columns, rows=rows, left=columns)],
+        rows=[dict(zip(columns, row, strict=True)) for row in rows],
+    )
+    show(document, one_or_all(settings), form)
 
 
 def _setting_words(value: object) -> str:

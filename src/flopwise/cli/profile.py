@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flopwise.cli import output as output_of
 from flopwise.cli.options import FORMS, one_of
-from flopwise.cli.output import page_text, progress_bar, say, show_page, width
+from flopwise.cli.output import progress_bar, say
 from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import RenderableType
-
+    from flopwise.profile.explain.comparing import Comparison
     from flopwise.profile.explain.verdicts import Thresholds
     from flopwise.records.profile import Profile, Read
     from flopwise.report.profiles import Judged
@@ -60,6 +61,9 @@ def show(
     write: WriteOption = "",
 ) -> None:
     """Print profiles: figures by group, time by kernel, memory by owner, and what limits the run."""
+    from flopwise.report.page.profiles import profiles_page
+    from flopwise.report.profiles import profiles_document, profiles_record, warned
+
     form = one_of(output, SHOW_FORMS, "--output")
     thresholds = _thresholds(threshold)
     _keep_inputs(files, write, trace)
@@ -68,18 +72,13 @@ def show(
     if trace:
         _write_trace(profiles, trace)
     if form == "native":
-        _print(_native(reads, section), write)
-        _tell_warnings(profiles)
+        output_of.put(_native(reads, section), write)
+        for line in warned(profiles):
+            say(line)
         return
     judged = judged_by(profiles, thresholds)
-    if form == "table":
-        _print_page(judged_page(judged), write)
-        if len(judged) > 1:
-            say("note: --section NAME shows one of them whole")
-    else:
-        _print(_show_text(judged, form), write)
-        if form == "csv":
-            _tell_warnings(profiles)
+    document = replace(profiles_document(judged), page=lambda: profiles_page(judged, _compared(profiles)))
+    output_of.show(document, profiles_record(judged), form, write=write)
 
 
 @app.command()
@@ -95,7 +94,8 @@ def compare(
     """Print profiles side by side, what changes first, and lines through device time over the batch."""
     from flopwise.base.errors import FlopwiseError
     from flopwise.profile.explain.comparing import compare as compared
-    from flopwise.report import profile_comparison as report
+    from flopwise.report.page.profiles import profiles_page
+    from flopwise.report.profile_comparison import comparison_document, comparison_record
 
     form = one_of(output, PAGE_FORMS, "--output")
     thresholds = _thresholds(threshold)
@@ -108,17 +108,8 @@ def compare(
             hint="name a second file or run; `flopwise profile show` prints one",
         )
     found = compared(profiles, baseline=baseline or None, thresholds=thresholds)
-    if form == "table":
-        _print_page(report.comparison_page(found, width()), write)
-    elif form == "html":
-        from flopwise.report.profile_page import profiles_page
-
-        _print(profiles_page(judged_by(profiles, thresholds), found), write)
-    else:
-        writers = {"md": report.comparison_markdown, "csv": report.comparison_csv, "json": report.comparison_json}
-        _print(writers[form](found), write)
-        if form == "csv":
-            _tell_warnings(profiles)
+    document = replace(comparison_document(found), page=lambda: profiles_page(judged_by(profiles, thresholds), found))
+    output_of.show(document, comparison_record(found), form, write=write)
 
 
 @app.command()
@@ -129,13 +120,12 @@ def why(
     store: StoreOption = "",
 ) -> None:
     """Say in a paragraph what limits a run, what does not although it looks so, and what to try first."""
-    from flopwise.report.profile_words import why_lines
-    from flopwise.report.training import as_text
+    from flopwise.report.document import Document, Words
+    from flopwise.report.profile_words import why_paragraph
 
     profiles = _sections(_profiles(_read([name], store)), section)
     judged = judged_by(profiles, _thresholds(threshold))
-    paragraphs = ["\n".join(why_lines(profile, verdicts, width())) for profile, verdicts in judged]
-    show_page(as_text(["\n\n".join(paragraphs)]))
+    output_of.show(Document(blocks=[Words(why_paragraph(*each)) for each in judged]), None, "table")
 
 
 def _keep_inputs(files: Sequence[str], *targets: str) -> None:
@@ -244,27 +234,13 @@ def judged_by(profiles: Sequence[Profile], thresholds: Thresholds | None = None)
     return [(profile, verdicts(profile, thresholds)) for profile in profiles]
 
 
+def _compared(profiles: Sequence[Profile]) -> Comparison | None:
+    from flopwise.profile.explain.comparing import compare as compared
+
+    return compared(profiles) if len(profiles) > 1 else None
+
+
 # -- to the terminal, or to a file -----------------------------------------------------------------------------------
-
-
-def judged_page(judged: Sequence[Judged]) -> RenderableType:
-    """One profile whole, of several a row each."""
-    from flopwise.report.profiles import profile_page, profiles_table
-
-    return profile_page(*judged[0], width()) if len(judged) == 1 else profiles_table(judged, width())
-
-
-def _show_text(judged: Sequence[Judged], form: str) -> str:
-    if form == "html":
-        from flopwise.profile.explain.comparing import compare as compared
-        from flopwise.report.profile_page import profiles_page
-
-        comparison = compared([profile for profile, _ in judged]) if len(judged) > 1 else None
-        return profiles_page(judged, comparison)
-    from flopwise.report import profile_files as report
-
-    writers = {"md": report.profiles_markdown, "csv": report.profiles_csv, "json": report.profiles_json}
-    return writers[form](judged)
 
 
 def _native(reads: Sequence[Read], section: Sequence[str] | None) -> str:
@@ -303,31 +279,3 @@ def _write_trace(profiles: Sequence[Profile], trace: str) -> None:
         )
     write_whole(Path(trace), profile_trace(profiles[0]))
     say(f"wrote {trace}   next: open it in ui.perfetto.dev")
-
-
-def _tell_warnings(profiles: Sequence[Profile]) -> None:
-    """Beside a form that has no room for it: which figures are those of a part."""
-    from flopwise.report.profile_words import name_words, warning_words
-
-    for profile in profiles:
-        if profile.warnings:
-            say(f"warning: {name_words(profile)}: {warning_words(profile.warnings)}")
-
-
-def _print(text: str, write: str) -> None:
-    from flopwise.base.files import write_whole
-
-    whole = text if text.endswith("\n") else f"{text}\n"
-    if write:
-        write_whole(Path(write), whole)
-        say(f"wrote {write}")
-    else:
-        typer.echo(whole, nl=False)
-
-
-def _print_page(page: RenderableType, write: str) -> None:
-    """A page for a terminal; in a file it is plain text."""
-    if write:
-        _print(page_text(page, in_file=True), write)
-    else:
-        show_page(page)

@@ -94,15 +94,17 @@ def _free_folder() -> Path:
 def _page(folder: Path, steps: int) -> str:
     """What the profile says, written beside its trace; and what to do next."""
     from flopwise.base.files import write_whole
-    from flopwise.cli.output import page_text, progress_bar
-    from flopwise.cli.profile import judged_by, judged_page
+    from flopwise.cli.output import page_text, progress_bar, width
+    from flopwise.cli.profile import judged_by
     from flopwise.profile.read.reading import read_profiles
+    from flopwise.report.document import to_page
+    from flopwise.report.profiles import profiles_document
     from flopwise.store.runs import PROFILE, to_text
 
     with progress_bar("reading") as tell:
         profiles = [profile for read in read_profiles([folder], tell) for profile in read.profiles]
     write_whole(folder / PROFILE, to_text(profiles) + "\n")
-    lines = [page_text(judged_page(judged_by(profiles)), in_file=True)]
+    lines = [page_text(to_page(profiles_document(judged_by(profiles)), width()), in_file=True)]
     if any(profile.steps is not None and profile.steps < steps for profile in profiles):
         lines.append(f"note: the program ended before {steps} steps were traced")
     return "\n".join([*lines, f"wrote {folder}   next: flopwise profile why {folder}"])

@@ -6,28 +6,38 @@ import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flopwise.cli.options import FORMS, names, one_of
-from flopwise.cli.output import page_text, say, show_page, width
+from flopwise.cli.output import say, show
 from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flopwise.records.profile import Profile
-    from flopwise.report.page.data import RunDetail
+    from flopwise.report.page.data import PageData, RunDetail
     from flopwise.store.results import Result
 
 REPORT_FORMS = (*FORMS, "html")
 STATES = (
-    *("ok", "oom", "timeout", "failed", "skipped", "planned", "running"),
-    *("interrupted", "unreadable", "error"),
+    "ok",
+    "oom",
+    "timeout",
+    "failed",
+    "skipped",
+    "planned",
+    "running",
+    "interrupted",
+    "unreadable",
+    "error",
 )
-DEFAULT_PAGE = "report.html"
+DEFAULT_FILES = {"html": "report.html"}
+"""Forms that are no text for a terminal."""
 FILE_SUFFIXES = (".csv", ".json", ".md", ".markdown", ".txt")
 """What is called so is a file, be it there or not, and no run and no sweep."""
 CSV_NAME, MARKDOWN_NAME = "results.csv", "results.md"
@@ -62,6 +72,10 @@ def report(
     store: StoreOption = "",
 ) -> None:
     """Results of runs and sweeps as a table, markdown, CSV, JSON, a page or a picture."""
+    from flopwise.report.results import results_document
+    from flopwise.report.results_files import results_rows
+    from flopwise.store.results import FIELDS
+
     form = one_of(output, REPORT_FORMS, "--output")
     named = tuple(what or ())
     chosen = _columns(columns, form)
@@ -76,10 +90,9 @@ def report(
             kind = one_of("heatmap" if y else "scaling", ("heatmap", "scaling"), "--plot")
             draw(rows, kind, Path(plot), x=x or "sequence", y=y or "batch", value=value or "tokens_per_s")
             say(f"wrote {plot}")
-        if form == "html":
-            _write_page(rows, named, store, write or DEFAULT_PAGE)
-        else:
-            _print(rows, form, chosen, write)
+        document = results_document(rows, chosen)
+        document = replace(document, page=lambda: _page_data(rows, named, store))
+        show(document, list(results_rows(rows, chosen or FIELDS)), form, write=write or DEFAULT_FILES.get(form, ""))
 
 
 @contextmanager
@@ -103,8 +116,8 @@ def collect(
     """Write results.csv, at full precision, and results.md, for people, into a folder."""
     from flopwise.base.errors import FlopwiseError
     from flopwise.base.files import WRITABLE_HINT, write_whole
-    from flopwise.report.results import results_markdown
-    from flopwise.report.results_files import results_csv
+    from flopwise.report.document import to_csv, to_markdown
+    from flopwise.report.results import results_document
 
     folder, named = Path(into), tuple(what or ())
     _keep_inputs(named, *(str(folder / name) for name in (CSV_NAME, MARKDOWN_NAME)))
@@ -114,7 +127,8 @@ def collect(
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise FlopwiseError(f"cannot write to {into[:200]!r}", why=why, hint=WRITABLE_HINT) from None
-    for name, text in ((CSV_NAME, results_csv(rows)), (MARKDOWN_NAME, results_markdown(rows))):
+    document = results_document(rows)
+    for name, text in ((CSV_NAME, to_csv(document)), (MARKDOWN_NAME, to_markdown(document))):
         write_whole(folder / name, text)
         typer.echo(str(folder / name))
     say(f"{_rows_words(len(rows))}   next: flopwise report {folder / CSV_NAME}")
@@ -269,52 +283,18 @@ def _sorted(rows: list[Result], sort: str) -> list[Result]:
     return [*sorted(known, key=lambda row: getattr(row, name), reverse=down), *unknown]
 
 
-# -- to the terminal, or to a file -----------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------------------------
 
 
-def _print(rows: list[Result], form: str, columns: Sequence[str] | None, write: str) -> None:
-    from flopwise.base.files import write_whole
-    from flopwise.report import results, results_files
-    from flopwise.store.results import FIELDS
-
-    if form == "table" and not write:
-        show_page(results.results_table(rows, width(), columns))
-        return
-    if form == "table":
-        text = page_text(results.results_table(rows, width(), columns), in_file=True) + "\n"
-    elif form == "md":
-        text = results.results_markdown(rows, columns)
-    elif form == "csv":
-        text = results_files.results_csv(rows, columns or FIELDS)
-    else:
-        text = results_files.results_json(rows, columns or FIELDS)
-    if write:
-        write_whole(Path(write), text)
-        say(f"wrote {write}")
-    else:
-        typer.echo(text, nl=False)
-
-
-def _write_page(rows: list[Result], named: Sequence[str], store: str, write: str) -> None:
-    from datetime import datetime
-
-    from flopwise.base.files import write_whole
-    from flopwise.report.page.data import PageData
-    from flopwise.report.page.page import page_html
+def _page_data(rows: list[Result], named: Sequence[str], store: str) -> PageData:
+    from flopwise.report.page.data import PageData, now
     from flopwise.store.runs import store_folder
 
     # Pages are passed on: where a store lies is nobody else's business.
     title = ", ".join(Path(name).name for name in named) if named else store_folder(store).resolve().name
     details, left_out = _details(rows, named, store_folder(store))
-    page = PageData(
-        title=title if len(title) <= 60 else f"{title[:59]}…",
-        created=datetime.now().astimezone().isoformat(timespec="seconds"),
-        rows=rows,
-        details=details,
-        left_out=left_out,
-    )
-    write_whole(Path(write), page_html(page))
-    typer.echo(write)
+    short = title if len(title) <= 60 else f"{title[:59]}…"
+    return PageData(title=short, created=now(), rows=rows, details=details, left_out=left_out)
 
 
 MOST_DETAILS = 200

@@ -58,7 +58,7 @@ HTML, JSON, CSV, MARKDOWN, TEXT = (
 
 def tell(line: str) -> None:
     """Say something on the terminal, where everybody but the data is told."""
-    from flopwise.report.signs import visible
+    from flopwise.report.words import visible
 
     sys.stderr.write(f"{visible(line)}\n")
     sys.stderr.flush()
@@ -203,9 +203,10 @@ def _csv(_: Live, seen: _Seen) -> Answer:
 
 
 def _markdown(_: Live, seen: _Seen) -> Answer:
-    from flopwise.report.results import results_markdown
+    from flopwise.report.document import to_markdown
+    from flopwise.report.results import results_document
 
-    return Answer(results_markdown(seen.rows).encode(), MARKDOWN)
+    return Answer(to_markdown(results_document(seen.rows)).encode(), MARKDOWN)
 
 
 ROUTES: dict[str, Callable[[Live, _Seen], Answer]] = {

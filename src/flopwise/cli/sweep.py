@@ -8,7 +8,7 @@ import typer
 
 from flopwise.cli import sweep_options as options
 from flopwise.cli.options import FORMS, counted, hardware_named, is_given, one_of, value_of
-from flopwise.cli.output import progress_bar, say, show_page, width
+from flopwise.cli.output import progress_bar, say, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,6 +90,7 @@ def sweep(
 def _sweep(context: typer.Context, words: dict[str, Any]) -> None:
     """What was typed, done."""
     from flopwise.cli.sweep_launch import at_once
+    from flopwise.report.sweeps import preview_document, preview_results
     from flopwise.store.runs import store_folder
 
     form = one_of(words["output"], FORMS, "--output")
@@ -106,7 +107,8 @@ def _sweep(context: typer.Context, words: dict[str, Any]) -> None:
     if where:
         _launch(asked, folder, wanted, where, words)
     else:
-        _print_preview(asked.preview(wanted, is_run=not words["predict"], slots=words["slots"]), form)
+        preview = asked.preview(wanted, is_run=not words["predict"], slots=words["slots"])
+        show(preview_document(preview), preview_results(preview), form)
     if unread:
         raise typer.Exit(1)
 
@@ -393,34 +395,15 @@ def _write_skipped(store: Path, record: SweepRecord, cell: str, why: str) -> Non
 
     if not read_attempts(store, cell)[0]:
         today = now()
-        new_attempt(
-            store,
-            Attempt(
-                number=0, cell=cell, repeat=1, state="skipped", started=today, ended=today, sweep=record.name,
-                steps=record.steps, reason=why,
-            ),
-        )  # fmt: skip
-
-
-# -- to people -------------------------------------------------------------------------------------------------------
-
-
-def _print_preview(preview: Preview, form: str) -> None:
-    from dataclasses import replace
-
-    from flopwise.report.results_files import results_csv, results_json
-    from flopwise.report.sweeps import preview_line, preview_markdown, preview_page
-    from flopwise.store.results import result_of_cell
-
-    if form == "table":
-        show_page(preview_page(preview, width()))
-        return
-    if form == "md":
-        typer.echo(preview_markdown(preview), nl=False)
-        return
-    rows = []
-    for cell in preview.cells:
-        why, row = preview.skipped.get(cell.id), result_of_cell(cell, None)
-        rows.append(row if why is None else replace(row, state="skipped", reason=why, source="predicted"))
-    typer.echo(results_csv(rows) if form == "csv" else results_json(rows), nl=form != "csv")
-    say(preview_line(preview))
+        skipped = Attempt(
+            number=0,
+            cell=cell,
+            repeat=1,
+            state="skipped",
+            started=today,
+            ended=today,
+            sweep=record.name,
+            steps=record.steps,
+            reason=why,
+        )
+        new_attempt(store, skipped)

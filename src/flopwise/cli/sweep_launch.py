@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from flopwise.cli.options import counted, value_of
-from flopwise.cli.output import say, show_page, width
+from flopwise.cli.output import say, show
 from flopwise.store.cells import Cell, SweepRecord
 from flopwise.store.results import Result
 
@@ -157,17 +157,7 @@ def write_tasks(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[
 
 def _print_results(store: Path, name: str, cells: Sequence[str], form: str) -> None:
     from flopwise.cli.report import gathered
+    from flopwise.report.results import results_document
 
     rows: list[Result] = [row for row in gathered((name,), str(store)) if row.cell in cells]
-    if form == "table":
-        from flopwise.report.results import results_table
-
-        show_page(results_table(rows, width()))
-    elif form == "md":
-        from flopwise.report.results import results_markdown
-
-        typer.echo(results_markdown(rows), nl=False)
-    else:
-        from flopwise.report.results_files import results_csv, results_json
-
-        typer.echo(results_csv(rows) if form == "csv" else results_json(rows), nl=form != "csv")
+    show(results_document(rows), rows, form)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from flopwise.base.units import AUTO, show_bytes, show_seconds
 from flopwise.cli.output import say
-from flopwise.report.training import clock_words, printable
+from flopwise.report.words import clock_words, printable
 from flopwise.store.cells import ENDED, Attempt, Cell
 from flopwise.sweep.predicting import Share, alone, attempt_seconds, beside_each_other, cell_seconds
 from flopwise.sweep.running import AttemptEnded, CellBegun, CellEnded, CellSkipped, Event, Noticed, SweepEnded

@@ -19,7 +19,7 @@ from flopwise.cli.options import (
     one_of,
     value_of,
 )
-from flopwise.cli.output import show_page, width
+from flopwise.cli.output import show
 
 if TYPE_CHECKING:
     from flopwise.records.measurement import RunRecord
@@ -424,13 +424,6 @@ def _import_engine() -> None:
 
 
 def _print(record: RunRecord, form: str, store: str | None) -> None:
-    from flopwise.report.training import end_page, resume_words
-    from flopwise.store.runs import to_text
+    from flopwise.report.training import end_document
 
-    if form == "json":
-        typer.echo(to_text(record))
-        following = resume_words(record, store)
-        if following:
-            typer.echo(following, err=True)
-    else:
-        show_page(end_page(record, width(), store=store))
+    show(end_document(record, store), record, form)

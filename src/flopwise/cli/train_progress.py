@@ -15,16 +15,9 @@ from rich.text import Text
 
 from flopwise.cli.output import progress_bar, say, width
 from flopwise.records.measurement import RunRecord, StepRecord
-from flopwise.report.training import (
-    StepTable,
-    clock_words,
-    evaluation_words,
-    rate_words,
-    seconds_words,
-    size_words,
-    step_table,
-    wrapped,
-)
+from flopwise.report.tables import wrapped
+from flopwise.report.training import StepTable, evaluation_words, step_table
+from flopwise.report.words import clock_words, rate_words, seconds_words, size_words
 from flopwise.train.events import Callback, Started
 
 FIRST_ROWS = 3

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwise.cli.options import FORMS, OutputOption, one_of
-from flopwise.cli.output import progress_bar, show_page, width
+from flopwise.cli.output import progress_bar, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,6 +37,7 @@ def validate(
     from pathlib import Path
 
     from flopwise.references.published import TABLES
+    from flopwise.references.validate.report import validation_document, validation_record
 
     form = one_of(output, FORMS, "--output")
     apart = one_of(leave_out, ("none", "model"), "--leave-out") == "model"
@@ -48,7 +49,7 @@ def validate(
         found = _recorded(path, apart=apart)
     else:
         found = _validation(name, path, apart=apart)
-    _print(found, form, all_rows=all_rows)
+    show(validation_document(found, every_row=all_rows), validation_record(found), form)
 
 
 def _conformance(path: Path | None) -> Validation:
@@ -179,19 +180,3 @@ def _recorded_words(hardware: Iterable[Hardware]) -> str:
     failed = "a failed run counts as out of memory, though the table does not say why it failed"
     parts.append(f"memory verdicts are those of the trainer's own rule; {failed}")
     return "; ".join(parts)
-
-
-# -- to the terminal -------------------------------------------------------------------------------------------------
-
-
-def _print(found: Validation, form: str, *, all_rows: bool) -> None:
-    from flopwise.references.validate import report as written
-
-    if form == "json":
-        typer.echo(written.validation_json(found))
-    elif form == "csv":
-        typer.echo(written.validation_csv(found), nl=False)
-    elif form == "md":
-        typer.echo(written.validation_markdown(found), nl=False)
-    else:
-        show_page(written.validation_page(found, width(), every_row=all_rows))

@@ -1,24 +1,18 @@
-"""A plan for one device on a page: memory by owner and place, the schedule, the answer, and why."""
+"""Plans for one device as documents: memory by owner and place, the schedule, the answer, and why."""
 
 from __future__ import annotations
 
 import math
-import re
-import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-
-from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share, significant
 from flopwise.records.plan import Help, Plan, Planned, Residency
 from flopwise.records.prediction import Interval
 from flopwise.records.program import OWNERS
-from flopwise.report.predictions import NOTHING_KNOWN, OPTIMIZER_TITLES, outside_words
+from flopwise.report.document import Block, Document, Table, Words, beside_rows, facts, note_rows
+from flopwise.report.predictions import NOTHING_KNOWN, OPTIMIZER_TITLES, TIGHT, outside_words
+from flopwise.report.tables import Styled
+from flopwise.report.words import counted, listed, signed_share, size_words
 from flopwise.setup.workload import MOMENTS
 from flopwise.work.formats import parse_formats
 from flopwise.work.parameters import ENDS
@@ -29,12 +23,6 @@ SAME = 5e-4
 LITTLE = 0.005
 """Gains that differ by less are not told apart: they are estimates."""
 
-TIGHT = 0.05
-"""A total with less than this share of the cap to spare is tight."""
-
-LONGEST_LABEL = 26
-"""Columns for what stands before words."""
-
 LEVEL_WORDS = {"full": "full", "attention": "input+context+attention", "context": "input+context", "input": "input"}
 """What is kept of a (layer, chunk) at each save level."""
 
@@ -43,95 +31,46 @@ OWNER_WORDS = {"stream": "between layers", "context": "keys and values of a sequ
 """Owners of device memory whose names do not say it all."""
 
 
-def device_plan_page(planned: Planned, title: str) -> RenderableType:
-    """The plan on a page: memory by owner and place, the schedule, the answer, and why."""
-    return Group(_heading(planned, title), "", _Memory(planned), "", _answer(planned), *_why(planned))
+def device_plan_document(planned: Planned, title: str) -> Document:
+    """The plan: memory by owner and place, the schedule, the answer, and why."""
+    return Document(
+        blocks=_blocks(planned, title),
+        tables=[
+            Table(columns=tuple(CELLS), rows=[[words(planned) for words in CELLS.values()]], left=LEFT),
+            _memory(planned, ("memory", "device", "on device", "host", "on host")),
+        ],
+        rows=[_flat(planned, owners_of([planned]))],
+        told=beside_rows(planned.notes),
+    )
 
 
-FIRM = "\u00a0"
-"""A blank at which `textwrap` does not break a line."""
-UNIT = re.compile(r"(?<=\d) (?=(?:%|tok/s|[kMGTP]?i?B|s|ms|µs|min|h|days|tokens)(?:[\s),;]|$))")
-
-
-def _bound(words: str) -> str:
-    """Words with the blanks made firm that stand between a number and its unit."""
-    return UNIT.sub(FIRM, words).replace("± ", f"±{FIRM}")
-
-
-def _folded(words: str, width: int) -> str:
-    """Words in lines of at most `width`."""
-    lines = [line for part in words.split("\n") for line in textwrap.wrap(_bound(part), width, break_on_hyphens=False)]
-    return "\n".join(lines).replace(FIRM, " ")
-
-
-@dataclass(frozen=True, slots=True)
-class _Lines:
-    """Rows of a label and words, folded where they are longer than the page is wide; with them the rows' styles."""
-
-    rows: Sequence[tuple[str, str, str]]
-
-    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        labels = [_folded(label, LONGEST_LABEL) for label, _, _ in self.rows]
-        room = options.max_width - max(cell_len(line) for label in labels for line in label.split("\n")) - 2
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-        for label, (_, words, style) in zip(labels, self.rows, strict=True):
-            table.add_row(Text(label), Text(_folded(words, room)), style=style)
-        yield table
-
-
-def _heading(planned: Planned, title: str) -> Text:
+def _blocks(planned: Planned, title: str) -> Iterator[Block]:
     plan = planned.plan
     caps = f"caps: device {show_bytes(plan.device_memory_bytes)}, host {show_bytes(plan.host_memory_bytes)}"
     rule = "" if plan.rule == "flopwise" else f" · by the rule {plan.rule}"
-    return Text(
+    yield Words(
         f"{planned.model} · 1 × {title} · sequence {plan.sequence_tokens:,}"
         f" · {OPTIMIZER_TITLES[plan.optimizer]} · {plan.precision}\n{caps}{rule}"
     )
+    yield _memory(planned, ("", "device", " ", "host", "  "))
+    yield _answer(planned)
+    if planned.reasons:
+        yield facts([(value_words(plan, name), reason) for name, reason in planned.reasons.items()], "why")
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------
 
-MemoryRow = tuple[str, str, Text, str, Text]
-"""Owner, bytes on the device and words about them, bytes on the host and words about them."""
-HEADER = ("", "device", "", "host", "")
+
+def _memory(planned: Planned, columns: Sequence[str]) -> Table:
+    """Owner, bytes on the device and words about them, bytes on the host and words about them."""
+    left = (columns[0], columns[2], columns[4])
+    return Table(columns=columns, rows=memory_rows(planned), left=left, folded={columns[2]: 0, columns[4]: 0})
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Memory by owner and place as a table whose columns of words share what room there is, and fold between words."""
-
-    planned: Planned
-
-    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        rows = memory_rows(self.planned)
-        fixed = sum(max(cell_len(str(row[index])) for row in (HEADER, *rows)) for index in (0, 1, 3))
-        texts = [[row[2].plain for row in rows], [row[4].plain for row in rows]]
-        wanted = [max(cell_len(text) for text in column) for column in texts]
-        least = [max(cell_len(word) for text in column for word in _bound(text).split(" ")) for column in texts]
-        widths = _shared(options.max_width - fixed - 4 * 2, wanted, least)
-        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-        for name in HEADER:
-            table.add_column(name, no_wrap=True, justify="right" if name else "left")
-        for owner, device, on_device, host, on_host in rows:
-            first = Text(_folded(on_device.plain, widths[0]), on_device.style)
-            second = Text(_folded(on_host.plain, widths[1]), on_host.style)
-            table.add_row(owner, device, first, host, second)
-        yield table
-
-
-def _shared(room: int, wanted: Sequence[int], least: Sequence[int]) -> tuple[int, int]:
-    """Widths of two columns: as wide as they want to be, else half each but for the longest word."""
-    if sum(wanted) <= room:
-        return max(1, wanted[0]), max(1, wanted[1])
-    first = max(least[0], room // 2, room - wanted[1])
-    first = min(first, wanted[0], max(least[0], room - least[1]))
-    return max(1, first), max(1, room - first)
-
-
-def memory_rows(planned: Planned) -> list[MemoryRow]:
+def memory_rows(planned: Planned) -> list[list[str]]:
     """The rows of the memory table, the total last."""
     plan, forecast = planned.plan, planned.forecast
-    rows: list[MemoryRow] = []
+    rows: list[list[str]] = []
     for owner in owners_of([planned]):
         device, host = forecast.device_bytes.get(owner, 0), forecast.host_bytes.get(owner, 0)
         # Optimizer state may pass through memory of the activations, and then has none of its own.
@@ -139,10 +78,10 @@ def memory_rows(planned: Planned) -> list[MemoryRow]:
         if owner == "optimizer" and not host:
             words = "; ".join(part for part in (words, moment_words(plan)) if part)
         others = _host_words(plan, owner, device) if host else ""
-        rows.append((owner, size_words(device), Text(words), size_words(host), Text(others)))
+        rows.append([owner, size_words(device), words, size_words(host), others])
     device, host = forecast.device_total, forecast.host_total
     verdicts = _verdict(device, plan.device_memory_bytes), _verdict(host, plan.host_memory_bytes)
-    return [*rows, ("total", size_words(device), verdicts[0], size_words(host), verdicts[1])]
+    return [*rows, ["total", size_words(device), verdicts[0], size_words(host), verdicts[1]]]
 
 
 def owners_of(planneds: Iterable[Planned]) -> list[str]:
@@ -151,20 +90,16 @@ def owners_of(planneds: Iterable[Planned]) -> list[str]:
     return [*(owner for owner in OWNERS if owner in found), *sorted(found.difference(OWNERS))]
 
 
-def size_words(size: int) -> str:
-    return show_bytes(size) if size else "-"
-
-
-def _verdict(total: int, cap: int) -> Text:
+def _verdict(total: int, cap: int) -> Styled:
     """Whether a total keeps to its cap."""
     spare = cap - total
     if spare < 0:
-        return Text(f"✗ does not fit, {show_bytes(-spare)} too much", style="red")
+        return Styled(f"✗ does not fit, {show_bytes(-spare)} too much", "red")
     if not total:
-        return Text("✓ nothing is kept there", style="green")
+        return Styled("✓ nothing is kept there", "green")
     if spare < TIGHT * cap:
-        return Text(f"✓ fits, tight: {show_bytes(spare)} spare", style="yellow")
-    return Text(f"✓ fits, {show_bytes(spare)} spare", style="green")
+        return Styled(f"✓ fits, tight: {show_bytes(spare)} spare", "yellow")
+    return Styled(f"✓ fits, {show_bytes(spare)} spare", "green")
 
 
 def _device_words(plan: Plan, owner: str) -> str:
@@ -198,10 +133,10 @@ def residency_words(residency: Residency, layers: int) -> str:
     words = []
     if staying:
         one = len(staying) == 1 and blocks <= 1
-        words.append(f"{_listed(staying)} {'stays' if one else 'stay'}")
+        words.append(f"{listed(staying)} {'stays' if one else 'stay'}")
     if rest and residency.passing:
-        others = f"{rest}" if blocks else _counted(rest, "block")
-        words.append(f"{others} pass{'es' if rest == 1 else ''} through {_counted(residency.passing, 'slot')}")
+        others = f"{rest}" if blocks else counted(rest, "block")
+        words.append(f"{others} pass{'es' if rest == 1 else ''} through {counted(residency.passing, 'slot')}")
     return ", ".join(words)
 
 
@@ -209,7 +144,7 @@ def _slot_words(plan: Plan) -> str:
     """Room for activations, and how many (layer, chunk) stay in it."""
     saved = plan.saved("device")
     staying = sum(saved.values())
-    words = f"{_counted(plan.activation_slots, 'slot')} for (layer, chunk)"
+    words = f"{counted(plan.activation_slots, 'slot')} for (layer, chunk)"
     if not staying:
         return f"{words}, none stays"
     less = staying - saved["full"]
@@ -238,7 +173,7 @@ def _others_words(residency: Residency, layers: int) -> str:
     """What is on the host because it does not stay on the device."""
     rest = layers - residency.blocks
     words = [f"the other {rest}" if residency.blocks else f"all {layers}"] if rest else []
-    return _listed([*words, *(end for end in ENDS if end not in residency.ends)])
+    return listed([*words, *(end for end in ENDS if end not in residency.ends)])
 
 
 def moment_words(plan: Plan) -> str:
@@ -251,40 +186,34 @@ def moment_words(plan: Plan) -> str:
     return "; ".join(words)
 
 
-def _listed(words: Sequence[str]) -> str:
-    """`one`, `one and two`, `one, two and three`."""
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 # -- schedule, time, speed ------------------------------------------------------------------------------------------
 
 
-def _answer(planned: Planned) -> _Lines:
-    forecast, (spread, evidence) = planned.forecast, interval_words(planned.interval, planned.forecast.step_s)
+def _answer(planned: Planned) -> Table:
+    forecast, interval = planned.forecast, planned.interval
+    spread, evidence = interval_words(interval, forecast.step_s)
     waited = [(name, s) for name, s in forecast.idle.items() if s > 1e-6 * forecast.step_s]
     waits = sorted(waited, key=lambda item: -item[1])
     rate = f"{significant(forecast.tokens_per_s)} tok/s{spread}"
     ceiling = f"{show_share(forecast.ceiling_share)} of the kernels' own ceiling (matrix products and attention alone)"
     peak = f"{show_count(forecast.peak_flops)}FLOP/s dense {forecast.peak_format}"
-    rows = [
-        ("schedule", _schedule(planned.plan), ""),
-        ("step", _step(planned), ""),
-        ("waits for", " · ".join(f"{name} {show_seconds(s)}" for name, s in waits) or "nothing", ""),
-        ("speed", f"{rate} · {show_share(forecast.mfu)} MFU · {show_share(forecast.hfu)} HFU", "bold"),
-        ("", f"{ceiling} · bound by {forecast.bound}", ""),
-        ("against", f"{peak}, FLOPs counted {forecast.convention}", ""),
-        ("evidence", evidence, ""),
-        ("outside", outside_words(planned.interval) if planned.interval and planned.interval.outside else "", ""),
-        ("link", _link(planned), ""),
-        ("would help", "\n".join(help_words(planned)), ""),
-        ("searched", f"{_counted(planned.searched, 'plan')}, {planned.simulated:,} of them simulated", ""),
-        *(("note", note, "cyan") for note in planned.notes),
-    ]
-    return _Lines([row for row in rows if row[1] and (row[0] != "searched" or planned.searched)])
+    searched = f"{counted(planned.searched, 'plan')}, {planned.simulated:,} of them simulated"
+    return facts(
+        [
+            ("schedule", _schedule(planned.plan)),
+            ("step", _step(planned)),
+            ("waits for", " · ".join(f"{name} {show_seconds(s)}" for name, s in waits) or "nothing"),
+            ("speed", Styled(f"{rate} · {show_share(forecast.mfu)} MFU · {show_share(forecast.hfu)} HFU", "bold")),
+            ("", f"{ceiling} · bound by {forecast.bound}"),
+            ("against", f"{peak}, FLOPs counted {forecast.convention}"),
+            ("evidence", evidence),
+            ("outside", outside_words(interval) if interval and interval.outside else ""),
+            ("link", _link(planned)),
+            ("would help", "\n".join(help_words(planned))),
+            ("searched", searched if planned.searched else ""),
+            *note_rows(planned.notes),
+        ]
+    )
 
 
 def _schedule(plan: Plan) -> str:
@@ -292,14 +221,14 @@ def _schedule(plan: Plan) -> str:
     if plan.chunks_per_sequence > 1:
         part = f" ({plan.chunks_per_sequence} make a sequence)"
     else:
-        part = f" ({_counted(max(1, plan.chunk_tokens // plan.sequence_tokens), 'sequence')})"
+        part = f" ({counted(max(1, plan.chunk_tokens // plan.sequence_tokens), 'sequence')})"
     attention = "over a whole sequence at once" if plan.attention == "sequence" else "by chunk"
     if plan.chunks_per_sequence == 1:
         attention = "over whole sequences"
     when = {"backward": "right after a layer's last backward", "end": "when all gradients are there"}
     return (
-        f"chunk {plan.chunk_tokens:,} tokens{part} · {_counted(plan.chunks_per_round, 'chunk')} a round"
-        f" · {_counted(plan.rounds_per_step, 'round')} a step = {plan.tokens_per_step:,} tokens\n"
+        f"chunk {plan.chunk_tokens:,} tokens{part} · {counted(plan.chunks_per_round, 'chunk')} a round"
+        f" · {counted(plan.rounds_per_step, 'round')} a step = {plan.tokens_per_step:,} tokens\n"
         f"attention {attention} · update on the {plan.update_place}, {when[plan.update_when]}"
     )
 
@@ -320,7 +249,7 @@ def _step(planned: Planned) -> str:
         if seconds > 0
     ]
     whole = f"{show_seconds(forecast.step_s)} = {' + '.join(parts)}"
-    return f"{whole}\n{_listed(spent)} of it" if spent else whole
+    return f"{whole}\n{listed(spent)} of it" if spent else whole
 
 
 def interval_words(interval: Interval | None, step_s: float) -> tuple[str, str]:
@@ -360,19 +289,11 @@ def _more(found: Help, plan: Plan) -> str:
         "host": found.host_memory_bytes - plan.host_memory_bytes,
     }
     words = [f"{'+' if more > 0 else '−'}{show_bytes(abs(more))} {place}" for place, more in changes.items() if more]
-    return _listed(words) or "the same memory"
+    return listed(words) or "the same memory"
 
 
 def _gain(gain: float) -> str:
-    return "little" if abs(gain) < LITTLE else f"about {'+' if gain > 0 else '−'}{100 * abs(gain):.0f} %"
-
-
-# -- why ------------------------------------------------------------------------------------------------------------
-
-
-def _why(planned: Planned) -> list[RenderableType]:
-    rows = [(value_words(planned.plan, name), reason, "") for name, reason in planned.reasons.items()]
-    return ["", Text("why", style="bold"), _Lines(rows)] if rows else []
+    return "little" if abs(gain) < LITTLE else f"about {signed_share(gain, 0)}"
 
 
 def value_words(plan: Plan, name: str) -> str:
@@ -382,12 +303,12 @@ def value_words(plan: Plan, name: str) -> str:
     leave, stay = sum(plan.saved("host").values()), sum(plan.saved("device").values())
     words = {
         "chunk_tokens": f"chunk of {plan.chunk_tokens:,} tokens",
-        "chunks_per_round": f"{_counted(plan.chunks_per_round, 'chunk')} a round",
-        "rounds_per_step": f"{_counted(plan.rounds_per_step, 'round')} a step",
+        "chunks_per_round": f"{counted(plan.chunks_per_round, 'chunk')} a round",
+        "rounds_per_step": f"{counted(plan.rounds_per_step, 'round')} a step",
         "head_chunk_tokens": f"head, {plan.head_chunk_tokens:,} tokens at a time",
         "tokens_per_step": f"{plan.tokens_per_step:,} tokens a step",
         "attention": f"attention by {plan.attention}",
-        "activation_slots": _counted(plan.activation_slots, "activation slot"),
+        "activation_slots": counted(plan.activation_slots, "activation slot"),
         "saves": f"saves, {leave:,} leave, {stay:,} stay",
         "update_place": f"update on the {plan.update_place}",
         "update_when": f"update {when}",
@@ -398,3 +319,87 @@ def value_words(plan: Plan, name: str) -> str:
         "optimizer_state": f"optimizer state, {stays['optimizer']}",
     }
     return words.get(name, name.replace("_", " "))
+
+
+# -- rows and records for programs -----------------------------------------------------------------------------------
+
+OF_PLAN = (
+    *("hardware", "rule", "precision", "optimizer", "device_memory_bytes", "host_memory_bytes", "sequence_tokens"),
+    *("chunk_tokens", "chunks_per_round", "rounds_per_step", "head_chunk_tokens", "tokens_per_step"),
+    *("attention", "update_place", "update_when", "activation_slots"),
+)
+OF_FORECAST = ("step_s", "tokens_per_s", "mfu", "hfu", "ceiling_share", "bound")
+MORE_OF_FORECAST = (
+    *("compute_s", "recompute_s", "update_s", "exposed_copy_s", "copy_in_bytes", "copy_out_bytes", "link_share"),
+    *("peak_flops", "model_flops", "hardware_flops"),
+)
+
+
+def main_values(planned: Planned) -> dict[str, object]:
+    """A plan's decisions and its figures at full precision, as every file of it names them."""
+    plan, forecast = planned.plan, planned.forecast
+    states = {"param": plan.weights, "grad": plan.gradients, "optimizer": plan.optimizer_state}
+    return {
+        "model": planned.model,
+        **{name: getattr(plan, name) for name in OF_PLAN},
+        **{f"{kind}_blocks": residency.on_device for kind, residency in states.items()},
+        **{f"resident_{kind}_blocks": residency.blocks for kind, residency in states.items()},
+        "host_saved": plan.saved("host"),
+        "device_saved": plan.saved("device"),
+        **{name: getattr(forecast, name) for name in OF_FORECAST},
+        "device_bytes": forecast.device_total,
+        "host_bytes": forecast.host_total,
+        "device_bytes_by_owner": forecast.device_bytes,
+        "host_bytes_by_owner": forecast.host_bytes,
+    }
+
+
+def device_plan_record(planned: Planned) -> dict[str, object]:
+    """The whole plan: its main values, then the records that they come from."""
+    records = ("plan", "forecast", "reasons", "helps", "interval", "notes", "searched", "simulated")
+    return {**main_values(planned), **{name: getattr(planned, name) for name in records}}
+
+
+def _flat(planned: Planned, owners: Sequence[str]) -> dict[str, object]:
+    """Every figure in one row; what is a table in the JSON has a column for each of its entries."""
+    forecast, interval = planned.forecast, planned.interval
+    row: dict[str, object] = {}
+    for name, value in main_values(planned).items():
+        if name.endswith("_by_owner"):
+            sizes = forecast.device_bytes if name.startswith("device") else forecast.host_bytes
+            row |= {f"{name.removesuffix('_by_owner')}_{owner}": sizes.get(owner, 0) for owner in owners}
+        elif isinstance(value, dict):
+            row |= {f"{name}_{level}": count for level, count in value.items()}
+        else:
+            row[name] = value
+    return {
+        **row,
+        **{name: getattr(forecast, name) for name in MORE_OF_FORECAST},
+        "idle_s": sum(forecast.idle.values()),
+        "low_s": interval.low_s if interval else None,
+        "high_s": interval.high_s if interval else None,
+        "searched": planned.searched,
+        "simulated": planned.simulated,
+    }
+
+
+CELLS: dict[str, Callable[[Planned], str]] = {
+    "model": lambda one: one.model,
+    "hardware": lambda one: one.plan.hardware,
+    "seq": lambda one: f"{one.plan.sequence_tokens:,}",
+    "chunk": lambda one: f"{one.plan.chunk_tokens:,}",
+    "chunks": lambda one: f"{one.plan.chunks_per_round:,}",
+    "rounds": lambda one: f"{one.plan.rounds_per_step:,}",
+    "device": lambda one: _of_cap(one.forecast.device_total, one.plan.device_memory_bytes),
+    "host": lambda one: _of_cap(one.forecast.host_total, one.plan.host_memory_bytes),
+    "step": lambda one: show_seconds(one.forecast.step_s),
+    "tok/s": lambda one: significant(one.forecast.tokens_per_s),
+    "MFU": lambda one: show_share(one.forecast.mfu),
+    "HFU": lambda one: show_share(one.forecast.hfu),
+    "bound by": lambda one: one.forecast.bound,
+}
+LEFT = {"model", "hardware", "bound by"}
+
+
+def _of_cap(total: int, cap: int) -> str:
+    return f"{'✓' if total <= cap else '✗'} {size_words(total)} of {show_bytes(cap)}"

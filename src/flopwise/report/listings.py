@@ -1,26 +1,56 @@
-"""What the catalogue holds: a record and a row of words per model, device or training framework."""
+"""What the catalogue holds: a row for each model, device or training framework."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from flopwise.base.units import exact_tokens, show_bytes, show_count
+from flopwise.report.document import Document, Table
+from flopwise.report.words import UNKNOWN
 from flopwise.setup.hardware import NUMBER_FORMATS, Device, Hardware
 from flopwise.setup.stack import Stack
 from flopwise.work.describe import describe
 from flopwise.work.model import Model
 from flopwise.work.transformer import Transformer
 
-MODEL_COLUMNS = ("model", "parameters", "layers", "hidden", "heads", "context", "title")
-HARDWARE_COLUMNS = ("hardware", "matrix peak", "fp8", "memory", "bandwidth", "power", "efficiency", "title")
-STACK_COLUMNS = ("stack", "attention", "kernels", "constants", "title")
-"""constants: how many differ from what kernels and network allow."""
-GIVING_WAY = ("title", "power", "fp8", "bandwidth")
-"""Columns that leave a narrow terminal's table, the first one first."""
-WORDS = {"model", "hardware", "efficiency", "title", "stack", "attention", "kernels"}
+Described = TypeVar("Described")
+
+LEFT = {"model", "hardware", "efficiency", "title", "stack", "attention", "kernels"}
+Listing = tuple[Document, list[dict[str, object]]]
+"""For people, and for programs."""
 
 
-def model_record(model: Model) -> dict[str, object]:
+def models_listing(models: Sequence[Model]) -> Listing:
+    """Models of the catalogue."""
+    return _listing(MODEL_COLUMNS, models, [_model_record(model) for model in models])
+
+
+def hardware_listing(devices: Sequence[Hardware]) -> Listing:
+    """Devices of the catalogue; a format that one lacks is a dash."""
+    return _listing(HARDWARE_COLUMNS, devices, [_hardware_record(device) for device in devices])
+
+
+def stacks_listing(stacks: Sequence[Stack]) -> Listing:
+    """Training frameworks of the catalogue."""
+    return _listing(STACK_COLUMNS, stacks, [_stack_record(stack) for stack in stacks])
+
+
+def _listing(
+    columns: Mapping[str, Callable[[Described], str]],
+    described: Sequence[Described],
+    records: list[dict[str, object]],
+) -> Listing:
+    table = Table(
+        columns=tuple(columns),
+        rows=[[words(each) for words in columns.values()] for each in described],
+        left=LEFT,
+        giving_way=("title", "power", "fp8", "bandwidth"),
+    )
+    return Document(blocks=[table], rows=map(_flat, records)), records
+
+
+def _model_record(model: Model) -> dict[str, object]:
     """What a listing says of a model, at full precision. Parameters are those at the model's own sequence length."""
     return {
         "model": model.name,
@@ -35,7 +65,7 @@ def model_record(model: Model) -> dict[str, object]:
     }
 
 
-def hardware_record(hardware: Hardware) -> dict[str, object]:
+def _hardware_record(hardware: Hardware) -> dict[str, object]:
     """What a listing says of a device, at full precision."""
     device = hardware.device
     bandwidth = device.dram.bandwidth_bytes_per_s
@@ -45,13 +75,13 @@ def hardware_record(hardware: Hardware) -> dict[str, object]:
         "memory_bytes": int(device.dram.size_bytes.value),
         "bandwidth_bytes_per_s": bandwidth.value if bandwidth else None,
         "power_w": device.power_w.value if device.power_w else None,
-        "efficiency": efficiency_kind(hardware),
+        "efficiency": _efficiency_kind(hardware),
         "aliases": list(hardware.aliases),
         "title": hardware.title,
     }
 
 
-def stack_record(stack: Stack) -> dict[str, object]:
+def _stack_record(stack: Stack) -> dict[str, object]:
     """What a listing says of a training framework, at full precision."""
     return {
         "stack": stack.name,
@@ -64,7 +94,7 @@ def stack_record(stack: Stack) -> dict[str, object]:
     }
 
 
-def efficiency_kind(hardware: Hardware) -> str:
+def _efficiency_kind(hardware: Hardware) -> str:
     """How the efficiencies of the kernels came about: measured, estimated, or in part each."""
     efficiency = hardware.efficiency
     keys = (efficiency.gemm.source, efficiency.attention.source, efficiency.memory.source)
@@ -72,7 +102,7 @@ def efficiency_kind(hardware: Hardware) -> str:
     return "estimated" if all(estimated) else "partly measured" if any(estimated) else "measured"
 
 
-def flat_record(record: Mapping[str, object]) -> dict[str, object]:
+def _flat(record: Mapping[str, object]) -> dict[str, object]:
     """A record as one line of CSV: a column for each number format, aliases in one cell."""
     flat: dict[str, object] = {}
     for key, value in record.items():
@@ -85,60 +115,51 @@ def flat_record(record: Mapping[str, object]) -> dict[str, object]:
     return flat
 
 
-def model_rows(models: Sequence[Model]) -> list[list[str]]:
-    """Rows of words under `MODEL_COLUMNS`."""
-    rows = []
-    for model in models:
-        heads = "-"
-        if isinstance(model, Transformer):
-            grouped = model.kv_heads != model.heads
-            heads = f"{model.heads}/{model.kv_heads}" if grouped else str(model.heads)
-        count = show_count(describe(model, model.context).parameters)
-        context = exact_tokens(model.context)
-        rows.append([model.name, count, str(model.layers), str(model.hidden), heads, context, model.title])
-    return rows
-
-
-def hardware_rows(devices: Sequence[Hardware]) -> list[list[str]]:
-    """Rows of words under `HARDWARE_COLUMNS`; a format that the device lacks is a dash."""
-    rows = []
-    for hardware in devices:
-        device = hardware.device
-        bandwidth = device.dram.bandwidth_bytes_per_s
-        rows.append(
-            [
-                hardware.name,
-                _matrix_peak(device),
-                _peak(device, "fp8") if "fp8" in device.peak_flops else "-",
-                show_bytes(device.dram.size_bytes.value),
-                f"{show_count(bandwidth.value)}B/s" if bandwidth else "-",
-                f"{device.power_w.value:.0f} W" if device.power_w else "-",
-                efficiency_kind(hardware),
-                hardware.title,
-            ]
-        )
-    return rows
-
-
-def stack_rows(stacks: Sequence[Stack]) -> list[list[str]]:
-    """Rows of words under `STACK_COLUMNS`."""
-    return [
-        [
-            stack.name,
-            stack.attention_kernel,
-            stack.fusion,
-            str(len(stack.constants)),
-            stack.title,
-        ]
-        for stack in stacks
-    ]
-
-
 def _matrix_peak(device: Device) -> str:
     """The peak that training is measured against, with its format: bf16, or what an older device has instead."""
     name = next((name for name in ("bf16", "fp16", "fp32") if name in device.peak_flops), None)
-    return f"{_peak(device, name)} {name}" if name else "-"
+    return f"{_peak(device, name)} {name}" if name else UNKNOWN
 
 
 def _peak(device: Device, name: str) -> str:
     return f"{show_count(device.peak_flops[name].value)}FLOP/s"
+
+
+def _heads(model: Model) -> str:
+    if not isinstance(model, Transformer):
+        return UNKNOWN
+    return str(model.heads) if model.kv_heads == model.heads else f"{model.heads}/{model.kv_heads}"
+
+
+def _bandwidth(hardware: Hardware) -> str:
+    bandwidth = hardware.device.dram.bandwidth_bytes_per_s
+    return f"{show_count(bandwidth.value)}B/s" if bandwidth else UNKNOWN
+
+
+MODEL_COLUMNS: dict[str, Callable[[Model], str]] = {
+    "model": lambda model: model.name,
+    "parameters": lambda model: show_count(describe(model, model.context).parameters),
+    "layers": lambda model: str(model.layers),
+    "hidden": lambda model: str(model.hidden),
+    "heads": _heads,
+    "context": lambda model: exact_tokens(model.context),
+    "title": lambda model: model.title,
+}
+HARDWARE_COLUMNS: dict[str, Callable[[Hardware], str]] = {
+    "hardware": lambda one: one.name,
+    "matrix peak": lambda one: _matrix_peak(one.device),
+    "fp8": lambda one: _peak(one.device, "fp8") if "fp8" in one.device.peak_flops else UNKNOWN,
+    "memory": lambda one: show_bytes(one.device.dram.size_bytes.value),
+    "bandwidth": _bandwidth,
+    "power": lambda one: f"{one.device.power_w.value:.0f} W" if one.device.power_w else UNKNOWN,
+    "efficiency": _efficiency_kind,
+    "title": lambda one: one.title,
+}
+STACK_COLUMNS: dict[str, Callable[[Stack], str]] = {
+    "stack": lambda stack: stack.name,
+    "attention": lambda stack: stack.attention_kernel,
+    "kernels": lambda stack: stack.fusion,
+    # How many differ from what kernels and network allow.
+    "constants": lambda stack: str(len(stack.constants)),
+    "title": lambda stack: stack.title,
+}

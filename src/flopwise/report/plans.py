@@ -1,19 +1,16 @@
-"""Plans for several devices: the best strategy, why the next ones lose, what would change it."""
+"""Plans for several devices as documents: the best strategy, why the next ones lose, what would change it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-
-from flopwise.base.files import to_json
-from flopwise.base.units import show_bytes, show_seconds, show_share, significant
+from flopwise.base.units import show_bytes, show_seconds, show_share
 from flopwise.records.cluster_plan import Answer, Loser, Option, WhatIf
 from flopwise.records.prediction import Prediction
-from flopwise.report.predictions import chosen_words, heading, interval_words, memory_and_time, outside_words
-from flopwise.report.tables import csv_text, markdown_table
+from flopwise.report.document import Block, Document, Table, facts
+from flopwise.report.predictions import interval_words, reason_rows, set_up_blocks, speed_words
+from flopwise.report.words import signed_share
 
 NAMED = 0.15
 """A part of the step is named as a reason when it makes up this share of the loss."""
@@ -21,44 +18,30 @@ NAMED = 0.15
 SAME = 5e-4
 """Speeds that differ by less are printed as the same."""
 
-COLUMNS = ("strategy", "micro", "recompute", "memory", "step", "slower", "where")
-WORDS = {"strategy", "recompute", "where"}
 
-
-def plan_page(prediction: Prediction, answer: Answer, title: str) -> RenderableType:
-    """The answer on a page; `prediction` is that of its best strategy."""
-    return Group(
-        heading(prediction, title),
-        "",
-        *memory_and_time(prediction),
-        "",
-        _speed(prediction, answer),
-        "",
-        _strategies(answer),
+def plan_document(prediction: Prediction, answer: Answer, title: str) -> Document:
+    """The answer; `prediction` is that of its best strategy."""
+    strategies = _strategies(answer)
+    return Document(
+        blocks=_blocks(prediction, answer, title, strategies), tables=[strategies], rows=map(_flat, _rows(answer))
     )
 
 
-def _speed(prediction: Prediction, answer: Answer) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    table.add_row("step", f"{show_seconds(prediction.step_s)}{interval_words(prediction)}")
-    rate = f"{significant(prediction.tokens_per_s)} tok/s"
-    table.add_row(
-        "speed", f"{rate} · {show_share(prediction.mfu)} MFU · {show_share(prediction.hfu)} HFU", style="bold"
+def _blocks(prediction: Prediction, answer: Answer, title: str, strategies: Table) -> Iterator[Block]:
+    yield from set_up_blocks(prediction, title)
+    what_if = [
+        ("what if", f"{_question(change, prediction)}: {_changed(change, answer.best)}") for change in answer.what_if
+    ]
+    yield facts(
+        [
+            ("step", f"{show_seconds(prediction.step_s)}{interval_words(prediction)}"),
+            ("speed", speed_words(prediction)),
+            ("searched", f"{answer.evaluated:,} strategies, {answer.fitting:,} fit, {answer.timed:,} of them timed"),
+            *what_if,
+            *reason_rows(prediction),
+        ]
     )
-    table.add_row(
-        "searched", f"{answer.evaluated:,} strategies, {answer.fitting:,} fit, {answer.timed:,} of them timed"
-    )
-    for change in answer.what_if:
-        table.add_row("what if", f"{_question(change, prediction)}: {_changed(change, answer.best)}")
-    if prediction.interval is not None and prediction.interval.outside:
-        table.add_row("outside", outside_words(prediction.interval))
-    if prediction.chosen:
-        table.add_row("chosen", chosen_words(prediction))
-    for note in prediction.notes:
-        table.add_row("note", note, style="cyan")
-    return table
+    yield strategies
 
 
 def _question(change: WhatIf, prediction: Prediction) -> str:
@@ -72,7 +55,7 @@ def _changed(change: WhatIf, best: Option) -> str:
     if change.option is None or change.speed is None:
         return "nothing fits"
     found, gain = change.option, change.speed - 1
-    words = [f"{'+' if gain >= 0 else '−'}{show_share(abs(gain))} speed" if abs(gain) > SAME else "no change of speed"]
+    words = [f"{signed_share(gain)} speed" if abs(gain) > SAME else "no change of speed"]
     words.append("the same strategy" if found.parallel == best.parallel else f"with {found.parallel.label}")
     if found.workload.micro_batch_sequences != best.workload.micro_batch_sequences:
         words.append(f"micro-batch {found.workload.micro_batch_sequences:,}")
@@ -82,14 +65,22 @@ def _changed(change: WhatIf, best: Option) -> str:
 
 
 def _strategies(answer: Answer) -> Table:
-    """The best and those that lose; what is too long for the terminal is folded."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in COLUMNS:
-        folded = name in ("strategy", "where")
-        table.add_column(name, justify="left" if name in WORDS else "right", no_wrap=not folded, overflow="fold")
-    for row in _rows(answer):
-        table.add_row(*_cells(row))
-    return table
+    """The best and those that lose."""
+    rows = [
+        [
+            row.option.parallel.label,
+            f"{row.option.workload.micro_batch_sequences:,}",
+            row.option.workload.recompute,
+            show_bytes(row.option.device_bytes),
+            show_seconds(row.option.step_s),
+            signed_share(row.slower) if row.slower else "",
+            where_lost(row.lost),
+        ]
+        for row in _rows(answer)
+    ]
+    columns = ("strategy", "micro", "recompute", "memory", "step", "slower", "where")
+    left = {"strategy", "recompute", "where"}
+    return Table(columns=columns, rows=rows, left=left, folded={"strategy": 0, "where": 0})
 
 
 def _rows(answer: Answer) -> list[Loser]:
@@ -98,41 +89,19 @@ def _rows(answer: Answer) -> list[Loser]:
     return [Loser(option=answer.best, slower=0.0, lost=nothing), *answer.losers]
 
 
-def _cells(row: Loser) -> list[str]:
-    return [
-        row.option.parallel.label,
-        f"{row.option.workload.micro_batch_sequences:,}",
-        row.option.workload.recompute,
-        show_bytes(row.option.device_bytes),
-        show_seconds(row.option.step_s),
-        "" if not row.slower else f"+{show_share(row.slower)}",
-        where_lost(row.lost),
-    ]
-
-
 def where_lost(lost: Mapping[str, float]) -> str:
     """The parts that cost the most, and the one that gains the most against them."""
     slower = [name for name in sorted(lost, key=lambda name: -lost[name]) if lost[name] > 0]
     total = sum(lost[name] for name in slower)
-    named = [name for name in slower if lost[name] >= NAMED * total]
-    words = [f"{name} +{show_share(lost[name])}" for name in named]
+    words = [f"{name} +{show_share(lost[name])}" for name in slower if lost[name] >= NAMED * total]
     gained = min(lost, key=lambda name: lost[name], default="")
     if gained and lost[gained] < -NAMED * total:
         words.append(f"{gained} −{show_share(-lost[gained])}")
     return ", ".join(words)
 
 
-def plan_markdown(answer: Answer) -> str:
-    """The strategies as a markdown table."""
-    return markdown_table(COLUMNS, [_cells(row) for row in _rows(answer)], WORDS)
-
-
-def plan_csv(answer: Answer) -> str:
-    """One row a strategy, full precision."""
-    return csv_text([_flat(row) for row in _rows(answer)])
-
-
 def _flat(row: Loser) -> dict[str, object]:
+    """One strategy, full precision."""
     parallel, record = row.option.parallel, _record(row)
     parts = {f"lost_{name}": share for name, share in row.lost.items()}
     plain = {key: value for key, value in record.items() if key not in ("parallel", "lost")}
@@ -140,7 +109,6 @@ def _flat(row: Loser) -> dict[str, object]:
 
 
 def _record(row: Loser) -> dict[str, object]:
-    """One strategy, as it is written."""
     return {
         "parallel": row.option.parallel,
         "micro_batch_sequences": row.option.workload.micro_batch_sequences,
@@ -164,15 +132,13 @@ def _change_record(change: WhatIf) -> dict[str, object]:
     }
 
 
-def plan_json(prediction: Prediction, answer: Answer) -> str:
-    """The whole answer."""
-    return to_json(
-        {
-            "prediction": prediction,
-            "strategies": [_record(row) for row in _rows(answer)],
-            "what_if": [_change_record(change) for change in answer.what_if],
-            "evaluated": answer.evaluated,
-            "fitting": answer.fitting,
-            "timed": answer.timed,
-        }
-    )
+def plan_record(prediction: Prediction, answer: Answer) -> dict[str, object]:
+    """The whole answer, for programs."""
+    return {
+        "prediction": prediction,
+        "strategies": [_record(row) for row in _rows(answer)],
+        "what_if": [_change_record(change) for change in answer.what_if],
+        "evaluated": answer.evaluated,
+        "fitting": answer.fitting,
+        "timed": answer.timed,
+    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from flopwise.base.errors import FlopwiseError, nearest, shown
 from flopwise.base.files import WRITABLE_HINT, write_whole
 from flopwise.base.units import show_bytes, show_share, significant
-from flopwise.report.training import printable
+from flopwise.report.words import printable
 from flopwise.store.results import Result, checked
 
 if TYPE_CHECKING:
@@ -89,13 +90,7 @@ def plot(
     """
     if kind not in KINDS:
         raise _unknown("kind of picture", kind, KINDS)
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise FlopwiseError(
-            f"a picture cannot be written to {shown(str(path))}",
-            why=f"its name ends in one of {', '.join(SUFFIXES)}",
-            hint="--plot results.svg",
-        )
+    check_picture(path)
     across, up, shown_value = _axis(x, "--x"), _axis(y, "--y"), _value(value)
     sound = [checked(row) for row in rows]
     if kind == "heatmap":
@@ -104,7 +99,17 @@ def plot(
         figure = _heatmap(sound, across, up, shown_value)
     else:
         figure = _scaling(sound, across, shown_value)
-    _save(figure, path, suffix)
+    save(figure, path)
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a file whose name is no picture's."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise FlopwiseError(
+            f"a picture cannot be written to {shown(str(path))}",
+            why=f"its name ends in one of {', '.join(SUFFIXES)}",
+            hint="results.svg",
+        )
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> FlopwiseError:
@@ -242,13 +247,13 @@ def _heatmap(rows: Sequence[Result], across: Axis, up: Axis, value: Axis) -> Fig
     ]
     common, own = _titles(list(panels))
     width, height = max(3.2, 0.85 * len(columns) + 1.2), max(2.2, 0.5 * len(lines) + 1.4)
-    figure = _figure(width * len(tables) + 0.9, height)
+    figure = empty_figure(width * len(tables) + 0.9, height)
     highest = max((point.value or 0.0 for table in tables for point in table.values()), default=0.0) or 1.0
     figure.suptitle(common, fontsize=10)
     axes = figure.subplots(1, len(tables), squeeze=False)[0]
     for number, (panel, table) in enumerate(zip(axes, tables, strict=True)):
-        cells = [[table.get((column, line)) for column in columns] for line in lines]
-        image = _draw_cells(panel, cells, value, highest)
+        cells = [[_square(table.get((column, line)), value) for column in columns] for line in lines]
+        image = draw_squares(panel, cells, 0.0, highest)
         panel.set_title(own[number], fontsize=9)
         panel.set_xticks(range(len(columns)), [across.words(column) for column in columns], fontsize=8)
         panel.set_yticks(range(len(lines)), [up.words(line) for line in lines] if not number else [], fontsize=8)
@@ -260,24 +265,52 @@ def _heatmap(rows: Sequence[Result], across: Axis, up: Axis, value: Axis) -> Fig
     return figure
 
 
-def _draw_cells(panel: Axes, cells: Sequence[Sequence[Point | None]], value: Axis, highest: float) -> Any:  # noqa: ANN401 - matplotlib's image
+def _square(point: Point | None, value: Axis) -> Square | None:
+    if point is None:
+        return None
+    words = ASIDE.get(point.state, point.state) if point.value is None else value.words(point.value)
+    return Square(value=point.value, words=words)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Square:
+    """A place of a heatmap: its value as a colour, words in it, and what an SVG tells of it to whoever points there."""
+
+    value: float | None
+    words: str
+    told: str = ""
+    framed: bool = False
+
+
+def draw_squares(panel: Axes, squares: Sequence[Sequence[Square | None]], low: float, high: float) -> Any:  # noqa: ANN401 - matplotlib's image
+    """Lines of squares, the first one below; colours go from `low` to `high`."""
     import numpy as np
+    from matplotlib.patches import Rectangle
 
     grid = np.array(
-        [[math.nan if point is None or point.value is None else point.value for point in line] for line in cells]
+        [[math.nan if square is None or square.value is None else square.value for square in line] for line in squares]
     )
-    image = panel.imshow(grid, origin="lower", aspect="auto", cmap="viridis", vmin=0.0, vmax=highest)
+    image = panel.imshow(grid, origin="lower", aspect="auto", cmap="viridis", vmin=low, vmax=high)
     panel.set_facecolor("#e6e6e6")
-    for row, line in enumerate(cells):
-        for column, point in enumerate(line):
-            if point is None:
+    for row, line in enumerate(squares):
+        for column, square in enumerate(line):
+            if square is None:
                 continue
-            dark = point.value is not None and point.value < 0.45 * highest
-            words = ASIDE.get(point.state, point.state) if point.value is None else value.words(point.value)
-            colour = "white" if dark else "#a00000" if point.value is None else "black"
-            panel.text(column, row, words, ha="center", va="center", fontsize=8, color=colour)
+            dark = square.value is not None and square.value - low < 0.45 * (high - low)
+            colour = "white" if dark else "#a00000" if square.value is None else "black"
+            panel.text(column, row, square.words, ha="center", va="center", fontsize=8, color=colour)
+            corner = (column - 0.5, row - 0.5)
+            if square.framed:
+                panel.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="#e8890c", linewidth=3, clip_on=False))
+            if square.told:
+                # Not to be seen, and still what is pointed at.
+                panel.add_patch(Rectangle(corner, 1, 1, alpha=0, gid=f"{TOLD}{printable(square.told)}", zorder=9))
     panel.tick_params(length=0)
     return image
+
+
+TOLD = "told: "
+"""Begins the name of a part of an SVG whose rest is its tooltip."""
 
 
 # -- lines -----------------------------------------------------------------------------------------------------------
@@ -299,7 +332,7 @@ def _scaling(rows: Sequence[Result], across: Axis, value: Axis) -> Figure:
             hint=f"choose at most {MOST_LINES}: --model NAME",
         )
     common, own = _titles(list(found))
-    figure = _figure(8.0, 4.6)
+    figure = empty_figure(8.0, 4.6)
     panel = figure.subplots()
     for number, line in enumerate(found.values()):
         _draw_line(panel, line, f"C{number % 10}", own[number])
@@ -384,7 +417,8 @@ def _apart(places: Sequence[float], logarithmic: bool, least: float = 1 / 14) ->
 # -- matplotlib ------------------------------------------------------------------------------------------------------
 
 
-def _figure(width_inches: float, height_inches: float) -> Figure:
+def empty_figure(width_inches: float, height_inches: float) -> Figure:
+    """Paper to draw on."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -394,19 +428,20 @@ def _figure(width_inches: float, height_inches: float) -> Figure:
     return Figure(figsize=(width_inches, height_inches), layout="constrained")
 
 
-def _save(figure: Figure, path: Path, suffix: str) -> None:
+def save(figure: Figure, path: Path, title: str | None = None) -> None:
     """Write the picture whole, without a date and with the same names of its parts every time."""
     import matplotlib
 
+    suffix = path.suffix.lower()
     stream = io.BytesIO()
     fixed: dict[Any, Any] = {"svg.hashsalt": "flopwise", "svg.fonttype": "none"}
     unsaid: dict[str, Any] = {"Date": None, "Creator": None} if suffix == ".svg" else {"Software": None}
     with warnings.catch_warnings(), matplotlib.rc_context(fixed):
         # A name in signs that the font lacks is drawn with boxes.
         warnings.simplefilter("ignore", UserWarning)
-        figure.savefig(stream, format=suffix[1:], metadata=unsaid)
+        figure.savefig(stream, format=suffix[1:], metadata={**unsaid, **({"Title": title} if title else {})})
     if suffix == ".svg":
-        write_whole(path, stream.getvalue().decode())
+        write_whole(path, re.sub(f'<g id="{TOLD}([^"]*)">', r"<g><title>\1</title>", stream.getvalue().decode()))
     else:
         _write_bytes(path, stream.getvalue())
 

@@ -1,51 +1,95 @@
-"""Predictions for people and for programs: a page of text, markdown, CSV, JSON."""
+"""Predictions as documents: one with memory by owner, time by operator and the answer; several with a row each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from flopwise.base.files import to_json
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share, significant
-from flopwise.records.prediction import DeviceBytes, Interval, Prediction
-from flopwise.report.clusters import PART_WORDS, stage_table, time_table
-from flopwise.report.tables import csv_text, fitting_columns, markdown_table, text_table
+from flopwise.records.prediction import DeviceBytes, Interval, Prediction, StagePrediction
+from flopwise.report.document import Block, Document, Table, Words, beside_rows, facts, note_rows
+from flopwise.report.tables import Styled
+from flopwise.report.words import UNKNOWN, signed_share
 
 OPTIMIZER_TITLES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
+PART_WORDS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "streaming": "norms, activations, loss",
+    "host": "waiting for the host",
+    "interference": "slowed by collectives",
+    "tensor": "tensor-parallel collectives",
+    "context": "context ring, exposed",
+    "expert": "expert all-to-all",
+    "sharding": "gathers and reductions, exposed",
+    "stages": "from stage to stage",
+    "bubble": "pipeline bubble",
+    "update": "optimizer, weights sent round",
+    "offload": "copies to the host, exposed",
+    "step": "once a step",
+}
+"""Parts of a step in words."""
+NOTHING_KNOWN = 10.0
+"""An interval that reaches so many times the step says nothing."""
+TIGHT = 0.05
+"""A total with less than this share of the cap to spare is tight."""
 
 
-def prediction_page(prediction: Prediction, title: str) -> RenderableType:
-    """One prediction: the set-up, memory by owner, time by operator, the answer."""
-    return Group(
-        heading(prediction, title),
-        "",
-        *memory_and_time(prediction),
-        "",
-        text_table(OPERATOR_COLUMNS, _operator_rows(prediction), WORDS),
-        "",
-        _answer(prediction),
+def predictions_document(predictions: Sequence[Prediction], titles: Mapping[str, str]) -> Document:
+    """One prediction whole, of several a row each; `titles` are those of the hardware, by its name."""
+    one = predictions[0] if len(predictions) == 1 else None
+    notes = [note for prediction in predictions for note in prediction.notes]
+    return Document(
+        blocks=_blocks(one, titles[one.hardware]) if one else _compared(predictions),
+        tables=_tables(predictions),
+        rows=map(flat_row, predictions),
+        told=beside_rows(notes, *(() if one else ("table",))),
     )
 
 
-def memory_and_time(prediction: Prediction) -> list[RenderableType]:
-    """Memory by owner and whether it fits; over several devices by stage, and the parts of the step."""
+def _blocks(prediction: Prediction, title: str) -> Iterator[Block]:
+    yield from set_up_blocks(prediction, title)
+    yield _operators(prediction)
+    bound = f"{show_seconds(prediction.step_s)}, bound by {prediction.bound}{interval_words(prediction)}"
+    peak = f"{show_count(prediction.peak_flops)}FLOP/s dense {prediction.peak_format}"
+    yield facts(
+        [
+            ("step", bound),
+            ("speed", speed_words(prediction)),
+            ("against", f"{peak} ({prediction.peak_source}), FLOPs counted {prediction.convention}"),
+            *reason_rows(prediction),
+        ]
+    )
+
+
+def set_up_blocks(prediction: Prediction, title: str) -> Iterator[Block]:
+    """What is predicted; memory by owner and whether it fits; over several devices by stage, and the step's parts."""
+    yield Words("\n".join(_heading(prediction, title)))
     if not prediction.stages:
-        return [_memory(prediction)]
-    host = [f"{show_bytes(prediction.host_bytes)} of host memory for each device, not checked against what it has"]
-    return [
-        stage_table(prediction),
-        _verdict(prediction),
-        *(host if prediction.host_bytes else []),
-        "",
-        time_table(prediction),
+        yield _memory(prediction)
+        return
+    yield _stages(prediction)
+    rows = [
+        [PART_WORDS[name], show_seconds(seconds), show_share(seconds / prediction.step_s)]
+        for name, seconds in prediction.parts.items()
+        if seconds > 0
     ]
+    total = ["total", show_seconds(prediction.step_s), show_share(1.0)]
+    yield Table(columns=("time of a step", "", " "), rows=[*rows, total], left={"time of a step"})
 
 
-def chosen_words(prediction: Prediction) -> str:
+def speed_words(prediction: Prediction) -> str:
+    rate = f"{significant(prediction.tokens_per_s)} tok/s"
+    return Styled(f"{rate} · {show_share(prediction.mfu)} MFU · {show_share(prediction.hfu)} HFU", "bold")
+
+
+def reason_rows(prediction: Prediction) -> list[tuple[str, str]]:
+    """What the interval leaves out, what `auto` stood for, and notes."""
+    outside = outside_words(prediction.interval) if prediction.interval and prediction.interval.outside else ""
+    return [("outside", outside), ("chosen", _chosen(prediction)), *note_rows(prediction.notes)]
+
+
+def _chosen(prediction: Prediction) -> str:
     """What `auto` stood for, and why."""
     shown = {
         "precision": f"precision {prediction.precision}",
@@ -57,69 +101,87 @@ def chosen_words(prediction: Prediction) -> str:
     return " · ".join(f"{shown[setting]} ({reason})" for setting, reason in prediction.chosen.items())
 
 
-def heading(prediction: Prediction, title: str) -> Text:
+def _heading(prediction: Prediction, title: str) -> Iterator[str]:
     """What is predicted, in three lines; four with several devices."""
     active = prediction.n_active_params
     parameters = f"{show_count(prediction.n_params)} parameters"
     if active != prediction.n_params:
         parameters += f", {show_count(active)} active"
-    lines = [
+    yield (
         f"{prediction.model} · {prediction.devices:,} × {title} · sequence {prediction.sequence_tokens:,}"
-        f" · {OPTIMIZER_TITLES[prediction.optimizer]} · {prediction.precision}",
-        f"{parameters} · batch {prediction.batch_sequences:,} = {prediction.batch_tokens:,} tokens",
-        f"micro-batch {prediction.micro_batch_sequences:,}, {prediction.accumulation_steps:,} a step"
-        f" · recompute {prediction.recompute}",
-    ]
+        f" · {OPTIMIZER_TITLES[prediction.optimizer]} · {prediction.precision}"
+    )
     if prediction.stages:
-        lines.insert(1, f"{prediction.parallel.label} · stack {prediction.stack}")
-    return Text("\n".join(lines))
+        yield f"{prediction.parallel.label} · stack {prediction.stack}"
+    yield f"{parameters} · batch {prediction.batch_sequences:,} = {prediction.batch_tokens:,} tokens"
+    micro = f"micro-batch {prediction.micro_batch_sequences:,}, {prediction.accumulation_steps:,} a step"
+    yield f"{micro} · recompute {prediction.recompute}"
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
 
 
 def _memory(prediction: Prediction) -> Table:
-    table = _table("memory", "device")
-    table.add_column("")
     memory = prediction.device_bytes
-    for owner in owners():
-        table.add_row(owner, show_bytes(getattr(memory, owner)), "")
-    table.add_row("total", show_bytes(memory.total), _verdict(prediction))
-    return table
+    rows = [[owner, show_bytes(getattr(memory, owner)), ""] for owner in _owners()]
+    total = ["total", show_bytes(memory.total), _verdict(prediction)]
+    return Table(columns=("memory", "device", ""), rows=[*rows, total], left={"memory", ""})
 
 
-def _verdict(prediction: Prediction) -> Text:
-    """Whether it fits, in words."""
-    memory = prediction.device_bytes
-    spare = prediction.device_capacity_bytes - memory.total
-    if prediction.fits:
-        tight = spare < 0.05 * prediction.device_capacity_bytes
-        style, verdict = ("yellow", "✓ fits, tight:") if tight else ("green", "✓ fits,")
-        verdict = f"{verdict} {show_bytes(spare)} of {show_bytes(prediction.device_capacity_bytes)} spare"
-    else:
-        state = memory.weights + memory.gradients + memory.optimizer
-        verdict = f"✗ does not fit {show_bytes(prediction.device_capacity_bytes)}"
-        if state > prediction.device_capacity_bytes:
-            verdict += f"; the state alone is {show_bytes(state)}"
-        style = "red"
-    return Text(verdict, style=style)
-
-
-def owners() -> list[str]:
+def _owners() -> list[str]:
     """The owners of device memory, in the record's order."""
     return [field.name for field in fields(DeviceBytes) if field.name != "total"]
 
 
-NOTHING_KNOWN = 10.0
-"""An interval that reaches so many times the step says nothing."""
+def _verdict(prediction: Prediction) -> Styled:
+    """Whether it fits, in words."""
+    memory, capacity = prediction.device_bytes, prediction.device_capacity_bytes
+    if prediction.fits:
+        spare = capacity - memory.total
+        style, verdict = ("yellow", "✓ fits, tight:") if spare < TIGHT * capacity else ("green", "✓ fits,")
+        return Styled(f"{verdict} {show_bytes(spare)} of {show_bytes(capacity)} spare", style)
+    state = memory.weights + memory.gradients + memory.optimizer
+    alone = f"; the state alone is {show_bytes(state)}" if state > capacity else ""
+    return Styled(f"✗ does not fit {show_bytes(capacity)}{alone}", "red")
 
-OPERATOR_COLUMNS = ("operator", "FLOP", "bytes", "time", "share", "bound by")
+
+def _stages(prediction: Prediction) -> Table:
+    """Memory of one device of the first, the fullest and the last stage, by owner, and whether it fits."""
+    first, last = prediction.stages[0], prediction.stages[-1]
+    fullest = max(prediction.stages, key=lambda stage: stage.device_bytes.total)
+    stages = sorted({stage.stage: stage for stage in (first, fullest, last)}.values(), key=lambda one: one.stage)
+    rows = [
+        [owner, *(show_bytes(getattr(stage.device_bytes, owner)) for stage in stages)]
+        for owner in ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
+    ]
+    verdict = _verdict(prediction)
+    host = f"{show_bytes(prediction.host_bytes)} of host memory for each device, not checked against what it has"
+    return Table(
+        columns=("memory of a device", *(_stage_title(stage, len(prediction.stages)) for stage in stages)),
+        rows=[*rows, ["total", *(_stage_total(stage, prediction.device_capacity_bytes) for stage in stages)]],
+        left={"memory of a device"},
+        note=Styled(f"{verdict}\n{host}", verdict.style) if prediction.host_bytes else verdict,
+    )
 
 
-def _operator_rows(prediction: Prediction) -> list[list[str]]:
-    """One row of words per operator, under `OPERATOR_COLUMNS`."""
-    return [
+def _stage_title(stage: StagePrediction, count: int) -> str:
+    return "every device" if count == 1 else f"stage {stage.stage + 1} of {count} ({stage.layers} layers)"
+
+
+def _stage_total(stage: StagePrediction, capacity: int) -> Styled:
+    sign, style = ("✓", "green") if stage.device_bytes.total <= capacity else ("✗", "red")
+    return Styled(f"{sign} {show_bytes(stage.device_bytes.total)}", style)
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+def _operators(prediction: Prediction) -> Table:
+    rows = [
         [
             op.name,
-            show_count(op.flops) if op.flops else "-",
-            show_bytes(op.bytes) if op.bytes else "-",
+            show_count(op.flops) if op.flops else UNKNOWN,
+            show_bytes(op.bytes) if op.bytes else UNKNOWN,
             show_seconds(op.time_s),
             show_share(op.share),
             op.bound,
@@ -127,6 +189,8 @@ def _operator_rows(prediction: Prediction) -> list[list[str]]:
         for op in prediction.ops
         if op.time_s or not prediction.stages
     ]
+    columns = ("operator", "FLOP", "bytes", "time", "share", "bound by")
+    return Table(columns=columns, rows=rows, left={"operator", "bound by"})
 
 
 def interval_words(prediction: Prediction) -> str:
@@ -137,7 +201,7 @@ def interval_words(prediction: Prediction) -> str:
     low, high = interval.low_s / prediction.step_s - 1, interval.high_s / prediction.step_s - 1
     if high > NOTHING_KNOWN:
         return "; nothing of this kind has been measured"
-    return f"; 8 of 10 measured steps lie {_signed(low)} to {_signed(high)} ({interval.basis})"
+    return f"; 8 of 10 measured steps lie {signed_share(low, 0)} to {signed_share(high, 0)} ({interval.basis})"
 
 
 def outside_words(interval: Interval) -> str:
@@ -145,109 +209,68 @@ def outside_words(interval: Interval) -> str:
     return f"no such data, so the interval is wider: {', '.join(interval.outside)}"
 
 
-def _signed(share: float) -> str:
-    return f"{'+' if share >= 0 else '−'}{abs(share):.0%}".replace("%", " %")
-
-
-def _answer(prediction: Prediction) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column()
-    table.add_column()
-    table.add_row("step", f"{show_seconds(prediction.step_s)}, bound by {prediction.bound}{interval_words(prediction)}")
-    speed = f"{significant(prediction.tokens_per_s)} tok/s"
-    table.add_row(
-        "speed", f"{speed} · {show_share(prediction.mfu)} MFU · {show_share(prediction.hfu)} HFU", style="bold"
-    )
-    peak = f"{show_count(prediction.peak_flops)}FLOP/s dense {prediction.peak_format}"
-    table.add_row("against", f"{peak} ({prediction.peak_source}), FLOPs counted {prediction.convention}")
-    if prediction.interval is not None and prediction.interval.outside:
-        table.add_row("outside", outside_words(prediction.interval))
-    if prediction.chosen:
-        table.add_row("chosen", chosen_words(prediction))
-    for note in prediction.notes:
-        table.add_row("note", note, style="cyan")
-    return table
-
-
-def _table(first: str, *numbers: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(first, no_wrap=True)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 # -- several predictions, one row each ------------------------------------------------------------------------------
 
-COMPARED = (
-    *("model", "hardware", "devices", "precision", "seq", "batch", "micro", "recompute"),
-    *("memory", "step", "tok/s", "MFU", "bound by"),
-)
+COMPARED: dict[str, Callable[[Prediction], str]] = {
+    "model": lambda one: one.model,
+    "hardware": lambda one: one.hardware,
+    "devices": lambda one: f"{one.devices:,}",
+    "precision": lambda one: one.precision,
+    "seq": lambda one: f"{one.sequence_tokens:,}",
+    "batch": lambda one: f"{one.batch_sequences:,}",
+    "micro": lambda one: f"{one.micro_batch_sequences:,}",
+    "recompute": lambda one: one.recompute,
+    "memory": lambda one: f"{'✓' if one.fits else '✗'} {show_bytes(one.device_bytes.total)}",
+    "step": lambda one: show_seconds(one.step_s),
+    "tok/s": lambda one: significant(one.tokens_per_s),
+    "MFU": lambda one: show_share(one.mfu),
+    "bound by": lambda one: one.bound,
+}
+"""The sign before the memory says whether it fits."""
 GIVING_WAY = ("bound by", "batch", "micro", "seq", "recompute")
-"""Columns that leave a narrow terminal's table, the first one first: names are never folded."""
-WORDS = {"model", "hardware", "precision", "recompute", "bound by", "operator"}
+LEFT = {"model", "hardware", "precision", "recompute", "bound by"}
+SAID_ONCE = {"model": "", "hardware": "", "devices": "", "precision": "", "seq": "sequence ", "batch": "batch "}
+"""What stands above the table where it is the same in every row."""
 
 
-def compared_rows(predictions: Sequence[Prediction]) -> list[list[str]]:
-    """One row of words per prediction, under `COMPARED`; the sign before the memory says whether it fits."""
-    return [
-        [
-            prediction.model,
-            prediction.hardware,
-            f"{prediction.devices:,}",
-            prediction.precision,
-            f"{prediction.sequence_tokens:,}",
-            f"{prediction.batch_sequences:,}",
-            f"{prediction.micro_batch_sequences:,}",
-            prediction.recompute,
-            f"{'✓' if prediction.fits else '✗'} {show_bytes(prediction.device_bytes.total)}",
-            show_seconds(prediction.step_s),
-            significant(prediction.tokens_per_s),
-            show_share(prediction.mfu),
-            prediction.bound,
-        ]
-        for prediction in predictions
-    ]
-
-
-def compared_table(predictions: Sequence[Prediction], width: int) -> RenderableType:
-    """Several predictions in a table `width` wide; what is the same in every row is said once, above it."""
-    rows = compared_rows(predictions)
-    titles = {"model": "", "hardware": "", "devices": "", "precision": "", "seq": "sequence ", "batch": "batch "}
-    varied = [name for index, name in enumerate(COMPARED) if len({row[index] for row in rows}) > 1]
-    same = {name: rows[0][index] for index, name in enumerate(COMPARED) if name in titles and name not in varied}
-    places = [index for index, name in enumerate(COMPARED) if name not in same]
-    columns = [COMPARED[index] for index in places]
-    cells = [[row[index] for index in places] for row in rows]
+def _compared(predictions: Sequence[Prediction]) -> Iterator[Block]:
+    """Several predictions in a table; what is the same in every row is said once, above it."""
+    cells = {name: [words(one) for one in predictions] for name, words in COMPARED.items()}
+    varied = [name for name, column in cells.items() if len(set(column)) > 1]
+    same = {name: cells[name][0] for name in SAID_ONCE if name not in varied}
+    columns = [name for name in COMPARED if name not in same]
     # What tells the rows apart stays; the micro-batch only where nothing else does.
-    kept = {name for name in varied if name in titles}
-    if len({tuple(row[: COMPARED.index("micro")]) for row in rows}) < len(rows):
+    kept = {name for name in varied if name in SAID_ONCE}
+    before = list(COMPARED)[: list(COMPARED).index("micro")]
+    if len(set(zip(*(cells[name] for name in before), strict=True))) < len(predictions):
         kept.add("micro")
-    giving_way = [name for name in GIVING_WAY if name not in kept]
-    shown = fitting_columns(columns, cells, width, giving_way)
-    styles = ["" if prediction.fits else "red" for prediction in predictions]
-    said = [f"{titles[name]}{value}" for name, value in same.items() if name != "devices"]
-    heading = " · ".join([*said, _devices(predictions)])
-    return Group(Text(heading), "", text_table(columns, cells, WORDS, shown=shown, styles=styles))
+    said = [f"{SAID_ONCE[name]}{value}" for name, value in same.items() if name != "devices"]
+    yield Words(" · ".join([*said, _devices(predictions)]))
+    yield Table(
+        columns=columns,
+        rows=list(zip(*(cells[name] for name in columns), strict=True)),
+        left=LEFT,
+        giving_way=[name for name in GIVING_WAY if name not in kept],
+        styles=["" if prediction.fits else "red" for prediction in predictions],
+    )
 
 
 def _devices(predictions: Sequence[Prediction]) -> str:
-    counts = {prediction.devices for prediction in predictions}
-    if counts == {1}:
+    if all(prediction.devices == 1 for prediction in predictions):
         return "1 device"
     words = {f"{prediction.devices:,} devices · {prediction.parallel.label}" for prediction in predictions}
     return words.pop() if len(words) == 1 else "several devices"
 
 
-def predictions_markdown(predictions: Sequence[Prediction]) -> str:
-    """The rows as a markdown table that pastes into an issue; one prediction brings its operators too."""
-    parts = [markdown_table(COMPARED, compared_rows(predictions), WORDS)]
+def _tables(predictions: Sequence[Prediction]) -> Iterator[Block]:
+    """The rows for an issue; one prediction brings its operators and its memory too."""
+    rows = [[words(one) for words in COMPARED.values()] for one in predictions]
+    yield Table(columns=tuple(COMPARED), rows=rows, left=LEFT)
     if len(predictions) == 1:
         memory = predictions[0].device_bytes
-        owned = [[owner, show_bytes(getattr(memory, owner))] for owner in (*owners(), "total")]
-        parts.append(markdown_table(OPERATOR_COLUMNS, _operator_rows(predictions[0]), WORDS))
-        parts.append(markdown_table(("memory", "device"), owned, {"memory"}))
-    return "\n".join(parts)
+        yield _operators(predictions[0])
+        owned = [[owner, show_bytes(getattr(memory, owner))] for owner in (*_owners(), "total")]
+        yield Table(columns=("memory", "device"), rows=owned, left={"memory"})
 
 
 def flat_row(prediction: Prediction) -> dict[str, object]:
@@ -265,13 +288,3 @@ def flat_row(prediction: Prediction) -> dict[str, object]:
         **{f"device_bytes_{owner}": size for owner, size in asdict(memory).items()},
         **{f"part_{name}_s": parts.get(name) for name in PART_WORDS},
     }
-
-
-def predictions_csv(predictions: Sequence[Prediction]) -> str:
-    """One row per prediction, full precision, the unit in the column's name."""
-    return csv_text([flat_row(prediction) for prediction in predictions])
-
-
-def predictions_json(predictions: Sequence[Prediction]) -> str:
-    """One object, or a list of them when several were asked for."""
-    return to_json(predictions[0] if len(predictions) == 1 else list(predictions))

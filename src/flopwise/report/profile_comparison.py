@@ -2,28 +2,63 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 from rich.cells import cell_len
-from rich.console import Group, RenderableType
-from rich.text import Text
 
-from flopwise.base.units import significant
 from flopwise.profile.explain.comparing import Comparison, Fit, HostWait, Row, WallFit
-from flopwise.report.profile_files import markdown_words
-from flopwise.report.profile_words import UNKNOWN, about, change_words, safe, scaled, seconds, shortened, warning_words
-from flopwise.report.tables import GAP, csv_text, markdown_table, text_table
-from flopwise.report.training import as_text, printable, wrapped
-from flopwise.store.runs import to_text
+from flopwise.report.document import Block, Document, Table, Words
+from flopwise.report.profile_words import warning_words
+from flopwise.report.words import (
+    UNKNOWN,
+    about,
+    change_words,
+    count_words,
+    printable,
+    safe,
+    scaled,
+    seconds,
+    shortened,
+)
 
 SAME = 5e-4
 """Figures that change by less are told once for all profiles."""
 LONGEST_COLUMN = 24
 """Signs of a profile's name above its column."""
-LENGTH_COLUMNS = ("sequence", "batch", "wall", "device", "profile")
-CSV_FIELDS = ("profile", "group", "name", "value", "unit", "source", "change", "baseline")
+FIELDS = ("profile", "group", "name", "value", "unit", "source", "change", "baseline")
+
+
+def comparison_document(comparison: Comparison) -> Document:
+    """Sentences, then the figures; in markdown each figure and its change share a cell."""
+    warnings = [f"warning: {safe(name)}: {warning_words(told)}" for name, told in comparison.warnings.items()]
+    return Document(
+        blocks=_blocks(comparison, _changes(comparison), "yellow"),
+        tables=_blocks(comparison, joined_changes(comparison), ""),
+        rows=_rows(comparison),
+        fields=FIELDS,
+        told={"csv": warnings},
+    )
+
+
+def comparison_record(comparison: Comparison) -> dict[str, object]:
+    """The whole record, with what follows from it in words."""
+    return {**msgspec.to_builtins(comparison), "sentences": sentences(comparison)}
+
+
+def _blocks(comparison: Comparison, changes: Table, style: str) -> Iterator[Block]:
+    if told := sentences(comparison):
+        yield Words("\n".join(told))
+    yield changes
+    if same := same_words(comparison):
+        yield Words(same)
+    if comparison.lengths:
+        yield length_table(comparison)
+    for line in warned(comparison):
+        yield Words(line, style)
+    if len(comparison.names) > 1:
+        yield Words(f"Changes are relative to {safe(comparison.names[comparison.baseline])}.", "dim")
+
 
 # -- sentences -------------------------------------------------------------------------------------------------------
 
@@ -46,12 +81,12 @@ def fit_words(fit: Fit) -> str:
     begun = f" from batch {fit.least_batch:,} on" if fit.is_partial else ""
     length = f" of sequence {fit.sequence_tokens:,}" if fit.sequence_tokens is not None else ""
     # What is left at batch 0 is extrapolated: two digits of it.
-    line = f"{_rough(fit.fixed_s, 2)} + {_rough(fit.per_sequence_s, 3)} × batch{begun}"
+    line = f"{seconds(fit.fixed_s, 2)} + {seconds(fit.per_sequence_s, 3)} × batch{begun}"
     return f"Device time is {line} ({fit.points:,} profiles{length}, at most {about(fit.largest_residual)} off)."
 
 
 def _wall_words(fit: WallFit) -> str:
-    once, per_step, off = _rough(fit.once_s, 2), _rough(fit.per_step_s, 3), _rough(fit.largest_residual_s, 2)
+    once, per_step, off = seconds(fit.once_s, 2), seconds(fit.per_step_s, 3), seconds(fit.largest_residual_s, 2)
     return (
         f"Beside the device's work a training takes {once} once and {per_step} a step ({fit.points:,} trainings, "
         f"at most {off} off)."
@@ -66,12 +101,6 @@ def _host_words(wait: HostWait) -> str:
         return f"{share} of the one profile that knows both."
     which = "all" if wait.waiting == wait.known else f"{wait.waiting:,} of the"
     return f"{share} in {which} {wait.known:,} profiles that know both."
-
-
-def _rough(value: float, digits: int) -> str:
-    size = abs(value)
-    scale, unit = (1e6, "us") if size < 0.5e-3 else (1e3, "ms") if size < 1 else (1.0, "s")
-    return f"{'−' if value < 0 else ''}{significant(size * scale, digits)} {unit}"
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
@@ -94,11 +123,11 @@ def _is_same(row: Row, baseline: int) -> bool:
     return all(cell.value == base or (cell.change is not None and abs(cell.change) < SAME) for cell in others)
 
 
-def same_words(rows: Sequence[Row], baseline: int) -> str:
+def same_words(comparison: Comparison) -> str:
     """`The same in all: ridge 223.78 FLOP/B, comm_count 5.`"""
     told = []
-    for row in rows:
-        value = row.cells[baseline].value
+    for row in split_rows(comparison)[1]:
+        value = row.cells[comparison.baseline].value
         told.append(f"{safe(row.name)} {UNKNOWN if value is None else scaled(value, row.unit)}")
     return f"The same in all: {', '.join(told)}." if told else ""
 
@@ -118,96 +147,28 @@ def titles(comparison: Comparison, longest: int = LONGEST_COLUMN) -> list[str]:
     ]
 
 
-def comparison_page(comparison: Comparison, width: int) -> RenderableType:
-    """Sentences, then the figures; columns that `width` has no room for come below."""
-    parts: list[RenderableType] = []
-    for line in sentences(comparison):
-        parts.append(as_text(wrapped([line], width)))
-    rows, same = split_rows(comparison)
-    for block in _blocks(comparison, rows, width):
-        parts += [block] if not parts else ["", block]
-    if same:
-        parts += ["", as_text(wrapped([same_words(same, comparison.baseline)], width))]
-    if comparison.lengths:
-        parts += ["", Text("by sequence length", style="bold")]
-        parts.append(text_table(LENGTH_COLUMNS, length_rows(comparison), {"profile"}))
-    for line in warned(comparison):
-        parts += ["", Text("\n".join(textwrap.wrap(line, width)), style="yellow")]
-    base = safe(comparison.names[comparison.baseline])
-    if len(comparison.names) > 1:
-        parts += ["", Text(f"Changes are relative to {base}.", style="dim")]
-    return Group(*parts)
-
-
-def _blocks(comparison: Comparison, rows: Sequence[Row], width: int) -> Iterator[Text]:
-    heads = titles(comparison)
-    names = [safe(row.name, 30) for row in rows]
-    room = width - max((cell_len(name) for name in ("figure", *names)), default=0)
+def _changes(comparison: Comparison) -> Table:
+    """Figures and changes, each lined up; columns that there is no room for come below."""
+    rows, heads = split_rows(comparison)[0], titles(comparison)
     # The baseline first: all others are relative to it.
     order = [comparison.baseline, *(each for each in range(len(heads)) if each != comparison.baseline)]
-    columns = {number: _column(rows, number, heads[number]) for number in order}
-    block: list[int] = []
-    used = 0
-    for number in order:
-        needed = GAP + max(cell_len(cell) for cell in columns[number])
-        if block and used + needed > room:
-            yield _block(names, columns, block)
-            block, used = [], 0
-        block.append(number)
-        used += needed
-    yield _block(names, columns, block)
+    columns = [_column(rows, number) for number in order]
+    cells = [[safe(row.name, 30), *(column[place] for column in columns)] for place, row in enumerate(rows)]
+    return Table(columns=["figure", *(heads[number] for number in order)], rows=cells, left={"figure"}, banded=True)
 
 
-def _column(rows: Sequence[Row], number: int, head: str) -> list[str]:
-    """A profile's cells below its name: figure and change, each lined up."""
+def joined_changes(comparison: Comparison) -> Table:
+    """A column for each profile, figure and change in one cell."""
+    rows, places = split_rows(comparison)[0], range(len(comparison.names))
+    cells = [[safe(row.name, 400), *(_joined(row, number) for number in places)] for row in rows]
+    return Table(columns=["figure", *titles(comparison, 60)], rows=cells, left={"figure"})
+
+
+def _column(rows: Sequence[Row], number: int) -> list[str]:
     pairs = [cell_words(row, number) for row in rows]
     widths = [max((cell_len(pair[place]) for pair in pairs), default=0) for place in (0, 1)]
-    return [
-        head,
-        *(
-            f"{figure.rjust(widths[0])}{(' ' + change.rjust(widths[1])) if widths[1] else ''}"
-            for figure, change in pairs
-        ),
-    ]
-
-
-def _block(names: Sequence[str], columns: dict[int, list[str]], block: Sequence[int]) -> Text:
-    heads = ["figure", *(columns[number][0] for number in block)]
-    rows = [[name, *(columns[number][place] for number in block)] for place, name in enumerate(names, 1)]
-    return text_table(heads, [row for row in rows if any(cell.strip() != UNKNOWN for cell in row[1:])], {"figure"})
-
-
-def length_rows(comparison: Comparison) -> list[list[str]]:
-    """Rows of words under `LENGTH_COLUMNS`."""
-    return [
-        [
-            f"{row.sequence_tokens:,}",
-            UNKNOWN if row.batch_sequences is None else f"{row.batch_sequences:,}",
-            *(UNKNOWN if taken is None else seconds(taken) for taken in (row.wall_s, row.device_s)),
-            safe(row.profile, 40),
-        ]
-        for row in comparison.lengths
-    ]
-
-
-# -- files -----------------------------------------------------------------------------------------------------------
-
-
-def comparison_markdown(comparison: Comparison) -> str:
-    """Sentences and tables; each profile's figure and its change share a cell."""
-    parts = [f"{line}\n" for line in sentences(comparison)]
-    rows, same = split_rows(comparison)
-    heads = ["figure", *titles(comparison, 60)]
-    cells = [[safe(row.name, 400), *(_joined(row, number) for number in range(len(comparison.names)))] for row in rows]
-    parts.append(markdown_table(heads, cells, {"figure"}))
-    if same:
-        parts.append(f"{markdown_words(same_words(same, comparison.baseline), 4000)}\n")
-    if comparison.lengths:
-        parts.append(markdown_table(LENGTH_COLUMNS, length_rows(comparison), {"profile"}))
-    parts += [f"{markdown_words(line, 4000)}\n" for line in warned(comparison)]
-    if len(comparison.names) > 1:
-        parts.append(f"Changes are relative to {markdown_words(comparison.names[comparison.baseline])}.\n")
-    return "\n".join(parts)
+    beside = [f" {change.rjust(widths[1])}" if widths[1] else "" for _, change in pairs]
+    return [f"{figure.rjust(widths[0])}{change}" for (figure, _), change in zip(pairs, beside, strict=True)]
 
 
 def _joined(row: Row, column: int) -> str:
@@ -215,28 +176,26 @@ def _joined(row: Row, column: int) -> str:
     return f"{figure} ({change})" if change and change != "=" else figure
 
 
-def comparison_csv(comparison: Comparison) -> str:
+def length_table(comparison: Comparison) -> Table:
+    """What a shorter sequence buys."""
+    rows = [
+        [
+            f"{row.sequence_tokens:,}",
+            count_words(row.batch_sequences),
+            *(UNKNOWN if taken is None else seconds(taken) for taken in (row.wall_s, row.device_s)),
+            safe(row.profile, 40),
+        ]
+        for row in comparison.lengths
+    ]
+    columns = ("sequence", "batch", "wall", "device", "profile")
+    return Table(title="by sequence length", columns=columns, rows=rows, left={"profile"})
+
+
+def _rows(comparison: Comparison) -> Iterator[Mapping[str, object]]:
     """One row for each known figure of each profile, at full precision, with its change."""
     base = printable(comparison.names[comparison.baseline])
-    records = [
-        dict(
-            zip(
-                CSV_FIELDS,
-                (
-                    *(printable(name), row.group, printable(row.name), cell.value, row.unit),
-                    *(cell.source or "", cell.change, base),
-                ),
-                strict=True,
-            )
-        )
-        for row in comparison.rows
-        for name, cell in zip(comparison.names, row.cells, strict=True)
-        if cell.value is not None
-    ]
-    return csv_text(records) if records else f"{','.join(CSV_FIELDS)}\n"
-
-
-def comparison_json(comparison: Comparison) -> str:
-    """The whole record, with what follows from it in words."""
-    record = msgspec.to_builtins(comparison)
-    return to_text(record | {"sentences": sentences(comparison)})
+    for row in comparison.rows:
+        for name, cell in zip(comparison.names, row.cells, strict=True):
+            if cell.value is not None:
+                known = (printable(name), row.group, printable(row.name), cell.value, row.unit, cell.source or "")
+                yield dict(zip(FIELDS, (*known, cell.change, base), strict=True))

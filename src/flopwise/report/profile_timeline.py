@@ -1,4 +1,4 @@
-"""Tasks of our own runs as predicted beside as they ran: tables for a terminal, and a trace that Perfetto opens."""
+"""Tasks of our own runs as predicted beside as they ran: tables, and a trace that Perfetto opens."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from rich.console import RenderableType
-from rich.text import Text
 
 from flopwise.records.profile import Profile, TaskTime
-from flopwise.report.profile_words import UNKNOWN, change_words, safe, seconds
-from flopwise.report.tables import text_table
+from flopwise.report.document import Table
 from flopwise.report.trace import microseconds
+from flopwise.report.words import UNKNOWN, change_words, safe, seconds
 
-TASK_COLUMNS = ("task", "stream", "predicted", "measured", "difference", "change")
-SUM_COLUMNS = ("of", "tasks", "predicted", "measured", "difference", "change")
 MOST_TASKS = 8
 """Tasks that a page lists."""
 LONGEST_S = 1e9
 """No step lasts thirty years, and a trace has nanoseconds to count."""
-BESIDE_NAMES = 60
-"""Signs that the other columns take."""
+LONGEST_TASK, SHORTEST_TASK = 40, 20
+"""Signs of a task's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +85,6 @@ def furthest(tasks: Sequence[TaskTime], most: int = MOST_TASKS) -> list[TaskTime
     return [task for _, task in sorted(known, key=lambda pair: -pair[0])[:most]]
 
 
-def task_rows(tasks: Sequence[TaskTime], longest: int = 40) -> list[list[str]]:
-    """Rows of words under `TASK_COLUMNS`, names at most so long."""
-    return [[safe(task.name, longest), safe(task.stream, 12), *_cells(durations(task))] for task in tasks]
-
-
-def sum_rows(profile: Profile, longest: int = 40) -> list[list[str]]:
-    """Rows of words under `SUM_COLUMNS`: by stream, then by kind; names at most so long."""
-    by_stream = sums(profile.tasks, lambda task: task.stream)
-    by_kind = sums(profile.tasks, kind_of)
-    ordered = sorted(by_kind.items(), key=lambda pair: -(pair[1][1].measured_s or 0.0))
-    return [
-        [safe(name, longest), f"{count:,}", *_cells(both)]
-        for name, (count, both) in (*((f"stream {name}", found) for name, found in by_stream.items()), *ordered)
-    ]
-
-
 def _cells(both: Both) -> list[str]:
     difference = both.difference_s
     change = difference / both.predicted_s if difference is not None and both.predicted_s else None
@@ -115,18 +95,33 @@ def _cells(both: Both) -> list[str]:
     ]
 
 
-def task_tables(profile: Profile, width: int) -> Iterator[RenderableType]:
+def task_tables(profile: Profile) -> list[Table]:
     """Sums by stream and kind, then the tasks that differ most; nothing where no task is known both ways."""
-    longest = min(40, width - BESIDE_NAMES)
-    rows = sum_rows(profile, longest)
-    if not rows:
-        yield Text("tasks: none is both predicted and measured")
-        return
-    yield Text("tasks, as predicted and as they ran", style="bold")
-    yield text_table(SUM_COLUMNS, rows, {"of"})
-    yield Text("")
-    yield Text("those that differ most", style="bold")
-    yield text_table(TASK_COLUMNS, task_rows(furthest(profile.tasks), longest), {"task", "stream"})
+    by_stream, by_kind = sums(profile.tasks, lambda task: task.stream), sums(profile.tasks, kind_of)
+    if not by_kind:
+        return []
+    ordered = sorted(by_kind.items(), key=lambda pair: -(pair[1][1].measured_s or 0.0))
+    found = [*((f"stream {name}", both) for name, both in by_stream.items()), *ordered]
+    cells = ("predicted", "measured", "difference", "change")
+    return [
+        Table(
+            title="tasks, as predicted and as they ran",
+            columns=("of", "tasks", *cells),
+            rows=[[safe(name, LONGEST_TASK), f"{count:,}", *_cells(both)] for name, (count, both) in found],
+            left={"of"},
+            cut={"of": SHORTEST_TASK},
+        ),
+        Table(
+            title="tasks that differ most",
+            columns=("task", "stream", *cells),
+            rows=[
+                [safe(task.name, LONGEST_TASK), safe(task.stream, 12), *_cells(durations(task))]
+                for task in furthest(profile.tasks)
+            ],
+            left={"task", "stream"},
+            cut={"task": SHORTEST_TASK},
+        ),
+    ]
 
 
 # -- a trace ---------------------------------------------------------------------------------------------------------

@@ -1,20 +1,14 @@
-"""A profile's figures and verdicts in words: scaled units, titles, clauses, and the paragraph that `why` prints."""
+"""A profile's verdicts in words: titles, clauses, and the paragraph that `why` prints."""
 
 from __future__ import annotations
 
-import re
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from flopwise.base.units import significant
 from flopwise.records.profile import METRIC, Evidence, Profile, Unit, Value, Verdict, VerdictKind
-from flopwise.report.training import printable
+from flopwise.report.words import about, listed, plain, safe, scaled, seconds
 
-UNKNOWN = "-"
-LONGEST_NAME = 60
-"""Signs of a name of a file that a line repeats."""
 SLOWED = 0.1
 """Traced steps that take so much longer are told apart from others."""
 FEWEST_WORDS, MOST_WORDS = 60, 140
@@ -23,106 +17,12 @@ FEWEST_WORDS, MOST_WORDS = 60, 140
 MOST_WARNINGS, LONGEST_WARNING = 3, 200
 """That a sentence repeats, and signs of each."""
 
-BEYOND_READING = 1e15
-
-BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-DECIMAL = ("", "k", "M", "G", "T", "P", "E")
-
-# -- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def scaled(value: float, unit: Unit) -> str:
-    """A figure in the unit that suits its size: `5.472 GiB`, `654.344 GFLOP`, `322.1 us`, `0.041 %`."""
-    return _WRITERS[unit](value) if isfinite(value) else f"{value}"
-
-
-def seconds(value: float) -> str:
-    """Two decimals: `us` below half a millisecond, `ms` below a second."""
-    for limit, scale, unit in ((0.5e-3, 1e6, "us"), (1.0, 1e3, "ms")):
-        if 0 < abs(value) < limit:
-            return f"{_plain(value * scale, 2)} {unit}"
-    return f"{_plain(value, 2)} s"
-
-
-def percent(share: float) -> str:
-    """Two decimals, or two digits of what is below 0.1 %."""
-    hundredths = 100 * share
-    if 0 < abs(hundredths) < 0.1:
-        return f"{_stripped(significant(hundredths, 2))} %"
-    return f"{_plain(hundredths, 2)} %"
-
-
-def about(share: float) -> str:
-    """A share within a sentence: `43 %`, `2.6 %`."""
-    return f"{_plain(100 * share, 0 if abs(share) >= 0.0995 else 1)} %"
-
-
-def change_words(change: float | None) -> str:
-    """Relative to another figure: `+12.3 %`, `×4.2` for what is several times as large, `=` for the same."""
-    if change is None or not isfinite(change):
-        return ""
-    if change >= 2:
-        return f"×{digits(1 + change)}"
-    if abs(change) < 5e-4:
-        return "="
-    return f"{'−' if change < 0 else '+'}{abs(100 * change):.1f} %"
-
-
-def _stepped(value: float, step: int, units: Sequence[str]) -> str:
-    """Three decimals in the largest unit that the figure has one of."""
-    number = 0
-    while number < len(units) - 1 and abs(round(value, 3)) >= step:
-        value /= step
-        number += 1
-    return f"{_plain(value, 3)} {units[number]}"
-
-
-def digits(value: float) -> str:
-    """Three significant digits, thousands separated; powers of ten for what is beyond any reading."""
-    return significant(value) if abs(value) < BEYOND_READING else f"{value:.3g}"
-
-
-def _plain(value: float, decimals: int) -> str:
-    return _stripped(f"{value:.{decimals}f}") if abs(value) < BEYOND_READING else f"{value:.3g}"
-
-
-def _stripped(text: str) -> str:
-    """Without zeros that say nothing, as `16` for `16.00`."""
-    short = text.rstrip("0").rstrip(".") if "." in text else text
-    return "0" if short in ("-0", "") else short
-
-
-def _count(value: float) -> str:
-    is_whole = value == round(value) or abs(value) >= 1e4
-    return f"{value:,.0f}" if is_whole and abs(value) < BEYOND_READING else _plain(value, 2)
-
-
-_WRITERS: dict[Unit, Callable[[float], str]] = {
-    "B": lambda value: _stepped(value, 1024, BINARY),
-    "FLOP": lambda value: _stepped(value, 1000, [f"{prefix}FLOP" for prefix in DECIMAL]),
-    "Hz": lambda value: _stepped(value, 1000, [f"{prefix}Hz" for prefix in DECIMAL]),
-    "s": seconds,
-    "share": percent,
-    "count": _count,
-    "FLOP/B": lambda value: f"{_plain(value, 2)} FLOP/B",
-    "1": lambda value: _plain(value, 4) if abs(value) < 1e6 else _count(value),
-    "1/s": lambda value: f"{digits(value)}/s",
-    "W": lambda value: f"{digits(value)} W",
-    "J": lambda value: f"{digits(value)} J",
-    "degC": lambda value: f"{digits(value)} °C",
-}
+# -- figures and names -----------------------------------------------------------------------------------------------
 
 
 def value_words(name: str, value: Value) -> str:
     """One of a profile's values, by its name."""
     return scaled(value.value, METRIC[name].unit)
-
-
-def safe(text: str, longest: int = LONGEST_NAME) -> str:
-    """A name of a file on one line, nothing in it that a terminal acts on, cut where it is beyond reading."""
-    # Far more than will be shown is not even looked at: names may be megabytes.
-    line = printable(text[: 4 * longest])
-    return line if len(line) <= longest and len(text) <= 4 * longest else f"{line[: longest - 1]}…"
 
 
 def name_words(profile: Profile) -> str:
@@ -135,15 +35,6 @@ def warning_words(warnings: Sequence[str]) -> str:
     told = "; ".join(safe(warning, LONGEST_WARNING) for warning in warnings[:MOST_WARNINGS])
     more = f"; and {len(warnings) - MOST_WARNINGS:,} more" if len(warnings) > MOST_WARNINGS else ""
     return f"{told}{more}"
-
-
-def shortened(name: str, room: int) -> str:
-    """A name cut in its middle: names of runs often differ at the end."""
-    line = safe(name, 400)
-    if len(line) <= room:
-        return line
-    tail = (room - 1) // 2
-    return f"{line[: room - 1 - tail]}…{line[len(line) - tail :]}"
 
 
 # -- verdicts --------------------------------------------------------------------------------------------------------
@@ -235,7 +126,7 @@ def _found(evidence: Evidence) -> str:
 
 def stake_words(verdict: Verdict) -> str:
     """What is at stake at most."""
-    return UNKNOWN if verdict.share is None else about(verdict.share)
+    return about(verdict.share)
 
 
 # -- why -------------------------------------------------------------------------------------------------------------
@@ -264,12 +155,6 @@ def why_paragraph(profile: Profile, verdicts: Sequence[Verdict]) -> str:
         if _words(sentences) < FEWEST_WORDS and _words([*sentences, more]) <= MOST_WORDS:
             sentences.insert(len(sentences) - 1, more)
     return " ".join(sentence for sentence in sentences if sentence)
-
-
-def why_lines(profile: Profile, verdicts: Sequence[Verdict], width: int) -> list[str]:
-    """The paragraph in lines of at most `width`, none of which begins with a unit."""
-    firm = re.sub(r"(?<=\d) (?=(?:%|us|ms|s|FLOP/B)\b|%)", "\u00a0", why_paragraph(profile, verdicts))
-    return [line.replace("\u00a0", " ") for line in textwrap.wrap(firm, width, break_on_hyphens=False)]
 
 
 def _words(sentences: Sequence[str]) -> int:
@@ -354,7 +239,7 @@ def _idle_bandwidth(profile: Profile, limits: Sequence[Verdict]) -> str:
     if any(verdict.kind == "memory_bound" for verdict in limits):
         return ""
     return (
-        f"Its {scaled(intensity, 'FLOP/B')} lie below the ridge of {_plain(ridge, 2)}, but only {about(use)} of the "
+        f"Its {scaled(intensity, 'FLOP/B')} lie below the ridge of {plain(ridge, 2)}, but only {about(use)} of the "
         "memory bandwidth is used: this is not the limit."
     )
 
@@ -394,8 +279,7 @@ def _more(profile: Profile) -> Iterator[str]:
     if profile.peaks is None:
         unknown.append("the device's peaks")
     if unknown:
-        listed = ", ".join(unknown[:-1]) + (" and " if len(unknown) > 1 else "") + unknown[-1]
-        yield f"Not known: {listed}; limits that show in them cannot be told from this profile."
+        yield f"Not known: {listed(unknown)}; limits that show in them cannot be told from this profile."
     if profile.kernels:
         longest = profile.kernels[0]
         yield f"The longest kernel is {safe(longest.name, 40)} with {seconds(longest.seconds)}."

@@ -1,76 +1,168 @@
-"""A profile for a terminal: its figures by group, time by class and kernel, memory, verdicts. Several as a table."""
+"""Profiles as documents: figures by group, time by class and kernel, memory, verdicts; several with a row each."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
+from typing import Any
 
-from rich.cells import cell_len
-from rich.console import Group, RenderableType
-from rich.text import Text
+import msgspec
 
+from flopwise.profile.explain.comparing import column_names, shares_of, train_unit
 from flopwise.records.profile import KERNEL_CLASSES, METRIC, METRICS, Peaks, Profile, Spent, ValueSource, Verdict
-from flopwise.report.profile_timeline import task_tables
+from flopwise.report.document import Block, Document, Figure, Heading, Items, Table, Words
+from flopwise.report.profile_timeline import durations, task_tables
 from flopwise.report.profile_words import (
-    BEYOND_READING,
     TITLES,
-    UNKNOWN,
-    about,
-    digits,
     evidence_words,
     name_words,
-    percent,
-    safe,
-    scaled,
-    seconds,
-    shortened,
     stake_words,
     title,
     value_words,
     warning_words,
 )
-from flopwise.report.tables import GAP, fitting_columns, text_table
-from flopwise.report.training import as_text, memory_table, metrics_block, wrapped
+from flopwise.report.tables import Styled
+from flopwise.report.training import memory_table, metric_words, metrics_block
+from flopwise.report.words import (
+    BEYOND_READING,
+    UNKNOWN,
+    about,
+    count_words,
+    counted,
+    digits,
+    percent,
+    printable,
+    safe,
+    scaled,
+    seconds,
+)
 
 Judged = tuple[Profile, Sequence[Verdict]]
 """A profile and what limits it."""
 
-VALUE_COLUMNS = ("Group", "Name", "Value", "of device", "Source", "Meaning")
-VALUE_WORDS = {"Group", "Name", "Source", "Meaning"}
-SPENT_COLUMNS = ("name", "class", "time", "share", "count", "reached", "of roof", "lost")
-SPENT_WORDS = {"name", "class"}
-MEMORY_COLUMNS = ("owner", "size", "share")
-TABLE_COLUMNS = ("profile", "batch", "seq", "step", "device", "rate", "MFU", "MBU", "memory", "limited by")
-TABLE_WORDS = {"profile", "limited by"}
-TABLE_GIVING_WAY = ("MBU", "memory", "rate", "seq", "batch")
-
-MOST_SPENT = 10
-"""Kernels, or operators, that a page lists."""
-FLEXIBLE = {"name": 26, "Meaning": 40, "profile": 18}
-"""Columns that are cut where others need the room, down to so many signs."""
+MOST_SPENT, MOST_SPENT_IN_FILES = 10, 30
+"""Kernels, or operators, that are listed; JSON has them all."""
 LONGEST_LABEL = 24
 """Signs of a name before bars or sizes."""
-SOURCES = ("modelled", "counted", "ingested")
 MOST_FLOPS = 1e30
 """Of a training; no figure beyond it is one."""
 BAR, BAR_WIDTH = "█", 30
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 60
 
-# -- rows of words, which other forms share --------------------------------------------------------------------------
+
+def profiles_document(judged: Sequence[Judged]) -> Document:
+    """One profile whole, of several a row each; in markdown all of them whole."""
+    one = judged[0] if len(judged) == 1 else None
+    blocks = _blocks(*one) if one else _summaries(judged)
+    return Document(
+        blocks=blocks,
+        tables=(_capital(block) for each in judged for block in whole_tables(*each)),
+        rows=_rows(judged),
+        fields=FIELDS,
+        told={
+            "csv": warned([profile for profile, _ in judged]),
+            "table": [] if one else ["note: --section NAME shows one of them whole"],
+        },
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of words under their columns; `words` are the columns that stand left."""
+def _capital(block: Block) -> Block:
+    """Headings of a file begin with a capital letter."""
+    return block if isinstance(block, Heading) else replace(block, title=block.title[:1].upper() + block.title[1:])
 
-    title: str
-    columns: tuple[str, ...]
-    rows: list[list[str]]
-    words: frozenset[str]
-    note: str = ""
+
+def profiles_record(judged: Sequence[Judged]) -> object:
+    """The whole records, each with its `verdicts`; `store.runs.from_text` leaves those aside."""
+    records: list[dict[str, Any]] = [
+        msgspec.to_builtins(profile) | {"verdicts": msgspec.to_builtins(tuple(verdicts))}
+        for profile, verdicts in judged
+    ]
+    return records[0] if len(records) == 1 else records
+
+
+def warned(profiles: Sequence[Profile]) -> list[str]:
+    """Talk beside a form that has no room for it: which figures are those of a part."""
+    return [
+        f"warning: {name_words(profile)}: {warning_words(profile.warnings)}" for profile in profiles if profile.warnings
+    ]
+
+
+# -- one profile -----------------------------------------------------------------------------------------------------
+
+
+def _blocks(profile: Profile, verdicts: Sequence[Verdict]) -> Iterator[Block]:
+    yield Heading(" · ".join(heading_parts(profile)))
+    if limits := limits_words(verdicts):
+        yield Words(f"limited by: {limits}")
+    if profile.values:
+        yield value_table(profile)
+    if classes := class_shares(profile):
+        yield _bars("busy time by class", classes)
+    elif engines := engine_shares(profile):
+        yield _bars("activity by engine (they run beside each other)", engines)
+    yield from _spent_tables(profile, MOST_SPENT)
+    yield from _memory_blocks(profile)
+    if profile.tasks:
+        tables = task_tables(profile)
+        yield from tables
+        if not tables:
+            yield Words("tasks: none is both predicted and measured")
+    if profile.train_metrics:
+        yield Figure(metrics_block(train_words(profile)))
+    if told := system_words(profile):
+        yield Words(" · ".join(f"{name} {value}" for name, value in told), indent=2, title="system")
+    if verdicts:
+        yield Items("verdicts", [_verdict_words(number, verdict) for number, verdict in enumerate(verdicts, 1)])
+    yield from _said(profile)
+
+
+def whole_tables(profile: Profile, verdicts: Sequence[Verdict]) -> Iterator[Block]:
+    """All tables that a profile has, for markdown and for a page."""
+    name, *rest = heading_parts(profile)
+    yield Heading(name)
+    yield Words(" · ".join(rest))
+    if limits := limits_words(verdicts):
+        yield Words(f"Limited by: {limits}.")
+    yield from detail_tables(profile)
+    if verdicts:
+        rows = [[title(each), stake_words(each), evidence_words(each), safe(each.advice, 400)] for each in verdicts]
+        columns = ("verdict", "at stake", "evidence", "advice")
+        yield Table(title="verdicts", columns=columns, rows=rows, left={"verdict", "evidence", "advice"})
+    yield from _said(profile)
+
+
+def detail_tables(profile: Profile) -> Iterator[Table]:
+    """Figures, time, memory, tasks and system, whatever is known of them."""
+    if profile.values:
+        yield replace(value_table(profile), title="figures")
+    for heading, shares in (
+        ("busy time by class", class_shares(profile)),
+        ("activity by engine", engine_shares(profile)),
+    ):
+        if shares:
+            rows = [[name, seconds(taken), about(share)] for name, taken, share in shares]
+            yield Table(title=heading, columns=("name", "time", "share"), rows=rows, left={"name"})
+    yield from _spent_tables(profile, MOST_SPENT_IN_FILES)
+    yield from _memory_tables(profile)
+    yield from task_tables(profile)
+    if profile.train_metrics:
+        rows = [[name, metric_words(name, value)] for name, value in sorted(train_words(profile).items())]
+        yield Table(title="train metrics", columns=("name", "result"), rows=rows, left={"name"})
+    if told := system_words(profile):
+        yield Table(title="system", columns=("what", "value"), rows=told, left={"what", "value"})
+
+
+def _said(profile: Profile) -> Iterator[Items]:
+    for name, lines, style in (("warnings", profile.warnings, "yellow"), ("notes", profile.notes, "")):
+        if lines:
+            yield Items(name, [safe(line, 400) for line in lines], style)
+
+
+def _verdict_words(number: int, verdict: Verdict) -> str:
+    at_stake = f", up to {stake_words(verdict)} of the time" if verdict.share is not None else ""
+    return f"{number}. {title(verdict)}{at_stake}\n{evidence_words(verdict)}\n→ {safe(verdict.advice, 400)}"
 
 
 def heading_parts(profile: Profile) -> list[str]:
@@ -82,15 +174,11 @@ def heading_parts(profile: Profile) -> list[str]:
         rank = "" if profile.rank is None else f"rank {profile.rank:,}"
         world = "" if profile.world is None else f"{'of ' if rank else ''}{profile.world:,} devices"
         parts.append(f"{rank} {world}".strip())
-    for count, noun in ((profile.steps, "steps"), (profile.batch_sequences, "batch"), (profile.sequence_tokens, "seq")):
-        if count is not None:
-            parts.append(
-                f"{count:,} {noun if count != 1 else 'step'}" if noun == "steps" else f"{_NOUNS[noun]} {count:,}"
-            )
+    if profile.steps is not None:
+        parts.append(counted(profile.steps, "step"))
+    for noun, count in (("batch", profile.batch_sequences), ("sequence", profile.sequence_tokens)):
+        parts += [f"{noun} {count:,}"] if count is not None else []
     return [*parts, safe(profile.precision, 20)] if profile.precision else parts
-
-
-_NOUNS = {"batch": "batch", "seq": "sequence"}
 
 
 def limits_words(verdicts: Sequence[Verdict], most: int = 3) -> str:
@@ -126,14 +214,21 @@ def value_table(profile: Profile) -> Table:
                 metric.name,
                 value_words(metric.name, value),
                 "" if share is None or not isfinite(share) else percent(share),
-                "" if value.source == usual else value.source,
+                "" if value.source == usual else Styled(value.source, "dim"),
                 metric.meaning,
             ]
         )
         group = metric.group
     note = f"Figures with no source beside them are {'as the file says' if usual == 'ingested' else 'measured'}."
     note = "\n".join(words for words in (note, peaks_words(profile.peaks)) if words)
-    return Table("", VALUE_COLUMNS, rows, frozenset(VALUE_WORDS), note if rows else "")
+    return Table(
+        columns=("Group", "Name", "Value", "of device", "Source", "Meaning"),
+        rows=rows,
+        left={"Group", "Name", "Source", "Meaning"},
+        note=note if rows else "",
+        giving_way=("Meaning", "of device"),
+        cut={"Meaning": 40},
+    )
 
 
 def peaks_words(peaks: Peaks | None) -> str:
@@ -175,19 +270,31 @@ def engine_shares(profile: Profile) -> list[tuple[str, float, float | None]]:
     return [(name, taken, share) for name, taken, share in found if taken is not None]
 
 
-def spent_table(title: str, spent: Sequence[Spent], profile: Profile, *, most: int = MOST_SPENT) -> Table:
-    """Kernels or operators against their roofs, the longest first."""
+def _bars(heading: str, shares: Sequence[tuple[str, float, float | None]]) -> Table:
+    """Name, time, share and a bar as long as the share."""
+    rows = []
+    for name, taken, share in shares:
+        known = share is not None and isfinite(share)
+        bar = BAR * round(BAR_WIDTH * min(1.0, max(0.0, share or 0.0))) if known else ""
+        rows.append([name, seconds(taken), about(share), bar])
+    return Table(title=heading, columns=("name", "time", "share", ""), rows=rows, left={"name", ""}, headed=False)
+
+
+def _spent_tables(profile: Profile, most: int) -> Iterator[Table]:
+    """Kernels against their roofs, the longest first; operators where they are not the same, as on a processor."""
     whole = profile.get("device_busy_s") or profile.get("device_span_s")
-    rows = [_spent_row(each, profile.peaks, whole) for each in spent[:most]]
-    note = f"{len(spent) - most:,} more are shorter." if len(spent) > most else ""
-    return Table(title, SPENT_COLUMNS, rows, frozenset(SPENT_WORDS), note)
-
-
-def called(profile: Profile) -> Iterator[tuple[str, tuple[Spent, ...]]]:
-    """Kernels, and operators where they are not the same, as on a processor without kernels."""
-    yield "kernels", profile.kernels
-    if profile.operators != profile.kernels:
-        yield "operators", profile.operators
+    apart = profile.operators if profile.operators != profile.kernels else ()
+    for heading, spent in (("kernels", profile.kernels), ("operators", apart)):
+        if spent:
+            yield Table(
+                title=heading,
+                columns=("name", "class", "time", "share", "count", "reached", "of roof", "lost"),
+                rows=[_spent_row(each, profile.peaks, whole) for each in spent[:most]],
+                left={"name", "class"},
+                note=f"{len(spent) - most:,} more are shorter." if len(spent) > most else "",
+                giving_way=("class", "count", "share"),
+                cut={"name": 26},
+            )
 
 
 def _spent_row(spent: Spent, peaks: Peaks | None, whole: float | None) -> list[str]:
@@ -234,24 +341,49 @@ def memory_rows(profile: Profile) -> list[tuple[str, float, float | None]]:
     return [(owner, size, size / total if total else None) for owner, size in rows]
 
 
-def memory_words_table(profile: Profile) -> Table:
-    """Device memory by owner."""
-    rows = [
-        [owner, _size(size), UNKNOWN if share is None else about(share)] for owner, size, share in memory_rows(profile)
-    ]
-    return Table("device memory", MEMORY_COLUMNS, rows, frozenset({"owner"}), capacity_words(profile))
+def _memory_blocks(profile: Profile) -> Iterator[Block]:
+    if profile.memory or profile.memory_total_bytes is not None:
+        yield _owner_table(profile)
+    if planned := memory_table([replace(row, owner=safe(row.owner, LONGEST_LABEL)) for row in profile.memory_planned]):
+        yield planned
+    if bars := curve(profile.memory_over_time):
+        peak = max(size for _, size in profile.memory_over_time)
+        last = profile.memory_over_time[-1][0] - profile.memory_over_time[0][0]
+        yield Figure([bars], title=f"memory over {seconds(last)}, peak {scaled(peak, 'B')}")
 
 
-def _size(size: float) -> str:
-    return f"−{scaled(-size, 'B')}" if size < 0 else scaled(size, "B")
+def _memory_tables(profile: Profile) -> Iterator[Table]:
+    if profile.memory or profile.memory_total_bytes is not None:
+        yield _owner_table(profile)
+    if any(use.name for use in profile.memory):
+        rows = [[use.owner, safe(use.name), scaled(use.bytes, "B")] for use in profile.memory]
+        heading = "device memory as the tool names it"
+        yield Table(title=heading, columns=("owner", "name", "size"), rows=rows, left={"owner", "name"})
+    if profile.memory_planned:
+        rows = [
+            [row.place, safe(row.owner), scaled(row.planned_bytes, "B"), scaled(row.measured_bytes, "B")]
+            for row in profile.memory_planned
+        ]
+        columns = ("what", "owner", "planned", "measured")
+        yield Table(title="memory as planned and as it was", columns=columns, rows=rows, left={"what", "owner"})
 
 
-def capacity_words(profile: Profile) -> str:
-    """The total beside what the device has."""
+def _owner_table(profile: Profile) -> Table:
+    """Device memory by owner; its note holds the total beside what the device has."""
     total, capacity = profile.memory_total_bytes, profile.memory_capacity_bytes
-    if total is None or not capacity:
-        return ""
-    return f"{about(total / capacity)} of the device's {scaled(capacity, 'B')} is taken."
+    taken = ""
+    if total is not None and capacity:
+        taken = f"{about(total / capacity)} of the device's {scaled(capacity, 'B')} is taken."
+    return Table(
+        title="device memory",
+        columns=("owner", "size", "share"),
+        rows=[
+            [owner, f"−{scaled(-size, 'B')}" if size < 0 else scaled(size, "B"), about(share)]
+            for owner, size, share in memory_rows(profile)
+        ],
+        left={"owner"},
+        note=taken,
+    )
 
 
 def curve(points: Sequence[tuple[float, float]], width: int = CURVE_WIDTH) -> str:
@@ -295,142 +427,28 @@ def system_words(profile: Profile) -> list[tuple[str, str]]:
     return [*found, ("read from", ", ".join(safe(name) for name in profile.origin[:3]))] if profile.origin else found
 
 
-# -- a page ----------------------------------------------------------------------------------------------------------
+# -- several, a row each ---------------------------------------------------------------------------------------------
 
 
-def profile_page(profile: Profile, verdicts: Sequence[Verdict], width: int) -> RenderableType:
-    """All of a profile that is known, `width` columns wide."""
-    parts: list[RenderableType] = [Text("\n".join(wrapped(heading_parts(profile), width, indent=2)), style="bold")]
-    if limits := limits_words(verdicts):
-        parts.append(as_text(textwrap.wrap(f"limited by: {limits}", width)))
-    for block in _blocks(profile, verdicts, width):
-        parts += ["", *block]
-    return Group(*parts)
+def _summaries(judged: Sequence[Judged]) -> Iterator[Block]:
+    yield summary_table(judged)
+    if some := [each for each, _ in judged if each.warnings]:
+        yield Items("warnings", [f"{name_words(each)}: {warning_words(each.warnings)}" for each in some], "yellow")
 
 
-def _blocks(profile: Profile, verdicts: Sequence[Verdict], width: int) -> Iterator[list[RenderableType]]:
-    if profile.values:
-        yield list(_shown(value_table(profile), width, ("Meaning", "of device"), dim=True))
-    if classes := class_shares(profile):
-        yield [_title("busy time by class"), as_text(bar_lines(classes))]
-    elif engines := engine_shares(profile):
-        yield [_title("activity by engine (they run beside each other)"), as_text(bar_lines(engines))]
-    for name, spent in called(profile):
-        if spent:
-            yield list(_shown(spent_table(name, spent, profile), width, ("class", "count", "share")))
-    yield from _memory_blocks(profile, width)
-    if profile.tasks:
-        yield list(task_tables(profile, width))
-    if profile.train_metrics:
-        yield [as_text(metrics_block(train_words(profile)))]
-    if told := system_words(profile):
-        parts = [f"{name} {value}" for name, value in told]
-        yield [_title("system"), as_text(wrapped(parts, width, indent=2))]
-    if verdicts:
-        yield [_title("verdicts"), as_text(verdict_lines(verdicts, width))]
-    for name, lines in (("warnings", profile.warnings), ("notes", profile.notes)):
-        if lines:
-            items = [line for text in lines for line in _item(safe(text, 400), width)]
-            yield [_title(name, "yellow" if name == "warnings" else ""), as_text(items)]
-
-
-def _memory_blocks(profile: Profile, width: int) -> Iterator[list[RenderableType]]:
-    if profile.memory or profile.memory_total_bytes is not None:
-        yield list(_shown(memory_words_table(profile), width, ("share",)))
-    if planned := memory_table([replace(row, owner=safe(row.owner, LONGEST_LABEL)) for row in profile.memory_planned]):
-        yield [planned]
-    if bars := curve(profile.memory_over_time, min(CURVE_WIDTH, width - 2)):
-        peak = max(size for _, size in profile.memory_over_time)
-        last = profile.memory_over_time[-1][0] - profile.memory_over_time[0][0]
-        heading = f"memory over {seconds(last)}, peak {scaled(peak, 'B')}"
-        yield [_title(heading), as_text([bars])]
-
-
-def _title(text: str, style: str = "") -> Text:
-    return Text(text, style=f"bold {style}".strip())
-
-
-def _shown(table: Table, width: int, giving_way: Sequence[str], *, dim: bool = False) -> Iterator[RenderableType]:
-    if table.title:
-        yield _title(table.title)
-    kept, rows = _fitted(table, width, giving_way)
-    text = text_table(table.columns, rows, table.words, shown=kept)
-    if dim:
-        text.highlight_words(SOURCES, "dim")
-    yield text
-    if table.note:
-        lines = [line for part in table.note.splitlines() for line in textwrap.wrap(part, width)]
-        yield Text("\n".join(lines), style="dim")
-
-
-def _fitted(table: Table, width: int, giving_way: Sequence[str]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Columns that there is room for, and the rows with the one that may be cut as wide as the others leave it."""
-    place = next((number for number, column in enumerate(table.columns) if column in FLEXIBLE), None)
-    if place is None:
-        return fitting_columns(table.columns, table.rows, width, giving_way), table.rows
-    flexible = table.columns[place]
-
-    def cut(room: int) -> list[list[str]]:
-        short = shortened if flexible == "profile" else safe
-        return [
-            [short(cell, room) if number == place else cell for number, cell in enumerate(row)] for row in table.rows
-        ]
-
-    kept = fitting_columns(table.columns, cut(FLEXIBLE[flexible]), width, giving_way)
-    beside = sum(
-        GAP + max(cell_len(row[number]) for row in (table.columns, *table.rows))
-        for number, column in enumerate(table.columns)
-        if column in kept and number != place
-    )
-    return kept, cut(max(FLEXIBLE[flexible], width - beside))
-
-
-def bar_lines(rows: Sequence[tuple[str, float, float | None]]) -> list[str]:
-    """Name, time, share and a bar as long as the share."""
-    cells = [[name, seconds(taken), UNKNOWN if share is None else about(share)] for name, taken, share in rows]
-    widths = [max(len(row[place]) for row in cells) for place in range(3)]
-    lines = []
-    for (name, time, told), (_, _, share) in zip(cells, rows, strict=True):
-        known = share is not None and isfinite(share)
-        bar = BAR * round(BAR_WIDTH * min(1.0, max(0.0, share or 0.0))) if known else ""
-        lines.append(f"{name.ljust(widths[0])}  {time.rjust(widths[1])}  {told.rjust(widths[2])}  {bar}".rstrip())
-    return lines
-
-
-def verdict_lines(verdicts: Sequence[Verdict], width: int) -> list[str]:
-    """Each verdict with its evidence and advice, in lines of at most `width`."""
-    lines = []
-    for number, verdict in enumerate(verdicts, 1):
-        at_stake = f", up to {stake_words(verdict)} of the time" if verdict.share is not None else ""
-        lines.append(f"{number}. {title(verdict)}{at_stake}")
-        for words in (evidence_words(verdict), f"→ {safe(verdict.advice, 400)}"):
-            lines += textwrap.wrap(words, width, initial_indent="   ", subsequent_indent="     ")
-    return lines
-
-
-def _item(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, initial_indent="- ", subsequent_indent="  ") or ["-"]
-
-
-# -- several ---------------------------------------------------------------------------------------------------------
-
-
-def profiles_table(judged: Sequence[Judged], width: int) -> RenderableType:
+def summary_table(judged: Sequence[Judged]) -> Table:
     """A row for each profile: its size, its times, what limits it."""
-    table = Table("", TABLE_COLUMNS, summary_rows(judged), frozenset(TABLE_WORDS))
-    parts = list(_shown(table, width, TABLE_GIVING_WAY))
-    if warned := [each for each, _ in judged if each.warnings]:
-        told = [line for each in warned for line in _item(f"{name_words(each)}: {warning_words(each.warnings)}", width)]
-        parts += ["", _title("warnings", "yellow"), as_text(told)]
-    return Group(*parts)
+    return Table(
+        columns=("profile", "batch", "seq", "step", "device", "rate", "MFU", "MBU", "memory", "limited by"),
+        rows=[_summary(profile, verdicts) for profile, verdicts in judged],
+        left={"profile", "limited by"},
+        giving_way=("MBU", "memory", "rate", "seq", "batch"),
+        cut={"profile": 18},
+        cut_within=True,
+    )
 
 
-def summary_rows(judged: Sequence[Judged], longest: int = 60) -> list[list[str]]:
-    """Rows of words under `TABLE_COLUMNS`."""
-    return [_summary(profile, verdicts, longest) for profile, verdicts in judged]
-
-
-def _summary(profile: Profile, verdicts: Sequence[Verdict], longest: int) -> list[str]:
+def _summary(profile: Profile, verdicts: Sequence[Verdict]) -> list[str]:
     def words(name: str) -> str:
         value = profile.values.get(name)
         return UNKNOWN if value is None else value_words(name, value)
@@ -440,9 +458,9 @@ def _summary(profile: Profile, verdicts: Sequence[Verdict], longest: int) -> lis
     if tokens is None and samples is not None:
         rate = f"{digits(samples)} samples/s"
     return [
-        safe(name_words(profile), longest),
-        UNKNOWN if profile.batch_sequences is None else f"{profile.batch_sequences:,}",
-        UNKNOWN if profile.sequence_tokens is None else f"{profile.sequence_tokens:,}",
+        name_words(profile),
+        count_words(profile.batch_sequences),
+        count_words(profile.sequence_tokens),
         words("step_wall_s"),
         words("device_span_s"),
         rate,
@@ -451,3 +469,90 @@ def _summary(profile: Profile, verdicts: Sequence[Verdict], longest: int) -> lis
         UNKNOWN if profile.memory_total_bytes is None else scaled(profile.memory_total_bytes, "B"),
         limits_words(verdicts, 1) or UNKNOWN,
     ]
+
+
+# -- rows for CSV ----------------------------------------------------------------------------------------------------
+
+FIELDS = ("profile", "group", "name", "value", "unit", "source")
+
+
+def _rows(judged: Sequence[Judged]) -> Iterator[Mapping[str, object]]:
+    """One row for each figure of each profile, at full precision; an empty source: it follows from other figures."""
+    names = column_names([profile for profile, _ in judged])
+    for name, (profile, verdicts) in zip(names, judged, strict=True):
+        for row in _csv_rows(profile, verdicts):
+            yield dict(zip(FIELDS, (printable(name), *row), strict=True))
+
+
+CsvRow = tuple[str, str, float | str, str, str]
+
+
+def _csv_rows(profile: Profile, verdicts: Sequence[Verdict]) -> Iterator[CsvRow]:
+    yield from _setting_rows(profile)
+    for metric in METRICS:
+        if value := profile.values.get(metric.name):
+            yield metric.group, metric.name, value.value, metric.unit, value.source
+    for name, share in shares_of(profile):
+        yield "shares", name, share, "share", ""
+    for group, spent in (("classes", profile.classes), ("kernels", profile.kernels), ("operators", profile.operators)):
+        for each in spent:
+            yield from _spent_rows(group, each)
+    for use in profile.memory:
+        label = f"{use.owner}: {printable(use.name)}" if use.name else use.owner
+        yield "memory", label, use.bytes, "B", ""
+    for name, size in (("total", profile.memory_total_bytes), ("capacity", profile.memory_capacity_bytes)):
+        if size is not None:
+            yield "memory", name, size, "B", ""
+    yield from _rest_of_csv(profile, verdicts)
+
+
+def _setting_rows(profile: Profile) -> Iterator[CsvRow]:
+    """What was run, and the peaks that shares were divided by."""
+    settings = {
+        "device": profile.device,
+        "format": profile.format,
+        "rank": profile.rank,
+        "world": profile.world,
+        "steps": profile.steps,
+        "batch_sequences": profile.batch_sequences,
+        "sequence_tokens": profile.sequence_tokens,
+        "precision": profile.precision,
+    }
+    for name, setting in settings.items():
+        if setting is not None:
+            yield "setting", name, printable(setting) if isinstance(setting, str) else setting, "", ""
+    if profile.peaks:
+        yield "peaks", "flops_per_s", profile.peaks.flops, "FLOP/s", printable(profile.peaks.source)
+        if profile.peaks.bandwidth is not None:
+            yield "peaks", "bandwidth", profile.peaks.bandwidth, "B/s", printable(profile.peaks.source)
+
+
+def _spent_rows(group: str, spent: Spent) -> Iterator[CsvRow]:
+    name = printable(spent.name)
+    yield group, name, spent.seconds, "s", ""
+    yield group, name, spent.count, "count", ""
+    if spent.flops is not None:
+        yield group, name, spent.flops, "FLOP", ""
+    if spent.bytes is not None:
+        yield group, name, spent.bytes, "B", ""
+
+
+def _rest_of_csv(profile: Profile, verdicts: Sequence[Verdict]) -> Iterator[CsvRow]:
+    for row in profile.memory_planned:
+        for kind, size in (("planned", row.planned_bytes), ("measured", row.measured_bytes)):
+            yield "memory_planned", f"{row.place}: {printable(row.owner)}: {kind}", size, "B", kind
+    for task in profile.tasks:
+        both = durations(task)
+        for kind, taken in (("modelled", both.predicted_s), ("measured", both.measured_s)):
+            if taken is not None:
+                yield "tasks", f"{printable(task.stream)}: {printable(task.name)}", taken, "s", kind
+    for metric_name, value in profile.train_metrics.items():
+        unit = "" if isinstance(value, str) else train_unit(metric_name)
+        yield "train_metrics", printable(metric_name), printable(value) if isinstance(value, str) else value, unit, ""
+    for name, words in profile.system.items():
+        yield "system", printable(name), printable(words), "", ""
+    for verdict in verdicts:
+        at_stake = "" if verdict.share is None else verdict.share
+        yield "verdicts", title(verdict), at_stake, "share", ""
+    for number, warning in enumerate(profile.warnings, 1):
+        yield "warnings", str(number), printable(warning), "", ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from flopwise.report.training import UNKNOWN
+from flopwise.report.words import UNKNOWN
 from flopwise.store.results import FIELDS, Result
 
 LARGEST = frozenset({"device_bytes", "host_bytes"})
@@ -83,11 +83,15 @@ def _half_width(rows: Sequence[Result], rate: float | None) -> float | None:
     from flopwise.store.statistics import Quantiles, relative_half_width
 
     known = [
-        Quantiles(median=1 / row.tokens_per_s, p20=_inverse(row.tokens_per_s_p80), p80=_inverse(row.tokens_per_s_p20),
-                  steps=row.steps)
+        Quantiles(
+            median=1 / row.tokens_per_s,
+            p20=_inverse(row.tokens_per_s_p80),
+            p80=_inverse(row.tokens_per_s_p20),
+            steps=row.steps,
+        )
         for row in rows
         if row.tokens_per_s
-    ]  # fmt: skip
+    ]
     share = relative_half_width(known)
     return None if share is None or rate is None else rate * share
 

@@ -7,20 +7,18 @@ cell that went well are one line.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from rich.cells import cell_len
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from flopwise.base.units import BINARY_UNITS, show_count, show_share, significant
-from flopwise.report.repeats import Line, lines_of
-from flopwise.report.results_files import OFFLOADED, TITLE, kinds
-from flopwise.report.tables import fitting_columns, markdown_table, markdown_text, text_table
-from flopwise.report.training import UNKNOWN, as_text, printable, rate_words, seconds_words, size_words, wrapped
-from flopwise.store.results import ERROR, Result, checked
+from flopwise.report.document import Block, Document, Heading, Items, Table, Words
+from flopwise.report.repeats import lines_of
+from flopwise.report.results_files import OFFLOADED, TITLE, kinds, results_rows
+from flopwise.report.words import UNKNOWN, count_words, printable, rate_words, seconds_words, signed_share, size_words
+from flopwise.store.results import ERROR, FIELDS, Result, checked
 
 LONGEST_NAME = 28
 GOOD = ("ok", "planned", "running")
@@ -46,12 +44,6 @@ def share_or_error(row: Result, share: float | None) -> str:
     if row.state == ERROR:
         return ERROR
     return UNKNOWN if share is None else show_share(share)
-
-
-def signed_share(share: float | None) -> str:
-    if share is None or not math.isfinite(share):
-        return UNKNOWN
-    return f"{'−' if share < 0 else '+'}{show_share(abs(share))}"
 
 
 def field_words(row: Result, name: str) -> str:
@@ -80,10 +72,6 @@ def _number_words(name: str, value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else significant(value)
 
 
-def _count(value: int | None) -> str:
-    return UNKNOWN if value is None else f"{value:,}"
-
-
 @lru_cache(maxsize=4096)
 def _name(text: str | None) -> str:
     word = printable(text) if text else UNKNOWN
@@ -97,17 +85,17 @@ def _bound(row: Result) -> str | None:
 
 # -- the table -------------------------------------------------------------------------------------------------------
 
-Words = Callable[[Result], str]
+OfResult = Callable[[Result], str]
 
-TABLE: dict[str, Words] = {
+TABLE: dict[str, OfResult] = {
     "run": lambda row: printable(row.run) if row.run else UNKNOWN,
     "state": lambda row: printable(row.state),
     "model": lambda row: _name(row.model),
     "on": lambda row: _name(row.hardware),
-    "devices": lambda row: _count(row.devices),
-    "sequence": lambda row: _count(row.sequence_tokens),
-    "batch": lambda row: _count(row.batch_sequences),
-    "micro": lambda row: _count(row.micro_batch_sequences),
+    "devices": lambda row: count_words(row.devices),
+    "sequence": lambda row: count_words(row.sequence_tokens),
+    "batch": lambda row: count_words(row.batch_sequences),
+    "micro": lambda row: count_words(row.micro_batch_sequences),
     "precision": lambda row: _name(row.precision),
     "device cap": lambda row: size_words(row.device_cap_bytes),
     "host cap": lambda row: size_words(row.host_cap_bytes),
@@ -124,13 +112,12 @@ TABLE: dict[str, Words] = {
     "bound": lambda row: _name(_bound(row)),
     "cell": lambda row: printable(row.cell) if row.cell else UNKNOWN,
 }
-RATE = tuple(TABLE).index("tok/s")
 LEFT = {"run", "state", "model", "on", "precision", "bound", "cell"}
 SAME_FOR_ALL: dict[str, Callable[[Result], str]] = {
     "model": lambda row: _name(row.model),
     "on": lambda row: f"on {_name(row.hardware)}",
-    "devices": lambda row: f"{_count(row.devices)} {'device' if row.devices == 1 else 'devices'}",
-    "sequence": lambda row: f"sequence {_count(row.sequence_tokens)}",
+    "devices": lambda row: f"{count_words(row.devices)} {'device' if row.devices == 1 else 'devices'}",
+    "sequence": lambda row: f"sequence {count_words(row.sequence_tokens)}",
     "precision": lambda row: f"precision {_name(row.precision)}",
     "device cap": lambda row: f"device cap {size_words(row.device_cap_bytes)}",
     "host cap": lambda row: f"host cap {size_words(row.host_cap_bytes)}",
@@ -144,45 +131,54 @@ MOST_NAMED = 6
 """Rows that one reason lists by name."""
 
 
-def results_table(rows: Sequence[Result], width: int, columns: Sequence[str] | None = None) -> RenderableType:
-    """Results for a terminal, a row each, reasons below; `columns` are fields of `Result` and never give way.
+def results_document(rows: Sequence[Result], columns: Sequence[str] | None = None) -> Document:
+    """Results, a row each, reasons below; `columns` are fields of `Result` and never give way.
 
     With `columns` every measurement has its row, else those of a cell that went well have one.
     """
     every = [checked(row) for row in rows]
-    lines = [Line(row) for row in every] if columns is not None else lines_of(every)
+    fields = columns or FIELDS
+    return Document(
+        title=TITLE if columns is None else "",
+        blocks=_blocks(every) if columns is None else [_chosen(every, columns)],
+        tables=_tables(every) if columns is None else [_chosen(every, columns)],
+        rows=results_rows(rows, fields),
+        fields=fields,
+        faithful=True,
+    )
+
+
+def _chosen(rows: Sequence[Result], columns: Sequence[str]) -> Table:
+    return Table(
+        columns=columns,
+        rows=[[field_words(row, name) for name in columns] for row in rows],
+        left=[name for name in columns if kinds()[name] is str],
+        styles=[STATE_STYLES.get(row.state, "red") for row in rows],
+    )
+
+
+def _blocks(rows: Sequence[Result]) -> Iterator[Block]:
+    lines = lines_of(rows)
     sound = [line.row for line in lines]
-    styles = [STATE_STYLES.get(row.state, "red") for row in sound]
-    if columns is not None:
-        cells = [[field_words(row, name) for name in columns] for row in sound]
-        left = [name for name in columns if kinds()[name] is str]
-        return text_table(columns, cells, left, styles=styles)
-    names = tuple(TABLE)
-    cells = [[words(line.row) for words in TABLE.values()] for line in lines]
-    for line, row in zip(lines, cells, strict=True):
-        row[RATE] = line.rate_words(row[RATE])
-    empty = {name for place, name in enumerate(names) if all(row[place] == UNKNOWN for row in cells)}
-    shared = [name for name in SAME_FOR_ALL if name not in empty and len(sound) > 1 and _is_same(name, sound)]
-    kept = [name for name in names if name not in empty and name not in shared]
-    places = [names.index(name) for name in kept]
-    body = [[row[place] for place in places] for row in cells]
-    fitting = fitting_columns(kept, body, width, GIVING_WAY)
-    page: list[RenderableType] = []
+    cells = {name: [words(row) for row in sound] for name, words in TABLE.items()}
+    cells["tok/s"] = [line.rate_words(one) for line, one in zip(lines, cells["tok/s"], strict=True)]
+    told = {name: column for name, column in cells.items() if set(column) != {UNKNOWN}}
+    shared = [name for name in SAME_FOR_ALL if name in told and len(sound) > 1 and len(set(told[name])) == 1]
     if shared:
-        parts = [SAME_FOR_ALL[name](sound[0]) for name in shared]
-        page += [Text("\n".join(wrapped(parts, width)), style="bold", no_wrap=True, overflow="ignore"), ""]
-    page.append(text_table(kept, body, LEFT, shown=fitting, styles=styles))
-    reasons = _reasons(every, width)
-    if reasons:
-        page += ["", as_text(reasons)]
-    return Group(*page)
+        yield Heading(" · ".join(SAME_FOR_ALL[name](sound[0]) for name in shared))
+    kept = [name for name in told if name not in shared]
+    yield Table(
+        columns=kept,
+        rows=list(zip(*(told[name] for name in kept), strict=True)),
+        left=LEFT,
+        giving_way=GIVING_WAY,
+        styles=[STATE_STYLES.get(row.state, "red") for row in sound],
+    )
+    if reasons := _reasons(rows):
+        yield Words("\n".join(reasons), indent=2)
 
 
-def _is_same(name: str, rows: Sequence[Result]) -> bool:
-    return len({TABLE[name](row) for row in rows}) == 1
-
-
-def _reasons(rows: Sequence[Result], width: int) -> list[str]:
+def _reasons(rows: Sequence[Result]) -> list[str]:
     """Why rows are not ok, each reason once."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
@@ -192,7 +188,7 @@ def _reasons(rows: Sequence[Result], width: int) -> list[str]:
     lines = []
     for (state, reason), names in found.items():
         listed = ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" * (len(names) > MOST_NAMED))
-        lines += wrapped([f"{state}: {listed}: {reason}"], width, indent=2)
+        lines.append(f"{state}: {listed}: {reason}")
     return lines
 
 
@@ -211,10 +207,6 @@ def _plain_share(row: Result, share: float | None) -> str:
     if row.state == ERROR:
         return ERROR
     return UNKNOWN if share is None else f"{100 * share:.2f}"
-
-
-def _rate(value: float | None) -> str:
-    return UNKNOWN if value is None else significant(value, 4)
 
 
 def _gib(size: int | None) -> str:
@@ -244,33 +236,33 @@ def _text(value: str | None) -> str:
     return printable(value) if value else UNKNOWN
 
 
-PUBLISHED: dict[str, Words] = {
+PUBLISHED: dict[str, OfResult] = {
     "Model": lambda row: _text(row.model),
-    "SeqLen (T)": lambda row: _count(row.sequence_tokens),
-    "# GPUs": lambda row: _count(row.devices),
+    "SeqLen (T)": lambda row: count_words(row.sequence_tokens),
+    "# GPUs": lambda row: count_words(row.devices),
     "GPU": lambda row: _text(row.hardware),
     "MFU": lambda row: _plain_share(row, row.mfu),
     "HFU": lambda row: _plain_share(row, row.hfu),
     "Model TFLOP": lambda row: (
-        UNKNOWN if row.model_flops_per_s_per_device is None else _rate(row.model_flops_per_s_per_device / 1e12)
+        UNKNOWN if row.model_flops_per_s_per_device is None else rate_words(row.model_flops_per_s_per_device / 1e12, 4)
     ),
-    "MicroBatchSize": lambda row: _count(row.micro_batch_sequences),
-    "GradAccum": lambda row: _count(row.accumulation_steps),
-    "GlobalBatchSize": lambda row: _count(row.batch_sequences),
-    "Throughput (S/s)": lambda row: _rate(row.samples_per_s),
-    "Throughput (T/s)": lambda row: _rate(row.tokens_per_s),
-    "Throughput (T/s/GPU)": lambda row: _rate(row.tokens_per_s_per_device),
-    "GlobalBatchSize (T)": lambda row: _count(row.batch_tokens),
+    "MicroBatchSize": lambda row: count_words(row.micro_batch_sequences),
+    "GradAccum": lambda row: count_words(row.accumulation_steps),
+    "GlobalBatchSize": lambda row: count_words(row.batch_sequences),
+    "Throughput (S/s)": lambda row: rate_words(row.samples_per_s, 4),
+    "Throughput (T/s)": lambda row: rate_words(row.tokens_per_s, 4),
+    "Throughput (T/s/GPU)": lambda row: rate_words(row.tokens_per_s_per_device, 4),
+    "GlobalBatchSize (T)": lambda row: count_words(row.batch_tokens),
     "Precision": lambda row: precision_parts(row.precision)[0],
     "MP Mode": lambda row: precision_parts(row.precision)[1],
     "Sharding Strategy": lambda row: _text(row.sharding),
     "Activation Checkpointing": _checkpointing,
     "Activation CPUOffload": _offload,
-    "NumParams": lambda row: _count(row.n_params),
+    "NumParams": lambda row: count_words(row.n_params),
 }
 """The columns of llm-foundry's benchmark tables, by their names and in their order."""
 PUBLISHED_RATE = "Throughput (T/s)"
-FURTHER: dict[str, Words] = {
+FURTHER: dict[str, OfResult] = {
     "p20–p80 (T/s)": lambda row: spread_words(row.tokens_per_s_p20, row.tokens_per_s_p80),
     "Recompute": lambda row: _text(row.recompute),
     "Convention": lambda row: _text(row.convention),
@@ -278,9 +270,9 @@ FURTHER: dict[str, Words] = {
     "Host cap (GiB)": lambda row: _gib(row.host_cap_bytes),
     "Peak memory (GiB)": lambda row: _gib(row.device_bytes),
     "Host memory (GiB)": lambda row: _gib(row.host_bytes),
-    "Energy (J/T)": lambda row: _rate(row.energy_j_per_token),
-    "T per $": lambda row: _rate(row.tokens_per_dollar),
-    "Predicted (T/s)": lambda row: _rate(row.predicted_tokens_per_s),
+    "Energy (J/T)": lambda row: rate_words(row.energy_j_per_token, 4),
+    "T per $": lambda row: rate_words(row.tokens_per_dollar, 4),
+    "Predicted (T/s)": lambda row: rate_words(row.predicted_tokens_per_s, 4),
     "Error": lambda row: signed_share(row.prediction_error),
     "Bound": lambda row: _text(_bound(row)),
     "State": lambda row: row.state,
@@ -301,41 +293,29 @@ NOTES = (
     "MFU and HFU are in per cent of the peak named below. HFU counts what is really made again in backward; that of"
     " imported rows is as published.",
     "Model TFLOP is TFLOP/s of one device, 10¹² each. Throughput keeps its digits: a slow row is not cut to 0.",
-    "Error is that of the predicted speed against the measured one. A row in the state `error` claims more than its"
+    "Error is that of the predicted speed against the measured one. A row in the state error claims more than its"
     " peak, so that no figure of it is to be trusted.",
 )
 
 
-def results_markdown(rows: Sequence[Result], columns: Sequence[str] | None = None) -> str:
-    """`results.md`: a table for each hardware and number format, then what MFU divides by, and where rows come from.
-
-    With `columns`, fields of `Result`, one table of those alone.
-    """
-    sound = [checked(row) for row in rows]
-    if columns is not None:
-        cells = [[field_words(row, name) for name in columns] for row in sound]
-        left = [name for name in columns if kinds()[name] is str]
-        return markdown_table(columns, cells, left)
-    parts = [f"{TITLE}\n"]
-    for heading, group in _groups(sound).items():
-        parts.append(f"## {markdown_text(heading)}\n\n{_markdown_rows(group)}")
-    parts.append("\n".join(f"- {note}" for note in NOTES) + "\n")
-    parts.append("## What MFU divides by\n\n" + "\n".join(f"- {line}" for line in peak_lines(sound)) + "\n")
-    parts.append("## Provenance\n\n" + "\n".join(f"- {line}" for line in provenance_lines(sound)) + "\n")
-    return "\n".join(parts)
-
-
-def _markdown_rows(rows: Sequence[Result]) -> str:
-    filled = {
-        name: words for name, words in FURTHER.items() if name in ALWAYS or any(words(row) != UNKNOWN for row in rows)
-    }
-    columns = {**PUBLISHED, **filled}
-    rate = tuple(columns).index(PUBLISHED_RATE)
-    lines = lines_of(rows)
-    cells = [[words(line.row) for words in columns.values()] for line in lines]
-    for line, row in zip(lines, cells, strict=True):
-        row[rate] = line.rate_words(row[rate])
-    return markdown_table(tuple(columns), cells, MARKDOWN_LEFT)
+def _tables(rows: Sequence[Result]) -> Iterator[Block]:
+    """`results.md`: a table for each hardware and number format, then what MFU divides by, and where rows come from."""
+    for heading, group in _groups(rows).items():
+        lines = lines_of(group)
+        further = {
+            name: words
+            for name, words in FURTHER.items()
+            if name in ALWAYS or any(words(row) != UNKNOWN for row in group)
+        }
+        columns = {**PUBLISHED, **further}
+        cells = {name: [words(line.row) for line in lines] for name, words in columns.items()}
+        cells[PUBLISHED_RATE] = [line.rate_words(one) for line, one in zip(lines, cells[PUBLISHED_RATE], strict=True)]
+        yield Table(
+            title=heading, columns=tuple(columns), rows=list(zip(*cells.values(), strict=True)), left=MARKDOWN_LEFT
+        )
+    yield Items("", NOTES)
+    yield Items("What MFU divides by", peak_lines(rows))
+    yield Items("Provenance", provenance_lines(rows))
 
 
 def heading_of(row: Result) -> str:
@@ -373,9 +353,9 @@ def peak_lines(rows: Sequence[Result]) -> list[str]:
         # The peak of a processor is measured anew by every run.
         one = significant(found[0], 4) if found else ""
         words = one if len(set(found)) < 2 else spread_words(min(found), max(found))
-        peak = f"{words} TFLOP/s of {markdown_text(number_format)} a device" if found else "a peak that is not recorded"
-        counted = f"`{how}`: {CONVENTION_WORDS[how]}" if how in CONVENTION_WORDS else markdown_text(how)
-        lines.append(f"{markdown_text(heading)}: {peak}; FLOPs counted {counted}")
+        peak = f"{words} TFLOP/s of {number_format} a device" if found else "a peak that is not recorded"
+        counted = f"{how}: {CONVENTION_WORDS[how]}" if how in CONVENTION_WORDS else how
+        lines.append(f"{heading}: {peak}; FLOPs counted {counted}")
     return lines or ["no row has an MFU: the peak of its device is not known, or nothing was measured"]
 
 
@@ -404,7 +384,7 @@ class _Environment:
             (self.cuda, "CUDA {}"),
             (self.python, "Python {}"),
         ]
-        return [words.format(markdown_text(printable(value))) for value, words in named if value]
+        return [words.format(printable(value)) for value, words in named if value]
 
 
 def provenance_lines(rows: Sequence[Result]) -> list[str]:
@@ -415,9 +395,9 @@ def provenance_lines(rows: Sequence[Result]) -> list[str]:
         found.setdefault(_Environment(*(getattr(row, name) for name in names)), []).append(row)
     lines = []
     for environment, group in found.items():
-        dates = sorted(markdown_text(printable(row.started[:10])) for row in group if row.started)
+        dates = sorted(printable(row.started[:10]) for row in group if row.started)
         when = [] if not dates else [dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"]
         known = [*when, *environment.words()] or ["versions, commit, driver and date are not recorded"]
-        count = f"{len(group):,} {'row' if len(group) == 1 else 'rows'} {markdown_text(environment.source)}"
+        count = f"{len(group):,} {'row' if len(group) == 1 else 'rows'} {environment.source}"
         lines.append(f"{count}: {' · '.join(known)}")
     return lines or ["there are no rows"]

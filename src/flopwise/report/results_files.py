@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -19,14 +19,14 @@ import msgspec
 
 from flopwise.base.errors import FlopwiseError, nearest, shown
 from flopwise.base.files import entry_kind
-from flopwise.report.tables import csv_word
+from flopwise.report.tables import csv_text
 from flopwise.store.results import FIELDS, Result, Source
-from flopwise.store.runs import NOT_FINITE, to_text
+from flopwise.store.runs import NOT_FINITE
 
 OFFLOADED = " and offload"
 """Behind `recompute`: what is kept goes to the host."""
-TITLE = "# Results"
-"""The first line of `results.md`."""
+TITLE = "Results"
+"""Of `results.md`."""
 LARGEST_FILE_BYTES = 256 * 2**20
 NEEDED = ("state",)
 """Columns that a row cannot do without."""
@@ -63,23 +63,14 @@ def check_fields(names: Sequence[str], where: str) -> None:
 # -- CSV -------------------------------------------------------------------------------------------------------------
 
 
-def results_csv(rows: Sequence[Result], columns: Sequence[str] = FIELDS) -> str:
-    """A line for each row under the names of its fields, numbers at full precision."""
-    stream = io.StringIO(newline="")
-    writer = csv.writer(stream, lineterminator="\r\n")
-    writer.writerow(columns)
-    writer.writerows([_cell(getattr(row, name)) for name in columns] for row in rows)
-    return stream.getvalue()
+def results_rows(rows: Iterable[Result], columns: Sequence[str] = FIELDS) -> Iterator[dict[str, object]]:
+    """A row for each result under the names of its fields, as CSV and JSON have them."""
+    return ({name: getattr(row, name) for name in columns} for row in rows)
 
 
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return csv_word(value) if value else "'"
-    return repr(value)
+def results_csv(rows: Iterable[Result]) -> str:
+    """The text of `results.csv`."""
+    return csv_text(results_rows(rows), FIELDS, faithful=True)
 
 
 def read_results_csv(source: str | Path) -> list[Result]:
@@ -167,11 +158,6 @@ def _result(values: dict[str, Any], where: str) -> Result:
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
-
-
-def results_json(rows: Sequence[Result], columns: Sequence[str] = FIELDS) -> str:
-    """A list of objects with a key for each field; NaN and infinity are words, as in a run's record."""
-    return to_text([{name: getattr(row, name) for name in columns} for row in rows]) + "\n"
 
 
 def read_results_json(source: str | Path) -> list[Result]:

@@ -9,15 +9,12 @@ from math import exp, log
 from typing import Any
 
 import numpy as np
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from flopwise.base.units import significant
-from flopwise.report.tables import csv_text, fitting_columns, markdown_table, markdown_text, text_table
-from flopwise.report.training import UNKNOWN, as_text, printable, rate_words, wrapped
+from flopwise.report.document import Block, Document, Heading, Items, Table, Words
+from flopwise.report.words import UNKNOWN, counted, printable, rate_words, signed_share
 from flopwise.store.index import UNREADABLE
 from flopwise.store.results import ERROR, Result
-from flopwise.store.runs import to_text
 from flopwise.store.statistics import Change, Quantiles, Sample, change
 
 MEASURED = "ok"
@@ -28,17 +25,31 @@ MISSING = "missing"
 """Verdict of a cell that has a speed before, and after it neither one nor a failure."""
 WORSE = ("slower", "worse")
 """Verdicts that a comparison fails for."""
-VERDICTS = (
-    *("slower", "worse", MISSING, "faster", "better", "unclear", "same", "not measured"),
-    *("only before", "only after"),
-)
 STYLES = {
-    **{"slower": "red", "worse": "red", MISSING: "red"},
-    **{"faster": "green", "better": "green", "unclear": "yellow"},
+    "slower": "red",
+    "worse": "red",
+    MISSING: "red",
+    "faster": "green",
+    "better": "green",
+    "unclear": "yellow",
+    "same": "",
+    "not measured": "",
+    "only before": "",
+    "only after": "",
 }
+VERDICTS = tuple(STYLES)
+"""In the order in which they are told."""
 SETTINGS = (
-    *("model", "hardware", "devices", "sequence_tokens", "batch_sequences", "micro_batch_sequences"),
-    *("precision", "optimizer", "device_cap_bytes", "host_cap_bytes"),
+    "model",
+    "hardware",
+    "devices",
+    "sequence_tokens",
+    "batch_sequences",
+    "micro_batch_sequences",
+    "precision",
+    "optimizer",
+    "device_cap_bytes",
+    "host_cap_bytes",
 )
 """What tells cells apart."""
 MADE_WITH = ("hardware", "card", "power_limit_w", "driver", "cuda", "torch", "python", "flopwise", "commit")
@@ -285,17 +296,14 @@ def _value_words(value: object) -> str:
 
 # -- words -----------------------------------------------------------------------------------------------------------
 
-LABELS: dict[str, tuple[str, Callable[[Result], object]]] = {
-    "model": ("model", lambda row: row.model),
-    "hardware": ("hardware", lambda row: row.hardware),
-    "devices": ("devices", lambda row: row.devices),
-    "sequence_tokens": ("seq", lambda row: row.sequence_tokens),
-    "batch_sequences": ("batch", lambda row: row.batch_sequences),
-    "precision": ("precision", lambda row: row.precision),
+LABELS: dict[str, Callable[[Result], object]] = {
+    "model": lambda row: row.model,
+    "hardware": lambda row: row.hardware,
+    "devices": lambda row: row.devices,
+    "seq": lambda row: row.sequence_tokens,
+    "batch": lambda row: row.batch_sequences,
+    "precision": lambda row: row.precision,
 }
-WORDS = {"cell", "model", "hardware", "precision", "verdict"}
-GIVING_WAY = ("precision", "hardware", "batch", "devices")
-"""Behind the cell's id."""
 RESULT_COLUMNS = ("before tok/s", "after tok/s", "time", "95 % interval", "verdict")
 
 
@@ -305,8 +313,8 @@ def percent_words(share: float | None) -> str:
         return UNKNOWN
     if share > MOST_TOLD:
         return f"over +{100 * MOST_TOLD:,.0f} %"
-    rounded = round(100 * share, 1)
-    return f"{'−' if rounded < 0 else '+' if rounded > 0 else ''}{abs(rounded):.1f} %"
+    words = signed_share(share)
+    return words[1:] if words[1:] == "0.0 %" else words
 
 
 def _interval_words(found: Change | None) -> str:
@@ -319,37 +327,44 @@ def _cut(words: str) -> str:
     return words if len(words) <= LONGEST_NAME else f"{words[: LONGEST_NAME - 1]}…"
 
 
-def table_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of words: settings that are the same in all cells are left out, but for the model."""
-    kept = [
-        name
-        for name, (_, get) in LABELS.items()
-        if name == "model" or len({get(cell.settings) for cell in comparison.cells}) > 1
-    ]
-    columns = ["cell", *(LABELS[name][0] for name in kept), *RESULT_COLUMNS]
+def _table(comparison: Comparison) -> Table:
+    """A row for each cell: settings that are the same in all are left out, but for the model."""
+    kept = {
+        label: get
+        for label, get in LABELS.items()
+        if label == "model" or len({get(cell.settings) for cell in comparison.cells}) > 1
+    }
     rows = []
     for cell in comparison.cells:
-        labels = [_cut(_value_words(LABELS[name][1](cell.settings))) for name in kept]
-        sides = [
-            rate_words(rate) if rate is not None else printable(state or UNKNOWN)
-            for rate, state in (
-                (cell.before_tokens_per_s, cell.before_state),
-                (cell.after_tokens_per_s, cell.after_state),
-            )
-        ]
-        relative = percent_words(cell.change.relative if cell.change else None)
+        before = printable(cell.before_state or UNKNOWN)
+        after = printable(cell.after_state or UNKNOWN)
         rows.append(
-            [printable(cell.cell or UNKNOWN), *labels, *sides, relative, _interval_words(cell.change), cell.verdict]
+            [
+                printable(cell.cell or UNKNOWN),
+                *(_cut(_value_words(get(cell.settings))) for get in kept.values()),
+                before if cell.before_tokens_per_s is None else rate_words(cell.before_tokens_per_s),
+                after if cell.after_tokens_per_s is None else rate_words(cell.after_tokens_per_s),
+                percent_words(cell.change.relative if cell.change else None),
+                _interval_words(cell.change),
+                cell.verdict,
+            ]
         )
-    return columns, rows
+    # A model that all have tells no row from another.
+    same = ("model",) if len({cell.settings.model for cell in comparison.cells}) == 1 else ()
+    return Table(
+        columns=["cell", *kept, *RESULT_COLUMNS],
+        rows=rows,
+        left={"cell", "model", "hardware", "precision", "verdict"},
+        giving_way=("cell", *same, "precision", "hardware", "batch", "devices"),
+        styles=[STYLES.get(cell.verdict, "") for cell in comparison.cells],
+    )
 
 
 def summary_words(comparison: Comparison) -> str:
     """`12 cells: 1 slower, 11 same`."""
     counts = comparison.counts
     told = ", ".join(f"{counts[verdict]:,} {verdict}" for verdict in VERDICTS if counts[verdict])
-    count = len(comparison.cells)
-    return f"{count:,} cell{'' if count == 1 else 's'}: {told}"
+    return f"{counted(len(comparison.cells), 'cell')}: {told}"
 
 
 def rule_words(comparison: Comparison) -> str:
@@ -362,46 +377,26 @@ def rule_words(comparison: Comparison) -> str:
     )
 
 
-def _difference_lines(comparison: Comparison) -> list[str]:
-    lines = [f"{name}: {before} → {after}" for name, (before, after) in comparison.differences.items()]
-    return [*lines, *comparison.notes]
+def comparison_document(comparison: Comparison) -> Document:
+    """A row for each cell, how many there are of each verdict, and what the sides differ in beside it."""
+    heading = Heading(" → ".join(printable(name) for name in comparison.names))
+    table, summary = _table(comparison), Words(summary_words(comparison))
+    differences = [f"{name}: {before} → {after}" for name, (before, after) in comparison.differences.items()]
+    noted = [Items("", [*differences, *comparison.notes])] if differences or comparison.notes else []
+    rest: list[Block] = [*noted, Words(rule_words(comparison), "dim")]
+    return Document(
+        blocks=[heading, table, summary, *rest],
+        # Who reads an issue reads the sum first.
+        tables=[heading, summary, table, *rest],
+        rows=_records(comparison),
+        told={"csv": [f"note: {line}" for line in (summary_words(comparison), *comparison.notes)]},
+    )
 
 
-def _heading(comparison: Comparison) -> str:
-    before, after = (printable(name) for name in comparison.names)
-    return f"{before} → {after}"
+# -- for programs ----------------------------------------------------------------------------------------------------
 
 
-def comparison_page(comparison: Comparison, width: int) -> RenderableType:
-    """For a terminal."""
-    columns, rows = table_rows(comparison)
-    # A model that all have tells no row from another.
-    same = ("model",) if len({cell.settings.model for cell in comparison.cells}) == 1 else ()
-    shown = fitting_columns(columns, rows, width, ("cell", *same, *GIVING_WAY))
-    styles = [STYLES.get(cell.verdict, "") for cell in comparison.cells]
-    parts: list[RenderableType] = [Text(_heading(comparison), style="bold"), ""]
-    parts.append(text_table(columns, rows, WORDS, shown=shown, styles=styles))
-    parts += ["", as_text(wrapped([summary_words(comparison)], width))]
-    for line in _difference_lines(comparison):
-        parts.append(as_text(wrapped([line], width, indent=2)))
-    parts += ["", Text(f"{chr(10).join(wrapped([rule_words(comparison)], width))}", style="dim", no_wrap=True)]
-    return Group(*parts)
-
-
-def comparison_markdown(comparison: Comparison) -> str:
-    """For an issue, or the page of a change."""
-    columns, rows = table_rows(comparison)
-    lines = [f"**{markdown_text(_heading(comparison))}**: {summary_words(comparison)}", ""]
-    lines += [markdown_table(columns, rows, WORDS)]
-    lines += [f"- {markdown_text(line)}" for line in _difference_lines(comparison)]
-    lines += [""] if comparison.differences or comparison.notes else []
-    return "\n".join([*lines, rule_words(comparison), ""])
-
-
-# -- files -----------------------------------------------------------------------------------------------------------
-
-
-def records(comparison: Comparison) -> list[dict[str, Any]]:
+def _records(comparison: Comparison) -> list[dict[str, Any]]:
     """A row for each cell, at full precision."""
     return [
         {
@@ -423,22 +418,15 @@ def records(comparison: Comparison) -> list[dict[str, Any]]:
     ]
 
 
-def comparison_csv(comparison: Comparison) -> str:
-    return csv_text(records(comparison))
-
-
-def comparison_json(comparison: Comparison) -> str:
+def comparison_record(comparison: Comparison) -> dict[str, object]:
     """With what the sides were made with, and whether any cell is worse."""
-    text = to_text(
-        {
-            "before": comparison.names[0],
-            "after": comparison.names[1],
-            "threshold": comparison.threshold,
-            "worse": comparison.is_worse,
-            "counts": {verdict: comparison.counts[verdict] for verdict in VERDICTS},
-            "cells": records(comparison),
-            "differences": {name: list(sides) for name, sides in comparison.differences.items()},
-            "notes": list(comparison.notes),
-        }
-    )
-    return f"{text}\n"
+    return {
+        "before": comparison.names[0],
+        "after": comparison.names[1],
+        "threshold": comparison.threshold,
+        "worse": comparison.is_worse,
+        "counts": {verdict: comparison.counts[verdict] for verdict in VERDICTS},
+        "cells": _records(comparison),
+        "differences": {name: list(sides) for name, sides in comparison.differences.items()},
+        "notes": list(comparison.notes),
+    }

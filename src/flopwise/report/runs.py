@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil, isfinite
 from pathlib import Path
 from typing import Any, get_args
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from flopwise.base.units import show_bytes, show_count, show_share
 from flopwise.records.measurement import Measurement, RunRecord, StepRecord
+from flopwise.report.document import Block, Document, Figure, Heading, Table, facts
 from flopwise.report.predictions import OPTIMIZER_TITLES
-from flopwise.report.training import (
+from flopwise.report.training import measured_parts, memory_table, metrics_block, state_parts
+from flopwise.report.words import (
     UNKNOWN,
-    as_text,
-    labelled,
     loss_words,
-    measured_parts,
-    memory_table,
-    metrics_block,
-    off_words,
     printable,
     rate_words,
     seconds_words,
     share_words,
-    state_parts,
+    signed_share,
 )
 from flopwise.setup.training import Training
 from flopwise.store.cells import Attempt, CellState, SweepRecord, standing
 from flopwise.store.index import UNREADABLE, Indexed, indexed
 from flopwise.store.runs import Listed
 
-COLUMNS = ("run", "state", "model", "task", "steps", "loss", "tok/s", "MFU", "error", "started")
-"""error: of the predicted speed, against the measured one."""
-WORDS = {"run", "state", "model", "task", "started"}
-GIVING_WAY = ("task", "error", "started", "MFU")
 FIELDS = (
-    *("run", "state", "model", "task", "steps_done", "steps", "last_loss", "tokens_per_s", "mfu"),
-    *("predicted_tokens_per_s", "prediction_error", "started", "ended", "folder", "problem"),
+    "run",
+    "state",
+    "model",
+    "task",
+    "steps_done",
+    "steps",
+    "last_loss",
+    "tokens_per_s",
+    "mfu",
+    "predicted_tokens_per_s",
+    "prediction_error",
+    "started",
+    "ended",
+    "folder",
+    "problem",
 )
 """Of a run's entry in JSON and CSV."""
 KILLED = "killed"
@@ -85,27 +87,49 @@ def model_name(record: RunRecord) -> str:
     return str(record.model.get("name") or (record.measurement.model if record.measurement else UNKNOWN))
 
 
-def run_rows(entries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Rows of words under `COLUMNS`."""
-    return [_row(entry) for entry in entries]
+def runs_document(entries: Sequence[Mapping[str, Any]], folder: Path) -> Document:
+    """A row for each run of a store."""
+    table = Table(
+        columns=tuple(COLUMNS),
+        rows=[_row(entry) for entry in entries],
+        left={"run", "state", "model", "task", "started"},
+        giving_way=("task", "error", "started", "MFU"),
+    )
+    nothing = [] if entries else [f"note: there are no runs in {folder}; `flopwise train` begins one"]
+    problems = [f"note: {entry['run']}: {entry['problem']}" for entry in entries if entry["problem"]]
+    return Document(
+        blocks=[table] if entries else [],
+        tables=[table],
+        rows=entries,
+        fields=FIELDS,
+        told={"table": [*nothing, *problems], "md": [*nothing, *problems], "csv": nothing, "json": nothing},
+    )
+
+
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "run": lambda entry: entry["run"],
+    "state": lambda entry: entry["state"],
+    "model": lambda entry: _name(entry["model"]),
+    "task": lambda entry: entry["task"],
+    "steps": lambda entry: f"{entry['steps_done']:,}/{entry['steps']:,}",
+    "loss": lambda entry: loss_words(entry["last_loss"]),
+    "tok/s": lambda entry: rate_words(entry["tokens_per_s"]),
+    "MFU": lambda entry: share_words(entry["mfu"]),
+    # Of the predicted speed, against the measured one.
+    "error": lambda entry: signed_share(entry["prediction_error"]),
+    "started": lambda entry: when_words(entry["started"]),
+}
 
 
 def _row(entry: Mapping[str, Any]) -> list[str]:
     if entry["problem"] is not None:
         return [entry["run"], entry["state"], *[UNKNOWN] * (len(COLUMNS) - 2)]
-    name, predicted = printable(entry["model"]), entry["predicted_tokens_per_s"]
-    return [
-        entry["run"],
-        entry["state"],
-        name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…",
-        entry["task"],
-        f"{entry['steps_done']:,}/{entry['steps']:,}",
-        loss_words(entry["last_loss"]),
-        rate_words(entry["tokens_per_s"]),
-        share_words(entry["mfu"]),
-        UNKNOWN if entry["prediction_error"] is None else off_words(predicted, entry["tokens_per_s"]),
-        when_words(entry["started"]),
-    ]
+    return [words(entry) for words in COLUMNS.values()]
+
+
+def _name(model: str) -> str:
+    name = printable(model)
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def when_words(moment: str | None) -> str:
@@ -117,9 +141,6 @@ def when_words(moment: str | None) -> str:
 
 STATES: tuple[CellState, ...] = get_args(CellState)
 SWEEP_FIELDS = ("sweep", "cells", *STATES, "steps", "repeats", "created")
-SWEEP_COLUMNS = ("sweep", "cells", "states", "steps", "repeats", "created")
-SWEEP_WORDS = {"sweep", "states", "created"}
-SWEEP_GIVING_WAY = ("repeats", "steps")
 
 
 def sweep_entry(sweep: SweepRecord, attempts: Sequence[Sequence[Attempt]]) -> dict[str, Any]:
@@ -138,9 +159,9 @@ def _cell_state(attempts: Sequence[Attempt], repeats: int) -> CellState:
     return left[-1] if left else "planned"
 
 
-def sweep_rows(entries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Rows of words under `SWEEP_COLUMNS`."""
-    return [
+def sweeps_document(entries: Sequence[Mapping[str, Any]], folder: Path) -> Document:
+    """A row for each sweep of a store."""
+    rows = [
         [
             entry["sweep"],
             f"{entry['cells']:,}",
@@ -151,32 +172,51 @@ def sweep_rows(entries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         ]
         for entry in entries
     ]
+    table = Table(
+        columns=("sweep", "cells", "states", "steps", "repeats", "created"),
+        rows=rows,
+        left={"sweep", "states", "created"},
+        giving_way=("repeats", "steps"),
+    )
+    nothing = [] if entries else [f"note: there are no sweeps in {folder}; `flopwise sweep` begins one"]
+    return Document(
+        blocks=[table] if entries else [],
+        tables=[table],
+        rows=entries,
+        fields=SWEEP_FIELDS,
+        told=dict.fromkeys(("table", "md", "csv", "json"), nothing),
+    )
 
 
 # -- a page for one --------------------------------------------------------------------------------------------------
 
 
-def run_page(record: RunRecord, steps: Sequence[StepRecord], width: int) -> RenderableType:
+def run_document(record: RunRecord, steps: Sequence[StepRecord]) -> Document:
     """A run: what it was, how it went, what it took. `steps` are those that were written down."""
-    rows = [
-        ("model", model_parts(record)),
-        ("plan", plan_parts(record)),
-        ("data", data_parts(record.data)),
-        ("training", training_parts(record.training)),
-        ("state", state_parts(record)),
-        ("loss", loss_parts(record.measurement, steps)),
-        ("speed", measured_parts(record.measurement) if record.measurement else []),
-        ("step", _step_parts(record.measurement) if record.measurement else []),
-        ("profile", [f"flopwise why {record.id}"] if record.profile else []),
-        ("made with", environment_parts(record.environment)),
-    ]
+    return Document(blocks=_blocks(record, steps))
+
+
+def _blocks(record: RunRecord, steps: Sequence[StepRecord]) -> Iterator[Block]:
+    measured = record.measurement
     ended = f" to {when_words(record.ended)}" if record.ended else ""
-    heading = f"run {record.id} · {record.task} · {when_words(record.started)}{ended}"
-    page: list[RenderableType] = [Text(heading, style="bold"), "", as_text(labelled(rows, width))]
-    table = memory_table(record.measurement.memory) if record.measurement else None
-    page += ["", table] if table else []
-    page += ["", as_text(metrics_block(record.metrics))] if record.metrics else []
-    return Group(*page)
+    yield Heading(f"run {record.id} · {record.task} · {when_words(record.started)}{ended}")
+    parts = {
+        "model": model_parts(record),
+        "plan": plan_parts(record),
+        "data": data_parts(record.data),
+        "training": training_parts(record.training),
+        "state": state_parts(record),
+        "loss": loss_parts(measured, steps),
+        "speed": measured_parts(measured) if measured else [],
+        "step": _step_parts(measured) if measured else [],
+        "profile": [f"flopwise why {record.id}"] if record.profile else [],
+        "made with": environment_parts(record.environment),
+    }
+    yield facts([(label, " · ".join(words)) for label, words in parts.items()])
+    if measured and (table := memory_table(measured.memory)):
+        yield table
+    if record.metrics:
+        yield Figure(metrics_block(record.metrics))
 
 
 def model_parts(record: RunRecord) -> list[str]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-
-from rich.console import Group, RenderableType
-from rich.text import Text
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from flopwise.base.units import AUTO, Auto, show_bytes, show_seconds
-from flopwise.report.tables import fitting_columns, markdown_table, markdown_text, text_table
-from flopwise.report.training import UNKNOWN, as_text, printable, rate_words, seconds_words, share_words, wrapped
+from flopwise.report.document import Block, Document, Heading, Table, Words
+from flopwise.report.results_files import results_rows
+from flopwise.report.words import UNKNOWN, counted, printable, rate_words, seconds_words, share_words
 from flopwise.store.cells import Cell
+from flopwise.store.results import FIELDS, Result, result_of_cell
 
 MOST_ROWS = 200
 """Of a table for a terminal; files have all."""
@@ -30,7 +29,7 @@ class Preview:
     """Of all attempts one after the other; None: nothing runs."""
 
 
-Words = Callable[[Cell], str]
+OfCell = Callable[[Cell], str]
 
 
 def _open(cell: Cell, name: str) -> str:
@@ -59,7 +58,7 @@ def _memory(cell: Cell) -> str:
     return UNKNOWN if taken is None else show_bytes(taken)
 
 
-COLUMNS: dict[str, Words] = {
+COLUMNS: dict[str, OfCell] = {
     "cell": lambda cell: cell.id,
     "model": lambda cell: printable(cell.settings.model_name),
     "on": lambda cell: printable(cell.settings.hardware_name),
@@ -80,7 +79,7 @@ COLUMNS: dict[str, Words] = {
 LEFT = ("cell", "model", "on", "precision", "")
 GIVING_WAY = ("step", "time", "micro", "MFU", "cell", "precision", "devices", "on")
 """What tells cells apart goes last."""
-SHARED: dict[str, Words] = {
+SHARED: dict[str, OfCell] = {
     "model": COLUMNS["model"],
     "on": lambda cell: f"on {printable(cell.settings.hardware_name)}",
     "devices": lambda cell: f"{cell.settings.devices:,} device{'s' if cell.settings.devices > 1 else ''}",
@@ -95,7 +94,7 @@ def preview_line(preview: Preview) -> str:
     """`10 cells · 8 fit · about 14 min on NVIDIA H200`."""
     cells = preview.cells
     fit = sum(cell.foreseen is not None and cell.foreseen.fits and not cell.foreseen.reason for cell in cells)
-    parts = [f"{len(cells):,} cell{'' if len(cells) == 1 else 's'}", f"{fit:,} fit{'s' if fit == 1 else ''}"]
+    parts = [counted(len(cells), "cell"), f"{fit:,} fit{'s' if fit == 1 else ''}"]
     if preview.skipped:
         parts.append(f"{len(preview.skipped):,} skipped")
     names = {cell.settings.hardware: cell.settings.hardware_name for cell in cells}
@@ -115,31 +114,43 @@ def about_words(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else show_seconds(seconds)
 
 
-def preview_page(preview: Preview, width: int) -> RenderableType:
+def preview_document(preview: Preview) -> Document:
     """The line, a row for each cell, and why cells do not fit or are skipped."""
-    page: list[RenderableType] = [as_text(wrapped([preview_line(preview)], width, indent=2))]
-    cells = preview.cells[:MOST_ROWS]
-    shared = [name for name, words in SHARED.items() if len({words(cell) for cell in preview.cells}) == 1]
-    told = [SHARED[name](cells[0]) for name in shared if COLUMNS[name](cells[0]) != UNKNOWN]
-    if told:
-        page.append(Text("\n".join(wrapped(told, width)), style="bold", no_wrap=True, overflow="ignore"))
-    names, rows = _rows(cells, leave_out=[*shared, *_untold(preview)])
-    shown = fitting_columns(names, rows, width, GIVING_WAY)
-    styles = ["dim" if cell.foreseen is None else "" if cell.foreseen.fits else "red" for cell in cells]
-    page += ["", text_table(names, rows, LEFT, shown=shown, styles=styles)]
-    if len(preview.cells) > MOST_ROWS:
-        page += ["", f"and {len(preview.cells) - MOST_ROWS:,} more, which -o csv lists"]
-    reasons = _reasons(preview, width)
-    if reasons:
-        page += ["", as_text(reasons)]
-    return Group(*page)
-
-
-def preview_markdown(preview: Preview) -> str:
-    """The same rows for an issue, all of them."""
+    line = preview_line(preview)
     names, rows = _rows(preview.cells, leave_out=_untold(preview))
     named = tuple(name or "fits" for name in names)
-    return f"{markdown_text(preview_line(preview))}\n\n" + markdown_table(named, rows, {*LEFT, "fits"})
+    return Document(
+        blocks=_blocks(preview, line),
+        tables=[Words(line), Table(columns=named, rows=rows, left={*LEFT, "fits"})],
+        rows=results_rows(preview_results(preview)),
+        fields=FIELDS,
+        faithful=True,
+        told={"csv": [line], "json": [line]},
+    )
+
+
+def preview_results(preview: Preview) -> list[Result]:
+    """A row for each cell, as results have it."""
+    rows = []
+    for cell in preview.cells:
+        why, row = preview.skipped.get(cell.id), result_of_cell(cell, None)
+        rows.append(row if why is None else replace(row, state="skipped", reason=why, source="predicted"))
+    return rows
+
+
+def _blocks(preview: Preview, line: str) -> Iterator[Block]:
+    yield Words(line, indent=2)
+    cells = preview.cells[:MOST_ROWS]
+    shared = [name for name, words in SHARED.items() if len({words(cell) for cell in preview.cells}) == 1]
+    if told := [SHARED[name](cells[0]) for name in shared if COLUMNS[name](cells[0]) != UNKNOWN]:
+        yield Heading(" · ".join(told))
+    names, rows = _rows(cells, leave_out=[*shared, *_untold(preview)])
+    styles = ["dim" if cell.foreseen is None else "" if cell.foreseen.fits else "red" for cell in cells]
+    yield Table(columns=names, rows=rows, left=LEFT, giving_way=GIVING_WAY, styles=styles)
+    if len(preview.cells) > MOST_ROWS:
+        yield Words(f"and {len(preview.cells) - MOST_ROWS:,} more, which -o csv lists")
+    if reasons := _reasons(preview):
+        yield Words("\n".join(reasons), indent=2)
 
 
 def _untold(preview: Preview) -> tuple[str, ...]:
@@ -158,7 +169,7 @@ def _rows(cells: Sequence[Cell], leave_out: Sequence[str]) -> tuple[tuple[str, .
 MOST_REASONS = 6
 
 
-def _reasons(preview: Preview, width: int) -> list[str]:
+def _reasons(preview: Preview) -> list[str]:
     """Why cells are left out, or do not fit whatever the device has, each reason once."""
     found: dict[str, list[str]] = {}
     for cell in preview.cells:
@@ -170,7 +181,7 @@ def _reasons(preview: Preview, width: int) -> list[str]:
     lines: list[str] = []
     for why, cells in list(found.items())[:MOST_REASONS]:
         more = f" and {len(cells) - 1:,} more" if len(cells) > 1 else ""
-        lines += wrapped(f"{cells[0]}{more}: {why}".split(" "), width, separator=" ", indent=2)
+        lines.append(f"{cells[0]}{more}: {why}")
     if len(found) > MOST_REASONS:
         lines.append(f"and other reasons, {len(found) - MOST_REASONS:,} of them, which -o csv lists")
     return lines

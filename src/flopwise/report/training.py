@@ -6,106 +6,28 @@ Everything here is made from records alone.
 from __future__ import annotations
 
 import shlex
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import isfinite
 
-from rich.cells import cell_len
-from rich.console import Group, RenderableType
-from rich.text import Text
-
-from flopwise.base.units import show_bytes, show_seconds, show_share, significant
+from flopwise.base.units import show_bytes, show_share
 from flopwise.records.measurement import Measurement, MemoryRow, RunRecord, StepRecord
 from flopwise.records.program import OWNERS
-from flopwise.report.signs import visible
-from flopwise.report.tables import text_table
+from flopwise.report.document import Block, Document, Figure, Table, Words
+from flopwise.report.words import (
+    loss_words,
+    printable,
+    rate_words,
+    seconds_words,
+    share_words,
+    signed_share,
+    size_words,
+)
 from flopwise.work.parameters import Place
 
-UNKNOWN = "-"
 LONGEST_DURATION_S = 1e11
 """Beyond it Python has no word for a duration; nothing has run for three thousand years."""
-
-# -- numbers in words ------------------------------------------------------------------------------------------------
-
-
-def loss_words(loss: float | None) -> str:
-    """Four digits, however small or large."""
-    if loss is None or not isfinite(loss):
-        return UNKNOWN if loss is None else str(loss)
-    return significant(loss, 4) if loss == 0 or 1e-3 <= abs(loss) < 1e6 else f"{loss:.2e}"
-
-
-def rate_words(per_s: float | None) -> str:
-    """Tokens a second, without the unit."""
-    return UNKNOWN if per_s is None else significant(per_s)
-
-
-def share_words(share: float | None) -> str:
-    return UNKNOWN if share is None else show_share(share)
-
-
-def seconds_words(seconds: float | None) -> str:
-    if seconds is None or not isfinite(seconds):
-        return UNKNOWN if seconds is None else f"{seconds} s"
-    return show_seconds(seconds) if seconds else "0 s"
-
-
-def size_words(size: int | None) -> str:
-    return show_bytes(size) if size else UNKNOWN
-
-
-def off_words(predicted: float, measured: float) -> str:
-    """How far a prediction is off what was measured: `+0.6 %`."""
-    off = predicted / measured - 1
-    return f"{'−' if off < 0 else '+'}{show_share(abs(off))}"
-
-
-def clock_words(seconds: float) -> str:
-    """A duration as a clock has it: `0:53`, `2:03:04`."""
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
-
-
-def printable(text: str) -> str:
-    """A name of a record on one line, without signs that a terminal would act on."""
-    return visible(" ".join(text.split()))
-
-
-# -- lines -----------------------------------------------------------------------------------------------------------
-
-
-def wrapped(parts: Iterable[str], width: int, *, separator: str = " · ", indent: int = 0) -> list[str]:
-    """Parts one after the other in lines of at most `width`, broken between them; later lines are indented."""
-    lines: list[str] = []
-    for part in parts:
-        room = width - (indent if lines else 0)
-        if lines and cell_len(lines[-1]) + len(separator) + cell_len(part) <= width:
-            lines[-1] += separator + part
-        elif cell_len(part) <= room:
-            lines.append(" " * (indent if lines else 0) + part)
-        else:
-            broken = textwrap.wrap(part, width - indent) or [""]
-            lines += [" " * (indent if lines or number else 0) + line for number, line in enumerate(broken)]
-    return lines
-
-
-def labelled(rows: Sequence[tuple[str, Sequence[str]]], width: int) -> list[str]:
-    """A label before its parts, the parts below each other; rows without parts are left out."""
-    kept = [(label, parts) for label, parts in rows if parts]
-    column = max((cell_len(label) for label, _ in kept), default=0) + 2
-    lines = []
-    for label, parts in kept:
-        for number, line in enumerate(wrapped(parts, width - column)):
-            lines.append(("" if number else label).ljust(column) + line)
-    return lines
-
-
-def as_text(lines: Iterable[str]) -> Text:
-    """Lines as they are, never folded."""
-    return Text("\n".join(lines), no_wrap=True, overflow="ignore")
-
 
 # -- a row for each step ---------------------------------------------------------------------------------------------
 
@@ -227,7 +149,7 @@ def measured_parts(measurement: Measurement) -> list[str]:
     predicted = measurement.predicted_tokens_per_s
     if predicted is not None:
         known = measurement.tokens_per_s > 0
-        off = f" ({off_words(predicted, measurement.tokens_per_s)})" if known else ""
+        off = f" ({signed_share(predicted / measurement.tokens_per_s - 1)})" if known else ""
         parts.append(f"predicted {rate_words(predicted)}{off}")
     parts += [*_peak(measurement, "device", "peak"), *_peak(measurement, "host", "host")]
     return parts if measurement.mfu is None else [*parts, f"{show_share(measurement.mfu)} MFU"]
@@ -245,7 +167,7 @@ def _peak(measurement: Measurement, place: Place, name: str) -> list[str]:
 MEMORY_PLACES: tuple[Place, ...] = ("device", "host")
 
 
-def memory_table(memory: Sequence[MemoryRow]) -> Text | None:
+def memory_table(memory: Sequence[MemoryRow]) -> Table | None:
     """Memory by owner and place, as planned and as it was, what nobody has planned last but the total."""
     places = [place for place in MEMORY_PLACES if any(row.place == place for row in memory)]
     if not places:
@@ -263,7 +185,7 @@ def memory_table(memory: Sequence[MemoryRow]) -> Text | None:
         )
         for place in places
     }
-    return text_table(columns, [*rows, _memory_row("total", sums, places)], {"memory"})
+    return Table(columns=columns, rows=[*rows, _memory_row("total", sums, places)], left={"memory"})
 
 
 def _owner_order(owner: str) -> tuple[int, str]:
@@ -292,26 +214,27 @@ def state_parts(record: RunRecord) -> list[str]:
     return parts
 
 
-def end_page(record: RunRecord, width: int, *, store: str | None = None) -> RenderableType:
-    """What a training leaves on the terminal; `store` is for the commands that come next, where it was named."""
-    parts: list[RenderableType] = []
-    if record.metrics:
-        parts += [as_text(metrics_block(record.metrics)), ""]
-    if record.measurement:
-        table = memory_table(record.measurement.memory)
-        parts += [table, ""] if table else []
-        parts.append(as_text(wrapped(measured_parts(record.measurement), width)))
-    elif record.state == "done":
-        parts.append(Text("too few steps to measure a speed"))
-    beside = _beside(store)
-    following = [f"saved run {record.id}   next: flopwise show {record.id}{beside}"]
-    if record.profile:
-        following.append(f"flopwise why {record.id}{beside}")
-    if record.state != "done":
-        parts.append(as_text(wrapped(state_parts(record), width)))
+def end_document(record: RunRecord, store: str | None) -> Document:
+    """What a training leaves behind; `store` is for the commands that come next, where it was named."""
     resuming = resume_words(record, store)
-    last = [as_text([resuming])] if resuming else []
-    return Group(*parts, as_text(wrapped(following, width, indent=2)), *last)
+    return Document(blocks=_end(record, store, resuming), told={"json": [resuming] if resuming else []})
+
+
+def _end(record: RunRecord, store: str | None, resuming: str | None) -> Iterator[Block]:
+    if record.metrics:
+        yield Figure(metrics_block(record.metrics))
+    beside, lines = _beside(store), []
+    if record.measurement:
+        if table := memory_table(record.measurement.memory):
+            yield table
+        lines.append(" · ".join(measured_parts(record.measurement)))
+    elif record.state == "done":
+        lines.append("too few steps to measure a speed")
+    if record.state != "done":
+        lines.append(" · ".join(state_parts(record)))
+    profiled = f" · flopwise why {record.id}{beside}" if record.profile else ""
+    lines.append(f"saved run {record.id}   next: flopwise show {record.id}{beside}{profiled}")
+    yield Words("\n".join([*lines, *([resuming] if resuming else [])]), indent=2)
 
 
 def resume_words(record: RunRecord, store: str | None) -> str | None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from flopwise.base.files import to_json
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share, significant
 from flopwise.references.deepflow import Parallel, Result, Times
 from flopwise.references.deepflow.machine import USABLE
 from flopwise.references.deepflow.memory import MemoryRequirement
-from flopwise.report.tables import csv_text, fitting_columns, markdown_table, text_table
+from flopwise.report.document import Block, Document, Table, Words, beside_rows, facts, note_rows
+from flopwise.report.tables import Styled
+from flopwise.report.words import UNKNOWN
 
 ODDITIES = (
     "these are the formulas of DeepFlow as of June 2019 with their known oddities: memory holds neither gradients nor "
@@ -133,28 +130,47 @@ def _notes(result: Result) -> tuple[str, ...]:
     return tuple(notes)
 
 
-# -- one page --------------------------------------------------------------------------------------------------------
+# -- the document ----------------------------------------------------------------------------------------------------
 
 
-def deepflow_page(record: DeepflowRecord) -> RenderableType:
-    """The hardware, the memory by part, the times of the parts, the step."""
-    hardware = text_table(("hardware", "whole", "kernels reach", "size"), _hardware_rows(record), {"hardware"})
-    times = text_table(("part", "once", "in the step", "share"), _time_rows(record), {"part"})
-    return Group(_heading(record), "", hardware, "", _memory(record), "", times, "", _answer(record))
-
-
-def _heading(record: DeepflowRecord) -> Text:
-    degrees = [f"{name.replace('_', ' ')} {ways:,}" for name, ways in record.parallel.items() if ways > 1]
-    lines = (
-        f"{record.model} · {record.hardware}, {show_count(record.power_w, 'W')} · sequence {record.sequence_tokens:,}"
-        f" · numbers of {record.element_bytes} bytes",
-        f"{show_count(record.n_params)} parameters · batch {record.batch_sequences:,} = {record.batch_tokens:,} tokens"
-        f" · {'parallel: ' + ', '.join(degrees) if degrees else 'one device'} · method deepflow",
+def deepflow_document(records: Sequence[DeepflowRecord]) -> Document:
+    """One record whole, of several a row each."""
+    one = records[0] if len(records) == 1 else None
+    notes = [note for record in records for note in record.notes]
+    compared = Table(
+        columns=tuple(COMPARED),
+        rows=[[words(record) for words in COMPARED.values()] for record in records],
+        left={"model", "hardware"},
+        giving_way=("power", "parameters", "bandwidth", "peak", "seq"),
+        styles=["" if record.fits else "red" for record in records],
     )
-    return Text("\n".join(lines))
+    return Document(
+        blocks=_blocks(one) if one else [compared],
+        tables=[compared, *([_time_table(one), _device_memory(one)] if one else [])],
+        rows=map(flat_row, records),
+        told=beside_rows(notes, *(() if one else ("table",))),
+    )
 
 
-NO_L2 = ["L2", "-", "-", "none"]
+def _blocks(record: DeepflowRecord) -> Iterator[Block]:
+    """The hardware, the memory by part, the times of the parts, the step."""
+    degrees = [f"{name.replace('_', ' ')} {ways:,}" for name, ways in record.parallel.items() if ways > 1]
+    yield Words(
+        f"{record.model} · {record.hardware}, {show_count(record.power_w, 'W')} · sequence {record.sequence_tokens:,}"
+        f" · numbers of {record.element_bytes} bytes\n"
+        f"{show_count(record.n_params)} parameters · batch {record.batch_sequences:,} = {record.batch_tokens:,} tokens"
+        f" · {'parallel: ' + ', '.join(degrees) if degrees else 'one device'} · method deepflow"
+    )
+    columns = ("hardware", "whole", "kernels reach", "size")
+    yield Table(columns=columns, rows=_hardware_rows(record), left={"hardware"})
+    yield _memory(record)
+    yield _time_table(record)
+    step = f"{show_seconds(record.step_s)} · {significant(record.tokens_per_s)} tok/s"
+    printed = f"Time: {record.step_s:.8f} (`--print-out` prints every figure of the reference)"
+    yield facts([("step", Styled(step, "bold")), ("printed", printed), *note_rows(record.notes)])
+
+
+NO_L2 = ["L2", UNKNOWN, UNKNOWN, "none"]
 
 
 def _hardware_rows(record: DeepflowRecord) -> list[list[str]]:
@@ -174,23 +190,23 @@ def _hardware_rows(record: DeepflowRecord) -> list[list[str]]:
 
 
 def _memory(record: DeepflowRecord) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("memory", no_wrap=True)
     several = any(ways > 1 for ways in record.parallel.values())
-    for name in ("a copy of the model", "device") if several else ("device",):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
-    sizes = (record.data_shard_bytes, record.device_bytes) if several else (record.device_bytes,)
-    for part in ("embedding", "hidden", "softmax", "projection"):
-        table.add_row(part, *(show_bytes(size[part]) for size in sizes), "")
+    sizes = {"a copy of the model": record.data_shard_bytes} if several else {}
+    sizes["device"] = record.device_bytes
+    sign, verdict, style = ("✓", "fits", "green") if record.fits else ("✗", "does not fit", "red")
     rate = f"overflow rate {significant(record.device_overflow)}"
-    verdict = (
-        f"fits {show_bytes(record.dram_bytes)}" if record.fits else f"does not fit {show_bytes(record.dram_bytes)}"
+    told = Styled(f"{sign} {verdict} {show_bytes(record.dram_bytes)}: {rate}", style)
+    parts = {"embedding": "", "hidden": "", "softmax": "", "projection": "", "total": told}
+    return Table(
+        columns=("memory", *sizes, ""),
+        rows=[[part, *(show_bytes(size[part]) for size in sizes.values()), words] for part, words in parts.items()],
+        left={"memory", ""},
     )
-    sign, style = ("✓", "green") if record.fits else ("✗", "red")
-    total = [show_bytes(size["total"]) for size in sizes]
-    table.add_row("total", *total, Text(f"{sign} {verdict}: {rate}", style=style))
-    return table
+
+
+def _device_memory(record: DeepflowRecord) -> Table:
+    rows = [[part, show_bytes(size)] for part, size in record.device_bytes.items()]
+    return Table(columns=("memory", "device"), rows=rows, left={"memory"})
 
 
 _AROUND = {
@@ -214,7 +230,7 @@ def recurrent_s(record: DeepflowRecord) -> float:
     return record.step_s - around
 
 
-def _time_rows(record: DeepflowRecord) -> list[list[str]]:
+def _time_table(record: DeepflowRecord) -> Table:
     times = record.times
     cells = [(name, seconds) for name, field in _CELL.items() if (seconds := getattr(times, field))]
     inside = recurrent_s(record)
@@ -226,63 +242,25 @@ def _time_rows(record: DeepflowRecord) -> list[list[str]]:
     for direction in ("forward", "backward"):
         seconds = getattr(times, f"projection_{direction}_s")
         rows.append([f"projection {direction}", show_seconds(seconds), "not counted", "-"])
-    return rows
-
-
-def _answer(record: DeepflowRecord) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column()
-    table.add_column()
-    table.add_row("step", f"{show_seconds(record.step_s)} · {significant(record.tokens_per_s)} tok/s", style="bold")
-    table.add_row("printed", f"Time: {record.step_s:.8f} (`--print-out` prints every figure of the reference)")
-    for note in record.notes:
-        table.add_row("note", note, style="cyan")
-    return table
+    return Table(columns=("part", "once", "in the step", "share"), rows=rows, left={"part"})
 
 
 # -- several, one row each -------------------------------------------------------------------------------------------
 
-COMPARED = ("model", "hardware", "power", "seq", "batch", "parameters", "peak", "bandwidth", "memory", "step", "tok/s")
-GIVING_WAY = ("power", "parameters", "bandwidth", "peak", "seq")
-WORDS = {"model", "hardware"}
-
-
-def compared_rows(records: Sequence[DeepflowRecord]) -> list[list[str]]:
-    """One row of words per record, under `COMPARED`; the sign before the memory says whether it fits."""
-    return [
-        [
-            record.model,
-            record.hardware,
-            show_count(record.power_w, "W"),
-            f"{record.sequence_tokens:,}",
-            f"{record.batch_sequences:,}",
-            show_count(record.n_params),
-            f"{show_count(record.peak_flops)}FLOP/s",
-            f"{show_count(record.dram_bytes_per_s)}B/s",
-            f"{'✓' if record.fits else '✗'} {show_bytes(record.device_bytes['total'])}",
-            show_seconds(record.step_s),
-            significant(record.tokens_per_s),
-        ]
-        for record in records
-    ]
-
-
-def compared_table(records: Sequence[DeepflowRecord], width: int) -> RenderableType:
-    """Several records in a table `width` wide."""
-    rows = compared_rows(records)
-    shown = fitting_columns(COMPARED, rows, width, GIVING_WAY)
-    styles = ["" if record.fits else "red" for record in records]
-    return text_table(COMPARED, rows, WORDS, shown=shown, styles=styles)
-
-
-def deepflow_markdown(records: Sequence[DeepflowRecord]) -> str:
-    """The rows as a markdown table; one record brings its memory and its times too."""
-    parts = [markdown_table(COMPARED, compared_rows(records), WORDS)]
-    if len(records) == 1:
-        memory = [[part, show_bytes(size)] for part, size in records[0].device_bytes.items()]
-        parts.append(markdown_table(("part", "once", "in the step", "share"), _time_rows(records[0]), {"part"}))
-        parts.append(markdown_table(("memory", "device"), memory, {"memory"}))
-    return "\n".join(parts)
+COMPARED: dict[str, Callable[[DeepflowRecord], str]] = {
+    "model": lambda one: one.model,
+    "hardware": lambda one: one.hardware,
+    "power": lambda one: show_count(one.power_w, "W"),
+    "seq": lambda one: f"{one.sequence_tokens:,}",
+    "batch": lambda one: f"{one.batch_sequences:,}",
+    "parameters": lambda one: show_count(one.n_params),
+    "peak": lambda one: f"{show_count(one.peak_flops)}FLOP/s",
+    "bandwidth": lambda one: f"{show_count(one.dram_bytes_per_s)}B/s",
+    "memory": lambda one: f"{'✓' if one.fits else '✗'} {show_bytes(one.device_bytes['total'])}",
+    "step": lambda one: show_seconds(one.step_s),
+    "tok/s": lambda one: significant(one.tokens_per_s),
+}
+"""The sign before the memory says whether it fits."""
 
 
 def flat_row(record: DeepflowRecord) -> dict[str, object]:
@@ -296,13 +274,3 @@ def flat_row(record: DeepflowRecord) -> dict[str, object]:
         elif name != "notes":
             flat[name] = value
     return flat
-
-
-def deepflow_csv(records: Sequence[DeepflowRecord]) -> str:
-    """One row per record, full precision, the unit in the column's name."""
-    return csv_text([flat_row(record) for record in records])
-
-
-def deepflow_json(records: Sequence[DeepflowRecord]) -> str:
-    """One object, or a list of them when several were asked for."""
-    return to_json(records[0] if len(records) == 1 else list(records))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from flopwise.base.files import to_json
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share, significant
 from flopwise.references.design.device import DesignedDevice
 from flopwise.references.design.search import Search
 from flopwise.references.design.technology import DERIVED
-from flopwise.report.tables import fitting_columns, text_table
+from flopwise.report.document import Block, Document, Table, Words, facts, note_rows
+from flopwise.report.tables import Styled
+from flopwise.report.words import UNKNOWN
 from flopwise.setup.hardware import Hardware
 
 
@@ -157,27 +155,27 @@ def found_hardware(designed: DesignedDevice, record: DesignRecord, name: str) ->
     )
 
 
-# -- one page --------------------------------------------------------------------------------------------------------
-
-COLUMNS = ("part", "start", "found", "rate at start", "rate", "size at start", "size")
-GIVING_WAY = ("size at start", "rate at start")
+# -- the document ----------------------------------------------------------------------------------------------------
 
 
-def design_page(record: DesignRecord, width: int) -> RenderableType:
+def design_document(record: DesignRecord) -> Document:
     """The division before and after with what it buys, and the step before and after."""
-    rows = _part_rows(record)
-    shown = fitting_columns(COLUMNS, rows, width, GIVING_WAY)
-    return Group(_heading(record), "", text_table(COLUMNS, rows, {"part"}, shown=shown), "", _answer(record))
+    return Document(blocks=_blocks(record))
 
 
-def _heading(record: DesignRecord) -> Text:
-    lines = [
-        f"{record.model} · {record.technology}, {show_count(record.power_w, 'W')} · method {record.method}",
-        f"sequence {record.sequence_tokens:,} · batch {record.batch_sequences:,} · {record.precision}",
-    ]
+def _blocks(record: DesignRecord) -> Iterator[Block]:
+    heading = f"{record.model} · {record.technology}, {show_count(record.power_w, 'W')} · method {record.method}"
+    asked = f"sequence {record.sequence_tokens:,} · batch {record.batch_sequences:,} · {record.precision}"
     if record.micro_batch_sequences is not None:
-        lines[1] += f" · micro-batch {record.micro_batch_sequences:,} · recompute {record.recompute}"
-    return Text("\n".join(lines))
+        asked += f" · micro-batch {record.micro_batch_sequences:,} · recompute {record.recompute}"
+    yield Words(f"{heading}\n{asked}")
+    yield Table(
+        columns=("part", "start", "found", "rate at start", "rate", "size at start", "size"),
+        rows=_part_rows(record),
+        left={"part"},
+        giving_way=("size at start", "rate at start"),
+    )
+    yield _answer(record)
 
 
 def _part_rows(record: DesignRecord) -> list[list[str]]:
@@ -192,39 +190,32 @@ def _part_rows(record: DesignRecord) -> list[list[str]]:
 def _bought(device: DeviceFigures | None, part: str, record: DesignRecord) -> tuple[str, str]:
     """Rate and size of one part, in words."""
     if device is None:
-        return "-", "-"
+        return UNKNOWN, UNKNOWN
     if part == "core":
         peak = show_count(device.peak_flops[record.peak_format])
         return f"{peak}FLOP/s {record.peak_format}", f"{device.units:,} units"
     if part == "network":
-        return f"{show_count(device.network_bytes_per_s or 0)}B/s", "-"
+        return f"{show_count(device.network_bytes_per_s or 0)}B/s", UNKNOWN
     return f"{show_count(getattr(device, f'{part}_bytes_per_s'))}B/s", show_bytes(getattr(device, f"{part}_bytes"))
 
 
 def _answer(record: DesignRecord) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column()
-    table.add_column()
-    after = show_seconds(record.step_s)
-    if record.start_step_s is None or record.speedup is None:
-        words = f"{after}; the start cannot be built"
-    else:
-        words = f"{show_seconds(record.start_step_s)} → {after}, {record.speedup:.2f} × as fast"
-    table.add_row("step", words, style="bold")
-    table.add_row("speed", f"{significant(record.tokens_per_s)} tok/s")
+    step, memory = f"{show_seconds(record.step_s)}; the start cannot be built", ""
+    if record.start_step_s is not None and record.speedup is not None:
+        step = f"{show_seconds(record.start_step_s)} → {show_seconds(record.step_s)}, {record.speedup:.2f} × as fast"
     if record.device_bytes is not None and record.device_capacity_bytes is not None:
         verdict, style = ("✓ fits", "green") if record.fits else ("✗ does not fit", "red")
         needed, there = show_bytes(record.device_bytes), show_bytes(record.device_capacity_bytes)
-        table.add_row("memory", Text(f"{verdict}: {needed} of {there}", style=style))
+        memory = Styled(f"{verdict}: {needed} of {there}", style)
     starts = "1 start" if record.starts == 1 else f"{record.starts:,} starts, seed {record.seed}"
-    table.add_row("tried", f"{record.evaluations:,} divisions, from {starts}")
-    if "precision" in record.chosen:
-        table.add_row("chosen", f"precision {record.precision} ({record.chosen['precision']})")
-    for note in record.notes:
-        table.add_row("note", note, style="cyan")
-    return table
-
-
-def design_json(record: DesignRecord) -> str:
-    """Every figure as one object."""
-    return to_json(record)
+    chosen = record.chosen.get("precision")
+    return facts(
+        [
+            ("step", Styled(step, "bold")),
+            ("speed", f"{significant(record.tokens_per_s)} tok/s"),
+            ("memory", memory),
+            ("tried", f"{record.evaluations:,} divisions, from {starts}"),
+            ("chosen", f"precision {record.precision} ({chosen})" if chosen is not None else ""),
+            *note_rows(record.notes),
+        ]
+    )

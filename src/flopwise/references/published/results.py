@@ -92,7 +92,7 @@ def _reader(path: Path, text: str) -> Callable[[str], list[Result]]:
 
 
 def _read_markdown(text: str) -> list[Result]:
-    if text.startswith(f"{TITLE}\n"):
+    if text.startswith(f"# {TITLE}\n"):
         raise FlopwiseError(
             "this is a `results.md` of flopwise itself",
             why="its figures are rounded for people",

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from rich.cells import set_cell_size
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from flopwise.base.files import to_json
 from flopwise.base.units import show_seconds, show_share
 from flopwise.references.validate.validation import ValidatedRow, Validation, errors_by_size
-from flopwise.report.tables import GAP, csv_text, markdown_table, text_table
+from flopwise.report.document import Block, Document, Table, facts
+from flopwise.report.tables import Styled
+from flopwise.report.words import UNKNOWN
 
 WORST_ROWS = 10
 NARROWEST_LABEL = 12
@@ -21,38 +17,43 @@ SMALLEST_SHARE = 1e-4
 """Below it an error is rounding, and its power of ten says more than 0.0 %."""
 LARGEST_SHARE = 1e4
 
-SIZE_COLUMNS = ("size", "rows", "median", "largest")
-ROW_COLUMNS = ("row", "size", "set-up", "measured", "predicted", "error", "fits")
-WORDS = {"size", "set-up", "fits", "figure", "value"}
 SIGNS = {True: "✓", False: "✗"}
 
 
-def validation_page(validation: Validation, width: int, *, every_row: bool = False) -> RenderableType:
-    """The figures, the errors by size, and the rows farthest off, or all of them; `width` columns wide at most."""
-    parts: list[RenderableType] = [_summary(validation)]
-    sizes = _size_rows(validation)
-    if sizes:
-        parts += ["", text_table(SIZE_COLUMNS, sizes, WORDS)]
+def validation_document(validation: Validation, *, every_row: bool = False) -> Document:
+    """The figures, the errors by size, and the rows farthest off, or all of them; files have every row."""
     shown = validation.rows if every_row else worst_rows(validation)
-    if shown:
-        title = f"all {len(shown):,} rows" if every_row else f"the {len(shown)} farthest off"
-        parts += ["", Text(title, style="bold"), _row_table(shown, width)]
-    return Group(*parts)
+    title = f"all {len(shown):,} rows" if every_row else f"the {len(shown)} farthest off"
+    figures, sizes = _figures(validation), _sizes(validation)
+    values = [(name, str(words)) for name, words in figures]
+    summary = Table(columns=("figure", "value"), rows=values, left={"figure", "value"})
+    return Document(
+        blocks=[facts(figures), *sizes, *([_row_table(shown, title)] if shown else [])],
+        tables=[summary, *sizes, _row_table(validation.rows, "", whole=True)],
+        rows=map(asdict, validation.rows),
+    )
+
+
+def validation_record(validation: Validation) -> dict[str, object]:
+    """One object: the figures as shares, the protocol, every row."""
+    record: dict[str, object] = {
+        "table": validation.table,
+        "n": validation.n,
+        "median_error": validation.median_error,
+        "mean_error": validation.mean_error,
+        "p90_error": validation.p90_error,
+        "max_error": validation.max_error,
+        "rank_correlation": validation.rank_correlation,
+    }
+    if validation.oom_accuracy is not None:
+        record["oom_accuracy"] = validation.oom_accuracy
+    return {**record, "protocol": validation.protocol, "rows": validation.rows}
 
 
 def worst_rows(validation: Validation, limit: int = WORST_ROWS) -> tuple[ValidatedRow, ...]:
     """The rows with the largest errors, the largest first."""
     off = [row for row in validation.rows if row.error is not None and row.counted]
     return tuple(sorted(off, key=lambda row: -(row.error or 0.0))[:limit])
-
-
-def _summary(validation: Validation) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for name, value in _figures(validation):
-        table.add_row(name, value, style="bold" if name == "error" else "")
-    return table
 
 
 def _figures(validation: Validation) -> list[tuple[str, str]]:
@@ -65,7 +66,8 @@ def _figures(validation: Validation) -> list[tuple[str, str]]:
     if validation.n:
         errors = (validation.median_error, validation.mean_error, validation.p90_error, validation.max_error)
         median, mean, p90, largest = (_share(error) for error in errors)
-        figures.append(("error", f"median {median} · mean {mean} · 90 % below {p90} · largest {largest}"))
+        words = f"median {median} · mean {mean} · 90 % below {p90} · largest {largest}"
+        figures.append(("error", Styled(words, "bold")))
     if validation.rank_correlation is not None:
         figures.append(("order", f"rank correlation {validation.rank_correlation:.3f} of tokens/s per device"))
     if validation.oom_accuracy is not None:
@@ -86,86 +88,51 @@ def _figures(validation: Validation) -> list[tuple[str, str]]:
     return [*figures, ("how", validation.protocol)]
 
 
-def _size_rows(validation: Validation) -> list[list[str]]:
-    return [
+def _sizes(validation: Validation) -> list[Block]:
+    rows = [
         [errors.size, f"{errors.n:,}", _share(errors.median_error), _share(errors.max_error)]
         for errors in errors_by_size(validation)
     ]
-
-
-def _cells(row: ValidatedRow) -> list[str]:
-    """A row in words, under `ROW_COLUMNS`."""
-    return [
-        str(row.row),
-        row.size,
-        row.label,
-        "-" if row.measured_s is None else show_seconds(row.measured_s),
-        "-" if row.predicted_s is None else show_seconds(row.predicted_s),
-        _share(row.error),
-        _verdicts(row),
-    ]
+    return [Table(columns=("size", "rows", "median", "largest"), rows=rows, left={"size"})] if rows else []
 
 
 def _verdicts(row: ValidatedRow) -> str:
     """Whether it fitted, and what the prediction said where that was wrong."""
     if row.measured_fits is None:
-        return "-"
+        return UNKNOWN
     wrong = row.predicted_fits is not None and row.predicted_fits != row.measured_fits
     return SIGNS[row.measured_fits] + (f" (said {SIGNS[not row.measured_fits]})" if wrong else "")
 
 
-def _row_table(rows: Sequence[ValidatedRow], width: int) -> Text:
-    """Rows as a table whose set-ups are cut where they would go beyond `width`.
+ROW_COLUMNS: dict[str, Callable[[ValidatedRow], str]] = {
+    "row": lambda row: str(row.row),
+    "size": lambda row: row.size,
+    "set-up": lambda row: row.label,
+    "measured": lambda row: UNKNOWN if row.measured_s is None else show_seconds(row.measured_s),
+    "predicted": lambda row: UNKNOWN if row.predicted_s is None else show_seconds(row.predicted_s),
+    "error": lambda row: _share(row.error),
+    "fits": _verdicts,
+}
+
+
+def _row_table(rows: Sequence[ValidatedRow], title: str, *, whole: bool = False) -> Table:
+    """Rows whose set-ups are cut where there is no room for them.
 
     Whether a row fitted is told where that is news: where one did not, or was said not to.
     """
-    cells = [_cells(row) for row in rows]
-    news = any(row.measured_fits is False or _verdicts(row) not in ("-", SIGNS[True]) for row in rows)
-    shown = ROW_COLUMNS if news else ROW_COLUMNS[:-1]
-    place = ROW_COLUMNS.index("set-up")
-    others = sum(
-        max(len(line[index]) for line in (ROW_COLUMNS, *cells)) + GAP for index in range(len(shown)) if index != place
+    news = any(row.measured_fits is False or _verdicts(row) not in (UNKNOWN, SIGNS[True]) for row in rows)
+    columns = [name for name in ROW_COLUMNS if name != "fits" or news or whole]
+    return Table(
+        title=title,
+        columns=columns,
+        rows=[[ROW_COLUMNS[name](row) for name in columns] for row in rows],
+        left={"size", "set-up", "fits"},
+        styles=["red" if row.measured_fits is False and row.predicted_fits else "" for row in rows],
+        cut={"set-up": NARROWEST_LABEL},
     )
-    room = max(NARROWEST_LABEL, width - others)
-    for line in cells:
-        if len(line[place]) > room:
-            line[place] = set_cell_size(line[place], room - 1) + "…"
-    styles = ["red" if row.measured_fits is False and row.predicted_fits else "" for row in rows]
-    return text_table(ROW_COLUMNS, cells, WORDS, shown=shown, styles=styles)
 
 
 def _share(error: float | None) -> str:
     if error is None:
-        return "-"
+        return UNKNOWN
     return f"{error:.0e}" if 0 < error < SMALLEST_SHARE or error > LARGEST_SHARE else show_share(error)
-
-
-def validation_markdown(validation: Validation) -> str:
-    """The figures, the errors by size and every row, as markdown tables."""
-    parts = [markdown_table(("figure", "value"), _figures(validation), WORDS)]
-    sizes = _size_rows(validation)
-    if sizes:
-        parts.append(markdown_table(SIZE_COLUMNS, sizes, WORDS))
-    parts.append(markdown_table(ROW_COLUMNS, [_cells(row) for row in validation.rows], WORDS))
-    return "\n".join(parts)
-
-
-def validation_csv(validation: Validation) -> str:
-    """One line per row of the table, full precision, the unit in the column's name."""
-    return csv_text([asdict(row) for row in validation.rows])
-
-
-def validation_json(validation: Validation) -> str:
-    """One object: the figures as shares, the protocol, every row."""
-    record: dict[str, object] = {
-        "table": validation.table,
-        "n": validation.n,
-        "median_error": validation.median_error,
-        "mean_error": validation.mean_error,
-        "p90_error": validation.p90_error,
-        "max_error": validation.max_error,
-        "rank_correlation": validation.rank_correlation,
-    }
-    if validation.oom_accuracy is not None:
-        record["oom_accuracy"] = validation.oom_accuracy
-    return to_json({**record, "protocol": validation.protocol, "rows": validation.rows})

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from math import isfinite
 from typing import Any
 
 from flopwise.base.units import show_bytes, show_seconds, show_share
 from flopwise.records.measurement import MemoryRow, RunRecord, StepRecord
 from flopwise.records.profile import METRIC, Profile, Spent, TaskTime, Unit, Verdict
+from flopwise.report.document import Table
 from flopwise.report.profile_timeline import Span, kind_of, measured, predicted
-from flopwise.report.profile_words import evidence_words, safe, scaled, stake_words, title, why_paragraph
+from flopwise.report.profile_words import evidence_words, stake_words, title, why_paragraph
 from flopwise.report.profiles import class_shares, engine_shares
 from flopwise.report.runs import model_name
+from flopwise.report.words import safe, scaled
 from flopwise.store.results import FIELDS, Result
 from flopwise.store.runs import to_text
 from flopwise.work.parameters import Place
@@ -35,7 +38,8 @@ class MemoryBar:
 
     place: Place
     owners: tuple[str, ...]
-    planned_bytes: tuple[int, ...]
+    planned_bytes: tuple[int, ...] | None
+    """None: nobody planned it."""
     measured_bytes: tuple[int, ...] | None
     """None: the run has not been measured."""
     cap_bytes: int | None
@@ -130,6 +134,10 @@ class RunDetail:
     why: str = ""
     steps: dict[str, tuple[Cell, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    """Further tables, of a profile that is shown alone."""
+    memory_over_time: tuple[tuple[float, float], ...] = ()
+    memory_words: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +153,16 @@ class PageData:
     """Served, and asked for again every few seconds."""
     left_out: int = 0
     """Runs among the rows whose details are there and were not asked for: there are too many for a page."""
+    of_profiles: bool = False
+    """The rows are profiles and no runs: there is no sweep to look across."""
+    said: Sequence[str] = ()
+    """What follows from the rows together, before all else."""
+    tables: Sequence[Table] = ()
+
+
+def now() -> str:
+    """When a page is made."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
@@ -161,6 +179,7 @@ def page_json(page: PageData) -> str:
         "names": FIELDS,
         "columns": [column([getattr(row, name) for row in page.rows]) for name in FIELDS],
         "left_out": page.left_out + left_out,
+        **({"of_profiles": True, "said": page.said, "tables": page.tables} if page.of_profiles else {}),
     }
     listed = ",".join(f"{to_text(name, indent=0)}:{text}" for name, text in details.items())
     return f'{to_text(head, indent=0)[:-1]},"details":{{{listed}}}}}'
@@ -223,10 +242,11 @@ def run_detail(
         step_s=record.measurement.step_s if record.measurement else None,
         steps=_steps(steps),
     )
-    return known if profile is None else _with_profile(known, profile, verdicts)
+    return known if profile is None else with_profile(known, profile, verdicts)
 
 
-def _with_profile(known: RunDetail, profile: Profile, verdicts: Sequence[Verdict]) -> RunDetail:
+def with_profile(known: RunDetail, profile: Profile, verdicts: Sequence[Verdict]) -> RunDetail:
+    """What is known, and where the time went."""
     return replace(
         known,
         is_profiled=True,
@@ -257,9 +277,14 @@ def _memory(record: RunRecord, profile: Profile | None) -> tuple[MemoryBar, ...]
     if not rows:
         return _planned_in_all(record)
     caps: dict[Place, int | None] = {
-        "device": _cap(record, "device_memory_bytes") or _capacity(profile),
+        "device": _cap(record, "device_memory_bytes") or (cap_of(profile) if profile else None),
         "host": _cap(record, "host_memory_bytes"),
     }
+    return planned_bars(rows, caps)
+
+
+def planned_bars(rows: Sequence[MemoryRow], caps: Mapping[Place, int | None]) -> tuple[MemoryBar, ...]:
+    """A bar for each place, as planned and as it was."""
     places: tuple[Place, ...] = ("device", "host")
     bars = [_bar(place, [row for row in rows if row.place == place], caps[place]) for place in places]
     return tuple(bar for bar in bars if bar.owners)
@@ -312,8 +337,9 @@ def _cap(record: RunRecord, name: str) -> int | None:
     return None
 
 
-def _capacity(profile: Profile | None) -> int | None:
-    size = profile.memory_capacity_bytes if profile else None
+def cap_of(profile: Profile) -> int | None:
+    """All that the device has."""
+    size = profile.memory_capacity_bytes
     return int(size) if size is not None and isfinite(size) and size > 0 else None
 
 
@@ -373,29 +399,40 @@ def _operators(spent: Sequence[Spent]) -> Operators | None:
     )
 
 
-def _roofs(record: RunRecord, profile: Profile | None) -> tuple[Roof, ...]:
+def roofs_of(profile: Profile | None) -> tuple[Roof, ...]:
     """Peaks of one device; of the link and the network what was moved while they had work, where that was measured."""
+    if profile is None:
+        return ()
     roofs: list[Roof] = []
-    peaks, run = profile.peaks if profile else None, record.measurement
+    peaks = profile.peaks
     if peaks is not None:
         form, source = safe(peaks.number_format, 20), safe(peaks.source, 40)
         roofs.append(Roof(kind="compute", per_s=peaks.flops, words=f"{form} peak, {source}"))
         if peaks.bandwidth:
             roofs.append(Roof(kind="memory", per_s=peaks.bandwidth, words=f"device memory, {source}"))
-    elif run is not None and run.peak_flops:
-        form = safe(run.peak_format or "", 20)
-        roofs.append(Roof(kind="compute", per_s=run.peak_flops / run.devices, words=f"{form} peak".strip()))
     for kind, moved, active in (("link", "copy_bytes", "copy_active_s"), ("network", "comm_bytes", "comm_active_s")):
-        size, taken = (profile.get(name) if profile else None for name in (moved, active))
+        size, taken = profile.get(moved), profile.get(active)
         if size and taken and isfinite(size / taken):
             roofs.append(Roof(kind=kind, per_s=size / taken, words=f"{kind}, as used here"))
     return tuple(roofs)
 
 
+def _roofs(record: RunRecord, profile: Profile | None) -> tuple[Roof, ...]:
+    """The profile's; without its peaks, what the run was measured against."""
+    found, run = roofs_of(profile), record.measurement
+    if run is None or not run.peak_flops or (profile is not None and profile.peaks is not None):
+        return found
+    form = safe(run.peak_format or "", 20)
+    return (Roof(kind="compute", per_s=run.peak_flops / run.devices, words=f"{form} peak".strip()), *found)
+
+
 # -- where the time went ---------------------------------------------------------------------------------------------
 
-IDLE = {"idle_host_s": "nothing was handed over yet", "idle_copy_s": "waited for a copy",
-        "idle_communication_s": "waited for other devices"}  # fmt: skip
+IDLE = {
+    "idle_host_s": "nothing was handed over yet",
+    "idle_copy_s": "waited for a copy",
+    "idle_communication_s": "waited for other devices",
+}
 TRAFFIC = {
     "mfu": "MFU",
     "hfu": "HFU",

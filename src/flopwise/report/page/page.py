@@ -8,7 +8,7 @@ from html import escape
 from importlib.resources import files
 
 from flopwise.report.page.data import PageData, inline_json, page_json
-from flopwise.report.profile_words import safe
+from flopwise.report.words import safe
 
 LIBRARIES = ("d3.min.js", "plot.umd.min.js")
 SCRIPTS = (

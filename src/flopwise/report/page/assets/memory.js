@@ -53,7 +53,30 @@ function drawMemory(row, detail) {
     );
     return;
   }
-  fill("memory", question, memorySentence(row, bars), ...bars.map(memoryBar), memoryTable(bars));
+  const curve = detail?.memory_over_time?.length ? memoryCurve(detail) : [];
+  fill("memory", question, memorySentence(row, bars), ...bars.map(memoryBar), memoryTable(bars), ...curve);
+}
+
+/** Bytes over time; memory stays as it is until the next change. */
+function memoryCurve(detail) {
+  const base = { x: "0", y: "1", curve: "step-after" };
+  const plot = Plot.plot({
+    width: widthOf("memory"),
+    height: 130,
+    marginLeft: 68,
+    style: PLOT_STYLE,
+    x: { label: null, ticks: 4, tickFormat: (value) => secondsWords(value) },
+    y: { label: null, ticks: 3, grid: true, zero: true, tickFormat: (value) => (value ? bytesWords(value) : "0") },
+    marks: [
+      Plot.areaY(detail.memory_over_time, { ...base, fill: "var(--c0)", fillOpacity: 0.3 }),
+      Plot.lineY(detail.memory_over_time, { ...base, stroke: "var(--c0)" }),
+    ],
+  });
+  return [
+    make("h4", {}, "Over time"),
+    make("p", { class: "faint" }, detail.memory_words),
+    make("div", { class: "plot" }, described(plot, detail.memory_words)),
+  ];
 }
 
 function taken(bar) {

@@ -151,6 +151,7 @@ function drawAll() {
     `${LIVE ? "As of" : "Made"} ${whenWords(state.page.created)} · ${counts.filter(Boolean).join(" · ")}`;
   // One run alone comes first: there is nothing to compare it with.
   document.querySelector("main").classList.toggle("single", rows.length === 1);
+  drawCompared(state.page);
   state.shown = filtered();
   state.selected = (state.hash.run && findRow(state.hash.run)) || usualRow();
   drawFilters();

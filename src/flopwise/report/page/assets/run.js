@@ -24,6 +24,49 @@ function drawRun() {
   drawTimeline(row, detail);
   drawRoofline(row, detail);
   drawSteps(row, detail);
+  drawTables(detail);
+}
+
+// -- tables of words -------------------------------------------------------------------------------------------------
+
+/** Of profiles: what follows from them together, and how their figures differ. No sweep is there to look across. */
+function drawCompared(page) {
+  byId("across").hidden = byId("steps").hidden = Boolean(page.of_profiles);
+  byId("compared").hidden = !page.tables?.length;
+  if (page.tables?.length)
+    fill(
+      "changes",
+      "What changes from one to the next?",
+      page.said.filter(Boolean).join(" "),
+      ...page.tables.map(wordTable),
+    );
+}
+
+function drawTables(detail) {
+  const tables = detail?.tables ?? [];
+  byId("tables").hidden = !tables.length;
+  if (tables.length) fill("tables", "What are the figures?", detail.why, ...tables.map(wordTable));
+}
+
+function wordTable(table) {
+  const cell = (tag, words, place) =>
+    make(tag, { class: table.left.includes(table.columns[place]) ? "left" : "number" }, words);
+  return make(
+    "div",
+    { class: "words" },
+    table.title ? make("h4", {}, table.title) : null,
+    make(
+      "div",
+      { class: "scroll" },
+      make(
+        "table",
+        { class: "small" },
+        make("thead", {}, make("tr", {}, table.columns.map((name, place) => cell("th", name, place)))),
+        make("tbody", {}, table.rows.map((row) => make("tr", {}, row.map((words, place) => cell("td", words, place))))),
+      ),
+    ),
+    table.note ? make("p", { class: "faint" }, table.note) : null,
+  );
 }
 
 // -- where the time went ---------------------------------------------------------------------------------------------
