@@ -18,8 +18,9 @@ from rich.console import Console
 from flopwise import train
 from flopwise.profile.explain.verdicts import verdicts
 from flopwise.records.profile import Profile
+from flopwise.report.document import to_page
 from flopwise.report.profile_words import why_paragraph
-from flopwise.report.profiles import profile_page
+from flopwise.report.profiles import profiles_document
 from flopwise.store.runs import PROFILE, from_text, read_steps
 from flopwise.train.profiling import WARM_UP_STEPS
 
@@ -91,7 +92,7 @@ def _run(case: Case, store: Path, kept: Path) -> str:
     profile = from_text((folder / PROFILE).read_text(), Profile)
     judged = verdicts(profile)
     console = Console(width=120, highlight=False, markup=False, emoji=False)
-    console.print(profile_page(profile, judged, 120))
+    console.print(*to_page(profiles_document([(profile, judged)]), 120), sep="\n")
     console.print(why_paragraph(profile, judged))
     shutil.copyfile(folder / PROFILE, kept.with_suffix(".json"))
     first, last = WARM_UP_STEPS + 1, WARM_UP_STEPS + case.traced

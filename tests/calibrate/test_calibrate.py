@@ -22,7 +22,7 @@ from flopwise.calibrate.kernel_fit import (
     law_tiles,
     product_seconds,
 )
-from flopwise.calibrate.report import CalibrationRecord, calibration_json, calibration_page
+from flopwise.calibrate.report import CalibrationRecord, calibration_document
 from flopwise.calibrate.shapes import LENGTHS
 from flopwise.catalog.load import load_hardware, load_model
 from flopwise.predict import Request
@@ -30,7 +30,9 @@ from flopwise.predict import step as predict_step
 from flopwise.records.calibration import Calibration, ProductRow
 from flopwise.setup.efficiency import Efficiency
 from flopwise.setup.hardware import Hardware
+from flopwise.store.runs import to_text
 from tests.support.calibrations import known_calibration
+from tests.support.printing import shown
 
 H200 = load_hardware("h200")
 LLAMA = load_model("llama-3-8b")
@@ -228,13 +230,12 @@ def test_a_borrowed_peak_is_called_so(measured: Measured) -> None:
 
 
 def test_page_is_80_columns_wide(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flopwise.cli.output import page_text
 
     monkeypatch.setenv("COLUMNS", "80")
-    text = page_text(calibration_page(measured[3]))
+    text = shown(calibration_document(measured[3]), 120)
     assert max(map(len, text.splitlines())) <= 80
     for words in ("large, to the matrix", "65,536", "host to device, both at once", "1,455 MHz", "684 W of 700 W"):
         assert words in text
     assert text.splitlines()[-1] == "written to card.toml; use it with --on card.toml"
-    table = json.loads(calibration_json(measured[3]))
+    table = json.loads(to_text(measured[3]))
     assert len(table["calibration"]["products"]) == len(measured[1].products)

@@ -14,9 +14,11 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_hardware, load_model
 from flopwise.predict import Request, step
 from flopwise.records.prediction import Prediction
-from flopwise.report.predictions import predictions_csv, predictions_json, predictions_markdown
+from flopwise.report.document import to_csv, to_markdown
+from flopwise.report.predictions import predictions_document
 from flopwise.setup.parallel import Parallel, parse_parallel
 from flopwise.setup.stack import Constant, Stack
+from flopwise.store.runs import to_text
 
 SLOW = Stack(
     name="slow",
@@ -119,16 +121,16 @@ def test_what_is_left_open_is_chosen_to_fit() -> None:
 
 def test_outputs_hold_the_cluster() -> None:
     prediction = _prediction("dp2 tp4 pp2 zero1 sp")
-    record = json.loads(predictions_json([prediction]))
+    record = json.loads(to_text(prediction))
     assert record["devices"] == 16
     assert record["parallel"]["tensor"] == 4
     assert [stage["layers"] for stage in record["stages"]] == [16, 16]
     assert sum(record["parts"].values()) == pytest.approx(record["step_s"])
-    (row,) = csv.DictReader(io.StringIO(predictions_csv([prediction])))
+    (row,) = csv.DictReader(io.StringIO(to_csv(predictions_document([prediction], {prediction.hardware: ""}))))
     assert row["parallel"] == "dp2 tp4 pp2 zero1 sp"
     assert float(row["part_bubble_s"]) == prediction.parts["bubble"]
     assert float(row["step_s"]) == prediction.step_s
-    assert "bubble" in predictions_markdown([prediction])
+    assert "bubble" in to_markdown(predictions_document([prediction], {prediction.hardware: ""}))
 
 
 @pytest.mark.parametrize(

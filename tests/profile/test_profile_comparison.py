@@ -20,17 +20,17 @@ from flopwise.profile.explain.verdicts import Thresholds, verdicts
 from flopwise.profile.read import neuron_text
 from flopwise.profile.read.opening import opened
 from flopwise.records.profile import Profile, Spent, known
+from flopwise.report.document import to_csv, to_markdown
 from flopwise.report.profile_comparison import (
-    CSV_FIELDS,
-    comparison_csv,
-    comparison_json,
-    comparison_markdown,
-    comparison_page,
+    FIELDS,
+    comparison_document,
+    comparison_record,
     sentences,
     split_rows,
 )
-from flopwise.store.runs import from_text
-from tests.report.test_profile_report import HOSTILE, a_profile, hostile_profile, printed
+from flopwise.store.runs import from_text, to_text
+from tests.report.test_profile_report import HOSTILE, a_profile, hostile_profile
+from tests.support.printing import printed
 
 NEURON = Path(__file__).parents[1] / "data" / "neuron"
 
@@ -210,7 +210,7 @@ def test_the_host_is_named_only_where_most_wait_for_it() -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_page_fits_and_shows_every_profile(width: int) -> None:
     profiles = [*documents("batch_sizes.md", "paddings.md"), hostile_profile()]
-    lines = printed(comparison_page(compare(profiles), width), width)
+    lines = printed(comparison_document(compare(profiles)), width)
     assert max(cell_len(line) for line in lines) <= width
     text = "\n".join(lines)
     for profile in profiles[:-1]:
@@ -227,14 +227,14 @@ def test_what_is_the_same_is_told_once() -> None:
     differing, same = split_rows(comparison)
     assert [row.name for row in differing] == ["mbu"]
     assert "ridge" in {row.name for row in same}
-    lines = printed(comparison_page(comparison, 80), 80)
+    lines = printed(comparison_document(comparison), 80)
     assert any(line.startswith("The same in all: ") for line in lines)
 
 
 def test_csv_has_a_row_for_each_known_figure() -> None:
     comparison = compare([timed(1, 0.2), timed(2, 0.3)])
-    rows = list(csv.DictReader(io.StringIO(comparison_csv(comparison))))
-    assert tuple(rows[0]) == CSV_FIELDS
+    rows = list(csv.DictReader(io.StringIO(to_csv(comparison_document(comparison)))))
+    assert tuple(rows[0]) == FIELDS
     assert [(row["profile"], row["value"], row["source"], row["baseline"]) for row in rows] == [
         *(("batch 1", "0.2", "measured", "batch 1"), ("batch 2", "0.3", "measured", "batch 1")),
     ]
@@ -243,15 +243,16 @@ def test_csv_has_a_row_for_each_known_figure() -> None:
 
 def test_json_decodes_to_the_comparison() -> None:
     comparison = compare([*documents("batch_sizes.md"), hostile_profile()])
-    text = comparison_json(comparison)
+    text = to_text(comparison_record(comparison))
     assert from_text(text, Comparison) == comparison
     assert json.loads(text)["sentences"] == sentences(comparison)
 
 
 def test_markdown_is_one_table_whatever_names_hold() -> None:
-    text = comparison_markdown(compare([hostile_profile(), replace(a_profile(), name=f"{HOSTILE} 2"), a_profile()]))
+    several = compare([hostile_profile(), replace(a_profile(), name=f"{HOSTILE} 2"), a_profile()])
+    text = to_markdown(comparison_document(several))
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {5}
     assert "<script" not in text
-    for form in (text, comparison_csv(compare([hostile_profile(), a_profile()]))):
+    for form in (text, to_csv(comparison_document(compare([hostile_profile(), a_profile()])))):
         assert not any(sign in form for sign in "\x1b\x9b\u202e")

@@ -12,16 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from flopwise.references.published import TABLES, protocol_of, read_cases
 from flopwise.references.validate.case import Case
 from flopwise.references.validate.held_out import folds
 from flopwise.references.validate.report import (
-    validation_csv,
-    validation_json,
-    validation_markdown,
-    validation_page,
+    validation_document,
+    validation_record,
     worst_rows,
 )
 from flopwise.references.validate.validation import (
@@ -31,6 +28,9 @@ from flopwise.references.validate.validation import (
     rank_correlation,
     validate,
 )
+from flopwise.report.document import to_csv, to_markdown
+from flopwise.store.runs import to_text
+from tests.support.printing import shown
 
 JSON_KEYS = {
     "table",
@@ -171,9 +171,7 @@ def validated(table: str) -> Validation:
 
 
 def printed_page(validation: Validation, *, every_row: bool = False, width: int = 80) -> str:
-    console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(validation_page(validation, width, every_row=every_row))
-    return console.export_text()
+    return shown(validation_document(validation, every_row=every_row), width)
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -217,13 +215,13 @@ def test_a_page_without_any_error() -> None:
     assert "0 of 4 rows compared" in page
     assert "3 measured without a prediction" in " ".join(page.split())
     assert "median" not in page
-    assert json.loads(validation_json(nothing))["median_error"] is None
+    assert json.loads(to_text(validation_record(nothing)))["median_error"] is None
 
 
 def test_json_has_the_agreed_keys() -> None:
-    with_memory = json.loads(validation_json(validated("nanotron")))
+    with_memory = json.loads(to_text(validation_record(validated("nanotron"))))
     assert set(with_memory) == {*JSON_KEYS, "oom_accuracy"}
-    without = json.loads(validation_json(validate("vtrain", four_cases(), [1.0] * 4, protocol="p")))
+    without = json.loads(to_text(validation_record(validate("vtrain", four_cases(), [1.0] * 4, protocol="p"))))
     assert set(without) == JSON_KEYS
     assert set(without["rows"][0]) == {field.name for field in fields(ValidatedRow)}
     assert with_memory["n"] == sum(row["error"] is not None for row in with_memory["rows"])
@@ -231,10 +229,10 @@ def test_json_has_the_agreed_keys() -> None:
 
 def test_csv_and_markdown_have_every_row() -> None:
     validation = validated("megatron")
-    rows = list(csv.DictReader(io.StringIO(validation_csv(validation))))
+    rows = list(csv.DictReader(io.StringIO(to_csv(validation_document(validation)))))
     assert list(rows[0]) == [field.name for field in fields(ValidatedRow)]
     assert [float(row["error"]) for row in rows] == [row.error for row in validation.rows]
-    text = validation_markdown(validation)
+    text = to_markdown(validation_document(validation))
     assert sum(line.startswith("|") for line in text.splitlines()) == 2 * 3 + 6 + 10 + 10
     assert r"\|predicted ÷ measured − 1\|" in text
 

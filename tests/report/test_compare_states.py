@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from flopwise.cli import sweep_launch
 from flopwise.report.results_files import results_csv
-from flopwise.report.run_comparison import Measured, compared, comparison_page, percent_words, quantiles_of
+from flopwise.report.run_comparison import Measured, compared, comparison_document, percent_words, quantiles_of
 from flopwise.store.cells import SweepRecord
 from flopwise.store.collecting import collect
 from flopwise.store.results import Result
 from flopwise.store.runs import VARIABLE, read_record, write_record
 from flopwise.store.sweeps import write_cell, write_sweep
 from tests.cli.test_cli_fuzz import answered
+from tests.support.printing import printed
 from tests.support.result_rows import a_result, lost
 from tests.support.run_stores import STARTED, a_cell, make_store, noisy_steps, write_attempted, write_run
 
@@ -160,9 +159,7 @@ def test_a_narrow_table_keeps_what_tells_rows_apart() -> None:
             for batch in (16, 32)
         )
     ]
-    page = comparison_page(compared(rows, rows, names=("a", "b"), threshold=0.03), 80)
-    text = io.StringIO()
-    Console(width=80, file=text).print(page)
-    header = next(line for line in text.getvalue().splitlines() if "verdict" in line)
+    lines = printed(comparison_document(compared(rows, rows, names=("a", "b"), threshold=0.03)), 80)
+    header = next(line for line in lines if "verdict" in line)
     assert "batch" in header and "model" not in header
-    assert max(map(len, text.getvalue().splitlines())) <= 80
+    assert max(map(len, lines)) <= 80

@@ -9,23 +9,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from flopwise.report.device_plan_files import device_plan_csv, device_plan_json, device_plan_markdown
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console, RenderableType
 
 from flopwise.base.units import show_bytes
 from flopwise.records.plan import Forecast, Help, Plan, Planned, Residency
 from flopwise.records.prediction import Interval
 from flopwise.report.device_plans import (
-    device_plan_page,
+    device_plan_document,
+    device_plan_record,
     help_words,
     interval_words,
     memory_rows,
     residency_words,
     value_words,
 )
+from flopwise.report.document import to_csv, to_markdown
+from flopwise.report.tables import style_of
+from flopwise.store.runs import to_text
 from flopwise.work.parameters import ENDS, End
+from tests.support.printing import shown
 
 GIB = 2**30
 TITLE = "NVIDIA H200"
@@ -114,29 +117,22 @@ def some_planned() -> Planned:
     )
 
 
-def shown(page: RenderableType, width: int) -> str:
-    """A page as the terminal gets it."""
-    text = io.StringIO()
-    console = Console(file=text, width=width, highlight=False, markup=False, emoji=False)
-    console.print(page, crop=False)
-    return text.getvalue()
-
-
 def folded(text: str) -> str:
     return " ".join(text.split())
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_a_page_keeps_to_the_width_and_cuts_no_word(width: int) -> None:
-    page = device_plan_page(some_planned(), TITLE)
-    narrow = shown(page, width)
+    narrow = shown(device_plan_document(some_planned(), TITLE), width)
     assert all(len(line) <= width for line in narrow.splitlines())
-    assert {word for word in narrow.split() if "─" not in word} <= set(shown(page, 1000).split())
+    assert {word for word in narrow.split() if "─" not in word} <= set(
+        shown(device_plan_document(some_planned(), TITLE), 1000).split()
+    )
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_page_says_it_all(width: int) -> None:
-    text = folded(shown(device_plan_page(some_planned(), TITLE), width))
+    text = folded(shown(device_plan_document(some_planned(), TITLE), width))
     for words in (
         "llama-3-8b · 1 × NVIDIA H200 · sequence 8,192 · AdamW · bf16",
         "caps: device 40.0 GiB, host 110 GiB",
@@ -159,7 +155,7 @@ def test_a_page_says_it_all(width: int) -> None:
 
 
 def test_memory_in_words() -> None:
-    rows = {row[0]: (row[2].plain, row[4].plain) for row in memory_rows(some_planned())}
+    rows = {row[0]: (row[2], row[4]) for row in memory_rows(some_planned())}
     assert rows["weights"] == ("19 of 32 blocks, embedding and head stay, 13 pass through 2 slots", "the other 13")
     assert rows["optimizer"] == ("32 blocks pass through 2 slots", "m and v, bf16; all 32, embedding and head")
     assert rows["activations"] == (
@@ -180,7 +176,7 @@ def test_the_total_is_held_against_the_cap(cap: int, words: str, style: str) -> 
     planned = some_planned()
     found = replace(planned, plan=replace(planned.plan, device_memory_bytes=cap * GIB))
     verdict = memory_rows(found)[-1][2]
-    assert (verdict.plain, verdict.style) == (words, style)
+    assert (verdict, style_of(verdict)) == (words, style)
 
 
 def test_everything_on_the_device() -> None:
@@ -199,8 +195,8 @@ def test_everything_on_the_device() -> None:
         planned.forecast, host_bytes={}, copy_in_bytes=0, copy_out_bytes=0, idle={}, exposed_copy_s=0.0, recompute_s=0.0
     )
     found = replace(planned, plan=plan, forecast=forecast, reasons={}, interval=None, helps=(), searched=0)
-    text = folded(shown(device_plan_page(found, TITLE), 80))
-    rows = {row[0]: row[2].plain for row in memory_rows(found)}
+    text = folded(shown(device_plan_document(found, TITLE), 80))
+    rows = {row[0]: row[2] for row in memory_rows(found)}
     assert rows["weights"] == "all 32 blocks, embedding and head stay"
     assert rows["optimizer"] == "all 32 blocks, embedding and head stay; m and v, bf16"
     for words in (
@@ -218,14 +214,14 @@ def test_the_update_at_the_end_borrows_and_a_rule_keeps_copies() -> None:
     planned = some_planned()
     plan = replace(planned.plan, update_when="end", host_copies=True, rule="dataflow 2025-07")
     found = replace(planned, plan=plan)
-    rows = {row[0]: (row[2].plain, row[4].plain) for row in memory_rows(found)}
+    rows = {row[0]: (row[2], row[4]) for row in memory_rows(found)}
     assert rows["optimizer"][0] == "32 blocks pass through 2 slots in the room of activations"
     assert rows["weights"][1] == "copies of all 32"
-    text = folded(shown(device_plan_page(found, TITLE), 80))
+    text = folded(shown(device_plan_document(found, TITLE), 80))
     assert "by the rule dataflow 2025-07" in text
     assert "when all gradients are there" in text
     on_host = replace(found, plan=replace(plan, update_place="host", host_copies=False))
-    assert memory_rows(on_host)[0][4].plain == "all 32, updated there"
+    assert memory_rows(on_host)[0][4] == "all 32, updated there"
 
 
 @pytest.mark.parametrize(
@@ -250,7 +246,7 @@ def test_optimizers_and_formats_in_words() -> None:
         ("sgd", "bf16-mixed", "master weights, fp32"),
     ):
         plan = replace(planned.plan, optimizer=optimizer, precision=precision)  # type: ignore[arg-type]
-        assert words in {row[0]: row[4].plain for row in memory_rows(replace(planned, plan=plan))}["optimizer"]
+        assert words in {row[0]: row[4] for row in memory_rows(replace(planned, plan=plan))}["optimizer"]
 
 
 def test_a_sequence_in_chunks() -> None:
@@ -263,10 +259,10 @@ def test_a_sequence_in_chunks() -> None:
             saves=("FfI",) * 32,
             attention=attention,  # type: ignore[arg-type]
         )
-        text = folded(shown(device_plan_page(replace(planned, plan=plan), TITLE), 120))
+        text = folded(shown(device_plan_document(replace(planned, plan=plan), TITLE), 120))
         assert "chunk 3,000 tokens (3 make a sequence) · 3 chunks a round · 12 rounds a step = 98,304 tokens" in text
         assert words in text
-        rows = {row[0]: row[2].plain for row in memory_rows(replace(planned, plan=plan))}
+        rows = {row[0]: row[2] for row in memory_rows(replace(planned, plan=plan))}
         assert rows["activations"] == "9 slots for (layer, chunk), 64 stay, 32 of them not full"
 
 
@@ -286,7 +282,7 @@ def test_the_interval_in_words() -> None:
     assert interval_words(Interval(low_s=0.8, high_s=1.1, basis="b"), 1.0)[0] == " (−10 % to +25 %)"
     unknown = Interval(low_s=0.1, high_s=20.0, basis="b", outside=("larger model",))
     assert interval_words(unknown, 1.0) == ("", "nothing of this kind has been measured")
-    text = folded(shown(device_plan_page(replace(some_planned(), interval=unknown), TITLE), 80))
+    text = folded(shown(device_plan_document(replace(some_planned(), interval=unknown), TITLE), 80))
     assert "outside no such data, so the interval is wider: larger model" in text
 
 
@@ -306,7 +302,7 @@ def test_reasons_name_their_values() -> None:
 
 def test_json_has_the_names_that_others_read() -> None:
     planned = some_planned()
-    record = json.loads(device_plan_json(planned))
+    record = json.loads(to_text(device_plan_record(planned)))
     assert record["model"] == "llama-3-8b"
     assert record["hardware"] == "h200"
     assert (record["param_blocks"], record["resident_param_blocks"]) == (21, 19)
@@ -331,12 +327,13 @@ def test_json_has_the_names_that_others_read() -> None:
 def test_csv_parses_back() -> None:
     planned = some_planned()
     other = replace(planned, interval=None, forecast=replace(planned.forecast, host_bytes={"spill": 5}))
-    rows = list(csv.DictReader(io.StringIO(device_plan_csv([planned, other]))))
+    texts = [to_csv(device_plan_document(one, TITLE)) for one in (planned, other)]
+    rows = [row for text in texts for row in csv.DictReader(io.StringIO(text))]
     assert len(rows) == 2
     for row, found in zip(rows, (planned, other), strict=True):
         assert float(row["step_s"]) == found.forecast.step_s
         assert float(row["tokens_per_s"]) == found.forecast.tokens_per_s
-        assert int(row["host_bytes_spill"]) == found.forecast.host_bytes.get("spill", 0)
+        assert int(row.get("host_bytes_spill", 0)) == found.forecast.host_bytes.get("spill", 0)
         assert int(row["host_saved_attention"]) == 15
         for place in ("device", "host"):
             owned = [int(size) for name, size in row.items() if name.startswith(f"{place}_bytes_")]
@@ -346,11 +343,10 @@ def test_csv_parses_back() -> None:
 
 
 def test_markdown_is_a_table_for_people() -> None:
-    lines = device_plan_markdown([some_planned()]).splitlines()
+    lines = to_markdown(device_plan_document(some_planned(), TITLE)).splitlines()
     assert lines[0].startswith("| model ")
     assert "✓ 34.8 GiB of 40.0 GiB" in lines[2]
     assert any(line.startswith("| weights") and "the other 13" in line for line in lines)
-    assert len(device_plan_markdown([some_planned()] * 2).splitlines()) == 4
 
 
 # -- any sizes ------------------------------------------------------------------------------------------------------
@@ -406,10 +402,11 @@ def any_planned(draw: st.DrawFn) -> Planned:
 @settings(max_examples=60, deadline=None)
 @given(planned=any_planned(), width=st.sampled_from([80, 120]))
 def test_any_page_keeps_to_the_width_and_cuts_no_word(planned: Planned, width: int) -> None:
-    page = device_plan_page(planned, TITLE)
-    narrow = shown(page, width)
+    narrow = shown(device_plan_document(planned, TITLE), width)
     assert all(len(line) <= width for line in narrow.splitlines())
-    assert {word for word in narrow.split() if "─" not in word} <= set(shown(page, 2000).split())
+    assert {word for word in narrow.split() if "─" not in word} <= set(
+        shown(device_plan_document(planned, TITLE), 2000).split()
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -424,9 +421,9 @@ def test_any_memory_adds_up(planned: Planned) -> None:
             assert row[column] == (show_bytes(size) if size else "-")
         total = sum(sizes.values())
         assert rows[-1][column] == (show_bytes(total) if total else "-")
-    record = json.loads(device_plan_json(planned))
+    record = json.loads(to_text(device_plan_record(planned)))
     assert record["device_bytes"] == sum(planned.forecast.device_bytes.values())
     saved = (*record["host_saved"].values(), *record["device_saved"].values())
     assert sum(saved) == planned.plan.layers * planned.plan.chunks_per_round
-    (flat,) = csv.DictReader(io.StringIO(device_plan_csv([planned])))
+    (flat,) = csv.DictReader(io.StringIO(to_csv(device_plan_document(planned, TITLE))))
     assert int(flat["host_bytes"]) == record["host_bytes"]

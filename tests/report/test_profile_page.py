@@ -1,146 +1,143 @@
-"""The HTML page: whole, self-contained, and nothing that a file says becomes markup."""
+"""Profiles on the page: whole, self-contained, and nothing that a file says becomes markup."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
-from flopwise.report.profile_page import profiles_page
 
 from flopwise.profile.explain.comparing import compare
 from flopwise.profile.explain.verdicts import verdicts
 from flopwise.records.profile import METRICS, MemoryUse, Profile, Value
+from flopwise.report.page.page import page_html
+from flopwise.report.page.profiles import profiles_page
 from tests.profile.test_profile_comparison import documents
 from tests.report.test_profile_report import HOSTILE, a_profile, hostile_profile, invalid_verdict
 
-VOID = {"meta", "br"}
-ALLOWED = {
-    *(
-        "html",
-        "head",
-        "meta",
-        "title",
-        "style",
-        "body",
-        "h1",
-        "h2",
-        "h3",
-        "p",
-        "div",
-        "span",
-        "section",
-        "b",
-        "br",
-        "i",
-    ),
-    *("table", "tr", "th", "td", "small", "ol", "ul", "li", "a", "svg", "rect", "path"),
-}
-
 
 class Page(HTMLParser):
-    """Checks on the way that what is opened is closed; keeps tags, attributes and words."""
+    """Keeps tags and attributes, and the data that the page brings."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.open: list[str] = []
         self.tags: set[str] = set()
         self.attributes: list[tuple[str, str, str]] = []
-        self.words: list[str] = []
+        self.is_data = False
+        self.text = ""
         self.feed(text)
         self.close()
-        assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        self.is_data = ("id", "data") in attrs
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
-            self.words.append(data)
+        self.text += data if self.is_data else ""
 
     @property
-    def text(self) -> str:
-        return " ".join(self.words)
+    def data(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.text)
+        return found
 
 
 def page_of(*profiles: Profile) -> str:
     judged = [(profile, verdicts(profile)) for profile in profiles]
-    return profiles_page(judged, compare(profiles) if len(profiles) > 1 else None)
+    return page_html(profiles_page(judged, compare(profiles) if len(profiles) > 1 else None))
+
+
+def detail_of(profile: Profile) -> dict[str, Any]:
+    (found,) = Page(page_of(profile)).data["details"].values()
+    assert isinstance(found, dict)
+    return found
+
+
+def table(detail: dict[str, Any], title: str) -> list[list[str]]:
+    (rows,) = [each["rows"] for each in detail["tables"] if each["title"] == title]
+    assert isinstance(rows, list)
+    return rows
 
 
 def test_the_page_needs_nothing_else() -> None:
-    text = page_of(a_profile(), *documents("batch_sizes.md"))
-    page = Page(text)
-    assert page.tags <= ALLOWED
-    policy = [value for tag, name, value in page.attributes if tag == "meta" and name == "content"]
-    assert "default-src 'none'; style-src 'unsafe-inline'" in policy
+    page = Page(page_of(a_profile(), *documents("batch_sizes.md")))
+    (policy,) = [value for tag, name, value in page.attributes if tag == "meta" and "default-src" in value]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert not any(
-        name in ("src", "srcset", "data", "action") or name.startswith("on") for _, name, _ in page.attributes
+        name in ("src", "srcset", "action") or name.startswith("on") for _, name, _ in page.attributes if name != "data"
     )
-    assert all(value.startswith("#p") for _, name, value in page.attributes if name == "href")
-    assert "url(" not in text
-    assert "@import" not in text
-    assert "prefers-color-scheme:dark" in text
-    targets = {value for _, name, value in page.attributes if name == "id"}
-    assert {value.removeprefix("#") for _, name, value in page.attributes if name == "href"} == targets
+    assert all(value.startswith(("#", "data:")) for _, name, value in page.attributes if name == "href")
+    assert page.data["of_profiles"]
+    assert [each["title"] for each in page.data["tables"]][:1] == ["What was profiled?"]
+    assert page.data["count"] == len(page.data["details"]) == 1 + len(documents("batch_sizes.md"))
 
 
-def test_every_panel_is_there() -> None:
-    text = Page(page_of(a_profile())).text
+def test_every_part_is_there() -> None:
+    detail = detail_of(a_profile())
+    titles = {each["title"] for each in detail["tables"]}
+    assert titles == {
+        "Figures",
+        "Busy time by class",
+        "Activity by engine",
+        "Kernels",
+        "Operators",
+        "Device memory",
+        "Memory as planned and as it was",
+        "Tasks, as predicted and as they ran",
+        "Tasks that differ most",
+        "Train metrics",
+        "System",
+    }
+    text = json.dumps(detail, ensure_ascii=False)
     for words in (
-        *("Where did the time go?", "Which engines had work?", "how near are they to their roofs?", "Does it fit?"),
-        *("Was the prediction right?", "What limits it?", "What are the figures?", "What did the trainer say?"),
         *("the trace ends within step 3", "a note", "25 % of the device's 80 GiB is taken.", "unaccounted", "idle"),
         *("data-movement-bound", "gemm_kernel", "500 TFLOP/s", "Over 1 s: the peak is 20 GiB."),
     ):
         assert words in text, words
+    assert detail["why"]
+    assert detail["memory_over_time"]
 
 
-def test_panels_without_figures_are_left_out() -> None:
-    page = Page(page_of(Profile(name="empty", format="trainer")))
-    assert "?" not in page.text
-    assert "svg" not in page.tags
+def test_what_is_not_known_is_left_out() -> None:
+    detail = detail_of(Profile(name="empty", format="trainer"))
+    assert detail["tables"] == detail["memory"] == detail["memory_over_time"] == detail["classes"] == []
+    assert detail["tasks"] is detail["operators"] is None
 
 
-def test_bars_are_as_long_as_their_shares() -> None:
-    text = page_of(a_profile(tasks=(), memory_over_time=()))
-    widths = [float(width) for width in re.findall(r'<rect class="bar" width="([0-9.]+)%"', text)]
+def test_shares_and_memory_are_those_of_the_profile() -> None:
+    detail = detail_of(a_profile(tasks=(), memory_over_time=(), memory_planned=()))
     # gemm 0.35 s, copy 0.25 s, idle 0.1 s, then copies 0.3 s: of 0.7 s each.
-    assert widths == [pytest.approx(share, abs=1e-3) for share in (50.0, 35.714, 14.286, 42.857)]
-    pieces = re.findall(r'<rect x="([0-9.]+)%" width="([0-9.]+)%" height="26"', text)
-    assert [(float(start), float(width)) for start, width in pieces] == [(0.0, 12.5), (12.5, 10.0), (22.5, 2.5)]
+    shares = [each["share"] for each in (*detail["classes"], *detail["engines"])]
+    assert shares == [pytest.approx(share, abs=1e-5) for share in (0.5, 0.35714, 0.14286, 0.42857)]
+    (bar,) = detail["memory"]
+    of_cap = [size / bar["cap_bytes"] for size in bar["measured_bytes"]]
+    assert of_cap == [pytest.approx(share) for share in (0.125, 0.1, 0.025)]
+    assert bar["planned_bytes"] is None
 
 
-def test_predicted_stands_above_measured() -> None:
-    text = page_of(a_profile())
-    rows = re.findall(r'class="(predicted|measured)" aria-label="([a-z-]+), (\w+)"', text)
-    assert rows == [(kind, stream, kind) for stream in ("copy-in", "compute") for kind in ("predicted", "measured")]
-    # The measured step is the longer one, 0.9 s: 0.1 s of it are 11.1 %.
-    assert re.search(r'<rect x="0.000%" width="11.111%" height="14"><title>load weights 0: 100 ms</title>', text)
+def test_tasks_have_both_times() -> None:
+    tasks = detail_of(a_profile())["tasks"]
+    assert tasks["streams"] == ["copy-in", "compute"]
+    first = tasks["name"].index("load weights 0")
+    assert tasks["measured_end_ns"][first] - tasks["measured_start_ns"][first] == 200_000_000
+    assert tasks["predicted_end_ns"][first] - tasks["predicted_start_ns"][first] == 100_000_000
 
 
 def test_names_never_become_markup() -> None:
     hostile = hostile_profile()
     quotes = replace(hostile, name="\"><img src=x onerror=alert(1)>' onload='x")
     judged = [(profile, (*verdicts(profile), invalid_verdict())) for profile in (hostile, quotes)]
-    text = profiles_page(judged, compare([hostile, quotes]))
+    text = page_html(profiles_page(judged, compare([hostile, quotes])))
     page = Page(text)
-    assert page.tags <= ALLOWED
+    assert "img" not in page.tags
     assert not any(name.startswith("on") or name == "src" for _, name, _ in page.attributes)
-    assert "<script>alert(1)</script>" in page.text, "it is told as it is, as text"
+    assert "<script>alert(1)</script>" in json.dumps(page.data), "it is told as it is, as text"
     assert not any(sign in text for sign in "\x1b\x9b\u202e")
-    Page(profiles_page([(replace(hostile, name=HOSTILE * 1000), ())]))
+    assert "<script>alert(1)" not in text
+    Page(page_html(profiles_page([(replace(hostile, name=HOSTILE * 1000), ())]))).data["details"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0, 1e300])
@@ -151,8 +148,7 @@ def test_figures_that_cannot_be_right_leave_the_page_whole(value: float) -> None
         memory_total_bytes=value,
         memory_over_time=((0.0, value), (1.0, value), (value, 1.0)),
     )
-    text = page_of(profile, a_profile())
-    Page(text)
-    for width in re.findall(r'(?:width|x)="([^"]*)%"', text):
-        assert 0 <= float(width) <= 100
-    assert not re.search(r'd="[^"]*(nan|inf)', text)
+    page = Page(page_of(profile, a_profile()))
+    (first, _) = page.data["details"].values()
+    assert all(isinstance(number, float | int) for point in first["memory_over_time"] for number in point)
+    assert not re.search(r":(NaN|Infinity)", page.text)

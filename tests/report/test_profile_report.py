@@ -11,9 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from flopwise.report.profile_files import CSV_FIELDS, profiles_csv, profiles_json, profiles_markdown
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
 
 from flopwise.profile.explain.comparing import compare
 from flopwise.profile.explain.verdicts import verdicts
@@ -31,8 +29,9 @@ from flopwise.records.profile import (
     known,
 )
 from flopwise.report.profile_timeline import furthest, kind_of, profile_trace, sums
-from flopwise.report.profiles import curve, memory_rows, profile_page, profiles_table, reached_words
+from flopwise.report.profiles import FIELDS, curve, memory_rows, profiles_document, reached_words
 from flopwise.store.runs import from_text
+from tests.support.printing import printed, profiles_csv, profiles_json, profiles_markdown
 
 GIB = 2.0**30
 HOSTILE = "a|b\n<script>alert(1)</script>\x1b[31m [bold]x[/bold] `c` \x9b2J \u202e& \"q\" 'z' \\"
@@ -120,15 +119,8 @@ def invalid_verdict() -> Verdict:
     return Verdict(kind="invalid", share=None, evidence=(evidence,), advice=HOSTILE, detail=HOSTILE)
 
 
-def printed(page: RenderableType, width: int) -> list[str]:
-    text = io.StringIO()
-    console = Console(file=text, width=width, highlight=False, markup=False, emoji=False)
-    console.print(page, crop=False)
-    return [line.rstrip() for line in text.getvalue().splitlines()]
-
-
 def page_of(profile: Profile, width: int) -> list[str]:
-    return printed(profile_page(profile, verdicts(profile), width), width)
+    return printed(profiles_document([(profile, verdicts(profile))]), width)
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
@@ -260,7 +252,7 @@ def test_an_empty_profile_has_a_page() -> None:
 def test_several_profiles_are_a_table(width: int) -> None:
     names = [f"a rather long name of a section · padding {number}" for number in (16, 32, 64)]
     profiles = [a_profile(name=name) for name in names] + [Profile(name="empty", format="trainer")]
-    lines = printed(profiles_table([(profile, verdicts(profile)) for profile in profiles], width), width)
+    lines = printed(profiles_document([(profile, verdicts(profile)) for profile in profiles]), width)
     # Each of the three was cut, and the table says so of each.
     assert lines[5:7] == ["", "warnings"]
     assert sum("the trace ends within step 3" in line for line in lines[7:]) == 3
@@ -327,14 +319,14 @@ def test_json_survives_numbers_and_names_that_are_none() -> None:
 
 def test_csv_is_tidy_and_exact() -> None:
     rows = list(csv.DictReader(io.StringIO(profiles_csv([(a_profile(), ()), (a_profile(), ())]))))
-    assert tuple(rows[0]) == CSV_FIELDS
+    assert tuple(rows[0]) == FIELDS
     found = {(row["profile"], row["group"], row["name"], row["unit"]): row for row in rows}
     assert {row["profile"] for row in rows} == {"run 0142", "run 0142 (2)"}
     mfu = found["run 0142", "matrix_engine", "mfu", "share"]
     assert (float(mfu["value"]), mfu["source"]) == (0.343, "counted")
     assert float(found["run 0142", "memory", "total", "B"]["value"]) == 20 * GIB
     assert float(found["run 0142", "kernels", "gemm_kernel", "FLOP"]["value"]) == 1.5e14
-    assert profiles_csv([]) == ",".join(CSV_FIELDS) + "\n"
+    assert profiles_csv([]) == ",".join(FIELDS) + "\n"
 
 
 def test_markdown_tables_are_whole() -> None:
@@ -356,7 +348,9 @@ Writer = Callable[[Sequence[tuple[Profile, Sequence[Verdict]]]], str]
 
 def terminal_text(judged: Sequence[tuple[Profile, Sequence[Verdict]]]) -> str:
     (profile, found), *_ = judged
-    return "\n".join([*printed(profile_page(profile, found, 80), 80), *printed(profiles_table(judged, 80), 80)])
+    return "\n".join(
+        [*printed(profiles_document([(profile, found)]), 80), *printed(profiles_document([*judged, *judged]), 80)]
+    )
 
 
 def trace_text(judged: Sequence[tuple[Profile, Sequence[Verdict]]]) -> str:

@@ -15,21 +15,16 @@ from hypothesis import strategies as st
 from flopwise.profile.explain.verdicts import verdicts
 from flopwise.records.profile import METRICS, Evidence, MemoryUse, Peaks, Profile, Unit, Value, Verdict, known
 from flopwise.report.profile_words import (
-    BINARY,
     CLAUSES,
     FEWEST_WORDS,
     MOST_WORDS,
     TITLES,
-    about,
-    change_words,
     clause,
-    safe,
-    scaled,
-    shortened,
     title,
-    why_lines,
     why_paragraph,
 )
+from flopwise.report.tables import folded
+from flopwise.report.words import BINARY, about, change_words, safe, scaled, shortened
 from tests.report.test_profile_report import HOSTILE, a_profile, hostile_profile
 
 NEURON = Path(__file__).parents[1] / "data" / "neuron"
@@ -208,7 +203,7 @@ def test_why_does_not_deny_a_limit_that_holds() -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_no_line_begins_with_a_unit(width: int) -> None:
-    lines = why_lines(batch_16(), verdicts(batch_16()), width)
+    lines = folded(why_paragraph(batch_16(), verdicts(batch_16())), width)
     assert " ".join(lines) == why_paragraph(batch_16(), verdicts(batch_16()))
     assert max(map(len, lines)) <= width
     assert not any(re.match(r"(%|ms|s|FLOP/B)\b|%", line) for line in lines)

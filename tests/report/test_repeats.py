@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from flopwise.report.repeats import lines_of, plus_minus
-from flopwise.report.results import results_markdown, results_table
+from flopwise.report.results import results_document
 from flopwise.report.results_files import read_results_csv, results_csv
 from flopwise.store.results import Result
-from tests.report.test_training_report import printed
+from tests.support.printing import printed, results_markdown
 from tests.support.result_rows import a_result, lost, mixed
 
 RATES = (420_900.0, 421_300.0, 421_600.0)
@@ -42,7 +42,7 @@ def test_repeats_are_one_line() -> None:
 
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_the_table_says_how_sure_it_is(width: int) -> None:
-    lines = printed(results_table([*three(), a_result(run="0009", cell="ff")], width), width)
+    lines = printed(results_document([*three(), a_result(run="0009", cell="ff")]), width)
     assert sum("421,300 ± 900 (3 runs)" in line for line in lines) == 1
     assert max(cell_len(line) for line in lines) <= width
     assert [line.split()[0] for line in lines[-2:]] == ["0001…0003", "0009"]
@@ -58,7 +58,7 @@ def test_markdown_says_it_too() -> None:
 def test_programs_get_every_measurement() -> None:
     assert read_results_csv(results_csv(three())) == three()
     assert results_markdown(three(), ["run", "tokens_per_s"]).count("\n| 000") == 3
-    assert [line.strip() for line in printed(results_table(three(), 80, ["run"]), 80)] == [
+    assert [line.strip() for line in printed(results_document(three(), ["run"]), 80)] == [
         "run",
         "0001",
         "0002",

@@ -22,8 +22,7 @@ from flopwise.report.results import (
     peak_lines,
     precision_parts,
     provenance_lines,
-    results_markdown,
-    results_table,
+    results_document,
     spread_words,
 )
 from flopwise.store.cells import Attempt, Cell, Foreseen, Settings, cell_id
@@ -37,7 +36,8 @@ from flopwise.store.results import (
     result_of_run,
     settings_of,
 )
-from tests.report.test_training_report import a_measurement, a_record, printed
+from tests.report.test_training_report import a_measurement, a_record
+from tests.support.printing import printed, results_markdown
 from tests.support.result_rows import OOM_REASON, a_result, lost, mixed
 
 DOCUMENT = Path(__file__).parents[1] / "data" / "mpt_tables.md"
@@ -251,7 +251,7 @@ def test_more_than_the_peak_is_an_error() -> None:
 
 
 def table_lines(rows: list[Result], width: int, columns: list[str] | None = None) -> list[str]:
-    return printed(results_table(rows, width, columns), width)
+    return printed(results_document(rows, columns), width)
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 160, 220])
@@ -395,7 +395,7 @@ def test_provenance_is_told_once_for_each_environment() -> None:
 
 def test_what_utilisation_divides_by() -> None:
     assert peak_lines([a_result(devices=2, peak_flops=2 * 989.5e12), a_result()]) == [
-        "H200 BF16: 989.5 TFLOP/s of bf16 a device; FLOPs counted `causal`: half the square of attention, "
+        "H200 BF16: 989.5 TFLOP/s of bf16 a device; FLOPs counted causal: half the square of attention, "
         "matrix products only"
     ]
     measured_anew = [a_result(peak_flops=peak, hardware="this-cpu", peak_format="fp32") for peak in (0.1e12, 0.101e12)]

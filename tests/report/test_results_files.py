@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.references.published.results import read_results
-from flopwise.report.results import results_markdown
-from flopwise.report.results_files import SOURCES, kinds, read_results_csv, read_results_json, results_csv, results_json
+from flopwise.report.results_files import SOURCES, kinds, read_results_csv, read_results_json, results_csv
 from flopwise.store.results import FIELDS, Result
+from tests.support.printing import results_json, results_markdown
 from tests.support.result_rows import a_result, mixed
 
 DOCUMENT = Path(__file__).parents[1] / "data" / "mpt_tables.md"

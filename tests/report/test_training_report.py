@@ -11,29 +11,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
 
 from flopwise.catalog.load import load_model, model_table
 from flopwise.records.measurement import Measurement, MemoryRow, RunRecord, StepRecord
 from flopwise.report import runs
-from flopwise.report.runs import curve, data_parts, plan_parts, run_entry, run_page, run_rows, training_parts
-from flopwise.report.tables import fitting_columns, text_table
+from flopwise.report.document import Table, facts
+from flopwise.report.runs import (
+    curve,
+    data_parts,
+    indexed_entry,
+    plan_parts,
+    run_document,
+    runs_document,
+    training_parts,
+)
+from flopwise.report.tables import wrapped
 from flopwise.report.training import (
-    clock_words,
-    end_page,
+    end_document,
     evaluation_words,
-    labelled,
-    loss_words,
     measured_parts,
     memory_table,
     metric_words,
     metrics_block,
-    seconds_words,
     step_table,
-    wrapped,
 )
+from flopwise.report.words import clock_words, loss_words, seconds_words
 from flopwise.setup.training import Training
+from flopwise.store.index import indexed
 from flopwise.store.runs import Listed
+from tests.support.printing import printed
 
 GIB = 2**30
 NAN = float("nan")
@@ -179,13 +185,6 @@ def a_record(**changes: Any) -> RunRecord:
     return replace(plain, **changes)
 
 
-def printed(page: RenderableType, width: int) -> list[str]:
-    console = Console(width=width, highlight=False, markup=False, emoji=False)
-    with console.capture() as capture:
-        console.print(page, crop=False)
-    return [line.rstrip() for line in capture.get().splitlines()]
-
-
 def keeps_to(lines: list[str], width: int) -> None:
     assert max(map(cell_len, lines)) <= width, max(lines, key=cell_len)
 
@@ -296,7 +295,7 @@ def test_a_small_model_is_shown_in_small_units() -> None:
     rows = (MemoryRow(place="device", owner="weights", planned_bytes=3 * 2**20, measured_bytes=900 * 2**10),)
     assert "peak 900 KiB (planned 3.00 MiB)" in measured_parts(a_measurement(memory=rows))
     record = a_record(measurement=a_measurement(memory=rows, step_s=0.00321))
-    page = "\n".join(printed(run_page(record, [], 120), 120))
+    page = "\n".join(printed(run_document(record, []), 120))
     assert "3.21 ms" in page
     assert "host planned" not in page
 
@@ -334,7 +333,7 @@ def test_an_owner_that_took_less_than_planned() -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_end_of_a_run(width: int) -> None:
-    lines = printed(end_page(a_record(), width), width)
+    lines = printed(end_document(a_record(), None), width)
     keeps_to(lines, width)
     assert "\n".join(lines).startswith(BLOCK)
     assert lines[-1] == "saved run 0142   next: flopwise show 0142"
@@ -344,14 +343,14 @@ def test_the_end_of_a_run(width: int) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_end_of_an_interrupted_run(width: int) -> None:
     record = a_record(state="interrupted", steps_done=12, reason="SIGINT", measurement=None, metrics={})
-    lines = printed(end_page(record, width, store="my runs"), width)
+    lines = printed(end_document(record, "my runs"), width)
     keeps_to(lines, width)
     assert lines[0].startswith("interrupted: 12 of 20 steps · SIGINT · checkpoint checkpoints/000020")
     assert "flopwise train --resume 0142 --store 'my runs'" in " ".join(lines)
 
 
 def test_one_step_is_too_few_to_measure() -> None:
-    lines = printed(end_page(a_record(measurement=None, metrics={}), 80), 80)
+    lines = printed(end_document(a_record(measurement=None, metrics={}), None), 80)
     assert lines[0] == "too few steps to measure a speed"
 
 
@@ -367,11 +366,15 @@ def test_lines_are_never_too_long_and_lose_nothing(parts: list[str], width: int,
 
 
 def test_labels_stand_in_a_column() -> None:
-    lines = labelled([("model", ["gpt2", "124 M parameters"]), ("none", []), ("longer label", ["x" * 30])], 40)
+    lines = printed(facts([("model", "gpt2 · 124 M parameters"), ("none", ""), ("longer label", "x" * 30)]), 40)
     assert lines == ["model         gpt2 · 124 M parameters", "longer label  " + "x" * 26, " " * 14 + "x" * 4]
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
+
+
+def run_entry(listed: Listed, last: StepRecord | None) -> dict[str, Any]:
+    return indexed_entry(indexed(listed), listed.folder, last)
 
 
 def entries() -> list[dict[str, Any]]:
@@ -390,7 +393,9 @@ def entries() -> list[dict[str, Any]]:
 
 
 def test_every_run_has_a_row() -> None:
-    rows = [dict(zip(runs.COLUMNS, row, strict=True)) for row in run_rows(entries())]
+    (table,) = runs_document(entries(), Path("runs")).blocks
+    assert isinstance(table, Table)
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     assert rows[0] == {
         "run": "0001",
         "state": "done",
@@ -419,9 +424,7 @@ def test_entries_have_the_same_fields() -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_listing_keeps_to_the_terminal(width: int) -> None:
-    rows = run_rows(entries())
-    shown = fitting_columns(runs.COLUMNS, rows, width, runs.GIVING_WAY)
-    lines = printed(text_table(runs.COLUMNS, rows, runs.WORDS, shown=shown), width)
+    lines = printed(runs_document(entries(), Path("runs")), width)
     keeps_to(lines, width)
     assert {"run", "state", "model", "steps", "loss", "tok/s"} <= set(lines[0].split())
     assert ("task" in lines[0]) == (width == 120)
@@ -430,7 +433,7 @@ def test_a_listing_keeps_to_the_terminal(width: int) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_page_of_a_run(width: int) -> None:
     steps = [a_step(number, loss=10.5 / number) for number in range(1, 21)]
-    lines = printed(run_page(a_record(), steps, width), width)
+    lines = printed(run_document(a_record(), steps), width)
     keeps_to(lines, width)
     page = "\n".join(lines)
     assert page.startswith("run 0142 · language · 2026-03-01 12:00 to 2026-03-01 12:06")
@@ -461,7 +464,7 @@ def test_the_page_of_a_run_of_which_little_is_known(width: int) -> None:
         checkpoint=None,
         resumed_from="checkpoints/000002",
     )
-    lines = printed(run_page(record, [a_step(1, loss=NAN)], width), width)
+    lines = printed(run_document(record, [a_step(1, loss=NAN)]), width)
     keeps_to(lines, width)
     page = "\n".join(lines)
     assert "\x1b" not in page

@@ -11,10 +11,11 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import to_toml
 from flopwise.catalog.load import hardware_place, load_hardware, load_model
 from flopwise.predict.choose import Request, base_workload
-from flopwise.report.device_plans import device_plan_page
+from flopwise.report.device_plans import device_plan_document
 from flopwise.setup.hardware import Fact, Hardware
 from tests.cli.test_cli_fuzz import answered
-from tests.report.test_device_plan_report import folded, shown, some_planned
+from tests.report.test_device_plan_report import folded, some_planned
+from tests.support.printing import shown
 
 
 @pytest.fixture
@@ -75,4 +76,4 @@ def test_a_plan_in_a_format_that_a_cpu_lacks(folder: Path) -> None:
 def test_a_peak_is_told_in_a_unit_of_its_size(peak: float, words: str) -> None:
     found = some_planned()
     found = replace(found, forecast=replace(found.forecast, peak_flops=peak))
-    assert f"against {words} dense bf16" in folded(shown(device_plan_page(found, "A device"), 120))
+    assert f"against {words} dense bf16" in folded(shown(device_plan_document(found, "A device"), 120))

@@ -19,12 +19,12 @@ from flopwise.cli import app, catalogue, compare
 from flopwise.cli.report import first_verdict
 from flopwise.cli.run_details import detail_of
 from flopwise.cli.serving import ROUTES, Live
-from flopwise.report import results, results_files, run_comparison, runs
+from flopwise.report import document, results, run_comparison, runs
 from flopwise.report.page import data as page_data
 from flopwise.store import runs as store_module
 from flopwise.store.collecting import collect
 from flopwise.store.index import UNREADABLE, indexed_runs, process_is_gone, read_profile
-from flopwise.store.results import FIELDS, checked
+from flopwise.store.results import checked
 from flopwise.store.runs import LOCK, PROFILE, RECORD, STEPS, StepLog, list_runs, read_record, read_steps, to_text
 from flopwise.store.sweeps import read_sweep
 from tests.support.run_stores import make_store
@@ -88,20 +88,20 @@ def every_road(store: Path) -> None:
     runs.sweep_rows([])
     rows = [checked(row) for row in collect(store, judge=first_verdict).rows]
     assert [row.run for row in rows] == ["0001", "0002"]
-    results.results_table(rows, 100, None)
-    results.results_markdown(rows)
-    results_files.results_json(rows, FIELDS)
+    document.to_page(results.results_document(rows), 100)
+    document.to_markdown(results.results_document(rows))
+    to_text(rows)
     details = {row.run or "": detail_of(store / str(row.run), lambda _: None) for row in rows}
     page_data.page_json(page_data.PageData(title="x", created="y", rows=rows, details=details))
     for route in ROUTES:
         assert Live(store).answer(route) is not None
     sides = [compare._side(name, str(store)) for name in ("1", "2")]
     found = run_comparison.compared(*sides, names=("1", "2"), threshold=0.03)
-    run_comparison.comparison_page(found, 100)
-    run_comparison.comparison_markdown(found)
-    run_comparison.comparison_json(found)
+    document.to_page(run_comparison.comparison_document(found), 100)
+    document.to_markdown(run_comparison.comparison_document(found))
+    to_text(run_comparison.comparison_record(found))
     if rows[0].state != UNREADABLE:
-        runs.run_page(read_record(store / "0001"), catalogue._steps(store / "0001"), 100)
+        document.to_page(runs.run_document(read_record(store / "0001"), catalogue._steps(store / "0001")), 100)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

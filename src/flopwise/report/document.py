@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 LONGEST_LABEL = 26
 """Columns for what stands before words."""
+NARROWEST = 8
+"""Of a folded column."""
 FACTS = ("", " ")
 """Columns of a table of facts: what it is, and what is known of it."""
 
@@ -216,25 +218,21 @@ def _flat(row: Sequence[str]) -> list[str]:
 
 def _share_room(table: Table, widths: dict[str, int], width: int) -> None:
     """Folded columns are as wide as they want to be, else equally wide, but for their longest words."""
-    names = [name for name in table.folded if name in widths]
-    if not names:
+    widths.update({name: min(widths[name], most) for name, most in table.folded.items() if most and name in widths})
+    places = {name: place for place, name in enumerate(table.columns) if table.folded.get(name) == 0 and name in widths}
+    room = width - sum(size + GAP for name, size in widths.items() if name not in places) - GAP * (len(places) - 1)
+    if not places or sum(widths[name] for name in places) <= room:
         return
-    place = {name: list(table.columns).index(name) for name in names}
-    wanted = {name: min(widths[name], table.folded[name] or widths[name]) for name in names}
-    room = width - sum(size + GAP for name, size in widths.items() if name not in names) - GAP * (len(names) - 1)
-    if sum(wanted.values()) > room:
-        least = {
-            name: max(cell_len(word) for row in table.rows for word in bound(row[place[name]]).split())
-            if table.rows
-            else 0
-            for name in names
-        }
-        for level in range(max(wanted.values()), 0, -1):
-            shared = {name: min(wanted[name], max(level, least[name])) for name in names}
-            if sum(shared.values()) <= room:
-                break
-        wanted = shared
-    widths.update({name: max(1, size) for name, size in wanted.items()})
+    words = {name: [re.split("[ \n]", bound(row[place])) for row in table.rows] for name, place in places.items()}
+    least = {name: max(cell_len(word) for cell in cells for word in cell) for name, cells in words.items()}
+    for level in range(max(widths[name] for name in places), 0, -1):
+        shared = {name: min(widths[name], max(level, least[name])) for name in places}
+        if sum(shared.values()) <= room:
+            break
+    # A word that is longer than all that there is room for is broken.
+    widest = max(shared, key=lambda name: shared[name])
+    shared[widest] = min(shared[widest], max(NARROWEST, room - sum(shared.values()) + shared[widest]))
+    widths.update(shared)
 
 
 def _bands(widths: Mapping[str, int], width: int) -> list[list[str]]:
