@@ -104,7 +104,7 @@ def test_other_forms() -> None:
     assert "3 cells: 1 slower" in err
     code, out, _ = answered(["compare", "before", "after", "-o", "md"])
     assert code == 1
-    assert out.startswith("**before → after**: 3 cells: 1 slower, 2 same\n\n| cell")
+    assert out.startswith("# before → after\n\n3 cells: 1 slower, 2 same\n\n| cell")
     assert out.count("\n|") == 5
     found = json.loads(answered(["compare", "before", "after", "-o", "json"])[1])
     assert (found["worse"], found["counts"]["slower"], found["threshold"]) == (True, 1, 0.03)

@@ -83,9 +83,11 @@ def _has(table: Any, key: Any) -> bool:
 def every_road(store: Path) -> None:
     """All that lists, shows, reports, compares and serves runs; the second run must be everywhere."""
     entries = [catalogue._run_entry(run, store / run.name) for run in indexed_runs(store, profiles=False)]
-    assert [row[0] for row in runs.run_rows(entries)] == ["0001", "0002"]
+    (table,) = runs.runs_document(entries, store).blocks
+    assert isinstance(table, document.Table)
+    assert [row[0] for row in table.rows] == ["0001", "0002"]
     to_text(entries)
-    runs.sweep_rows([])
+    assert not runs.sweeps_document([], store).blocks
     rows = [checked(row) for row in collect(store, judge=first_verdict).rows]
     assert [row.run for row in rows] == ["0001", "0002"]
     document.to_page(results.results_document(rows), 100)

@@ -47,6 +47,8 @@ def show_page(page: Sequence[Text]) -> None:
 
     from flopwise.report.words import visible
 
+    if not page:
+        return
     if sum(text.plain.count("\n") for text in page) > MOST_STYLED:
         typer.echo(visible("\n".join(text.plain for text in page)))
     elif sys.stdout.isatty():
@@ -88,10 +90,10 @@ def page_text(page: Sequence[Text], *, in_file: bool = False) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def show(document: Document, record: object, form: str, *, write: str = "") -> None:
+def show(document: Document, record: object, form: str, *, write: str = "", name_file: bool = False) -> None:
     """Print a record in the form that was asked for, or write it to a file: the one place that knows the forms.
 
-    `document` is for people and tables, `record` for programs.
+    `document` is for people and tables, `record` for programs. `name_file`: the file's path is the answer.
     """
     from flopwise.report.document import to_csv, to_html, to_markdown, to_page
     from flopwise.report.page.page import page_html
@@ -107,7 +109,7 @@ def show(document: Document, record: object, form: str, *, write: str = "") -> N
             "html": lambda: page_html(document.page()) if document.page else to_html(document),
             "json": lambda: to_text(record),
         }
-        put(writers[form](), write)
+        put(writers[form](), write, name_file=name_file)
     for line in document.told.get(form, ()):
         say(line)
 
@@ -117,7 +119,7 @@ def one_or_all(records: Sequence[object]) -> object:
     return records[0] if len(records) == 1 else records
 
 
-def put(text: str, write: str = "") -> None:
+def put(text: str, write: str = "", *, name_file: bool = False) -> None:
     """Text to stdout, or to the file that was named."""
     from pathlib import Path
 
@@ -126,7 +128,7 @@ def put(text: str, write: str = "") -> None:
     whole = text if text.endswith("\n") else f"{text}\n"
     if write:
         write_whole(Path(write), whole)
-        say(f"wrote {write}")
+        typer.echo(write) if name_file else say(f"wrote {write}")
     else:
         typer.echo(whole, nl=False)
 

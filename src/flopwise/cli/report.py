@@ -92,7 +92,8 @@ def report(
             say(f"wrote {plot}")
         document = results_document(rows, chosen)
         document = replace(document, page=lambda: _page_data(rows, named, store))
-        show(document, list(results_rows(rows, chosen or FIELDS)), form, write=write or DEFAULT_FILES.get(form, ""))
+        records, target = list(results_rows(rows, chosen or FIELDS)), write or DEFAULT_FILES.get(form, "")
+        show(document, records, form, write=target, name_file=form in DEFAULT_FILES)
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def _memory(prediction: Prediction) -> Table:
     memory = prediction.device_bytes
     rows = [[owner, show_bytes(getattr(memory, owner)), ""] for owner in _owners()]
     total = ["total", show_bytes(memory.total), _verdict(prediction)]
-    return Table(columns=("memory", "device", ""), rows=[*rows, total], left={"memory", ""})
+    return Table(columns=("memory", "device", ""), rows=[*rows, total], left={"memory", ""}, folded={"": 0})
 
 
 def _owners() -> list[str]:

@@ -201,6 +201,7 @@ def _memory(record: DeepflowRecord) -> Table:
         columns=("memory", *sizes, ""),
         rows=[[part, *(show_bytes(size[part]) for size in sizes.values()), words] for part, words in parts.items()],
         left={"memory", ""},
+        folded={"": 0},
     )
 
 

@@ -76,7 +76,7 @@ def _detail(name: str, profile: Profile, verdicts: Sequence[Verdict]) -> RunDeta
     return replace(
         found,
         traffic=(*_main_figures(profile), *found.traffic),
-        tables=tuple(_plain(table) for table in detail_tables(profile)),
+        tables=(_what(profile), *map(_plain, detail_tables(profile))),
         memory_over_time=tuple(points) if drawn else (),
         memory_words=f"Over {seconds(last)}: the peak is {scaled(most, 'B')}." if drawn else "",
     )
@@ -94,12 +94,17 @@ MAIN_FIGURES = {
 
 
 def _main_figures(profile: Profile) -> list[tuple[str, str, str]]:
-    found = [
+    return [
         (words, value_words(name, profile.values[name]), METRIC[name].meaning)
         for name, words in MAIN_FIGURES.items()
         if name in profile.values
     ]
-    return [("profiled", " · ".join(heading_parts(profile)[1:]), "what was run"), *found]
+
+
+def _what(profile: Profile) -> Table:
+    name, *rest = heading_parts(profile)
+    columns = ("profile", "what was run")
+    return Table(columns=columns, rows=[[name, " · ".join(rest)]], left=columns)
 
 
 def _plain(table: Table) -> Table:

@@ -31,7 +31,7 @@ function drawRun() {
 
 /** Of profiles: what follows from them together, and how their figures differ. No sweep is there to look across. */
 function drawCompared(page) {
-  byId("across").hidden = byId("steps").hidden = Boolean(page.of_profiles);
+  for (const id of ["answer", "across", "steps"]) byId(id).hidden = Boolean(page.of_profiles);
   byId("compared").hidden = !page.tables?.length;
   if (page.tables?.length)
     fill(
@@ -46,6 +46,9 @@ function drawTables(detail) {
   const tables = detail?.tables ?? [];
   byId("tables").hidden = !tables.length;
   if (tables.length) fill("tables", "What are the figures?", detail.why, ...tables.map(wordTable));
+  // A profile that does not know a thing has no run that would tell.
+  if (state.page.of_profiles)
+    for (const id of ["memory", "timeline", "roofline"]) byId(id).hidden = byId(id).classList.contains("empty");
 }
 
 function wordTable(table) {
