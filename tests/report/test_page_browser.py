@@ -106,7 +106,7 @@ def test_every_panel_is_drawn_from_its_data(opened: Any, sweep: PageData) -> Non
     assert {"OOM", "timeout"} < set(page.locator("#heatmap text").all_text_contents())
     assert count(page, "#accuracy .point > *") == len(measured) == 10
     pieces = [
-        size for bar in detail.memory for sizes in (bar.planned_bytes, bar.measured_bytes or ()) for size in sizes
+        size for bar in detail.memory for sizes in (bar.planned_bytes or (), bar.measured_bytes or ()) for size in sizes
     ]
     assert count(page, "#memory .owner > rect") == len([size for size in pieces if size])
     assert count(page, "#timeline .tasks.predicted rect") == len(detail.tasks.name)

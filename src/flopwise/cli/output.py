@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
@@ -95,9 +96,7 @@ def show(document: Document, record: object, form: str, *, write: str = "", name
 
     `document` is for people and tables, `record` for programs. `name_file`: the file's path is the answer.
     """
-    from flopwise.report.document import to_csv, to_html, to_markdown, to_page
-    from flopwise.report.page.page import page_html
-    from flopwise.store.runs import to_text
+    from flopwise.report.document import to_csv, to_markdown, to_page
 
     if form == "table" and not write:
         show_page(to_page(document, width()))
@@ -106,12 +105,25 @@ def show(document: Document, record: object, form: str, *, write: str = "", name
             "table": lambda: page_text(to_page(document, width()), in_file=True),
             "md": lambda: to_markdown(document),
             "csv": lambda: to_csv(document),
-            "html": lambda: page_html(document.page()) if document.page else to_html(document),
-            "json": lambda: to_text(record),
+            "html": lambda: _html(document),
+            "json": lambda: _json(record),
         }
         put(writers[form](), write, name_file=name_file)
     for line in document.told.get(form, ()):
         say(line)
+
+
+def _html(document: Document) -> str:
+    from flopwise.report.document import to_html
+    from flopwise.report.page.page import page_html
+
+    return page_html(document.page()) if document.page else to_html(document)
+
+
+def _json(record: object) -> str:
+    from flopwise.store.runs import to_text
+
+    return to_text(record)
 
 
 def one_or_all(records: Sequence[object]) -> object:
@@ -131,6 +143,28 @@ def put(text: str, write: str = "", *, name_file: bool = False) -> None:
         typer.echo(write) if name_file else say(f"wrote {write}")
     else:
         typer.echo(whole, nl=False)
+
+
+def keep_inputs(files: Sequence[str], *targets: str) -> None:
+    """Refuse to write over what is to be read."""
+    from flopwise.base.errors import FlopwiseError
+
+    read = {_real(name) for name in files} - {None}
+    for target in filter(None, targets):
+        if _real(target) in read:
+            raise FlopwiseError(
+                f"{target} is one of the files to read", why="it would be lost", hint="write to another file"
+            )
+
+
+def _real(name: str) -> Path | None:
+    from pathlib import Path
+
+    try:
+        return Path(name).resolve()
+    except (OSError, ValueError, RuntimeError):
+        # A loop of links, a null character: no such file.
+        return None
 
 
 @contextmanager

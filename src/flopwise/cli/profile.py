@@ -66,7 +66,7 @@ def show(
 
     form = one_of(output, SHOW_FORMS, "--output")
     thresholds = _thresholds(threshold)
-    _keep_inputs(files, write, trace)
+    output_of.keep_inputs(files, write, trace)
     reads = _read(files, store)
     profiles = _sections(_profiles(reads), section)
     if trace:
@@ -99,7 +99,7 @@ def compare(
 
     form = one_of(output, PAGE_FORMS, "--output")
     thresholds = _thresholds(threshold)
-    _keep_inputs(files, write)
+    output_of.keep_inputs(files, write)
     profiles = _sections(_profiles(_read(files, store)), section)
     if len(profiles) < 2:
         raise FlopwiseError(
@@ -126,26 +126,6 @@ def why(
     profiles = _sections(_profiles(_read([name], store)), section)
     judged = judged_by(profiles, _thresholds(threshold))
     output_of.show(Document(blocks=[Words(why_paragraph(*each)) for each in judged]), None, "table")
-
-
-def _keep_inputs(files: Sequence[str], *targets: str) -> None:
-    """Refuse to write over what is to be read."""
-    from flopwise.base.errors import FlopwiseError
-
-    read = {_real(name) for name in files} - {None}
-    for target in filter(None, targets):
-        if _real(target) in read:
-            raise FlopwiseError(
-                f"{target} is one of the files to read", why="it would be lost", hint="write to another file"
-            )
-
-
-def _real(name: str) -> Path | None:
-    try:
-        return Path(name).resolve()
-    except (OSError, ValueError, RuntimeError):
-        # A loop of links, a null character: no such file.
-        return None
 
 
 # -- from words to profiles ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwise.cli.options import FORMS, names, one_of
-from flopwise.cli.output import say, show
+from flopwise.cli.output import keep_inputs, say, show
 from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def report(
     named = tuple(what or ())
     chosen = _columns(columns, form)
     _check_picture(plot, x, y, value)
-    _keep_inputs(named, write, plot)
+    keep_inputs([name for name in named if _is_file(name)], write, plot)
     with _nothing_thrown_away():
         rows = _chosen(gathered(named, store, price), state, model, best=best)
         rows = _sorted(rows, sort)
@@ -121,7 +121,8 @@ def collect(
     from flopwise.report.results import results_document
 
     folder, named = Path(into), tuple(what or ())
-    _keep_inputs(named, *(str(folder / name) for name in (CSV_NAME, MARKDOWN_NAME)))
+    targets = [str(folder / name) for name in (CSV_NAME, MARKDOWN_NAME)]
+    keep_inputs([name for name in named if _is_file(name)], *targets)
     rows = gathered(named, store, price)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -328,23 +329,3 @@ def _details(rows: Sequence[Result], named: Sequence[str], store: Path) -> tuple
 
 def _rows_words(count: int) -> str:
     return f"{count:,} {'row' if count == 1 else 'rows'}"
-
-
-def _keep_inputs(named: Sequence[str], *targets: str) -> None:
-    """Refuse to write over what is to be read."""
-    from flopwise.base.errors import FlopwiseError
-
-    read = [Path(name) for name in named if _is_file(name)]
-    for target in filter(None, targets):
-        if any(_same(path, Path(target)) for path in read):
-            raise FlopwiseError(
-                f"{target} is one of the files to read", why="it would be lost", hint="write to another file"
-            )
-
-
-def _same(one: Path, other: Path) -> bool:
-    try:
-        return one.resolve() == other.resolve()
-    except (OSError, ValueError, RuntimeError):
-        # A loop of links, a null character: no such file.
-        return False

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-
-from rich.cells import cell_len
 
 from flopwise.base.units import BINARY_UNITS, show_count, show_share, significant
 from flopwise.report.document import Block, Document, Heading, Items, Table, Words
 from flopwise.report.repeats import lines_of
 from flopwise.report.results_files import OFFLOADED, TITLE, kinds, results_rows
-from flopwise.report.words import UNKNOWN, count_words, printable, rate_words, seconds_words, signed_share, size_words
+from flopwise.report.words import (
+    UNKNOWN,
+    count_words,
+    counted,
+    printable,
+    rate_words,
+    safe,
+    seconds_words,
+    signed_share,
+    size_words,
+)
 from flopwise.store.results import ERROR, FIELDS, Result, checked
 
 LONGEST_NAME = 28
@@ -74,8 +81,7 @@ def _number_words(name: str, value: float) -> str:
 
 @lru_cache(maxsize=4096)
 def _name(text: str | None) -> str:
-    word = printable(text) if text else UNKNOWN
-    return word if cell_len(word) <= LONGEST_NAME else f"{word[: LONGEST_NAME - 1]}…"
+    return safe(text, LONGEST_NAME) if text else UNKNOWN
 
 
 def _bound(row: Result) -> str | None:
@@ -359,45 +365,33 @@ def peak_lines(rows: Sequence[Result]) -> list[str]:
     return lines or ["no row has an MFU: the peak of its device is not known, or nothing was measured"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Environment:
-    """All that must be the same for two rows to have been made alike."""
-
-    source: str
-    flopwise: str | None
-    commit: str | None
-    python: str | None
-    torch: str | None
-    cuda: str | None
-    driver: str | None
-    card: str | None
-    power_limit_w: float | None
-
-    def words(self) -> list[str]:
-        named = [
-            (self.card, "{}"),
-            (self.driver, "driver {}"),
-            (None if self.power_limit_w is None else significant(self.power_limit_w), "power cap {} W"),
-            (self.flopwise, "flopwise {}"),
-            (self.commit, "commit {}"),
-            (self.torch, "torch {}"),
-            (self.cuda, "CUDA {}"),
-            (self.python, "Python {}"),
-        ]
-        return [words.format(printable(value)) for value, words in named if value]
+ENVIRONMENT = {
+    "card": "{}",
+    "driver": "driver {}",
+    "power_limit_w": "power cap {} W",
+    "flopwise": "flopwise {}",
+    "commit": "commit {}",
+    "torch": "torch {}",
+    "cuda": "CUDA {}",
+    "python": "Python {}",
+}
+"""All that must be the same for two rows to have been made alike, and its words."""
 
 
 def provenance_lines(rows: Sequence[Result]) -> list[str]:
     """A line for each environment that rows were made in: how many, when, on what, with what."""
-    found: dict[_Environment, list[Result]] = {}
+    found: dict[tuple[object, ...], list[Result]] = {}
     for row in rows:
-        names = ("source", "flopwise", "commit", "python", "torch", "cuda", "driver", "card", "power_limit_w")
-        found.setdefault(_Environment(*(getattr(row, name) for name in names)), []).append(row)
+        found.setdefault((row.source, *(getattr(row, name) for name in ENVIRONMENT)), []).append(row)
     lines = []
-    for environment, group in found.items():
+    for (source, *values), group in found.items():
         dates = sorted(printable(row.started[:10]) for row in group if row.started)
         when = [] if not dates else [dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"]
-        known = [*when, *environment.words()] or ["versions, commit, driver and date are not recorded"]
-        count = f"{len(group):,} {'row' if len(group) == 1 else 'rows'} {environment.source}"
-        lines.append(f"{count}: {' · '.join(known)}")
+        words = [
+            template.format(significant(value) if isinstance(value, float) else printable(str(value)))
+            for template, value in zip(ENVIRONMENT.values(), values, strict=True)
+            if value
+        ]
+        known = [*when, *words] or ["versions, commit, driver and date are not recorded"]
+        lines.append(f"{counted(len(group), 'row')} {source}: {' · '.join(known)}")
     return lines or ["there are no rows"]

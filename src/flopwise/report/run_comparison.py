@@ -12,7 +12,7 @@ import numpy as np
 
 from flopwise.base.units import significant
 from flopwise.report.document import Block, Document, Heading, Items, Table, Words
-from flopwise.report.words import UNKNOWN, counted, printable, rate_words, signed_share
+from flopwise.report.words import UNKNOWN, counted, printable, rate_words, safe, signed_share
 from flopwise.store.index import UNREADABLE
 from flopwise.store.results import ERROR, Result
 from flopwise.store.statistics import Change, Quantiles, Sample, change
@@ -323,10 +323,6 @@ def _interval_words(found: Change | None) -> str:
     return f"{percent_words(found.low).removesuffix(' %')} to {percent_words(found.high)}"
 
 
-def _cut(words: str) -> str:
-    return words if len(words) <= LONGEST_NAME else f"{words[: LONGEST_NAME - 1]}…"
-
-
 def _table(comparison: Comparison) -> Table:
     """A row for each cell: settings that are the same in all are left out, but for the model."""
     kept = {
@@ -341,7 +337,7 @@ def _table(comparison: Comparison) -> Table:
         rows.append(
             [
                 printable(cell.cell or UNKNOWN),
-                *(_cut(_value_words(get(cell.settings))) for get in kept.values()),
+                *(safe(_value_words(get(cell.settings)), LONGEST_NAME) for get in kept.values()),
                 before if cell.before_tokens_per_s is None else rate_words(cell.before_tokens_per_s),
                 after if cell.after_tokens_per_s is None else rate_words(cell.after_tokens_per_s),
                 percent_words(cell.change.relative if cell.change else None),

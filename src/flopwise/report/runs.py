@@ -18,6 +18,7 @@ from flopwise.report.words import (
     loss_words,
     printable,
     rate_words,
+    safe,
     seconds_words,
     share_words,
     signed_share,
@@ -107,7 +108,7 @@ def runs_document(entries: Sequence[Mapping[str, Any]], folder: Path) -> Documen
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "run": lambda entry: entry["run"],
     "state": lambda entry: entry["state"],
-    "model": lambda entry: _name(entry["model"]),
+    "model": lambda entry: safe(entry["model"], LONGEST_NAME),
     "task": lambda entry: entry["task"],
     "steps": lambda entry: f"{entry['steps_done']:,}/{entry['steps']:,}",
     "loss": lambda entry: loss_words(entry["last_loss"]),
@@ -123,11 +124,6 @@ def _row(entry: Mapping[str, Any]) -> list[str]:
     if entry["problem"] is not None:
         return [entry["run"], entry["state"], *[UNKNOWN] * (len(COLUMNS) - 2)]
     return [words(entry) for words in COLUMNS.values()]
-
-
-def _name(model: str) -> str:
-    name = printable(model)
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def when_words(moment: str | None) -> str:
