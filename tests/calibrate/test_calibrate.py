@@ -232,7 +232,7 @@ def test_a_borrowed_peak_is_called_so(measured: Measured) -> None:
 def test_page_is_80_columns_wide(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("COLUMNS", "80")
-    text = shown(calibration_document(measured[3]), 120)
+    text = shown(calibration_document(measured[3]), 80)
     assert max(map(len, text.splitlines())) <= 80
     for words in ("large, to the matrix", "65,536", "host to device, both at once", "1,455 MHz", "684 W of 700 W"):
         assert words in text

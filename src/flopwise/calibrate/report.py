@@ -45,7 +45,7 @@ def _blocks(record: CalibrationRecord) -> Iterator[Block]:
     yield _products(calibration, hardware)
     if calibration.attentions:
         yield _attention(calibration, hardware)
-    yield facts(_figures(record))
+    yield facts(_figures(record), longest_label=30)
     if calibration.notes:
         yield Words("\n".join(f"note: {note}" for note in calibration.notes))
     yield Words(f"written to {record.file}; use it with --on {record.file}")

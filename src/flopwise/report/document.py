@@ -125,7 +125,7 @@ class Document:
     """Form → lines of talk beside it: data is on stdout, talk on stderr."""
 
 
-def facts(rows: Iterable[tuple[str, str]], title: str = "") -> Table:
+def facts(rows: Iterable[tuple[str, str]], title: str = "", *, longest_label: int = LONGEST_LABEL) -> Table:
     """What is known, one thing a row; those of which nothing is known are left out."""
     kept = [(label, words) for label, words in rows if words]
     styles = [style_of(words) for _, words in kept]
@@ -136,7 +136,7 @@ def facts(rows: Iterable[tuple[str, str]], title: str = "") -> Table:
         headed=False,
         title=title,
         styles=styles,
-        folded={FACTS[0]: LONGEST_LABEL, FACTS[1]: 0},
+        folded={FACTS[0]: longest_label, FACTS[1]: 0},
     )
 
 
