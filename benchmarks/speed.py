@@ -9,7 +9,6 @@ import time
 from flopwise.catalog.load import hardware_names, load_hardware, load_model, model_names
 from flopwise.plan import Question, fastest
 from flopwise.predict import Request, step
-from flopwise.predict.grid import step_grid
 from flopwise.predict.kernels.calls import calls_for
 from flopwise.predict.kernels.memory import usable_bytes
 from flopwise.setup.hardware import Hardware
@@ -19,24 +18,11 @@ from flopwise.sweep.predicting import foresee_all
 from flopwise.work.formats import POLICIES
 from flopwise.work.model import Model
 
-BATCHES = tuple(range(1, 65))
-
 
 def catalogue() -> tuple[list[Model], list[Hardware]]:
     models = [load_model(name) for name in model_names()]
     devices = [load_hardware(name) for name in hardware_names()]
     return models, [device for device in devices if "bf16" in device.device.peak_flops]
-
-
-def grid_rate(batches: tuple[int, ...]) -> float:
-    """(model, device, batch) combinations a second of processor time, kernels listed anew for every model."""
-    models, devices = catalogue()
-    models = [model for model in models if model.context >= 512]
-    workload = Workload(sequence_tokens=512, batch_sequences=1, micro_batch_sequences=1, formats=POLICIES["bf16"])
-    started = time.process_time()
-    calls_for.cache_clear()
-    grid = step_grid(models, devices, batches, workload)
-    return grid.step_s.size / (time.process_time() - started)
 
 
 def single_rate() -> float:
@@ -93,8 +79,6 @@ def command_seconds(*arguments: str) -> float:
 
 def main() -> None:
     print(f"{'what':<78}{'measured':>12}")
-    print(f"{'grid, 64 batches: combinations a second on one core':<78}{grid_rate(BATCHES):>12,.0f}")
-    print(f"{'grid, 16 batches: combinations a second on one core':<78}{grid_rate(BATCHES[:16]):>12,.0f}")
     print(f"{'single predictions a second on one core':<78}{single_rate():>12,.0f}")
     print(f"{'cells of a sweep foreseen a second on one core':<78}{sweep_rate():>12,.0f}")
     for device, devices in (("a100-80gb", 64), ("h100-sxm", 4096)):

@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from flopwise.catalog.load import load_model, model_table
 from flopwise.records.measurement import Measurement, MemoryRow, RunRecord, StepRecord
 from flopwise.report import runs
-from flopwise.report.runs import curve, data_parts, plan_parts, run_entry, run_page, run_rows, training_parts
+from flopwise.report.runs import curve, data_parts, indexed_entry, plan_parts, run_page, run_rows, training_parts
 from flopwise.report.tables import fitting_columns, text_table
 from flopwise.report.training import (
     clock_words,
@@ -33,6 +33,7 @@ from flopwise.report.training import (
     wrapped,
 )
 from flopwise.setup.training import Training
+from flopwise.store.index import indexed
 from flopwise.store.runs import Listed
 
 GIB = 2**30
@@ -372,6 +373,10 @@ def test_labels_stand_in_a_column() -> None:
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
+
+
+def run_entry(listed: Listed, last: StepRecord | None) -> dict[str, Any]:
+    return indexed_entry(indexed(listed), listed.folder, last)
 
 
 def entries() -> list[dict[str, Any]]:

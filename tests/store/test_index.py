@@ -26,9 +26,10 @@ from flopwise.store.index import (
     run_names,
 )
 from flopwise.store.results import FIELDS, result_of_run
-from flopwise.store.runs import LOCK, PROFILE, RECORD, STEPS, RunLock, list_runs, read_record, write_record
+from flopwise.store.runs import LOCK, PROFILE, RECORD, STEPS, RunLock, read_record, write_record
 from flopwise.store.sweeps import read_sweep, write_cell, write_sweep
 from tests.cli.test_cli_fuzz import answered
+from tests.support.listing import list_runs
 from tests.support.run_stores import a_cell, a_profile, make_store, write_attempted, write_run
 
 

@@ -25,8 +25,9 @@ from flopwise.store import runs as store_module
 from flopwise.store.collecting import collect
 from flopwise.store.index import UNREADABLE, indexed_runs, process_is_gone, read_profile
 from flopwise.store.results import FIELDS, checked
-from flopwise.store.runs import LOCK, PROFILE, RECORD, STEPS, StepLog, list_runs, read_record, read_steps, to_text
+from flopwise.store.runs import LOCK, PROFILE, RECORD, STEPS, StepLog, read_record, read_steps, to_text
 from flopwise.store.sweeps import read_sweep
+from tests.support.listing import list_runs
 from tests.support.run_stores import make_store
 
 DELETED = object()

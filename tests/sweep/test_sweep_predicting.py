@@ -24,7 +24,7 @@ from flopwise.store.results import settings_of
 from flopwise.sweep.auto_batch import most_sequences
 from flopwise.sweep.grid import expand, read_axes
 from flopwise.sweep.many import Case, Predictor
-from flopwise.sweep.predicting import START_S, START_S_PER_PARAMETER, foresee, foresee_all, sweep_seconds
+from flopwise.sweep.predicting import START_S, START_S_PER_PARAMETER, foresee_all, sweep_seconds
 from flopwise.train.planning import Question, find_plan
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats
@@ -33,6 +33,11 @@ from flopwise.work.transformer import Transformer
 H200 = load_hardware("h200")
 NAMED = {"h200": H200, "a100-40gb": load_hardware("a100-40gb"), "rtx-4090": load_hardware("rtx-4090")}
 GIB = 2**30
+
+
+def foresee(settings: Settings, hardware: Hardware, *, steps: int, to_run: bool) -> Foreseen:
+    """What one cell will take."""
+    return foresee_all([settings], {settings.hardware: hardware}, steps=steps, to_run=to_run)[0]
 
 
 def cells(**words: Any) -> tuple[Settings, ...]:

@@ -20,12 +20,13 @@ from flopwise.profile.measure.this_machine import find_hardware
 from flopwise.setup.hardware import Hardware
 from flopwise.store.cells import Attempt, Cell, Foreseen, SweepRecord, cell_id, standing
 from flopwise.store.results import Result, result_of_cell, result_of_run, settings_of
-from flopwise.store.runs import list_runs, read_record
+from flopwise.store.runs import read_record
 from flopwise.store.sweeps import read_attempts, read_cell, read_sweep, write_sweep
 from flopwise.sweep import keeper
 from flopwise.sweep.running import CellSkipped, Event, run_sweep
 from flopwise.train.planning import Question, find_plan
 from flopwise.work.formats import parse_formats
+from tests.support.listing import list_runs
 from tests.support.sweep_stand_in import MPT, a_cell, a_sweep, alive, until
 
 pytestmark = pytest.mark.slow

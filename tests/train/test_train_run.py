@@ -22,7 +22,7 @@ from flopwise.engine.weights import checkpoint
 from flopwise.profile.measure.this_machine import this_cpu
 from flopwise.records.measurement import RunRecord, StepRecord
 from flopwise.setup.hardware import Hardware
-from flopwise.store.runs import RunLock, find_run, list_runs, read_record, read_steps, write_record
+from flopwise.store.runs import RunLock, find_run, read_record, read_steps, write_record
 from flopwise.train import Callback, Started, TrainRequest
 from flopwise.train import hardware as hardware_module
 from flopwise.train import preparing as preparing_module
@@ -30,6 +30,7 @@ from flopwise.train import resuming as resuming_module
 from flopwise.train import running as running_module
 from flopwise.train.running import run
 from flopwise.work.transformer import Transformer
+from tests.support.listing import list_runs
 
 TINY = Transformer(
     name="tiny",

@@ -226,12 +226,6 @@ def _step(bounds: re.Match[str], parse: Callable[[str], int], example: str) -> i
     return int(text)
 
 
-def exact_bytes(size: int) -> str:
-    """Bytes as `parse_bytes` reads them back without loss: the largest binary unit that divides evenly."""
-    unit, scale = next((unit, scale) for unit, scale in reversed(BINARY_UNITS.items()) if size % scale == 0 and size)
-    return f"{size // scale}{unit}"
-
-
 def exact_tokens(count: int) -> str:
     """A count of tokens as `parse_tokens` reads it back without loss: 8192 is `8k`, 8000 is `8000`."""
     unit, scale = next((unit, scale) for unit, scale in reversed(TOKEN_UNITS.items()) if count % scale == 0)

@@ -6,12 +6,9 @@ No path of a request is ever made a path of the file system, but for a run's num
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import io
 import re
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -39,14 +36,9 @@ SETTLE_EVERY_S = 30.0
 SUBMIT = "sbatch"
 """The program that tells that there is one."""
 REQUEST_S = 10.0
-"""In which a request must have arrived, and for each answer in which it must have been taken."""
-MOST_REQUEST_BYTES = 2**15
-MOST_TARGET = 2**11
-"""Characters of what is asked for."""
-MOST_CONNECTIONS = 32
-PORTS_TRIED = 32
-LOOPBACKS = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
-NAMES = ("localhost", "127.0.0.1", "[::1]")
+"""In which each part of a request must arrive, and of an answer be taken."""
+HOST = "127.0.0.1"
+NAMES = ("localhost", HOST)
 """What a request may call this server: any other name leads here by a trick."""
 
 RUN = re.compile(rf"/run/({RUN_NAME.pattern})\.json", re.ASCII)
@@ -220,16 +212,13 @@ ROUTES: dict[str, Callable[[Live, _Seen], Answer]] = {
 
 
 class Server(ThreadingHTTPServer):
-    """Listens on the loopback, to a few at a time."""
+    """Listens on the loopback alone."""
 
     daemon_threads = True
-    request_queue_size = MOST_CONNECTIONS
 
-    def __init__(self, live: Live, family: int, host: str, port: int) -> None:
-        self.address_family = family
+    def __init__(self, live: Live, port: int) -> None:
         self.live = live
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        super().__init__((host, port), Handler)
+        super().__init__((HOST, port), Handler)
         host_names = {f"{name}:{self.server_port}" for name in NAMES}
         self.host_names = host_names | (set(NAMES) if self.server_port == 80 else set())
 
@@ -237,18 +226,6 @@ class Server(ThreadingHTTPServer):
         # The base class would ask a name server what this host is called.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as the base class has it
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         del request, client_address
@@ -259,33 +236,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        host = "[::1]" if self.address_family == socket.AF_INET6 else "127.0.0.1"
-        return f"http://{host}:{self.server_port}/"
-
-
-class _Arriving(socket.SocketIO):
-    """A request as it arrives: it ends with the time or the bytes that it may take."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        super().__init__(connection, "r")
-        self._connection = connection
-        self._until = time.monotonic() + REQUEST_S
-        self._room = MOST_REQUEST_BYTES
-
-    @property
-    def is_full(self) -> bool:
-        return self._room <= 0
-
-    def readinto(self, buffer: Any) -> int | None:  # noqa: ANN401 - a buffer
-        left = self._until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the request did not arrive in time")
-        if self.is_full:
-            return 0
-        self._connection.settimeout(left)
-        count = super().readinto(memoryview(buffer)[: self._room])
-        self._room -= count or 0
-        return count
+        return f"http://{HOST}:{self.server_port}/"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -297,12 +248,6 @@ class Handler(BaseHTTPRequestHandler):
     sys_version = ""
     timeout = REQUEST_S
 
-    def setup(self) -> None:
-        super().setup()
-        self.rfile.close()
-        self._arriving = _Arriving(self.connection)
-        self.rfile = io.BufferedReader(self._arriving)
-
     def do_GET(self) -> None:
         self._respond(self._answered())
 
@@ -311,14 +256,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answered(self) -> Answer:
         hosts = self.headers.get_all("Host") or []
-        if self._arriving.is_full:
-            return _refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request is too long")
         if len(hosts) != 1 or hosts[0].strip().lower() not in self.server.host_names:
             return _refusal(HTTPStatus.FORBIDDEN, "this server is called localhost, and by no other name")
         # As it was sent: `self.path` has been tidied up.
         target = self.requestline.split()[1]
-        if len(target) > MOST_TARGET:
-            return _refusal(HTTPStatus.REQUEST_URI_TOO_LONG, "the address is too long")
         try:
             found = self.server.live.answer(target.partition("?")[0])
         except FlopwiseError as error:
@@ -333,7 +274,6 @@ class Handler(BaseHTTPRequestHandler):
         wanted = self.headers.get("If-None-Match", "") if answer.status == HTTPStatus.OK else ""
         known = {word.strip().removeprefix("W/") for word in wanted.split(",")}
         is_known = answer.status == HTTPStatus.OK and bool(known & {answer.etag, "*"})
-        self.connection.settimeout(REQUEST_S)
         self.close_connection = True
         # The oldest protocol has no headers, and what cannot be read counts as such a request.
         self.request_version = "HTTP/1.1"
@@ -353,11 +293,9 @@ class Handler(BaseHTTPRequestHandler):
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
         if not hasattr(self, "headers"):
             self.headers = self.MessageClass()
-        words = {
-            HTTPStatus.METHOD_NOT_ALLOWED: "only GET and HEAD are answered",
-            HTTPStatus.REQUEST_URI_TOO_LONG: "the address is too long",
-        }
-        self._respond(_refusal(status, words.get(status, "the request is not one that can be read")))
+        is_method = status == HTTPStatus.METHOD_NOT_ALLOWED
+        sentence = "only GET and HEAD are answered" if is_method else "the request is not one that can be read"
+        self._respond(_refusal(status, sentence))
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as the base class has it
         """Requests are not told of; what goes wrong is."""
@@ -385,23 +323,12 @@ def _refusal(status: HTTPStatus, sentence: str) -> Answer:
 
 
 def listening(live: Live, port: int) -> Server:
-    """A server on that port, on the next one that is free, or with 0 on any."""
-    why = ""
-    tried = range(port, min(port + PORTS_TRIED, 2**16)) if port else (0,)
-    for number in tried:
-        for family, host in LOOPBACKS:
-            try:
-                return Server(live, family, host, number)
-            except PermissionError as error:
-                raise FlopwiseError(
-                    f"port {number} cannot be had", why=error.strerror, hint="--port 8642, or any above 1023"
-                ) from None
-            except OSError as error:
-                why = error.strerror or str(error)
-                if family == socket.AF_INET and error.errno == errno.EADDRINUSE:
-                    # The same port on the other loopback would be another server's neighbour.
-                    break
-    raise FlopwiseError(f"no port from {port} on can be had", why=why, hint="--port 0 takes any that is free")
+    """A server on that port, or with 0 on any that is free."""
+    try:
+        return Server(live, port)
+    except OSError as error:
+        hint = "--port 0 takes any that is free"
+        raise FlopwiseError(f"port {port} cannot be had", why=error.strerror or str(error), hint=hint) from None
 
 
 def run_server(server: Server, *, open_browser: bool = False) -> None:

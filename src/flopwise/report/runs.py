@@ -31,8 +31,7 @@ from flopwise.report.training import (
 )
 from flopwise.setup.training import Training
 from flopwise.store.cells import Attempt, CellState, SweepRecord, standing
-from flopwise.store.index import UNREADABLE, Indexed, indexed
-from flopwise.store.runs import Listed
+from flopwise.store.index import UNREADABLE, Indexed
 
 COLUMNS = ("run", "state", "model", "task", "steps", "loss", "tok/s", "MFU", "error", "started")
 """error: of the predicted speed, against the measured one."""
@@ -50,15 +49,14 @@ LONGEST_NAME = 28
 # -- a row for each --------------------------------------------------------------------------------------------------
 
 
-def run_entry(listed: Listed, last: StepRecord | None) -> dict[str, Any]:
-    """What a listing says of a run, at full precision; `last` is its last step where that says more than the record."""
-    return indexed_entry(indexed(listed), listed.folder, last)
-
-
 def indexed_entry(
     run: Indexed, folder: Path, last: StepRecord | None = None, *, killed: bool = False
 ) -> dict[str, Any]:
-    """The same of a run as the store's index has it; `killed`: its record says that it runs, and nobody does."""
+    """What a listing says of a run, at full precision.
+
+    `last` is its last step where that says more than the record. `killed`: its record says that it
+    runs, and nobody does.
+    """
     entry: dict[str, Any] = dict.fromkeys(FIELDS)
     entry |= {"run": run.name, "folder": str(folder)}
     if run.problem is not None:

@@ -185,26 +185,6 @@ def _number(value: float | str) -> float | str:
     return NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def list_runs(store: Path) -> list[Listed]:
-    """Every run by its number. One that is half-written or damaged is listed with its problem and hides no other."""
-    try:
-        numbers = sorted(_numbers(store))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise FlopwiseError(
-            f"{store} cannot be listed", why=error.strerror, hint=f"name a folder of runs: --store, or {VARIABLE}"
-        ) from None
-    return [_listed(store / _name(number)) for number in numbers]
-
-
-def _listed(folder: Path) -> Listed:
-    try:
-        return Listed(folder, read_record(folder))
-    except FlopwiseError as error:
-        return Listed(folder, None, error.what if error.why is None else f"{error.what}: {error.why}")
-
-
 def find_run(store: Path, name: str) -> Path:
     """A run's folder by its number, with or without zeros in front, by its path, or `last`: the newest with a record.
 

@@ -42,9 +42,19 @@ OUTPUT_BYTES = 16 * 2**20
 LONGEST_REASON = 300
 
 OF_ANOTHER_LAUNCH = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("FLOPWISE_SPAWNED", "FLOPWISE_LISTENER", "FLOPWISE_REFUSAL"),
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_ID", PREFIX_VARIABLE),
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "FLOPWISE_SPAWNED",
+    "FLOPWISE_LISTENER",
+    "FLOPWISE_REFUSAL",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NTASKS",
+    "SLURM_STEP_ID",
+    PREFIX_VARIABLE,
 )
 """Variables with which an attempt would take itself for one of several ranks that somebody else has started."""
 

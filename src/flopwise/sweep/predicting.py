@@ -52,11 +52,6 @@ Tell = Callable[[str, int, int], None]
 """Told what is being done, how many cells are, of how many."""
 
 
-def foresee(settings: Settings, hardware: Hardware, *, steps: int, to_run: bool) -> Foreseen:
-    """What one cell will take."""
-    return foresee_all([settings], {settings.hardware: hardware}, steps=steps, to_run=to_run)[0]
-
-
 def foresee_all(
     cells: Sequence[Settings],
     hardware: Mapping[str, Hardware],

@@ -55,7 +55,7 @@ def in_order_of_need(program: Program, nominal: NominalSeconds) -> Program:
     """The same, and of the loads that could begin the one first that is needed first."""
     tasks = program.tasks
     key = _releases(tasks)
-    starts = _Clock(tasks, [nominal.of(task) for task in tasks], key).starts()
+    starts = starts_by_need(tasks, [nominal.of(task) for task in tasks])
     behind = -1.0
     for index in sorted(_loads(tasks), key=lambda load: starts[load]):
         # A stream keeps its order: a load is behind all that go before it.

@@ -241,7 +241,10 @@ def train_numbers(profile: Profile) -> dict[str, float]:
 def train_unit(name: str) -> Unit:
     """Of a trainer's figure, by its name."""
     ends: tuple[tuple[str, Unit], ...] = (
-        *(("_runtime", "s"), ("_per_second", "1/s"), ("_accuracy", "share"), ("total_flos", "FLOP")),
+        ("_runtime", "s"),
+        ("_per_second", "1/s"),
+        ("_accuracy", "share"),
+        ("total_flos", "FLOP"),
         ("_samples", "count"),
     )
     return next((unit for end, unit in ends if name.endswith(end)), "1")

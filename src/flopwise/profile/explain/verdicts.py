@@ -294,8 +294,16 @@ def _invalid(profile: Profile) -> Iterator[Verdict]:
 
 Rule = Callable[[Profile, Thresholds], Iterator[Verdict]]
 RULES: tuple[Rule, ...] = (
-    *(_host_bound, _memory_bound, _data_movement_bound, _spill_bound, _layout_overhead, _matrix_underfilled),
-    *(_communication_bound, _throttled, _compute_bound, _capacity),
+    _host_bound,
+    _memory_bound,
+    _data_movement_bound,
+    _spill_bound,
+    _layout_overhead,
+    _matrix_underfilled,
+    _communication_bound,
+    _throttled,
+    _compute_bound,
+    _capacity,
 )
 
 

@@ -1,7 +1,9 @@
 """NVIDIA's management library through ctypes: energy, power, clocks, limits and Hopper's utilisation counters.
 
-Whatever the driver refuses is None. The library is opened on first use, so importing this costs nothing, and it needs
-nothing but the standard library, so it also works within a program of another environment.
+Whatever the driver refuses is None. The library is opened on first use, so importing this costs nothing.
+
+By hand, and not with the package nvidia-ml-py: `profile run` brings this into the environments of other people's
+programs, where the standard library and a path to this folder are all that is sure to be there.
 """
 
 from __future__ import annotations

@@ -27,9 +27,13 @@ from flopwise.records.profile import KernelClass, MemoryUse, Peaks, Profile, Rea
 
 _SIGNS = re.compile(rb'"traceEvents"\s*:|\{\s*"(?:ph|cat)"\s*:\s*"|"ph"\s*:\s*"[A-Za-z]"')
 _SYSTEM_KEYS = {
-    "schemaVersion": "trace schema", "host_name": "host", "cuda_runtime_version": "CUDA runtime",
-    "cuda_driver_version": "CUDA driver", "hip_runtime_version": "HIP runtime", "hip_driver_version": "HIP driver",
-}  # fmt: skip
+    "schemaVersion": "trace schema",
+    "host_name": "host",
+    "cuda_runtime_version": "CUDA runtime",
+    "cuda_driver_version": "CUDA driver",
+    "hip_runtime_version": "HIP runtime",
+    "hip_driver_version": "HIP driver",
+}
 MOST_MEMORY_POINTS = 1000
 _LONGEST_TEXT = 200
 _SPREAD = ("step_wall_s", "device_busy_s", "idle_s", "comm_active_s")

@@ -56,7 +56,13 @@ _RULES: tuple[tuple[MemoryOwner, str, str], ...] = (
 """(owner, pattern of the file, pattern of the function): both must be found in the frame."""
 
 _OWNERS: tuple[MemoryOwner, ...] = (
-    *("parameters", "gradients", "optimizer", "activations", "inputs", "communication", "other"),
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "inputs",
+    "communication",
+    "other",
 )
 
 
@@ -299,9 +305,14 @@ def _profile(name: str, heap: _Heap, replay: _Replay, common: list[str]) -> Prof
         peak = heap.reserved + max(0, replay.reserved_peak - replay.reserved)
         notes.append(f"peak of what the allocator held: {show_bytes(peak)}")
     return Profile(
-        name=name, format="memory-snapshot", memory=_memory(heap), memory_total_bytes=float(heap.reserved) or None,
-        memory_over_time=over_time, notes=tuple(notes), warnings=tuple(warnings),
-    )  # fmt: skip
+        name=name,
+        format="memory-snapshot",
+        memory=_memory(heap),
+        memory_total_bytes=float(heap.reserved) or None,
+        memory_over_time=over_time,
+        notes=tuple(notes),
+        warnings=tuple(warnings),
+    )
 
 
 def _memory(heap: _Heap) -> tuple[MemoryUse, ...]:

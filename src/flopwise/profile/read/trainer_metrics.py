@@ -272,9 +272,14 @@ def _profile(
     if "samples_per_s" in values:
         notes = (*notes, RATES_NOTE)
     return Profile(
-        name=title, format="trainer", origin=(name,), values=values, train_metrics=metrics, notes=notes,
+        name=title,
+        format="trainer",
+        origin=(name,),
+        values=values,
+        train_metrics=metrics,
+        notes=notes,
         warnings=warnings,
-    )  # fmt: skip
+    )
 
 
 def _with(profile: Profile, warnings: Iterable[str]) -> Profile:
