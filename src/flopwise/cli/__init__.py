@@ -111,8 +111,7 @@ def _fail(error: FlopwiseError, exit_code: int | None = None) -> NoReturn:
         lines += ["", f"  {visible(error.why)}"]
     if error.hint:
         lines += ["", f"{cyan}hint:{plain} {visible(error.hint)}"]
-    text = "\n".join(lines)
-    typer.echo(text, err=True)
+    typer.echo("\n".join(lines), err=True)
     if "RANK" in os.environ:
         from flopwise.engine.launch import note_refusal
 

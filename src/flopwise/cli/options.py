@@ -117,11 +117,13 @@ def told(look: Callable[[], Found]) -> Found:
     """What `look` finds; what was odd about it is told beside the answer."""
     import warnings
 
+    from flopwise.cli.output import say
+
     with warnings.catch_warnings(record=True) as odd:
         warnings.simplefilter("always", UserWarning)
         found = look()
     for warning in odd:
-        typer.echo(f"note: {warning.message}", err=True)
+        say(f"note: {warning.message}")
     return found
 
 
@@ -258,6 +260,7 @@ def changes_of(texts: list[str]) -> dict[str, Any]:
     import tomllib
 
     from flopwise.base.errors import FlopwiseError, shown
+    from flopwise.base.files import parse_toml
 
     changes: dict[str, Any] = {}
     for text in texts:
@@ -273,7 +276,7 @@ def changes_of(texts: list[str]) -> dict[str, Any]:
                 f"--set gives {shown(key)} twice", why="one value would be lost", hint=f"keep one --set {key}=…"
             )
         try:
-            changes[key] = tomllib.loads(f"value = {value}")["value"]
+            changes[key] = parse_toml(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             changes[key] = value
         except (ValueError, RecursionError):

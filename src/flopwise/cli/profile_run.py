@@ -80,8 +80,10 @@ def _tell(outcome: Outcome, folder: Path, steps: int, *, is_new: bool) -> None:
 
 
 def _say(text: str) -> None:
+    from flopwise.cli.output import say
+
     for line in text.splitlines():
-        typer.echo(f"{PREFIX}{line}".rstrip(), err=True)
+        say(f"{PREFIX}{line}".rstrip())
 
 
 def _free_folder() -> Path:

@@ -19,7 +19,7 @@ from flopwise.cli.options import (
     one_of,
     value_of,
 )
-from flopwise.cli.output import show_page, width
+from flopwise.cli.output import say, show_page, width
 
 if TYPE_CHECKING:
     from flopwise.records.measurement import RunRecord
@@ -431,6 +431,6 @@ def _print(record: RunRecord, form: str, store: str | None) -> None:
         typer.echo(to_text(record))
         following = resume_words(record, store)
         if following:
-            typer.echo(following, err=True)
+            say(following)
     else:
         show_page(end_page(record, width(), store=store))

@@ -45,8 +45,8 @@ from flopwise.train.measuring import commit, measured, metrics
 from flopwise.train.planning import products_not_in_fp8
 from flopwise.train.preparing import Prepared, prepare
 from flopwise.train.profiling import RunProfiler
-from flopwise.train.request import TrainRequest
-from flopwise.train.resuming import Resumed, as_written, find_resumed, merged
+from flopwise.train.request import TrainRequest, merge_resumed
+from flopwise.train.resuming import Resumed, as_written, find_resumed
 from flopwise.work.describe import describe
 from flopwise.work.total_flos import total_flos
 
@@ -88,7 +88,7 @@ def _device_of(request: TrainRequest) -> str:
     if request.resume is None:
         return request.device
     record = read_record(find_run(store_folder(request.store), request.resume))
-    return merged(record, request).device
+    return merge_resumed(record, request).device
 
 
 def _requested(asked: dict[str, Any]) -> TrainRequest:
@@ -141,7 +141,7 @@ class _Run:
         self.rank, self.listeners = rank, listeners
         self.writes = rank.rank == 0
         self.resumed = find_resumed(request, listeners.on_note) if request.resume else None
-        self.request = request if self.resumed is None else merged(self.resumed.record, request)
+        self.request = request if self.resumed is None else merge_resumed(self.resumed.record, request)
 
     def go(self) -> RunRecord:
         """Prepare, train, and leave a record whatever happens."""
