@@ -352,6 +352,7 @@ GRID = "llama-3-8b --on h100-sxm --seq 8k --device-mem 16,24GiB --host-mem 64-12
 GRID_CAPS = {(device * GIB, host * GIB) for device in (16, 24) for host in (64, 128)}
 
 
+@pytest.mark.slow
 def test_a_grid_in_every_form() -> None:
     code, out, _ = ran(f"plan {GRID} -o json")
     assert code == 0

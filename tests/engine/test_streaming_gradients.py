@@ -217,6 +217,7 @@ def settings_of_a_step(draw: st.DrawFn) -> tuple[Transformer, Plan, Batch]:
     return model, plan, Batch(batch.ids, labels.astype(np.int32), batch.lengths)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(settings_of_a_step())
 def test_random_plans_give_the_gradients_of_autograd(setting: tuple[Transformer, Plan, Batch]) -> None:

@@ -173,6 +173,7 @@ def test_no_plan_of_a_small_grid_is_faster(device: float, host: float, name: str
     assert found.times.step_s <= OVERHEAD * fastest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tokens", "place"),
     [

@@ -249,6 +249,7 @@ def assert_shipped(found: Sequence[Evidence], *, of_kernels: bool = False) -> No
         assert_same(entry, book[entry.table, entry.zero])
 
 
+@pytest.mark.slow
 def test_the_shipped_evidence_is_what_the_held_out_predictions_give() -> None:
     assert_shipped(table_evidence("megatron"))
     assert_shipped(table_evidence("megatron-2"))

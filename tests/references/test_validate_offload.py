@@ -116,6 +116,7 @@ def test_the_words_tell_what_was_fitted(record: dict[str, Any]) -> None:
     assert not any(row["held_out"] for row in record["rows"])
 
 
+@pytest.mark.slow
 def test_the_whole_table_is_within_the_targets() -> None:
     found = validated(read_offload())
     assert (found.n, found.unpredicted, len(found.rows)) == (591, 0, 769)

@@ -164,7 +164,7 @@ def alive(session: int) -> list[str]:
     return found
 
 
-def until(true: Callable[[], Found], seconds: float = 20.0) -> Found:
+def until(true: Callable[[], Found], seconds: float = 120.0) -> Found:
     """Wait until something is so; what it then is."""
     limit = time.monotonic() + seconds
     while not (found := true()):

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=f"not installed: {', '.join(missing())}"),
 ]
 
-LIMIT_S = 55.0
+LIMIT_S = 180.0
 
 
 @pytest.fixture(scope="module")
