@@ -17,7 +17,7 @@ from pathlib import Path
 from flopwise.catalog.load import load_model, load_stack
 from flopwise.references.published import hardware_of
 from flopwise.references.validate.case import Case
-from flopwise.references.validate.held_out import Fit, fit_of, held_out_predictions
+from flopwise.references.validate.held_out import StackFit, fit_of, held_out_predictions
 from flopwise.references.validate.protocol import Protocol
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.workload import Workload
@@ -89,7 +89,7 @@ def _model(name: str) -> Model:
     )
 
 
-def torchtitan_fit() -> Fit:
+def torchtitan_fit() -> StackFit:
     """The fitted rows, laid out."""
     cases = torchtitan_cases()
     hardware = hardware_of(cases)

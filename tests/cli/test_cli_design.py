@@ -21,7 +21,7 @@ from flopwise.catalog.load import ROOT, load_model
 from flopwise.cli.design import parse_watts
 from flopwise.predict import Request
 from flopwise.references.deepflow import PUBLISHED
-from flopwise.references.design.device import PARTS, Question, blueprint_of, design_by_step
+from flopwise.references.design.device import PARTS, DesignQuestion, blueprint_of, design_by_step
 from flopwise.references.design.search import Search
 from tests.cli.test_cli_deepflow import told
 from tests.cli.test_cli_fuzz import answered
@@ -150,7 +150,7 @@ def test_a_start_without_memory_is_moved() -> None:
     blueprint = blueprint_of(PUBLISHED)
     assert blueprint.shares is not None
     starved = replace(blueprint.shares, core=0.9, shared=0.04, l2=0.04, dram=0.02)
-    question = Question(
+    question = DesignQuestion(
         model=load_model("gpt2"), blueprint=replace(blueprint, shares=starved), request=Request(batch_sequences=8)
     )
     found = design_by_step(question, Search(starts=1, iterations=3))

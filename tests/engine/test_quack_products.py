@@ -290,5 +290,5 @@ def test_products_that_lie_awkwardly_stay_with_torch(
         (16384, 4096, quack.TOGETHER), (16384, 14336, quack.ALTERNATING), (28672, 4096, quack.TOGETHER),
     ],
 )  # fmt: skip
-def test_the_tiles_of_llama_3_8b(depth: int, columns: int, tile: quack.Tile) -> None:
+def test_the_tiles_of_llama_3_8b(depth: int, columns: int, tile: quack.QuackTile) -> None:
     assert quack.tile_for(torch.empty(depth, columns, device="meta")) == tile

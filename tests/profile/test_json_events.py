@@ -16,7 +16,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.profile.read import json_events
 from flopwise.profile.read.json_events import Event, EventStream
 from flopwise.profile.read.kineto_columns import Columns
-from flopwise.profile.read.opening import Source
+from flopwise.profile.read.opening import TraceFile
 
 HEAD = '{"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "GPU"}, {"id": 1}], "traceEvents": ['
 TAIL = '], "traceName": "x.json", "distributedInfo": {"rank": 3}}'
@@ -33,7 +33,7 @@ def _text(count: int, indent: int | None = None) -> str:
 def _read(text: str | bytes, block: int = 64) -> tuple[list[Event], EventStream]:
     content = text.encode() if isinstance(text, str) else text
     pieces: Iterator[bytes] = (content[begin : begin + block] for begin in range(0, len(content), block))
-    stream = EventStream(Source("x.json", pieces))
+    stream = EventStream(TraceFile("x.json", pieces))
     return [event for events in stream for event in events], stream
 
 
@@ -240,7 +240,7 @@ def test_the_smallest_events_take_little_memory() -> None:
     columns = Columns()
     tracemalloc.start()
     try:
-        columns.gather(EventStream(Source("x.json", blocks)))
+        columns.gather(EventStream(TraceFile("x.json", blocks)))
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

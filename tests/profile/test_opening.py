@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.profile.read import opening
-from flopwise.profile.read.opening import Source, opened
+from flopwise.profile.read.opening import TraceFile, opened
 
 TEXT = b'{"traceEvents": []}'
 
@@ -133,7 +133,7 @@ def test_progress_is_told_in_bytes_of_the_file(tmp_path: Path) -> None:
 @settings(max_examples=50, deadline=None)
 def test_reading_and_peeking_agree_with_the_whole(blocks: list[bytes], sizes: list[int]) -> None:
     whole = b"".join(blocks)
-    source = Source("x", iter(blocks))
+    source = TraceFile("x", iter(blocks))
     for size in sizes:
         assert source.head(size) == whole[:size]
         assert source.read(size) == whole[:size]

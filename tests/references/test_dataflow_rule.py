@@ -16,7 +16,7 @@ from flopwise.records.plan import Plan, Residency
 from flopwise.references.dataflow.rule import (
     RECORDED,
     VARIANTS,
-    Configuration,
+    RuleChoice,
     configure,
     placement,
     recorded_plan,
@@ -56,7 +56,7 @@ def machine(name: str = "h100-sxm") -> Hardware:
 
 def configured(
     variant: str, host_gib: int, device_gib: int, tokens: int, *, model: str = "llama-3-8b", hardware: str = "h100-sxm"
-) -> Configuration:
+) -> RuleChoice:
     return configure(
         shape(model),
         machine(hardware),
@@ -67,7 +67,7 @@ def configured(
     )
 
 
-def of_run(run: OffloadRun, variant: str = RECORDED) -> Configuration:
+def of_run(run: OffloadRun, variant: str = RECORDED) -> RuleChoice:
     return configure(
         shape(run.model),
         machine(run.hardware),

@@ -19,7 +19,7 @@ from flopwise.profile.explain.verdicts import verdicts
 from flopwise.records.measurement import MemoryRow
 from flopwise.records.profile import (
     METRICS,
-    Evidence,
+    Clue,
     MemoryUse,
     Peaks,
     Profile,
@@ -116,7 +116,7 @@ def hostile_profile() -> Profile:
 
 
 def invalid_verdict() -> Verdict:
-    evidence = Evidence(what=HOSTILE, value=2.0, unit="1", bound=1.0)
+    evidence = Clue(what=HOSTILE, value=2.0, unit="1", bound=1.0)
     return Verdict(kind="invalid", share=None, evidence=(evidence,), advice=HOSTILE, detail=HOSTILE)
 
 

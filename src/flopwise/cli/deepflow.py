@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from flopwise.base.errors import FlopwiseError
-    from flopwise.references.deepflow import Configuration, Result
+    from flopwise.references.deepflow import Configuration, DeepflowResult
     from flopwise.references.deepflow.report import DeepflowRecord
     from flopwise.work.lstm import Lstm
 
@@ -100,7 +100,7 @@ def configuration_of(name: str) -> Configuration:
         raise error.within(str(path), hint=f"`flopwise show {PUBLISHED_TECHNOLOGY}` prints one") from None
 
 
-def run_finite(configuration: Configuration) -> Result:
+def run_finite(configuration: Configuration) -> DeepflowResult:
     """The reference's answer, unless its machine is infinitely fast or large."""
     from dataclasses import astuple
     from math import isfinite

@@ -114,7 +114,7 @@ def _by_deepflow(words: Mapping[str, Any], search: Search) -> tuple[DesignedDevi
 def _by_step(words: Mapping[str, Any], search: Search) -> tuple[DesignedDevice, DesignRecord]:
     from flopwise.catalog.load import load_model
     from flopwise.predict import Request
-    from flopwise.references.design.device import PARTS, Question, design_by_step
+    from flopwise.references.design.device import PARTS, DesignQuestion, design_by_step
     from flopwise.references.design.report import design_record
     from flopwise.work.formats import parse_formats
 
@@ -126,7 +126,7 @@ def _by_step(words: Mapping[str, Any], search: Search) -> tuple[DesignedDevice, 
     if formats is None:
         _check_formats(words["technology"], blueprint)
     with _bar(search, len(PARTS)) as watch:
-        designed = design_by_step(Question(model=found, blueprint=blueprint, request=request), search, watch)
+        designed = design_by_step(DesignQuestion(model=found, blueprint=blueprint, request=request), search, watch)
     prediction = designed.prediction
     assert prediction is not None  # the physical method predicts
     record = design_record(

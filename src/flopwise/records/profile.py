@@ -298,7 +298,7 @@ VerdictKind = Literal[
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
+class Clue:
     """A figure that a verdict rests on, and the bound that it is held against."""
 
     what: str
@@ -316,7 +316,7 @@ class Verdict:
     kind: VerdictKind
     share: float | None
     """Of the step's time, what is at stake at most; None: it cannot be told."""
-    evidence: tuple[Evidence, ...]
+    evidence: tuple[Clue, ...]
     advice: str
     detail: str = ""
     """Of `invalid`: which rule is broken."""

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from flopwise.base.units import significant
-from flopwise.profile.explain.comparing import Comparison, Fit, HostWait, Row, WallFit
+from flopwise.profile.explain.comparing import FigureRow, HostWait, LineFit, ProfileComparison, WallFit
 from flopwise.report.profile_files import markdown_words
 from flopwise.report.profile_words import UNKNOWN, about, change_words, safe, scaled, seconds, shortened, warning_words
 from flopwise.report.tables import GAP, csv_text, markdown_table, text_table
@@ -28,7 +28,7 @@ CSV_FIELDS = ("profile", "group", "name", "value", "unit", "source", "change", "
 # -- sentences -------------------------------------------------------------------------------------------------------
 
 
-def sentences(comparison: Comparison) -> list[str]:
+def sentences(comparison: ProfileComparison) -> list[str]:
     """What follows from the profiles together."""
     told = [_host_words(comparison.host_wait)] if comparison.host_wait else []
     told += [fit_words(fit) for fit in comparison.fits]
@@ -36,12 +36,12 @@ def sentences(comparison: Comparison) -> list[str]:
     return told
 
 
-def warned(comparison: Comparison) -> list[str]:
+def warned(comparison: ProfileComparison) -> list[str]:
     """Of which profiles only a part is there."""
     return [f"Warning: {safe(name)}: {warning_words(told)}." for name, told in comparison.warnings.items()]
 
 
-def fit_words(fit: Fit) -> str:
+def fit_words(fit: LineFit) -> str:
     """`Device time is 33 ms + 2.56 ms × batch from batch 8 on`."""
     begun = f" from batch {fit.least_batch:,} on" if fit.is_partial else ""
     length = f" of sequence {fit.sequence_tokens:,}" if fit.sequence_tokens is not None else ""
@@ -77,16 +77,16 @@ def _rough(value: float, digits: int) -> str:
 # -- tables ----------------------------------------------------------------------------------------------------------
 
 
-def split_rows(comparison: Comparison) -> tuple[list[Row], list[Row]]:
+def split_rows(comparison: ProfileComparison) -> tuple[list[FigureRow], list[FigureRow]]:
     """Rows whose figures differ between the profiles, and those that are the same in all that have them."""
-    differing: list[Row] = []
-    same: list[Row] = []
+    differing: list[FigureRow] = []
+    same: list[FigureRow] = []
     for row in comparison.rows:
         (same if _is_same(row, comparison.baseline) else differing).append(row)
     return differing, same
 
 
-def _is_same(row: Row, baseline: int) -> bool:
+def _is_same(row: FigureRow, baseline: int) -> bool:
     base = row.cells[baseline].value
     others = [cell for number, cell in enumerate(row.cells) if number != baseline and cell.value is not None]
     if base is None or not others:
@@ -94,7 +94,7 @@ def _is_same(row: Row, baseline: int) -> bool:
     return all(cell.value == base or (cell.change is not None and abs(cell.change) < SAME) for cell in others)
 
 
-def same_words(rows: Sequence[Row], baseline: int) -> str:
+def same_words(rows: Sequence[FigureRow], baseline: int) -> str:
     """`The same in all: ridge 223.78 FLOP/B, comm_count 5.`"""
     told = []
     for row in rows:
@@ -103,13 +103,13 @@ def same_words(rows: Sequence[Row], baseline: int) -> str:
     return f"The same in all: {', '.join(told)}." if told else ""
 
 
-def cell_words(row: Row, column: int) -> tuple[str, str]:
+def cell_words(row: FigureRow, column: int) -> tuple[str, str]:
     """A figure and its change."""
     cell = row.cells[column]
     return (UNKNOWN, "") if cell.value is None else (scaled(cell.value, row.unit), change_words(cell.change))
 
 
-def titles(comparison: Comparison, longest: int = LONGEST_COLUMN) -> list[str]:
+def titles(comparison: ProfileComparison, longest: int = LONGEST_COLUMN) -> list[str]:
     """What stands above the columns; no two alike even when they are cut."""
     found = [shortened(name, longest) for name in comparison.names]
     return [
@@ -118,7 +118,7 @@ def titles(comparison: Comparison, longest: int = LONGEST_COLUMN) -> list[str]:
     ]
 
 
-def comparison_page(comparison: Comparison, width: int) -> RenderableType:
+def comparison_page(comparison: ProfileComparison, width: int) -> RenderableType:
     """Sentences, then the figures; columns that `width` has no room for come below."""
     parts: list[RenderableType] = []
     for line in sentences(comparison):
@@ -139,7 +139,7 @@ def comparison_page(comparison: Comparison, width: int) -> RenderableType:
     return Group(*parts)
 
 
-def _blocks(comparison: Comparison, rows: Sequence[Row], width: int) -> Iterator[Text]:
+def _blocks(comparison: ProfileComparison, rows: Sequence[FigureRow], width: int) -> Iterator[Text]:
     heads = titles(comparison)
     names = [safe(row.name, 30) for row in rows]
     room = width - max((cell_len(name) for name in ("figure", *names)), default=0)
@@ -158,7 +158,7 @@ def _blocks(comparison: Comparison, rows: Sequence[Row], width: int) -> Iterator
     yield _block(names, columns, block)
 
 
-def _column(rows: Sequence[Row], number: int, head: str) -> list[str]:
+def _column(rows: Sequence[FigureRow], number: int, head: str) -> list[str]:
     """A profile's cells below its name: figure and change, each lined up."""
     pairs = [cell_words(row, number) for row in rows]
     widths = [max((cell_len(pair[place]) for pair in pairs), default=0) for place in (0, 1)]
@@ -177,7 +177,7 @@ def _block(names: Sequence[str], columns: dict[int, list[str]], block: Sequence[
     return text_table(heads, [row for row in rows if any(cell.strip() != UNKNOWN for cell in row[1:])], {"figure"})
 
 
-def length_rows(comparison: Comparison) -> list[list[str]]:
+def length_rows(comparison: ProfileComparison) -> list[list[str]]:
     """Rows of words under `LENGTH_COLUMNS`."""
     return [
         [
@@ -193,7 +193,7 @@ def length_rows(comparison: Comparison) -> list[list[str]]:
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
-def comparison_markdown(comparison: Comparison) -> str:
+def comparison_markdown(comparison: ProfileComparison) -> str:
     """Sentences and tables; each profile's figure and its change share a cell."""
     parts = [f"{line}\n" for line in sentences(comparison)]
     rows, same = split_rows(comparison)
@@ -210,12 +210,12 @@ def comparison_markdown(comparison: Comparison) -> str:
     return "\n".join(parts)
 
 
-def _joined(row: Row, column: int) -> str:
+def _joined(row: FigureRow, column: int) -> str:
     figure, change = cell_words(row, column)
     return f"{figure} ({change})" if change and change != "=" else figure
 
 
-def comparison_csv(comparison: Comparison) -> str:
+def comparison_csv(comparison: ProfileComparison) -> str:
     """One row for each known figure of each profile, at full precision, with its change."""
     base = printable(comparison.names[comparison.baseline])
     records = [
@@ -236,7 +236,7 @@ def comparison_csv(comparison: Comparison) -> str:
     return csv_text(records) if records else f"{','.join(CSV_FIELDS)}\n"
 
 
-def comparison_json(comparison: Comparison) -> str:
+def comparison_json(comparison: ProfileComparison) -> str:
     """The whole record, with what follows from it in words."""
     record = msgspec.to_builtins(comparison)
     return to_text(record | {"sentences": sentences(comparison)})

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from math import isfinite
 
-from flopwise.profile.explain.comparing import Comparison
+from flopwise.profile.explain.comparing import ProfileComparison
 from flopwise.records.profile import Profile, TaskTime, Verdict
 from flopwise.report.profile_comparison import (
     LENGTH_COLUMNS,
@@ -85,7 +85,7 @@ ol,ul{margin:.3rem 0;padding-left:1.3rem}li{margin:.4rem 0}
 """
 
 
-def profiles_page(judged: Sequence[Judged], comparison: Comparison | None = None) -> str:
+def profiles_page(judged: Sequence[Judged], comparison: ProfileComparison | None = None) -> str:
     """One page for profiles, the comparison first where there is one."""
     heading = name_words(judged[0][0]) if len(judged) == 1 else f"{len(judged)} profiles"
     parts = [*_comparison(comparison)] if comparison else []
@@ -366,7 +366,7 @@ def _drawn(tasks: Sequence[TaskTime], stream: str, times: Times, begin: float, w
 # -- the comparison --------------------------------------------------------------------------------------------------
 
 
-def _comparison(comparison: Comparison) -> Iterator[str]:
+def _comparison(comparison: ProfileComparison) -> Iterator[str]:
     told = "".join(f"<p>{_text(line)}</p>" for line in sentences(comparison))
     told += "".join(f'<p class="warn">{_text(line, 1000)}</p>' for line in warned(comparison))
     rows, same = split_rows(comparison)

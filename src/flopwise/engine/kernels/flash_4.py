@@ -20,18 +20,18 @@ HEAD_DIMENSIONS = (64, 96, 128)
 """Those that both of its kernels take."""
 
 
-class _Calls(NamedTuple):
+class _FlashCalls(NamedTuple):
     forward: Callable[..., object]
     backward: Callable[..., object]
 
 
 @cache
-def _calls() -> _Calls | None:
+def _calls() -> _FlashCalls | None:
     """The package's two calls that take tensors for their results; None where it cannot be loaded."""
 
-    def find() -> _Calls:
+    def find() -> _FlashCalls:
         module = import_module("flash_attn.cute.interface")
-        return _Calls(module._flash_attn_fwd, module._flash_attn_bwd)
+        return _FlashCalls(module._flash_attn_fwd, module._flash_attn_bwd)
 
     found = found_in("flash_attn", find, name="FlashAttention-4", without="attention is cuDNN's")
     if found is not None:

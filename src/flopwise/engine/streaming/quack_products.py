@@ -84,7 +84,7 @@ def _plain_error(device: torch.device, dtype: torch.dtype, sums: torch.dtype) ->
     errors = []
 
     def check(
-        left: Tensor, right: Tensor, out: Tensor, wanted: Tensor, tile: quack.Tile,
+        left: Tensor, right: Tensor, out: Tensor, wanted: Tensor, tile: quack.QuackTile,
         *, add: bool = False, halves: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         quack.multiply(left, right, out=out, tile=tile, add=add, halves=halves)

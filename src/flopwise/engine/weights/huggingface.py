@@ -32,7 +32,7 @@ FEW = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedFolder:
     """Weights under our own names."""
 
     tensors: dict[str, Tensor]
@@ -232,7 +232,7 @@ def to_huggingface(model: Transformer, parameters: Mapping[str, Tensor]) -> dict
     return found
 
 
-def from_huggingface(model: Transformer, tensors: Mapping[str, Tensor], sequence_tokens: int) -> Loaded:
+def from_huggingface(model: Transformer, tensors: Mapping[str, Tensor], sequence_tokens: int) -> LoadedFolder:
     """A file's tensors under our names, in the types that they have.
 
     A classifier may be begun from an encoder that has no such head, or another one: `missing` tells what it lacks.
@@ -262,7 +262,7 @@ def from_huggingface(model: Transformer, tensors: Mapping[str, Tensor], sequence
     _refuse(model, "has tensors of other shapes", misshapen, "a file of a model of another size, or with other labels?")
     unexpected = [name for name in given if not _beside_the_model(model, name)]
     _refuse(model, "has tensors that the model has not", unexpected, "a file of another kind of model?")
-    return Loaded(found, tuple(missing))
+    return LoadedFolder(found, tuple(missing))
 
 
 def _without_prefixes(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ GPM_LARGEST = 333
 """Slots of the table in the newest header. Older drivers know fewer; all read only as many as they are told."""
 
 
-class _Memory(ctypes.Structure):
+class _MemoryInfo(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
@@ -206,7 +206,7 @@ class NvmlDevice:
 
     def memory_total_bytes(self) -> int | None:
         """Of the card."""
-        memory = _Memory()
+        memory = _MemoryInfo()
         found = self._nvml.call("nvmlDeviceGetMemoryInfo", self._handle, ctypes.byref(memory))
         return int(memory.total) if found else None
 

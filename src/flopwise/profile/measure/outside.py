@@ -46,7 +46,7 @@ class CommandNotRun(FlopwiseError):  # noqa: N818 - as a shell says it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class ProgramOutcome:
     """What a profiled command left."""
 
     exit_code: int
@@ -68,7 +68,7 @@ def run_outside(
     warm_up: int,
     steps: int,
     at_most_s: float = 60.0,
-) -> Outcome:
+) -> ProgramOutcome:
     """Run a command to its end, with our terminal, and record some of its steps into `folder`, which is made before.
 
     A program that steps no optimizer is recorded by calls of its outermost module. `at_most_s`: recording ends with the
@@ -84,7 +84,7 @@ def run_outside(
     if not _at_work(folder):
         _remove_partial(folder)
     traces = _by_rank(folder, "trace-rank*.json.gz")
-    return Outcome(
+    return ProgramOutcome(
         exit_code=code if code >= 0 else 128 - code,
         signal=-code if code < 0 else None,
         traces=traces,

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.profile.read.opening import Source
+from flopwise.profile.read.opening import TraceFile
 
 BLOCK_BYTES = 2 * 2**20
 """The smallest events take thirty times their bytes once they are decoded."""
@@ -86,7 +86,7 @@ Found = tuple[list[Event], bytes, bool]
 class EventStream:
     """Iterates over the events of a trace in lists; `metadata` and `warnings` are complete when they are all read."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TraceFile) -> None:
         self.metadata: dict[str, Any] = {}
         """What stands beside `traceEvents`; empty for a bare array."""
         self._source = source

@@ -23,7 +23,7 @@ import numpy as np
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import show_bytes, show_seconds
 from flopwise.profile.explain.intervals import Numbers, highest_points
-from flopwise.profile.read.opening import BLOCK_BYTES, Source
+from flopwise.profile.read.opening import BLOCK_BYTES, TraceFile
 from flopwise.profile.read.plain_pickle import plain_data
 from flopwise.records.profile import MemoryOwner, MemoryUse, Profile, Read
 
@@ -80,7 +80,7 @@ def looks_like(head: bytes) -> bool:
     return _JSON.match(head) is not None
 
 
-def read_source(source: Source, name: str) -> Read:
+def read_source(source: TraceFile, name: str) -> Read:
     """A profile for each device that the snapshot holds memory or events of."""
     data = _loaded(source)
     if isinstance(data, list):
@@ -120,7 +120,7 @@ def _traces(data: Mapping[Any, Any]) -> list[list[Any]]:
     return [_list(trace) if first[id(trace)] == number else [] for number, trace in enumerate(given)]
 
 
-def _loaded(source: Source) -> Any:  # noqa: ANN401 - whatever the file holds
+def _loaded(source: TraceFile) -> Any:  # noqa: ANN401 - whatever the file holds
     if source.head(64).lstrip()[:1] in (b"{", b"["):
         blocks, size = [], 0
         while block := source.read(BLOCK_BYTES):

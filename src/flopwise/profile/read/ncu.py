@@ -20,7 +20,7 @@ from flopwise.base.units import show_bytes
 from flopwise.profile.explain.activity_summary import thinned
 from flopwise.profile.explain.kernel_classes import class_of
 from flopwise.profile.read.kineto_devices import peaks_of
-from flopwise.profile.read.opening import Source, buffered
+from flopwise.profile.read.opening import TraceFile, buffered
 from flopwise.records.profile import KERNEL_CLASSES, KernelClass, Profile, Read, Spent, Value
 
 LONGEST_LINE = 2**20
@@ -60,7 +60,7 @@ def looks_like(head: bytes) -> bool:
     return b"==PROF==" in head or (b"Kernel Name" in head and (b"Metric Name" in head or b"__" in head))
 
 
-def read_source(source: Source, name: str) -> Read:
+def read_source(source: TraceFile, name: str) -> Read:
     """A profile for each device; sums over all kernels that were profiled."""
     table = _Table(source.name)
     table.read(_rows(source, table.warnings))
@@ -80,7 +80,7 @@ def read_source(source: Source, name: str) -> Read:
     )
 
 
-def _rows(source: Source, warnings: list[str]) -> Iterator[list[str]]:
+def _rows(source: TraceFile, warnings: list[str]) -> Iterator[list[str]]:
     """The cells of every line that is a row; the tool's own messages and whatever else is no CSV are left out."""
     text = io.TextIOWrapper(buffered(source), encoding="utf-8", errors="replace", newline="")
     skipped = 0

@@ -56,7 +56,7 @@ def buffered(source: Readable) -> io.BufferedReader:
     return io.BufferedReader(_Raw(source), 2**18)
 
 
-class Source:
+class TraceFile:
     """The unpacked bytes of one file, read once from its beginning to its end."""
 
     def __init__(self, name: str, blocks: Iterator[bytes], warnings: list[str] | None = None) -> None:
@@ -94,16 +94,16 @@ class Source:
 
 
 @contextmanager
-def opened(path: Path, tell: Tell | None = None) -> Iterator[Source]:
+def opened(path: Path, tell: Tell | None = None) -> Iterator[TraceFile]:
     """The file's content, unpacked; `tell` hears of the bytes of the file itself, packed ones where it is packed."""
     name = path.name or str(path)
     with _opened_file(path) as file:
         warnings: list[str] = []
-        source = Source(name, _raw_blocks(file, name, tell), warnings)
+        source = TraceFile(name, _raw_blocks(file, name, tell), warnings)
         if not source.head(1):
             raise FlopwiseError(f"{path} is empty", hint="was the program that writes it still running, or killed?")
         if source.head(2) == _GZIP:
-            source = Source(name, _gunzipped(source, warnings), warnings)
+            source = TraceFile(name, _gunzipped(source, warnings), warnings)
             if not source.head(1):
                 raise FlopwiseError(
                     f"{path} unpacks to nothing", why="; ".join(warnings) or None, hint="make or fetch the file again"
@@ -113,7 +113,7 @@ def opened(path: Path, tell: Tell | None = None) -> Iterator[Source]:
             raise FlopwiseError(f"{path} is gzipped twice", hint="`gunzip` it and name what comes out")
         codec = next((codec for mark, codec in _MARKS if beginning.startswith(mark)), None)
         if codec is not None:
-            source = Source(name, _as_utf8(source.blocks(), codec), warnings)
+            source = TraceFile(name, _as_utf8(source.blocks(), codec), warnings)
         yield source
 
 
@@ -163,7 +163,7 @@ def _raw_blocks(file: BinaryIO, name: str, tell: Tell | None) -> Iterator[bytes]
         yield block
 
 
-def _gunzipped(packed: Source, warnings: list[str]) -> Iterator[bytes]:
+def _gunzipped(packed: TraceFile, warnings: list[str]) -> Iterator[bytes]:
     """Members one after the other; what a damaged or cut one gives before the damage, with a warning."""
     unpacker = gzip.GzipFile(fileobj=buffered(packed))
     done = 0

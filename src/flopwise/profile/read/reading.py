@@ -11,7 +11,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import entry_kind
 from flopwise.profile.measure.sampling import CounterRecord, counters_values, read_counter_record
 from flopwise.profile.read import kineto, memory_snapshot, ncu, neuron_json, neuron_text, nsys, trainer_metrics
-from flopwise.profile.read.opening import Source, Tell, opened
+from flopwise.profile.read.opening import Tell, TraceFile, opened
 from flopwise.records.profile import Profile, Read
 from flopwise.store.runs import PROFILE, from_text
 
@@ -39,7 +39,7 @@ class _Own:
         return head.lstrip()[:1] in b"{[" and all(b'"%b"' % name in head for name in _FIRST_FIELDS)
 
     @staticmethod
-    def read_source(source: Source, name: str) -> Read:
+    def read_source(source: TraceFile, name: str) -> Read:
         content = source.read(MOST_PROFILE_BYTES)
         try:
             if content.lstrip()[:1] == b"[":
@@ -52,7 +52,7 @@ class _Own:
 @dataclass(frozen=True, slots=True)
 class _Reader:
     looks_like: Callable[[bytes], bool]
-    read_source: Callable[[Source, str], Read]
+    read_source: Callable[[TraceFile, str], Read]
 
 
 def _reader(module: ModuleType | type[_Own]) -> _Reader:

@@ -8,7 +8,7 @@ from flopwise.plan.device.cuts import DeviceQuestion
 from flopwise.plan.device.explain import notes
 from flopwise.plan.device.forecast import forecast
 from flopwise.records.plan import Planned
-from flopwise.references.dataflow.rule import Configuration, configure, to_plan, variant_of
+from flopwise.references.dataflow.rule import RuleChoice, configure, to_plan, variant_of
 from flopwise.work.op import Convention
 from flopwise.work.transformer import Transformer
 
@@ -45,7 +45,7 @@ def ruled(question: DeviceQuestion, variant: str, *, convention: Convention = "c
     )
 
 
-def _configured(question: DeviceQuestion, model: Transformer, variant: str) -> Configuration:
+def _configured(question: DeviceQuestion, model: Transformer, variant: str) -> RuleChoice:
     try:
         return configure(
             model,

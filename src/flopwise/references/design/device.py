@@ -78,7 +78,7 @@ class DesignedDevice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class DesignQuestion:
     """What is built and what it is to run, by the physical method."""
 
     model: Model
@@ -100,7 +100,7 @@ class Question:
         return device is not None and step(self.model, device, self.request).fits
 
 
-def design_by_step(question: Question, search: Search, watch: Watch = _unwatched) -> DesignedDevice:
+def design_by_step(question: DesignQuestion, search: Search, watch: Watch = _unwatched) -> DesignedDevice:
     """The division of the power among `PARTS` on which the physical method's step is fastest."""
     blueprint = question.blueprint
     first = _divided({name: getattr(blueprint.shares, name) if blueprint.shares else 1.0 for name in PARTS}, search)
@@ -158,7 +158,9 @@ def design_by_deepflow(
     )
 
 
-def _settle_memory(question: Question, first: Mapping[str, float], search: Search) -> tuple[Question, bool, list[str]]:
+def _settle_memory(
+    question: DesignQuestion, first: Mapping[str, float], search: Search
+) -> tuple[DesignQuestion, bool, list[str]]:
     """Whether any division holds the step; if none does, the question without regard to memory."""
     device = question.buildable(first) or question.buildable(_roomiest(search))
     if device is None:
@@ -182,7 +184,7 @@ def _settle_memory(question: Question, first: Mapping[str, float], search: Searc
     return replace(question, request=request), False, [note]
 
 
-def _refusal(question: Question, shares: Mapping[str, float]) -> str | None:
+def _refusal(question: DesignQuestion, shares: Mapping[str, float]) -> str | None:
     try:
         question.device(shares)
     except FlopwiseError as error:
@@ -201,7 +203,7 @@ def _roomiest(search: Search) -> dict[str, float]:
     return {**rest, "dram": search.budget - sum(rest.values())}
 
 
-def _with_memory(question: Question, first: Mapping[str, float], search: Search) -> dict[str, float]:
+def _with_memory(question: DesignQuestion, first: Mapping[str, float], search: Search) -> dict[str, float]:
     """The division that holds the step nearest to `first` on the way to the one with the most DRAM."""
     most = _roomiest(search)
     too_little, enough = 0.0, 1.0

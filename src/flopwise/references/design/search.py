@@ -78,7 +78,7 @@ class Search:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class DesignTrial:
     """Where a descent stood after one iteration; iteration 0 is its start."""
 
     start: int
@@ -97,7 +97,7 @@ class Design:
     start_seconds: float
     """Of the shares that the search was given, divided by their sum; infinite when they cannot be built."""
     evaluations: int
-    history: tuple[Trial, ...]
+    history: tuple[DesignTrial, ...]
 
 
 def search_design(objective: Objective, start: Mapping[str, float], search: Search | None = None) -> Design:
@@ -108,7 +108,7 @@ def search_design(objective: Objective, start: Mapping[str, float], search: Sear
     evaluator = _Evaluator(objective, names)
     generator = np.random.default_rng(search.seed)
     origins = [first, *(generator.dirichlet(np.ones(len(names))) for _ in range(search.starts - 1))]
-    history: list[Trial] = []
+    history: list[DesignTrial] = []
     for number, origin in enumerate(origins):
         history += _descend(evaluator, _spend(origin, search), search, number)
     if not math.isfinite(evaluator.best_s):
@@ -221,9 +221,9 @@ class _Evaluator:
         return {name: float(share) for name, share in zip(self.names, shares, strict=False)}
 
 
-def _descend(evaluate: _Evaluator, shares: Floats, search: Search, start: int) -> list[Trial]:
+def _descend(evaluate: _Evaluator, shares: Floats, search: Search, start: int) -> list[DesignTrial]:
     seconds = evaluate(shares)
-    history = [Trial(start=start, iteration=0, shares=evaluate.named(shares), seconds=seconds)]
+    history = [DesignTrial(start=start, iteration=0, shares=evaluate.named(shares), seconds=seconds)]
     velocity = np.zeros_like(shares)
     step_length, raise_by = search.step * search.budget, search.perturbation - 1.0
     for iteration in range(1, search.iterations + 1):
@@ -241,7 +241,7 @@ def _descend(evaluate: _Evaluator, shares: Floats, search: Search, start: int) -
         else:
             velocity = np.zeros_like(shares)
             step_length, raise_by = SHRINK * step_length, SHRINK * raise_by
-        history.append(Trial(start=start, iteration=iteration, shares=evaluate.named(shares), seconds=seconds))
+        history.append(DesignTrial(start=start, iteration=iteration, shares=evaluate.named(shares), seconds=seconds))
         if step_length < SMALLEST_STEP * search.budget:
             break
     return history

@@ -11,7 +11,7 @@ from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.base.files import decode, read_table
 from flopwise.catalog.load import ROOT, load_hardware
 from flopwise.references.published import megatron, mpt, nanotron, vtrain
-from flopwise.references.published.rows import Row, column_names, read_rows
+from flopwise.references.published.rows import TableRow, column_names, read_rows
 from flopwise.references.validate.case import Case
 from flopwise.references.validate.protocol import Protocol
 from flopwise.setup.hardware import Hardware
@@ -25,7 +25,7 @@ class Form:
     """In the catalogue."""
     columns: tuple[str, ...]
     """Those that are read; a file may have others."""
-    cases: Callable[[Sequence[Row]], tuple[Case, ...]]
+    cases: Callable[[Sequence[TableRow]], tuple[Case, ...]]
 
 
 _FORMS: dict[str, Form] = {

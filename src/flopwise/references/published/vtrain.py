@@ -32,7 +32,7 @@ from collections.abc import Sequence
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.references.published.gpt import gpt
-from flopwise.references.published.rows import Row, check_batch, placed
+from flopwise.references.published.rows import TableRow, check_batch, placed
 from flopwise.references.validate.case import Case
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.workload import Workload
@@ -49,12 +49,12 @@ COLUMNS = (
 )
 
 
-def vtrain_cases(rows: Sequence[Row]) -> tuple[Case, ...]:
+def vtrain_cases(rows: Sequence[TableRow]) -> tuple[Case, ...]:
     """The rows of a vTrain table as set-ups."""
     return tuple(_case(row) for row in rows)
 
 
-def _case(row: Row) -> Case:
+def _case(row: TableRow) -> Case:
     with placed(row):
         parallel = Parallel(
             data=row.count("data parallelism"),
@@ -92,7 +92,7 @@ def _case(row: Row) -> Case:
         )
 
 
-def _model(row: Row) -> Transformer:
+def _model(row: TableRow) -> Transformer:
     hidden, layers = row.count("hidden size"), row.count("# layers")
     return gpt(
         name=f"gpt-h{hidden}-l{layers}",

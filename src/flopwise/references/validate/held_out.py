@@ -15,7 +15,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.predict.cluster.strategies import Booleans
 from flopwise.predict.kernels.calls import Floats
 from flopwise.references.validate.case import Case
-from flopwise.references.validate.fitting import Measured, fitted, fitted_memory, measured
+from flopwise.references.validate.fitting import MeasuredStep, fitted, fitted_memory, measured
 from flopwise.references.validate.protocol import Protocol
 from flopwise.references.validate.validation import Validation, validate
 from flopwise.setup.hardware import Hardware
@@ -36,14 +36,14 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class StackFit:
     """The rows that a protocol fits constants to, laid out for prediction."""
 
     protocol: Protocol
     stack: Stack
     cases: tuple[Case, ...]
-    timed: Measured
-    sized: Measured | None
+    timed: MeasuredStep
+    sized: MeasuredStep | None
     """The rows with reserved memory, where a constant is fitted to them."""
 
     @property
@@ -76,10 +76,10 @@ class Fit:
         return fitted_memory(self.sized, found, reserved, rows, self.protocol.memory)
 
 
-def fit_of(protocol: Protocol, cases: Sequence[Case], stack: Stack, hardware: Mapping[str, Hardware]) -> Fit:
+def fit_of(protocol: Protocol, cases: Sequence[Case], stack: Stack, hardware: Mapping[str, Hardware]) -> StackFit:
     """Lay out the rows that may be fitted to."""
     mine = tuple(case for case in cases if case.fitted)
-    fit = Fit(protocol, stack, mine, measured([case for case in mine if case.step_s is not None], hardware), None)
+    fit = StackFit(protocol, stack, mine, measured([case for case in mine if case.step_s is not None], hardware), None)
     if not protocol.memory or not fit.sized_cases:
         return fit
     return replace(fit, sized=measured(fit.sized_cases, hardware))
@@ -99,7 +99,7 @@ def shipped_predictions(
 
 
 def held_out_predictions(
-    fit: Fit, cases: Sequence[Case], hardware: Mapping[str, Hardware], progress: Progress | None = None
+    fit: StackFit, cases: Sequence[Case], hardware: Mapping[str, Hardware], progress: Progress | None = None
 ) -> Predicted:
     """Predict every size with constants that were fitted to the others."""
     laid_out = measured(cases, hardware)
