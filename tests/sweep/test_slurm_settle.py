@@ -137,7 +137,7 @@ def test_slurm_tells_why_an_attempt_was_interrupted(one: One, commands: Commands
     """At its time limit a job gets SIGTERM, which is all that the attempt knows."""
     store, record, only = one
     commands.say("sacct", "501_0|TIMEOUT|0:0|00:16:00\n")
-    attempt(store, only, state="failed", ended=LATER, reason="interrupted by SIGTERM", job="501_0")
+    attempt(store, only, state="failed", ended=LATER, reason="interrupted by SIGTERM", interrupted=True, job="501_0")
     assert states(store, record) == {only.id: "timeout"}
     assert [made.reason for made in settle(store, record)] == [f"job 501_0 ended as TIMEOUT; {OUTPUT}"]
     assert settle(store, record) == []
