@@ -7,6 +7,7 @@ is as new as the record beside it, so that a record that was put back or damaged
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,7 +91,8 @@ def _written(folder: Path) -> RunRow | None:
     place = os.fspath(folder)
     try:
         # A path object for each of 10,000 runs takes longer than the calls.
-        if os.stat(f"{place}/{ROW}").st_mtime_ns < os.stat(f"{place}/{RECORD}").st_mtime_ns:  # noqa: PTH116
+        record, row = os.stat(f"{place}/{RECORD}"), os.stat(f"{place}/{ROW}")  # noqa: PTH116
+        if not stat.S_ISREG(record.st_mode) or row.st_mtime_ns < record.st_mtime_ns:
             return None
         return from_text(read_bounded(folder / ROW, MOST_RECORD_BYTES), RunRow)
     except (OSError, FlopwiseError):
