@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flopwise.store.index import indexed
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -33,7 +34,6 @@ from flopwise.report.training import (
     wrapped,
 )
 from flopwise.setup.training import Training
-from flopwise.store.index import indexed
 from flopwise.store.runs import Listed
 
 GIB = 2**30

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.store.index import run_names
-from flopwise.store.runs import Listed, read_record
+from flopwise.records.measurement import RunRecord
+from flopwise.store.runs import read_record, run_names
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A run's folder with its record, or why there is none."""
+
+    folder: Path
+    record: RunRecord | None
+    problem: str = ""
 
 
 def list_runs(store: Path) -> list[Listed]:

@@ -71,3 +71,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, hint: str) -> Fl
         return FlopwiseError(what, why=f"did you mean {' or '.join(close)}?", hint=hint)
     listed = ", ".join(names[:8]) + (f", … ({len(names)} in all)" if len(names) > 8 else "")
     return FlopwiseError(what, why=f"known: {listed}", hint=hint)
+
+
+class OutOfMemory(FlopwiseError):  # noqa: N818 - as torch and the system call it
+    """Memory that a plan counts on could not be had when it was asked for."""

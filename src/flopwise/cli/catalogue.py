@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from flopwise.records.measurement import StepRecord
-    from flopwise.store.index import Indexed
+    from flopwise.store.rows import RunRow
 
 MOST_STYLED = 1000
 """Rows that are printed in colours; more of them only take longer, and the heading is out of sight."""
@@ -147,11 +147,11 @@ def _refuse_store(store: str, command: str) -> None:
 def _list_runs(store: str, form: str) -> None:
     from flopwise.report import runs
     from flopwise.report.tables import csv_text
-    from flopwise.store.index import indexed_runs
+    from flopwise.store.rows import run_rows
     from flopwise.store.runs import store_folder, to_text
 
     folder = store_folder(store)
-    entries = [_run_entry(run, folder / run.name) for run in indexed_runs(folder, profiles=False)]
+    entries = [_run_entry(run, folder / run.name) for run in run_rows(folder)]
     if form == "json":
         typer.echo(to_text(entries))
     elif form == "csv":
@@ -193,19 +193,19 @@ def _list_sweeps(store: str, form: str) -> None:
         say(f"note: there are no sweeps in {folder}; `flopwise sweep` begins one")
 
 
-def _run_entry(run: Indexed, folder: Path) -> dict[str, Any]:
-    from flopwise.report.runs import indexed_entry
-    from flopwise.store.index import process_is_gone
+def _run_entry(run: RunRow, folder: Path) -> dict[str, Any]:
+    from flopwise.report.runs import run_entry
+    from flopwise.store.runs import process_is_gone
 
     # Of a run whose record does not tell yet: it goes on, or was killed.
-    is_open = run.problem is None and run.get("step_s") is None
+    is_open = run.problem is None and run.result.step_s is None
     last = _last_step(folder) if is_open else None
-    return indexed_entry(run, folder, last, killed=run.run_state == "running" and process_is_gone(folder))
+    return run_entry(run, folder, last, killed=run.state == "running" and process_is_gone(folder))
 
 
 def _last_step(folder: Path) -> StepRecord | None:
     from flopwise.base.errors import FlopwiseError
-    from flopwise.store.index import last_step
+    from flopwise.store.runs import last_step
 
     try:
         return last_step(folder)

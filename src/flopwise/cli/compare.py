@@ -120,10 +120,10 @@ def _place(name: str, store: str) -> tuple[Path, list[str]]:
 
 
 def _rows(store: Path, names: list[str]) -> list[Result]:
-    from flopwise.cli.sweep_launch import settle
+    from flopwise.cli.report import tell_unsettled
     from flopwise.store.collecting import collect
 
-    settle(store, names)
+    tell_unsettled(store, names)
     collected = collect(store, names)
     for problem in collected.problems:
         say(f"note: {problem.path}: {problem.why}")

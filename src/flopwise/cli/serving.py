@@ -1,6 +1,5 @@
 """The page over HTTP, on this machine's loopback alone: it reads the store, and nothing that is asked for changes it.
 
-How the jobs of a cluster ended is written down now and then, as by every command that tells results.
 No path of a request is ever made a path of the file system, but for a run's number that the store itself has listed.
 """
 
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 import sys
 import threading
 import time
@@ -26,15 +24,10 @@ from flopwise.store.runs import RUN_NAME
 
 if TYPE_CHECKING:
     from flopwise.report.page.data import PageData
-    from flopwise.store.collecting import Memory
     from flopwise.store.results import Result
 
 EVERY_S = 2.0
 """The store is read at most so often, however many ask."""
-SETTLE_EVERY_S = 30.0
-"""A cluster's scheduler is asked at most so often how its jobs ended."""
-SUBMIT = "sbatch"
-"""The program that tells that there is one."""
 REQUEST_S = 10.0
 """In which each part of a request must arrive, and of an answer be taken."""
 HOST = "127.0.0.1"
@@ -95,8 +88,6 @@ class Live:
         self._failure: FlopwiseError | None = None
         self._read_at = 0.0
         self._told: set[str] = set()
-        self._settled_at: float | None = None
-        self._memory: Memory | None = None
 
     def answer(self, path: str) -> Answer | None:
         """What stands at a path; None: nothing does."""
@@ -133,29 +124,20 @@ class Live:
             self._seen = _Seen(rows, datetime.now().astimezone().isoformat(timespec="milliseconds"))
 
     def _collected(self) -> list[Result]:
-        from flopwise.cli.report import first_verdict
-        from flopwise.store.collecting import Memory, collect
+        from flopwise.cli.report import tell_unsettled
+        from flopwise.store.collecting import collect
         from flopwise.store.results import checked
 
-        self._settle()
-        self._memory = self._memory or Memory()
-        found = collect(self.store, judge=first_verdict, memory=self._memory)
+        tell_unsettled(self.store, (), self._tell_once)
+        found = collect(self.store)
         for problem in found.problems:
-            line = f"note: {problem.path}: {problem.why}"
-            if line not in self._told:
-                self._told.add(line)
-                tell(line)
+            self._tell_once(f"note: {problem.path}: {problem.why}")
         return [checked(row) for row in found.rows]
 
-    def _settle(self) -> None:
-        """Write down how the jobs of sweeps ended, where there is a scheduler to ask."""
-        if shutil.which(SUBMIT) is None:
-            return
-        if self._settled_at is None or self._clock() - self._settled_at >= SETTLE_EVERY_S:
-            from flopwise.cli.sweep_launch import settle
-
-            settle(self.store, ())
-            self._settled_at = self._clock()
+    def _tell_once(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            tell(line)
 
     def page(self, seen: _Seen) -> PageData:
         from flopwise.report.page.data import PageData
@@ -167,7 +149,7 @@ class Live:
     def _run(self, name: str) -> Answer | None:
         from flopwise.cli.run_details import detail_of
         from flopwise.report.page.data import detail_json
-        from flopwise.store.index import run_names
+        from flopwise.store.runs import run_names
 
         # The name is taken from the store's own list, never from the request.
         found = next((known for known in run_names(self.store) if known == name), None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
@@ -80,13 +81,29 @@ def train(
     words = dict(locals())
     _join_launcher()
     form = one_of(output, ("table", "json"), "--output")
-    request = train_request(context, words)
-    check_packages()
-    _spawn_ranks(request)
-    record = _run(request)
+    with _failures_told(store):
+        request = train_request(context, words)
+        check_packages()
+        _spawn_ranks(request)
+        record = _run(request)
     if _speaks():
         _print(record, form, request.store)
     _end(exit_code(record))
+
+
+@contextmanager
+def _failures_told(store: str) -> Iterator[None]:
+    """Where a sweep has begun this process, it is told why it fails."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except Exception as error:
+        from flopwise.store.runs import store_folder
+        from flopwise.train.failures import tell_failure
+
+        tell_failure(store_folder(store), error)
+        raise
 
 
 # -- from words to a request -----------------------------------------------------------------------------------------

@@ -114,12 +114,18 @@ class RunRecord:
 
     id: str
     """The folder's name: `0142`."""
+    cell: str | None = None
+    """The id of its set-up, as `store.cells.cell_id` has it; of a sweep's attempt that of the cell which it tries."""
+    attempt: int | None = None
+    """Which of the cell's attempts it is, where a sweep has begun it."""
     state: RunState
     started: str
     """Local time with its offset, ISO 8601."""
     ended: str | None = None
     model: dict[str, Any]
     """The description's table, as a model file holds it."""
+    hardware: str | None = None
+    """What it is planned for, as the catalogue or its description calls it."""
     task: Task
     training: Training
     plan: dict[str, Any]
@@ -132,11 +138,16 @@ class RunRecord:
     checkpoint: str | None = None
     """The last complete one, relative to the folder."""
     resumed_from: str | None = None
+    """The checkpoint that it goes on from, relative to the folder."""
+    resumed_after: int = 0
+    """The last step of the process before, perhaps on another machine; 0 where the run was never resumed."""
     measurement: Measurement | None = None
     metrics: dict[str, float | str] = field(default_factory=dict)
     """The block of train metrics: `epoch`, `train_loss`, `train_runtime`, …"""
     profile: str | None = None
     """Where it was profiled: the profile, relative to the folder."""
+    bound: str | None = None
+    """What limits it: the first verdict of its profile, in a word."""
     request: dict[str, Any] = field(default_factory=dict)
     """What was asked for, to go on with it later."""
     reason: str | None = None

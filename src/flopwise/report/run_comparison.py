@@ -15,8 +15,8 @@ from rich.text import Text
 from flopwise.base.units import significant
 from flopwise.report.tables import csv_text, fitting_columns, markdown_table, markdown_text, text_table
 from flopwise.report.training import UNKNOWN, as_text, printable, rate_words, wrapped
-from flopwise.store.index import UNREADABLE
 from flopwise.store.results import ERROR, Result
+from flopwise.store.rows import UNREADABLE
 from flopwise.store.runs import to_text
 from flopwise.store.statistics import Change, Quantiles, Sample, change
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import FlopwiseError, OutOfMemory
 from flopwise.records.program import ALIGNMENT_BYTES, OWNERS, Program
 from flopwise.work.parameters import Place
 
@@ -125,7 +125,7 @@ def _told(size: int, place: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, RuntimeError, OSError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
             raise
-        raise FlopwiseError(
+        raise OutOfMemory(
             f"{size / 2**30:.2f} GiB of {place} memory cannot be had",
             why="the plan takes all of its memory at the start, and there is not so much free now",
             hint=f"plan again with a smaller --{place}-mem, or end what else uses it",
