@@ -55,7 +55,7 @@ def assert_equal_gradients(
     assert executor.player.arena.empty
     assert executor.player.head_arena.empty
     # What did not fit is within what the plan leaves to libraries.
-    assert executor.player.arena.peak_beside_bytes <= executor.room.left_to_libraries["workspace"]
+    assert executor.player.arena.peak_beside_bytes <= executor.room.left_to_libraries["temporaries"]
     assert not any(buffer.data_ptr() % ALIGNMENT_BYTES for buffer in executor.room.buffers if buffer.numel())
 
 

@@ -96,7 +96,7 @@ def test_moments_fill_a_piece_exactly(precision: str) -> None:
 def left_of(executor: StreamingExecutor) -> int:
     """Of the plan's device memory, what the slab leaves free for libraries."""
     left = executor.room.left_to_libraries
-    return sum(left.get(buffer.name, 0) for buffer in executor.program.buffers if buffer.place == "device")
+    return sum(left.get(buffer.role, 0) for buffer in executor.program.buffers if buffer.place == "device")
 
 
 def assert_as_planned(plan: Plan, model: Transformer, executor: StreamingExecutor) -> None:

@@ -25,13 +25,13 @@ from flopwise.engine.weights.finite import not_finite
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, attention_sums_bytes
 from flopwise.records.measurement import MemoryRow
 from flopwise.records.plan import Plan
-from flopwise.records.program import ALIGNMENT_BYTES, Program
+from flopwise.records.program import ALIGNMENT_BYTES, Kind, Program, Role, Value
 from flopwise.setup.training import Training
 from flopwise.work.formats import parse_formats
 from flopwise.work.parameters import Part, Place, parameters_of
 from flopwise.work.transformer import Transformer
 
-FORWARD = ("embed", "forward", "forward-before", "attention", "forward-after", "head")
+FORWARD: tuple[Kind, ...] = ("embed", "forward", "forward-before", "attention", "forward-after", "head")
 """Kinds of tasks that an evaluation needs, beside the loads of weights."""
 
 
@@ -78,7 +78,7 @@ class StreamingExecutor:
         """Give parameters their values, by name; to every buffer that holds them when a step begins."""
         for parameter in self.parameters:
             if parameter.name in values:
-                for index in self._holders("weights", parameter.part):
+                for index in self._holders(Value("weights", parameter.part)):
                     views = self.player.views(index, parameter.part, "weights")
                     # In its own format first: what is copied to a GPU in another takes room there for a while.
                     target = views[parameter.local]
@@ -96,7 +96,7 @@ class StreamingExecutor:
         """Parameters by name, where they are now: to read, not to keep."""
         found = {}
         for parameter in self.parameters:
-            index = self._holders("weights", parameter.part)[0]
+            index = self._holders(Value("weights", parameter.part))[0]
             found[parameter.name] = self.player.views(index, parameter.part, "weights")[parameter.local]
         return found
 
@@ -140,18 +140,16 @@ class StreamingExecutor:
     def _moment_names(self) -> tuple[Moment, ...]:
         return ("first", "second", "master") if self.formats.master else ("first", "second")
 
-    def _holders(self, kind: str, part: Part) -> list[int]:
-        """Buffers that hold a part when a step begins."""
-        prefix = f"{kind} {part} "
-        return [index for index, value in self.program.at_start.items() if value.startswith(prefix)]
+    def _holders(self, value: Value) -> list[int]:
+        """Buffers that hold a value when a step begins."""
+        return [index for index, held in self.program.at_start.items() if held == value]
 
     def _pieces(self, part: Part, *, every: bool = False) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """(first number, fields) of a part's optimizer state, piece by piece; `every`: in all places that hold it."""
         counts = self._piece_counts()[part]
         first = 0
         for number, count in enumerate(counts):
-            value = f"optimizer {part}.{number} v0"
-            holders = [index for index, held in self.program.at_start.items() if held == value]
+            holders = self._holders(Value("optimizer", part, number))
             for index in holders if every else holders[:1]:
                 fields = moment_fields(count, self.formats)
                 yield first, {name: field.of(self.room.buffers[index]) for name, field in fields.items()}
@@ -215,14 +213,14 @@ class StreamingExecutor:
 
         It belongs to the task: what waits for the task may write over the gradient.
         """
-        last: dict[str, tuple[int, int]] = {}
+        last: dict[Part | None, tuple[int, int]] = {}
         for index, task in enumerate(self.program.tasks):
             for use in task.writes:
                 if self.program.buffers[use.buffer].owner == "gradients" and task.stream == "compute":
-                    last[use.value.split()[1]] = (index, use.buffer)
+                    last[use.value.part] = (index, use.buffer)
         found = {}
         for part, numbers in self.player.numbers.items():
-            index, buffer = last[str(part)]
+            index, buffer = last[part]
             gradient = as_numbers(self.room.buffers[buffer], TYPES[self.formats.gradients], numbers.count)
             total = torch.zeros((), dtype=self.player.statistics, device=self.device)
             found[index] = total
@@ -278,15 +276,20 @@ class StreamingExecutor:
         """Slots that weights pass through hold again what a step expects in them."""
         for index, value in self.program.at_start.items():
             buffer = self.program.buffers[index]
-            if buffer.owner == "weights" and "slot" in buffer.name:
-                part = value.split()[1]
-                home = self._host_home(part)
+            if buffer.owner == "weights" and buffer.role == "slot":
+                home = self._host_home(value.part)
                 size = min(self.room.buffers[index].numel(), self.room.buffers[home].numel())
                 self.room.buffers[index][:size].copy_(self.room.buffers[home][:size])
 
-    def _host_home(self, part: str) -> int:
-        name = f"host weights {part}"
-        return next(index for index, buffer in enumerate(self.program.buffers) if buffer.name == name)
+    def _host_home(self, part: Part | None) -> int:
+        """Where the host has a part's weights."""
+        return next(
+            index
+            for index in self.room.with_role("home")
+            if (buffer := self.program.buffers[index]).owner == "weights"
+            and buffer.place == "host"
+            and buffer.part == part
+        )
 
     def agree(self, asked: bool) -> bool:
         return asked
@@ -326,8 +329,8 @@ class StreamingExecutor:
         self.room.close()
 
 
-def left_to_libraries(plan: Plan, model: Transformer) -> dict[str, int]:
-    """By buffer, what attention kernels and matrix libraries allocate for themselves and the slab leaves free for them.
+def left_to_libraries(plan: Plan, model: Transformer) -> dict[Role, int]:
+    """By role, what attention kernels and matrix libraries allocate for themselves and the slab leaves free for them.
 
     Kernels are called for so many heads at once that the planned fp32 sums of gradients are room enough.
     """
@@ -339,8 +342,8 @@ def left_to_libraries(plan: Plan, model: Transformer) -> dict[str, int]:
         return size // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
     return {
-        "workspace": LIBRARY_WORKSPACE_BYTES + whole_lines(each * plan.tokens_of(0)),
-        "attention of a sequence": whole_lines(each * plan.sequence_tokens),
+        "temporaries": LIBRARY_WORKSPACE_BYTES + whole_lines(each * plan.tokens_of(0)),
+        "attention": whole_lines(each * plan.sequence_tokens),
     }
 
 

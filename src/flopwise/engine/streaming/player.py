@@ -22,7 +22,7 @@ from flopwise.engine.streaming.sequence import SequenceBlock, SequenceRoom
 from flopwise.engine.streaming.updates import PartNumbers, Updates, as_numbers, numbers_by_part
 from flopwise.engine.streaming.values import Values
 from flopwise.records.plan import Plan
-from flopwise.records.program import Owner, Program, Task, Use, aligned
+from flopwise.records.program import Owner, Program, Role, Task, Use, aligned
 from flopwise.setup.training import Training
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats
@@ -45,7 +45,7 @@ class Player:
         self.compute, self.statistics = TYPES[self.formats.compute], statistics_type(self.formats)
         self.model = model
         self.numbers: dict[Part, PartNumbers] = numbers_by_part(parameters_of(model, plan.sequence_tokens))
-        workspace, head = (next(buffer for _, buffer in room.named(name)) for name in ("workspace", "head chunk"))
+        workspace, head = self._only("temporaries"), self._only("logits")
         self.inputs = Inputs(
             plan, workspace, vocabulary=model.vocab, classifies=model.head == "classifier", causal=model.causal
         )
@@ -84,35 +84,39 @@ class Player:
         """Keys and values of a sequence lie in one piece, whatever chunks they come in."""
         self._keys: dict[int, Keys] = {}
         parts = self.plan.chunks_per_sequence
-        found = [(index, buffer) for index, buffer in self.room.named("context ") if self._name(index)[8:].isdigit()]
-        width, tokens = self.model.kv_width, self.plan.sequence_tokens
+        found = self.room.with_role("keys")
         for begin in range(0, len(found), parts):
-            room = _joined([buffer for _, buffer in found[begin : begin + parts]])
-            numbers = as_numbers(room, self.compute, 2 * tokens * width)
-            keys = Keys(numbers[: tokens * width].view(tokens, width), numbers[tokens * width :].view(tokens, width))
-            self._keys.update((index, keys) for index, _ in found[begin : begin + parts])
+            chunks = found[begin : begin + parts]
+            keys = self._as_keys(_joined([self.room.buffers[index] for index in chunks]), self.compute)
+            self._keys.update(dict.fromkeys(chunks, keys))
         self.key_sums: Keys | None = None
-        for _, buffer in self.room.named("context gradients"):
-            numbers = as_numbers(buffer, self.statistics, 2 * tokens * width)
-            self.key_sums = Keys(
-                numbers[: tokens * width].view(tokens, width), numbers[tokens * width :].view(tokens, width)
-            )
+        for index in self.room.with_role("key gradients"):
+            self.key_sums = self._as_keys(self.room.buffers[index], self.statistics)
+
+    def _as_keys(self, buffer: Tensor, dtype: torch.dtype) -> Keys:
+        """Keys of a whole sequence in a buffer, its values behind them."""
+        width, tokens = self.model.kv_width, self.plan.sequence_tokens
+        numbers = as_numbers(buffer, dtype, 2 * tokens * width)
+        return Keys(numbers[: tokens * width].view(tokens, width), numbers[tokens * width :].view(tokens, width))
 
     def _sequence_block(self) -> None:
         self.sequence: SequenceBlock | None = None
-        for _, buffer in self.room.named("attention of a sequence"):
+        for index in self.room.with_role("attention"):
             packed = self.block.operators.packs
+            buffer = self.room.buffers[index]
             room = SequenceRoom(buffer, self.saved, self.plan.sequence_tokens, self.block.extras, packed=packed)
             self.sequence = SequenceBlock(self.block, room)
 
-    def _name(self, index: int) -> str:
-        return self.program.buffers[index].name
+    def _only(self, role: Role) -> Tensor:
+        """The buffer of a role that every program has once."""
+        (index,) = self.room.with_role(role)
+        return self.room.buffers[index]
 
-    def _of(self, uses: Sequence[Use], owner: Owner, prefix: str = "") -> int | None:
-        """The buffer among these that has the owner, and a name that begins so."""
+    def _of(self, uses: Sequence[Use], owner: Owner, role: Role | None = None) -> int | None:
+        """The buffer among these that has the owner, and the role where one is given."""
         for use in uses:
             buffer = self.program.buffers[use.buffer]
-            if buffer.owner == owner and buffer.name.startswith(prefix):
+            if buffer.owner == owner and role in (None, buffer.role):
                 return use.buffer
         return None
 
@@ -257,7 +261,7 @@ class Player:
     # -- blocks in one piece --------------------------------------------------------------------------------------
 
     def _slot(self, task: Task, tokens: int) -> dict[str, Tensor]:
-        index = self._of((*task.writes, *task.reads), "activations", "activation slot")
+        index = self._of((*task.writes, *task.reads), "activations", "slot")
         assert index is not None
         return self._kept_in(index, "full", tokens)
 
@@ -268,7 +272,7 @@ class Player:
         return found
 
     def _home(self, uses: Sequence[Use], level: str, tokens: int) -> dict[str, Tensor] | None:
-        index = self._of(uses, "activations", "device ")
+        index = self._of(uses, "activations", "home")
         return None if index is None else self._kept_in(index, level, tokens)
 
     def _forward(self, task: Task, chunk: Chunk) -> None:
@@ -409,9 +413,9 @@ class Player:
 
     def _optimize(self, task: Task) -> Action:
         part = self.part_of(task)
-        found = [self._of(task.reads, owner) for owner in ("weights", "gradients", "optimizer")]
-        buffers = [self.room.buffers[index] for index in found if index is not None]
-        weights, gradients, state = buffers
+        owners: tuple[Owner, ...] = ("weights", "gradients", "optimizer")
+        found = [self._of(task.reads, owner) for owner in owners]
+        weights, gradients, state = (self.room.buffers[index] for index in found if index is not None)
         return lambda: self.updates.update(part, weights, gradients, state, first=task.first, count=task.parameters)
 
     def _copy(self, task: Task) -> Action:
@@ -441,7 +445,7 @@ class Player:
             keys.key[chunk.first : chunk.last].copy_(home["key"], non_blocking=True)
             keys.value[chunk.first : chunk.last].copy_(home["value"], non_blocking=True)
             return
-        if self._name(task.writes[0].buffer).startswith("inputs"):
+        if self.program.buffers[task.writes[0].buffer].role == "inputs":
             size = tokens * self.model.hidden * self.compute.itemsize
             target[:size].copy_(source[:size], non_blocking=True)
             return
