@@ -294,9 +294,9 @@ def test_chunks_of_an_encoder_cannot_attend_in_turn() -> None:
 # -- bytes over the link, counted by hand ----------------------------------------------------------------------------
 
 
-def moved(program: Program) -> Counter[tuple[str, str]]:
+def moved(program: Program) -> Counter[tuple[str, str | None]]:
     """(load or store, of what) → bytes."""
-    found: Counter[tuple[str, str]] = Counter()
+    found: Counter[tuple[str, str | None]] = Counter()
     for task in program.tasks:
         if task.bytes:
             found[task.kind, task.what] += task.bytes

@@ -21,7 +21,7 @@ from flopwise.predict.simulate.simulator import (
     play,
     simulate,
 )
-from flopwise.records.program import STREAMS, Buffer, Program, Stream, Use, Value
+from flopwise.records.program import STREAMS, Buffer, Owner, Program, Stream, Use, Value
 from flopwise.records.simulation import MemoryPoint, Simulation
 from flopwise.setup.hardware import Fact, Link
 from tests.records.test_program_check import BUFFERS, MOVED, OLD, SIZES, program, right_programs, round_trip, task
@@ -209,7 +209,7 @@ def test_a_chain_through_all_streams_adds_up() -> None:
         ("host", "weights", HOST_UPDATE),
     ],
 )
-def test_idle_time_is_named_by_what_was_awaited_last(stream: Stream, what: str, words: str) -> None:
+def test_idle_time_is_named_by_what_was_awaited_last(stream: Stream, what: Owner, words: str) -> None:
     """The other stream's task of half a second ends in time and is not to blame."""
     other: Stream = "copy-in" if stream == "host" else "host"
     tasks = (

@@ -292,7 +292,7 @@ def test_fewer_bytes_kept_are_more_seconds_made_again(name: str, parts: int) -> 
     model = small_model(name, 2)
     plan = plain_plan(model, chunks=parts, parts=parts, sequence_tokens=512, chunk_tokens=512 // parts)
     costs = seconds_of(plan, model)
-    again = [costs.again_s(level, 512 // parts, parts - 1) for level in LETTERS.values()]
+    again = [costs.recompute_s(level, 512 // parts, parts - 1) for level in LETTERS.values()]
     assert again[0] == 0.0
     assert again == sorted(again)
     assert again[-1] < costs.groups(512 // parts).forward["before"] + sum(
@@ -315,7 +315,7 @@ def test_recompute_is_what_a_program_takes_longer(attention: str, letter: str) -
             for second, task in zip(seconds, program.tasks, strict=True)
             if task.kind == "context" and task.level != "input"
         )
-        again = plan.layers * sum(costs.again_s(LETTERS[chosen.lower()], 8192, part) for part in range(4))
+        again = plan.layers * sum(costs.recompute_s(LETTERS[chosen.lower()], 8192, part) for part in range(4))
         return sum(seconds) - brought, again
 
     (longer, again), (shorter, _) = computed(letter), computed("F")

@@ -14,11 +14,11 @@ from flopwise.engine.executable import check_formats, check_trainable
 from flopwise.engine.executor import Evaluated, Moment, StepResult
 from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels import dispatch
-from flopwise.engine.streaming.ends import Loss
+from flopwise.engine.streaming.embedding_head import Loss
 from flopwise.engine.streaming.gated import GatedKernels
 from flopwise.engine.streaming.layout import moment_fields
 from flopwise.engine.streaming.player import Action, Player
-from flopwise.engine.streaming.room import Room
+from flopwise.engine.streaming.slabs import Slabs
 from flopwise.engine.streaming.streams import CudaStreams, InOrder, Span, Streams
 from flopwise.engine.streaming.updates import as_numbers
 from flopwise.engine.weights.finite import not_finite
@@ -39,9 +39,17 @@ class StreamingExecutor:
     """Weights, their optimizer state and the program that trains them, in memory that is taken once."""
 
     def __init__(
-        self, plan: Plan, program: Program, model: Transformer, training: Training, *, device: torch.device,
-        deterministic: bool = False, packs: bool | None = None, gated: GatedKernels | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        program: Program,
+        model: Transformer,
+        training: Training,
+        *,
+        device: torch.device,
+        deterministic: bool = False,
+        packs: bool | None = None,
+        gated: GatedKernels | None = None,
+    ) -> None:
         """`packs`: whether products make all their results in one call; None: on a GPU, but for the same bits.
 
         `gated`: products with the activation in them; None: those that the device has, if any.
@@ -51,13 +59,13 @@ class StreamingExecutor:
         self.formats = parse_formats(plan.precision)
         # What others hold of the device's memory is not this training's.
         self._others_bytes = int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
-        self.room = Room(program, device, left_to_libraries=left_to_libraries(plan, model))
+        self.slabs = Slabs(program, device, left_to_libraries=left_to_libraries(plan, model))
         self.player = Player(
-            plan, program, model, training, self.room, deterministic=deterministic, packs=packs, gated=gated
+            plan, program, model, training, self.slabs, deterministic=deterministic, packs=packs, gated=gated
         )
         self._streams: Streams = InOrder()
         if device.type == "cuda":
-            self.room.pin()
+            self.slabs.pin()
             torch.cuda.reset_peak_memory_stats(device)
             self._streams = CudaStreams(device, {other for task in program.tasks for other in task.after})
         self._actions = [self.player.action(task) for task in program.tasks]
@@ -152,7 +160,7 @@ class StreamingExecutor:
             holders = self._holders(Value("optimizer", part, number))
             for index in holders if every else holders[:1]:
                 fields = moment_fields(count, self.formats)
-                yield first, {name: field.of(self.room.buffers[index]) for name, field in fields.items()}
+                yield first, {name: field.of(self.slabs.buffers[index]) for name, field in fields.items()}
             first += count
 
     def _piece_counts(self) -> dict[Part, list[int]]:
@@ -221,7 +229,7 @@ class StreamingExecutor:
         found = {}
         for part, numbers in self.player.numbers.items():
             index, buffer = last[part]
-            gradient = as_numbers(self.room.buffers[buffer], TYPES[self.formats.gradients], numbers.count)
+            gradient = as_numbers(self.slabs.buffers[buffer], TYPES[self.formats.gradients], numbers.count)
             total = torch.zeros((), dtype=self.player.statistics, device=self.device)
             found[index] = total
             self._actions[index] = self._with_squares(self._actions[index], gradient, total)
@@ -278,14 +286,14 @@ class StreamingExecutor:
             buffer = self.program.buffers[index]
             if buffer.owner == "weights" and buffer.role == "slot":
                 home = self._host_home(value.part)
-                size = min(self.room.buffers[index].numel(), self.room.buffers[home].numel())
-                self.room.buffers[index][:size].copy_(self.room.buffers[home][:size])
+                size = min(self.slabs.buffers[index].numel(), self.slabs.buffers[home].numel())
+                self.slabs.buffers[index][:size].copy_(self.slabs.buffers[home][:size])
 
     def _host_home(self, part: Part | None) -> int:
         """Where the host has a part's weights."""
         return next(
             index
-            for index in self.room.with_role("home")
+            for index in self.slabs.with_role("home")
             if (buffer := self.program.buffers[index]).owner == "weights"
             and buffer.place == "host"
             and buffer.part == part
@@ -301,7 +309,7 @@ class StreamingExecutor:
         rows: list[MemoryRow] = []
         places: tuple[Place, ...] = ("device", "host")
         for place in places:
-            planned, taken = self.program.bytes_by_owner(place), self.room.bytes_by_owner(place)
+            planned, taken = self.program.bytes_by_owner(place), self.slabs.bytes_by_owner(place)
             beyond = 0
             if place == "device":
                 # Beside the slab: what kernels and libraries allocate, and temporaries that found no room.
@@ -319,14 +327,14 @@ class StreamingExecutor:
     def _beside_bytes(self) -> int:
         """The most that was allocated beside the slab: asked of the allocator on a GPU, of the arena on a CPU."""
         if self.device.type == "cuda":
-            slab = self.room.device_slab.numel()
+            slab = self.slabs.device_slab.numel()
             return max(0, int(torch.cuda.max_memory_allocated(self.device)) - self._others_bytes - slab)
         return self.player.arena.peak_beside_bytes
 
     def close(self) -> None:
         """Give back what does not go by itself."""
         self._streams.close()
-        self.room.close()
+        self.slabs.close()
 
 
 def left_to_libraries(plan: Plan, model: Transformer) -> dict[Role, int]:

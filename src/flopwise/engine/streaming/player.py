@@ -10,15 +10,15 @@ from torch import Tensor
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.block import Block, Chunk, Keys
-from flopwise.engine.streaming.ends import Ends, Loss
+from flopwise.engine.streaming.embedding_head import EmbeddingHead, Loss
 from flopwise.engine.streaming.gated import GatedKernels
 from flopwise.engine.streaming.inputs import Inputs
 from flopwise.engine.streaming.layout import SavedTensors
 from flopwise.engine.streaming.operators import Operators, Trained
 from flopwise.engine.streaming.products import Products
 from flopwise.engine.streaming.quack_products import gated_kernels, products_for
-from flopwise.engine.streaming.room import Room
-from flopwise.engine.streaming.sequence import SequenceBlock, SequenceRoom
+from flopwise.engine.streaming.sequence import SequenceBlock, SequenceTensors
+from flopwise.engine.streaming.slabs import Slabs
 from flopwise.engine.streaming.updates import PartNumbers, Updates, as_numbers, numbers_by_part
 from flopwise.engine.streaming.values import Values
 from flopwise.records.plan import Plan
@@ -36,10 +36,18 @@ class Player:
     """Turns tasks into calls. It holds what a step changes: the round's tokens, the sums of the loss."""
 
     def __init__(
-        self, plan: Plan, program: Program, model: Transformer, training: Training, room: Room,
-        *, deterministic: bool, packs: bool | None = None, gated: GatedKernels | None = None,
-    ) -> None:  # fmt: skip
-        self.plan, self.program, self.room = plan, program, room
+        self,
+        plan: Plan,
+        program: Program,
+        model: Transformer,
+        training: Training,
+        slabs: Slabs,
+        *,
+        deterministic: bool,
+        packs: bool | None = None,
+        gated: GatedKernels | None = None,
+    ) -> None:
+        self.plan, self.program, self.slabs = plan, program, slabs
         self.formats = parse_formats(plan.precision)
         work = describe(model, plan.sequence_tokens)
         self.compute, self.statistics = TYPES[self.formats.compute], statistics_type(self.formats)
@@ -52,24 +60,24 @@ class Player:
         self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
         self.head_arena = Arena(head, spill=self.arena)
         # Norms of heads read queries and keys as rows of their own, which columns of a wider tensor are not.
-        packs = room.device.type == "cuda" and not deterministic and not model.qk_norm if packs is None else packs
+        packs = slabs.device.type == "cuda" and not deterministic and not model.qk_norm if packs is None else packs
         assert not (packs and model.qk_norm)
         products = (
             Products(self.arena)
             if deterministic
-            else products_for(room.device, self.compute, TYPES[self.formats.gradients], self.arena)
+            else products_for(slabs.device, self.compute, TYPES[self.formats.gradients], self.arena)
         )
         if gated is None and not deterministic:
-            gated = gated_kernels(model, self.formats, room.device)
+            gated = gated_kernels(model, self.formats, slabs.device)
         paired = ("gate", "up") if gated is not None else ()
         self.saved = SavedTensors(work, self.formats, packed=packs, paired=paired)
         operators = Operators(model, work, self.formats, self.arena, packs=packs, gated=gated, products=products)
         self.block = Block(model, work, operators, self.saved, deterministic=deterministic)
         self.block.cut = plan.chunks_per_sequence > 1
         self.whole_sequence = self.block.cut and plan.attention == "sequence"
-        self.ends = Ends(model, work, operators)
+        self.embedding_head = EmbeddingHead(model, work, operators)
         self.updates = Updates(training, self.formats, self.numbers)
-        self.loss = Loss(torch.zeros((), dtype=self.statistics, device=room.device))
+        self.loss = Loss(torch.zeros((), dtype=self.statistics, device=slabs.device))
         self.scale = 0.0
         self._views: dict[tuple[int, Part], dict[str, Tensor]] = {}
         self._saved_views: dict[tuple[int, str, int], dict[str, Tensor]] = {}
@@ -84,14 +92,14 @@ class Player:
         """Keys and values of a sequence lie in one piece, whatever chunks they come in."""
         self._keys: dict[int, Keys] = {}
         parts = self.plan.chunks_per_sequence
-        found = self.room.with_role("keys")
+        found = self.slabs.with_role("keys")
         for begin in range(0, len(found), parts):
             chunks = found[begin : begin + parts]
-            keys = self._as_keys(_joined([self.room.buffers[index] for index in chunks]), self.compute)
+            keys = self._as_keys(_joined([self.slabs.buffers[index] for index in chunks]), self.compute)
             self._keys.update(dict.fromkeys(chunks, keys))
         self.key_sums: Keys | None = None
-        for index in self.room.with_role("key gradients"):
-            self.key_sums = self._as_keys(self.room.buffers[index], self.statistics)
+        for index in self.slabs.with_role("key gradients"):
+            self.key_sums = self._as_keys(self.slabs.buffers[index], self.statistics)
 
     def _as_keys(self, buffer: Tensor, dtype: torch.dtype) -> Keys:
         """Keys of a whole sequence in a buffer, its values behind them."""
@@ -101,16 +109,16 @@ class Player:
 
     def _sequence_block(self) -> None:
         self.sequence: SequenceBlock | None = None
-        for index in self.room.with_role("attention"):
+        for index in self.slabs.with_role("attention"):
             packed = self.block.operators.packs
-            buffer = self.room.buffers[index]
-            room = SequenceRoom(buffer, self.saved, self.plan.sequence_tokens, self.block.extras, packed=packed)
-            self.sequence = SequenceBlock(self.block, room)
+            buffer = self.slabs.buffers[index]
+            tensors = SequenceTensors(buffer, self.saved, self.plan.sequence_tokens, self.block.extras, packed=packed)
+            self.sequence = SequenceBlock(self.block, tensors)
 
     def _only(self, role: Role) -> Tensor:
         """The buffer of a role that every program has once."""
-        (index,) = self.room.with_role(role)
-        return self.room.buffers[index]
+        (index,) = self.slabs.with_role(role)
+        return self.slabs.buffers[index]
 
     def _of(self, uses: Sequence[Use], owner: Owner, role: Role | None = None) -> int | None:
         """The buffer among these that has the owner, and the role where one is given."""
@@ -126,7 +134,7 @@ class Player:
         if found is None:
             numbers = self.numbers[part]
             dtype = TYPES[self.formats.weights if kind == "weights" else self.formats.gradients]
-            flat = as_numbers(self.room.buffers[index], dtype, numbers.count)
+            flat = as_numbers(self.slabs.buffers[index], dtype, numbers.count)
             found = self._views[index, part] = numbers.views(flat)
         return found
 
@@ -138,7 +146,7 @@ class Player:
         return task.end if task.end in self.numbers else "head"
 
     def _rows(self, index: int, tokens: int) -> Tensor:
-        numbers = as_numbers(self.room.buffers[index], self.compute, tokens * self.model.hidden)
+        numbers = as_numbers(self.slabs.buffers[index], self.compute, tokens * self.model.hidden)
         return numbers.view(tokens, self.model.hidden)
 
     # -- tasks ----------------------------------------------------------------------------------------------------
@@ -181,7 +189,7 @@ class Player:
         index = self._of(task.writes, "gradients")
         if index is None or self._of(task.reads, "gradients") is not None:
             return None
-        return self.room.buffers[index]
+        return self.slabs.buffers[index]
 
     def _weights(self, task: Task) -> dict[str, Tensor]:
         index = self._of(task.reads, "weights")
@@ -196,7 +204,7 @@ class Player:
     def _trained(self, task: Task) -> Trained:
         return Trained(self._weights(task), self._sums(task))
 
-    def _stream(self, task: Task, chunk: Chunk) -> Tensor:
+    def _residual(self, task: Task, chunk: Chunk) -> Tensor:
         index = self._of((*task.writes, *task.reads), "stream")
         assert index is not None
         return self._rows(index, chunk.sequences * chunk.tokens)
@@ -208,13 +216,15 @@ class Player:
 
     def _embed(self, task: Task, chunk: Chunk) -> None:
         assert task.chunk is not None
-        self.ends.embed(self.inputs.ids(task.chunk), chunk, self._weights(task), self._stream(task, chunk))
+        self.embedding_head.embed(self.inputs.ids(task.chunk), chunk, self._weights(task), self._residual(task, chunk))
 
     def _embed_backward(self, task: Task, chunk: Chunk) -> None:
         assert task.chunk is not None
         sums = self._sums(task)
-        gradient = self._stream(task, chunk)
-        self.ends.embed_backward(self.inputs.ids(task.chunk), chunk, self._weights_of_embedding(task), sums, gradient)
+        gradient = self._residual(task, chunk)
+        self.embedding_head.embed_backward(
+            self.inputs.ids(task.chunk), chunk, self._weights_of_embedding(task), sums, gradient
+        )
 
     def _weights_of_embedding(self, task: Task) -> dict[str, Tensor]:
         """The norm behind the tables is small and stays where the tables do; others need no weights to go back."""
@@ -227,13 +237,19 @@ class Player:
         last = min(rows, task.first + task.tokens)
         if task.first >= last:
             return
-        stream = self._stream(task, chunk)[task.first : last]
+        residual = self._residual(task, chunk)[task.first : last]
         labels = self.inputs.labels(task.chunk)
         weights = self._weights(task)
         sums = None if self.evaluating else self._sums(task)
-        if not self.ends.classifies:
-            self.ends.head(
-                stream, labels[task.first : last], weights, sums, loss=self.loss, room=self.head_arena, scale=self.scale
+        if not self.embedding_head.classifies:
+            self.embedding_head.head(
+                residual,
+                labels[task.first : last],
+                weights,
+                sums,
+                loss=self.loss,
+                arena=self.head_arena,
+                scale=self.scale,
             )
             return
         begins = range(0, rows, chunk.tokens) if chunk.first == 0 else range(0)
@@ -241,22 +257,22 @@ class Player:
         if chosen:
             places = [begins[index] - task.first for index in chosen]
             pooled = self.arena.take((len(chosen), self.model.hidden), self.compute)
-            pooled.copy_(stream[places])
-            self.ends.head(
+            pooled.copy_(residual[places])
+            self.embedding_head.head(
                 pooled,
                 labels[chosen[0] : chosen[-1] + 1],
                 weights,
                 sums,
                 loss=self.loss,
-                room=self.head_arena,
+                arena=self.head_arena,
                 scale=self.scale,
             )
             if sums is not None:
-                stream.zero_()
-                stream[places] = pooled
+                residual.zero_()
+                residual[places] = pooled
             self.arena.give(pooled)
         elif sums is not None:
-            stream.zero_()
+            residual.zero_()
 
     # -- blocks in one piece --------------------------------------------------------------------------------------
 
@@ -268,7 +284,7 @@ class Player:
     def _kept_in(self, index: int, level: str, tokens: int) -> dict[str, Tensor]:
         found = self._saved_views.get((index, level, tokens))
         if found is None:
-            found = self._saved_views[index, level, tokens] = self.saved.views(self.room.buffers[index], level, tokens)
+            found = self._saved_views[index, level, tokens] = self.saved.views(self.slabs.buffers[index], level, tokens)
         return found
 
     def _home(self, uses: Sequence[Use], level: str, tokens: int) -> dict[str, Tensor] | None:
@@ -277,13 +293,13 @@ class Player:
 
     def _forward(self, task: Task, chunk: Chunk) -> None:
         tokens = chunk.sequences * chunk.tokens
-        slot, stream = self._slot(task, tokens), self._stream(task, chunk)
-        values = Values(self.arena, {**slot, "output": stream})
+        slot, residual = self._slot(task, tokens), self._residual(task, chunk)
+        values = Values(self.arena, {**slot, "output": residual})
         if self.block.begins_with_norm:
             # The norm reads it anyway.
-            values["input"], values.copies["input"] = stream, slot["input"]
+            values["input"], values.copies["input"] = residual, slot["input"]
         else:
-            slot["input"].copy_(stream)
+            slot["input"].copy_(residual)
             values["input"] = slot["input"]
         self.block.forward(values, self._weights(task), chunk, self._context_keys(task) if self.block.cut else None)
         values.close()
@@ -316,7 +332,7 @@ class Player:
         values, trained = self._kept_values(task, chunk), self._trained(task)
         weights = trained.weights
         kept = {*self.saved.names(task.level)}
-        gradient = self._stream(task, chunk)
+        gradient = self._residual(task, chunk)
         if not self.block.cut:
             self.block.recompute(values, weights, chunk, kept)
             self.block.backward(values, trained, gradient, chunk)
@@ -366,8 +382,8 @@ class Player:
 
     def _forward_before(self, task: Task, chunk: Chunk) -> None:
         assert self.sequence is not None
-        stream = self._stream(task, chunk)
-        self.sequence.forward_before(stream, self._weights(task), chunk, self._context_keys(task))
+        residual = self._residual(task, chunk)
+        self.sequence.forward_before(residual, self._weights(task), chunk, self._context_keys(task))
 
     def _attention(self, task: Task, chunk: Chunk) -> None:
         del chunk
@@ -377,9 +393,9 @@ class Player:
     def _forward_after(self, task: Task, chunk: Chunk) -> None:
         assert self.sequence is not None
         tokens = chunk.tokens
-        slot, stream = self._slot(task, tokens), self._stream(task, chunk)
+        slot, residual = self._slot(task, tokens), self._residual(task, chunk)
         kept = self.saved.names(task.level)
-        self.sequence.forward_after(stream, slot, self._weights(task), chunk, self._context_keys(task), kept=kept)
+        self.sequence.forward_after(residual, slot, self._weights(task), chunk, self._context_keys(task), kept=kept)
         self._keep(task, slot, tokens)
 
     def _backward_after(self, task: Task, chunk: Chunk) -> None:
@@ -389,7 +405,7 @@ class Player:
         if inputs is not None:
             self._rows(inputs, chunk.tokens).copy_(values["input"])
         keys = self._whole_keys(task)
-        gradient = self._stream(task, chunk)
+        gradient = self._residual(task, chunk)
         self.sequence.backward_after(values, self._trained(task), gradient, chunk, keys, level=task.level)
 
     def _whole_keys(self, task: Task) -> Keys:
@@ -406,7 +422,7 @@ class Player:
         assert self.sequence is not None
         inputs = self._of(task.reads, "workspace", "inputs")
         assert inputs is not None
-        source, gradient = self._rows(inputs, chunk.tokens), self._stream(task, chunk)
+        source, gradient = self._rows(inputs, chunk.tokens), self._residual(task, chunk)
         self.sequence.backward_before(source, self._trained(task), gradient, chunk)
 
     # -- updates and copies ---------------------------------------------------------------------------------------
@@ -415,11 +431,11 @@ class Player:
         part = self.part_of(task)
         owners: tuple[Owner, ...] = ("weights", "gradients", "optimizer")
         found = [self._of(task.reads, owner) for owner in owners]
-        weights, gradients, state = (self.room.buffers[index] for index in found if index is not None)
+        weights, gradients, state = (self.slabs.buffers[index] for index in found if index is not None)
         return lambda: self.updates.update(part, weights, gradients, state, first=task.first, count=task.parameters)
 
     def _copy(self, task: Task) -> Action:
-        source, target = self.room.buffers[task.reads[0].buffer], self.room.buffers[task.writes[0].buffer]
+        source, target = self.slabs.buffers[task.reads[0].buffer], self.slabs.buffers[task.writes[0].buffer]
         if task.what not in ("activations", "context"):
             size = task.bytes
 

@@ -19,7 +19,7 @@ from flopwise.records.program import ALIGNMENT_BYTES, OWNERS, Program, Role
 from flopwise.work.parameters import Place
 
 
-class Room:
+class Slabs:
     """Buffers of a program by their number, as bytes."""
 
     def __init__(self, program: Program, device: torch.device, *, left_to_libraries: Mapping[Role, int]) -> None:
@@ -32,7 +32,7 @@ class Room:
         self.buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * len(program.buffers)
         self.device_slab = self._slab("device")
         self.host_slab = self._slab("host")
-        self._unpin: weakref.finalize[[int], Room] | None = None
+        self._unpin: weakref.finalize[[int], Slabs] | None = None
 
     def _slab(self, place: Place) -> Tensor:
         """One piece of memory for a place, cut into its buffers; what is borrowed lies over the activations."""
