@@ -87,7 +87,7 @@ class StreamingExecutor:
         for parameter in self.parameters:
             if parameter.name in values:
                 for index in self._holders(Value("weights", parameter.part)):
-                    views = self.player.views(index, parameter.part, "weights")
+                    views = self.player.views(index, parameter.part)
                     # In its own format first: what is copied to a GPU in another takes room there for a while.
                     target = views[parameter.local]
                     target.copy_(values[parameter.name].to(target.dtype))
@@ -105,7 +105,7 @@ class StreamingExecutor:
         found = {}
         for parameter in self.parameters:
             index = self._holders(Value("weights", parameter.part))[0]
-            found[parameter.name] = self.player.views(index, parameter.part, "weights")[parameter.local]
+            found[parameter.name] = self.player.views(index, parameter.part)[parameter.local]
         return found
 
     def moments(self) -> Iterator[tuple[str, Moment, Tensor]]:

@@ -1,4 +1,34 @@
-"""What each task of a program does to its buffers."""
+"""What each task of a program does to its buffers.
+
+`Player.action` binds a task once to a call; the executor then hands the calls, step after step, to the streams:
+
+    program.tasks        Player.action(task)             Streams.run(index, stream, after, action)
+
+    forward 3.1     ──▶  Block.forward                ──▶  compute    kernels, in the order of the program
+    backward 3.1    ──▶  Block.recompute, .backward   ──▶  compute
+    load weights 4  ──▶  slab[slot].copy_(slab[home]) ──▶  copy-in    beside the kernels
+    store …         ──▶  slab[home].copy_(slab[slot]) ──▶  copy-out   beside both
+    optimize 3      ──▶  Updates.update               ──▶  compute, or host: a thread
+
+A task finds its memory by the owner and the role of the buffers that it uses, never by their names:
+
+    slabs.buffers[i]   owner         role             what `Player` makes of its bytes
+    ─────────────────  ────────────  ───────────────  ─────────────────────────────────────────────────
+    one part's state   weights …     home, slot       `views`: the part's tensors by their names
+    a (layer, chunk)   activations   slot             `_slot`: all that the level `full` keeps
+                       activations   home             `_home`: what its own level keeps
+    a chunk            stream        residual         `_residual`: a row for each token
+    a sequence         context       keys             `_keys`: chunks lie side by side, read as one
+                       context       key gradients    `key_sums`, in fp32
+                       workspace     attention        `SequenceTensors`, where attention runs over it at once
+                       workspace     inputs           rows, for the backward of what is before attention
+    a task             workspace     temporaries      `Arena`, given back before the task ends
+                       head          logits           `Arena`
+
+Versions are not looked at here: `after` has them in it already. One remains: a gradient that a task writes without
+reading it is a new sum, and is cleared first (`_gradient_to_clear`). When a batch is evaluated the same actions run,
+but nothing that only training needs is written.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +52,7 @@ from flopwise.engine.streaming.slabs import Slabs
 from flopwise.engine.streaming.updates import PartNumbers, Updates, as_numbers, numbers_by_part
 from flopwise.engine.streaming.values import Values
 from flopwise.records.plan import Plan
-from flopwise.records.program import Owner, Program, Role, Task, Use, aligned
+from flopwise.records.program import Kind, Owner, Program, Role, Task, Use, aligned
 from flopwise.setup.training import Training
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats
@@ -128,12 +158,13 @@ class Player:
                 return use.buffer
         return None
 
-    def views(self, index: int, part: Part, kind: str) -> dict[str, Tensor]:
+    def views(self, index: int, part: Part) -> dict[str, Tensor]:
         """A part's tensors in a buffer of weights or gradients."""
         found = self._views.get((index, part))
         if found is None:
             numbers = self.numbers[part]
-            dtype = TYPES[self.formats.weights if kind == "weights" else self.formats.gradients]
+            owner = self.program.buffers[index].owner
+            dtype = TYPES[self.formats.weights if owner == "weights" else self.formats.gradients]
             flat = as_numbers(self.slabs.buffers[index], dtype, numbers.count)
             found = self._views[index, part] = numbers.views(flat)
         return found
@@ -157,7 +188,7 @@ class Player:
             return self._copy(task)
         if task.kind == "optimize":
             return self._optimize(task)
-        chunk_action = {
+        actions: dict[Kind, Callable[[Task, Chunk], None]] = {
             "embed": self._embed,
             "embed-backward": self._embed_backward,
             "head": self._head,
@@ -170,7 +201,8 @@ class Player:
             "backward-after": self._backward_after,
             "attention-backward": self._attention_backward,
             "backward-before": self._backward_before,
-        }[task.kind]
+        }
+        chunk_action = actions[task.kind]
         assert task.chunk is not None
         number = task.chunk
         zeroed = self._gradient_to_clear(task)
@@ -194,12 +226,12 @@ class Player:
     def _weights(self, task: Task) -> dict[str, Tensor]:
         index = self._of(task.reads, "weights")
         assert index is not None
-        return self.views(index, self.part_of(task), "weights")
+        return self.views(index, self.part_of(task))
 
     def _sums(self, task: Task) -> dict[str, Tensor]:
         index = self._of(task.writes, "gradients")
         assert index is not None
-        return self.views(index, self.part_of(task), "gradients")
+        return self.views(index, self.part_of(task))
 
     def _trained(self, task: Task) -> Trained:
         return Trained(self._weights(task), self._sums(task))
@@ -229,7 +261,7 @@ class Player:
     def _weights_of_embedding(self, task: Task) -> dict[str, Tensor]:
         """The norm behind the tables is small and stays where the tables do; others need no weights to go back."""
         index = self._of(task.reads, "weights")
-        return {} if index is None else self.views(index, self.part_of(task), "weights")
+        return {} if index is None else self.views(index, self.part_of(task))
 
     def _head(self, task: Task, chunk: Chunk) -> None:
         assert task.chunk is not None
@@ -341,8 +373,10 @@ class Player:
         keys, key_sums = self._context_keys(task), self.key_sums
         assert key_sums is not None
         if chunk.last == self.plan.sequence_tokens:
+            # A sequence's last chunk goes back first: it begins the sums that the chunks before it add to.
             key_sums.key.zero_()
             key_sums.value.zero_()
+        # Keys and values have come by the task `context`, whatever the level keeps.
         kept |= {"key", "value"}
         self.block.recompute(values, weights, chunk, kept, keys=self.block.seen(keys, chunk))
         self.block.backward(values, trained, gradient, chunk, keys=keys, key_sums=key_sums)

@@ -1,5 +1,33 @@
 """A plan as a program: every task of a step, in the order of each stream.
 
+Three layers and one chunk, of a plan that has two slots each for weights, optimizer state and activations, offloads all
+activations and updates in backward. `w` weights, `o` optimizer state, `a` activations; F forward, B backward, U update:
+
+    time ─▶
+    copy-in    o2         w2   o1       a2    a1                a0   o0   w0
+    compute    embed  F0  F1   F2  head U     B2   U2       B1  U1   B0   U0      embed-backward  U
+    copy-out              a0   a1  a2              o2   w2           o1   w1      o0   w0
+    host       (all U here, where the plan updates on the host)
+
+    F2 ◀─ w2 ◀─ F0                layer 2 takes over the slot of layer 0: the load waits for the slot's last reader
+    F2 ◀─ store a0 ◀─ F0          and its activations take over a slot that must have been copied out
+    B1 ◀─ a1 ◀─ store a1 ◀─ F1    what was offloaded comes back, prefetched as soon as a slot is free
+    B0 ◀─ w0 ◀─ store w2 ◀─ U2    on the way down the slots are handed back: updated weights leave first
+
+What flows. The residual stream of a chunk stays in one buffer: forward writes a layer's output over its input, backward
+the gradient of the input over that of the output. Everything else is in its *home*, one part's own place on device or
+host, or in flight in a *slot* that layers share.
+
+Versions. A buffer holds one `Value` at a time, and every write leaves another one:
+
+    weights slot 0   weights 0 v0 ▶ weights 2 v0 ▶ weights 2 v1 ▶ weights 0 v0 ▶ weights 0 v1
+    residual 0       embedding ▶ 0 ▶ 1 ▶ 2 ▶ gradient head ▶ gradient 2 ▶ gradient 1 ▶ gradient 0
+
+Weights and optimizer state are v0 until their update and v1 from then on. A step ends when all that began as v0 is v1,
+so the next step is the same program. Gradients have the round and the chunk that was added last: a sum over three
+rounds is three values. What a task waits for follows from its reads and writes alone: it is behind the writer of all
+that it reads, and behind every reader of what it writes over (`Builder.task`).
+
 Tasks are written down where their value is needed; `ordering` then brings them into the order of each stream.
 """
 
@@ -215,6 +243,7 @@ class _Compiler:
     def _forward(self, layer: int, chunk: int, weights: int) -> None:
         """A chunk through a layer, and what it keeps on its way to where it is kept."""
         letter, home = self.plan.saves[layer][chunk], self.homes.get((layer, chunk))
+        # Every forward works in a slot, whatever its level: what is not kept is gone when the slot is given back.
         slot = self.free.take()
         value = self._value("activations", layer, chunk)
         reads = [weights, self.residual[chunk]]
@@ -269,6 +298,7 @@ class _Compiler:
         for layer in reversed(range(plan.layers)):
             weights = self.weights.bring(layer, self.round)
             gradients = self._gradient_slot(layer)
+            # The last chunk first: a chunk's keys have their whole gradient when all queries behind them are done.
             for first in reversed(range(0, plan.chunks_per_round, plan.chunks_per_sequence)):
                 chunks = range(first, first + plan.chunks_per_sequence)
                 if self.whole_sequence:
@@ -414,6 +444,7 @@ class _Compiler:
         self._fetch()
 
     def _update_at_end(self) -> None:
+        # State may pass through memory that activations lend: everybody must be done with those.
         self.builder.also_after = (*self.builder.last("compute"), *self.builder.last("copy-out"))
         order: tuple[Part, ...] = ("head", *reversed(range(self.plan.layers)), "embedding")
         for part in order:
@@ -471,6 +502,7 @@ class _Compiler:
                     first=first,
                 )
             first += piece.parameters
+        # Also where they stay in flight: the next step's program begins with the host's copy up to date.
         if part in self.weights.host:
             self.weights.send(part, round_)
 
