@@ -46,8 +46,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 BACKWARD_OF_BLOCKS: frozenset[Kind] = frozenset(("backward", "backward-after", "backward-before"))
 """Tasks whose time depends on the save level, which their names tell."""
 
-Owner = Literal["weights", "gradients", "optimizer", "activations", "stream", "context", "head", "workspace"]
-"""Whose memory it is. `stream`: the residual stream from layer to layer, and its gradient. `context`: keys and
+Owner = Literal["weights", "gradients", "optimizer", "activations", "residual", "context", "head", "workspace"]
+"""Whose memory it is. `residual`: the residual stream from layer to layer, and its gradient. `context`: keys and
 values."""
 OWNERS: tuple[Owner, ...] = get_args(Owner)
 

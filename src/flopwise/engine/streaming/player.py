@@ -17,7 +17,7 @@ A task finds its memory by the owner and the role of the buffers that it uses, n
     one part's state   weights …     home, slot       `views`: the part's tensors by their names
     a (layer, chunk)   activations   slot             `_slot`: all that the level `full` keeps
                        activations   home             `_home`: what its own level keeps
-    a chunk            stream        residual         `_residual`: a row for each token
+    a chunk            residual      residual         `_residual`: a row for each token
     a sequence         context       keys             `_keys`: chunks lie side by side, read as one
                        context       key gradients    `key_sums`, in fp32
                        workspace     attention        `SequenceTensors`, where attention runs over it at once
@@ -237,7 +237,7 @@ class Player:
         return Trained(self._weights(task), self._sums(task))
 
     def _residual(self, task: Task, chunk: Chunk) -> Tensor:
-        index = self._of((*task.writes, *task.reads), "stream")
+        index = self._of((*task.writes, *task.reads), "residual")
         assert index is not None
         return self._rows(index, chunk.sequences * chunk.tokens)
 

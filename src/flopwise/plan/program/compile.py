@@ -136,9 +136,9 @@ class _Compiler:
         plan, sizes, builder = self.plan, self.sizes, self.builder
         chunks, parts_of = plan.chunks_per_round, plan.chunks_per_sequence
         bytes_of = working_bytes(sizes, plan)
-        residual = [aligned(sizes.stream * plan.tokens_of(chunk)) for chunk in range(chunks)]
+        residual = [aligned(sizes.residual * plan.tokens_of(chunk)) for chunk in range(chunks)]
         self.residual = [
-            builder.buffer(Buffer("stream", "device", "residual", size, number=chunk))
+            builder.buffer(Buffer("residual", "device", "residual", size, number=chunk))
             for chunk, size in enumerate(residual)
         ]
         self.contexts: list[list[int]] = []

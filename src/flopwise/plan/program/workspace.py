@@ -24,7 +24,7 @@ OUTSIDE = "outside"
 
 
 def workspace_bytes(model: Transformer, work: Work, formats: Formats) -> int:
-    """Bytes of one sequence that a block's tasks need beside slots, stream, weights and gradients.
+    """Bytes of one sequence that a block's tasks need beside slots, residual stream, weights and gradients.
 
     What attention's kernels sum up in is theirs alone: it is counted beside the most that everything else takes.
     """
