@@ -24,7 +24,7 @@ from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weight
 from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.work.fusion import is_sum_for_norm, makers_for_one_product
 from flopwise.work.op import Attention, Gemm, Op, Streaming
-from flopwise.work.parameters import op_groups
+from flopwise.work.parameters import op_groups, split_at_attention
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
 
@@ -72,8 +72,7 @@ class Block:
         self.arena: Arena = operators.arena
         self.deterministic = deterministic
         ops = op_groups(work)[1]
-        place = next(index for index, op in enumerate(ops) if isinstance(op, Attention))
-        self.before, self.attention_op, self.after = ops[:place], ops[place], ops[place + 1 :]
+        self.before, self.attention_op, self.after = split_at_attention(ops)
         self.ops = ops
         self._first_need = {name: op for op in reversed(ops) for name in op.needs}
         """Of the block's operators the first that needs a value: the last that backward comes to."""

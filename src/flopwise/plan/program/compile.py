@@ -48,8 +48,8 @@ from flopwise.records.program import Buffer, Kind, Owner, Program, Value, ValueK
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats
 from flopwise.work.model import Model
-from flopwise.work.op import Attention
-from flopwise.work.parameters import End, Part, Place, op_groups
+from flopwise.work.op import Op
+from flopwise.work.parameters import End, Part, Place, op_groups, split_at_attention
 from flopwise.work.transformer import Transformer
 
 END_OF: dict[Kind, End] = {"embed": "embedding", "embed-backward": "embedding", "head": "head"}
@@ -103,17 +103,17 @@ class _Compiler:
 
     def _find_operators(self, model: Model) -> None:
         before, inside, behind = op_groups(describe(model, self.plan.sequence_tokens))
-        place = next(index for index, op in enumerate(inside) if isinstance(op, Attention))
-        names = [op.name for op in inside]
-        self.operators: dict[Segment, tuple[str, ...]] = {
-            "embed": tuple(op.name for op in before),
-            "before": tuple(names[:place]),
-            "attention": (names[place],),
-            "after": tuple(names[place + 1 :]),
-            "block": tuple(names),
-            "head": tuple(op.name for op in behind),
+        first, attention, then = split_at_attention(inside)
+        segments: dict[Segment, tuple[Op, ...]] = {
+            "embed": before,
+            "before": first,
+            "attention": (attention,),
+            "after": then,
+            "block": inside,
+            "head": behind,
             "nothing": (),
         }
+        self.operators = {segment: tuple(op.name for op in ops) for segment, ops in segments.items()}
 
     def _activation_buffers(self) -> None:
         plan, builder = self.plan, self.builder

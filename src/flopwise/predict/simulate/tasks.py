@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -25,11 +26,13 @@ from flopwise.work.formats import POLICIES, Formats, parse_formats
 from flopwise.work.fusion import swiglu_in_products
 from flopwise.work.model import Model
 from flopwise.work.op import Attention, attention_flops
+from flopwise.work.parameters import op_groups, split_at_attention
 from flopwise.work.traffic import backward_traffic, forward_traffic, tensor_bytes, update_bytes_per_parameter
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
 
-GROUPS = ("embed", "before", "attention", "after", "head")
+Group = Literal["embed", "before", "attention", "after", "head"]
+GROUPS: tuple[Group, ...] = get_args(Group)
 """The model's operators in the parts that tasks run: around the blocks, and in a block around attention."""
 
 
@@ -37,9 +40,9 @@ GROUPS = ("embed", "before", "attention", "after", "head")
 class GroupSeconds:
     """Seconds of one copy of a group for one chunk."""
 
-    forward: dict[str, float]
-    backward: dict[str, float]
-    recompute: dict[str, dict[str, float]]
+    forward: dict[Group, float]
+    backward: dict[Group, float]
+    recompute: dict[str, dict[Group, float]]
     """Save level → group → seconds of what is recomputed, attention left out."""
     products: float
     """Of forward and backward over all groups, those of matrix products alone, every layer."""
@@ -110,7 +113,8 @@ class TaskSeconds:
     def recompute_s(self, level: str, tokens: int, part: int) -> float:
         """What backward of a (layer, chunk) at a save level recomputes, beyond what it does at the level `full`."""
         groups = self.groups(tokens).recompute
-        seconds = sum(groups[level][name] - groups["full"][name] for name in ("before", "after"))
+        around: tuple[Group, ...] = ("before", "after")
+        seconds = sum(groups[level][name] - groups["full"][name] for name in around)
         return seconds + (self.attention_s(part, "forward") if level in ("context", "input") else 0.0)
 
     def _context_s(self, task: Task, group: GroupSeconds) -> float:
@@ -202,16 +206,10 @@ class TaskSeconds:
     @cached_property
     def _group_of(self) -> list[int]:
         """Operator → group."""
-        ops = self.work.ops
-        place = next(index for index, op in enumerate(ops) if isinstance(op, Attention))
-        last = max(index for index, op in enumerate(ops) if op.in_block)
-
-        def group(index: int) -> str:
-            if not ops[index].in_block:
-                return "head" if index > last else "embed"
-            return "before" if index < place else "attention" if index == place else "after"
-
-        return [GROUPS.index(group(index)) for index in range(len(ops))]
+        embed, block, head = op_groups(self.work)
+        before, attention, after = split_at_attention(block)
+        groups = (embed, before, (attention,), after, head)
+        return [index for index, ops in enumerate(groups) for _ in ops]
 
     def attention_s(self, part: int | None, direction: Direction) -> float:
         """Attention of one layer: of a chunk's queries, or (None) over all of a sequence at once."""
