@@ -166,6 +166,7 @@ def busy_of(program: Program, starts: Sequence[float], ends: Sequence[float]) ->
 
 def awaited(copy: Task) -> str:
     """What somebody who waits for a copy is said to wait for."""
+    assert copy.what is not None
     what = WORDS.get(copy.what, copy.what)
     return what if copy.stream == "copy-in" else f"room for {what}"
 

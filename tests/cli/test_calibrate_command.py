@@ -267,13 +267,13 @@ class SlowProducts(Products):
         super().forward(source, matrix, bias, out=out)
         self._wait("forward", out, source.shape[1])
 
-    def to_source(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
+    def dgrad(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
         assert not add
-        super().to_source(gradient, matrix, out=out, add=add)
+        super().dgrad(gradient, matrix, out=out, add=add)
         self._wait("to_source", out, gradient.shape[1])
 
-    def to_matrix(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
-        super().to_matrix(gradient, source, total=total)
+    def wgrad(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
+        super().wgrad(gradient, source, total=total)
         self._wait("to_matrix", total, gradient.shape[0])
 
     def _wait(self, kind: str, out: Tensor, depth: int) -> None:

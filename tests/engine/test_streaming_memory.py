@@ -95,13 +95,13 @@ def test_moments_fill_a_piece_exactly(precision: str) -> None:
 
 def left_of(executor: StreamingExecutor) -> int:
     """Of the plan's device memory, what the slab leaves free for libraries."""
-    left = executor.room.left_to_libraries
-    return sum(left.get(buffer.name, 0) for buffer in executor.program.buffers if buffer.place == "device")
+    left = executor.slabs.left_to_libraries
+    return sum(left.get(buffer.role, 0) for buffer in executor.program.buffers if buffer.place == "device")
 
 
 def assert_as_planned(plan: Plan, model: Transformer, executor: StreamingExecutor) -> None:
     program = executor.program
-    room = executor.room
+    room = executor.slabs
     planned_bytes = plan_bytes(plan, sizes_of(model, plan.sequence_tokens, parse_formats(plan.precision), "adamw"))
     totals = {place: sum(owners.values()) for place, owners in planned_bytes.items()}
     assert room.device_slab.numel() == totals["device"] - left_of(executor)
@@ -175,7 +175,7 @@ def assert_within_plan(plan: Plan, model: Transformer, *, training: Training | N
     taken = max(peak_bytes(lambda: executor.step(batch, 0)), peak_bytes(lambda: executor.evaluate([batch])))
     sizes = sizes_of(model, plan.sequence_tokens, parse_formats(plan.precision), "adamw")
     total = sum(plan_bytes(plan, sizes)["device"].values())
-    assert executor.room.device_slab.numel() + taken <= total
+    assert executor.slabs.device_slab.numel() + taken <= total
     assert taken <= left_of(executor) - LIBRARY_WORKSPACE_BYTES + KERNELS_BYTES
     assert total <= plan.device_memory_bytes
 

@@ -92,9 +92,9 @@ def test_nothing_stands_before_what_it_waits_for(
     program, other = program_of(plan), program_of(replace(plan, fetch="at once"))
     assert all(before < index for index, task in enumerate(program.tasks) for before in task.after)
     for stream in ("compute", "copy-out"):
-        kept = [[replace(task, after=()) for task in each.tasks if task.stream == stream] for each in (program, other)]
+        kept = [[task._replace(after=()) for task in each.tasks if task.stream == stream] for each in (program, other)]
         assert kept[0] == kept[1], "only loads change their order"
-    names = [sorted(str(replace(task, after=())) for task in each.tasks) for each in (program, other)]
+    names = [sorted(str(task._replace(after=())) for task in each.tasks) for each in (program, other)]
     assert names[0] == names[1]
 
 

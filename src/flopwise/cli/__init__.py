@@ -115,7 +115,7 @@ def _fail(error: FlopwiseError, exit_code: int | None = None) -> NoReturn:
     if "RANK" in os.environ:
         from flopwise.engine.launch import note_refusal
 
-        note_refusal(visible(error.what))
+        note_refusal(error)
     sys.exit(error.exit_code if exit_code is None else exit_code)
 
 

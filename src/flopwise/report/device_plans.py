@@ -39,7 +39,7 @@ LEVEL_WORDS = {"full": "full", "attention": "input+context+attention", "context"
 """What is kept of a (layer, chunk) at each save level."""
 
 MOMENT_WORDS = {0: "", 1: "m", 2: "m and v"}
-OWNER_WORDS = {"stream": "between layers", "context": "keys and values of a sequence"}
+OWNER_WORDS = {"residual": "between layers", "context": "keys and values of a sequence"}
 """Owners of device memory whose names do not say it all."""
 
 

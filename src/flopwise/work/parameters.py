@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal, get_args
 
 from flopwise.work.describe import describe
-from flopwise.work.op import Gemm, Op, Streaming
+from flopwise.work.op import Attention, Gemm, Op, Streaming
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
 
@@ -73,6 +73,12 @@ def op_groups(work: Work) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...
     first = next(index for index, op in enumerate(work.ops) if op.in_block)
     last = max(index for index, op in enumerate(work.ops) if op.in_block)
     return work.ops[:first], work.ops[first : last + 1], work.ops[last + 1 :]
+
+
+def split_at_attention(block: tuple[Op, ...]) -> tuple[tuple[Op, ...], Attention, tuple[Op, ...]]:
+    """A block's operators before attention, attention itself, and those after it."""
+    place, attention = next((index, op) for index, op in enumerate(block) if isinstance(op, Attention))
+    return block[:place], attention, block[place + 1 :]
 
 
 def _listed(ops: tuple[Op, ...], part: Part, prefix: str) -> Iterator[Parameter]:

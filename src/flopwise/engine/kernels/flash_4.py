@@ -59,14 +59,28 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, out: Ten
 
 
 def backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, logsumexp: Tensor, causal: bool,
-    query_gradient: Tensor, key_gradient: Tensor, value_gradient: Tensor,
-) -> None:  # fmt: skip
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    *,
+    logsumexp: Tensor,
+    causal: bool,
+    query_gradient: Tensor,
+    key_gradient: Tensor,
+    value_gradient: Tensor,
+) -> None:
     """Gradients of queries, keys and values, in their type."""
     calls = _calls()
     assert calls is not None
     calls.backward(
-        *(query, key, value, out, gradient, logsumexp),
+        query,
+        key,
+        value,
+        out,
+        gradient,
+        logsumexp,
         causal=causal,
         dq=query_gradient,
         dk=key_gradient,

@@ -292,8 +292,8 @@ class _Lister:
         ]
         if again:
             made = frozenset(self.again)
-            remade = forward_traffic(self.work, op, self.formats, fused=self.fused, after=made)
-            phases.append((Phase.RECOMPUTE, scaled(remade, again)))
+            recomputed = forward_traffic(self.work, op, self.formats, fused=self.fused, after=made)
+            phases.append((Phase.RECOMPUTE, scaled(recomputed, again)))
         for phase, traffic in phases:
             self.streams.append(
                 StreamingCall(
