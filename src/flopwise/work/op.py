@@ -58,12 +58,18 @@ class Tensor:
 class Weight:
     """A trained tensor of one copy of an operator."""
 
-    name: str
+    module: str
+    """What holds it: the operator, or one of an embedding's tables."""
     shape: tuple[int, ...]
+    kind: Literal["weight", "bias"] = "weight"
     owned: bool = True
     """False for the second use of a tied matrix, so that it is counted once."""
     active: tuple[int, int] = (1, 1)
     """Numerator and denominator of the share that one token uses (experts)."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.kind}"
 
     @property
     def elements(self) -> int:

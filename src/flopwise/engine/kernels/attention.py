@@ -379,15 +379,6 @@ def _flash_backward(saved: Saved, mask: AttentionMask) -> tuple[Tensor, Tensor, 
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     unused = torch.zeros(2, dtype=torch.int64, device=query.device)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        *saved,
-        None,
-        None,
-        query.shape[1],
-        key.shape[1],
-        0.0,
-        mask.causal,
-        unused,
-        unused,
-        **_window(mask),
+        *saved, None, None, query.shape[1], key.shape[1], 0.0, mask.causal, unused, unused, **_window(mask)
     )
     return found

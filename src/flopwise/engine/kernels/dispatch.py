@@ -66,17 +66,7 @@ def norm_forward(
     else:
         forward = plain.norm_forward
     assert other is None or total is not None
-    forward(
-        source,
-        weight,
-        bias,
-        epsilon=epsilon,
-        rms=rms,
-        out=out,
-        statistics=statistics,
-        other=other,
-        total=total,
-    )
+    forward(source, weight, bias, epsilon=epsilon, rms=rms, out=out, statistics=statistics, other=other, total=total)
 
 
 def norm_backward(

@@ -281,14 +281,7 @@ def copy_rows(source: Tensor, *, out: Tensor) -> None:
     rows, width = source.shape
     block = column_block(width, 2048)
     _copy_rows_kernel[(rows, triton.cdiv(width, block))](
-        source,
-        out,
-        width,
-        source.stride(0),
-        out.stride(0),
-        block=block,
-        num_warps=warps_for(block),
-        **ARITHMETIC,
+        source, out, width, source.stride(0), out.stride(0), block=block, num_warps=warps_for(block), **ARITHMETIC
     )
 
 

@@ -105,7 +105,7 @@ def _activation_backward_kernel(
     recompute: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """With `again` the activation's own result takes the place of its gradient."""
+    """With `recompute` the activation's own result takes the place of its gradient."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width

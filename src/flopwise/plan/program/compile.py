@@ -42,7 +42,7 @@ from flopwise.plan.program.builder import Builder, FreeSlots
 from flopwise.plan.program.ordering import NominalSeconds, in_order_of_need, in_order_of_release
 from flopwise.plan.program.runs import check_runs
 from flopwise.plan.program.sizes import Sizes, context_sets, level_bytes, sizes_of, slot_bytes, working_bytes
-from flopwise.plan.program.state import Kept, OptimizerState, ends_of, place_of
+from flopwise.plan.program.state import Kept, OptimizerState, copy_state, ends_of, place_of
 from flopwise.records.plan import LETTERS, Plan
 from flopwise.records.program import Buffer, Kind, Owner, Program, Value, ValueKind, aligned
 from flopwise.work.describe import describe
@@ -456,7 +456,6 @@ class _Compiler:
             self._update_on_host(part)
             return
         builder, round_ = self.builder, self.round
-        place = place_of(part)
         weights = self.weights.bring(part, round_)
         gradients = self.gradients.bring(part, round_)
         pieces, first = self.state.pieces[part], 0
@@ -465,16 +464,9 @@ class _Compiler:
             slot = self.state.slot() if piece.device is None else piece.device
             if piece.device is None:
                 assert piece.host is not None
-                builder.task(
-                    "load",
-                    "copy-in",
-                    reads=(piece.host,),
-                    writes=((slot, builder.held(piece.host)),),
-                    round_=round_,
-                    **place,
-                    what="optimizer",
-                    size=piece.size,
-                    first=first,
+                source, size = piece.host, piece.size
+                copy_state(
+                    builder, "load", "optimizer", part, round_, source=source, target=slot, size=size, first=first
                 )
             is_last = index == len(pieces) - 1
             updated = Value("weights", part, version=1) if is_last else Value("weights", part, index + 1)
@@ -484,22 +476,15 @@ class _Compiler:
                 reads=(weights, gradients, slot),
                 writes=((weights, updated), (slot, new)),
                 round_=round_,
-                **place,
+                **place_of(part),
                 what="optimizer",
                 parameters=piece.parameters,
                 first=first,
             )
             if piece.host is not None:
-                builder.task(
-                    "store",
-                    "copy-out",
-                    reads=(slot,),
-                    writes=((piece.host, new),),
-                    round_=round_,
-                    **place,
-                    what="optimizer",
-                    size=piece.size,
-                    first=first,
+                target, size = piece.host, piece.size
+                copy_state(
+                    builder, "store", "optimizer", part, round_, source=slot, target=target, size=size, first=first
                 )
             first += piece.parameters
         # Also where they stay in flight: the next step's program begins with the host's copy up to date.
@@ -518,10 +503,7 @@ class _Compiler:
             "optimize",
             "host",
             reads=(weights, gradients, piece.host),
-            writes=(
-                (weights, Value("weights", part, version=1)),
-                (piece.host, Value("optimizer", part, 0, version=1)),
-            ),
+            writes=((weights, Value("weights", part, version=1)), (piece.host, Value("optimizer", part, 0, version=1))),
             round_=self.round,
             **place_of(part),
             what="optimizer",

@@ -48,6 +48,32 @@ def kept_on_host(plan: Plan, kind: Owner, *, stays: bool, end: bool = False) -> 
     return plan.rounds_per_step > 1 or plan.update_when == "end"
 
 
+def copy_state(
+    builder: Builder,
+    kind: Literal["load", "store"],
+    what: Owner,
+    part: Part,
+    round_: int,
+    *,
+    source: int,
+    target: int,
+    size: int,
+    first: int = 0,
+) -> None:
+    """A part's state over the link, the same value in both places then."""
+    builder.task(
+        kind,
+        "copy-in" if kind == "load" else "copy-out",
+        reads=(source,),
+        writes=((target, builder.held(source)),),
+        round_=round_,
+        **place_of(part),
+        what=what,
+        size=size,
+        first=first,
+    )
+
+
 class Kept:
     """Weights or gradients of every part."""
 
@@ -111,32 +137,14 @@ class Kept:
         """The buffer that holds the part, loaded if it was not there."""
         slot = self.slot[part]
         if not self.here(part):
-            host = self.host[part]
-            self.builder.task(
-                "load",
-                "copy-in",
-                reads=(host,),
-                writes=((slot, self.builder.held(host)),),
-                round_=round_,
-                **place_of(part),
-                what=self.kind,
-                size=self.size(part),
-            )
+            size = self.size(part)
+            copy_state(self.builder, "load", self.kind, part, round_, source=self.host[part], target=slot, size=size)
         return slot
 
     def send(self, part: Part, round_: int) -> None:
         """Store the part's value in its place on the host."""
-        slot = self.slot[part]
-        self.builder.task(
-            "store",
-            "copy-out",
-            reads=(slot,),
-            writes=((self.host[part], self.builder.held(slot)),),
-            round_=round_,
-            **place_of(part),
-            what=self.kind,
-            size=self.size(part),
-        )
+        source, target, size = self.slot[part], self.host[part], self.size(part)
+        copy_state(self.builder, "store", self.kind, part, round_, source=source, target=target, size=size)
 
 
 @dataclass(slots=True)
