@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flopwise.catalog.load import load_hardware, load_model
-from flopwise.predict import Request, step
+from flopwise.predict import Setup, step
 from flopwise.references.published.benchmark_tables import BenchmarkRow, read_benchmark_tables
 from flopwise.work.describe import describe
+from flopwise.work.formats import POLICIES
 from flopwise.work.model import Model
 from flopwise.work.work import Recompute
 
@@ -67,15 +68,16 @@ def recounted(path: Path = TABLES) -> list[tuple[BenchmarkRow, Recounted]]:
 
 def reached(row: BenchmarkRow) -> float:
     """Published MFU as a share of that predicted for one device with the row's own micro-batch."""
-    request = Request(
+    setup = Setup(
+        model=load_model(f"mpt-{row.model}"),
+        hardware=load_hardware(HARDWARE[row.device]),
         sequence_tokens=row.sequence_tokens,
         batch_sequences=row.micro_batch * row.accumulation_steps,
         micro_batch_sequences=row.micro_batch,
-        formats="bf16-amp",
+        formats=POLICIES["bf16-amp"],
         recompute="full" if row.activation_checkpointing else "none",
     )
-    model, hardware = load_model(f"mpt-{row.model}"), load_hardware(HARDWARE[row.device])
-    return row.mfu / step(model, hardware, request, convention="palm").mfu
+    return row.mfu / step(setup, convention="palm").mfu
 
 
 def main() -> None:

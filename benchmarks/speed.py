@@ -7,12 +7,10 @@ import sys
 import time
 
 from flopwise.catalog.load import hardware_names, load_hardware, load_model, model_names
-from flopwise.plan import Question, fastest
-from flopwise.predict import Request, step
+from flopwise.plan import fastest
+from flopwise.predict import Setup, step
 from flopwise.predict.kernels.calls import calls_for
-from flopwise.predict.kernels.memory import usable_bytes
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.workload import Workload
 from flopwise.sweep.grid import expand, read_axes
 from flopwise.sweep.predicting import foresee_all
 from flopwise.work.formats import POLICIES
@@ -29,11 +27,10 @@ def single_rate() -> float:
     """Whole predictions a second, operator by operator, as `predict` makes them."""
     models, devices = catalogue()
     started = time.process_time()
-    request = Request(sequence_tokens=20, batch_sequences=8)
     count = 0
     for model in models:
         for device in devices:
-            step(model, device, request)
+            step(Setup(model=model, hardware=device, sequence_tokens=20, batch_sequences=8))
             count += 1
     return count / (time.process_time() - started)
 
@@ -50,20 +47,16 @@ def sweep_rate() -> float:
 
 def search(name: str, device: str, devices: int) -> tuple[int, int, float]:
     """Strategies tried for a model on so many devices, those of them that were timed, and seconds of processor time."""
-    hardware = load_hardware(device)
-    workload = Workload(
-        sequence_tokens=2048, batch_sequences=1536, micro_batch_sequences=1, formats=POLICIES["bf16-mixed"]
-    )
-    question = Question(
+    setup = Setup(
         model=load_model(name),
-        hardware=hardware,
-        devices=devices,
-        workload=workload,
-        capacity_bytes=usable_bytes(hardware),
+        hardware=load_hardware(device),
+        sequence_tokens=2048,
+        batch_sequences=1536,
+        formats=POLICIES["bf16-mixed"],
     )
     started = time.process_time()
     calls_for.cache_clear()
-    found = fastest(question)
+    found = fastest(setup, devices)
     return found.evaluated, found.timed, time.process_time() - started
 
 

@@ -4,7 +4,7 @@ From Python:
 
     from flopwise import hardware, model, predict
 
-    predict.step(model("llama-3-8b"), hardware("h200"))
+    predict.step(predict.Setup(model=model("llama-3-8b"), hardware=hardware("h200")))
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from flopwise.base.errors import FlopwiseError  # noqa: E402
 from flopwise.catalog.load import load_hardware  # noqa: E402
 from flopwise.engine.streaming.executor import StreamingExecutor  # noqa: E402
 from flopwise.engine.streaming.layout import SavedTensors, fields_in_order, moment_fields  # noqa: E402
-from flopwise.plan import DeviceQuestion, compile_plan, planned  # noqa: E402
+from flopwise.plan import CappedSetup, compile_plan, planned  # noqa: E402
 from flopwise.plan.device.memory import plan_bytes  # noqa: E402
 from flopwise.plan.program.sizes import level_bytes, sizes_of  # noqa: E402
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES  # noqa: E402
@@ -248,12 +248,12 @@ def test_updates_of_what_passes_are_within_the_plan_too() -> None:
 @pytest.mark.parametrize("cap_mib", [70, 110, 400])
 def test_a_plan_found_under_a_cap_never_takes_more(cap_mib: int) -> None:
     model = wide(TINY["llama"], layers=4)
-    question = DeviceQuestion(
+    question = CappedSetup(
         model=model,
         hardware=load_hardware("h200"),
         sequence_tokens=2048,
-        device_bytes=cap_mib * MIB,
-        host_bytes=1024 * MIB,
+        device_cap_bytes=cap_mib * MIB,
+        host_cap_bytes=1024 * MIB,
         batch_sequences=2,
     )
     try:

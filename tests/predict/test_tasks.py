@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from flopwise.catalog.load import load_hardware
 from flopwise.plan.program.compile import compile_plan
-from flopwise.predict.choose import Request
 from flopwise.predict.simulate.tasks import TaskSeconds
 from flopwise.predict.step import step
 from flopwise.records.plan import LETTERS, Plan
 from flopwise.records.program import Program, Task
+from flopwise.setup.setup import Setup
 from flopwise.work.describe import describe
+from flopwise.work.formats import POLICIES
 from flopwise.work.op import Attention
 from flopwise.work.parameters import ENDS, End, Part
 from flopwise.work.traffic import backward_traffic, forward_traffic
@@ -272,10 +273,16 @@ def test_one_chunk_that_stays_takes_what_a_prediction_of_it_does(name: str, toke
         tokens = min(tokens, model.position_rows)
     plan = plain_plan(model, sequence_tokens=tokens, chunk_tokens=tokens, head_chunk_tokens=tokens, rounds_per_step=2)
     hardware = load_hardware("h200")
-    request = Request(
-        sequence_tokens=tokens, batch_sequences=2, micro_batch_sequences=1, formats="bf16", recompute="everything"
+    setup = Setup(
+        model=model,
+        hardware=hardware,
+        sequence_tokens=tokens,
+        batch_sequences=2,
+        micro_batch_sequences=1,
+        formats=POLICIES["bf16"],
+        recompute="everything",
     )
-    predicted = step(model, hardware, request).step_s
+    predicted = step(setup).step_s
     program = compile_plan(plan, model)
     costs = seconds_of(plan, model)
     found = sum(costs.of(program))

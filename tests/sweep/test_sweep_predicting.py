@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import AUTO, show_bytes
 from flopwise.catalog.load import load_hardware, load_model, model_table
-from flopwise.predict import Request, step
+from flopwise.predict import Setup, step
 from flopwise.records.plan import Plan
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.parallel import Parallel
+from flopwise.setup.parallel import sharded
 from flopwise.store.cells import Cell, Foreseen, Settings, cell_id
 from flopwise.store.results import settings_of
 from flopwise.sweep.auto_batch import most_sequences
 from flopwise.sweep.grid import expand, read_axes
-from flopwise.sweep.many import Case, Predictor
+from flopwise.sweep.many import Predictor
 from flopwise.sweep.predicting import START_S, START_S_PER_PARAMETER, foresee_all, sweep_seconds
-from flopwise.train.planning import Question, find_plan
+from flopwise.train.planning import find_plan
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats
 from flopwise.work.transformer import Transformer
@@ -56,9 +56,9 @@ def predicted_alike(cell: Settings, found: Foreseen, hardware: Hardware) -> None
     name = cell.model_name
     auto_batch, auto_micro = cell.batch_sequences == AUTO, cell.micro_batch_sequences == AUTO
     plain = step(
-        load_model(name),
-        hardware,
-        Request(
+        Setup(
+            model=load_model(name),
+            hardware=hardware,
             sequence_tokens=cell.sequence_tokens,
             batch_sequences=found.batch_sequences if auto_batch else int(cell.batch_sequences),
             micro_batch_sequences=found.micro_batch_sequences
@@ -66,9 +66,9 @@ def predicted_alike(cell: Settings, found: Foreseen, hardware: Hardware) -> None
             else None
             if auto_micro
             else int(cell.micro_batch_sequences),
-            formats=cell.precision,
-            device_memory_bytes=cell.device_memory_bytes,
-            parallel=Parallel(data=cell.devices, zero=3) if cell.devices > 1 else Parallel(),
+            formats=parse_formats(cell.precision),
+            device_cap_bytes=cell.device_memory_bytes,
+            parallel=sharded(cell.devices),
         ),
     )
     assert found.fits == plain.fits
@@ -110,17 +110,21 @@ def test_predictions_of_any_size_are_those_of_predict(seq: int, batch: int, gpus
 @pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.parametrize(("model", "seq"), [("mpt-125m", 2048), ("mpt-3b", 2048), ("mpt-13b", 8192)])
 def test_the_largest_batch_is_that_of_a_plain_loop(model: str, seq: int, gpus: int) -> None:
-    parallel = Parallel(data=gpus, zero=3) if gpus > 1 else Parallel()
     (cell,) = cells(model=model, seq=str(seq), gpus=str(gpus), on="a100-40gb")
     hardware = NAMED["a100-40gb"]
     plain = 0
     for count in range(1, most_sequences(seq) + 1):
-        request = Request(
-            sequence_tokens=seq, batch_sequences=count * gpus, micro_batch_sequences=count, formats="bf16",
-            parallel=parallel, recompute="input",
-        )  # fmt: skip
-        case = Case(model=load_model(model), hardware=hardware, request=request)
-        if not Predictor(hardware).outcomes([case])[0].fits:
+        setup = Setup(
+            model=load_model(model),
+            hardware=hardware,
+            sequence_tokens=seq,
+            batch_sequences=count * gpus,
+            micro_batch_sequences=count,
+            formats=parse_formats("bf16"),
+            parallel=sharded(gpus),
+            recompute="input",
+        )
+        if not Predictor(hardware).outcomes([setup])[0].fits:
             break
         plain = count
     found = foresee(cell, hardware, steps=20, to_run=False)
@@ -170,7 +174,7 @@ def test_a_cell_to_run_is_planned_as_training_plans_it(words: dict[str, str]) ->
     model = load_model(words["model"])
     assert isinstance(model, Transformer)
     promise = find_plan(
-        Question(
+        Setup(
             model=model,
             hardware=H200,
             hardware_name="this-machine",
@@ -178,9 +182,8 @@ def test_a_cell_to_run_is_planned_as_training_plans_it(words: dict[str, str]) ->
             batch_sequences=int(cell.batch_sequences),
             micro_batch_sequences=int(words["micro"]) if "micro" in words else None,
             formats=parse_formats(cell.precision),
-            device_memory_bytes=cell.device_memory_bytes,
-            host_memory_bytes=cell.host_memory_bytes,
-            clip=False,
+            device_cap_bytes=cell.device_memory_bytes,
+            host_cap_bytes=cell.host_memory_bytes,
         )
     )
     found = foresee(cell, H200, steps=10, to_run=True)

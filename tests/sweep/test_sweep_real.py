@@ -18,13 +18,14 @@ from flopwise.base.units import AUTO
 from flopwise.catalog.load import model_table
 from flopwise.profile.measure.this_machine import find_hardware
 from flopwise.setup.hardware import Hardware
+from flopwise.setup.setup import Setup
 from flopwise.store.cells import Attempt, Cell, Foreseen, SweepRecord, cell_id, standing
 from flopwise.store.results import Result, result_of_cell, result_of_run, settings_of
 from flopwise.store.runs import read_record
 from flopwise.store.sweeps import read_attempts, read_cell, read_sweep, write_sweep
 from flopwise.sweep import keeper
 from flopwise.sweep.running import CellSkipped, Event, run_sweep
-from flopwise.train.planning import Question, find_plan
+from flopwise.train.planning import find_plan
 from flopwise.work.formats import parse_formats
 from tests.support.listing import list_runs
 from tests.support.sweep_stand_in import MPT, a_cell, a_sweep, alive, until
@@ -162,7 +163,7 @@ def test_two_sweeps_at_once_measure_every_cell_once(tmp_path: Path) -> None:
 
 
 def fits(micro: int, cap_bytes: int, hardware: Hardware) -> bool:
-    question = Question(
+    setup = Setup(
         model=MPT,
         hardware=hardware,
         hardware_name="this-cpu",
@@ -170,12 +171,10 @@ def fits(micro: int, cap_bytes: int, hardware: Hardware) -> bool:
         batch_sequences=micro,
         micro_batch_sequences=micro,
         formats=parse_formats("fp32"),
-        device_memory_bytes=cap_bytes,
-        host_memory_bytes=None,
-        clip=False,
+        device_cap_bytes=cap_bytes,
     )
     try:
-        find_plan(question)
+        find_plan(setup)
     except FlopwiseError:
         return False
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,16 +40,16 @@ from flopwise.cli.options import (
     is_given,
     one_of,
     requested,
+    value_of,
 )
 from flopwise.cli.output import progress_bar, say, show_page
 
 if TYPE_CHECKING:
-    from flopwise.plan.cluster.search import Question
-    from flopwise.predict.choose import Request
     from flopwise.records.cluster_plan import Answer, ClusterPlan, Option
     from flopwise.records.plan import Plan
     from flopwise.records.prediction import Prediction
     from flopwise.setup.hardware import Hardware
+    from flopwise.setup.setup import Setup
     from flopwise.work.model import Model
     from flopwise.work.op import Convention
 
@@ -94,13 +94,14 @@ def plan(
     Several: the strategy among all combinations of the usual degrees, and why the next ones lose.
     """
     words = dict(locals())
+    from flopwise.base.units import parse_devices
     from flopwise.catalog.load import load_model
     from flopwise.work.op import CONVENTIONS
 
     form = one_of(output, FORMS, "--output")
     counting = one_of(convention, CONVENTIONS, "--convention")
     # Several caps are read later, where one device is planned.
-    request = requested({**words, "device_mem": "auto"})
+    ask = requested({**words, "device_mem": "auto"})
     check_one_name(model, "model")
     check_one_name(on, "device")
     described = load_model(model, changes_of(change or []))
@@ -108,17 +109,19 @@ def plan(
     for option, example in TARGETS.items():
         if words[option]:
             check_target(words[option], f"--{option}", example, inputs=(model, on))
-    if _is_streamed(context, described, request):
+    devices = value_of(words, "gpus", parse_devices) or 1
+    if _is_streamed(context, described, devices):
         chosen = DeviceWords(**{field.name: words[field.name] for field in fields(DeviceWords)})
-        plan_one_device(described, machine, request, chosen, convention=counting, form=form)
+        plan_one_device(ask(described, machine), chosen, convention=counting, form=form)
         return
     check_one_cap(device_mem)
-    request = requested(words)
-    found = _planned(described, machine, request, offload=offload)
-    prediction = _predicted(described, machine, request, found.best, counting)
+    # How the devices share the work is what is looked for.
+    setup = replace(requested({**words, "gpus": "auto"})(described, machine), hardware_name=on)
+    found = _planned(setup, devices, offload=offload)
+    prediction = _predicted(setup, found.best, counting)
     _print(prediction, found, machine.title, form)
     if write:
-        _written(write, described, on, request, prediction)
+        _written(write, setup, prediction)
 
 
 TARGETS = {"write": "plan.toml", "trace": "step.json", "heatmap": "caps.svg"}
@@ -129,14 +132,14 @@ OF_FRAMEWORKS = ("micro", "recompute", "attention", "fusion", "stack", "offload"
 OF_ONE_DEVICE = ("host_mem", "clip", "rule", "trace", "heatmap")
 
 
-def _is_streamed(context: typer.Context, model: Model, request: Request) -> bool:
+def _is_streamed(context: typer.Context, model: Model, devices: int) -> bool:
     """Whether one device is planned, chunk by chunk; with a framework's options it is a strategy as for several."""
     from flopwise.base.errors import FlopwiseError
     from flopwise.work.transformer import Transformer
 
     frameworks = [name for name in OF_FRAMEWORKS if is_given(context, name)]
     own = [name for name in OF_ONE_DEVICE if is_given(context, name)]
-    several = request.parallel.devices > 1
+    several = devices > 1
     if own and (several or frameworks):
         other = "--gpus" if several else f"--{frameworks[0]}"
         option = own[0].replace("_", "-")
@@ -148,16 +151,15 @@ def _is_streamed(context: typer.Context, model: Model, request: Request) -> bool
     return bool(own) or (isinstance(model, Transformer) and not several and not frameworks)
 
 
-def _planned(model: Model, hardware: Hardware, request: Request, *, offload: bool) -> Answer:
+def _planned(setup: Setup, devices: int, *, offload: bool) -> Answer:
     import time
 
     from flopwise.base.units import show_seconds
     from flopwise.plan.cluster.answer import answer
 
-    question = _question(model, hardware, request, offload=offload)
     started = time.monotonic()
     with progress_bar("strategies") as tell:
-        found = answer(question, tell)
+        found = answer(setup, devices, offload=offload, tell=tell)
     # Not the same twice, so it is talk and not part of the answer.
     say(f"searched for {show_seconds(time.monotonic() - started)}")
     return found
@@ -188,58 +190,24 @@ def predict_cluster_plan(plan: ClusterPlan, model: Model, convention: Convention
     """A plan for several devices, predicted once more by the flopwise of today."""
     from flopwise.catalog.load import load_stack
     from flopwise.cli.evidence import predicted
-    from flopwise.predict.choose import Request
     from flopwise.records.prediction import NO_STACK
-    from flopwise.work.formats import parse_formats
 
-    request = Request(
-        sequence_tokens=plan.sequence_tokens,
-        batch_sequences=plan.batch_sequences,
-        micro_batch_sequences=plan.micro_batch_sequences,
-        formats=parse_formats(plan.precision),
-        recompute=plan.recompute,
-        attention=plan.attention,
-        fusion=plan.fusion,
-        optimizer=plan.optimizer,
-        device_memory_bytes=plan.device_memory_bytes,
-        parallel=plan.parallel,
-        stack=None if plan.stack == NO_STACK else load_stack(plan.stack),
-    )
+    stack = None if plan.stack == NO_STACK else load_stack(plan.stack)
     machine = hardware_named(plan.hardware)
-    return predicted(model, machine, request, convention), machine
+    return predicted(plan.setup(model, machine, stack), convention), machine
 
 
-def _question(model: Model, hardware: Hardware, request: Request, *, offload: bool) -> Question:
-    from flopwise.plan.cluster.search import Question
-    from flopwise.predict.choose import PLAIN, base_workload, capacity_bytes
-
-    workload, _ = base_workload(model, hardware, request)
-    return Question(
-        model=model,
-        hardware=hardware,
-        devices=request.parallel.devices,
-        workload=workload,
-        capacity_bytes=capacity_bytes(hardware, request),
-        stack=request.stack or PLAIN,
-        recompute=request.recompute,
-        micro_batch_sequences=request.micro_batch_sequences,
-        offload=offload,
-    )
-
-
-def _predicted(model: Model, hardware: Hardware, request: Request, best: Option, convention: Convention) -> Prediction:
+def _predicted(setup: Setup, best: Option, convention: Convention) -> Prediction:
     """The best as a full prediction: operators, stages, notes."""
-    from dataclasses import replace
-
     from flopwise.cli.evidence import predicted
 
     fixed = replace(
-        request,
-        parallel=best.parallel,
-        recompute=best.workload.recompute,
-        micro_batch_sequences=best.workload.micro_batch_sequences,
+        setup,
+        parallel=best.setup.parallel,
+        recompute=best.setup.recompute,
+        micro_batch_sequences=best.setup.micro_batch_sequences,
     )
-    return predicted(model, hardware, fixed, convention)
+    return predicted(fixed, convention)
 
 
 def _print(prediction: Prediction, found: Answer, title: str, form: str) -> None:
@@ -255,7 +223,7 @@ def _print(prediction: Prediction, found: Answer, title: str, form: str) -> None
         show_page(plans.plan_page(prediction, found, title))
 
 
-def _written(path: str, model: Model, hardware: str, request: Request, prediction: Prediction) -> None:
+def _written(path: str, setup: Setup, prediction: Prediction) -> None:
     from pathlib import Path
 
     from flopwise.base.files import to_toml, write_whole
@@ -263,14 +231,14 @@ def _written(path: str, model: Model, hardware: str, request: Request, predictio
     from flopwise.records.cluster_plan import ClusterPlan, Expected
 
     made = ClusterPlan(
-        hardware=hardware_place(hardware),
+        hardware=hardware_place(setup.hardware_name),
         devices=prediction.devices,
         sequence_tokens=prediction.sequence_tokens,
         batch_sequences=prediction.batch_sequences,
         micro_batch_sequences=prediction.micro_batch_sequences,
         precision=prediction.precision,
         recompute=prediction.recompute,
-        attention=request.attention,
+        attention=setup.attention,
         fusion=prediction.fusion,
         optimizer=prediction.optimizer,
         stack=prediction.stack,
@@ -281,7 +249,7 @@ def _written(path: str, model: Model, hardware: str, request: Request, predictio
             mfu=prediction.mfu,
             device_bytes=prediction.device_bytes.total,
         ),
-        device_memory_bytes=request.device_memory_bytes,
+        device_memory_bytes=setup.device_cap_bytes,
     )
-    write_whole(Path(path), to_toml(plan_table(made, model)))
+    write_whole(Path(path), to_toml(plan_table(made, setup.model)))
     say(f"wrote {path}")

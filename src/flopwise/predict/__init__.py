@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flopwise.predict.choose import Request
 from flopwise.predict.step import step
+from flopwise.setup.setup import Setup
 
-__all__ = ["Request", "step"]
+__all__ = ["Setup", "step"]

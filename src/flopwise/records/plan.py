@@ -15,7 +15,7 @@ from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.records.prediction import Interval
-from flopwise.setup.workload import Optimizer
+from flopwise.setup.words import Optimizer
 from flopwise.work.formats import parse_formats
 from flopwise.work.op import Convention, SaveLevel
 from flopwise.work.parameters import End, Place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.workload import Fusion, Optimizer
+from flopwise.setup.words import Fusion, Optimizer
 from flopwise.work.op import Convention
 from flopwise.work.work import Recompute
 

@@ -19,7 +19,7 @@ from flopwise.records.plan import Help, Plan, Planned, Residency
 from flopwise.records.prediction import Interval
 from flopwise.records.program import OWNERS
 from flopwise.report.predictions import NOTHING_KNOWN, OPTIMIZER_TITLES, outside_words
-from flopwise.setup.workload import MOMENTS
+from flopwise.setup.words import MOMENTS
 from flopwise.work.formats import parse_formats
 from flopwise.work.parameters import ENDS
 

@@ -73,11 +73,12 @@ def _changed(change: WhatIf, best: Option) -> str:
         return "nothing fits"
     found, gain = change.option, change.speed - 1
     words = [f"{'+' if gain >= 0 else '−'}{show_share(abs(gain))} speed" if abs(gain) > SAME else "no change of speed"]
-    words.append("the same strategy" if found.parallel == best.parallel else f"with {found.parallel.label}")
-    if found.workload.micro_batch_sequences != best.workload.micro_batch_sequences:
-        words.append(f"micro-batch {found.workload.micro_batch_sequences:,}")
-    if found.workload.recompute != best.workload.recompute:
-        words.append(f"recompute {found.workload.recompute}")
+    parallel = found.setup.parallel
+    words.append("the same strategy" if parallel == best.setup.parallel else f"with {parallel.label}")
+    if found.setup.micro_batch_sequences != best.setup.micro_batch_sequences:
+        words.append(f"micro-batch {found.setup.micro_batch_sequences:,}")
+    if found.setup.recompute != best.setup.recompute:
+        words.append(f"recompute {found.setup.recompute}")
     return ", ".join(words)
 
 
@@ -100,9 +101,9 @@ def _rows(answer: Answer) -> list[Loser]:
 
 def _cells(row: Loser) -> list[str]:
     return [
-        row.option.parallel.label,
-        f"{row.option.workload.micro_batch_sequences:,}",
-        row.option.workload.recompute,
+        row.option.setup.parallel.label,
+        f"{row.option.setup.micro_batch_sequences:,}",
+        row.option.setup.recompute,
         show_bytes(row.option.device_bytes),
         show_seconds(row.option.step_s),
         "" if not row.slower else f"+{show_share(row.slower)}",
@@ -133,7 +134,7 @@ def plan_csv(answer: Answer) -> str:
 
 
 def _flat(row: Loser) -> dict[str, object]:
-    parallel, record = row.option.parallel, _record(row)
+    parallel, record = row.option.setup.parallel, _record(row)
     parts = {f"lost_{name}": share for name, share in row.lost.items()}
     plain = {key: value for key, value in record.items() if key not in ("parallel", "lost")}
     return {"strategy": parallel.label, **asdict(parallel), **plain, **parts}
@@ -142,9 +143,9 @@ def _flat(row: Loser) -> dict[str, object]:
 def _record(row: Loser) -> dict[str, object]:
     """One strategy, as it is written."""
     return {
-        "parallel": row.option.parallel,
-        "micro_batch_sequences": row.option.workload.micro_batch_sequences,
-        "recompute": row.option.workload.recompute,
+        "parallel": row.option.setup.parallel,
+        "micro_batch_sequences": row.option.setup.micro_batch_sequences,
+        "recompute": row.option.setup.recompute,
         "device_bytes": row.option.device_bytes,
         "step_s": row.option.step_s,
         "slower": row.slower,
@@ -157,9 +158,9 @@ def _change_record(change: WhatIf) -> dict[str, object]:
     return {
         "devices": change.devices,
         "capacity_bytes": change.capacity_bytes,
-        "parallel": option.parallel if option else None,
-        "micro_batch_sequences": option.workload.micro_batch_sequences if option else None,
-        "recompute": option.workload.recompute if option else None,
+        "parallel": option.setup.parallel if option else None,
+        "micro_batch_sequences": option.setup.micro_batch_sequences if option else None,
+        "recompute": option.setup.recompute if option else None,
         "speed": change.speed,
     }
 

@@ -10,7 +10,7 @@ from flopwise.plan.program.workspace import workspace_bytes
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, attention_sums_bytes, temporary_bytes
 from flopwise.records.plan import LETTERS, LEVELS, OWN_RULE, POLICY, Plan
 from flopwise.records.program import Owner, aligned
-from flopwise.setup.workload import MOMENTS, Optimizer
+from flopwise.setup.words import MOMENTS, Optimizer
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.model import Model

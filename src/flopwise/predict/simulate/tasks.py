@@ -20,7 +20,7 @@ from flopwise.predict.kernels.costs import gemm_costs, peak_flops, streaming_cos
 from flopwise.records.plan import POLICY, Plan
 from flopwise.records.program import Program, Task
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.workload import MOMENTS
+from flopwise.setup.words import MOMENTS
 from flopwise.work.describe import describe
 from flopwise.work.formats import POLICIES, Formats, parse_formats
 from flopwise.work.fusion import swiglu_in_products

@@ -24,14 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
-from flopwise.predict.choose import Request
 from flopwise.predict.step import step
 from flopwise.references import deepflow
 from flopwise.references.design.technology import Budget, Shares, Technology, hardware_from_technology
-from flopwise.work.model import Model
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.setup import Setup
 
 Objective = Callable[[Mapping[str, float]], float]
 """Shares by name → seconds; infinite, or a FlopwiseError, for what cannot be built."""
+
+Ask = Callable[[Hardware], Setup]
+"""What is to run, on a device that is yet to be found."""
 
 Floats = NDArray[np.float64]
 
@@ -138,15 +141,14 @@ def deepflow_objective(configuration: deepflow.Configuration) -> Objective:
 
 
 def step_objective(
-    model: Model,
+    ask: Ask,
     technology: Technology,
     budget: Budget,
-    request: Request | None = None,
     *,
     area: Shares | None = None,
     must_fit: bool = False,
 ) -> Objective:
-    """The physical method's time of a step of `model` on what the shares of power buy; None: the request's defaults.
+    """The physical method's time of a step on what the shares of power buy.
 
     `must_fit`: a device whose memory does not hold the step is no answer.
     """
@@ -154,7 +156,7 @@ def step_objective(
 
     def seconds(shares: Mapping[str, float]) -> float:
         _check_names(shares, known)
-        prediction = step(model, hardware_from_technology(technology, budget, Shares(**shares), area), request)
+        prediction = step(ask(hardware_from_technology(technology, budget, Shares(**shares), area)))
         return prediction.step_s if prediction.fits or not must_fit else math.inf
 
     return seconds

@@ -29,10 +29,10 @@ from dataclasses import dataclass
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.references.published.gpt import gpt
-from flopwise.references.published.rows import TableRow, check_batch, placed
+from flopwise.references.published.rows import TableRow, check_batch, described, placed
 from flopwise.references.validate.case import Case
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.workload import Workload
+from flopwise.setup.setup import SettledSetup
 from flopwise.work.formats import POLICIES
 from flopwise.work.transformer import Transformer
 
@@ -157,11 +157,11 @@ def _case(
         row=row.number,
         size=size,
         label=f"{parallel.devices} GPUs · dp{parallel.data} {split} · mb{micro_batch}",
-        model=model,
-        hardware=HARDWARE,
         stack=STACK,
-        parallel=parallel,
-        workload=Workload(
+        setup=SettledSetup(
+            model=model,
+            hardware=described(HARDWARE),
+            parallel=parallel,
             sequence_tokens=tokens,
             batch_sequences=batch,
             micro_batch_sequences=micro_batch,

@@ -30,10 +30,10 @@ from functools import cache
 
 from flopwise.base.errors import unknown_name
 from flopwise.catalog.load import load_model, model_names
-from flopwise.references.published.rows import TableRow, check_batch, placed
+from flopwise.references.published.rows import TableRow, check_batch, described, placed
 from flopwise.references.validate.case import Case
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.workload import Workload
+from flopwise.setup.setup import SettledSetup
 from flopwise.work.formats import Formats, parse_formats
 from flopwise.work.model import Model
 from flopwise.work.work import Recompute
@@ -67,11 +67,13 @@ def _case(row: TableRow) -> Case:
             row=row.number,
             size=row.text("model").lower(),
             label=_label(row, hardware),
-            model=_model(row),
-            hardware=hardware,
             stack=STACK,
-            parallel=Parallel(data=devices, zero=zero, reshard=reshard, offload_activations=row.truth("act_offload")),
-            workload=Workload(
+            setup=SettledSetup(
+                model=_model(row),
+                hardware=described(hardware),
+                parallel=Parallel(
+                    data=devices, zero=zero, reshard=reshard, offload_activations=row.truth("act_offload")
+                ),
                 sequence_tokens=sequence_tokens,
                 batch_sequences=batch,
                 micro_batch_sequences=micro_batch,

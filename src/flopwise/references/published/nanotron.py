@@ -33,10 +33,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.references.published.rows import TableRow, placed
+from flopwise.references.published.rows import TableRow, described, placed
 from flopwise.references.validate.case import Case
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.workload import Workload
+from flopwise.setup.setup import SettledSetup
 from flopwise.work.formats import parse_formats
 from flopwise.work.transformer import Transformer
 
@@ -87,7 +87,10 @@ def _case(row: TableRow, details: Mapping[Shape, tuple[int, bool]], slowest: flo
         model, fits = _model(row, details), _fits(row)
         parallel = _parallel(row)
         micro_batch, steps = row.count("mbs"), row.count("batch_accum")
-        workload = Workload(
+        setup = SettledSetup(
+            model=model,
+            hardware=described(HARDWARE),
+            parallel=parallel,
             sequence_tokens=model.context,
             batch_sequences=parallel.data * micro_batch * steps,
             micro_batch_sequences=micro_batch,
@@ -102,12 +105,9 @@ def _case(row: TableRow, details: Mapping[Shape, tuple[int, bool]], slowest: flo
             size=_size(row),
             label=f"dp{parallel.data} tp{parallel.tensor} pp{parallel.pipeline} zero{parallel.zero}"
             f" · mb{micro_batch} × {steps}",
-            model=model,
-            hardware=HARDWARE,
             stack=STACK,
-            parallel=parallel,
-            workload=workload,
-            step_s=workload.batch_tokens / tokens_per_s if tokens_per_s else None,
+            setup=setup,
+            step_s=setup.batch_tokens / tokens_per_s if tokens_per_s else None,
             fits=fits,
             fitted=not faulty,
             reserved_bytes=round(row.number_of("Mem Res (GB)") * 2**30) if row.has("Mem Res (GB)") else None,

@@ -8,17 +8,25 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.files import read_text
-from flopwise.catalog.load import hardware_aliases, hardware_names
+from flopwise.catalog.load import hardware_aliases, hardware_names, load_hardware
+from flopwise.setup.hardware import Hardware
 
 LARGEST_NUMBER = 10**15
 """No cell that is read counts more than this; beyond it a number is a typing mistake."""
 
 Meaning = TypeVar("Meaning")
+
+
+@cache
+def described(name: str) -> Hardware:
+    """A device of the catalogue, read once for all rows."""
+    return load_hardware(name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,10 +32,10 @@ from collections.abc import Sequence
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.references.published.gpt import gpt
-from flopwise.references.published.rows import TableRow, check_batch, placed
+from flopwise.references.published.rows import TableRow, check_batch, described, placed
 from flopwise.references.validate.case import Case
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.workload import Workload
+from flopwise.setup.setup import SettledSetup
 from flopwise.work.formats import parse_formats
 from flopwise.work.transformer import Transformer
 
@@ -75,11 +75,11 @@ def _case(row: TableRow) -> Case:
             row=row.number,
             size=f"h{model.hidden}-l{model.layers}",
             label=f"dp{parallel.data} tp{parallel.tensor} pp{parallel.pipeline} · batch {batch} · mb{micro_batch}",
-            model=model,
-            hardware=HARDWARE,
             stack=STACK,
-            parallel=parallel,
-            workload=Workload(
+            setup=SettledSetup(
+                model=model,
+                hardware=described(HARDWARE),
+                parallel=parallel,
                 sequence_tokens=model.context,
                 batch_sequences=batch,
                 micro_batch_sequences=micro_batch,

@@ -65,15 +65,15 @@ class MeasuredStep:
         return found
 
 
-def measured(cases: Sequence[Case], hardware: Mapping[str, Hardware]) -> MeasuredStep:
-    """Lay cases out; `hardware` holds the devices that they name."""
+def measured(cases: Sequence[Case]) -> MeasuredStep:
+    """Lay cases out."""
     places: dict[str, list[int]] = {}
     for index, case in enumerate(cases):
-        places.setdefault(case.hardware, []).append(index)
+        places.setdefault(case.setup.hardware.name, []).append(index)
     groups = []
-    for name, mine in places.items():
-        set_ups = [(cases[index].model, cases[index].parallel, cases[index].workload) for index in mine]
-        groups.append((hardware[name], listed(set_ups, hardware[name]), tuple(mine)))
+    for mine in places.values():
+        setups = [cases[index].setup for index in mine]
+        groups.append((setups[0].hardware, listed(setups), tuple(mine)))
     return MeasuredStep(tuple(groups), len(cases))
 
 
