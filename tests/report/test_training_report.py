@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flopwise.store.index import indexed
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -17,7 +16,7 @@ from rich.console import Console, RenderableType
 from flopwise.catalog.load import load_model, model_table
 from flopwise.records.measurement import Measurement, MemoryRow, RunRecord, StepRecord
 from flopwise.report import runs
-from flopwise.report.runs import curve, data_parts, indexed_entry, plan_parts, run_page, run_rows, training_parts
+from flopwise.report.runs import curve, data_parts, plan_parts, run_page, run_rows, training_parts
 from flopwise.report.tables import fitting_columns, text_table
 from flopwise.report.training import (
     clock_words,
@@ -34,7 +33,9 @@ from flopwise.report.training import (
     wrapped,
 )
 from flopwise.setup.training import Training
-from flopwise.store.runs import Listed
+from flopwise.store.results import Result
+from flopwise.store.rows import UNREADABLE, RunRow, row_of
+from tests.support.listing import Listed
 
 GIB = 2**30
 NAN = float("nan")
@@ -376,7 +377,11 @@ def test_labels_stand_in_a_column() -> None:
 
 
 def run_entry(listed: Listed, last: StepRecord | None) -> dict[str, Any]:
-    return indexed_entry(indexed(listed), listed.folder, last)
+    name, record = listed.folder.name, listed.record
+    if record is None:
+        lost = Result(cell=None, run=name, state=UNREADABLE, reason=listed.problem)
+        return runs.run_entry(RunRow(result=lost, state=UNREADABLE), listed.folder, last)
+    return runs.run_entry(row_of(replace(record, id=name)), listed.folder, last)
 
 
 def entries() -> list[dict[str, Any]]:

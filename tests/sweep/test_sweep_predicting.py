@@ -20,7 +20,6 @@ from flopwise.records.plan import Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import sharded
 from flopwise.store.cells import Cell, Foreseen, Settings, cell_id
-from flopwise.store.results import settings_of
 from flopwise.sweep.auto_batch import most_sequences
 from flopwise.sweep.grid import expand, read_axes
 from flopwise.sweep.many import Predictor
@@ -379,6 +378,5 @@ def test_a_run_is_the_cell_that_it_was_asked_for(tmp_path: Path) -> None:
             micro_batch_sequences=None if micro == AUTO else micro, host_memory_bytes=0, precision=cell.precision,
             checkpoint=False, store=str(tmp_path / "runs"),
         )  # fmt: skip
-        assert settings_of(record) == cell
-        assert cell_id(settings_of(record)) == cell_id(cell)
+        assert (record.cell, record.attempt) == (cell_id(cell), None)
         assert record.model == model_table(load_model(str(model)))

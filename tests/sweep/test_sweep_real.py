@@ -19,9 +19,10 @@ from flopwise.catalog.load import model_table
 from flopwise.profile.measure.this_machine import find_hardware
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import Setup
-from flopwise.store.cells import Attempt, Cell, Foreseen, SweepRecord, cell_id, standing
-from flopwise.store.results import Result, result_of_cell, result_of_run, settings_of
-from flopwise.store.runs import read_record
+from flopwise.store.cells import Attempt, Cell, Foreseen, SweepRecord, standing
+from flopwise.store.results import Result, result_of_cell, result_of_run
+from flopwise.store.rows import read_profile, read_row, row_of
+from flopwise.store.runs import ROW, read_record
 from flopwise.store.sweeps import read_attempts, read_cell, read_sweep, write_sweep
 from flopwise.sweep import keeper
 from flopwise.sweep.running import CellSkipped, Event, run_sweep
@@ -113,7 +114,10 @@ def test_a_run_is_of_the_cell_that_it_was_made_for(undisturbed: tuple[Path, list
     for cell in cells:
         for attempt in read_attempts(store, cell.id)[0]:
             if attempt.run is not None:
-                assert cell_id(settings_of(read_record(store / attempt.run))) == cell.id
+                record = read_record(store / attempt.run)
+                assert (record.cell, record.attempt) == (cell.id, attempt.number)
+                assert read_row(store / attempt.run) == row_of(record, read_profile(store / attempt.run))
+                assert (store / attempt.run / ROW).exists()
     (refused,) = standing(read_attempts(store, cells[3].id)[0])
     assert (refused.reason or "").startswith("no plan fits mpt-small on this-cpu in 2.00 MiB of device memory")
 

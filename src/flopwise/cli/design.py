@@ -130,8 +130,6 @@ def _by_step(words: Mapping[str, Any], search: Search) -> tuple[DesignedDevice, 
     with _bar(search, len(PARTS)) as watch:
         question = DesignQuestion(blueprint=blueprint, ask=lambda device: ask(hardware=device))
         designed = design_by_step(question, search, watch)
-            DesignQuestion(blueprint=blueprint, ask=lambda device: ask(hardware=device)), search, watch
-        )
     prediction = designed.prediction
     assert prediction is not None  # the physical method predicts
     record = design_record(

@@ -94,7 +94,7 @@ def _written(folder: Path) -> RunRow | None:
         record, row = os.stat(f"{place}/{RECORD}"), os.stat(f"{place}/{ROW}")  # noqa: PTH116
         if not stat.S_ISREG(record.st_mode) or row.st_mtime_ns < record.st_mtime_ns:
             return None
-        return from_text(read_bounded(folder / ROW, MOST_RECORD_BYTES), RunRow)
+        return from_text(read_bounded(f"{place}/{ROW}", MOST_RECORD_BYTES), RunRow)
     except (OSError, FlopwiseError):
         return None
 
