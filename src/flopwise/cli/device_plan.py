@@ -296,22 +296,19 @@ def _grid(
 def _cell(question: DeviceQuestion, words: DeviceWords, convention: Convention) -> Cell:
     from dataclasses import replace
 
-    from flopwise.base.errors import FlopwiseError
-    from flopwise.plan.device.smallest import least_device
+    from flopwise.base.errors import DoesNotFit
     from flopwise.records.plan import Cell
 
     cell = Cell(device_memory_bytes=question.device_bytes, host_memory_bytes=question.host_bytes)
     try:
         return replace(cell, planned=_planned(question, words, convention, helps=False))
-    except FlopwiseError as error:
-        if error.exit_code != 1:
-            raise
-        least = least_device(question) if rule_variant(words.rule) is None else None
+    except DoesNotFit as error:
+        own = error.place == "device" and rule_variant(words.rule) is None
         return replace(
             cell,
             why_not=error.why or error.what,
             hints=(error.hint,) if error.hint else (),
-            smallest_device_bytes=least.bytes if least else None,
+            smallest_device_bytes=error.needed_bytes if own else None,
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.base.files import decode
 from flopwise.base.units import AUTO, show_bytes
 from flopwise.catalog.load import THIS_CPU, THIS_MACHINE
@@ -32,7 +32,7 @@ from flopwise.store.sweeps import looks
 from flopwise.sweep.auto_batch import LOOKING_ATTEMPTS, LOOKING_STEPS, largest, most_sequences
 from flopwise.sweep.grid import label
 from flopwise.sweep.many import Case, Outcome, Predictor
-from flopwise.train.planning import CPU_MEMORY_SHARE, Promise, Question, TooLargeError, find_plan
+from flopwise.train.planning import CPU_MEMORY_SHARE, Promise, Question, find_plan
 from flopwise.work.describe import describe
 from flopwise.work.formats import Formats, parse_formats
 from flopwise.work.model import ARCHITECTURES, Model
@@ -45,8 +45,6 @@ with 16 cores (`benchmarks/results/mpt_h200`): 18 s, and for each parameter what
 START_S_PER_PARAMETER = 9e-9
 """First weights, drawn on the host, and the profile."""
 NOT_KNOWN = "whether it fits is not known: nothing tells how much memory each device takes"
-DOES_NOT_FIT = 1
-"""Exit code of the errors that say that no plan fits; others are mistakes."""
 
 Tell = Callable[[str, int, int], None]
 """Told what is being done, how many cells are, of how many."""
@@ -173,18 +171,18 @@ def _planned(settings: Settings, model: Model, hardware: Hardware) -> Foreseen:
     if batch != AUTO:
         sizes = _Sizes(batch, None if micro == AUTO else micro)
         return _foreseen(question, sizes, _try(question, sizes))
-    tries: dict[int, Promise | FlopwiseError] = {}
+    tries: dict[int, Promise | DoesNotFit] = {}
 
     def fits(count: int) -> bool:
         tries[count] = _try(question, _Sizes(count * settings.devices, count))
-        return not isinstance(tries[count], FlopwiseError)
+        return not isinstance(tries[count], DoesNotFit)
 
     # Plans recompute and stream, so that the largest that is of use mostly fits; else nobody knows where it lies.
     most = most_sequences(settings.sequence_tokens)
     count = largest(fits, most, most, stride=max(1, most // 4))
     sizes = _Sizes(max(1, count) * settings.devices, max(1, count))
     foreseen = _foreseen(question, sizes, tries[max(1, count)])
-    if isinstance(tries[max(1, count)], FlopwiseError):
+    if isinstance(tries[max(1, count)], DoesNotFit):
         return replace(foreseen, batch_sequences=None, micro_batch_sequences=None)
     return foreseen
 
@@ -206,19 +204,17 @@ def _question(settings: Settings, model: Transformer, hardware: Hardware) -> Que
     )
 
 
-def _try(question: Question, sizes: _Sizes) -> Promise | FlopwiseError:
+def _try(question: Question, sizes: _Sizes) -> Promise | DoesNotFit:
     """The plan, or why there is none."""
     asked = replace(question, batch_sequences=sizes.batch, micro_batch_sequences=sizes.micro)
     try:
         return find_plan(asked)
-    except FlopwiseError as error:
-        if error.exit_code != DOES_NOT_FIT:
-            raise
+    except DoesNotFit as error:
         return error
 
 
-def _foreseen(question: Question, sizes: _Sizes, found: Promise | FlopwiseError) -> Foreseen:
-    if isinstance(found, FlopwiseError):
+def _foreseen(question: Question, sizes: _Sizes, found: Promise | DoesNotFit) -> Foreseen:
+    if isinstance(found, DoesNotFit):
         return Foreseen(
             fits=False,
             method="plan",
@@ -280,10 +276,10 @@ def _request_of(plan: ClusterPlan) -> Request:
     )
 
 
-def _needed(question: Question, sizes: _Sizes, error: FlopwiseError) -> int | None:
+def _needed(question: Question, sizes: _Sizes, error: DoesNotFit) -> int | None:
     """The least device memory with which there would be a plan."""
-    if isinstance(error, TooLargeError):
-        return error.promise.device_bytes
+    if question.devices > 1:
+        return error.needed_bytes
     least = least_device(device_question(question, sizes.batch, sizes.micro))
     return least.bytes if least else None
 

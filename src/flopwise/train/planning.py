@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.base.units import show_bytes
 from flopwise.plan.device.cuts import DeviceQuestion
 from flopwise.plan.device.explain import planned
@@ -99,14 +98,10 @@ def _one(question: Question) -> Promise:
     )
     if hardware.link is None and question.formats.matrix not in hardware.device.peak_flops:
         # A CPU computes in formats whose speed nobody measured. The plan is that of fp32, which takes no less memory.
-        other = planned(replace(wanted, formats=POLICIES["fp32"]), helps=False)
+        other = planned(replace(wanted, formats=POLICIES["fp32"]), helps=False, elsewhere=False)
         return _unknown(replace(other.plan, precision=question.formats.name), batch)
-    try:
-        found = planned(wanted, helps=False)
-    except FlopwiseError as error:
-        # This machine is the device: another one is no way out.
-        error.hint = re.sub(r",? or another device, as --on \S+", "", error.hint) if error.hint else None
-        raise
+    # This machine is the device: another one is no way out.
+    found = planned(wanted, helps=False, elsewhere=False)
     return _promise(found.plan, found.forecast, batch)
 
 
@@ -183,27 +178,21 @@ def _several(question: Question) -> Promise:
     return check_fits(promise, question.model, question.hardware)
 
 
-class TooLargeError(FlopwiseError):
+def _too_large(plan: ClusterPlan, needed: int, model: Transformer, hardware: Hardware, capacity: int) -> DoesNotFit:
     """A set-up over several devices takes more than each of them has."""
-
-    exit_code = 1
-
-    def __init__(self, promise: Promise, model: Transformer, hardware: Hardware, capacity: int) -> None:
-        plan, needed = promise.plan, promise.device_bytes or 0
-        assert isinstance(plan, ClusterPlan)
-        hints = []
-        if capacity < needed <= capacity_of_each(hardware, plan.devices, None):
-            hints.append(f"--device-mem {-(-needed // 2**20)}MiB")
-        if plan.micro_batch_sequences > 1:
-            hints.append("a smaller --micro")
-        super().__init__(
-            f"no plan fits {model.name} on {plan.devices:,} × {hardware.name} in {show_bytes(capacity)} of device"
-            " memory each",
-            why=f"{show_bytes(needed)} are needed, and there are {show_bytes(capacity)}: {plan.parallel.label},"
-            f" recompute {plan.recompute}, micro-batch {plan.micro_batch_sequences:,}",
-            hint=", ".join([*hints, "a shorter --seq, or --gpus 1, which streams through the host's memory"]),
-        )
-        self.promise = promise
+    hints = []
+    if capacity < needed <= capacity_of_each(hardware, plan.devices, None):
+        hints.append(f"--device-mem {-(-needed // 2**20)}MiB")
+    if plan.micro_batch_sequences > 1:
+        hints.append("a smaller --micro")
+    return DoesNotFit(
+        f"no plan fits {model.name} on {plan.devices:,} × {hardware.name} in {show_bytes(capacity)} of device"
+        " memory each",
+        why=f"{show_bytes(needed)} are needed, and there are {show_bytes(capacity)}: {plan.parallel.label},"
+        f" recompute {plan.recompute}, micro-batch {plan.micro_batch_sequences:,}",
+        hint=", ".join([*hints, "a shorter --seq, or --gpus 1, which streams through the host's memory"]),
+        needed_bytes=needed,
+    )
 
 
 def check_fits(promise: Promise, model: Transformer, hardware: Hardware) -> Promise:
@@ -214,7 +203,7 @@ def check_fits(promise: Promise, model: Transformer, hardware: Hardware) -> Prom
         promise = replace(promise, device_bytes=_bytes_of_each(plan, model, hardware))
     capacity = capacity_of_each(hardware, plan.devices, plan.device_memory_bytes)
     if promise.device_bytes is not None and promise.device_bytes > capacity:
-        raise TooLargeError(promise, model, hardware, capacity)
+        raise _too_large(plan, promise.device_bytes, model, hardware, capacity)
     return promise
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.plan.cluster.search import Found, Question, fastest
 from flopwise.records.cluster_plan import Answer, Loser, Option, WhatIf
 from flopwise.setup.parallel import Parallel
@@ -19,7 +19,7 @@ Steps = Callable[[str, int, int], None]
 
 
 def answer(question: Question, tell: Steps | None = None) -> Answer:
-    """Search, compare and ask what would change; FlopwiseError (exit code 1) when nothing fits."""
+    """Search, compare and ask what would change; DoesNotFit when nothing does."""
     found = _searched(question, "strategies", tell)
     if not found.options:
         raise nothing_fits(question, found)
@@ -38,11 +38,11 @@ def _searched(question: Question, name: str, tell: Steps | None) -> Found:
     return fastest(question, None if tell is None else lambda done, of: tell(name, done, of))
 
 
-def nothing_fits(question: Question, found: Found) -> FlopwiseError:
+def nothing_fits(question: Question, found: Found) -> DoesNotFit:
     """What to say when no strategy fits: the least that is needed, and what would help."""
     least = found.smallest
     gib = 2**30
-    error = FlopwiseError(
+    return DoesNotFit(
         f"no strategy fits {question.model.name} on {question.devices:,} × {question.hardware.name}",
         why=(
             f"of {found.evaluated:,} the smallest needs {least.device_bytes / gib:,.1f} GiB on a device that has "
@@ -50,9 +50,8 @@ def nothing_fits(question: Question, found: Found) -> FlopwiseError:
             f"{least.workload.recompute}, micro-batch {least.workload.micro_batch_sequences}"
         ),
         hint="more --gpus" + ("" if question.offload else ", `--offload`") + ", or a shorter --seq",
+        needed_bytes=int(least.device_bytes),
     )
-    error.exit_code = 1
-    return error
 
 
 def shape(parallel: Parallel) -> tuple[int, int, int, int]:

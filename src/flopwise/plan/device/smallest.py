@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import DoesNotFit
 from flopwise.base.units import exact_tokens, show_bytes
 from flopwise.plan.device.cuts import DeviceQuestion
 from flopwise.plan.device.estimate import Choice, Floats, Shape
@@ -74,8 +74,8 @@ def _needed(shape: Shape, choices: Choice, question: DeviceQuestion, place: Plac
     return np.where(room >= 0, held + np.maximum(0.0, least - np.maximum(room, 0.0)), np.inf)
 
 
-def does_not_fit(question: DeviceQuestion) -> FlopwiseError:
-    """Why nothing fits, and the smallest change that would help."""
+def does_not_fit(question: DeviceQuestion, *, elsewhere: bool = True) -> DoesNotFit:
+    """Why nothing fits, and the smallest change that would help; `elsewhere`: another device may be one."""
     model = question.model.name
     device, host = least_device(question), least_host(question)
     what = (
@@ -90,13 +90,15 @@ def does_not_fit(question: DeviceQuestion) -> FlopwiseError:
     shorter = _fitting_sequence(question)
     if shorter:
         hints.append(f"--seq {exact_tokens(shorter)}")
-    if question.hardware.device.kind == "cpu":
+    if elsewhere and question.hardware.device.kind == "cpu":
         hints.append("another device, as --on h200 (`flopwise ls hardware`)")
-    error = FlopwiseError(
-        what, why=_why(device, host), hint=", or ".join(hints) or "more memory of both kinds, or a smaller model"
+    return DoesNotFit(
+        what,
+        why=_why(device, host),
+        hint=", or ".join(hints) or "more memory of both kinds, or a smaller model",
+        needed_bytes=device.bytes if device else host.bytes if host else None,
+        place="device" if device or not host else "host",
     )
-    error.exit_code = 1
-    return error
 
 
 def _fitting_sequence(question: DeviceQuestion) -> int:
