@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from flopwise.cli.report import first_verdict
 from flopwise.cli.serving import Live
+from flopwise.profile.explain.verdicts import first_verdict
 from flopwise.store.cell_index import CELLS_INDEX
 from flopwise.store.cells import Attempt, Cell, SweepRecord, cell_id
 from flopwise.store.collecting import collect
@@ -84,9 +84,9 @@ def _timed(action: Callable[[], object]) -> float:
 
 
 def _trained(store: Path) -> Path:
-    from flopwise import train
+    from flopwise.train import run as train_run
 
-    record = train.run(steps=2, device="cpu", checkpoint=False, store=str(store))
+    record = train_run(steps=2, device="cpu", checkpoint=False, store=str(store))
     return store / record.id / RECORD
 
 

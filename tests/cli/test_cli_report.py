@@ -16,12 +16,12 @@ from rich.cells import cell_len
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_model, model_table
-from flopwise.cli.report import collect, fastest, gathered
+from flopwise.cli.report import collect, gathered
 from flopwise.references.published.benchmark_tables import markdown_tables
 from flopwise.references.published.results import read_results
 from flopwise.report.results_files import read_results_csv, results_csv
 from flopwise.store.cells import Attempt, Cell, Settings, SweepRecord, cell_id
-from flopwise.store.results import FIELDS
+from flopwise.store.results import FIELDS, fastest
 from flopwise.store.runs import VARIABLE, new_run, write_record
 from flopwise.store.sweeps import new_attempt, write_cell, write_sweep
 from tests.cli.test_cli_fuzz import answered

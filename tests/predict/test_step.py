@@ -288,10 +288,3 @@ def test_number_formats_change_memory_and_peak() -> None:
     assert fast.step_s < slow.step_s
     with pytest.raises(FlopwiseError, match="no peak for fp8"):
         step(model, load_hardware("a100-80gb"), replace(SMALL, formats=POLICIES["fp8"]))
-
-
-def test_python_has_the_same_words() -> None:
-    from flopwise import hardware, model, predict
-
-    answer = predict.step(model("gpt2"), hardware("h200"), predict.Request(sequence_tokens=1024, batch_sequences=8))
-    assert answer.n_params == 124_439_808

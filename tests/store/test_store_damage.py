@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.cli import app, catalogue, compare
-from flopwise.cli.report import first_verdict
 from flopwise.cli.run_details import detail_of
 from flopwise.cli.serving import ROUTES, Live
+from flopwise.profile.explain.verdicts import first_verdict
 from flopwise.report import results, results_files, run_comparison, runs
 from flopwise.report.page import data as page_data
 from flopwise.store import runs as store_module

@@ -55,7 +55,10 @@ def plan_one_device(
     model: Model, hardware: Hardware, request: Request, words: DeviceWords, *, convention: Convention, form: str
 ) -> None:
     """Plan, print, and write what was asked for."""
+    from pathlib import Path
+
     from flopwise.base.errors import FlopwiseError
+    from flopwise.door.planning import for_file, write_plan
 
     caps = _caps(hardware, words)
     if len(caps) > 1:
@@ -76,7 +79,8 @@ def plan_one_device(
     found = _planned(question, words, convention)
     _print(found, hardware.title, form)
     if words.write:
-        _write_plan(words.write, found, model)
+        write_plan(Path(words.write), for_file(found), model)
+        say(f"wrote {words.write}")
     if words.trace:
         _write_trace(words.trace, found.plan, model, hardware)
 
@@ -155,79 +159,28 @@ def check_one_cap(text: str) -> None:
 def _question(
     model: Model, hardware: Hardware, request: Request, words: DeviceWords, device_bytes: int, host_bytes: int
 ) -> DeviceQuestion:
-    from flopwise.base.errors import FlopwiseError
-    from flopwise.plan.device.cuts import DeviceQuestion
-    from flopwise.predict.choose import base_workload, check_link
-    from flopwise.records.plan import MOST_PAIRS
+    from flopwise.door.planning import device_question
 
-    if host_bytes and words.host_mem.lower() != "auto":
-        check_link(hardware)
-    workload, _ = base_workload(model, hardware, request)
-    if workload.sequence_tokens > LONGEST_SEQUENCE:
-        raise FlopwiseError(
-            f"--seq: {workload.sequence_tokens:,} tokens are more than can be planned",
-            why=f"at most {LONGEST_SEQUENCE:,} are",
-            hint="--seq 1M",
-        )
-    given = request.batch_sequences is not None or request.batch_tokens is not None
-    if given and workload.batch_sequences > MOST_PAIRS:
-        raise FlopwiseError(
-            f"a batch of {workload.batch_sequences:,} sequences is more than can be planned",
-            why=f"at most {MOST_PAIRS:,} are",
-            hint="--batch 48",
-        )
-    return DeviceQuestion(
-        model=model,
-        hardware=hardware,
+    return device_question(
+        model,
+        hardware,
+        request,
         hardware_name=words.on,
-        sequence_tokens=workload.sequence_tokens,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
-        formats=workload.formats,
-        optimizer=workload.optimizer,
-        batch_sequences=workload.batch_sequences if given else None,
+        host_given=words.host_mem.lower() != "auto",
         clip=words.clip,
     )
 
 
-LONGEST_SEQUENCE = 2**30
-
-
 def _planned(question: DeviceQuestion, words: DeviceWords, convention: Convention, *, helps: bool = True) -> Planned:
-    from dataclasses import replace
-
-    from flopwise.cli.evidence import streamed_interval
-    from flopwise.plan.device.explain import planned
-    from flopwise.plan.program.sizes import sizes_of
+    from flopwise.door.planning import plan_device
     from flopwise.references.dataflow.planned import ruled
 
-    sizes_of(question.model, question.sequence_tokens, question.formats, question.optimizer)
     variant = rule_variant(words.rule)
-    if variant is None:
-        found = planned(question, convention=convention, helps=helps)
-    else:
-        found = ruled(question, variant, convention=convention)
-    note = _host_note(question, given=words.host_mem.lower() != "auto")
-    if note is not None:
-        found = replace(found, notes=(*found.notes, note))
-    return replace(found, interval=streamed_interval(found, question.model, question.hardware))
-
-
-def _host_note(question: DeviceQuestion, *, given: bool) -> str | None:
-    """What is to be known of the host's memory beside the cap."""
-    from flopwise.predict.choose import default_host_bytes
-
-    hardware = question.hardware
-    if not given:
-        described = hardware.host is not None or hardware.link is None
-        if question.host_bytes or described:
-            return None
-        return f"no host memory: {hardware.name} does not say how much there is; --host-mem 110GiB"
-    # The default leaves what the system, Python and the data take.
-    known = default_host_bytes(hardware)
-    if not question.host_bytes or question.host_bytes <= known:
-        return None
-    return "--host-mem is what the training may take: the system, Python and data need some of the host beside it"
+    rule = None if variant is None else lambda asked: ruled(asked, variant, convention=convention)
+    host_given = words.host_mem.lower() != "auto"
+    return plan_device(question, convention=convention, host_given=host_given, helps=helps, rule=rule)
 
 
 def rule_variant(text: str) -> str | None:
@@ -338,19 +291,6 @@ def _tell_notes(found: list[Planned]) -> None:
         say(f"note: {note}")
 
 
-def _write_plan(path: str, found: Planned, model: Model) -> None:
-    from dataclasses import replace
-    from pathlib import Path
-
-    from flopwise.base.files import to_toml, write_whole
-    from flopwise.catalog.load import hardware_place, plan_table
-
-    place = hardware_place(found.plan.hardware)
-    promised = replace(found.plan, hardware=place, expected=found.forecast.expected)
-    write_whole(Path(path), to_toml(plan_table(promised, model)))
-    say(f"wrote {path}")
-
-
 def _write_trace(path: str, plan: Plan, model: Model, hardware: Hardware) -> None:
     from pathlib import Path
 
@@ -374,8 +314,8 @@ def show_plan_file(plan: Plan, model: Model, convention: Convention, form: str) 
     from dataclasses import replace
 
     from flopwise.base.units import show_seconds
-    from flopwise.cli.evidence import streamed_interval
     from flopwise.cli.options import hardware_named
+    from flopwise.door.intervals import streamed_interval
     from flopwise.plan.device.explain import notes
     from flopwise.plan.device.forecast import forecast
     from flopwise.predict.choose import Request, capacity_bytes

@@ -44,9 +44,8 @@ from flopwise.cli.options import (
 from flopwise.cli.output import progress_bar, say, show_page
 
 if TYPE_CHECKING:
-    from flopwise.plan.cluster.search import Question
     from flopwise.predict.choose import Request
-    from flopwise.records.cluster_plan import Answer, ClusterPlan, Option
+    from flopwise.records.cluster_plan import Answer, ClusterPlan
     from flopwise.records.plan import Plan
     from flopwise.records.prediction import Prediction
     from flopwise.setup.hardware import Hardware
@@ -94,7 +93,10 @@ def plan(
     Several: the strategy among all combinations of the usual degrees, and why the next ones lose.
     """
     words = dict(locals())
+    from pathlib import Path
+
     from flopwise.catalog.load import load_model
+    from flopwise.door.planning import planned_cluster, write_plan
     from flopwise.work.op import CONVENTIONS
 
     form = one_of(output, FORMS, "--output")
@@ -114,11 +116,12 @@ def plan(
         return
     check_one_cap(device_mem)
     request = requested(words)
-    found = _planned(described, machine, request, offload=offload)
-    prediction = _predicted(described, machine, request, found.best, counting)
-    _print(prediction, found, machine.title, form)
+    answer = _planned(described, machine, request, offload=offload)
+    found = planned_cluster(described, machine, request, answer, hardware_name=on, convention=counting)
+    _print(found.prediction, answer, machine.title, form)
     if write:
-        _written(write, described, on, request, prediction)
+        write_plan(Path(write), found.plan, described)
+        say(f"wrote {write}")
 
 
 TARGETS = {"write": "plan.toml", "trace": "step.json", "heatmap": "caps.svg"}
@@ -152,12 +155,11 @@ def _planned(model: Model, hardware: Hardware, request: Request, *, offload: boo
     import time
 
     from flopwise.base.units import show_seconds
-    from flopwise.plan.cluster.answer import answer
+    from flopwise.door.planning import search_cluster
 
-    question = _question(model, hardware, request, offload=offload)
     started = time.monotonic()
     with progress_bar("strategies") as tell:
-        found = answer(question, tell)
+        found = search_cluster(model, hardware, request, offload=offload, tell=tell)
     # Not the same twice, so it is talk and not part of the answer.
     say(f"searched for {show_seconds(time.monotonic() - started)}")
     return found
@@ -187,7 +189,7 @@ def plan_in(context: typer.Context, name: str) -> tuple[Plan | ClusterPlan, Mode
 def predict_cluster_plan(plan: ClusterPlan, model: Model, convention: Convention) -> tuple[Prediction, Hardware]:
     """A plan for several devices, predicted once more by the flopwise of today."""
     from flopwise.catalog.load import load_stack
-    from flopwise.cli.evidence import predicted
+    from flopwise.door.intervals import predicted
     from flopwise.predict.choose import Request
     from flopwise.records.prediction import NO_STACK
     from flopwise.work.formats import parse_formats
@@ -209,39 +211,6 @@ def predict_cluster_plan(plan: ClusterPlan, model: Model, convention: Convention
     return predicted(model, machine, request, convention), machine
 
 
-def _question(model: Model, hardware: Hardware, request: Request, *, offload: bool) -> Question:
-    from flopwise.plan.cluster.search import Question
-    from flopwise.predict.choose import PLAIN, base_workload, capacity_bytes
-
-    workload, _ = base_workload(model, hardware, request)
-    return Question(
-        model=model,
-        hardware=hardware,
-        devices=request.parallel.devices,
-        workload=workload,
-        capacity_bytes=capacity_bytes(hardware, request),
-        stack=request.stack or PLAIN,
-        recompute=request.recompute,
-        micro_batch_sequences=request.micro_batch_sequences,
-        offload=offload,
-    )
-
-
-def _predicted(model: Model, hardware: Hardware, request: Request, best: Option, convention: Convention) -> Prediction:
-    """The best as a full prediction: operators, stages, notes."""
-    from dataclasses import replace
-
-    from flopwise.cli.evidence import predicted
-
-    fixed = replace(
-        request,
-        parallel=best.parallel,
-        recompute=best.workload.recompute,
-        micro_batch_sequences=best.workload.micro_batch_sequences,
-    )
-    return predicted(model, hardware, fixed, convention)
-
-
 def _print(prediction: Prediction, found: Answer, title: str, form: str) -> None:
     from flopwise.report import plans
 
@@ -253,35 +222,3 @@ def _print(prediction: Prediction, found: Answer, title: str, form: str) -> None
         typer.echo(plans.plan_markdown(found), nl=False)
     else:
         show_page(plans.plan_page(prediction, found, title))
-
-
-def _written(path: str, model: Model, hardware: str, request: Request, prediction: Prediction) -> None:
-    from pathlib import Path
-
-    from flopwise.base.files import to_toml, write_whole
-    from flopwise.catalog.load import hardware_place, plan_table
-    from flopwise.records.cluster_plan import ClusterPlan, Expected
-
-    made = ClusterPlan(
-        hardware=hardware_place(hardware),
-        devices=prediction.devices,
-        sequence_tokens=prediction.sequence_tokens,
-        batch_sequences=prediction.batch_sequences,
-        micro_batch_sequences=prediction.micro_batch_sequences,
-        precision=prediction.precision,
-        recompute=prediction.recompute,
-        attention=request.attention,
-        fusion=prediction.fusion,
-        optimizer=prediction.optimizer,
-        stack=prediction.stack,
-        parallel=prediction.parallel,
-        expected=Expected(
-            step_s=prediction.step_s,
-            tokens_per_s=prediction.tokens_per_s,
-            mfu=prediction.mfu,
-            device_bytes=prediction.device_bytes.total,
-        ),
-        device_memory_bytes=request.device_memory_bytes,
-    )
-    write_whole(Path(path), to_toml(plan_table(made, model)))
-    say(f"wrote {path}")

@@ -83,7 +83,7 @@ def predict(
     """Predict a training step: time, tokens per second, MFU, HFU, memory by owner, what binds each operator."""
     from flopwise.catalog.load import is_plan, load_model
     from flopwise.cli.deepflow import predict_deepflow, refuse_print_out
-    from flopwise.cli.evidence import predicted
+    from flopwise.door.intervals import predicted
     from flopwise.work.op import CONVENTIONS
 
     form = one_of(output, FORMS, "--output")

@@ -18,7 +18,6 @@ from flopwise.cli.train_options import StoreOption
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flopwise.records.profile import Profile
     from flopwise.report.page.data import RunDetail
     from flopwise.store.results import Result
 
@@ -127,6 +126,7 @@ def gathered(named: Sequence[str], store: str, price: str = "") -> list[Result]:
     """Rows of the files and of the store's runs and sweeps that were named; of the whole store where none was."""
     from flopwise.base.errors import FlopwiseError
     from flopwise.cli.sweep_launch import settle
+    from flopwise.profile.explain.verdicts import first_verdict
     from flopwise.references.published.results import read_results
     from flopwise.store.collecting import collect as collected
     from flopwise.store.results import checked, priced
@@ -151,14 +151,6 @@ def gathered(named: Sequence[str], store: str, price: str = "") -> list[Result]:
         )
     sound = [checked(row) for row in rows]
     return sound if per_hour is None else [priced(row, per_hour) for row in sound]
-
-
-def first_verdict(profile: Profile) -> str | None:
-    """What limits a run most, in a word."""
-    from flopwise.profile.explain.verdicts import verdicts
-
-    found = [verdict.kind for verdict in verdicts(profile) if verdict.kind != "invalid"]
-    return found[0] if found else None
 
 
 def _is_file(name: str) -> bool:
@@ -215,6 +207,7 @@ def _chosen(rows: list[Result], state: str, model: str, *, best: bool) -> list[R
     from fnmatch import fnmatchcase
 
     from flopwise.base.errors import FlopwiseError, unknown_name
+    from flopwise.store.results import fastest
 
     kept = rows
     if state:
@@ -236,19 +229,6 @@ def _chosen(rows: list[Result], state: str, model: str, *, best: bool) -> list[R
             hint="leave out --state, --model or --best",
         )
     return kept
-
-
-def fastest(rows: Sequence[Result]) -> list[Result]:
-    """Of each model, hardware, devices, sequence and precision the ok row with the most tokens/s."""
-    found: dict[tuple[object, ...], Result] = {}
-    for row in rows:
-        if row.state != "ok" or row.tokens_per_s is None:
-            continue
-        key = (row.model, row.hardware, row.devices, row.sequence_tokens, row.precision)
-        other = found.get(key)
-        if other is None or row.tokens_per_s > (other.tokens_per_s or 0.0):
-            found[key] = row
-    return list(found.values())
 
 
 def _sorted(rows: list[Result], sort: str) -> list[Result]:

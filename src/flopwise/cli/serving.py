@@ -141,7 +141,7 @@ class Live:
             self._seen = _Seen(rows, datetime.now().astimezone().isoformat(timespec="milliseconds"))
 
     def _collected(self) -> list[Result]:
-        from flopwise.cli.report import first_verdict
+        from flopwise.profile.explain.verdicts import first_verdict
         from flopwise.store.collecting import Memory, collect
         from flopwise.store.results import checked
 

@@ -395,14 +395,15 @@ def _speaks() -> bool:
 
 def _run(request: TrainRequest) -> RunRecord:
     """Train, and be watched at it where this process speaks."""
-    from flopwise import train as training
     from flopwise.cli.train_progress import watching
 
     _import_engine()
+    from flopwise.train import run
+
     if not _speaks():
-        return training.run(request)
+        return run(request)
     with watching() as callback:
-        return training.run(request, callbacks=[callback])
+        return run(request, callbacks=[callback])
 
 
 def _import_engine() -> None:

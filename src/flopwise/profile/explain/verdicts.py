@@ -74,6 +74,12 @@ def verdicts(profile: Profile, thresholds: Thresholds | None = None) -> tuple[Ve
     return (*found, *_invalid(profile))
 
 
+def first_verdict(profile: Profile) -> str | None:
+    """What limits a run most, in a word."""
+    found = [verdict.kind for verdict in verdicts(profile) if verdict.kind != "invalid"]
+    return found[0] if found else None
+
+
 # -- what the rules ask --------------------------------------------------------------------------------------------
 
 
