@@ -182,7 +182,7 @@ def _settings(context: typer.Context, model: Model, hardware: Hardware, request:
 def _print_settings(settings: Sequence[dict[str, dict[str, Any]]], form: str) -> None:
     from rich.table import Table
 
-    from flopwise.base.files import to_json
+    from flopwise.base.files import to_json, with_schema
     from flopwise.report.tables import csv_text, markdown_table
 
     columns = ("model", "hardware", "setting", "value", "from")
@@ -192,7 +192,7 @@ def _print_settings(settings: Sequence[dict[str, dict[str, Any]]], form: str) ->
         for name, item in found.items()
     ]
     if form == "json":
-        typer.echo(to_json(settings[0] if len(settings) == 1 else settings))
+        typer.echo(to_json(with_schema(settings[0] if len(settings) == 1 else settings, "settings")))
     elif form == "csv":
         typer.echo(csv_text([dict(zip(columns, row, strict=True)) for row in rows]), nl=False)
     elif form == "md":

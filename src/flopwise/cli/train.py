@@ -425,11 +425,12 @@ def _import_engine() -> None:
 
 
 def _print(record: RunRecord, form: str, store: str | None) -> None:
+    from flopwise.base.files import with_schema
     from flopwise.report.training import end_page, resume_words
     from flopwise.store.runs import to_text
 
     if form == "json":
-        typer.echo(to_text(record))
+        typer.echo(to_text(with_schema(record, "run")))
         following = resume_words(record, store)
         if following:
             typer.echo(following, err=True)
