@@ -53,7 +53,7 @@ def _branch(printed: str, definitions: dict[str, Any]) -> dict[str, Any]:
         return {"type": "object", "properties": told | rows, "required": ["schema", "rows"]}
     if wanted[0].get("type") == "object":
         # A table of free names, to which that of the schema is one more.
-        return record | {"properties": told, "required": ["schema"]}
+        return {"additionalProperties": True} | record | {"properties": told, "required": ["schema"]}
     return {"type": "object", "properties": told, "required": ["schema"], "allOf": [record]}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -16,7 +17,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import parse_sequences, parse_tokens
 from flopwise.catalog.load import load_model as _load_model
 from flopwise.door.asking import Quantity, hardware_of, memory, model_of, name_of, paths_of, read, request_of
-from flopwise.door.python_words import in_python
+from flopwise.door.python_words import in_python, options_of, reworded
 from flopwise.door.rows import Results
 from flopwise.profile.measure.this_machine import find_hardware
 
@@ -90,7 +91,7 @@ def predict(
 
     >>> step = fw.predict("llama-3-8b", on="h100-sxm", seq="8k", batch=16)
     >>> step.fits, step.devices, step.interval is not None
-    (False, 1, True)
+    (True, 1, True)
     >>> fw.predict("llama-3-8b", on="h100-sxm", devices=64, stack="torchtitan").fits
     True
     """
@@ -232,7 +233,7 @@ def plan(
 
     found: Planned | PlannedCluster
     if devices is None:
-        found = planning.plan_under_caps(
+        one = planning.plan_under_caps(
             described,
             machine,
             request,
@@ -241,6 +242,7 @@ def plan(
             clip=clip,
             convention=convention,
         )
+        found = replace(one, notes=tuple(reworded(note, options_of(plan)) for note in one.notes))
     else:
         answer = planning.search_cluster(described, machine, request, offload=offload)
         found = planning.planned_cluster(
@@ -303,9 +305,9 @@ def train(
     `flopwise.train.Callback`; a logger anything with `log(dict)`. Several devices need a process for each, which
     `flopwise train`, torchrun or srun start.
 
-    >>> run = fw.train(steps=2, device="cpu", checkpoint=False, store="runs")  # doctest: +SKIP
-    >>> run.state  # doctest: +SKIP
-    'done'
+    >>> run = fw.train(steps=8, batch=4, seq=64, device="cpu", profile=True, store="runs")
+    >>> run.id, run.state
+    ('0001', 'done')
     """
     from flopwise.train.request import TrainRequest
 
@@ -376,7 +378,11 @@ def _text(path: str | Path | None) -> str | None:
 
 @in_python
 def read_profile(path: str | Path, *, section: str | None = None) -> Profile:
-    """What a profiler wrote, or a run of flopwise's: a file or a folder. `section` names one of several profiles."""
+    """What a profiler wrote, or a run of flopwise's: a file or a folder. `section` names one of several profiles.
+
+    >>> fw.read_profile("runs/0001").format
+    'flopwise'
+    """
     from flopwise.profile.explain.comparing import column_names, column_of
     from flopwise.profile.read.reading import read_profiles
 
@@ -393,7 +399,11 @@ def read_profile(path: str | Path, *, section: str | None = None) -> Profile:
 
 @in_python
 def verdicts(profile: Profile, *, thresholds: Thresholds | None = None) -> tuple[Verdict, ...]:
-    """What limits a profiled run, the most time at stake first, each with its evidence and what to try."""
+    """What limits a profiled run, the most time at stake first, each with its evidence and what to try.
+
+    >>> fw.verdicts(fw.read_profile("runs/0001"))
+    (...)
+    """
     from flopwise.profile.explain.verdicts import verdicts as judged
 
     return judged(profile, thresholds)
@@ -407,6 +417,9 @@ def results(
 
     `what` names runs (`0142`, `3-17`, `last`), sweeps or cells. `price` of a device's hour in dollars adds tokens per
     dollar; `best` keeps the fastest of each model, hardware, devices, sequence and precision.
+
+    >>> fw.results("runs")
+    <Results: 1 row>
     """
     from flopwise.profile.explain.verdicts import first_verdict
     from flopwise.store.collecting import collect
