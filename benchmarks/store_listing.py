@@ -77,9 +77,9 @@ def _cpu_s(action: Callable[[], object]) -> float:
 
 
 def _trained(store: Path) -> Path:
-    from flopwise import train
+    from flopwise.train import run as train_run
 
-    record = train.run(steps=2, device="cpu", checkpoint=False, store=str(store))
+    record = train_run(steps=2, device="cpu", checkpoint=False, store=str(store))
     return store / record.id / RECORD
 
 

@@ -300,11 +300,3 @@ def test_number_formats_change_memory_and_peak() -> None:
     assert fast.step_s < slow.step_s
     with pytest.raises(FlopwiseError, match="no peak for fp8"):
         step(replace(setup, hardware=load_hardware("a100-80gb"), formats=POLICIES["fp8"]))
-
-
-def test_python_has_the_same_words() -> None:
-    from flopwise import hardware, model, predict
-
-    setup = Setup(model=model("gpt2"), hardware=hardware("h200"), sequence_tokens=1024, batch_sequences=8)
-    answer = predict.step(setup)
-    assert answer.n_params == 124_439_808

@@ -33,6 +33,7 @@ from flopwise.references.validate.validation import (
 )
 
 JSON_KEYS = {
+    "schema",
     "table",
     "n",
     "median_error",

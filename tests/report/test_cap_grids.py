@@ -168,7 +168,7 @@ def test_csv_parses_back() -> None:
 
 def test_json_has_a_record_a_cell() -> None:
     cells = some_cells(4, 5)
-    records = json.loads(grid_json(cells))
+    records = json.loads(grid_json(cells))["rows"]
     assert len(records) == 20
     for record, cell in zip(records, cells, strict=True):
         assert record["host_memory_bytes"] == cell.host_memory_bytes
@@ -289,4 +289,8 @@ def test_any_grid_is_whole(cells: list[Cell], title: str, width: int) -> None:
     text = shown(plain, width)
     assert all(len(line) <= width for line in text.splitlines())
     assert text[: text.index("tok/s over MFU")].count(" %") == sum(cell.planned is not None for cell in cells)
-    assert len(json.loads(grid_json(cells))) == len(list(csv.DictReader(io.StringIO(grid_csv(cells))))) == len(cells)
+    assert (
+        len(json.loads(grid_json(cells))["rows"])
+        == len(list(csv.DictReader(io.StringIO(grid_csv(cells)))))
+        == len(cells)
+    )

@@ -359,8 +359,8 @@ def test_predicting_imports_no_torch() -> None:
 @pytest.mark.slow
 def test_a_run_is_the_cell_that_it_was_asked_for(tmp_path: Path) -> None:
     """What `flopwise train` writes leads back to the settings of the grid, and so to the same id."""
-    from flopwise import train
     from flopwise.profile.measure.this_machine import this_cpu
+    from flopwise.train import run as train_run
 
     model = tmp_path / "model.toml"
     model.write_text(
@@ -373,7 +373,7 @@ def test_a_run_is_the_cell_that_it_was_asked_for(tmp_path: Path) -> None:
     grid = expand(read_axes(words), {"this-cpu": this_cpu()})
     for cell in grid.settings:
         micro = cell.micro_batch_sequences
-        record = train.run(
+        record = train_run(
             model=str(model), data=(str(data),), sequence_tokens=32, batch_sequences=4, device="cpu", steps=2,
             micro_batch_sequences=None if micro == AUTO else micro, host_memory_bytes=0, precision=cell.precision,
             checkpoint=False, store=str(tmp_path / "runs"),

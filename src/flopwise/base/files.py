@@ -178,6 +178,9 @@ def read_table(path: Path) -> dict[str, Any]:
             why=f"its top level is a {type(table).__name__}",
             hint="`flopwise show NAME` prints one",
         )
+    if is_json:
+        # `flopwise show -o json` says what it prints.
+        table.pop("schema", None)
     return table
 
 
@@ -274,6 +277,24 @@ def to_toml(value: object) -> str:
         why = "it holds bytes that are no UTF-8, which TOML cannot"
         raise FlopwiseError("a path is not text", why=why, hint="rename it")
     return text
+
+
+SCHEMA_VERSIONS: dict[str, int] = {}
+"""Kinds of objects that commands print, by how often a key of theirs was renamed or left out; those not named are at 1.
+`docs/json.md` says what may change without."""
+
+
+def schema_name(kind: str, *, several: bool = False) -> str:
+    """What an object says that it is: `flopwise.prediction/1`, of several `flopwise.prediction-list/1`."""
+    return f"flopwise.{kind}{'-list' if several else ''}/{SCHEMA_VERSIONS.get(kind, 1)}"
+
+
+def with_schema(value: object, kind: str) -> dict[str, Any]:
+    """A record as an object that says what it is; of a list, with its `rows`."""
+    found = msgspec.to_builtins(value)
+    if isinstance(found, list):
+        return {"schema": schema_name(kind, several=True), "rows": found}
+    return {"schema": schema_name(kind), **found}
 
 
 def to_json(value: object) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flopwise.base.files import to_json
+from flopwise.base.files import to_json, with_schema
 from flopwise.base.units import show_bytes, show_seconds, show_share, significant
 from flopwise.calibrate.calibrated import copy_rates, median_of
 from flopwise.records.calibration import AttentionRow, Calibration, FitErrors, Fitted, ProductRow
@@ -37,7 +37,7 @@ class CalibrationRecord:
 
 def calibration_json(record: CalibrationRecord) -> str:
     """Every row that was timed, beside the description."""
-    return to_json(record)
+    return to_json(with_schema(record, "calibration"))
 
 
 def calibration_page(record: CalibrationRecord) -> RenderableType:

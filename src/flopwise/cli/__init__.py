@@ -24,6 +24,7 @@ try:
         profile,
         profile_run,
         report,
+        schema,
         serve,
         sweep,
         train,
@@ -65,6 +66,7 @@ app.command()(calibrate.calibrate)
 app.command("ls")(catalogue.list_catalogue)
 app.command()(catalogue.show)
 app.command()(env.env)
+app.command()(schema.schema)
 for command in (*app.registered_commands, *profile.app.registered_commands):
     command.cls = once.OnceCommand
 

@@ -27,7 +27,7 @@ def list_catalogue(
     output: Annotated[str, typer.Option("--output", "-o", help="table, md, csv or json.")] = "table",
 ) -> None:
     """List the models, hardware or training frameworks (stacks) of the catalogue, or the runs or sweeps of a store."""
-    from flopwise.base.files import to_json
+    from flopwise.base.files import to_json, with_schema
     from flopwise.catalog.load import hardware_names, load_hardware, load_model, load_stack, model_names, stack_names
     from flopwise.report import listings
     from flopwise.report.tables import csv_text
@@ -55,7 +55,7 @@ def list_catalogue(
         records = [listings.hardware_record(device) for device in devices]
         columns, rows = listings.HARDWARE_COLUMNS, listings.hardware_rows(devices)
     if form == "json":
-        typer.echo(to_json(records))
+        typer.echo(to_json(with_schema(records, f"{kind.removesuffix('s')}-entry")))
     elif form == "csv":
         typer.echo(csv_text([listings.flat_record(record) for record in records]), nl=False)
     else:
@@ -96,7 +96,7 @@ def show(
     """
     from pathlib import Path
 
-    from flopwise.base.files import to_json, to_toml, write_whole
+    from flopwise.base.files import to_json, to_toml, with_schema, write_whole
 
     run = _run_folder(name, store)
     if run is not None:
@@ -104,8 +104,8 @@ def show(
         return
     _refuse_store(store, f"flopwise show {name}")
     form = one_of(output, ("auto", "toml", "json"), "--output")
-    table, as_written = _described(name)
-    text = f"{to_json(table)}\n" if form == "json" else as_written or to_toml(table)
+    what, table, as_written = _described(name)
+    text = f"{to_json(with_schema(table, what))}\n" if form == "json" else as_written or to_toml(table)
     if write:
         write_whole(Path(write), text)
         say(f"wrote {write}")
@@ -113,8 +113,8 @@ def show(
         typer.echo(text, nl=False)
 
 
-def _described(name: str) -> tuple[dict[str, Any], str | None]:
-    """The table of a description, and its text where that holds comments."""
+def _described(name: str) -> tuple[str, dict[str, Any], str | None]:
+    """What a name describes, its table, and its text where that holds comments."""
     from flopwise.base.files import plain, read_table, read_text
     from flopwise.catalog.load import (
         THIS_CPU,
@@ -129,9 +129,11 @@ def _described(name: str) -> tuple[dict[str, Any], str | None]:
 
     if name.lower() in technology_names():
         path = technology_file(name)
-        return read_table(path), read_text(path)
+        return "technology", read_table(path), read_text(path)
     found = hardware_named(name) if name.lower() in (THIS_CPU, THIS_MACHINE) else load_description(name)
-    return plain(found) if isinstance(found, Hardware | Stack) else model_table(found), None
+    if isinstance(found, Hardware | Stack):
+        return "hardware" if isinstance(found, Hardware) else "stack", plain(found), None
+    return "model", model_table(found), None
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
@@ -145,6 +147,7 @@ def _refuse_store(store: str, command: str) -> None:
 
 
 def _list_runs(store: str, form: str) -> None:
+    from flopwise.base.files import with_schema
     from flopwise.report import runs
     from flopwise.report.tables import csv_text
     from flopwise.store.rows import run_rows
@@ -153,7 +156,7 @@ def _list_runs(store: str, form: str) -> None:
     folder = store_folder(store)
     entries = [_run_entry(run, folder / run.name) for run in run_rows(folder)]
     if form == "json":
-        typer.echo(to_text(entries))
+        typer.echo(to_text(with_schema(entries, "run-entry")))
     elif form == "csv":
         typer.echo(csv_text(entries) if entries else f"{','.join(runs.FIELDS)}\n", nl=False)
     elif entries or form == "md":
@@ -168,6 +171,7 @@ def _list_runs(store: str, form: str) -> None:
 
 def _list_sweeps(store: str, form: str) -> None:
     from flopwise.base.errors import FlopwiseError
+    from flopwise.base.files import with_schema
     from flopwise.report import runs
     from flopwise.report.tables import csv_text
     from flopwise.store.runs import store_folder, to_text
@@ -184,7 +188,7 @@ def _list_sweeps(store: str, form: str) -> None:
             continue
         entries.append(runs.sweep_entry(sweep, attempts))
     if form == "json":
-        typer.echo(to_text(entries))
+        typer.echo(to_text(with_schema(entries, "sweep-entry")))
     elif form == "csv":
         typer.echo(csv_text(entries) if entries else f"{','.join(runs.SWEEP_FIELDS)}\n", nl=False)
     elif entries or form == "md":
@@ -245,6 +249,7 @@ def _run_folder(name: str, store: str) -> Path | None:
 
 def _show_run(folder: Path, output: str, write: str) -> None:
     from flopwise.base.errors import FlopwiseError
+    from flopwise.base.files import with_schema
     from flopwise.report.runs import run_page
     from flopwise.store.runs import read_record, to_text
 
@@ -257,6 +262,6 @@ def _show_run(folder: Path, output: str, write: str) -> None:
         )
     record = read_record(folder)
     if form == "json":
-        typer.echo(to_text(record))
+        typer.echo(to_text(with_schema(record, "run")))
     else:
         show_page(run_page(record, _steps(folder), width()))

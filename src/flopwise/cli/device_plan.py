@@ -52,7 +52,10 @@ class DeviceWords:
 
 def plan_one_device(setup: Setup, words: DeviceWords, *, convention: Convention, form: str) -> None:
     """Plan, print, and write what was asked for."""
+    from pathlib import Path
+
     from flopwise.base.errors import FlopwiseError
+    from flopwise.door.planning import for_file, write_plan
 
     setups = _setups(setup, words)
     if len(setups) > 1:
@@ -72,7 +75,8 @@ def plan_one_device(setup: Setup, words: DeviceWords, *, convention: Convention,
     found = _planned(setups[0], words, convention)
     _print(found, setup.hardware.title, form)
     if words.write:
-        _write_plan(words.write, found, setup.model)
+        write_plan(Path(words.write), for_file(found), setup.model)
+        say(f"wrote {words.write}")
     if words.trace:
         _write_trace(words.trace, found.plan, setup.model, setup.hardware)
 
@@ -152,67 +156,20 @@ def check_one_cap(text: str) -> None:
 def _capped(setup: Setup, words: DeviceWords, device: int, host: int) -> CappedSetup:
     from dataclasses import replace
 
-    from flopwise.base.errors import FlopwiseError
-    from flopwise.predict.choose import check_link, settle_sizes
-    from flopwise.records.plan import MOST_PAIRS
+    from flopwise.door.planning import cap_device
 
-    if host and words.host_mem.lower() != "auto":
-        check_link(setup.hardware)
-    base, _ = settle_sizes(setup)
-    if base.sequence_tokens > LONGEST_SEQUENCE:
-        raise FlopwiseError(
-            f"--seq: {base.sequence_tokens:,} tokens are more than can be planned",
-            why=f"at most {LONGEST_SEQUENCE:,} are",
-            hint="--seq 1M",
-        )
-    if setup.batch_sequences is not None and setup.batch_sequences > MOST_PAIRS:
-        raise FlopwiseError(
-            f"a batch of {setup.batch_sequences:,} sequences is more than can be planned",
-            why=f"at most {MOST_PAIRS:,} are",
-            hint="--batch 48",
-        )
     named = replace(setup, hardware_name=words.on, clip=words.clip)
-    return named.cap(sequence_tokens=base.sequence_tokens, formats=base.formats, device=device, host=host)
-
-
-LONGEST_SEQUENCE = 2**30
+    return cap_device(named, device=device, host=host, host_given=words.host_mem.lower() != "auto")
 
 
 def _planned(setup: CappedSetup, words: DeviceWords, convention: Convention, *, helps: bool = True) -> Planned:
-    from dataclasses import replace
-
-    from flopwise.cli.evidence import streamed_interval
-    from flopwise.plan.device.explain import planned
-    from flopwise.plan.program.sizes import sizes_of
+    from flopwise.door.planning import plan_device
     from flopwise.references.dataflow.planned import ruled
 
-    sizes_of(setup.model, setup.sequence_tokens, setup.formats, setup.optimizer)
     variant = rule_variant(words.rule)
-    if variant is None:
-        found = planned(setup, convention=convention, helps=helps)
-    else:
-        found = ruled(setup, variant, convention=convention)
-    note = _host_note(setup, given=words.host_mem.lower() != "auto")
-    if note is not None:
-        found = replace(found, notes=(*found.notes, note))
-    return replace(found, interval=streamed_interval(found, setup.model, setup.hardware))
-
-
-def _host_note(setup: CappedSetup, *, given: bool) -> str | None:
-    """What is to be known of the host's memory beside the cap."""
-    from flopwise.predict.choose import default_host_bytes
-
-    hardware = setup.hardware
-    if not given:
-        described = hardware.host is not None or hardware.link is None
-        if setup.host_cap_bytes or described:
-            return None
-        return f"no host memory: {hardware.name} does not say how much there is; --host-mem 110GiB"
-    # The default leaves what the system, Python and the data take.
-    known = default_host_bytes(hardware)
-    if not setup.host_cap_bytes or setup.host_cap_bytes <= known:
-        return None
-    return "--host-mem is what the training may take: the system, Python and data need some of the host beside it"
+    rule = None if variant is None else lambda asked: ruled(asked, variant, convention=convention)
+    host_given = words.host_mem.lower() != "auto"
+    return plan_device(setup, convention=convention, host_given=host_given, helps=helps, rule=rule)
 
 
 def rule_variant(text: str) -> str | None:
@@ -273,22 +230,19 @@ def _grid(setups: list[CappedSetup], words: DeviceWords, convention: Convention,
 def _cell(setup: CappedSetup, words: DeviceWords, convention: Convention) -> Cell:
     from dataclasses import replace
 
-    from flopwise.base.errors import FlopwiseError
-    from flopwise.plan.device.smallest import least_device
+    from flopwise.base.errors import DoesNotFit
     from flopwise.records.plan import Cell
 
     cell = Cell(device_memory_bytes=setup.device_cap_bytes, host_memory_bytes=setup.host_cap_bytes)
     try:
         return replace(cell, planned=_planned(setup, words, convention, helps=False))
-    except FlopwiseError as error:
-        if error.exit_code != 1:
-            raise
-        least = least_device(setup) if rule_variant(words.rule) is None else None
+    except DoesNotFit as error:
+        own = error.place == "device" and rule_variant(words.rule) is None
         return replace(
             cell,
             why_not=error.why or error.what,
             hints=(error.hint,) if error.hint else (),
-            smallest_device_bytes=least.bytes if least else None,
+            smallest_device_bytes=error.needed_bytes if own else None,
         )
 
 
@@ -318,19 +272,6 @@ def _tell_notes(found: list[Planned]) -> None:
         say(f"note: {note}")
 
 
-def _write_plan(path: str, found: Planned, model: Model) -> None:
-    from dataclasses import replace
-    from pathlib import Path
-
-    from flopwise.base.files import to_toml, write_whole
-    from flopwise.catalog.load import hardware_place, plan_table
-
-    place = hardware_place(found.plan.hardware)
-    promised = replace(found.plan, hardware=place, expected=found.forecast.expected)
-    write_whole(Path(path), to_toml(plan_table(promised, model)))
-    say(f"wrote {path}")
-
-
 def _write_trace(path: str, plan: Plan, model: Model, hardware: Hardware) -> None:
     from pathlib import Path
 
@@ -354,8 +295,8 @@ def show_plan_file(plan: Plan, model: Model, convention: Convention, form: str) 
     from dataclasses import replace
 
     from flopwise.base.units import show_seconds
-    from flopwise.cli.evidence import streamed_interval
     from flopwise.cli.options import hardware_named
+    from flopwise.door.intervals import streamed_interval
     from flopwise.plan.device.explain import notes
     from flopwise.plan.device.forecast import forecast
     from flopwise.records.plan import Planned

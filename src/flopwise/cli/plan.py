@@ -45,7 +45,7 @@ from flopwise.cli.options import (
 from flopwise.cli.output import progress_bar, say, show_page
 
 if TYPE_CHECKING:
-    from flopwise.records.cluster_plan import Answer, ClusterPlan, Option
+    from flopwise.records.cluster_plan import Answer, ClusterPlan
     from flopwise.records.plan import Plan
     from flopwise.records.prediction import Prediction
     from flopwise.setup.hardware import Hardware
@@ -94,8 +94,11 @@ def plan(
     Several: the strategy among all combinations of the usual degrees, and why the next ones lose.
     """
     words = dict(locals())
+    from pathlib import Path
+
     from flopwise.base.units import parse_devices
     from flopwise.catalog.load import load_model
+    from flopwise.door.planning import planned_cluster, write_plan
     from flopwise.work.op import CONVENTIONS
 
     form = one_of(output, FORMS, "--output")
@@ -117,11 +120,12 @@ def plan(
     check_one_cap(device_mem)
     # How the devices share the work is what is looked for.
     setup = replace(requested({**words, "gpus": "auto"})(described, machine), hardware_name=on)
-    found = _planned(setup, devices, offload=offload)
-    prediction = _predicted(setup, found.best, counting)
-    _print(prediction, found, machine.title, form)
+    answer = _planned(setup, devices, offload=offload)
+    found = planned_cluster(setup, answer, convention=counting)
+    _print(found.prediction, answer, machine.title, form)
     if write:
-        _written(write, setup, prediction)
+        write_plan(Path(write), found.plan, described)
+        say(f"wrote {write}")
 
 
 TARGETS = {"write": "plan.toml", "trace": "step.json", "heatmap": "caps.svg"}
@@ -189,25 +193,12 @@ def plan_in(context: typer.Context, name: str) -> tuple[Plan | ClusterPlan, Mode
 def predict_cluster_plan(plan: ClusterPlan, model: Model, convention: Convention) -> tuple[Prediction, Hardware]:
     """A plan for several devices, predicted once more by the flopwise of today."""
     from flopwise.catalog.load import load_stack
-    from flopwise.cli.evidence import predicted
+    from flopwise.door.intervals import predicted
     from flopwise.records.prediction import NO_STACK
 
     stack = None if plan.stack == NO_STACK else load_stack(plan.stack)
     machine = hardware_named(plan.hardware)
     return predicted(plan.setup(model, machine, stack), convention), machine
-
-
-def _predicted(setup: Setup, best: Option, convention: Convention) -> Prediction:
-    """The best as a full prediction: operators, stages, notes."""
-    from flopwise.cli.evidence import predicted
-
-    fixed = replace(
-        setup,
-        parallel=best.setup.parallel,
-        recompute=best.setup.recompute,
-        micro_batch_sequences=best.setup.micro_batch_sequences,
-    )
-    return predicted(fixed, convention)
 
 
 def _print(prediction: Prediction, found: Answer, title: str, form: str) -> None:
@@ -221,35 +212,3 @@ def _print(prediction: Prediction, found: Answer, title: str, form: str) -> None
         typer.echo(plans.plan_markdown(found), nl=False)
     else:
         show_page(plans.plan_page(prediction, found, title))
-
-
-def _written(path: str, setup: Setup, prediction: Prediction) -> None:
-    from pathlib import Path
-
-    from flopwise.base.files import to_toml, write_whole
-    from flopwise.catalog.load import hardware_place, plan_table
-    from flopwise.records.cluster_plan import ClusterPlan, Expected
-
-    made = ClusterPlan(
-        hardware=hardware_place(setup.hardware_name),
-        devices=prediction.devices,
-        sequence_tokens=prediction.sequence_tokens,
-        batch_sequences=prediction.batch_sequences,
-        micro_batch_sequences=prediction.micro_batch_sequences,
-        precision=prediction.precision,
-        recompute=prediction.recompute,
-        attention=setup.attention,
-        fusion=prediction.fusion,
-        optimizer=prediction.optimizer,
-        stack=prediction.stack,
-        parallel=prediction.parallel,
-        expected=Expected(
-            step_s=prediction.step_s,
-            tokens_per_s=prediction.tokens_per_s,
-            mfu=prediction.mfu,
-            device_bytes=prediction.device_bytes.total,
-        ),
-        device_memory_bytes=setup.device_cap_bytes,
-    )
-    write_whole(Path(path), to_toml(plan_table(made, setup.model)))
-    say(f"wrote {path}")

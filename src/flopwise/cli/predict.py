@@ -81,7 +81,7 @@ def predict(
     """Predict a training step: time, tokens per second, MFU, HFU, memory by owner, what binds each operator."""
     from flopwise.catalog.load import is_plan, load_model
     from flopwise.cli.deepflow import predict_deepflow, refuse_print_out
-    from flopwise.cli.evidence import predicted
+    from flopwise.door.intervals import predicted
     from flopwise.work.op import CONVENTIONS
 
     form = one_of(output, FORMS, "--output")
@@ -180,7 +180,7 @@ def _settings(context: typer.Context, asked: Setup) -> dict[str, dict[str, Any]]
 def _print_settings(settings: Sequence[dict[str, dict[str, Any]]], form: str) -> None:
     from rich.table import Table
 
-    from flopwise.base.files import to_json
+    from flopwise.base.files import to_json, with_schema
     from flopwise.report.tables import csv_text, markdown_table
 
     columns = ("model", "hardware", "setting", "value", "from")
@@ -190,7 +190,7 @@ def _print_settings(settings: Sequence[dict[str, dict[str, Any]]], form: str) ->
         for name, item in found.items()
     ]
     if form == "json":
-        typer.echo(to_json(settings[0] if len(settings) == 1 else settings))
+        typer.echo(to_json(with_schema(settings[0] if len(settings) == 1 else settings, "settings")))
     elif form == "csv":
         typer.echo(csv_text([dict(zip(columns, row, strict=True)) for row in rows]), nl=False)
     elif form == "md":

@@ -210,6 +210,7 @@ def _chosen(rows: list[Result], state: str, model: str, *, best: bool) -> list[R
     from fnmatch import fnmatchcase
 
     from flopwise.base.errors import FlopwiseError, unknown_name
+    from flopwise.store.results import fastest
 
     kept = rows
     if state:
@@ -231,19 +232,6 @@ def _chosen(rows: list[Result], state: str, model: str, *, best: bool) -> list[R
             hint="leave out --state, --model or --best",
         )
     return kept
-
-
-def fastest(rows: Sequence[Result]) -> list[Result]:
-    """Of each model, hardware, devices, sequence and precision the ok row with the most tokens/s."""
-    found: dict[tuple[object, ...], Result] = {}
-    for row in rows:
-        if row.state != "ok" or row.tokens_per_s is None:
-            continue
-        key = (row.model, row.hardware, row.devices, row.sequence_tokens, row.precision)
-        other = found.get(key)
-        if other is None or row.tokens_per_s > (other.tokens_per_s or 0.0):
-            found[key] = row
-    return list(found.values())
 
 
 def _sorted(rows: list[Result], sort: str) -> list[Result]:

@@ -412,14 +412,15 @@ def _speaks() -> bool:
 
 def _run(request: TrainRequest) -> RunRecord:
     """Train, and be watched at it where this process speaks."""
-    from flopwise import train as training
     from flopwise.cli.train_progress import watching
 
     _import_engine()
+    from flopwise.train import run
+
     if not _speaks():
-        return training.run(request)
+        return run(request)
     with watching() as callback:
-        return training.run(request, callbacks=[callback])
+        return run(request, callbacks=[callback])
 
 
 def _import_engine() -> None:
@@ -441,11 +442,12 @@ def _import_engine() -> None:
 
 
 def _print(record: RunRecord, form: str, store: str | None) -> None:
+    from flopwise.base.files import with_schema
     from flopwise.report.training import end_page, resume_words
     from flopwise.store.runs import to_text
 
     if form == "json":
-        typer.echo(to_text(record))
+        typer.echo(to_text(with_schema(record, "run")))
         following = resume_words(record, store)
         if following:
             say(following)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flopwise.base.callable_module import make_callable
 from flopwise.plan.cluster.answer import answer
 from flopwise.plan.cluster.search import fastest
 from flopwise.plan.device.explain import planned
@@ -22,3 +23,5 @@ __all__ = [
     "fastest",
     "planned",
 ]
+
+make_callable(__name__)

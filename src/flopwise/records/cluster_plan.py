@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.base.shown import Shown
+from flopwise.records.prediction import Prediction
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.setup import SettledSetup
@@ -125,3 +127,18 @@ class Answer:
     evaluated: int
     fitting: int
     timed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class PlannedCluster(Shown):
+    """The best strategy, predicted in full and as a plan that can be run; `answer` tells what it was chosen from."""
+
+    prediction: Prediction
+    """With its interval."""
+    plan: ClusterPlan
+    answer: Answer
+
+    @property
+    def figures(self) -> dict[str, str]:
+        others = f"{self.answer.evaluated:,} strategies, {self.answer.fitting:,} fit"
+        return self.prediction.figures | {"strategy": self.plan.parallel.label, "the best of": others}

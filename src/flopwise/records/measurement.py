@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flopwise.base.errors import FlopwiseError, shown
+from flopwise.base.shown import Shown
+from flopwise.base.units import show_seconds, show_share, significant
 from flopwise.setup.training import Task, Training
 from flopwise.work.op import Convention
 from flopwise.work.parameters import Place
@@ -108,8 +110,8 @@ class Measurement:
         return sum(row.planned_bytes if planned else row.measured_bytes for row in self.memory if row.place == place)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunRecord:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class RunRecord(Shown):
     """`record.json` of a run's folder: written whole at the start, and again whenever its state changes."""
 
     id: str
@@ -169,3 +171,22 @@ class RunRecord:
             value = known.get(field_name)
             if value is not None and type(value) not in (int, float):
                 raise FlopwiseError(f"plan.expected.{field_name} is {shown(value)}, not a number")
+
+    @property
+    def figures(self) -> dict[str, str]:
+        found = self.measurement
+        told = {
+            "model": str(self.model["name"]),
+            "run": f"{self.id}, {self.state}" + (f": {self.reason}" if self.reason else ""),
+            "steps": f"{self.steps_done:,} of {self.training.steps:,}",
+        }
+        if found is None:
+            return told
+        predicted = f" (predicted {show_seconds(found.predicted_step_s)})" if found.predicted_step_s else ""
+        return {
+            **told,
+            "step": f"{show_seconds(found.step_s)}{predicted}",
+            "tokens/s": significant(found.tokens_per_s),
+            "MFU": "-" if found.mfu is None else show_share(found.mfu),
+            "loss": f"{found.first_loss:.4g} to {found.last_loss:.4g}",
+        }

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flopwise.base.files import to_json
+from flopwise.base.files import to_json, with_schema
 from flopwise.base.units import BINARY_UNITS, show_bytes, show_seconds, show_share, significant
 from flopwise.records.plan import Cell, Planned
 from flopwise.report.device_plan_files import main_values
@@ -189,18 +189,13 @@ def _record(cell: Cell, best: Cell | None) -> dict[str, object]:
 
 
 def grid_json(cells: Sequence[Cell]) -> str:
-    """A list with one record a pair of caps; `plan` holds the main values of its plan, or null."""
+    """`rows` with one record a pair of caps; `plan` holds the main values of its plan, or null."""
     best = best_cell(cells)
-    return to_json(
-        [
-            {
-                **_record(cell, best),
-                "hints": cell.hints,
-                "plan": main_values(cell.planned) if cell.planned else None,
-            }
-            for cell in cells
-        ]
-    )
+    rows = [
+        {**_record(cell, best), "hints": cell.hints, "plan": main_values(cell.planned) if cell.planned else None}
+        for cell in cells
+    ]
+    return to_json(with_schema(rows, "capped-plan"))
 
 
 PLAN_COLUMNS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flopwise.base.files import to_json
+from flopwise.base.files import to_json, with_schema
 from flopwise.base.units import show_bytes, show_seconds, show_share, significant
 from flopwise.records.plan import Planned
 from flopwise.report.device_plans import memory_rows, owners_of, size_words
@@ -44,7 +44,8 @@ def main_values(planned: Planned) -> dict[str, object]:
 def device_plan_json(planned: Planned) -> str:
     """The whole plan: its main values, then the records that they come from."""
     records = ("plan", "forecast", "reasons", "helps", "interval", "notes", "searched", "simulated")
-    return to_json({**main_values(planned), **{name: getattr(planned, name) for name in records}})
+    whole = {**main_values(planned), **{name: getattr(planned, name) for name in records}}
+    return to_json(with_schema(whole, "device-plan"))
 
 
 def device_plan_csv(planneds: Sequence[Planned]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from flopwise.base.files import to_json
+from flopwise.base.files import to_json, with_schema
 from flopwise.base.units import show_bytes, show_seconds, show_share, significant
 from flopwise.records.cluster_plan import Answer, Loser, Option, WhatIf
 from flopwise.records.prediction import Prediction
@@ -167,13 +167,12 @@ def _change_record(change: WhatIf) -> dict[str, object]:
 
 def plan_json(prediction: Prediction, answer: Answer) -> str:
     """The whole answer."""
-    return to_json(
-        {
-            "prediction": prediction,
-            "strategies": [_record(row) for row in _rows(answer)],
-            "what_if": [_change_record(change) for change in answer.what_if],
-            "evaluated": answer.evaluated,
-            "fitting": answer.fitting,
-            "timed": answer.timed,
-        }
-    )
+    whole = {
+        "prediction": prediction,
+        "strategies": [_record(row) for row in _rows(answer)],
+        "what_if": [_change_record(change) for change in answer.what_if],
+        "evaluated": answer.evaluated,
+        "fitting": answer.fitting,
+        "timed": answer.timed,
+    }
+    return to_json(with_schema(whole, "cluster-plan"))

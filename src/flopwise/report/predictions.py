@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flopwise.base.files import to_json
+from flopwise.base.files import to_json, with_schema
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share, significant
 from flopwise.records.prediction import DeviceBytes, Interval, Prediction
 from flopwise.report.clusters import PART_WORDS, stage_table, time_table
@@ -273,5 +273,5 @@ def predictions_csv(predictions: Sequence[Prediction]) -> str:
 
 
 def predictions_json(predictions: Sequence[Prediction]) -> str:
-    """One object, or a list of them when several were asked for."""
-    return to_json(predictions[0] if len(predictions) == 1 else list(predictions))
+    """One object, or one with `rows` when several were asked for."""
+    return to_json(with_schema(predictions[0] if len(predictions) == 1 else list(predictions), "prediction"))

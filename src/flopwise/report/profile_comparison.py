@@ -10,6 +10,7 @@ from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from flopwise.base.files import with_schema
 from flopwise.base.units import significant
 from flopwise.profile.explain.comparing import FigureRow, HostWait, LineFit, ProfileComparison, WallFit
 from flopwise.report.profile_files import markdown_words
@@ -239,4 +240,4 @@ def comparison_csv(comparison: ProfileComparison) -> str:
 def comparison_json(comparison: ProfileComparison) -> str:
     """The whole record, with what follows from it in words."""
     record = msgspec.to_builtins(comparison)
-    return to_text(record | {"sentences": sentences(comparison)})
+    return to_text(with_schema(record | {"sentences": sentences(comparison)}, "profile-comparison"))

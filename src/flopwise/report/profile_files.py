@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from flopwise.base.files import with_schema
 from flopwise.profile.explain.comparing import column_names, shares_of, train_unit
 from flopwise.records.profile import METRICS, Profile, Spent, Verdict
 from flopwise.report.profile_timeline import SUM_COLUMNS, TASK_COLUMNS, durations, furthest, sum_rows, task_rows
@@ -205,7 +206,7 @@ def _rest_of_csv(profile: Profile, verdicts: Sequence[Verdict]) -> Iterator[CsvR
 
 
 def profiles_json(judged: Sequence[Judged]) -> str:
-    """The whole records, each with its `verdicts`: an object of one profile, a list of several.
+    """The whole records, each with its `verdicts`: an object of one profile, `rows` of several.
 
     `core.store.from_text` decodes an object as a `Profile`, which leaves the verdicts aside.
     """
@@ -213,4 +214,4 @@ def profiles_json(judged: Sequence[Judged]) -> str:
         msgspec.to_builtins(profile) | {"verdicts": msgspec.to_builtins(tuple(verdicts))}
         for profile, verdicts in judged
     ]
-    return to_text(records[0] if len(records) == 1 else records)
+    return to_text(with_schema(records[0] if len(records) == 1 else records, "profile"))

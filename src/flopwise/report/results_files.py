@@ -18,7 +18,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 from flopwise.base.errors import FlopwiseError, nearest, shown
-from flopwise.base.files import entry_kind
+from flopwise.base.files import entry_kind, with_schema
 from flopwise.report.tables import csv_word
 from flopwise.store.results import FIELDS, Result, Source
 from flopwise.store.runs import NOT_FINITE, to_text
@@ -170,8 +170,8 @@ def _result(values: dict[str, Any], where: str) -> Result:
 
 
 def results_json(rows: Sequence[Result], columns: Sequence[str] = FIELDS) -> str:
-    """A list of objects with a key for each field; NaN and infinity are words, as in a run's record."""
-    return to_text([{name: getattr(row, name) for name in columns} for row in rows]) + "\n"
+    """`rows` with a key for each field; NaN and infinity are words, as in a run's record."""
+    return to_text(with_schema([{name: getattr(row, name) for name in columns} for row in rows], "result")) + "\n"
 
 
 def read_results_json(source: str | Path) -> list[Result]:
@@ -181,9 +181,10 @@ def read_results_json(source: str | Path) -> list[Result]:
         found = msgspec.json.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FlopwiseError(f"{where} is not valid JSON", why=str(error), hint="write the file anew") from None
+    found = found.get("rows") if isinstance(found, dict) else found
     if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
         raise FlopwiseError(
-            f"{where} does not hold results", why="a list of objects is expected", hint="`flopwise report -o json`"
+            f"{where} does not hold results", why="`rows` with objects are expected", hint="`flopwise report -o json`"
         )
     return [_json_row(item, f"{where}: row {number}") for number, item in enumerate(found, 1)]
 

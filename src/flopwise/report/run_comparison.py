@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from flopwise.base.files import with_schema
 from flopwise.base.units import significant
 from flopwise.report.tables import csv_text, fitting_columns, markdown_table, markdown_text, text_table
 from flopwise.report.training import UNKNOWN, as_text, printable, rate_words, wrapped
@@ -429,16 +430,14 @@ def comparison_csv(comparison: Comparison) -> str:
 
 def comparison_json(comparison: Comparison) -> str:
     """With what the sides were made with, and whether any cell is worse."""
-    text = to_text(
-        {
-            "before": comparison.names[0],
-            "after": comparison.names[1],
-            "threshold": comparison.threshold,
-            "worse": comparison.is_worse,
-            "counts": {verdict: comparison.counts[verdict] for verdict in VERDICTS},
-            "cells": records(comparison),
-            "differences": {name: list(sides) for name, sides in comparison.differences.items()},
-            "notes": list(comparison.notes),
-        }
-    )
-    return f"{text}\n"
+    whole = {
+        "before": comparison.names[0],
+        "after": comparison.names[1],
+        "threshold": comparison.threshold,
+        "worse": comparison.is_worse,
+        "counts": {verdict: comparison.counts[verdict] for verdict in VERDICTS},
+        "cells": records(comparison),
+        "differences": {name: list(sides) for name, sides in comparison.differences.items()},
+        "notes": list(comparison.notes),
+    }
+    return f"{to_text(with_schema(whole, 'run-comparison'))}\n"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, Literal
 
-from flopwise.base.units import AUTO, show_count, show_share
+from flopwise.base.shown import Shown
+from flopwise.base.units import AUTO, show_count, show_share, significant
 from flopwise.records.measurement import Measurement, RunRecord
 from flopwise.records.plan import LETTERS
 from flopwise.records.profile import Profile
@@ -17,8 +19,8 @@ from flopwise.work.parameters import Place
 Source = Literal["measured", "predicted", "imported"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Result(Shown):
     """A row of `results.csv`. Unknown is None. Rates are those of all devices together unless a name says otherwise."""
 
     cell: str | None
@@ -98,6 +100,17 @@ class Result:
     driver: str | None = None
     card: str | None = None
     """The GPU, or the processor, as it calls itself."""
+
+    @property
+    def figures(self) -> dict[str, str]:
+        told = {
+            "result": f"{self.run or self.cell or '-'}, {self.state}" + (f": {self.reason}" if self.reason else ""),
+            "model": f"{self.model} on {self.devices or 1:,} × {self.hardware}",
+            "tokens/s": None if self.tokens_per_s is None else significant(self.tokens_per_s),
+            "MFU": None if self.mfu is None else show_share(self.mfu),
+            "bound by": self.bound,
+        }
+        return {name: words for name, words in told.items() if words is not None}
 
 
 FIELDS = tuple(field.name for field in fields(Result))
@@ -320,6 +333,19 @@ ERROR = "error"
 
 
 POSITIVE = ("devices", "sequence_tokens", "batch_sequences", "step_s", "tokens_per_s", "mfu", "hfu", "peak_flops")
+
+
+def fastest(rows: Sequence[Result]) -> list[Result]:
+    """Of each model, hardware, devices, sequence and precision the ok row with the most tokens/s."""
+    found: dict[tuple[object, ...], Result] = {}
+    for row in rows:
+        if row.state != "ok" or row.tokens_per_s is None:
+            continue
+        key = (row.model, row.hardware, row.devices, row.sequence_tokens, row.precision)
+        other = found.get(key)
+        if other is None or row.tokens_per_s > (other.tokens_per_s or 0.0):
+            found[key] = row
+    return list(found.values())
 
 
 def checked(row: Result) -> Result:

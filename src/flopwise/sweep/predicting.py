@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.base.files import decode
 from flopwise.base.units import AUTO, show_bytes
 from flopwise.catalog.load import THIS_CPU, THIS_MACHINE
@@ -31,7 +31,7 @@ from flopwise.store.sweeps import looks
 from flopwise.sweep.auto_batch import LOOKING_ATTEMPTS, LOOKING_STEPS, largest, most_sequences
 from flopwise.sweep.grid import label
 from flopwise.sweep.many import Outcome, Predictor
-from flopwise.train.planning import Promise, TooLargeError, cap_setup, find_plan
+from flopwise.train.planning import Promise, cap_setup, find_plan
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats
 from flopwise.work.model import ARCHITECTURES, Model
@@ -44,8 +44,6 @@ with 16 cores (`benchmarks/results/mpt_h200`): 18 s, and for each parameter what
 START_S_PER_PARAMETER = 9e-9
 """First weights, drawn on the host, and the profile."""
 NOT_KNOWN = "whether it fits is not known: nothing tells how much memory each device takes"
-DOES_NOT_FIT = 1
-"""Exit code of the errors that say that no plan fits; others are mistakes."""
 
 Found = TypeVar("Found")
 Tell = Callable[[str, int, int], None]
@@ -158,20 +156,20 @@ def _planned(settings: Settings, model: Model, hardware: Hardware) -> Foreseen:
     setup = _setup(settings, model, hardware)
     if setup.batch_sequences is not None:
         return _foreseen(setup, _try(setup))
-    tries: dict[int, Promise | FlopwiseError] = {}
+    tries: dict[int, Promise | DoesNotFit] = {}
 
     def sized(count: int) -> Setup:
         return replace(setup, batch_sequences=count * settings.devices, micro_batch_sequences=count)
 
     def fits(count: int) -> bool:
         tries[count] = _try(sized(count))
-        return not isinstance(tries[count], FlopwiseError)
+        return not isinstance(tries[count], DoesNotFit)
 
     # Plans recompute and stream, so that the largest that is of use mostly fits; else nobody knows where it lies.
     most = most_sequences(settings.sequence_tokens)
     count = max(1, largest(fits, most, most, stride=max(1, most // 4)))
     foreseen = _foreseen(sized(count), tries[count])
-    if isinstance(tries[count], FlopwiseError):
+    if isinstance(tries[count], DoesNotFit):
         return replace(foreseen, batch_sequences=None, micro_batch_sequences=None)
     return foreseen
 
@@ -193,18 +191,16 @@ def _setup(settings: Settings, model: Model, hardware: Hardware) -> Setup:
     )
 
 
-def _try(setup: Setup) -> Promise | FlopwiseError:
+def _try(setup: Setup) -> Promise | DoesNotFit:
     """The plan, or why there is none."""
     try:
         return find_plan(setup)
-    except FlopwiseError as error:
-        if error.exit_code != DOES_NOT_FIT:
-            raise
+    except DoesNotFit as error:
         return error
 
 
-def _foreseen(setup: Setup, found: Promise | FlopwiseError) -> Foreseen:
-    if isinstance(found, FlopwiseError):
+def _foreseen(setup: Setup, found: Promise | DoesNotFit) -> Foreseen:
+    if isinstance(found, DoesNotFit):
         return Foreseen(
             fits=False,
             method="plan",
@@ -254,10 +250,10 @@ def _bound(setup: Setup, promise: Promise) -> str | None:
     return Predictor(hardware).outcomes([plan.setup(setup.model, hardware)])[0].bound
 
 
-def _needed(setup: Setup, error: FlopwiseError) -> int | None:
+def _needed(setup: Setup, error: DoesNotFit) -> int | None:
     """The least device memory with which there would be a plan."""
-    if isinstance(error, TooLargeError):
-        return error.promise.device_bytes
+    if setup.parallel.devices > 1:
+        return error.needed_bytes
     least = least_device(cap_setup(setup))
     return least.bytes if least else None
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.base.units import show_bytes
 from flopwise.plan.device.explain import planned
 from flopwise.plan.device.forecast import forecast
@@ -70,14 +69,10 @@ def _one(setup: Setup) -> Promise:
         wanted = replace(wanted, batch_sequences=setup.micro_batch_sequences)
     if hardware.link is None and wanted.formats.matrix not in hardware.device.peak_flops:
         # A CPU computes in formats whose speed nobody measured. The plan is that of fp32, which takes no less memory.
-        other = planned(replace(wanted, formats=POLICIES["fp32"]), helps=False)
+        other = planned(replace(wanted, formats=POLICIES["fp32"]), helps=False, elsewhere=False)
         return _unknown(replace(other.plan, precision=wanted.formats.name), batch)
-    try:
-        found = planned(wanted, helps=False)
-    except FlopwiseError as error:
-        # This machine is the device: another one is no way out.
-        error.hint = re.sub(r",? or another device, as --on \S+", "", error.hint) if error.hint else None
-        raise
+    # This machine is the device: another one is no way out.
+    found = planned(wanted, helps=False, elsewhere=False)
     return _promise(found.plan, found.forecast, batch)
 
 
@@ -157,26 +152,22 @@ def _several(setup: Setup) -> Promise:
     return check_fits(_cluster_promise(plan, asked), setup.model, setup.hardware)
 
 
-class TooLargeError(FlopwiseError):
+def _too_large(setup: SettledSetup, needed: int) -> DoesNotFit:
     """A set-up over several devices takes more than each of them has."""
-
-    exit_code = 1
-
-    def __init__(self, promise: Promise, setup: SettledSetup) -> None:
-        needed, capacity, parallel = promise.device_bytes or 0, capacity_of_each(setup), setup.parallel
-        hints = []
-        if capacity < needed <= capacity_of_each(replace(setup, device_cap_bytes=None)):
-            hints.append(f"--device-mem {-(-needed // 2**20)}MiB")
-        if setup.micro_batch_sequences > 1:
-            hints.append("a smaller --micro")
-        super().__init__(
-            f"no plan fits {setup.model.name} on {parallel.devices:,} × {setup.hardware.name} in"
-            f" {show_bytes(capacity)} of device memory each",
-            why=f"{show_bytes(needed)} are needed, and there are {show_bytes(capacity)}: {parallel.label},"
-            f" recompute {setup.recompute}, micro-batch {setup.micro_batch_sequences:,}",
-            hint=", ".join([*hints, "a shorter --seq, or --gpus 1, which streams through the host's memory"]),
-        )
-        self.promise = promise
+    capacity, parallel = capacity_of_each(setup), setup.parallel
+    hints = []
+    if capacity < needed <= capacity_of_each(replace(setup, device_cap_bytes=None)):
+        hints.append(f"--device-mem {-(-needed // 2**20)}MiB")
+    if setup.micro_batch_sequences > 1:
+        hints.append("a smaller --micro")
+    return DoesNotFit(
+        f"no plan fits {setup.model.name} on {parallel.devices:,} × {setup.hardware.name} in"
+        f" {show_bytes(capacity)} of device memory each",
+        why=f"{show_bytes(needed)} are needed, and there are {show_bytes(capacity)}: {parallel.label},"
+        f" recompute {setup.recompute}, micro-batch {setup.micro_batch_sequences:,}",
+        hint=", ".join([*hints, "a shorter --seq, or --gpus 1, which streams through the host's memory"]),
+        needed_bytes=needed,
+    )
 
 
 def check_fits(promise: Promise, model: Model, hardware: Hardware) -> Promise:
@@ -186,7 +177,7 @@ def check_fits(promise: Promise, model: Model, hardware: Hardware) -> Promise:
     if promise.device_bytes is None:
         promise = replace(promise, device_bytes=_bytes_of_each(setup))
     if promise.device_bytes is not None and promise.device_bytes > capacity_of_each(setup):
-        raise TooLargeError(promise, setup)
+        raise _too_large(setup, promise.device_bytes)
     return promise
 
 

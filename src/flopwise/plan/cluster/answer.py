@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.plan.cluster.search import Found, fastest
 from flopwise.predict.choose import capacity_bytes, default_batch
 from flopwise.records.cluster_plan import Answer, Loser, WhatIf
@@ -57,11 +57,11 @@ def answer(setup: Setup, devices: int, *, offload: bool = False, tell: Steps | N
     )
 
 
-def nothing_fits(setup: Setup, devices: int, found: Found, *, offload: bool) -> FlopwiseError:
+def nothing_fits(setup: Setup, devices: int, found: Found, *, offload: bool) -> DoesNotFit:
     """What to say when no strategy fits: the least that is needed, and what would help."""
     least = found.smallest
     gib = 2**30
-    error = FlopwiseError(
+    return DoesNotFit(
         f"no strategy fits {setup.model.name} on {devices:,} × {setup.hardware.name}",
         why=(
             f"of {found.evaluated:,} the smallest needs {least.device_bytes / gib:,.1f} GiB on a device that has "
@@ -69,9 +69,8 @@ def nothing_fits(setup: Setup, devices: int, found: Found, *, offload: bool) -> 
             f"{least.setup.recompute}, micro-batch {least.setup.micro_batch_sequences}"
         ),
         hint="more --gpus" + ("" if offload else ", `--offload`") + ", or a shorter --seq",
+        needed_bytes=int(least.device_bytes),
     )
-    error.exit_code = 1
-    return error
 
 
 def shape(parallel: Parallel) -> tuple[int, int, int, int]:

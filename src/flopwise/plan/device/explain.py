@@ -23,11 +23,13 @@ MORE_DEVICE_BYTES = 8 * 2**30
 MORE_HOST_BYTES = 32 * 2**30
 
 
-def planned(setup: CappedSetup, *, convention: Convention = "causal", helps: bool = True) -> Planned:
-    """The fastest plan with its forecast and reasons, or an error that says what would fit."""
+def planned(
+    setup: CappedSetup, *, convention: Convention = "causal", helps: bool = True, elsewhere: bool = True
+) -> Planned:
+    """The fastest plan with its forecast and reasons, or an error that says what would fit; `elsewhere` too."""
     found = fastest_plan(setup)
     if found is None:
-        raise does_not_fit(setup)
+        raise does_not_fit(setup, elsewhere=elsewhere)
     return Planned(
         model=setup.model.name,
         plan=found.plan,

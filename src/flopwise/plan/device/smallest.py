@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import DoesNotFit
 from flopwise.base.units import exact_tokens, show_bytes
 from flopwise.plan.device.estimate import Choice, Floats, Shape
 from flopwise.plan.device.memory import plan_bytes
@@ -74,8 +74,8 @@ def _needed(shape: Shape, choices: Choice, setup: CappedSetup, place: Place) -> 
     return np.where(room >= 0, held + np.maximum(0.0, least - np.maximum(room, 0.0)), np.inf)
 
 
-def does_not_fit(setup: CappedSetup) -> FlopwiseError:
-    """Why nothing fits, and the smallest change that would help."""
+def does_not_fit(setup: CappedSetup, *, elsewhere: bool = True) -> DoesNotFit:
+    """Why nothing fits, and the smallest change that would help; `elsewhere`: another device may be one."""
     model = setup.model.name
     device, host = least_device(setup), least_host(setup)
     what = (
@@ -90,13 +90,15 @@ def does_not_fit(setup: CappedSetup) -> FlopwiseError:
     shorter = _fitting_sequence(setup)
     if shorter:
         hints.append(f"--seq {exact_tokens(shorter)}")
-    if setup.hardware.device.kind == "cpu":
+    if elsewhere and setup.hardware.device.kind == "cpu":
         hints.append("another device, as --on h200 (`flopwise ls hardware`)")
-    error = FlopwiseError(
-        what, why=_why(device, host), hint=", or ".join(hints) or "more memory of both kinds, or a smaller model"
+    return DoesNotFit(
+        what,
+        why=_why(device, host),
+        hint=", or ".join(hints) or "more memory of both kinds, or a smaller model",
+        needed_bytes=device.bytes if device else host.bytes if host else None,
+        place="device" if device or not host else "host",
     )
-    error.exit_code = 1
-    return error
 
 
 def _fitting_sequence(setup: CappedSetup) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from flopwise.base.errors import FlopwiseError
-from flopwise.base.units import parse_bytes, show_bytes
+from flopwise.base.errors import DoesNotFit, FlopwiseError
+from flopwise.base.units import show_bytes
 from flopwise.plan.device.explain import notes
 from flopwise.plan.device.forecast import forecast
 from flopwise.records.plan import Planned
 from flopwise.references.dataflow.rule import RuleChoice, configure, to_plan, variant_of
+from flopwise.references.dataflow.sizes import GIB
 from flopwise.setup.setup import CappedSetup
 from flopwise.work.op import Convention
 from flopwise.work.transformer import Transformer
@@ -55,10 +56,9 @@ def _configured(setup: CappedSetup, model: Transformer, variant: str) -> RuleCho
             host_bytes=setup.host_cap_bytes,
             variant=variant_of(variant),
         )
-    except FlopwiseError as error:
-        there = setup.hardware.device.dram.size_bytes.value
-        wanted = error.hint.removeprefix("--device-mem ") if error.hint else ""
-        if error.hint and wanted != error.hint and parse_bytes(wanted) > there:
+    except DoesNotFit as error:
+        hinted = -(-(error.needed_bytes or 0) // GIB) * GIB
+        if error.place == "device" and hinted > setup.hardware.device.dram.size_bytes.value:
             # More than the device has is no hint.
             error.hint = "a shorter --seq, or --rule flopwise"
         raise

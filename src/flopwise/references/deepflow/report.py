@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flopwise.base.files import to_json
+from flopwise.base.files import to_json, with_schema
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share, significant
 from flopwise.references.deepflow import DeepflowParallel, DeepflowResult, DeepflowTimes
 from flopwise.references.deepflow.machine import USABLE
@@ -304,5 +304,5 @@ def deepflow_csv(records: Sequence[DeepflowRecord]) -> str:
 
 
 def deepflow_json(records: Sequence[DeepflowRecord]) -> str:
-    """One object, or a list of them when several were asked for."""
-    return to_json(records[0] if len(records) == 1 else list(records))
+    """One object, or one with `rows` when several were asked for."""
+    return to_json(with_schema(records[0] if len(records) == 1 else list(records), "deepflow-prediction"))

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flopwise.base.files import to_json
+from flopwise.base.files import to_json, with_schema
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share, significant
 from flopwise.references.design.device import DesignedDevice
 from flopwise.references.design.search import Search
@@ -227,4 +227,4 @@ def _answer(record: DesignRecord) -> Table:
 
 def design_json(record: DesignRecord) -> str:
     """Every figure as one object."""
-    return to_json(record)
+    return to_json(with_schema(record, "design"))

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flopwise.base.files import to_json
+from flopwise.base.files import to_json, with_schema
 from flopwise.base.units import show_seconds, show_share
 from flopwise.references.validate.validation import ValidatedRow, Validation, errors_by_size
 from flopwise.report.tables import GAP, csv_text, markdown_table, text_table
@@ -168,4 +168,4 @@ def validation_json(validation: Validation) -> str:
     }
     if validation.oom_accuracy is not None:
         record["oom_accuracy"] = validation.oom_accuracy
-    return to_json({**record, "protocol": validation.protocol, "rows": validation.rows})
+    return to_json(with_schema({**record, "protocol": validation.protocol, "rows": validation.rows}, "validation"))

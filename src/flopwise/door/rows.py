@@ -1,0 +1,48 @@
+"""Rows of results as a caller holds them: a list that prints as a table, and is written as the files are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from html import escape
+
+from flopwise.store.results import Result
+
+SHOWN = ("run", "state", "model", "hardware", "devices", "sequence_tokens", "batch_sequences", "tokens_per_s", "mfu")
+"""Columns of the short table; the files have all."""
+
+
+class Results(list[Result]):
+    """Rows of runs and sweeps, and what of the store could not be read."""
+
+    def __init__(self, rows: Iterable[Result] = (), *, problems: tuple[str, ...] = ()) -> None:
+        super().__init__(rows)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return self.to_markdown()
+
+    def __repr__(self) -> str:
+        return f"<Results: {len(self):,} {'row' if len(self) == 1 else 'rows'}>"
+
+    def to_markdown(self) -> str:
+        """The main columns as a markdown table."""
+        from flopwise.report.results import results_markdown
+
+        return results_markdown(list(self))
+
+    def to_csv(self) -> str:
+        """Every column, at full precision, as `flopwise report -o csv` writes them."""
+        from flopwise.report.results_files import results_csv
+
+        return results_csv(list(self))
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in SHOWN)
+        rows = "".join(f"<tr>{''.join(_cell(asdict(row)[name]) for name in SHOWN)}</tr>" for row in self)
+        return f"<table><tr>{head}</tr>{rows}</table>"
+
+
+def _cell(value: object) -> str:
+    words = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"<td>{escape(words)}</td>"
