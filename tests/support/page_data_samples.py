@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from flopwise.records.measurement import Measurement, MemoryRow, RunRecord, StepRecord
-from flopwise.records.profile import Evidence, KernelClass, Peaks, Profile, Spent, TaskTime, Verdict, known
+from flopwise.records.profile import Clue, KernelClass, Peaks, Profile, Spent, TaskTime, Verdict, known
 from flopwise.report.page.data import PageData, RunDetail, run_detail
 from flopwise.setup.training import Training
 from flopwise.store.results import Result, result_of_run
@@ -121,11 +121,11 @@ def profile(name: str = "run 0001") -> Profile:
 VERDICTS = (
     Verdict(
         kind="compute_bound", share=0.27, advice="a faster format for products, such as fp8",
-        evidence=(Evidence(what="the matrix unit's active time", value=0.727, unit="share", bound=0.7, relation=">"),),
+        evidence=(Clue(what="the matrix unit's active time", value=0.727, unit="share", bound=0.7, relation=">"),),
     ),
     Verdict(
         kind="data_movement_bound", share=0.04, advice="more device memory, so that fewer blocks pass",
-        evidence=(Evidence(what="copies with no computation beside them", value=0.023, unit="share"),),
+        evidence=(Clue(what="copies with no computation beside them", value=0.023, unit="share"),),
     ),
 )  # fmt: skip
 
