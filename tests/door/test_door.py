@@ -141,6 +141,9 @@ def test_profiles_and_results_are_read(tmp_path: Path) -> None:
     assert [row.run for row in rows] == [record.id]
     assert rows.to_csv().count("\r\n") == 2
     assert "<td>ok</td>" in rows._repr_html_()
+    assert str(rows).count("\n") == 3
+    with pytest.raises(fw.FlopwiseError, match="there is no store"):
+        fw.results(tmp_path / "nowhere")
     assert fw.results(tmp_path, what=["last"], best=True, price=2.0)[0].tokens_per_dollar is not None
     profile = fw.read_profile(tmp_path / record.id)
     assert profile.format == "flopwise"
