@@ -92,7 +92,8 @@ def test_what_does_not_fit_is_raised_with_its_bytes() -> None:
     [
         ({"seq": "8q"}, "seq: cannot read '8q'", "8k"),
         ({"batch": 4, "micro": 8}, "micro-batch of 8", "micro=4 or less"),
-        ({"device_mem": 80}, "device_mem: 80 bytes are no device's memory", 'device_mem="40GiB"'),
+        ({"device_mem": 80}, "device_mem: 80 bytes are no device's memory", 'device_mem="80GiB"'),
+        ({"device_mem": "1KiB"}, "device_mem: 1,024 bytes are no device's memory", 'device_mem="40GiB"'),
         ({"batch": 4, "batch_tokens": "8k"}, "both a batch", "keep batch or batch_tokens"),
         ({"devices": 0}, "devices: '0' is no number of devices", "devices=8"),
     ],
