@@ -92,7 +92,8 @@ def test_what_does_not_fit_is_raised_with_its_bytes() -> None:
     [
         ({"seq": "8q"}, "seq: cannot read '8q'", "8k"),
         ({"batch": 4, "micro": 8}, "micro-batch of 8", "micro=4 or less"),
-        ({"device_mem": 80}, "device_mem: 80 bytes are no device's memory", 'device_mem="40GiB"'),
+        ({"device_mem": 80}, "device_mem: 80 bytes are no device's memory", 'device_mem="80GiB"'),
+        ({"device_mem": "1KiB"}, "device_mem: 1,024 bytes are no device's memory", 'device_mem="40GiB"'),
         ({"batch": 4, "batch_tokens": "8k"}, "both a batch", "keep batch or batch_tokens"),
         ({"devices": 0}, "devices: '0' is no number of devices", "devices=8"),
     ],
@@ -141,6 +142,9 @@ def test_profiles_and_results_are_read(tmp_path: Path) -> None:
     assert [row.run for row in rows] == [record.id]
     assert rows.to_csv().count("\r\n") == 2
     assert "<td>ok</td>" in rows._repr_html_()
+    assert str(rows).count("\n") == 3
+    with pytest.raises(fw.FlopwiseError, match="there is no store"):
+        fw.results(tmp_path / "nowhere")
     assert fw.results(tmp_path, what=["last"], best=True, price=2.0)[0].tokens_per_dollar is not None
     profile = fw.read_profile(tmp_path / record.id)
     assert profile.format == "flopwise"

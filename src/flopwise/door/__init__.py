@@ -421,7 +421,10 @@ def results(
     from flopwise.store.results import checked, fastest, priced
     from flopwise.store.runs import store_folder
 
-    found = collect(store_folder(_text(store)), what)
+    folder = store_folder(_text(store))
+    if not folder.is_dir():
+        raise FlopwiseError(f"there is no store {folder}", hint="the folder of runs, as `flopwise train` made it")
+    found = collect(folder, what)
     rows = [checked(row) for row in found.rows]
     if price is not None:
         rows = [priced(row, price) for row in rows]

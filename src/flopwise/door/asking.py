@@ -64,10 +64,11 @@ def memory(value: Quantity | None, place: Literal["device", "host"]) -> int | No
     size = read(value, f"{place}-mem", parse_bytes)
     if size is None or size >= LEAST_MEMORY_BYTES or (place == "host" and not size):
         return size
+    forgotten = size and str(value).strip().isdecimal()
     raise FlopwiseError(
         f"--{place}-mem: {size:,} bytes are no {place}'s memory",
-        why=f"a number without a unit counts bytes, and at least {LEAST_MEMORY_BYTES:,} are",
-        hint=f"--{place}-mem 40GiB",
+        why="a number without a unit counts bytes" if forgotten else f"at least {LEAST_MEMORY_BYTES:,} are",
+        hint=f"--{place}-mem {size if forgotten else 40}GiB",
     )
 
 

@@ -1,14 +1,16 @@
 """Errors in Python's words: where the command line says `--micro 4`, a caller of a function reads `micro=4`.
 
 What stands in the messages is the command line's own form, an option and its value. An option is known by the signature
-of the function that was called, so nothing but the function's own keywords is reworded; commands of a shell, which
-stand between backticks, stay as they are. `tests/door/test_python_words.py` looks at every message there is.
+of the function that was called, so nothing but the function's own keywords is reworded. Commands stand between
+backticks: those that the door has a function for become calls of it, others stay as they are.
+`tests/door/test_python_words.py` looks at every message there is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from inspect import Parameter, signature
 from typing import ParamSpec, TypeVar
 
@@ -21,6 +23,9 @@ KEYWORDS = {"gpus": "devices", "set": "changes"}
 """Options that have another name in Python."""
 CONNECTIVES = ("or", "and", "with", "without", "beside", "is", "says", "goes", "out", "the", "fixes")
 """What follows an option without being its value."""
+CALLED = ("predict", "plan", "train")
+"""Commands that are functions too."""
+LONG = {"-w": "--write"}
 BEFORE, AFTER = "(", ",;:.)"
 
 
@@ -62,7 +67,29 @@ def reworded(text: str, options: dict[str, str]) -> str:
     for place, part in enumerate(parts):
         if place % 2 == 0 or part.startswith("--"):
             parts[place] = _reworded(part, options)
+        elif part.startswith("flopwise "):
+            parts[place] = _call(part)
     return "`".join(parts)
+
+
+def _call(command: str) -> str:
+    """`flopwise predict gpt2 --on h200` as `fw.predict("gpt2", on="h200")`; what the door cannot do stays."""
+    _, name, *words = command.split(" ")
+    if name not in CALLED:
+        return command
+    options = options_of(getattr(import_module("flopwise.door"), name))
+    told = []
+    while words:
+        word = LONG.get(words[0], words[0])
+        keyword = options.get(word)
+        if word.startswith("-") and (keyword is None or ("=" not in keyword and len(words) < 2)):
+            return command
+        del words[0]
+        if keyword is None:
+            told.append(_literal(word))
+        else:
+            told.append(keyword if "=" in keyword else f"{keyword}={_literal(words.pop(0))}")
+    return f"fw.{name}({', '.join(told)})"
 
 
 def _reworded(text: str, options: dict[str, str]) -> str:
@@ -100,5 +127,5 @@ def _literal(value: str) -> str:
     try:
         float(value)
     except ValueError:
-        return value if value.isupper() and value.isalpha() else f'"{value}"'
+        return value if value == "…" or (value.isupper() and value.isalpha()) else f'"{value}"'
     return value

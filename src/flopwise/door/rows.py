@@ -20,13 +20,15 @@ class Results(list[Result]):
         self.problems = problems
 
     def __str__(self) -> str:
-        return self.to_markdown()
+        from flopwise.report.results import results_markdown
+
+        return results_markdown(list(self), SHOWN)
 
     def __repr__(self) -> str:
         return f"<Results: {len(self):,} {'row' if len(self) == 1 else 'rows'}>"
 
     def to_markdown(self) -> str:
-        """The main columns as a markdown table."""
+        """A table for each hardware and number format with all that people read, as `flopwise report -o md` prints."""
         from flopwise.report.results import results_markdown
 
         return results_markdown(list(self))

@@ -323,8 +323,8 @@ class Planned(Shown):
             "device memory": f"{show_bytes(found.device_total)} of {show_bytes(plan.device_memory_bytes)}",
             "host memory": f"{show_bytes(found.host_total)} of {show_bytes(plan.host_memory_bytes)}",
             "bound by": found.bound,
-            "set-up": f"sequence {plan.sequence_tokens:,}, {plan.rounds_per_step:,} rounds of {plan.chunks_per_round:,}"
-            f" chunks of {plan.chunk_tokens:,} tokens, {plan.precision}",
+            "set-up": f"sequence {plan.sequence_tokens:,}, {plan.rounds_per_step:,} rounds of"
+            f" {plan.chunks_per_round:,} × {plan.chunk_tokens:,} tokens, {plan.precision}",
         }
 
 
