@@ -7,7 +7,12 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 INSTALL := $(PIP) install --require-hashes --no-deps -r
 EDITABLE := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: demo test check format bench fuzz lock clean help
+# Quick files, at least one of each room that has any.
+TINY := $(addprefix tests/,base/test_units.py work/test_bytes.py setup/test_parallel.py setup/test_schedules.py \
+	store/test_statistics.py predict/test_step.py plan/test_levels.py profile/test_verdicts.py profile/test_intervals.py \
+	engine/test_arena.py report/test_cap_grids.py train/test_commit.py sweep/test_sweep_grid.py cli/test_cli_runs.py)
+
+.PHONY: demo test check tiny format bench fuzz lock clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -35,10 +40,20 @@ $(VENV)/.dev: $(VENV)/.train locks/dev.txt
 	$(PIP) check
 	touch $@
 
+# What tests skip without, once, where this may be installed; where it cannot be, the tests say at their end what is missing.
+SYSTEM := chromium slurm-wlm munge
+$(VENV)/.system: $(VENV)/.created
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing $(SYSTEM)"; \
+		export DEBIAN_FRONTEND=noninteractive; \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SYSTEM) >$(VENV)/system.log 2>&1 \
+			&& touch $@ || echo "apt-get could not install $(SYSTEM) ($(VENV)/system.log): going on without"; \
+	fi
+
 demo: $(VENV)/.train  ## predictions, plans, a small model trained and profiled here, a sweep, its table and its page
 	$(BIN)/python -m benchmarks.demo
 
-test: $(VENV)/.dev  ## every test, on two processes
+test: $(VENV)/.dev $(VENV)/.system  ## every test, on two processes; as root on Debian installs Chromium and Slurm for them
 	$(BIN)/python -m pytest -n 2
 
 check: $(VENV)/.dev  ## format, lint, types, import rules, quick tests: passes on every commit
@@ -47,6 +62,9 @@ check: $(VENV)/.dev  ## format, lint, types, import rules, quick tests: passes o
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n 2 -m "not slow" -q
+
+tiny: $(VENV)/.dev  ## a few quick tests of every package, in under 20 s
+	$(BIN)/python -m pytest -n 2 -m "not slow" -q $(TINY)
 
 format: $(VENV)/.dev  ## rewrite the sources in the house format
 	$(BIN)/ruff format .

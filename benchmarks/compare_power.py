@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.store.index import run_names
-from flopwise.store.runs import read_record, read_steps
+from flopwise.store.runs import read_record, read_steps, run_names
 from flopwise.store.statistics import Seconds, change, steady_seconds
 
 THRESHOLD = 0.03

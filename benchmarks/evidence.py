@@ -23,7 +23,7 @@ from flopwise.predict.choose import PLAIN
 from flopwise.records.evidence import Evidence, EvidenceBook, Span
 from flopwise.records.prediction import NO_STACK
 from flopwise.references.dataflow.recorded import repeated_steps
-from flopwise.references.published import hardware_of, protocol_of, read_cases
+from flopwise.references.published import protocol_of, read_cases
 from flopwise.references.published.offload import read_offload
 from flopwise.references.validate.case import Case
 from flopwise.references.validate.fitting import measured
@@ -56,12 +56,11 @@ def table_evidence(table: str) -> tuple[Evidence, ...]:
     protocol, cases = protocol_of(table), [case for case in read_cases(table) if case.step_s]
     cases = [case for case in cases if case.fitted] or cases
     fitted = cases if protocol.fitted_table == table else read_cases(protocol.fitted_table)
-    hardware = hardware_of((*cases, *fitted))
-    fit = fit_of(protocol, fitted, load_stack(protocol.stack), hardware)
+    fit = fit_of(protocol, fitted, load_stack(protocol.stack))
     return evidence_of(
         table,
         cases,
-        held_out_predictions(fit, cases, hardware).step_s.tolist(),
+        held_out_predictions(fit, cases).step_s.tolist(),
         measured=protocol.measured,
         how=f"protocol {table}: each model size predicted by constants fitted to the others",
     )
@@ -70,15 +69,14 @@ def table_evidence(table: str) -> tuple[Evidence, ...]:
 def kernels_evidence(table: str) -> tuple[Evidence, ...]:
     """One shipped table predicted as if no framework were in the way."""
     cases = [replace(case, stack=NO_STACK) for case in read_cases(table) if case.fitted and case.step_s]
-    predicted = measured(cases, hardware_of(cases)).seconds(PLAIN).tolist()
+    predicted = measured(cases).seconds(PLAIN).tolist()
     return evidence_of(table, cases, predicted, measured=True, how="predicted without any framework's constants")
 
 
 def torchtitan_evidence() -> tuple[Evidence, ...]:
     """The same for torchtitan's published figures, those on other devices than the fitted ones among them."""
     cases = torchtitan_cases()
-    hardware = hardware_of(cases)
-    predicted = held_out_predictions(torchtitan_fit(), cases, hardware).step_s.tolist()
+    predicted = held_out_predictions(torchtitan_fit(), cases).step_s.tolist()
     how = "each model predicted by a constant fitted to the A100 rows of the others (benchmarks/torchtitan.py)"
     return evidence_of("torchtitan", cases, predicted, measured=True, how=how)
 
@@ -88,9 +86,9 @@ def evidence_of(
 ) -> tuple[Evidence, ...]:
     """Errors and spans of rows with their predictions, by ZeRO stage."""
     pairs = list(zip(cases, predicted_s, strict=True))
-    stages = sorted({case.parallel.zero for case in cases})
+    stages = sorted({case.setup.parallel.zero for case in cases})
     return tuple(
-        _entry(table, [pair for pair in pairs if pair[0].parallel.zero == zero], measured=measured, how=how)
+        _entry(table, [pair for pair in pairs if pair[0].setup.parallel.zero == zero], measured=measured, how=how)
         for zero in stages
     )
 
@@ -102,19 +100,19 @@ def _entry(table: str, pairs: Sequence[tuple[Case, float]], *, measured: bool, h
     return Evidence(
         table=table,
         stack=cases[0].stack,
-        architectures=tuple(sorted({one.device.architecture for one in hardware_of(cases).values()})),
-        zero=cases[0].parallel.zero,
-        features=tuple(sorted({feature for case in cases for feature in case.parallel.features})),
+        architectures=tuple(sorted({case.setup.hardware.device.architecture for case in cases})),
+        zero=cases[0].setup.parallel.zero,
+        features=tuple(sorted({feature for case in cases for feature in case.setup.parallel.features})),
         measured=measured,
         n=len(errors),
         low=low,
         high=high,
-        parameters=_span([describe(case.model, case.workload.sequence_tokens).parameters for case in cases]),
-        sequence_tokens=_span([case.workload.sequence_tokens for case in cases]),
-        devices=_span([case.parallel.devices for case in cases]),
-        tensor=_span([case.parallel.tensor for case in cases]),
-        pipeline=_span([case.parallel.pipeline for case in cases]),
-        micro_tokens=_span([case.workload.micro_batch_sequences * case.workload.sequence_tokens for case in cases]),
+        parameters=_span([describe(case.setup.model, case.setup.sequence_tokens).parameters for case in cases]),
+        sequence_tokens=_span([case.setup.sequence_tokens for case in cases]),
+        devices=_span([case.setup.parallel.devices for case in cases]),
+        tensor=_span([case.setup.parallel.tensor for case in cases]),
+        pipeline=_span([case.setup.parallel.pipeline for case in cases]),
+        micro_tokens=_span([case.setup.micro_batch_sequences * case.setup.sequence_tokens for case in cases]),
         how=how,
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels.attention import Look, attention_backward, attention_forward, choose_kernel
+from flopwise.engine.kernels.attention import AttentionMask, attention_backward, attention_forward, choose_kernel
 from flopwise.work.op import Attention
 
 
@@ -60,10 +60,10 @@ def candidates(op: Attention, sequences: int, dtype: torch.dtype, generator: tor
 
 def of_engine(op: Attention, given: Given) -> Candidate:
     """What training calls."""
-    look = Look(op.heads, op.kv_heads, op.head_dim, op.causal, op.window)
+    mask = AttentionMask(op.heads, op.kv_heads, op.head_dim, op.causal, op.window)
     query, key, value = given.query, given.key, given.value
     kernel = choose_kernel(
-        query.device, query.dtype, look, op.tokens, op.tokens, padded=False, deterministic=False
+        query.device, query.dtype, mask, op.tokens, op.tokens, padded=False, deterministic=False
     )  # fmt: skip
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     out, sums = (
@@ -74,13 +74,13 @@ def of_engine(op: Attention, given: Given) -> Candidate:
 
     def backward() -> None:
         attention_backward(
-            given.gradient, query, key, value, out, sums, look, query_gradient=gradients[0], key_gradient=gradients[1],
+            given.gradient, query, key, value, out, sums, mask, query_gradient=gradients[0], key_gradient=gradients[1],
             value_gradient=gradients[2], accumulate=False, kernel=kernel,
         )  # fmt: skip
 
     return Candidate(
         f"engine {kernel}",
-        lambda: attention_forward(query, key, value, look, out=out, logsumexp=sums, kernel=kernel),
+        lambda: attention_forward(query, key, value, mask, out=out, logsumexp=sums, kernel=kernel),
         backward,
     )
 

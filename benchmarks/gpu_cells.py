@@ -18,7 +18,6 @@ from flopwise.catalog.load import THIS_MACHINE, load_model
 from flopwise.engine.batch import Batch
 from flopwise.engine.formats import TYPES
 from flopwise.engine.streaming.executor import StreamingExecutor
-from flopwise.plan.device.cuts import DeviceQuestion
 from flopwise.plan.device.explain import planned
 from flopwise.plan.program.compile import compile_plan
 from flopwise.profile.measure.sampling import Counters, sampler_for
@@ -26,6 +25,7 @@ from flopwise.profile.measure.this_machine import find_hardware
 from flopwise.records.plan import Plan, Planned
 from flopwise.records.program import Program
 from flopwise.setup.hardware import Hardware
+from flopwise.setup.setup import CappedSetup
 from flopwise.setup.training import Training
 from flopwise.work.formats import parse_formats
 from flopwise.work.transformer import Transformer
@@ -275,12 +275,12 @@ class Ran:
 
 
 def _planned(cell: Cell, model: Transformer, hardware: Hardware) -> Planned:
-    question = DeviceQuestion(
+    question = CappedSetup(
         model=model,
         hardware=hardware,
         sequence_tokens=cell.sequence_tokens,
-        device_bytes=int(cell.device_gib * GIB),
-        host_bytes=int(cell.host_gib * GIB),
+        device_cap_bytes=int(cell.device_gib * GIB),
+        host_cap_bytes=int(cell.host_gib * GIB),
         formats=parse_formats(cell.precision),
         batch_sequences=cell.batch_sequences,
     )

@@ -34,10 +34,10 @@ from flopwise.engine.modules import ReferenceModel, build
 from flopwise.engine.streaming.executor import StreamingExecutor
 from flopwise.engine.streaming.updates import numbers_by_part
 from flopwise.engine.weights.initial import initial_values
-from flopwise.plan.device.cuts import DeviceQuestion
 from flopwise.plan.device.explain import planned
 from flopwise.plan.program.compile import compile_plan
 from flopwise.records.plan import Plan
+from flopwise.setup.setup import CappedSetup
 from flopwise.setup.training import Training
 from flopwise.work.formats import parse_formats
 from flopwise.work.parameters import Parameter, parameters_of
@@ -211,12 +211,12 @@ def _streaming(case: Case, precision: str) -> Train:
 
 
 def _plan(case: Case, precision: str) -> Plan:
-    question = DeviceQuestion(
+    question = CappedSetup(
         model=case.model,
         hardware=load_hardware(case.hardware),
         sequence_tokens=case.sequence_tokens,
-        device_bytes=case.device_bytes,
-        host_bytes=0,
+        device_cap_bytes=case.device_bytes,
+        host_cap_bytes=0,
         formats=parse_formats(precision),
         batch_sequences=case.batch_sequences,
     )

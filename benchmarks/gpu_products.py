@@ -71,7 +71,7 @@ def _plain(op: Gemm, tokens: int, dtype: torch.dtype, generator: torch.Generator
     weight = _drawn((op.columns, op.depth), dtype, generator, 0.02)
     gradient = _drawn((tokens, op.columns), dtype, generator, 1e-3)
     total = torch.zeros_like(weight)
-    result, to_source = torch.empty_like(gradient), torch.empty_like(source)
+    result, dgrad = torch.empty_like(gradient), torch.empty_like(source)
     # Nothing is taken from it: sums are in the format of what is added.
     arena = Arena(torch.empty(0, dtype=torch.uint8, device=source.device))
 
@@ -79,8 +79,8 @@ def _plain(op: Gemm, tokens: int, dtype: torch.dtype, generator: torch.Generator
         return Kernel(
             name,
             partial(products.forward, source, weight, None, out=result),
-            partial(products.to_source, gradient, weight, out=to_source, add=False),
-            partial(products.to_matrix, gradient, source, total=total),
+            partial(products.dgrad, gradient, weight, out=dgrad, add=False),
+            partial(products.wgrad, gradient, source, total=total),
         )
 
     own = kernel(str(dtype).removeprefix("torch."), Products(arena))

@@ -15,13 +15,13 @@ from statistics import median
 
 from rich.console import Console
 
-from flopwise import train
 from flopwise.profile.explain.verdicts import verdicts
 from flopwise.records.profile import Profile
 from flopwise.report.document import to_page
 from flopwise.report.profile_words import why_paragraph
 from flopwise.report.profiles import profiles_document
 from flopwise.store.runs import PROFILE, from_text, read_steps
+from flopwise.train import run as train_run
 from flopwise.train.profiling import WARM_UP_STEPS
 
 GIB = 2**30
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _run(case: Case, store: Path, kept: Path) -> str:
-    record = train.run(
+    record = train_run(
         model=case.model or None,
         steps=case.steps,
         sequence_tokens=case.sequence_tokens,

@@ -24,13 +24,13 @@ import numpy as np
 
 from benchmarks.gpu_card import COPIES, GIB, Card, CudaCard, DryCard, Mark, measured_copies, measured_updates, shown
 from flopwise.catalog.load import load_hardware, load_model
-from flopwise.plan.device.cuts import DeviceQuestion
 from flopwise.plan.device.search import fastest_plan
 from flopwise.plan.program.compile import compile_plan
 from flopwise.predict.simulate.simulator import LAST_COPIES, WORDS, play, simulate
 from flopwise.predict.simulate.tasks import TaskSeconds
 from flopwise.records.program import STREAMS, Program, Stream, Task
 from flopwise.setup.hardware import Fact, Link
+from flopwise.setup.setup import CappedSetup
 from flopwise.work.formats import POLICIES
 
 HOST_GIB = 110
@@ -114,9 +114,9 @@ def setting_of(case: Case) -> Setting:
     """Plan the case, and compile as many of its rounds as are played."""
     model, hardware = load_model("llama-3-8b"), load_hardware("h200")
     found = fastest_plan(
-        DeviceQuestion(
+        CappedSetup(
             model=model, hardware=hardware, hardware_name="h200", sequence_tokens=case.sequence_tokens,
-            device_bytes=case.device_gib * GIB, host_bytes=HOST_GIB * GIB, formats=POLICIES["bf16"],
+            device_cap_bytes=case.device_gib * GIB, host_cap_bytes=HOST_GIB * GIB, formats=POLICIES["bf16"],
         )
     )  # fmt: skip
     assert found is not None, f"{case} has no plan"
@@ -166,6 +166,7 @@ def busy_of(program: Program, starts: Sequence[float], ends: Sequence[float]) ->
 
 def awaited(copy: Task) -> str:
     """What somebody who waits for a copy is said to wait for."""
+    assert copy.what is not None
     what = WORDS.get(copy.what, copy.what)
     return what if copy.stream == "copy-in" else f"room for {what}"
 

@@ -22,10 +22,10 @@ from benchmarks.gpu_cells import draw_weights
 from flopwise.catalog.load import load_hardware, load_model
 from flopwise.engine.batch import Batch
 from flopwise.engine.streaming.executor import StreamingExecutor
-from flopwise.plan.device.cuts import DeviceQuestion
 from flopwise.plan.device.explain import planned
 from flopwise.plan.program.compile import compile_plan
 from flopwise.records.program import Stream
+from flopwise.setup.setup import CappedSetup
 from flopwise.setup.training import Training
 from flopwise.work.formats import parse_formats
 from flopwise.work.transformer import Transformer
@@ -110,12 +110,12 @@ def main() -> None:
 def _run(case: Case) -> Row:
     model, hardware = load_model(case.model), load_hardware("h200")
     assert isinstance(model, Transformer)
-    question = DeviceQuestion(
+    question = CappedSetup(
         model=model,
         hardware=hardware,
         sequence_tokens=case.sequence_tokens,
-        device_bytes=int(case.device_gib * GIB),
-        host_bytes=int(case.host_gib * GIB),
+        device_cap_bytes=int(case.device_gib * GIB),
+        host_cap_bytes=int(case.host_gib * GIB),
         formats=parse_formats(case.precision),
         batch_sequences=case.batch_sequences,
     )
@@ -136,7 +136,7 @@ def _run(case: Case) -> Row:
         submits.append(executor.submit_s)
         waits.append(result.waited_s or 0.0)
         losses.append(result.loss)
-    print({kind: f"{size / 2**20:.0f} MiB" for kind, size in peaks.items()}, executor.room.left_to_libraries)
+    print({kind: f"{size / 2**20:.0f} MiB" for kind, size in peaks.items()}, executor.slabs.left_to_libraries)
     executor.close()
     step_s = float(np.median(seconds[1:]))
     tokens = case.batch_sequences * case.sequence_tokens
@@ -144,9 +144,9 @@ def _run(case: Case) -> Row:
         model=case.model,
         sequence_tokens=case.sequence_tokens,
         batch_tokens=tokens,
-        device_cap_bytes=question.device_bytes,
+        device_cap_bytes=question.device_cap_bytes,
         planned_bytes=found.forecast.device_total,
-        peak_allocated_bytes=executor.room.device_slab.numel() + max(peaks.values()),
+        peak_allocated_bytes=executor.slabs.device_slab.numel() + max(peaks.values()),
         peak_reserved_bytes=int(torch.cuda.max_memory_reserved()),
         predicted_step_s=found.forecast.step_s,
         step_s=step_s,
@@ -164,7 +164,7 @@ def _run(case: Case) -> Row:
 def _watched(executor: StreamingExecutor) -> dict[str, int]:
     """By kind of task the most bytes that were allocated beside the slab while one was handed over."""
     peaks: dict[str, int] = {}
-    run, slab = executor._streams.run, executor.room.device_slab.numel()
+    run, slab = executor._streams.run, executor.slabs.device_slab.numel()
 
     def watch(index: int, stream: Stream, after: Sequence[int], work: Callable[[], None]) -> None:
         torch.cuda.reset_peak_memory_stats()

@@ -8,15 +8,50 @@ from __future__ import annotations
 
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from flopwise.catalog.load import load_hardware, load_model
-from flopwise.predict import Request, step
+from flopwise.predict import Setup, step
 from flopwise.references.published.benchmark_tables import BenchmarkRow, read_benchmark_tables
-from flopwise.references.published.utilization import Recounted, recount
+from flopwise.work.describe import describe
+from flopwise.work.formats import POLICIES
+from flopwise.work.model import Model
+from flopwise.work.work import Recompute
 
 TABLES = Path(__file__).parents[1] / "tests" / "data" / "mpt_tables.md"
 HARDWARE = {"h100_80gb": "h100-sxm", "a100_80gb": "a100-80gb", "a100_40gb": "a100-40gb"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recounted:
+    """A published row's utilisation under each way of counting; shares of the peak."""
+
+    parameters: int
+    mfu_palm: float
+    hfu_printed: float
+    """As the table counts it: the whole model once more under checkpointing, nothing for flash attention."""
+    hfu_palm: float
+    """The same convention with what is really executed: blocks again, not the head; flash attention's recompute."""
+    mfu_causal: float
+    hfu_causal: float
+
+
+def recount(row: BenchmarkRow, model: Model, peak_flops: float) -> Recounted:
+    """Count a row anew. The printed tokens/s is truncated, so half a token is added: the middle of what it may be."""
+    work = describe(model, row.sequence_tokens)
+    sequences_per_s = (row.tokens_per_s + 0.5) / row.sequence_tokens
+    rate = sequences_per_s / (row.devices * peak_flops)
+    policy: Recompute = "full" if row.activation_checkpointing else "none"
+    mfu_palm = work.model_flops("palm") * rate
+    return Recounted(
+        parameters=work.parameters,
+        mfu_palm=mfu_palm,
+        hfu_printed=mfu_palm * (4 / 3 if row.activation_checkpointing else 1),
+        hfu_palm=work.total_hardware_flops("palm", policy) * rate,
+        mfu_causal=work.model_flops("causal") * rate,
+        hfu_causal=work.total_hardware_flops("causal", policy) * rate,
+    )
 
 
 def peak_flops(row: BenchmarkRow) -> float:
@@ -33,15 +68,16 @@ def recounted(path: Path = TABLES) -> list[tuple[BenchmarkRow, Recounted]]:
 
 def reached(row: BenchmarkRow) -> float:
     """Published MFU as a share of that predicted for one device with the row's own micro-batch."""
-    request = Request(
+    setup = Setup(
+        model=load_model(f"mpt-{row.model}"),
+        hardware=load_hardware(HARDWARE[row.device]),
         sequence_tokens=row.sequence_tokens,
         batch_sequences=row.micro_batch * row.accumulation_steps,
         micro_batch_sequences=row.micro_batch,
-        formats="bf16-amp",
+        formats=POLICIES["bf16-amp"],
         recompute="full" if row.activation_checkpointing else "none",
     )
-    model, hardware = load_model(f"mpt-{row.model}"), load_hardware(HARDWARE[row.device])
-    return row.mfu / step(model, hardware, request, convention="palm").mfu
+    return row.mfu / step(setup, convention="palm").mfu
 
 
 def main() -> None:

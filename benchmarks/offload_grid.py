@@ -19,7 +19,6 @@ from functools import cache
 from pathlib import Path
 
 from flopwise.catalog.load import load_hardware, load_model
-from flopwise.plan.device.cuts import DeviceQuestion
 from flopwise.plan.device.forecast import times_of
 from flopwise.plan.device.search import fastest_plan
 from flopwise.plan.program.compile import compile_plan
@@ -27,6 +26,7 @@ from flopwise.references.dataflow.recorded import plan_of_run
 from flopwise.references.published.offload import OffloadRun, read_offload
 from flopwise.report.tables import csv_text
 from flopwise.setup.hardware import Hardware
+from flopwise.setup.setup import CappedSetup
 from flopwise.work.formats import POLICIES
 from flopwise.work.transformer import Transformer
 
@@ -79,13 +79,13 @@ def machine(name: str) -> Hardware:
 def compared(run: OffloadRun) -> GridRow:
     """The row's caps planned by us and by the reference, both simulated."""
     model, hardware = shape(run.model), machine(run.hardware)
-    question = DeviceQuestion(
+    question = CappedSetup(
         model=model,
         hardware=hardware,
         hardware_name=run.hardware,
         sequence_tokens=run.sequence_tokens,
-        device_bytes=run.device_bytes,
-        host_bytes=run.host_bytes,
+        device_cap_bytes=run.device_bytes,
+        host_cap_bytes=run.host_bytes,
         formats=POLICIES["bf16"],
         batch_sequences=run.sequences_per_step if run.succeeded else None,
     )

@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from flopwise import train
 from flopwise.store.runs import PLAN, read_steps
+from flopwise.train import run as train_run
 from flopwise.train.profiling import TRACED_STEPS, WARM_UP_STEPS
 
 LAST_TRACED = WARM_UP_STEPS + TRACED_STEPS
@@ -27,7 +27,7 @@ def main() -> None:
     within: list[float] = []
     with tempfile.TemporaryDirectory() as store:
         # What is left open is chosen by measuring this machine, and would differ from run to run.
-        first = train.run(steps=2, device="cpu", checkpoint=False, store=store)
+        first = train_run(steps=2, device="cpu", checkpoint=False, store=store)
         plan = str(Path(store) / first.id / PLAN)
         for _ in range(given.pairs):
             _pair(plan, given.steps, behind, within)
@@ -45,7 +45,7 @@ def _pair(plan: str, steps: int, behind: list[float], within: list[float]) -> No
 
 def _steps(plan: str, steps: int, profile: bool) -> list[float]:
     with tempfile.TemporaryDirectory() as store:
-        record = train.run(model=plan, steps=steps, device="cpu", checkpoint=False, profile=profile, store=store)
+        record = train_run(model=plan, steps=steps, device="cpu", checkpoint=False, profile=profile, store=store)
         return [step.step_s for step in read_steps(Path(store) / record.id)]
 
 

@@ -7,19 +7,14 @@ import sys
 import time
 
 from flopwise.catalog.load import hardware_names, load_hardware, load_model, model_names
-from flopwise.plan import Question, fastest
-from flopwise.predict import Request, step
-from flopwise.predict.grid import step_grid
+from flopwise.plan import fastest
+from flopwise.predict import Setup, step
 from flopwise.predict.kernels.calls import calls_for
-from flopwise.predict.kernels.memory import usable_bytes
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.workload import Workload
 from flopwise.sweep.grid import expand, read_axes
 from flopwise.sweep.predicting import foresee_all
 from flopwise.work.formats import POLICIES
 from flopwise.work.model import Model
-
-BATCHES = tuple(range(1, 65))
 
 
 def catalogue() -> tuple[list[Model], list[Hardware]]:
@@ -28,26 +23,14 @@ def catalogue() -> tuple[list[Model], list[Hardware]]:
     return models, [device for device in devices if "bf16" in device.device.peak_flops]
 
 
-def grid_rate(batches: tuple[int, ...]) -> float:
-    """(model, device, batch) combinations a second of processor time, kernels listed anew for every model."""
-    models, devices = catalogue()
-    models = [model for model in models if model.context >= 512]
-    workload = Workload(sequence_tokens=512, batch_sequences=1, micro_batch_sequences=1, formats=POLICIES["bf16"])
-    started = time.process_time()
-    calls_for.cache_clear()
-    grid = step_grid(models, devices, batches, workload)
-    return grid.step_s.size / (time.process_time() - started)
-
-
 def single_rate() -> float:
     """Whole predictions a second, operator by operator, as `predict` makes them."""
     models, devices = catalogue()
     started = time.process_time()
-    request = Request(sequence_tokens=20, batch_sequences=8)
     count = 0
     for model in models:
         for device in devices:
-            step(model, device, request)
+            step(Setup(model=model, hardware=device, sequence_tokens=20, batch_sequences=8))
             count += 1
     return count / (time.process_time() - started)
 
@@ -64,20 +47,16 @@ def sweep_rate() -> float:
 
 def search(name: str, device: str, devices: int) -> tuple[int, int, float]:
     """Strategies tried for a model on so many devices, those of them that were timed, and seconds of processor time."""
-    hardware = load_hardware(device)
-    workload = Workload(
-        sequence_tokens=2048, batch_sequences=1536, micro_batch_sequences=1, formats=POLICIES["bf16-mixed"]
-    )
-    question = Question(
+    setup = Setup(
         model=load_model(name),
-        hardware=hardware,
-        devices=devices,
-        workload=workload,
-        capacity_bytes=usable_bytes(hardware),
+        hardware=load_hardware(device),
+        sequence_tokens=2048,
+        batch_sequences=1536,
+        formats=POLICIES["bf16-mixed"],
     )
     started = time.process_time()
     calls_for.cache_clear()
-    found = fastest(question)
+    found = fastest(setup, devices)
     return found.evaluated, found.timed, time.process_time() - started
 
 
@@ -93,8 +72,6 @@ def command_seconds(*arguments: str) -> float:
 
 def main() -> None:
     print(f"{'what':<78}{'measured':>12}")
-    print(f"{'grid, 64 batches: combinations a second on one core':<78}{grid_rate(BATCHES):>12,.0f}")
-    print(f"{'grid, 16 batches: combinations a second on one core':<78}{grid_rate(BATCHES[:16]):>12,.0f}")
     print(f"{'single predictions a second on one core':<78}{single_rate():>12,.0f}")
     print(f"{'cells of a sweep foreseen a second on one core':<78}{sweep_rate():>12,.0f}")
     for device, devices in (("a100-80gb", 64), ("h100-sxm", 4096)):

@@ -12,7 +12,7 @@ import sys
 from benchmarks.torchtitan import torchtitan_fit
 from flopwise.base.files import read_text, write_whole
 from flopwise.catalog.load import ROOT, load_stack
-from flopwise.references.published import hardware_of, protocol_of, read_cases
+from flopwise.references.published import protocol_of, read_cases
 from flopwise.references.validate.held_out import fit_of
 from flopwise.setup.stack import Stack
 
@@ -22,8 +22,7 @@ FITTED_TABLES = ("mpt", "vtrain", "nanotron", "megatron")
 def refitted(table: str) -> Stack:
     """A table's stack with its constants fitted to all the rows that may be."""
     protocol, cases = protocol_of(table), read_cases(table)
-    hardware = hardware_of(cases)
-    return fit_of(protocol, cases, load_stack(protocol.stack), hardware).without(None)
+    return fit_of(protocol, cases, load_stack(protocol.stack)).without(None)
 
 
 def with_value(text: str, name: str, value: float) -> str:

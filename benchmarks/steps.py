@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flopwise.catalog.load import load_hardware, load_model
-from flopwise.predict import Request, step
+from flopwise.predict import Setup, step
 from flopwise.records.prediction import Prediction
 from flopwise.work.formats import POLICIES
 
@@ -41,7 +41,9 @@ def compared() -> list[Compared]:
     found = []
     with ROWS.open(encoding="utf-8") as stream:
         for row in csv.DictReader(stream):
-            request = Request(
+            setup = Setup(
+                model=load_model(row["model"]),
+                hardware=hardware,
                 sequence_tokens=int(row["sequence_tokens"]),
                 batch_sequences=int(row["batch_sequences"]),
                 micro_batch_sequences=int(row["batch_sequences"]),
@@ -49,8 +51,7 @@ def compared() -> list[Compared]:
                 # torch's checkpoint leaves out the last product, whose result backward does not read: our `input`.
                 recompute="input" if row["recompute"] == "checkpoint" else "none",
             )
-            prediction = step(load_model(row["model"]), hardware, request)
-            found.append(Compared(float(row["step_s"]), int(row["peak_bytes"]), prediction))
+            found.append(Compared(float(row["step_s"]), int(row["peak_bytes"]), step(setup)))
     return found
 
 

@@ -1,31 +1,28 @@
 """How long a large store takes to list: `python -m benchmarks.store_listing [--runs 10000] [--record FILE]`.
 
-Every run has a realistic record (that of a training on this machine's CPU, or one that is given) under its own id.
-Without the indexes every record is read; with them, only the times of the files. The same is timed twice: of runs by
-themselves, and of as many runs that each are the attempt of a cell of a sweep.
+Every run has a realistic record (that of a training on this machine's CPU, or one that is given) under its own id, and
+the row that such a run leaves. CPU seconds, each action first in a new process and so with nothing in its memory: with
+the rows, and without them, when every record is read. The same is timed twice: of runs by themselves, and of as many
+runs that each are the attempt of a cell of a sweep.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from flopwise.cli.report import first_verdict
-from flopwise.cli.serving import Live
-from flopwise.store.cell_index import CELLS_INDEX
-from flopwise.store.cells import Attempt, Cell, SweepRecord, cell_id
+from flopwise.records.measurement import RunRecord
+from flopwise.store.cells import Attempt, Cell, Settings, SweepRecord, cell_id
 from flopwise.store.collecting import collect
-from flopwise.store.index import INDEX, indexed_runs
-from flopwise.store.results import settings_of
-from flopwise.store.runs import RECORD, read_record
-from flopwise.store.sweeps import new_attempt, write_cell, write_sweep
+from flopwise.store.rows import row_of, run_rows
+from flopwise.store.runs import RECORD, ROW, read_record, run_names, to_text
+from flopwise.store.sweeps import CELL, CELLS, write_sweep
 
 
 def main() -> None:
@@ -36,27 +33,34 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         record = Path(given.record) if given.record else _trained(Path(folder) / "trained")
         store = Path(folder) / "runs"
-        _fill(store, record.read_text(), given.runs)
-        size = record.stat().st_size
-        print(f"{given.runs:,} runs, a record of {size:,} bytes each")
+        _fill(store, record.parent, given.runs)
+        size, row = record.stat().st_size, (store / "0001" / ROW).stat().st_size
+        print(f"{given.runs:,} runs, each a record of {size:,} bytes and a row of {row:,}")
         _time_all(store)
-        _add_cells(store, given.runs)
-        # What was written just now is not kept yet.
-        time.sleep(3)
+        _add_cells(store)
         print(f"\nthe same runs in {given.runs:,} cells of a sweep")
         _time_all(store)
 
 
 def _time_all(store: Path) -> None:
-    for title, action in _measured(store).items():
-        for name in (INDEX, CELLS_INDEX):
-            (store / name).unlink(missing_ok=True)
-        without, with_index = _timed(action), min(_timed(action) for _ in range(3))
-        print(f"{title:24}  without index {without:6.2f} s   with index {with_index:6.2f} s")
-    print(f"{'flopwise --version':24}  {min(_timed(_command('--version')) for _ in range(3)):6.2f} s")
-    for name in (INDEX, CELLS_INDEX):
-        if (store / name).exists():
-            print(f"{name}: {(store / name).stat().st_size / 2**20:.1f} MiB")
+    with_rows = {title: min(_cpu_s(action) for _ in range(3)) for title, action in _measured(store).items()}
+    rows = {name: (store / name / ROW).rename(store / name / "kept") for name in run_names(store)}
+    without = {title: _cpu_s(action) for title, action in _measured(store).items()}
+    for path in rows.values():
+        path.rename(path.with_name(ROW))
+    for title, seconds in with_rows.items():
+        print(f"{title:24}  with rows {seconds:6.2f} s   from records {without[title]:6.2f} s")
+    print(f"{'flopwise --version':24}  {min(_cpu_s(_command('--version')) for _ in range(3)):6.2f} s")
+
+
+def _measured(store: Path) -> dict[str, Callable[[], object]]:
+    return {
+        "run_rows": lambda: run_rows(store),
+        "collect": lambda: collect(store),
+        "flopwise ls runs": _command("ls", "runs", "--store", str(store)),
+        "flopwise report": _command("report", "--store", str(store)),
+        "flopwise report -o csv": _command("report", "--store", str(store), "-o", "csv"),
+    }
 
 
 def _command(*words: str) -> Callable[[], object]:
@@ -64,54 +68,66 @@ def _command(*words: str) -> Callable[[], object]:
     return lambda: subprocess.run(line, stdout=subprocess.DEVNULL, check=True)
 
 
-def _measured(store: Path) -> dict[str, Callable[[], object]]:
-    # A clock by which every request is a new poll.
-    live = Live(store, clock=itertools.count(0, 10).__next__)
-    return {
-        "indexed_runs": lambda: indexed_runs(store, profiles=False),
-        "collect": lambda: collect(store, judge=first_verdict),
-        "a poll of serve": lambda: live.answer("/data.json"),
-        "flopwise ls runs": _command("ls", "runs", "--store", str(store)),
-        "flopwise report": _command("report", "--store", str(store)),
-        "flopwise report -o csv": _command("report", "--store", str(store), "-o", "csv"),
-    }
-
-
-def _timed(action: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+def _cpu_s(action: Callable[[], object]) -> float:
+    """Of this process and of those that it starts: the wall clock of a busy machine says nothing."""
+    before = os.times()
     action()
-    return time.perf_counter() - begun
+    after = os.times()
+    return sum(after[:4]) - sum(before[:4])
 
 
 def _trained(store: Path) -> Path:
-    from flopwise import train
+    from flopwise.train import run as train_run
 
-    record = train.run(steps=2, device="cpu", checkpoint=False, store=str(store))
+    record = train_run(steps=2, device="cpu", checkpoint=False, store=str(store))
     return store / record.id / RECORD
 
 
-def _fill(store: Path, text: str, runs: int) -> None:
-    first = text.index('"id": "') + len('"id": "')
-    last = text.index('"', first)
+def _fill(store: Path, of: Path, runs: int) -> None:
+    record = read_record(of)
     for number in range(1, runs + 1):
-        run = store / f"{number:04d}"
-        run.mkdir(parents=True)
-        (run / RECORD).write_text(f"{text[:first]}{run.name}{text[last:]}")
+        folder = store / f"{number:04d}"
+        folder.mkdir(parents=True)
+        _keep(folder, replace(record, id=folder.name))
 
 
-def _add_cells(store: Path, runs: int) -> None:
+def _keep(folder: Path, record: RunRecord) -> None:
+    """As a run leaves them, but without waiting for the disk 40,000 times."""
+    (folder / RECORD).write_text(to_text(record))
+    (folder / ROW).write_text(to_text(row_of(record), indent=0))
+
+
+def _add_cells(store: Path) -> None:
     """A cell for each run: its device's memory is capped at another number of bytes."""
-    record = read_record(store / "0001")
-    plain, cells = settings_of(record), []
-    for number in range(1, runs + 1):
-        settings = replace(plain, device_memory_bytes=2**40 + number)
+    cells = []
+    for number, name in enumerate(run_names(store), 1):
+        record = read_record(store / name)
+        settings = Settings(
+            model=record.model,
+            hardware=record.hardware or "this-cpu",
+            devices=1,
+            sequence_tokens=record.plan["sequence_tokens"],
+            batch_sequences=record.request["batch_sequences"],
+            micro_batch_sequences="auto",
+            precision=record.plan["precision"],
+            device_memory_bytes=2**40 + number,
+        )
         cells.append(cell := cell_id(settings))
-        write_cell(store, Cell(id=cell, settings=settings))
         attempt = Attempt(
-            number=0, cell=cell, repeat=1, state="ok", started=record.started, ended=record.ended, steps=2,
-            run=f"{number:04d}",
-        )  # fmt: skip
-        new_attempt(store, attempt)
+            number=1,
+            cell=cell,
+            repeat=1,
+            state="ok",
+            started=record.started,
+            ended=record.ended,
+            steps=2,
+            run=name,
+        )
+        folder = store / CELLS / cell
+        folder.mkdir(parents=True)
+        (folder / CELL).write_text(to_text(Cell(id=cell, settings=settings)))
+        (folder / "attempt-0001.json").write_text(to_text(attempt))
+        _keep(store / name, replace(record, cell=cell, attempt=1))
     write_sweep(store, SweepRecord(name="grid", created=record.started, cells=tuple(cells), steps=2))
 
 

@@ -15,12 +15,12 @@ import csv
 from pathlib import Path
 
 from flopwise.catalog.load import load_model, load_stack
-from flopwise.references.published import hardware_of
+from flopwise.references.published.rows import described
 from flopwise.references.validate.case import Case
-from flopwise.references.validate.held_out import Fit, fit_of, held_out_predictions
+from flopwise.references.validate.held_out import StackFit, fit_of, held_out_predictions
 from flopwise.references.validate.protocol import Protocol
-from flopwise.setup.parallel import Parallel
-from flopwise.setup.workload import Workload
+from flopwise.setup.parallel import sharded
+from flopwise.setup.setup import SettledSetup
 from flopwise.work.formats import parse_formats
 from flopwise.work.model import Model
 from flopwise.work.transformer import Transformer
@@ -53,11 +53,11 @@ def _case(number: int, row: dict[str, str]) -> Case:
         row=number,
         size=row["model"],
         label=f"{gpus} {row['hardware']} · mb{micro_batch} · {row['recompute']} · {row['fusion']} · {row['precision']}",
-        model=_model(row["model"]),
-        hardware=row["hardware"],
         stack="torchtitan",
-        parallel=Parallel(data=gpus, zero=3),
-        workload=Workload(
+        setup=SettledSetup(
+            model=_model(row["model"]),
+            hardware=described(row["hardware"]),
+            parallel=sharded(gpus),
             sequence_tokens=tokens,
             batch_sequences=gpus * micro_batch,
             micro_batch_sequences=micro_batch,
@@ -89,17 +89,14 @@ def _model(name: str) -> Model:
     )
 
 
-def torchtitan_fit() -> Fit:
+def torchtitan_fit() -> StackFit:
     """The fitted rows, laid out."""
-    cases = torchtitan_cases()
-    hardware = hardware_of(cases)
-    return fit_of(PROTOCOL, cases, load_stack("torchtitan"), hardware)
+    return fit_of(PROTOCOL, torchtitan_cases(), load_stack("torchtitan"))
 
 
 def main() -> None:
     cases, fit = torchtitan_cases(), torchtitan_fit()
-    hardware = hardware_of(cases)
-    predicted = held_out_predictions(fit, cases, hardware).step_s
+    predicted = held_out_predictions(fit, cases).step_s
     print("each model predicted by a constant that was fitted to the A100 rows of the others")
     print(f"{'model':<13}{'set-up':<52}{'measured':>10}{'predicted':>11}{'error':>8}")
     for case, seconds in zip(cases, predicted.tolist(), strict=True):

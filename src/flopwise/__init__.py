@@ -2,9 +2,11 @@
 
 From Python:
 
-    from flopwise import hardware, model, predict
+    import flopwise as fw
 
-    predict.step(model("llama-3-8b"), hardware("h200"))
+    print(fw.predict("llama-3-8b", on="h200", seq="8k"))
+
+`docs/api.md` has every function and the records that they return.
 """
 
 from __future__ import annotations
@@ -12,31 +14,74 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flopwise import plan, predict, train
-    from flopwise.base.errors import FlopwiseError
-    from flopwise.catalog.load import load_model as model
-    from flopwise.profile.measure.this_machine import find_hardware as hardware
+    from flopwise.base.errors import DoesNotFit, FlopwiseError
+    from flopwise.door import load_hardware, load_model, plan, predict, read_profile, results, train, verdicts
+    from flopwise.door.rows import Results
+    from flopwise.records.cluster_plan import PlannedCluster
+    from flopwise.records.measurement import RunRecord
+    from flopwise.records.plan import Planned
+    from flopwise.records.prediction import Interval, Prediction
+    from flopwise.records.profile import Profile, Verdict
+    from flopwise.setup.hardware import Hardware
+    from flopwise.store.results import Result
+    from flopwise.work.lstm import Lstm
+    from flopwise.work.transformer import Transformer
 
 __version__ = "0.1.0"
-__all__ = ["FlopwiseError", "__version__", "hardware", "model", "plan", "predict", "train"]
+__all__ = [
+    "DoesNotFit",
+    "FlopwiseError",
+    "Hardware",
+    "Interval",
+    "Lstm",
+    "Planned",
+    "PlannedCluster",
+    "Prediction",
+    "Profile",
+    "Result",
+    "Results",
+    "RunRecord",
+    "Transformer",
+    "Verdict",
+    "__version__",
+    "load_hardware",
+    "load_model",
+    "plan",
+    "predict",
+    "read_profile",
+    "results",
+    "train",
+    "verdicts",
+]
+
+_PLACES = {
+    "base.errors": ("DoesNotFit", "FlopwiseError"),
+    "door": ("load_hardware", "load_model", "read_profile", "results", "verdicts"),
+    "door.rows": ("Results",),
+    "records.cluster_plan": ("PlannedCluster",),
+    "records.measurement": ("RunRecord",),
+    "records.plan": ("Planned",),
+    "records.prediction": ("Interval", "Prediction"),
+    "records.profile": ("Profile", "Verdict"),
+    "setup.hardware": ("Hardware",),
+    "store.results": ("Result",),
+    "work.lstm": ("Lstm",),
+    "work.transformer": ("Transformer",),
+}
+"""Module → what is taken from it. `plan`, `predict` and `train` are packages that can be called."""
 
 
 def __getattr__(name: str) -> object:
     """Import on first use, so that `flopwise --help` does not read what it does not need."""
     import importlib
 
-    places = {
-        "FlopwiseError": ("flopwise.base.errors", "FlopwiseError"),
-        "hardware": ("flopwise.profile.measure.this_machine", "find_hardware"),
-        "model": ("flopwise.catalog.load", "load_model"),
-    }
     if name in ("plan", "predict", "train"):
         return importlib.import_module(f"flopwise.{name}")
-    if name in places:
-        module, attribute = places[name]
-        return getattr(importlib.import_module(module), attribute)
+    for place, names in _PLACES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"flopwise.{place}"), name)
     raise AttributeError(f"module 'flopwise' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

@@ -15,12 +15,13 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import append_to, write_whole
 from flopwise.records.measurement import RunRecord, StepRecord
 from flopwise.store import runs as store_module
-from flopwise.store.runs import LOG, RunLock, StepLog, find_run, list_runs, read_steps, tidy_run, trim_steps
+from flopwise.store.runs import LOG, RunLock, StepLog, find_run, read_steps, tidy_run, trim_steps
 from flopwise.store.sweeps import cell_folder, claimed
 from flopwise.train import running as running_module
 from flopwise.train.events import LogFile
 from flopwise.train.running import run
 from tests.cli.test_cli_fuzz import answered
+from tests.support.listing import list_runs
 from tests.support.run_stores import a_record
 from tests.train.test_train_run import Recorder, asked, hardware, losses, place
 

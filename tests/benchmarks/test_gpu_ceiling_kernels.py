@@ -46,11 +46,11 @@ class Second(Products):
         assert bias is None
         self.told("forward", source, matrix, out)
 
-    def to_source(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
+    def dgrad(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
         assert not add
         self.told("to-input", gradient, matrix, out)
 
-    def to_matrix(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
+    def wgrad(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
         self.told("to-weight", gradient, source, total)
 
     def told(self, passed: str, *tensors: Tensor) -> None:
@@ -61,10 +61,10 @@ class Second(Products):
 class Broken(Second):
     """Fails on one of the products, as a kernel may that is not for a shape."""
 
-    def to_matrix(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
+    def wgrad(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
         if total.shape[0] == 512:
             raise RuntimeError("not for this shape")
-        super().to_matrix(gradient, source, total=total)
+        super().wgrad(gradient, source, total=total)
 
 
 @pytest.fixture

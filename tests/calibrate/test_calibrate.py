@@ -25,12 +25,13 @@ from flopwise.calibrate.kernel_fit import (
 from flopwise.calibrate.report import CalibrationRecord, calibration_document
 from flopwise.calibrate.shapes import LENGTHS
 from flopwise.catalog.load import load_hardware, load_model
-from flopwise.predict import Request
+from flopwise.predict import Setup
 from flopwise.predict import step as predict_step
 from flopwise.records.calibration import Calibration, ProductRow
 from flopwise.setup.efficiency import Efficiency
 from flopwise.setup.hardware import Hardware
 from flopwise.store.runs import to_text
+from flopwise.work.formats import POLICIES
 from tests.support.calibrations import known_calibration
 from tests.support.printing import shown
 
@@ -188,24 +189,25 @@ def test_every_measured_number_says_how(measured: Measured) -> None:
     assert {key for _, key in hardware.cited()} == set(hardware.sources)
 
 
+def set_up(hardware: Hardware, formats: str) -> Setup:
+    return Setup(model=LLAMA, hardware=hardware, sequence_tokens=4096, batch_sequences=4, formats=POLICIES[formats])
+
+
 def test_a_step_takes_what_the_card_makes_of_it(measured: Measured) -> None:
     """A whole training step, in bf16 and with products in fp8, by the fitted constants and by the true ones."""
     hardware, _, truth, _ = measured
     card = replace(H200, efficiency=truth)
     for formats in ("bf16", "fp8"):
-        request = Request(sequence_tokens=4096, batch_sequences=4, formats=formats)
-        found, expected = (predict_step(LLAMA, device, request) for device in (hardware, card))
+        found, expected = (predict_step(set_up(device, formats)) for device in (hardware, card))
         assert found.step_s == pytest.approx(expected.step_s, rel=0.01)
 
 
 def test_a_format_may_have_a_share_of_its_own() -> None:
-    request = Request(sequence_tokens=4096, batch_sequences=4, formats="fp8")
     gemm = replace(H200.efficiency.gemm, by_format={"fp8": H200.efficiency.gemm.sustained / 2})
     slower = replace(H200, efficiency=replace(H200.efficiency, gemm=gemm))
-    before, after = (predict_step(LLAMA, device, request) for device in (H200, slower))
+    before, after = (predict_step(set_up(device, "fp8")) for device in (H200, slower))
     assert 1.3 * before.step_s < after.step_s < 2 * before.step_s
-    bf16 = replace(request, formats="bf16")
-    assert predict_step(LLAMA, H200, bf16).step_s == predict_step(LLAMA, slower, bf16).step_s
+    assert predict_step(set_up(H200, "bf16")).step_s == predict_step(set_up(slower, "bf16")).step_s
     with pytest.raises(FlopwiseError, match="no number format"):
         replace(gemm, by_format={"fp7": 0.5})
     with pytest.raises(FlopwiseError, match="share between"):

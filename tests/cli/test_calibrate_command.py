@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from flopwise import train
 from flopwise.base.errors import FlopwiseError
 from flopwise.calibrate import calibrating
 from flopwise.calibrate.attention_calls import attention_calls
@@ -31,6 +30,7 @@ from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.products import Products
 from flopwise.profile.measure import this_machine
 from flopwise.records.calibration import AttentionCalls, ProductKind
+from flopwise.train import run as train_run
 
 
 def tiny_schedule(*, quick: bool) -> Schedule:
@@ -106,13 +106,13 @@ def test_a_file_for_predict_plan_and_train(folder: Path) -> None:
         "checkpoint": False,
         "device": "cpu",
     }
-    record = train.run(on="mine.toml", store="runs", **small)
+    record = train_run(on="mine.toml", store="runs", **small)
     assert record.measurement is not None and record.measurement.hardware == "mine"
     # A run that goes on elsewhere must find the file again.
     assert record.request["on"] == str(folder / "mine.toml")
     plan = next(Path("runs").glob("*/plan.toml"))
     assert f'hardware = "{folder / "mine.toml"}"' in plan.read_text(encoding="utf-8")
-    again = train.run(model=str(plan), steps=1, checkpoint=False, device="cpu", store="runs")
+    again = train_run(model=str(plan), steps=1, checkpoint=False, device="cpu", store="runs")
     assert again.measurement is not None and again.measurement.hardware == "mine"
 
 
@@ -229,9 +229,9 @@ def test_an_interrupt_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPat
 
 def test_train_runs_where_it_is(folder: Path) -> None:
     with pytest.raises(FlopwiseError, match="--on h100-sxm describes NVIDIA H100"):
-        train.run(on="h100-sxm", device="cpu", steps=1, store=str(folder / "runs"))
+        train_run(on="h100-sxm", device="cpu", steps=1, store=str(folder / "runs"))
     with pytest.raises(FlopwiseError, match="there is no file"):
-        train.run(on="gone.toml", device="cpu", steps=1, store=str(folder / "runs"))
+        train_run(on="gone.toml", device="cpu", steps=1, store=str(folder / "runs"))
 
 
 # -- measuring -------------------------------------------------------------------------------------------------------
@@ -267,13 +267,13 @@ class SlowProducts(Products):
         super().forward(source, matrix, bias, out=out)
         self._wait("forward", out, source.shape[1])
 
-    def to_source(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
+    def dgrad(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
         assert not add
-        super().to_source(gradient, matrix, out=out, add=add)
+        super().dgrad(gradient, matrix, out=out, add=add)
         self._wait("to_source", out, gradient.shape[1])
 
-    def to_matrix(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
-        super().to_matrix(gradient, source, total=total)
+    def wgrad(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
+        super().wgrad(gradient, source, total=total)
         self._wait("to_matrix", total, gradient.shape[0])
 
     def _wait(self, kind: str, out: Tensor, depth: int) -> None:

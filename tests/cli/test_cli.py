@@ -188,7 +188,7 @@ def test_mistakes_are_answered(arguments: list[str], words: str) -> None:
 
 def test_listings_name_everything() -> None:
     for kind, names in (("models", model_names()), ("hardware", hardware_names())):
-        records = json.loads(run("ls", kind, "-o", "json").stdout)
+        records = json.loads(run("ls", kind, "-o", "json").stdout)["rows"]
         key = "model" if kind == "models" else "hardware"
         assert tuple(record[key] for record in records) == names
 
@@ -199,7 +199,7 @@ def test_hardware_is_listed_with_its_own_format_and_with_full_values() -> None:
     assert "TFLOP/s bf16" in lines["h200"]
     assert "estimated" in lines["v100"]
     rows = {row["hardware"]: row for row in csv.DictReader(io.StringIO(run("ls", "hardware", "-o", "csv").stdout))}
-    records = {record["hardware"]: record for record in json.loads(run("ls", "hardware", "-o", "json").stdout)}
+    records = {record["hardware"]: record for record in json.loads(run("ls", "hardware", "-o", "json").stdout)["rows"]}
     assert float(rows["h200"]["peak_bf16_flops"]) == records["h200"]["peak_flops"]["bf16"]
     assert int(rows["h200"]["memory_bytes"]) == records["h200"]["memory_bytes"]
     assert rows["v100"]["peak_bf16_flops"] == ""
@@ -249,7 +249,7 @@ def test_show_config_tells_every_pair_in_every_form() -> None:
         *("predict", "gpt2,llama-3-8b", "--on", "h200,v100", "--set", "layers=2", "--device-mem", "30GiB"),
         *("--batch-tokens", "64k", "--convention", "palm", "--show-config"),
     ]
-    told = json.loads(run(*arguments, "-o", "json").stdout)
+    told = json.loads(run(*arguments, "-o", "json").stdout)["rows"]
     assert [(one["model"]["value"], one["hardware"]["value"]) for one in told] == [
         ("gpt2+layers=2", "h200"),
         ("gpt2+layers=2", "v100"),

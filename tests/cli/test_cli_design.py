@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import ROOT, load_model
 from flopwise.cli.design import parse_watts
-from flopwise.predict import Request
+from flopwise.predict import Setup
 from flopwise.references.deepflow import PUBLISHED
-from flopwise.references.design.device import PARTS, Question, blueprint_of, design_by_step
+from flopwise.references.design.device import PARTS, DesignQuestion, blueprint_of, design_by_step
 from flopwise.references.design.search import Search
 from tests.cli.test_cli_deepflow import told
 from tests.cli.test_cli_fuzz import answered
@@ -150,8 +150,10 @@ def test_a_start_without_memory_is_moved() -> None:
     blueprint = blueprint_of(PUBLISHED)
     assert blueprint.shares is not None
     starved = replace(blueprint.shares, core=0.9, shared=0.04, l2=0.04, dram=0.02)
-    question = Question(
-        model=load_model("gpt2"), blueprint=replace(blueprint, shares=starved), request=Request(batch_sequences=8)
+    model = load_model("gpt2")
+    question = DesignQuestion(
+        blueprint=replace(blueprint, shares=starved),
+        ask=lambda device: Setup(model=model, hardware=device, batch_sequences=8),
     )
     found = design_by_step(question, Search(starts=1, iterations=3))
     assert found.start_shares["dram"] > 0.02

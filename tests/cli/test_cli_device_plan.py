@@ -352,10 +352,11 @@ GRID = "llama-3-8b --on h100-sxm --seq 8k --device-mem 16,24GiB --host-mem 64-12
 GRID_CAPS = {(device * GIB, host * GIB) for device in (16, 24) for host in (64, 128)}
 
 
+@pytest.mark.slow
 def test_a_grid_in_every_form() -> None:
     code, out, _ = ran(f"plan {GRID} -o json")
     assert code == 0
-    cells = json.loads(out)
+    cells = json.loads(out)["rows"]
     assert {(cell["device_memory_bytes"], cell["host_memory_bytes"]) for cell in cells} == GRID_CAPS
     assert all(cell["fits"] and set(cell["plan"]) >= KEYS for cell in cells)
     assert [cell["best"] for cell in cells].count(True) == 1
@@ -368,7 +369,7 @@ def test_a_grid_in_every_form() -> None:
 
 def test_a_grid_by_the_rule_in_every_form() -> None:
     line = GRID.replace("16,24GiB", "16,40GiB") + " --rule dataflow-jul20"
-    cells = json.loads(ran(f"plan {line} -o json")[1])
+    cells = json.loads(ran(f"plan {line} -o json")[1])["rows"]
     assert [cell["fits"] for cell in cells] == [False, True, False, True]
     assert "the rule" in cells[0]["why_not"] or "it wants" in cells[0]["why_not"]
     rows = list(csv.DictReader(io.StringIO(ran(f"plan {line} -o csv")[1])))
@@ -381,7 +382,7 @@ def test_a_grid_by_the_rule_in_every_form() -> None:
 
 
 def test_a_cell_of_a_grid_is_the_plan_of_its_caps() -> None:
-    cells = json.loads(ran(f"plan {GRID} -o json")[1])
+    cells = json.loads(ran(f"plan {GRID} -o json")[1])["rows"]
     alone = record("llama-3-8b --on h100-sxm --seq 8k --device-mem 16GiB --host-mem 64GiB")
     (cell,) = (c for c in cells if (c["device_memory_bytes"], c["host_memory_bytes"]) == (16 * GIB, 64 * GIB))
     assert cell["plan"] == {key: alone[key] for key in cell["plan"]}
@@ -391,7 +392,7 @@ def test_a_cell_without_a_plan_names_the_least_device_memory() -> None:
     """As `Cell` says it: None there means that no device memory helps."""
     code, out, _ = ran("plan llama-3-1b --on h100-sxm --seq 8k --device-mem 1,24GiB --host-mem 64GiB -o json")
     assert code == 0
-    tight, roomy = json.loads(out)
+    tight, roomy = json.loads(out)["rows"]
     assert (tight["fits"], roomy["fits"]) == (False, True)
     assert tight["hints"]
     assert GIB < tight["smallest_device_bytes"] < 24 * GIB

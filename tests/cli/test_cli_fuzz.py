@@ -67,6 +67,7 @@ def answered(words: list[str]) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(command_lines())
 @example(["predict", "llama-3-8b", "--on", "h200", "--seq", "2147483647", "--batch", "9007199254740992"])

@@ -16,7 +16,9 @@ def predictions(*words: str) -> list[dict[str, object]]:
     code, out, err = answered([*PREDICT, *words])
     assert code == 0, err
     found = json.loads(out)
-    return found if isinstance(found, list) else [found]
+    assert found.pop("schema") == f"flopwise.prediction{'-list' if 'rows' in found else ''}/1"
+    rows: list[dict[str, object]] = found.get("rows", [found])
+    return rows
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_a_plan_is_written_and_read_back(tmp_path: Path) -> None:
     again = json.loads(_out("predict", str(file), "-o", "json"))
     planned = json.loads(result.stdout)["prediction"]
     # What the plan chose is given now.
-    assert again | {"chosen": planned["chosen"]} == planned
+    assert again | {"chosen": planned["chosen"]} == {"schema": "flopwise.prediction/1", **planned}
     refused = RUN.invoke(app, ["predict", str(file), "--gpus", "16"])
     assert isinstance(refused.exception, FlopwiseError)
     assert "a plan says all of it" in str(refused.exception)

@@ -16,12 +16,12 @@ from rich.cells import cell_len
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_model, model_table
-from flopwise.cli.report import collect, fastest, gathered
+from flopwise.cli.report import collect, gathered
 from flopwise.references.published.benchmark_tables import markdown_tables
 from flopwise.references.published.results import read_results
 from flopwise.report.results_files import read_results_csv, results_csv
 from flopwise.store.cells import Attempt, Cell, Settings, SweepRecord, cell_id
-from flopwise.store.results import FIELDS
+from flopwise.store.results import FIELDS, fastest
 from flopwise.store.runs import VARIABLE, new_run, write_record
 from flopwise.store.sweeps import new_attempt, write_cell, write_sweep
 from tests.cli.test_cli_fuzz import answered
@@ -137,7 +137,7 @@ def test_every_form_holds_every_row(store: Path) -> None:
     del store
     rows = gathered((), "")
     assert read_results_csv(said(["-o", "csv"])) == rows
-    found = json.loads(said(["-o", "json"]))
+    found = json.loads(said(["-o", "json"]))["rows"]
     assert [item["state"] for item in found] == ["ok", "ok", "unreadable", "oom"]
     assert list(found[0]) == list(FIELDS)
     tables = markdown_tables(said(["-o", "md"]))
@@ -221,7 +221,7 @@ def test_columns(store: Path) -> None:
     assert said(["1", "--columns", "run,state,tokens_per_s", "-o", "csv"]) == (
         f"run,state,tokens_per_s\r\n0001,ok,{a_measurement().tokens_per_s!r}\r\n"
     )
-    assert json.loads(said(["1", "--columns", "run", "-o", "json"])) == [{"run": "0001"}]
+    assert json.loads(said(["1", "--columns", "run", "-o", "json"]))["rows"] == [{"run": "0001"}]
     assert said(["1", "--columns", "run,mfu"]).splitlines() == ["run      mfu", "0001  58.4 %"]
     assert markdown_tables(said(["1", "--columns", "run,mfu", "-o", "md"]))[0].names == ("run", "mfu")
     assert "did you mean tokens_per_s" in refused(["1", "--columns", "run,tokens_per_sec"])

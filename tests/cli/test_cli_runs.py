@@ -57,7 +57,7 @@ def test_runs_are_listed_whatever_state_they_are_in(store: Path) -> None:
 
 
 def test_runs_in_other_forms(store: Path) -> None:
-    entries = json.loads(answered(["ls", "runs", "-o", "json"])[1])
+    entries = json.loads(answered(["ls", "runs", "-o", "json"])[1])["rows"]
     assert [entry["state"] for entry in entries] == ["done", "running", "unreadable", "unreadable"]
     assert entries[0]["prediction_error"] == pytest.approx(11_300 / 11_230 - 1)
     assert entries[0]["folder"] == str(store / "0001")
@@ -72,7 +72,8 @@ def test_runs_in_other_forms(store: Path) -> None:
 
 @pytest.mark.usefixtures("empty_folder")
 def test_a_store_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for words, out in (([], ""), (["-o", "json"], "[]\n")):
+    none = '{\n  "schema": "flopwise.run-entry-list/1",\n  "rows": []\n}\n'
+    for words, out in (([], ""), (["-o", "json"], none)):
         code, found, err = answered(["ls", "runs", *words])
         assert (code, found) == (0, out)
         assert "there are no runs in runs" in err

@@ -104,8 +104,8 @@ def test_python_has_the_same_names() -> None:
         "import flopwise\n"
         "assert set(flopwise.__all__) <= set(dir(flopwise))\n"
         "assert all(hasattr(flopwise, name) for name in flopwise.__all__)\n"
-        "print(flopwise.predict.step(flopwise.model('gpt2'), flopwise.hardware('h200')).model)\n"
-        "try:\n    flopwise.model('gpt5')\nexcept flopwise.FlopwiseError as error:\n    print(error.hint)\n"
+        "print(flopwise.predict('gpt2', on='h200').model)\n"
+        "try:\n    flopwise.load_model('gpt5')\nexcept flopwise.FlopwiseError as error:\n    print(error.hint)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
@@ -113,10 +113,10 @@ def test_python_has_the_same_names() -> None:
 
 
 def test_hardware_from_python(tmp_path: Path) -> None:
-    assert flopwise.hardware("This-CPU").name == "this-cpu"
-    assert flopwise.hardware("h100") == load_hardware("h100-sxm")
+    assert flopwise.load_hardware("This-CPU").name == "this-cpu"
+    assert flopwise.load_hardware("h100") == load_hardware("h100-sxm")
     from flopwise.base.files import to_toml
 
     path = tmp_path / "mine.toml"
     path.write_text(to_toml(load_hardware("h200")))
-    assert flopwise.hardware(path) == flopwise.hardware(str(path)) == load_hardware("h200")
+    assert flopwise.load_hardware(path) == flopwise.load_hardware(str(path)) == load_hardware("h200")

@@ -111,7 +111,10 @@ def test_predictions_alone_write_nothing(tmp_path: Path) -> None:
 
 
 def test_the_same_cells_have_the_same_ids_whether_predicted_or_planned() -> None:
-    ids = [[row["cell"] for row in json.loads(out(*SMALL, kind, "-o", "json"))] for kind in ("--predict", "--dry-run")]
+    ids = [
+        [row["cell"] for row in json.loads(out(*SMALL, kind, "-o", "json"))["rows"]]
+        for kind in ("--predict", "--dry-run")
+    ]
     assert ids[0] == ids[1]
     assert len(set(ids[0])) == 2
 
@@ -122,7 +125,7 @@ def test_rows_for_programs() -> None:
     assert [row["sequence_tokens"] for row in rows] == ["512", "1024"]
     assert all(row["state"] == "planned" and row["source"] == "predicted" for row in rows)
     assert all(float(row["predicted_tokens_per_s"]) > 1000 for row in rows)
-    records = json.loads(out(*SMALL, "--predict", "-o", "json"))
+    records = json.loads(out(*SMALL, "--predict", "-o", "json"))["rows"]
     assert records[0]["predicted_step_s"] == float(rows[0]["predicted_step_s"])
     lines = out(*SMALL, "--predict", "-o", "md").splitlines()
     assert lines[0].startswith("2 cells · 2 fit")
@@ -153,12 +156,12 @@ def test_a_file_is_read_and_flags_override_it(tmp_path: Path) -> None:
     assert page.startswith("3 cells · 2 fit · 1 skipped · about ")
     assert "measured last week" in page
     assert out("sweep.toml", "--dry-run", "--seq", "2k").startswith("1 cell · 1 fits · about ")
-    rows = json.loads(out("sweep.toml", "--predict", "-o", "json"))
+    rows = json.loads(out("sweep.toml", "--predict", "-o", "json"))["rows"]
     assert [(row["state"], row["reason"]) for row in rows][1] == ("skipped", "measured last week")
 
 
 def test_only_some_cells() -> None:
-    ids = [row["cell"] for row in json.loads(out(*SMALL, "--predict", "-o", "json"))]
+    ids = [row["cell"] for row in json.loads(out(*SMALL, "--predict", "-o", "json"))["rows"]]
     assert out(*SMALL, "--dry-run", "--only", ids[1]).startswith("1 cell · 1 fits")
     assert "no cell of this sweep" in error(*SMALL, "--dry-run", "--only", "0123").what
 

@@ -104,6 +104,7 @@ def test_a_limit_on_files_stops_a_save_and_no_more(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     # A child saves in a loop and tells every step it has saved; each goes on from what the one before has left.
     in_child(
@@ -139,6 +140,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_kill_before_any_single_change_of_the_folder(tmp_path: Path) -> None:
     # Python tells a hook before it opens, renames or removes anything: the process ends itself at the first such call,
     # then at the second, and so on until a save gets through.

@@ -66,7 +66,7 @@ def test_training_and_held_out_samples_are_all_there_once(
         assert sorted([*trained, *held]) == sorted(expected)
         assert not {tokens for tokens, _ in trained} & {tokens for tokens, _ in held}
         assert {label for _, label in trained} == set(range(len(labels)))
-        assert (data.train_count, data.evaluation_count) == (len(trained), len(held))
+        assert (data.count, data.evaluation_count) == (len(trained), len(held))
         assert bool(len(used) < len(samples)) == any("without text" in note for note in data.notes)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flopwise.engine.kernels import flash_4, plain_attention
 from flopwise.engine.kernels.attention import (
+    AttentionMask,
     Kernel,
-    Look,
     attention_backward,
     attention_forward,
     choose_kernel,
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 class Case:
     """Inputs of one call, the gradient that comes back, and what may be seen."""
 
-    look: Look
+    mask: AttentionMask
     query: Tensor
     key: Tensor
     value: Tensor
@@ -40,10 +40,10 @@ class Case:
         (sequences, queries), keys = self.query.shape[:2], self.key.shape[1]
         key, place = torch.arange(keys), torch.arange(keys - queries, keys)[:, None]
         seen = torch.ones(sequences, 1, queries, keys, dtype=torch.bool)
-        if self.look.causal:
+        if self.mask.causal:
             seen &= key <= place
-        if self.look.window is not None:
-            seen &= key > place - self.look.window
+        if self.mask.window is not None:
+            seen &= key > place - self.mask.window
         if self.lengths is not None:
             seen &= key < self.lengths[:, None, None, None]
         return seen
@@ -52,13 +52,13 @@ class Case:
         """Output, logsumexp and gradients in float64."""
         leaves = [each.double().clone().requires_grad_() for each in (self.query, self.key, self.value)]
         query, key, value = (each.transpose(1, 2) for each in leaves)
-        key, value = (each.repeat_interleave(self.look.group, dim=1) for each in (key, value))
+        key, value = (each.repeat_interleave(self.mask.group, dim=1) for each in (key, value))
         seen = self.seen()
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
         # torch leaves open what a query gets that sees nothing.
         out = torch.where(seen.any(-1, keepdim=True), out, 0.0).transpose(1, 2)
         gradients = torch.autograd.grad(out, leaves, self.gradient.double())
-        scores = (query @ key.transpose(2, 3)) * self.look.head_dim**-0.5
+        scores = (query @ key.transpose(2, 3)) * self.mask.head_dim**-0.5
         sums = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
         names = ("query", "key", "value")
         return {"out": out.detach(), "sums": sums.detach(), **dict(zip(names, gradients, strict=True))}
@@ -74,16 +74,16 @@ class Case:
         device = self.query.device
         sums = torch.full((sequences, heads, queries + 5), 7.0, dtype=wide, device=device)[:, :, 2 : queries + 2]
         attention_forward(
-            *(self.query, self.key, self.value, self.look), out=out, logsumexp=sums, lengths=self.lengths, kernel=kernel
+            *(self.query, self.key, self.value, self.mask), out=out, logsumexp=sums, lengths=self.lengths, kernel=kernel
         )
         of_query = torch.full_like(self.query, 7.0)
         if accumulate:
-            shape = (sequences, self.key.shape[1] + 3, self.look.kv_heads, self.look.head_dim)
+            shape = (sequences, self.key.shape[1] + 3, self.mask.kv_heads, self.mask.head_dim)
             of_key, of_value = (torch.ones(shape, dtype=wide, device=device) for _ in range(2))
         else:
             of_key, of_value = torch.full_like(self.key, 7.0), torch.full_like(self.value, 7.0)
         attention_backward(
-            *(self.gradient, self.query, self.key, self.value, out, sums, self.look),
+            *(self.gradient, self.query, self.key, self.value, out, sums, self.mask),
             query_gradient=of_query,
             key_gradient=of_key,
             value_gradient=of_value,
@@ -101,7 +101,7 @@ class Case:
     def on(self, device: torch.device) -> Case:
         """The same elsewhere."""
         query, key, value, gradient = (each.to(device) for each in (self.query, self.key, self.value, self.gradient))
-        return Case(self.look, query, key, value, gradient, None if self.lengths is None else self.lengths.to(device))
+        return Case(self.mask, query, key, value, gradient, None if self.lengths is None else self.lengths.to(device))
 
     def check(self, kernel: Kernel, tolerance: float, *, accumulate: bool = False) -> None:
         expected, found = self.on(CPU).expected(), self.found(kernel, accumulate=accumulate)
@@ -115,7 +115,7 @@ class Case:
 
 
 def make(
-    look: Look,
+    mask: AttentionMask,
     *,
     sequences: int = 1,
     queries: int,
@@ -126,15 +126,15 @@ def make(
     generator = torch.Generator().manual_seed(queries * 1000 + keys)
 
     def normal(rows: int, heads: int) -> Tensor:
-        shape = (sequences, rows, heads, look.head_dim)
+        shape = (sequences, rows, heads, mask.head_dim)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     return Case(
-        look,
-        normal(queries, look.heads),
-        normal(keys, look.kv_heads),
-        normal(keys, look.kv_heads),
-        normal(queries, look.heads),
+        mask,
+        normal(queries, mask.heads),
+        normal(keys, mask.kv_heads),
+        normal(keys, mask.kv_heads),
+        normal(queries, mask.heads),
         None if lengths is None else torch.tensor(lengths, dtype=torch.int32),
     )
 
@@ -147,8 +147,8 @@ def cases(draw: st.DrawFn) -> Case:
     keys, sequences = draw(st.integers(1, 23)), draw(st.integers(1, 3))
     queries = draw(st.integers(1, keys) if causal else st.integers(1, 23))
     lengths = draw(st.none() | st.lists(st.integers(0, keys), min_size=sequences, max_size=sequences))
-    look = Look(kv_heads * group, kv_heads, draw(st.integers(1, 9)), causal, window)
-    return make(look, sequences=sequences, queries=queries, keys=keys, lengths=lengths)
+    mask = AttentionMask(kv_heads * group, kv_heads, draw(st.integers(1, 9)), causal, window)
+    return make(mask, sequences=sequences, queries=queries, keys=keys, lengths=lengths)
 
 
 @given(cases(), st.booleans())
@@ -169,7 +169,7 @@ def test_small_tiles_change_nothing(case: Case, keys_step: int, queries_step: in
 @pytest.mark.parametrize("window", [None, 300])
 def test_narrow_types_are_rounded_once(dtype: torch.dtype, window: int | None) -> None:
     # More keys than a tile holds: sums over tiles are kept wide.
-    case = make(Look(4, 2, 16, True, window), queries=517, keys=1091, dtype=dtype)
+    case = make(AttentionMask(4, 2, 16, True, window), queries=517, keys=1091, dtype=dtype)
     rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
     # The backward starts from the rounded output, which its gradients see once more.
     case.check("plain", 2 * rounding, accumulate=False)
@@ -180,31 +180,31 @@ def test_narrow_types_are_rounded_once(dtype: torch.dtype, window: int | None) -
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_the_kernel_of_the_processor_agrees(dtype: torch.dtype, causal: bool, kv_heads: int, accumulate: bool) -> None:
-    case = make(Look(4, kv_heads, 20, causal, None), sequences=2, queries=67, keys=67, dtype=dtype)
+    case = make(AttentionMask(4, kv_heads, 20, causal, None), sequences=2, queries=67, keys=67, dtype=dtype)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     case.check("cpu-flash", tolerance, accumulate=accumulate)
 
 
 def test_views_into_a_fused_projection_are_taken() -> None:
-    look = Look(4, 2, 8, True, None)
+    mask = AttentionMask(4, 2, 8, True, None)
     together = torch.randn(2, 13, (4 + 2 + 2) * 8, dtype=torch.float64)
     query, key, value = (each.view(2, 13, -1, 8) for each in torch.split(together, [4 * 8, 2 * 8, 2 * 8], dim=2))
-    case = Case(look, query, key, value, torch.randn(2, 13, 4, 8, dtype=torch.float64))
+    case = Case(mask, query, key, value, torch.randn(2, 13, 4, 8, dtype=torch.float64))
     for kernel in ("plain", "cpu-flash"):
         case.check(kernel, 1e-12)
 
 
 def test_equal_calls_give_equal_bits() -> None:
-    case = make(Look(6, 2, 24, True, 100), sequences=2, queries=130, keys=1290, dtype=torch.float32)
+    case = make(AttentionMask(6, 2, 24, True, 100), sequences=2, queries=130, keys=1290, dtype=torch.float32)
     one, two = case.found("plain"), case.found("plain")
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_temporaries_are_bounded(dtype: torch.dtype) -> None:
-    case = make(Look(8, 2, 64, True, None), queries=512, keys=6000, dtype=dtype)
+    case = make(AttentionMask(8, 2, 64, True, None), queries=512, keys=6000, dtype=dtype)
     out, sums = torch.empty_like(case.query), torch.empty(1, 8, 512)
-    inputs = (case.query, case.key, case.value, case.look)
+    inputs = (case.query, case.key, case.value, case.mask)
 
     def forward() -> None:
         attention_forward(*inputs, out=out, logsumexp=sums, kernel="plain")
@@ -213,7 +213,7 @@ def test_temporaries_are_bounded(dtype: torch.dtype) -> None:
 
     def backward() -> None:
         attention_backward(
-            *(case.gradient, *inputs[:3], out, sums, case.look),
+            *(case.gradient, *inputs[:3], out, sums, case.mask),
             query_gradient=of_query,
             key_gradient=of_key,
             value_gradient=of_value,
@@ -227,11 +227,11 @@ def test_temporaries_are_bounded(dtype: torch.dtype) -> None:
 
 def test_hidden_tiles_are_not_computed() -> None:
     # The last 64 of 8,192 tokens in a window of 100 need one tile of keys at most two times over.
-    case = make(Look(1, 1, 8, True, 100), queries=64, keys=8192, dtype=torch.float32)
+    case = make(AttentionMask(1, 1, 8, True, 100), queries=64, keys=8192, dtype=torch.float32)
     out, sums = torch.empty_like(case.query), torch.empty(1, 1, 64)
 
     def forward() -> None:
-        attention_forward(case.query, case.key, case.value, case.look, out=out, logsumexp=sums, kernel="plain")
+        attention_forward(case.query, case.key, case.value, case.mask, out=out, logsumexp=sums, kernel="plain")
 
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -246,31 +246,39 @@ def test_a_kernel_is_chosen_by_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability[0])
     monkeypatch.setattr(flash_4, "fits_device", lambda _device: False)
 
-    def chosen(device: torch.device, dtype: torch.dtype, look: Look, **changed: bool) -> Kernel:
+    def chosen(device: torch.device, dtype: torch.dtype, mask: AttentionMask, **changed: bool) -> Kernel:
         options = {"padded": False, "deterministic": False, **changed}
-        return choose_kernel(device, dtype, look, 64, 64, **options)
+        return choose_kernel(device, dtype, mask, 64, 64, **options)
 
-    look, windowed, odd = Look(4, 4, 64, True, None), Look(4, 4, 64, True, 9), Look(4, 4, 63, True, None)
+    mask, windowed, odd = (
+        AttentionMask(4, 4, 64, True, None),
+        AttentionMask(4, 4, 64, True, 9),
+        AttentionMask(4, 4, 63, True, None),
+    )
     half, single = torch.bfloat16, torch.float32
-    assert chosen(CPU, half, look) == chosen(CPU, torch.float64, look) == "cpu-flash"
-    both = Look(4, 4, 64, False, None)
-    assert chosen(CPU, single, look, padded=True) == "plain"
+    assert chosen(CPU, half, mask) == chosen(CPU, torch.float64, mask) == "cpu-flash"
+    both = AttentionMask(4, 4, 64, False, None)
+    assert chosen(CPU, single, mask, padded=True) == "plain"
     assert chosen(CPU, single, both, padded=True) == "cpu-flash"
-    assert chosen(CPU, single, windowed) == chosen(CPU, torch.float16, look) == "plain"
-    assert choose_kernel(CPU, single, look, 3, 64, padded=False, deterministic=False) == "plain"
-    assert chosen(cuda, half, look) == "cudnn"
-    assert chosen(cuda, half, look, deterministic=True) == "flash"
-    assert choose_kernel(cuda, half, look, 3, 64, padded=False, deterministic=False) == "flash"
-    assert chosen(cuda, half, windowed) == chosen(cuda, half, look, padded=True) == "flash"
-    assert chosen(cuda, half, odd) == chosen(cuda, single, look) == chosen(cuda, torch.float64, look) == "plain"
+    assert chosen(CPU, single, windowed) == chosen(CPU, torch.float16, mask) == "plain"
+    assert choose_kernel(CPU, single, mask, 3, 64, padded=False, deterministic=False) == "plain"
+    assert chosen(cuda, half, mask) == "cudnn"
+    assert chosen(cuda, half, mask, deterministic=True) == "flash"
+    assert choose_kernel(cuda, half, mask, 3, 64, padded=False, deterministic=False) == "flash"
+    assert chosen(cuda, half, windowed) == chosen(cuda, half, mask, padded=True) == "flash"
+    assert chosen(cuda, half, odd) == chosen(cuda, single, mask) == chosen(cuda, torch.float64, mask) == "plain"
     capability[0] = (8, 0)
-    assert chosen(cuda, half, look) == "flash"
+    assert chosen(cuda, half, mask) == "flash"
     monkeypatch.setattr(flash_4, "fits_device", lambda device: device.type == "cuda")
-    assert chosen(cuda, half, look) == chosen(cuda, half, both) == "flash-4"
-    assert choose_kernel(cuda, half, look, 3, 64, padded=False, deterministic=False) == "flash-4"
-    assert chosen(cuda, half, windowed) == chosen(cuda, half, look, padded=True) == "flash"
-    assert chosen(cuda, half, look, deterministic=True) == chosen(cuda, half, Look(4, 4, 80, True, None)) == "flash"
-    assert chosen(cuda, single, look) == "plain" and chosen(CPU, half, look) == "cpu-flash"
+    assert chosen(cuda, half, mask) == chosen(cuda, half, both) == "flash-4"
+    assert choose_kernel(cuda, half, mask, 3, 64, padded=False, deterministic=False) == "flash-4"
+    assert chosen(cuda, half, windowed) == chosen(cuda, half, mask, padded=True) == "flash"
+    assert (
+        chosen(cuda, half, mask, deterministic=True)
+        == chosen(cuda, half, AttentionMask(4, 4, 80, True, None))
+        == "flash"
+    )
+    assert chosen(cuda, single, mask) == "plain" and chosen(CPU, half, mask) == "cpu-flash"
 
 
 def test_a_package_that_cannot_be_loaded_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +321,7 @@ def test_the_kernels_of_the_gpu_agree(
 ) -> None:
     device = torch.device("cuda")
     skip_unless_chosen(kernel)
-    case = make(Look(4, kv_heads, 64, causal, None), sequences=2, queries=131, keys=131, dtype=dtype)
+    case = make(AttentionMask(4, kv_heads, 64, causal, None), sequences=2, queries=131, keys=131, dtype=dtype)
     case.on(device).check(kernel, 3e-2, accumulate=accumulate)
 
 
@@ -325,16 +333,23 @@ def test_the_kernels_of_the_gpu_agree(
 @pytest.mark.parametrize(
     "case",
     [
-        make(Look(4, 2, 128, True, None), queries=1, keys=333, dtype=torch.bfloat16),
-        make(Look(4, 2, 128, True, None), sequences=2, queries=65, keys=333, dtype=torch.bfloat16),
-        make(Look(4, 2, 64, True, 70), sequences=2, queries=65, keys=333, dtype=torch.bfloat16),
-        make(Look(4, 4, 64, False, None), sequences=3, queries=77, keys=77, dtype=torch.float16, lengths=[0, 5, 77]),
+        make(AttentionMask(4, 2, 128, True, None), queries=1, keys=333, dtype=torch.bfloat16),
+        make(AttentionMask(4, 2, 128, True, None), sequences=2, queries=65, keys=333, dtype=torch.bfloat16),
+        make(AttentionMask(4, 2, 64, True, 70), sequences=2, queries=65, keys=333, dtype=torch.bfloat16),
+        make(
+            AttentionMask(4, 4, 64, False, None),
+            sequences=3,
+            queries=77,
+            keys=77,
+            dtype=torch.float16,
+            lengths=[0, 5, 77],
+        ),
     ],
     ids=["one query", "a chunk", "a window", "padded"],
 )
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_chunks_windows_and_padding_on_the_gpu(kernel: Kernel, case: Case, accumulate: bool) -> None:
     skip_unless_chosen(kernel)
-    if kernel == "flash-4" and (case.look.window is not None or case.lengths is not None):
+    if kernel == "flash-4" and (case.mask.window is not None or case.lengths is not None):
         pytest.skip("not what it is chosen for")
     case.on(torch.device("cuda")).check(kernel, 3e-2, accumulate=accumulate)

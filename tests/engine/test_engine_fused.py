@@ -113,11 +113,11 @@ def test_activations(kind: str, dtype: torch.dtype, gated: bool, rows: int, widt
         form.activation_forward(kind, gate, up, out=out)
         form.activation_backward(kind, above, gate, up, gate_out=gate, up_out=above)
         results.append([out, above, inputs])
-        again, made = together.clone(), gradient.clone()
-        gate, up = again[:, :width] if gated else None, again[:, width:]
-        form.activation_backward(kind, made, gate, up, gate_out=gate, up_out=up, again=True)
+        recompute, made = together.clone(), gradient.clone()
+        gate, up = recompute[:, :width] if gated else None, recompute[:, width:]
+        form.activation_backward(kind, made, gate, up, gate_out=gate, up_out=up, recompute=True)
         assert torch.equal(made, out), "the result that is made again is the one that forward made"
-        results[-1] += [again]
+        results[-1] += [recompute]
     for expected, found in zip(*results, strict=True):
         close(found, expected)
 
@@ -152,7 +152,7 @@ def test_norms_of_sums_and_norms_made_again(rows: int, width: int, dtype: torch.
         form.norm_backward(
             *(above, total, weight, statistics),
             rms=rms, out=below, weight_gradient=sums[0], bias_gradient=None if rms else sums[1],
-            accumulate=True, again=True, bias=bias,
+            accumulate=True, recompute=True, bias=bias,
         )  # fmt: skip
         close(above, out, 0.0 if form is fused else 1.0)
         results.append([out, below, sums])
@@ -308,7 +308,7 @@ def test_sums_in_fp32_within_the_product(dtype: torch.dtype, rows: int, outputs:
     gradient, source = normal(rows, outputs + 8, dtype=dtype)[:, 8:], normal(rows, inputs, dtype=dtype)
     totals = normal(2 * outputs, inputs, dtype=torch.float32)
     expected = totals[outputs:].double() + gradient.double().t() @ source.double()
-    Products(room).to_matrix(gradient, source, total=totals[outputs:])
+    Products(room).wgrad(gradient, source, total=totals[outputs:])
     # Matrix units cut off what they add; a product in half precision would be off by a thousandth.
     assert float((totals[outputs:] - expected).norm() / expected.norm()) < 2e-5
     assert room.empty and room.peak_beside_bytes == 0 and room.peak_bytes == 0

@@ -148,29 +148,29 @@ def run(products: Products, given: dict[str, Tensor], way: str, *, add: bool) ->
     """One of the products; with `add` inputs' gradients are added to what was there, as matrices' always are."""
     shape = {
         "forward": (given["source"].shape[0], given["matrix"].shape[0]),
-        "to_source": tuple(given["source"].shape),
-        "to_matrix": tuple(given["matrix"].shape),
+        "dgrad": tuple(given["source"].shape),
+        "wgrad": tuple(given["matrix"].shape),
     }[way]
     out = torch.full(shape, 1.0, dtype=HALF)
     if way == "forward":
         products.forward(given["source"], given["matrix"], None if add else given["bias"], out=out)
-    elif way == "to_source":
-        products.to_source(given["gradient"], given["matrix"], out=out, add=add)
+    elif way == "dgrad":
+        products.dgrad(given["gradient"], given["matrix"], out=out, add=add)
     else:
-        products.to_matrix(given["gradient"], given["source"], total=out)
+        products.wgrad(given["gradient"], given["source"], total=out)
     return out
 
 
 def exact(given: dict[str, Tensor], way: str, *, add: bool) -> Tensor:
     source, matrix, gradient, bias = (given[name].double() for name in ("source", "matrix", "gradient", "bias"))
-    there = 1.0 if add or way == "to_matrix" else 0.0
+    there = 1.0 if add or way == "wgrad" else 0.0
     if way == "forward":
         return source @ matrix.t() + (0.0 if add else bias)
-    return there + (gradient @ matrix if way == "to_source" else gradient.t() @ source)
+    return there + (gradient @ matrix if way == "dgrad" else gradient.t() @ source)
 
 
 @pytest.mark.parametrize("add", [True, False])
-@pytest.mark.parametrize("way", ["forward", "to_source", "to_matrix"])
+@pytest.mark.parametrize("way", ["forward", "dgrad", "wgrad"])
 @pytest.mark.parametrize("sides", [(16, 16, 16), (48, 80, 208), (256, 64, 32)])
 def test_products_are_nearly_those_of_the_numbers(sides: tuple[int, int, int], way: str, add: bool) -> None:
     given, room = case(*sides), arena()
@@ -185,7 +185,7 @@ def test_products_are_nearly_those_of_the_numbers(sides: tuple[int, int, int], w
     assert all(torch.equal(given[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("way", ["forward", "to_source", "to_matrix"])
+@pytest.mark.parametrize("way", ["forward", "dgrad", "wgrad"])
 @pytest.mark.parametrize("sides", [(15, 16, 16), (16, 24, 16), (16, 16, 33)])
 def test_other_sides_are_multiplied_as_ever(sides: tuple[int, int, int], way: str) -> None:
     given, products = case(*sides), Fp8Products(arena())
@@ -197,15 +197,15 @@ def test_other_sides_are_multiplied_as_ever(sides: tuple[int, int, int], way: st
 def test_the_matrix_gradient_may_stay_in_bf16() -> None:
     given = case(32, 48, 64)
     for kind, same in (("bf16", True), ("fp8", False)):
-        found = run(Fp8Products(arena(), weight_gradient=kind), given, "to_matrix", add=False)  # type: ignore[arg-type]
-        assert torch.equal(found, run(Products(arena()), given, "to_matrix", add=False)) is same
+        found = run(Fp8Products(arena(), weight_gradient=kind), given, "wgrad", add=False)  # type: ignore[arg-type]
+        assert torch.equal(found, run(Products(arena()), given, "wgrad", add=False)) is same
 
 
 def test_sums_in_fp32_get_the_same_product() -> None:
     given = case(32, 48, 64)
-    half = run(Fp8Products(arena()), given, "to_matrix", add=False)
+    half = run(Fp8Products(arena()), given, "wgrad", add=False)
     total = torch.full((64, 48), 1.0)
-    Fp8Products(arena()).to_matrix(given["gradient"], given["source"], total=total)
+    Fp8Products(arena()).wgrad(given["gradient"], given["source"], total=total)
     assert torch.equal(total.to(HALF), half) and not torch.equal(total, half.float())
 
 

@@ -17,7 +17,7 @@ from flopwise.engine.data import DataRequest, open_language_data
 from flopwise.engine.kernels import fp8
 from flopwise.engine.streaming.executor import StreamingExecutor
 from flopwise.engine.weights.initial import initial_values
-from flopwise.plan import DeviceQuestion, compile_plan, planned
+from flopwise.plan import CappedSetup, compile_plan, planned
 from flopwise.plan.program.sizes import sizes_of
 from flopwise.records.plan import Plan
 from flopwise.setup.training import Training
@@ -212,12 +212,12 @@ def test_no_allocation_of_a_step_is_beyond_the_plan() -> None:
 @pytest.mark.parametrize("cap_mib", [60, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_plan_under_a_cap_holds_it(cap_mib: int) -> None:
     model = replace(wide("llama"), layers=4)
-    question = DeviceQuestion(
+    question = CappedSetup(
         model=model,
         hardware=load_hardware("h200"),
         sequence_tokens=512,
-        device_bytes=cap_mib << 20,
-        host_bytes=1 << 30,
+        device_cap_bytes=cap_mib << 20,
+        host_cap_bytes=1 << 30,
         batch_sequences=4,
         formats=parse_formats("fp8"),
     )

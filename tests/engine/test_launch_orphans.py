@@ -130,11 +130,12 @@ def test_a_failure_comes_before_an_interruption(tmp_path: Path) -> None:
 
 def test_what_all_ranks_refuse_is_said_once(tmp_path: Path) -> None:
     body = """
+        from flopwise.base.errors import FlopwiseError
         from flopwise.engine.launch import note_refusal
         print("a warning of", rank, file=sys.stderr)
-        text = "error: no such plan" if rank < 2 else "error: no such device"
-        print(text, file=sys.stderr, flush=True)
-        note_refusal(text.removeprefix("error: "))
+        what = "no such plan" if rank < 2 else "no such device"
+        print("error:", what, file=sys.stderr, flush=True)
+        note_refusal(FlopwiseError(what))
         sys.exit(2)
     """
     with launch(tmp_path, body, 3, stderr=subprocess.PIPE) as launcher:

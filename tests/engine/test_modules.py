@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_model, model_names
-from flopwise.engine.modules import ACTIVATION_FUNCTIONS, Block, ReferenceModel, attention_mask, build
+from flopwise.engine.modules import ACTIVATION_FUNCTIONS, PlainBlock, ReferenceModel, attention_mask, build
 from flopwise.engine.weights.initial import fill, initial_values
 from flopwise.work.parameters import parameters_of
 from flopwise.work.transformer import ACTIVATIONS, Transformer
@@ -187,7 +187,7 @@ def test_parallel_residual_reads_the_blocks_input_twice() -> None:
     model = replace(GPT2, parallel_residual=True)
     block = random_module(model).layers[0]
     plain = random_module(GPT2).layers[0]
-    assert isinstance(plain, Block)
+    assert isinstance(plain, PlainBlock)
     stream = torch.randn(2, 7, model.hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         attended = plain.attention(plain.norm1(stream), None)

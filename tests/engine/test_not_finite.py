@@ -20,9 +20,9 @@ from flopwise.engine.weights import checkpoint
 from flopwise.engine.weights.finite import FIRST_BAD_BYTE, are_finite, extremes, not_finite
 from flopwise.records.measurement import RunRecord
 from flopwise.setup.training import Training
-from flopwise.store.runs import list_runs
 from flopwise.train.running import run
 from tests.cli.test_cli_fuzz import answered
+from tests.support.listing import list_runs
 from tests.train.test_train_run import Recorder, asked, hardware, place
 
 __all__ = ("hardware", "place")

@@ -81,12 +81,12 @@ def test_plain_products_at_awkward_sizes(dtype: Any, tokens: int, inputs: int, o
     for add in (False, True):
         target = drawn(tokens, inputs)
         wanted = wide_gradient @ wide_matrix + (target.double() if add else 0)
-        products.to_source(gradient, matrix, out=target, add=add)
+        products.dgrad(gradient, matrix, out=target, add=add)
         assert error(target, wanted) < ROUNDED[dtype]
     for wide in (dtype, torch.float32):
         total = torch.randn(outputs, inputs, generator=generator, device=CUDA).to(wide)
         wanted = total.double() + wide_gradient.t() @ wide_source
-        products.to_matrix(gradient, source, total=total)
+        products.wgrad(gradient, source, total=total)
         assert error(total, wanted) < ROUNDED[dtype]
 
 

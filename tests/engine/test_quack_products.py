@@ -69,10 +69,10 @@ def test_plain_products_with_swiglu_are_those_of_autograd() -> None:
             before, total = drawn(tokens, hidden), drawn(2 * inner, hidden)
             for add in (False, True):
                 out = before.clone()
-                plain_gated.to_source(pairs, up_matrix, out=out, add=add)
+                plain_gated.dgrad(pairs, up_matrix, out=out, add=add)
                 torch.testing.assert_close(out, of_source + before if add else of_source)
             summed = total.clone()
-            plain_gated.to_matrix(pairs, source, total=summed)
+            plain_gated.wgrad(pairs, source, total=summed)
             torch.testing.assert_close(summed, total + of_matrix)
 
 
@@ -92,10 +92,10 @@ class Wrong:
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
-        self.forward, self.backward, self.to_source = plain_gated.forward, plain_gated.backward, plain_gated.to_source
+        self.forward, self.backward, self.dgrad = plain_gated.forward, plain_gated.backward, plain_gated.dgrad
 
-    def to_matrix(self, gradient: Any, source: Any, *, total: Any) -> None:
-        plain_gated.to_matrix(gradient, source, total=total)
+    def wgrad(self, gradient: Any, source: Any, *, total: Any) -> None:
+        plain_gated.wgrad(gradient, source, total=total)
         total *= self.scale
 
 
@@ -241,17 +241,17 @@ def test_large_products_go_to_quack_and_others_stay(monkeypatch: pytest.MonkeyPa
     ):
         monkeypatch.setattr(quack, "LEAST_FLOPS", least_flops)
         monkeypatch.setattr(quack, "LEAST_TILES", least_tiles)
-        out, to_source, total = (
+        out, dgrad, total = (
             torch.empty(tokens, outputs).bfloat16(),
             torch.ones_like(source),
             torch.ones_like(matrix),
         )
         products.forward(source, matrix, None, out=out)
-        products.to_source(gradient, matrix, out=to_source, add=True)
-        products.to_matrix(gradient, source, total=total)
-        results.append((out, to_source, total))
-    forward, to_source, to_matrix = (tokens, inputs, outputs), (tokens, outputs, inputs), (outputs, tokens, inputs)
-    assert seen == [forward, to_source, to_matrix, forward, to_source, forward, to_source, to_matrix]
+        products.dgrad(gradient, matrix, out=dgrad, add=True)
+        products.wgrad(gradient, source, total=total)
+        results.append((out, dgrad, total))
+    forward, dgrad, wgrad = (tokens, inputs, outputs), (tokens, outputs, inputs), (outputs, tokens, inputs)
+    assert seen == [forward, dgrad, wgrad, forward, dgrad, forward, dgrad, wgrad]
     for one, two, three, *others in zip(*results, strict=True):
         assert torch.equal(three, one)
         for other in (two, *others):
@@ -290,5 +290,5 @@ def test_products_that_lie_awkwardly_stay_with_torch(
         (16384, 4096, quack.TOGETHER), (16384, 14336, quack.ALTERNATING), (28672, 4096, quack.TOGETHER),
     ],
 )  # fmt: skip
-def test_the_tiles_of_llama_3_8b(depth: int, columns: int, tile: quack.Tile) -> None:
+def test_the_tiles_of_llama_3_8b(depth: int, columns: int, tile: quack.QuackTile) -> None:
     assert quack.tile_for(torch.empty(depth, columns, device="meta")) == tile

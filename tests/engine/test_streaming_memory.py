@@ -19,7 +19,7 @@ from flopwise.base.errors import FlopwiseError  # noqa: E402
 from flopwise.catalog.load import load_hardware  # noqa: E402
 from flopwise.engine.streaming.executor import StreamingExecutor  # noqa: E402
 from flopwise.engine.streaming.layout import SavedTensors, fields_in_order, moment_fields  # noqa: E402
-from flopwise.plan import DeviceQuestion, compile_plan, planned  # noqa: E402
+from flopwise.plan import CappedSetup, compile_plan, planned  # noqa: E402
 from flopwise.plan.device.memory import plan_bytes  # noqa: E402
 from flopwise.plan.program.sizes import level_bytes, sizes_of  # noqa: E402
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES  # noqa: E402
@@ -95,13 +95,13 @@ def test_moments_fill_a_piece_exactly(precision: str) -> None:
 
 def left_of(executor: StreamingExecutor) -> int:
     """Of the plan's device memory, what the slab leaves free for libraries."""
-    left = executor.room.left_to_libraries
-    return sum(left.get(buffer.name, 0) for buffer in executor.program.buffers if buffer.place == "device")
+    left = executor.slabs.left_to_libraries
+    return sum(left.get(buffer.role, 0) for buffer in executor.program.buffers if buffer.place == "device")
 
 
 def assert_as_planned(plan: Plan, model: Transformer, executor: StreamingExecutor) -> None:
     program = executor.program
-    room = executor.room
+    room = executor.slabs
     planned_bytes = plan_bytes(plan, sizes_of(model, plan.sequence_tokens, parse_formats(plan.precision), "adamw"))
     totals = {place: sum(owners.values()) for place, owners in planned_bytes.items()}
     assert room.device_slab.numel() == totals["device"] - left_of(executor)
@@ -175,7 +175,7 @@ def assert_within_plan(plan: Plan, model: Transformer, *, training: Training | N
     taken = max(peak_bytes(lambda: executor.step(batch, 0)), peak_bytes(lambda: executor.evaluate([batch])))
     sizes = sizes_of(model, plan.sequence_tokens, parse_formats(plan.precision), "adamw")
     total = sum(plan_bytes(plan, sizes)["device"].values())
-    assert executor.room.device_slab.numel() + taken <= total
+    assert executor.slabs.device_slab.numel() + taken <= total
     assert taken <= left_of(executor) - LIBRARY_WORKSPACE_BYTES + KERNELS_BYTES
     assert total <= plan.device_memory_bytes
 
@@ -205,7 +205,7 @@ SHORT_CASES = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "precision"), [*((family, "fp32") for family in LONG_FAMILIES), *SHORT_CASES])
+@pytest.mark.parametrize(("family", "precision"), SHORT_CASES)
 def test_no_allocation_of_any_family_is_beyond_the_plan(family: str, precision: str) -> None:
     model = wide(TINY[family])
     for plan in shapes(model, 2048, precision=precision, head_chunk_tokens=512):
@@ -244,15 +244,16 @@ def test_updates_of_what_passes_are_within_the_plan_too() -> None:
     assert_within_plan(plan, model, training=training)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cap_mib", [70, 110, 400])
 def test_a_plan_found_under_a_cap_never_takes_more(cap_mib: int) -> None:
     model = wide(TINY["llama"], layers=4)
-    question = DeviceQuestion(
+    question = CappedSetup(
         model=model,
         hardware=load_hardware("h200"),
         sequence_tokens=2048,
-        device_bytes=cap_mib * MIB,
-        host_bytes=1024 * MIB,
+        device_cap_bytes=cap_mib * MIB,
+        host_cap_bytes=1024 * MIB,
         batch_sequences=2,
     )
     try:

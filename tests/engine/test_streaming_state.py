@@ -77,6 +77,7 @@ def judged(model: Transformer, weights: dict[str, Tensor], batches: list[Batch])
     return total / sum(batch.with_loss for batch in batches), correct
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "bert", "bert-masked"])
 def test_an_evaluation_is_the_references_and_leaves_no_trace(family: str) -> None:
     model = replace(TINY[family], layers=3)
@@ -128,6 +129,7 @@ def test_an_evaluation_between_clipped_steps_changes_nothing() -> None:
 # -- state that moves ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_state_read_after_three_steps_continues_in_any_other_residency(family: str, precision: str) -> None:

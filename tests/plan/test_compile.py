@@ -20,9 +20,9 @@ from flopwise.plan.program.sizes import Sizes, level_bytes, sizes_of
 from flopwise.predict.simulate.simulator import memory_points, simulate
 from flopwise.predict.simulate.tasks import TaskSeconds
 from flopwise.records.plan import LETTERS, Plan, Residency
-from flopwise.records.program import Program, aligned, check
+from flopwise.records.program import Program, Value, aligned, check
 from flopwise.work.formats import parse_formats
-from flopwise.work.parameters import ENDS, Place
+from flopwise.work.parameters import ENDS, Part, Place
 from flopwise.work.transformer import Transformer
 
 FAMILIES = (
@@ -170,12 +170,11 @@ def test_everything_that_was_trained_is_stored(case: tuple[Transformer, Plan]) -
     program, sizes = compile_plan(plan, model), sizes_for(plan, model)
     updated = sum(task.parameters for task in program.tasks if task.kind == "optimize")
     assert updated == model.layers * sizes.block.parameters + sizes.embedding.parameters + sizes.head.parameters
-    kept = {value for value in program.at_end.values() if " v1" in value}
-    parts = [*range(model.layers), *(end for end in ENDS if getattr(sizes, end).parameters)]
-    assert {f"weights {part} v1" for part in parts} <= kept
+    parts: list[Part] = [*range(model.layers), *(end for end in ENDS if getattr(sizes, end).parameters)]
+    assert {Value("weights", part, version=1) for part in parts} <= set(program.at_end.values())
     for buffer, value in program.at_start.items():
         if program.buffers[buffer].owner in ("weights", "optimizer"):
-            assert program.at_end[buffer] == value.replace(" v0", " v1")
+            assert program.at_end[buffer] == value._replace(version=1)
     stored = Counter((task.what, task.layer) for task in program.tasks if task.kind == "store")
     if plan.update_place == "device":
         passing = set(range(model.layers)) - plan.weights.staying(model.layers)
@@ -255,7 +254,7 @@ def test_an_update_on_the_host_at_the_end_keeps_every_gradient() -> None:
     program = compile_plan(plain_plan(model, gradients=passing, update_place="host", update_when="end"), model)
     for task in program.tasks:
         if task.kind == "store" and task.what == "gradients" and task.layer is not None:
-            assert task.writes[0].value.startswith(f"gradients {task.layer} ")
+            assert (task.writes[0].value.kind, task.writes[0].value.part) == ("gradients", task.layer)
 
 
 def test_attention_without_a_mask_is_made_again_from_all_keys() -> None:
@@ -295,9 +294,9 @@ def test_chunks_of_an_encoder_cannot_attend_in_turn() -> None:
 # -- bytes over the link, counted by hand ----------------------------------------------------------------------------
 
 
-def moved(program: Program) -> Counter[tuple[str, str]]:
+def moved(program: Program) -> Counter[tuple[str, str | None]]:
     """(load or store, of what) → bytes."""
-    found: Counter[tuple[str, str]] = Counter()
+    found: Counter[tuple[str, str | None]] = Counter()
     for task in program.tasks:
         if task.bytes:
             found[task.kind, task.what] += task.bytes

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from flopwise.base.units import parse_bytes
-from flopwise.plan.device.cuts import DeviceQuestion
 from flopwise.plan.device.explain import planned, what_helps
 from flopwise.plan.device.search import fastest_plan
 from flopwise.plan.device.smallest import Least, least_device, least_host
 from flopwise.records.plan import Planned
+from flopwise.setup.setup import CappedSetup
 from tests.cli.test_cli_device_plan import ran, record, refused
 from tests.cli.test_cli_fuzz import answered
 from tests.plan.test_device_search import fits, question, questions
@@ -33,10 +33,10 @@ FEW = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck
 
 QUESTIONS = {
     "roomy": question(),
-    "tight": question(layers=4, device_bytes=3 * GIB, host_bytes=32 * GIB),
-    "long": question(layers=4, sequence_tokens=50_000, device_bytes=6 * GIB, host_bytes=16 * GIB),
-    "clipped": question(layers=4, device_bytes=6 * GIB, batch_sequences=12, clip=True),
-    "no host": question(host_bytes=0),
+    "tight": question(layers=4, device_cap_bytes=3 * GIB, host_cap_bytes=32 * GIB),
+    "long": question(layers=4, sequence_tokens=50_000, device_cap_bytes=6 * GIB, host_cap_bytes=16 * GIB),
+    "clipped": question(layers=4, device_cap_bytes=6 * GIB, batch_sequences=12, clip=True),
+    "no host": question(host_cap_bytes=0),
 }
 
 
@@ -64,17 +64,17 @@ def test_more_memory_never_costs_speed(name: str) -> None:
     assert helps
     for found in helps:
         assert found.speed >= 1
-        assert found.device_memory_bytes >= asked.device_bytes
-        assert found.host_memory_bytes >= asked.host_bytes
-        assert (found.device_memory_bytes, found.host_memory_bytes) != (asked.device_bytes, asked.host_bytes)
+        assert found.device_memory_bytes >= asked.device_cap_bytes
+        assert found.host_memory_bytes >= asked.host_cap_bytes
+        assert (found.device_memory_bytes, found.host_memory_bytes) != (asked.device_cap_bytes, asked.host_cap_bytes)
         assert found.device_memory_bytes <= asked.hardware.device.dram.size_bytes.value
 
 
 def test_no_more_device_memory_is_offered_than_there_is() -> None:
-    asked = question(device_bytes=int(question().hardware.device.dram.size_bytes.value) - GIB)
+    asked = question(device_cap_bytes=int(question().hardware.device.dram.size_bytes.value) - GIB)
     found = fastest_plan(asked)
     assert found is not None
-    assert {help_.device_memory_bytes for help_ in what_helps(found, asked)} == {asked.device_bytes}
+    assert {help_.device_memory_bytes for help_ in what_helps(found, asked)} == {asked.device_cap_bytes}
 
 
 def test_what_helps_says_it_where_memory_is_short() -> None:
@@ -84,14 +84,14 @@ def test_what_helps_says_it_where_memory_is_short() -> None:
 # -- the least memory ------------------------------------------------------------------------------------------------
 
 
-def capped(asked: DeviceQuestion, place: str, size: int) -> DeviceQuestion:
-    return replace(asked, device_bytes=size) if place == "device" else replace(asked, host_bytes=size)
+def capped(asked: CappedSetup, place: str, size: int) -> CappedSetup:
+    return replace(asked, device_cap_bytes=size) if place == "device" else replace(asked, host_cap_bytes=size)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
 @FEW
 @given(asked=questions())
-def test_the_least_memory_is_enough_and_little_less_is_not(place: str, asked: DeviceQuestion) -> None:
+def test_the_least_memory_is_enough_and_little_less_is_not(place: str, asked: CappedSetup) -> None:
     found: Least | None = (least_device if place == "device" else least_host)(asked)
     if found is None:
         assert fastest_plan(asked) is None

@@ -29,7 +29,7 @@ class Seconds:
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables = tables
 
-    def again_s(self, level: str, tokens: int, part: int) -> float:
+    def recompute_s(self, level: str, tokens: int, part: int) -> float:
         assert tokens > 0
         return self.tables[part][level][1]
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from flopwise.catalog.load import load_hardware, load_model
-from flopwise.plan.device.cuts import DeviceQuestion
 from flopwise.plan.device.explain import planned
 from flopwise.plan.device.forecast import times_of
 from flopwise.plan.program.compile import compile_plan
@@ -18,18 +17,19 @@ from flopwise.predict.simulate.simulator import simulate
 from flopwise.predict.simulate.tasks import TaskSeconds
 from flopwise.records.plan import Plan
 from flopwise.records.program import Program, Stream, Task
+from flopwise.setup.setup import CappedSetup
 from flopwise.work.formats import parse_formats
 
 GIB = 2**30
 
 
 def plan_of(device_gib: float, host_gib: float, *, layers: int = 6, sequence: int = 2048, batch: int = 16) -> Plan:
-    question = DeviceQuestion(
+    question = CappedSetup(
         model=replace(load_model("llama-3-1b"), layers=layers),
         hardware=load_hardware("h200"),
         sequence_tokens=sequence,
-        device_bytes=int(device_gib * GIB),
-        host_bytes=int(host_gib * GIB),
+        device_cap_bytes=int(device_gib * GIB),
+        host_cap_bytes=int(host_gib * GIB),
         formats=parse_formats("bf16"),
         batch_sequences=batch,
     )
@@ -92,21 +92,21 @@ def test_nothing_stands_before_what_it_waits_for(
     program, other = program_of(plan), program_of(replace(plan, fetch="at once"))
     assert all(before < index for index, task in enumerate(program.tasks) for before in task.after)
     for stream in ("compute", "copy-out"):
-        kept = [[replace(task, after=()) for task in each.tasks if task.stream == stream] for each in (program, other)]
+        kept = [[task._replace(after=()) for task in each.tasks if task.stream == stream] for each in (program, other)]
         assert kept[0] == kept[1], "only loads change their order"
-    names = [sorted(str(replace(task, after=())) for task in each.tasks) for each in (program, other)]
+    names = [sorted(str(task._replace(after=())) for task in each.tasks) for each in (program, other)]
     assert names[0] == names[1]
 
 
 def test_what_the_head_needs_does_not_keep_the_first_layers_waiting() -> None:
     """Llama-3-8B in 24 GiB: the head's weights and gradients could come as soon as a round begins."""
     model, hardware = load_model("llama-3-8b"), load_hardware("h200")
-    question = DeviceQuestion(
+    question = CappedSetup(
         model=model,
         hardware=hardware,
         sequence_tokens=8192,
-        device_bytes=24 * GIB,
-        host_bytes=110 * GIB,
+        device_cap_bytes=24 * GIB,
+        host_cap_bytes=110 * GIB,
         formats=parse_formats("bf16"),
         batch_sequences=16,
     )

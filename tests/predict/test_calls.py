@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flopwise.catalog.load import load_model
 from flopwise.predict.kernels.calls import GemmCall, Phase, StepCalls, StreamingCall, calls_for
-from flopwise.setup.workload import MOMENTS, Optimizer
+from flopwise.setup.words import MOMENTS, Optimizer
 from flopwise.work.describe import describe
 from flopwise.work.formats import POLICIES
 from flopwise.work.lstm import Lstm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,22 +10,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_hardware, load_model
-from flopwise.predict import Request, step
+from flopwise.predict import step
 from flopwise.predict.cluster.costing import PARTS, evaluate
 from flopwise.predict.cluster.pieces import BLOCK, EMBEDDING, HEAD
 from flopwise.predict.cluster.stages import LAST
-from flopwise.predict.cluster.strategies import listed, micro_batches
+from flopwise.predict.cluster.strategies import listed
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import SCHEDULES, Parallel, why_illegal
+from flopwise.setup.setup import SettledSetup
 from flopwise.setup.stack import Stack
-from flopwise.setup.workload import Workload
 from flopwise.work.formats import POLICIES
 from flopwise.work.model import Model
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import RECOMPUTE_POLICIES
 from tests.predict.test_pipeline import simulate
-from tests.support.clusters import MIXTURE, NEUTRAL, SMALL, Kernels, evaluated, machine, network, one, stack, workload
+from tests.support.clusters import (
+    MIXTURE,
+    NEUTRAL,
+    SMALL,
+    Kernels,
+    evaluated,
+    machine,
+    network,
+    one,
+    placed,
+    stack,
+    workload,
+)
 from tests.support.strategies import recurrent, transformers
 
 EXACT = 1e-9
@@ -34,9 +47,8 @@ EXACT = 1e-9
 # -- one device --------------------------------------------------------------------------------------------------------
 
 
-def check_one_device(model: Model, hardware: Hardware, work: Workload) -> None:
-    request = Request(**{field.name: getattr(work, field.name) for field in fields(Workload)})
-    alone = step(model, hardware, request)
+def check_one_device(model: Model, hardware: Hardware, work: SettledSetup) -> None:
+    alone = step(placed(work, model, Parallel(), hardware))
     found = evaluated(model, Parallel(), work, hardware)
     assert one(found.step_s) == pytest.approx(alone.step_s, rel=EXACT)
     assert one(found.device_bytes) == pytest.approx(alone.device_bytes.total, rel=EXACT)
@@ -104,7 +116,7 @@ def test_one_device_that_shards_is_one_device() -> None:
 
 
 @st.composite
-def set_ups(draw: st.DrawFn) -> tuple[Transformer, Parallel, Workload]:
+def set_ups(draw: st.DrawFn) -> tuple[Transformer, Parallel, SettledSetup]:
     """A small model with any legal set-up, of as many as 2 × 4 × 6 × 2 × 2 devices."""
     model = draw(st.sampled_from([SMALL, MIXTURE, replace(SMALL, tied=True, parallel_residual=True)]))
     tensor, pipeline = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 6))
@@ -164,17 +176,17 @@ def cluster(rate: float = 20e9, latency_s: float = 5e-6, faster: float = 1.0) ->
 
 @settings(max_examples=60)
 @given(set_up=set_ups(), framework=stacks)
-def test_parts_are_what_a_step_is_made_of(set_up: tuple[Transformer, Parallel, Workload], framework: Stack) -> None:
+def test_parts_are_what_a_step_is_made_of(set_up: tuple[Transformer, Parallel, SettledSetup], framework: Stack) -> None:
     found = evaluated(*set_up, cluster(), framework)
     assert tuple(found.parts) == PARTS
     assert sum(one(part) for part in found.parts.values()) == pytest.approx(one(found.step_s), rel=1e-12)
     assert all(one(part) >= -1e-12 * one(found.step_s) for part in found.parts.values())
     assert np.isfinite(one(found.step_s))
     assert one(found.device_bytes) == max(float(stage.total[0]) for stage in found.stages)
-    _, parallel, work = set_up
+    model, parallel, work = set_up
     kernels = Kernels(*set_up, cluster())
     # The slowest stage has its share of the layers' kernels at the least.
-    count = micro_batches(work, parallel.data)[2]
+    count = placed(work, model, parallel, cluster()).accumulation_steps
     least = (count - 1) * float(kernels.forward[BLOCK] + kernels.backward[BLOCK]) * kernels.layers / parallel.pipeline
     assert one(found.step_s) >= least
 
@@ -182,7 +194,7 @@ def test_parts_are_what_a_step_is_made_of(set_up: tuple[Transformer, Parallel, W
 @settings(max_examples=60)
 @given(set_up=set_ups(), framework=stacks, factor=st.floats(1.05, 50))
 def test_a_better_network_is_never_slower(
-    set_up: tuple[Transformer, Parallel, Workload], framework: Stack, factor: float
+    set_up: tuple[Transformer, Parallel, SettledSetup], framework: Stack, factor: float
 ) -> None:
     before = one(evaluated(*set_up, cluster(), framework).step_s)
     assert one(evaluated(*set_up, cluster(rate=factor * 20e9), framework).step_s) <= before * (1 + EXACT)
@@ -192,7 +204,7 @@ def test_a_better_network_is_never_slower(
 @settings(max_examples=60)
 @given(set_up=set_ups(), framework=stacks, factor=st.floats(1.05, 50))
 def test_a_faster_device_is_never_slower(
-    set_up: tuple[Transformer, Parallel, Workload], framework: Stack, factor: float
+    set_up: tuple[Transformer, Parallel, SettledSetup], framework: Stack, factor: float
 ) -> None:
     """With equal numbers of layers: dealt out by time they move, and the embedding's stage may get more of them.
 
@@ -214,7 +226,7 @@ def test_a_faster_device_is_never_slower(
     factor=st.floats(1.05, 10),
 )
 def test_a_worse_stack_is_never_faster(
-    set_up: tuple[Transformer, Parallel, Workload], framework: Stack, name: str, factor: float
+    set_up: tuple[Transformer, Parallel, SettledSetup], framework: Stack, name: str, factor: float
 ) -> None:
     """What only a step waits for shows in full; all else may hide behind something slower.
 
@@ -233,7 +245,9 @@ def test_a_worse_stack_is_never_faster(
 
 @settings(max_examples=40)
 @given(set_up=set_ups())
-def test_twice_the_replicas_are_never_slower_on_a_free_network(set_up: tuple[Transformer, Parallel, Workload]) -> None:
+def test_twice_the_replicas_are_never_slower_on_a_free_network(
+    set_up: tuple[Transformer, Parallel, SettledSetup],
+) -> None:
     """The same batch over more data ranks; on a real network what they exchange may cost more than they save."""
     model, parallel, work = set_up
     free = machine(network(1e24), link_bytes_per_s=10e9, host_bytes_per_s=100e9)
@@ -248,9 +262,12 @@ def test_twice_the_replicas_are_never_slower_on_a_free_network(set_up: tuple[Tra
 
 @settings(max_examples=25)
 @given(cases=st.lists(set_ups(), min_size=2, max_size=9), framework=stacks)
-def test_many_at_once_are_as_many_alone(cases: list[tuple[Transformer, Parallel, Workload]], framework: Stack) -> None:
+def test_many_at_once_are_as_many_alone(
+    cases: list[tuple[Transformer, Parallel, SettledSetup]], framework: Stack
+) -> None:
     hardware = cluster()
-    together = evaluate(listed(cases, hardware), hardware, framework)
+    setups = [placed(work, model, parallel, hardware) for model, parallel, work in cases]
+    together = evaluate(listed(setups), hardware, framework)
     assert together.step_s.shape == (len(cases),)
     for index, case in enumerate(cases):
         alone = evaluated(*case, hardware, framework)
@@ -266,13 +283,14 @@ def test_many_at_once_are_as_many_alone(cases: list[tuple[Transformer, Parallel,
 def test_different_models_and_lengths_share_a_list() -> None:
     hardware = cluster()
     lstm = load_model("lstm-lm")
-    cases: list[tuple[Model, Parallel, Workload]] = [
+    cases: list[tuple[Model, Parallel, SettledSetup]] = [
         (SMALL, Parallel(tensor=2), workload(5, 2, tokens=70)),
         (lstm, Parallel(pipeline=2), workload(3, 1, tokens=20)),
         (SMALL, Parallel(tensor=2), workload(7, 3, tokens=70)),
         (MIXTURE, Parallel(data=3), workload(7, 3, tokens=33)),
     ]
-    together = evaluate(listed(cases, hardware), hardware, NEUTRAL).step_s
+    setups = [placed(work, model, parallel, hardware) for model, parallel, work in cases]
+    together = evaluate(listed(setups), hardware, NEUTRAL).step_s
     assert together.tolist() == pytest.approx([one(evaluated(*case, hardware).step_s) for case in cases], rel=1e-12)
 
 
@@ -282,18 +300,32 @@ def test_different_models_and_lengths_share_a_list() -> None:
 @pytest.mark.parametrize(
     ("batch", "micro", "data", "expected"),
     [
-        (8, 2, 2, (2, 0, 2)),
+        (8, 2, 2, ((2, 2),)),
         # 9 over 2: the fuller rank has 5
-        (9, 2, 2, (2, 1, 3)),
-        # a micro-batch larger than a rank's part is that part
-        (8, 8, 4, (2, 0, 1)),
-        # fewer sequences than ranks: those that have one decide
-        (3, 3, 8, (1, 0, 1)),
-        (48, 11, 1, (11, 4, 5)),
+        (9, 2, 2, ((2, 2), (1, 1))),
+        (8, 2, 4, ((2, 1),)),
+        (48, 11, 1, ((11, 4), (4, 1))),
     ],
 )
-def test_micro_batches_of_the_fullest_rank(batch: int, micro: int, data: int, expected: tuple[int, int, int]) -> None:
-    assert micro_batches(workload(batch, micro), data) == expected
+def test_micro_batches_of_the_fullest_rank(
+    batch: int, micro: int, data: int, expected: tuple[tuple[int, int], ...]
+) -> None:
+    setup = workload(batch, micro, parallel=Parallel(data=data))
+    assert setup.micro_batches() == expected
+    assert setup.accumulation_steps == sum(count for _, count in expected)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "data", "words"),
+    [
+        (8, 9, 1, "a micro-batch of 9 is larger than the batch of 8"),
+        (8, 8, 4, "a micro-batch of 8 is larger than a data rank's 2"),
+        (3, 3, 8, "a batch of 3 sequences is less than one for each of 8 data ranks"),
+    ],
+)
+def test_a_batch_that_ranks_cannot_share_is_refused(batch: int, micro: int, data: int, words: str) -> None:
+    with pytest.raises(FlopwiseError, match=words):
+        workload(batch, micro, parallel=Parallel(data=data))
 
 
 @pytest.mark.parametrize(

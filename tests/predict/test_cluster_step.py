@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_hardware, load_model
-from flopwise.predict import Request, step
+from flopwise.predict import Setup, step
 from flopwise.records.prediction import Prediction
 from flopwise.report.document import to_csv, to_markdown
 from flopwise.report.predictions import predictions_document
 from flopwise.setup.parallel import Parallel, parse_parallel
 from flopwise.setup.stack import Constant, Stack
 from flopwise.store.runs import to_text
+from flopwise.work.formats import POLICIES
 
 SLOW = Stack(
     name="slow",
@@ -46,14 +47,16 @@ SET_UPS = (
 
 
 def _prediction(words: str, **changes: object) -> Prediction:
-    request = Request(
+    setup = Setup(
+        model=load_model("llama-3-8b"),
+        hardware=load_hardware("h100-sxm"),
         sequence_tokens=4096,
         batch_sequences=37,
-        formats="bf16-mixed",
+        formats=POLICIES["bf16-mixed"],
         parallel=parse_parallel(words, 16),
         **changes,  # type: ignore[arg-type]
     )
-    return step(load_model("llama-3-8b"), load_hardware("h100-sxm"), request)
+    return step(setup)
 
 
 @pytest.mark.parametrize("stack", [None, SLOW])
@@ -98,21 +101,23 @@ def test_a_framework_costs_time_and_nothing_else() -> None:
 )
 def test_awkward_batches_add_up_too(words: str, batch: int, micro: int) -> None:
     parallel = parse_parallel(words, 16)
-    request = Request(
+    setup = Setup(
+        model=load_model("llama-3-1b"),
+        hardware=load_hardware("a100-80gb"),
         sequence_tokens=2048,
         batch_sequences=batch,
         micro_batch_sequences=min(micro, -(-batch // parallel.data)),
         recompute="none",
         parallel=parallel,
     )
-    prediction = step(load_model("llama-3-1b"), load_hardware("a100-80gb"), request)
+    prediction = step(setup)
     assert sum(op.time_s for op in prediction.ops) == pytest.approx(prediction.step_s, rel=1e-9)
     assert sum(op.flops for op in prediction.ops) == prediction.hardware_flops
     assert min(prediction.parts.values()) >= -1e-9 * prediction.step_s
 
 
 def test_what_is_left_open_is_chosen_to_fit() -> None:
-    prediction = _prediction("tp2 pp2 zero1 sp", device_memory_bytes=24 * 2**30)
+    prediction = _prediction("tp2 pp2 zero1 sp", device_cap_bytes=24 * 2**30)
     assert prediction.fits
     assert {"recompute", "micro_batch_sequences"} <= set(prediction.chosen)
     roomy = _prediction("tp2 pp2 zero1 sp")
@@ -146,8 +151,8 @@ def test_outputs_hold_the_cluster() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(parallel: Parallel, hardware: str, batch: int, said: str) -> None:
-    request = Request(sequence_tokens=4096, batch_sequences=batch, parallel=parallel)
+    model, machine = load_model("llama-3-8b"), load_hardware(hardware)
     with pytest.raises(FlopwiseError) as caught:
-        step(load_model("llama-3-8b"), load_hardware(hardware), request)
+        step(Setup(model=model, hardware=machine, sequence_tokens=4096, batch_sequences=batch, parallel=parallel))
     assert said in str(caught.value)
     assert caught.value.hint

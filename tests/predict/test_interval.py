@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.evidence import (
-    kernels_evidence,
-    offload_evidence,
-    one_device_evidence,
-    table_evidence,
-    torchtitan_evidence,
-)
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_evidence, stack_names
 from flopwise.predict.interval import WORDS, Interval, beyond, interval
@@ -236,37 +228,3 @@ def test_a_row_of_table_2_lies_in_its_interval_or_nearly() -> None:
     assert (found.basis, found.outside) == (("megatron-2",), ())
     assert found.high == pytest.approx(1 + wide.high)
     assert found.high > 3
-
-
-def assert_same(found: Evidence, shipped: Evidence) -> None:
-    assert [found.low, found.high] == pytest.approx([shipped.low, shipped.high], abs=5e-3)
-    assert replace(found, low=0.0, high=0.0) == replace(shipped, low=0.0, high=0.0)
-
-
-def assert_shipped(found: Sequence[Evidence], *, of_kernels: bool = False) -> None:
-    book = _book(of_kernels=of_kernels)
-    for entry in found:
-        assert_same(entry, book[entry.table, entry.zero])
-
-
-def test_the_shipped_evidence_is_what_the_held_out_predictions_give() -> None:
-    assert_shipped(table_evidence("megatron"))
-    assert_shipped(table_evidence("megatron-2"))
-    assert_shipped(torchtitan_evidence())
-    assert_shipped([one_device_evidence()], of_kernels=True)
-    for table in ("mpt", "nanotron", "megatron"):
-        assert_shipped(kernels_evidence(table), of_kernels=True)
-
-
-@pytest.mark.slow
-def test_the_simulator_s_evidence_is_that_of_the_recorded_runs() -> None:
-    shipped = [entry for entry in load_evidence() if entry.stack == "dataflow"]
-    assert len(shipped) == 1
-    assert shipped[0].n == 591
-    assert_same(offload_evidence(), shipped[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("table", ["mpt", "vtrain", "nanotron"])
-def test_the_rest_of_it(table: str) -> None:
-    assert_shipped(table_evidence(table))

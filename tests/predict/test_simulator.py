@@ -21,10 +21,10 @@ from flopwise.predict.simulate.simulator import (
     play,
     simulate,
 )
-from flopwise.records.program import STREAMS, Buffer, Program, Stream, Use
+from flopwise.records.program import STREAMS, Buffer, Owner, Program, Stream, Use, Value
 from flopwise.records.simulation import MemoryPoint, Simulation
 from flopwise.setup.hardware import Fact, Link
-from tests.records.test_program_check import BUFFERS, MOVED, SIZES, program, right_programs, round_trip, task
+from tests.records.test_program_check import BUFFERS, MOVED, OLD, SIZES, program, right_programs, round_trip, task
 
 
 def link(rate: float, both_ways: float | None = None) -> Link:
@@ -209,7 +209,7 @@ def test_a_chain_through_all_streams_adds_up() -> None:
         ("host", "weights", HOST_UPDATE),
     ],
 )
-def test_idle_time_is_named_by_what_was_awaited_last(stream: Stream, what: str, words: str) -> None:
+def test_idle_time_is_named_by_what_was_awaited_last(stream: Stream, what: Owner, words: str) -> None:
     """The other stream's task of half a second ends in time and is not to blame."""
     other: Stream = "copy-in" if stream == "host" else "host"
     tasks = (
@@ -271,7 +271,7 @@ def test_memory_is_in_use_from_the_writers_start_to_the_last_users_end() -> None
     """The round trip with copies of 1 s (weights) and 0.3 s (activations), kernels of 2 s and an update of 4 s."""
     sizes = {"copy-in": 100, "copy-out": 30, "compute": 0, "host": 0}
     whole = round_trip()
-    whole = replace(whole, tasks=tuple(replace(one, bytes=sizes[one.stream]) for one in whole.tasks))
+    whole = replace(whole, tasks=tuple(one._replace(bytes=sizes[one.stream]) for one in whole.tasks))
     found = simulate(whole, [0, 2, 0, 4, 0, 2, 0], link(100))
     # In 0-1, forward 1-3, out 3-3.3; update 1-5; in 5-6, forward 6-8, out 8-8.3.
     points = memory_points(found)
@@ -297,16 +297,16 @@ def test_memory_is_in_use_from_the_writers_start_to_the_last_users_end() -> None
 
 
 def test_a_value_written_in_two_parts_is_in_use_in_between() -> None:
-    context = Use(0, "context a")
+    context = Use(0, Value("context", 0, 0, 0))
     tasks = (task("compute", writes=[context]), task("compute"), task("compute", writes=[context]), task("compute"))
-    found = simulate(program(*tasks, buffers=[Buffer("c", "context", "device", 5)]), [1, 1, 1, 1], None)
+    found = simulate(program(*tasks, buffers=[Buffer("context", "device", "keys", 5, number=0)]), [1, 1, 1, 1], None)
     assert [(point.seconds, point.device) for point in memory_points(found) if not point.device["context"]] == [
         (3, {"context": 0})
     ]
 
 
 def test_peaks_are_left_out_where_nobody_asks_for_them() -> None:
-    found = simulate(program(buffers=BUFFERS, at_start={0: "a"}, at_end={0: "a"}), [], None, peaks=False)
+    found = simulate(program(buffers=BUFFERS, at_start={0: OLD}, at_end={0: OLD}), [], None, peaks=False)
     assert (found.peak_device_bytes, found.peak_host_bytes) == ({}, {})
     whole = simulate(found.program, [], None)
     assert (whole.peak_device_bytes, whole.peak_host_bytes) == ({}, {"weights": 100})
@@ -317,7 +317,7 @@ def buffers_in_use(found: Simulation, moment: float) -> set[int]:
     tried, users = found.program, list(zip(found.program.tasks, spans(found), strict=True))
     in_use = set()
     for buffer in range(len(tried.buffers)):
-        spans_of_values: list[tuple[str, float, float]] = []
+        spans_of_values: list[tuple[Value, float, float]] = []
         if buffer in tried.at_start:
             spans_of_values.append((tried.at_start[buffer], 0.0, 0.0))
         for one, (start, end) in users:

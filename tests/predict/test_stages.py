@@ -16,30 +16,30 @@ from flopwise.predict.cluster.stages import FIRST, LAST, SECOND, StageBytes, Sta
 from flopwise.predict.cluster.strategies import listed, state_bytes
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, device_bytes, logits_bytes
 from flopwise.setup.parallel import Parallel
+from flopwise.setup.setup import SettledSetup
 from flopwise.setup.stack import Stack
-from flopwise.setup.workload import Workload
 from flopwise.work.describe import describe
 from flopwise.work.exchange import parameters_by_part
 from flopwise.work.formats import POLICIES
 from flopwise.work.model import Model
 from flopwise.work.traffic import block_saved_bytes
 from flopwise.work.work import RECOMPUTE_POLICIES, Recompute
-from tests.support.clusters import MIXTURE, NEUTRAL, SMALL, stack, workload
+from tests.support.clusters import MIXTURE, NEUTRAL, SMALL, placed, stack, workload
 from tests.support.strategies import recurrent, transformers
 
 H200 = load_hardware("h200")
 
 
-def shapes_of(model: Model, parallel: Parallel, work: Workload) -> tuple[StageShape, ...]:
-    laid_out = listed([(model, parallel, work)], H200)
+def shapes_of(model: Model, parallel: Parallel, work: SettledSetup) -> tuple[StageShape, ...]:
+    laid_out = listed([placed(work, model, parallel, H200)])
     return stage_shapes(laid_out.strategies, taken(laid_out.table, laid_out.strategies.row))
 
 
 def stage(
-    model: Model, parallel: Parallel, work: Workload, which: int = FIRST, framework: Stack = NEUTRAL
+    model: Model, parallel: Parallel, work: SettledSetup, which: int = FIRST, framework: Stack = NEUTRAL
 ) -> StageBytes:
     """Bytes of one of the three stages."""
-    laid_out = listed([(model, parallel, work)], H200)
+    laid_out = listed([placed(work, model, parallel, H200)])
     table = taken(laid_out.table, laid_out.strategies.row)
     return stage_bytes(laid_out.strategies, table, stage_shapes(laid_out.strategies, table)[which], framework)
 
@@ -62,7 +62,7 @@ def test_state_of_a_parameter_is_rajbhandari_s(policy: str) -> None:
 def test_zero_is_rajbhandari_s(zero: int, gigabytes: float) -> None:
     """Their figure 1: 7.5 billion parameters over 64 ranks. In 7500 layers, so that what is gathered does not show."""
     parallel = Parallel(data=64, zero=zero)
-    laid_out = listed([(SMALL, parallel, workload(64, formats=POLICIES["fp16-mixed"]))], H200)
+    laid_out = listed([placed(workload(64, formats=POLICIES["fp16-mixed"]), SMALL, parallel, H200)])
     table = replace(
         taken(laid_out.table, laid_out.strategies.row),
         parameters=np.array([[0.0, 1e6, 0.0]]),
@@ -290,7 +290,7 @@ def test_as_many_stages_as_layers() -> None:
 def test_dealt_out_by_time_the_head_stands_for_layers() -> None:
     """A head of as much time as two and a half layers of 12: over 4 stages 14.5/4 − 2.5, so one layer, rounded."""
     model = replace(SMALL, layers=12)
-    laid_out = listed([(model, Parallel(pipeline=4, balance="time"), workload())], H200)
+    laid_out = listed([placed(workload(), model, Parallel(pipeline=4, balance="time"), H200)])
     table = taken(laid_out.table, laid_out.strategies.row)
     seconds = np.zeros_like(table.seconds)
     seconds[:, BLOCK, :, 0], seconds[:, HEAD, :, 0] = 2.0, 5.0
@@ -321,7 +321,7 @@ def test_one_device_has_the_memory_of_one_device(
 ) -> None:
     work = workload(micro * accumulation, micro, tokens=8, formats=POLICIES[formats], recompute=policy, **choices)
     found = stage(model, Parallel(), work)
-    expected = device_bytes(describe(model, 8, work.attention), work)
+    expected = device_bytes(placed(work, model, Parallel(), H200))
     for owner in ("weights", "gradients", "optimizer", "activations", "logits", "workspace"):
         assert getattr(found, owner)[0] == pytest.approx(getattr(expected, owner), rel=1e-12), owner
     assert found.total[0] == pytest.approx(expected.total, rel=1e-12)
@@ -409,7 +409,7 @@ def test_activations_are_korthikanti_s(
     """Bytes of a layer of GPT-3 175B for a sequence: s·b·h·(linear + squares·a·s/h), statistics of norms aside."""
     work = workload(1, tokens=2048, recompute=policy, attention="eager", formats=POLICIES["fp16-mixed"])
     parallel = Parallel(tensor=tensor, sequence=sequence)
-    laid_out = listed([(load_model("gpt-3-175b"), parallel, work)], H200)
+    laid_out = listed([placed(work, load_model("gpt-3-175b"), parallel, H200)])
     kept = float(laid_out.table.saved_bytes[0, BLOCK] + laid_out.table.dropout_bytes[0])
     expected = 2048 * 12288 * (linear + squares * 96 * 2048 / 12288)
     assert kept == pytest.approx(expected, rel=2e-3)

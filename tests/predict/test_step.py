@@ -12,21 +12,19 @@ from hypothesis import strategies as st
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import decode, plain
 from flopwise.catalog.load import hardware_names, load_hardware, load_model, model_names
-from flopwise.predict import Request, step
+from flopwise.predict import step
 from flopwise.predict.choose import choose
-from flopwise.predict.grid import step_grid
 from flopwise.predict.kernels.memory import RESERVED_BYTES, device_bytes, usable_bytes
 from flopwise.records.prediction import Prediction
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.workload import Workload
-from flopwise.work.describe import describe
-from flopwise.work.formats import POLICIES
+from flopwise.setup.setup import Setup, batch_in_sequences
+from flopwise.work.formats import POLICIES, parse_formats
 from flopwise.work.model import Model
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import RECOMPUTE_POLICIES, Recompute
 from tests.support.strategies import recurrent, transformers
 
-SMALL = Request(sequence_tokens=128, batch_sequences=4)
+SMALL = Setup(model=load_model("llama-3-1b"), hardware=load_hardware("h200"), sequence_tokens=128, batch_sequences=4)
 
 
 def check_sums(prediction: Prediction) -> None:
@@ -54,15 +52,15 @@ def check_sums(prediction: Prediction) -> None:
 @pytest.mark.parametrize("device", hardware_names())
 def test_every_device_predicts_and_sums(device: str) -> None:
     for name in ("llama-3-8b", "bert-base", "mixtral-8x7b"):
-        check_sums(step(load_model(name), load_hardware(device), SMALL))
+        check_sums(step(replace(SMALL, model=load_model(name), hardware=load_hardware(device))))
 
 
 @pytest.mark.parametrize("name", model_names())
 def test_every_model_predicts_and_sums(name: str) -> None:
     model = load_model(name)
-    request = Request(sequence_tokens=min(model.context, 512), batch_sequences=3)
-    check_sums(step(model, load_hardware("h200"), request))
-    check_sums(step(model, load_hardware("v100"), request, convention="palm"))
+    setup = replace(SMALL, model=model, sequence_tokens=min(model.context, 512), batch_sequences=3)
+    check_sums(step(setup))
+    check_sums(step(replace(setup, hardware=load_hardware("v100")), convention="palm"))
 
 
 @settings(max_examples=60, deadline=None)
@@ -79,14 +77,16 @@ def test_every_model_predicts_and_sums(name: str) -> None:
 def test_any_small_request_predicts_and_sums(
     model: Model, device: str, batch: int, micro: int, recompute: Recompute | None, **choices: Any
 ) -> None:
-    request = Request(
+    setup = Setup(
+        model=model,
+        hardware=load_hardware(device),
         sequence_tokens=8,
         batch_sequences=batch,
         micro_batch_sequences=min(micro, batch),
         recompute=recompute,
         **choices,
     )
-    check_sums(step(model, load_hardware(device), request))
+    check_sums(step(setup))
 
 
 def test_uneven_micro_batches_add_up() -> None:
@@ -94,8 +94,15 @@ def test_uneven_micro_batches_add_up() -> None:
     model, hardware = load_model("llama-3-1b"), load_hardware("h200")
 
     def timed(batch: int, micro: int) -> tuple[float, float]:
-        request = Request(sequence_tokens=512, batch_sequences=batch, micro_batch_sequences=micro, recompute="none")
-        ops = step(model, hardware, request).ops
+        setup = Setup(
+            model=model,
+            hardware=hardware,
+            sequence_tokens=512,
+            batch_sequences=batch,
+            micro_batch_sequences=micro,
+            recompute="none",
+        )
+        ops = step(setup).ops
         update = next(op.time_s for op in ops if op.name == "optimizer")
         return sum(op.time_s for op in ops) - update, update
 
@@ -106,37 +113,6 @@ def test_uneven_micro_batches_add_up() -> None:
     assert update == eleven[1] == four[1]
     # A single micro-batch has no earlier gradients to read.
     assert timed(11, 11)[0] < eleven[0] / 2
-
-
-def test_the_grid_equals_single_predictions() -> None:
-    models = [load_model(name) for name in ("llama-3-8b", "mixtral-8x7b", "bert-base", "mpt-125m")]
-    devices = [load_hardware(name) for name in ("h200", "rtx-4090", "trn1")]
-    batches = (1, 3, 7, 64)
-    for policy in ("none", "context", "full"):
-        workload = Workload(
-            sequence_tokens=257,
-            batch_sequences=1,
-            micro_batch_sequences=1,
-            formats=POLICIES["bf16"],
-            recompute=policy,
-        )
-        grid = step_grid(models, devices, batches, workload)
-        for row, model in enumerate(models):
-            for column, hardware in enumerate(devices):
-                for place, batch in enumerate(batches):
-                    request = Request(
-                        sequence_tokens=257,
-                        batch_sequences=batch,
-                        micro_batch_sequences=batch,
-                        formats=POLICIES["bf16"],
-                        recompute=policy,
-                    )
-                    single = step(model, hardware, request)
-                    assert grid.step_s[row, column, place] == pytest.approx(single.step_s, rel=1e-12)
-                    assert grid.tokens_per_s[row, column, place] == pytest.approx(single.tokens_per_s)
-                    assert grid.mfu[row, column, place] == pytest.approx(single.mfu)
-                    assert grid.device_bytes[row, column, place] == single.device_bytes.total
-                    assert grid.fits[row, column, place] == single.fits
 
 
 def faster(hardware: Hardware, *path: str | int, factor: float = 1.7) -> Hardware:
@@ -154,31 +130,37 @@ def faster(hardware: Hardware, *path: str | int, factor: float = 1.7) -> Hardwar
 @given(model=transformers(), batch=st.integers(1, 40), tokens=st.sampled_from([1, 7, 32]))
 def test_a_better_device_is_never_slower(name: str, model: Transformer, batch: int, tokens: int) -> None:
     hardware = load_hardware(name)
-    request = Request(sequence_tokens=tokens, batch_sequences=batch, micro_batch_sequences=batch, recompute="full")
-    before = step(model, hardware, request).step_s
+    setup = Setup(
+        model=model,
+        hardware=hardware,
+        sequence_tokens=tokens,
+        batch_sequences=batch,
+        micro_batch_sequences=batch,
+        recompute="full",
+    )
+    before = step(setup).step_s
     last = len(hardware.device.memory) - 1
     better = [
         faster(hardware, "device", "peak_flops", "bf16"),
         faster(hardware, "device", "memory", last, "bandwidth_bytes_per_s"),
     ]
     for machine in better:
-        assert step(model, machine, request).step_s <= before * (1 + 1e-9)
+        assert step(replace(setup, hardware=machine)).step_s <= before * (1 + 1e-9)
 
 
 def test_time_is_never_below_the_peak() -> None:
     for name in hardware_names():
-        prediction = step(load_model("llama-3-8b"), load_hardware(name), SMALL)
+        prediction = step(replace(SMALL, model=load_model("llama-3-8b"), hardware=load_hardware(name)))
         for op in prediction.ops:
             if op.kind in ("gemm", "attention"):
                 assert op.time_s >= op.flops / prediction.peak_flops
 
 
 def test_recompute_costs_time_and_saves_memory() -> None:
-    model, hardware = load_model("llama-3-8b"), load_hardware("h200")
-    found = [
-        step(model, hardware, Request(batch_sequences=2, micro_batch_sequences=2, recompute=policy))
-        for policy in RECOMPUTE_POLICIES
-    ]
+    setup = Setup(
+        model=load_model("llama-3-8b"), hardware=load_hardware("h200"), batch_sequences=2, micro_batch_sequences=2
+    )
+    found = [step(replace(setup, recompute=policy)) for policy in RECOMPUTE_POLICIES]
     times = [prediction.step_s for prediction in found]
     assert times == sorted(times)
     totals = [prediction.device_bytes.activations for prediction in found]
@@ -191,25 +173,23 @@ def test_recompute_costs_time_and_saves_memory() -> None:
 )
 def test_auto_takes_the_fastest_that_fits(name: str, device: str, tokens: int) -> None:
     """Against every policy and every micro-batch, one by one."""
-    model, hardware = load_model(name), load_hardware(device)
-    found = step(model, hardware, Request(sequence_tokens=tokens, batch_sequences=24))
+    setup = Setup(model=load_model(name), hardware=load_hardware(device), sequence_tokens=tokens, batch_sequences=24)
+    found = step(setup)
     assert found.fits
     for policy in RECOMPUTE_POLICIES:
         for micro in range(1, 25):
-            request = Request(sequence_tokens=tokens, batch_sequences=24, micro_batch_sequences=micro, recompute=policy)
-            other = step(model, hardware, request)
+            other = step(replace(setup, micro_batch_sequences=micro, recompute=policy))
             # A smaller last micro-batch can win by a hair; the largest that fits is the rule.
             assert not other.fits or found.step_s <= 1.02 * other.step_s
 
 
 def test_auto_takes_the_largest_micro_batch_that_fits() -> None:
     model, hardware = load_model("llama-3-8b"), load_hardware("h100-sxm")
-    chosen = choose(model, hardware, Request(batch_sequences=64)).workload
-    work = describe(model, chosen.sequence_tokens)
+    chosen, _ = choose(Setup(model=model, hardware=hardware, batch_sequences=64))
     capacity = usable_bytes(hardware)
-    assert device_bytes(work, chosen).total <= capacity
+    assert device_bytes(chosen).total <= capacity
     larger = replace(chosen, micro_batch_sequences=chosen.micro_batch_sequences + 1)
-    assert device_bytes(work, larger).total > capacity
+    assert device_bytes(larger).total > capacity
 
 
 @pytest.mark.parametrize(
@@ -219,79 +199,104 @@ def test_auto_takes_the_largest_micro_batch_that_fits() -> None:
         ({"sequence_tokens": 8192.5}, "whole number"),
         ({"batch_sequences": True}, "whole number"),
         ({"sequence_tokens": "8k"}, "whole number"),
-        ({"device_memory_bytes": -5}, "at least 1"),
+        ({"device_cap_bytes": -5}, "at least 1"),
         ({"recompute": "half"}, "half"),
         ({"recompute": ""}, "recompute"),
         ({"optimizer": "adam"}, "adamw"),
         ({"attention": "sdpa"}, "flash"),
         ({"fusion": "x"}, "fused"),
-        ({"formats": "bf17"}, "bf16"),
-        ({"formats": "matrix=fp32"}, "cannot read"),
     ],
 )
-def test_requests_are_checked(changes: dict[str, Any], words: str) -> None:
+def test_set_ups_are_checked(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(FlopwiseError, match=words):
-        Request(**changes)
+        replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize(("text", "words"), [("bf17", "bf16"), ("matrix=fp32", "cannot read")])
+def test_number_formats_are_checked(text: str, words: str) -> None:
+    with pytest.raises(FlopwiseError, match=words):
+        parse_formats(text)
+
+
+def test_a_batch_in_tokens_is_one_in_sequences() -> None:
+    model = load_model("llama-3-1b")
+    assert batch_in_sequences(model, sequences=None, tokens=None, sequence=None) is None
+    assert batch_in_sequences(model, sequences=3, tokens=None, sequence=None) == 3
+    assert batch_in_sequences(model, sequences=None, tokens=4096, sequence=512) == 8
+    # Where nobody says how long a sequence is, it is as long as a step would take it.
+    chosen, _ = choose(replace(SMALL, sequence_tokens=None))
+    tokens = 4 * chosen.sequence_tokens
+    assert batch_in_sequences(model, sequences=None, tokens=tokens, sequence=None) == 4
+    with pytest.raises(FlopwiseError, match="both a batch"):
+        batch_in_sequences(model, sequences=3, tokens=4096, sequence=512)
+    with pytest.raises(FlopwiseError, match="not a whole number"):
+        batch_in_sequences(model, sequences=None, tokens=4097, sequence=512)
 
 
 def test_conventions_and_caps_are_checked() -> None:
-    model, hardware = load_model("gpt2"), load_hardware("h200")
     convention: Any = "hf"
     with pytest.raises(FlopwiseError, match="convention"):
-        step(model, hardware, SMALL, convention=convention)
+        step(SMALL, convention=convention)
     with pytest.raises(FlopwiseError, match="more than h200 has"):
-        step(model, hardware, replace(SMALL, device_memory_bytes=10**12))
+        replace(SMALL, device_cap_bytes=10**12)
 
 
 def test_tf32_runs_every_product_in_tf32_and_fp8_spares_the_head() -> None:
-    model, hardware = load_model("llama-3-8b"), load_hardware("h200")
-    request = Request(sequence_tokens=4096, batch_sequences=2, micro_batch_sequences=1, recompute="none")
-    tf32, fp32 = (step(model, hardware, replace(request, formats=name)) for name in ("tf32", "fp32"))
+    setup = Setup(
+        model=load_model("llama-3-8b"),
+        hardware=load_hardware("h200"),
+        sequence_tokens=4096,
+        batch_sequences=2,
+        micro_batch_sequences=1,
+        recompute="none",
+    )
+    tf32, fp32 = (step(replace(setup, formats=POLICIES[name])) for name in ("tf32", "fp32"))
     for op in tf32.ops:
         if op.kind in ("gemm", "attention"):
             slow = next(other for other in fp32.ops if other.name == op.name)
             assert op.time_s < slow.time_s / 3
-    fp8, bf16 = (step(model, hardware, replace(request, formats=name)) for name in ("fp8", "bf16"))
+    fp8, bf16 = (step(replace(setup, formats=POLICIES[name])) for name in ("fp8", "bf16"))
     for name in ("head", "attention"):
         times = [next(op.time_s for op in one.ops if op.name == name) for one in (fp8, bf16)]
         assert times[0] == pytest.approx(times[1])
 
 
 def test_notes_say_what_a_reader_should_know() -> None:
-    model = load_model("llama-3-8b")
-    long = step(model, load_hardware("h200"), Request(sequence_tokens=65_536, batch_sequences=1))
+    setup = replace(SMALL, model=load_model("llama-3-8b"))
+    long = step(replace(setup, sequence_tokens=65_536, batch_sequences=1))
     assert any("8,192" in note for note in long.notes)
-    palm = step(load_model("dataflow-1b"), load_hardware("a100-80gb"), convention="palm")
-    assert any("palm" in note for note in palm.notes) == (palm.mfu > 0.75)
-    assert any("estimated" in note for note in step(model, load_hardware("rtx-4090"), SMALL).notes)
-    assert all("estimated" not in note for note in step(model, load_hardware("h200"), SMALL).notes)
+    for tokens, is_noted in ((2048, False), (4096, True)):
+        streamed = Setup(
+            model=load_model("dataflow-1b"),
+            hardware=load_hardware("a100-80gb"),
+            sequence_tokens=tokens,
+            batch_sequences=1,
+        )
+        palm = step(streamed, convention="palm")
+        # One on each side of three quarters, and neither far from it.
+        assert (0.70 < palm.mfu < 0.75, 0.75 < palm.mfu < 0.85) == (not is_noted, is_noted)
+        assert any("palm" in note for note in palm.notes) == is_noted
+    assert any("estimated" in note for note in step(replace(setup, hardware=load_hardware("rtx-4090"))).notes)
+    assert all("estimated" not in note for note in step(setup).notes)
 
 
 def test_a_cap_is_taken_as_it_is_and_a_device_keeps_a_reserve() -> None:
-    model, hardware = load_model("llama-3-1b"), load_hardware("h200")
-    whole = step(model, hardware, SMALL)
-    assert whole.device_capacity_bytes == hardware.device.dram.size_bytes.value - RESERVED_BYTES
-    exact = replace(SMALL, device_memory_bytes=whole.device_bytes.total, micro_batch_sequences=4, recompute="none")
-    assert step(model, hardware, exact).fits
-    assert not step(model, hardware, replace(exact, device_memory_bytes=whole.device_bytes.total - 1)).fits
+    whole = step(SMALL)
+    assert whole.device_capacity_bytes == SMALL.hardware.device.dram.size_bytes.value - RESERVED_BYTES
+    exact = replace(SMALL, device_cap_bytes=whole.device_bytes.total, micro_batch_sequences=4, recompute="none")
+    assert step(exact).fits
+    assert not step(replace(exact, device_cap_bytes=whole.device_bytes.total - 1)).fits
 
 
 def test_number_formats_change_memory_and_peak() -> None:
-    model, hardware = load_model("llama-3-8b"), load_hardware("h200")
+    setup = replace(SMALL, model=load_model("llama-3-8b"))
     parameters = 8_030_261_248
     for name, per_parameter in (("bf16", 8), ("bf16-mixed", 16), ("fp32", 16)):
-        memory = step(model, hardware, replace(SMALL, formats=POLICIES[name])).device_bytes
+        memory = step(replace(setup, formats=POLICIES[name])).device_bytes
         assert memory.weights + memory.gradients + memory.optimizer == per_parameter * parameters
-    fast = step(model, hardware, Request(sequence_tokens=4096, batch_sequences=8, formats=POLICIES["fp8"]))
-    slow = step(model, hardware, Request(sequence_tokens=4096, batch_sequences=8, formats=POLICIES["bf16"]))
+    larger = replace(setup, sequence_tokens=4096, batch_sequences=8)
+    fast, slow = (step(replace(larger, formats=POLICIES[name])) for name in ("fp8", "bf16"))
     assert fast.peak_flops == 2 * slow.peak_flops
     assert fast.step_s < slow.step_s
     with pytest.raises(FlopwiseError, match="no peak for fp8"):
-        step(model, load_hardware("a100-80gb"), replace(SMALL, formats=POLICIES["fp8"]))
-
-
-def test_python_has_the_same_words() -> None:
-    from flopwise import hardware, model, predict
-
-    answer = predict.step(model("gpt2"), hardware("h200"), predict.Request(sequence_tokens=1024, batch_sequences=8))
-    assert answer.n_params == 124_439_808
+        step(replace(setup, hardware=load_hardware("a100-80gb"), formats=POLICIES["fp8"]))

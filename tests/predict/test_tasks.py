@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 from flopwise.catalog.load import load_hardware
 from flopwise.plan.program.compile import compile_plan
-from flopwise.predict.choose import Request
 from flopwise.predict.simulate.tasks import TaskSeconds
 from flopwise.predict.step import step
 from flopwise.records.plan import LETTERS, Plan
 from flopwise.records.program import Program, Task
+from flopwise.setup.setup import Setup
 from flopwise.work.describe import describe
+from flopwise.work.formats import POLICIES
 from flopwise.work.op import Attention
-from flopwise.work.parameters import ENDS
+from flopwise.work.parameters import ENDS, End, Part
 from flopwise.work.traffic import backward_traffic, forward_traffic
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
@@ -39,16 +40,16 @@ class Replay:
 
     def __init__(self, program: Program, plan: Plan, *, tied: bool, causal: bool) -> None:
         self.program, self.plan, self.causal = program, plan, causal
-        self.embedding = "head" if tied else "embedding"
+        self.embedding: End = "head" if tied else "embedding"
         self.whole = plan.chunks_per_sequence > 1 and plan.attention == "sequence"
-        self.pieces: Counter[str] = Counter()
+        self.pieces: Counter[Part | None] = Counter()
         self.held: dict[int, Content] = {}
         for buffer, value in program.at_start.items():
-            kind, part, version = value.split()
-            assert version == "v0"
-            self.held[buffer] = (kind, part, frozenset() if kind == "weights" else 0)
-        names = {content[1] for content in self.held.values() if content[0] == "optimizer"}
-        self.pieces.update(name.rsplit(".", 1)[0] for name in names)
+            assert value.version == 0
+            whose = value.part if value.kind == "weights" else (value.part, value.number)
+            self.held[buffer] = (value.kind, whose, frozenset() if value.kind == "weights" else 0)
+        pieces = {content[1] for content in self.held.values() if content[0] == "optimizer"}
+        self.pieces.update(part for part, _ in pieces)
 
     def play(self, pick: Pick) -> None:
         tasks = self.program.tasks
@@ -97,20 +98,20 @@ class Replay:
             return ("context", *content[1:]) if task.what == "context" else content
         assert content[0] == task.what
         if task.layer is not None:
-            assert content[1].split(".")[0] == str(task.layer)
+            assert (content[1][0] if task.what == "optimizer" else content[1]) == task.layer
         return content
 
     def _updated(self, task: Task, seen: list[Content]) -> dict[int, Content]:
         by_kind = {content[0]: content for content in seen}
         part = by_kind["weights"][1]
         piece = by_kind["optimizer"][1]
-        assert piece.rsplit(".", 1)[0] == part and by_kind["gradients"][1] == part
+        assert piece[0] == part and by_kind["gradients"][1] == part
         assert piece not in by_kind["weights"][2] and by_kind["optimizer"][2] == 0
         assert by_kind["gradients"][2] == self._whole_gradient(part)
         new = {"weights": ("weights", part, by_kind["weights"][2] | {piece}), "optimizer": ("optimizer", piece, 1)}
         return {use.buffer: new[self.program.buffers[use.buffer].owner] for use in task.writes}
 
-    def _whole_gradient(self, part: str) -> Counter[tuple[int, int, str]]:
+    def _whole_gradient(self, part: Part) -> Counter[tuple[int, int, str]]:
         plan, kinds = self.plan, ["backward-after", "backward-before"] if self.whole else ["backward"]
         if part in ENDS:
             kinds = ["head"] if part == "head" else []
@@ -127,9 +128,9 @@ class Replay:
         assert chunk is not None
         part = chunk % plan.chunks_per_sequence
         chunks = range(chunk - part, chunk - part + plan.chunks_per_sequence)
-        ends = {"embed": self.embedding, "head": "head"}
+        ends: dict[str, End] = {"embed": self.embedding, "head": "head"}
         needs_weights = kind not in ("attention", "attention-backward", "embed-backward")
-        found: list[Content] = [("weights", ends.get(kind, str(layer)), frozenset())] if needs_weights else []
+        found: list[Content] = [("weights", ends.get(kind, layer), frozenset())] if needs_weights else []
         below = {"forward": "hidden", "forward-before": "hidden", "forward-after": "hidden"}
         if kind in below:
             found.append(("hidden", layer, chunk, round_))
@@ -155,20 +156,17 @@ class Replay:
     def _made(self, task: Task, buffer: int, seen: list[Content]) -> Content:
         """What a task leaves in one of its buffers."""
         kind, layer, chunk, round_ = task.kind, task.layer, task.chunk, task.round
-        owner, name, held = (
-            self.program.buffers[buffer].owner,
-            self.program.buffers[buffer].name,
-            self.held.get(buffer, ()),
-        )
+        owner, role = self.program.buffers[buffer].owner, self.program.buffers[buffer].role
+        held = self.held.get(buffer, ())
         assert chunk is not None
-        if owner == "stream":
+        if role == "residual":
             return self._passed_on(task, held)
         if owner == "gradients":
-            part = str(layer) if layer is not None else "head" if kind == "head" else self.embedding
+            part: Part = layer if layer is not None else "head" if kind == "head" else self.embedding
             so_far = held[2] if held[:2] == ("gradients", part) and held in seen else Counter()
             assert not so_far[round_, chunk, kind] or kind == "head"
             return ("gradients", part, so_far + Counter({(round_, chunk, kind): task.tokens}))
-        if name == "attention of a sequence":
+        if role == "attention":
             word = {"forward-before": "queries", "attention": "attended", "backward-after": "late"}.get(kind, "early")
             group = chunk - chunk % self.plan.chunks_per_sequence
             everyone = frozenset(range(group, group + self.plan.chunks_per_sequence))
@@ -180,10 +178,10 @@ class Replay:
                 round_,
                 (held[3] if held[:3] == (word, layer, round_) else frozenset()) | {chunk} & everyone,
             )
-        if name == "context gradients":
+        if role == "key gradients":
             return ("context gradients", layer, chunk, round_)
         word = "context" if owner == "context" else "kept"
-        return (word, layer, chunk, round_) if not kind.startswith("backward") or "inputs" in name else ("scratch",)
+        return (word, layer, chunk, round_) if not kind.startswith("backward") or role == "inputs" else ("scratch",)
 
     def _passed_on(self, task: Task, held: Content) -> Content:
         kind, chunk, round_ = task.kind, task.chunk, task.round
@@ -212,12 +210,13 @@ class Replay:
     def finished(self) -> None:
         """Everything that must be there at the end is, with all pieces of it updated."""
         for buffer, value in self.program.at_end.items():
-            kind, part, version = value.split()
-            assert version == "v1"
-            new: object = (
-                1 if kind == "optimizer" else frozenset(f"{part}.{index}" for index in range(self.pieces[part]))
-            )
-            assert self.held[buffer] == (kind, part, new)
+            kind, part = value.kind, value.part
+            assert value.version == 1
+            if kind == "optimizer":
+                assert self.held[buffer] == (kind, (part, value.number), 1)
+            else:
+                updated = frozenset((part, index) for index in range(self.pieces[part]))
+                assert self.held[buffer] == (kind, part, updated)
 
 
 @settings(max_examples=25)
@@ -274,10 +273,16 @@ def test_one_chunk_that_stays_takes_what_a_prediction_of_it_does(name: str, toke
         tokens = min(tokens, model.position_rows)
     plan = plain_plan(model, sequence_tokens=tokens, chunk_tokens=tokens, head_chunk_tokens=tokens, rounds_per_step=2)
     hardware = load_hardware("h200")
-    request = Request(
-        sequence_tokens=tokens, batch_sequences=2, micro_batch_sequences=1, formats="bf16", recompute="everything"
+    setup = Setup(
+        model=model,
+        hardware=hardware,
+        sequence_tokens=tokens,
+        batch_sequences=2,
+        micro_batch_sequences=1,
+        formats=POLICIES["bf16"],
+        recompute="everything",
     )
-    predicted = step(model, hardware, request).step_s
+    predicted = step(setup).step_s
     program = compile_plan(plan, model)
     costs = seconds_of(plan, model)
     found = sum(costs.of(program))
@@ -294,7 +299,7 @@ def test_fewer_bytes_kept_are_more_seconds_made_again(name: str, parts: int) -> 
     model = small_model(name, 2)
     plan = plain_plan(model, chunks=parts, parts=parts, sequence_tokens=512, chunk_tokens=512 // parts)
     costs = seconds_of(plan, model)
-    again = [costs.again_s(level, 512 // parts, parts - 1) for level in LETTERS.values()]
+    again = [costs.recompute_s(level, 512 // parts, parts - 1) for level in LETTERS.values()]
     assert again[0] == 0.0
     assert again == sorted(again)
     assert again[-1] < costs.groups(512 // parts).forward["before"] + sum(
@@ -317,7 +322,7 @@ def test_recompute_is_what_a_program_takes_longer(attention: str, letter: str) -
             for second, task in zip(seconds, program.tasks, strict=True)
             if task.kind == "context" and task.level != "input"
         )
-        again = plan.layers * sum(costs.again_s(LETTERS[chosen.lower()], 8192, part) for part in range(4))
+        again = plan.layers * sum(costs.recompute_s(LETTERS[chosen.lower()], 8192, part) for part in range(4))
         return sum(seconds) - brought, again
 
     (longer, again), (shorter, _) = computed(letter), computed("F")

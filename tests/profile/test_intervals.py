@@ -46,6 +46,11 @@ def test_set_arithmetic(left_pairs: list[Pair], right_pairs: list[Pair]) -> None
     assert _covered(both) == left_moments | right_moments
 
 
+def test_intervals_that_touch_become_one() -> None:
+    starts, ends = intervals.union(*_arrays([(5, 9), (0, 3), (3, 5), (10, 12)]))
+    assert (starts.tolist(), ends.tolist()) == ([0, 10], [9, 12])
+
+
 @given(PAIRS, st.integers(-25, 35), st.integers(0, 40))
 @settings(max_examples=50, deadline=None)
 def test_a_window_and_what_is_free_in_it(pairs: list[Pair], begin: int, length: int) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flopwise.base.errors import FlopwiseError
 from flopwise.profile.read import memory_snapshot
 from flopwise.profile.read.memory_snapshot import looks_like, owner_of, read_source
-from flopwise.profile.read.opening import Source
+from flopwise.profile.read.opening import TraceFile
 from flopwise.records.profile import Profile
 
 MIB = 2**20
@@ -90,7 +90,7 @@ def snapshot() -> dict[str, Any]:
 
 def profiles(data: bytes) -> tuple[Profile, ...]:
     assert looks_like(data[: 2**16])
-    return read_source(Source("snapshot.pickle", iter([data])), "run").profiles
+    return read_source(TraceFile("snapshot.pickle", iter([data])), "run").profiles
 
 
 @pytest.fixture(params=["pickle 2", "pickle 5", "json"])
@@ -223,7 +223,7 @@ def test_times_far_apart_do_not_wrap_around() -> None:
 )  # fmt: skip
 def test_what_is_no_snapshot_is_an_error_in_words(data: bytes) -> None:
     with pytest.raises(FlopwiseError):
-        read_source(Source("snapshot.pickle", iter([data])), "run")
+        read_source(TraceFile("snapshot.pickle", iter([data])), "run")
 
 
 def test_other_files_do_not_look_like_one() -> None:
@@ -246,7 +246,7 @@ def test_damage_raises_nothing_but_our_error(data: st.DataObject, kind: str) -> 
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(whole)) | st.just(len(whole)))
     try:
-        read_source(Source("snapshot", iter([bytes(whole[:cut])])), "run")
+        read_source(TraceFile("snapshot", iter([bytes(whole[:cut])])), "run")
     except FlopwiseError:
         return
 
@@ -272,6 +272,6 @@ def test_any_value_anywhere_raises_nothing_but_our_error(data: st.DataObject) ->
     )  # fmt: skip
     place[data.draw(st.sampled_from(sorted(place)))] = data.draw(JUNK)
     try:
-        read_source(Source("snapshot", iter([pickle.dumps(whole)])), "run")
+        read_source(TraceFile("snapshot", iter([pickle.dumps(whole)])), "run")
     except FlopwiseError:
         return

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_hardware
 from flopwise.profile.read.ncu import REPLAY_NOTE, looks_like, number_in, read_source, scalar_flops, tensor_flops
-from flopwise.profile.read.opening import Source
+from flopwise.profile.read.opening import TraceFile
 from flopwise.records.profile import Profile
 
 GEMM = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64"
@@ -98,7 +98,7 @@ def wide_form(launches: list[tuple[str, dict[str, tuple[str, str]]]]) -> str:
 def profile_of(text: str | bytes) -> Profile:
     data = text if isinstance(text, bytes) else text.encode()
     assert looks_like(data[: 2**16])
-    (profile,) = read_source(Source("profile.csv", iter([data])), "run").profiles
+    (profile,) = read_source(TraceFile("profile.csv", iter([data])), "run").profiles
     return profile
 
 
@@ -179,7 +179,7 @@ def test_without_times_no_kernels_are_listed() -> None:
 def test_devices_have_their_own_profiles() -> None:
     text = long_form(LAUNCHES)
     other = text.replace('"(8, 8, 1)","0"', '"(8, 8, 1)","1"').split("\n", 1)[1]
-    profiles = read_source(Source("profile.csv", iter([(text + other).encode()])), "run").profiles
+    profiles = read_source(TraceFile("profile.csv", iter([(text + other).encode()])), "run").profiles
     assert [profile.name for profile in profiles] == ["run device 0", "run device 1"]
     assert profiles[0].values == profiles[1].values
 
@@ -224,7 +224,7 @@ def test_numbers_as_they_are_printed(text: str, value: float | None) -> None:
 @pytest.mark.parametrize("text", ["==PROF== nothing\n", "", "a,b\n1,2\n", '"Kernel Name","Metric Name"\n', "x" * 2**21])
 def test_files_without_kernels_are_an_error_in_words(text: str) -> None:
     with pytest.raises(FlopwiseError):
-        read_source(Source("profile.csv", iter([text.encode()])), "run")
+        read_source(TraceFile("profile.csv", iter([text.encode()])), "run")
 
 
 def test_a_column_that_comes_twice_is_one() -> None:
@@ -249,7 +249,7 @@ def test_damage_raises_nothing_but_our_error(data: st.DataObject, wide: bool) ->
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255) | st.sampled_from(b'",\n\r\0'))
     cut = data.draw(st.integers(0, len(whole)) | st.just(len(whole)))
     try:
-        (profile, *_) = read_source(Source("profile.csv", iter([bytes(whole[:cut])])), "run").profiles
+        (profile, *_) = read_source(TraceFile("profile.csv", iter([bytes(whole[:cut])])), "run").profiles
     except FlopwiseError:
         return
     assert all(value.value >= 0 for value in profile.values.values())

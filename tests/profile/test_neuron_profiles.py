@@ -24,7 +24,7 @@ from flopwise.profile.read.neuron_metrics import (
     document_profiles,
     section_profile,
 )
-from flopwise.profile.read.opening import Source
+from flopwise.profile.read.opening import TraceFile
 from flopwise.records.profile import Profile
 
 DATA = Path(__file__).parents[1] / "data" / "neuron"
@@ -335,7 +335,7 @@ def as_json(section: NeuronSection) -> dict[str, Any]:
 
 def read_json(content: bytes, block: int = 2**20) -> tuple[Profile, ...]:
     blocks = iter([content[start : start + block] for start in range(0, len(content), block)])
-    return neuron_json.read_source(Source("a.json", blocks), "a.json").profiles
+    return neuron_json.read_source(TraceFile("a.json", blocks), "a.json").profiles
 
 
 @pytest.mark.parametrize("shape", ["summary", "object", "list", "summary-object", "groups"])

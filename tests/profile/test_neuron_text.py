@@ -15,7 +15,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.profile.read import neuron_text, trainer_metrics
 from flopwise.profile.read.neuron_metrics import NeuronDocument, NeuronRow, NeuronSection, document_profiles
 from flopwise.profile.read.neuron_text import MOST_KEPT, MOST_TOLD, read_document
-from flopwise.profile.read.opening import Source
+from flopwise.profile.read.opening import TraceFile
 from flopwise.profile.read.trainer_metrics import LONGEST_LINE, TrainMetric
 from flopwise.report.neuron import neuron_document, neuron_section
 
@@ -201,7 +201,7 @@ def test_other_layouts_are_irregular_but_read() -> None:
 
 
 def test_long_lines_are_cut_and_told() -> None:
-    source = Source("a", iter([TABLE.encode(), b"x" * (3 * LONGEST_LINE), b"\n| **trace_count** | 7 | |\n"]))
+    source = TraceFile("a", iter([TABLE.encode(), b"x" * (3 * LONGEST_LINE), b"\n| **trace_count** | 7 | |\n"]))
     native = neuron_text.read_source(source, "a").native
     (section,) = native.sections
     assert section.damage == (f"line 5: longer than {LONGEST_LINE} bytes, the rest of the line is left out",)

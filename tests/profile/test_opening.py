@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.profile.read import opening
-from flopwise.profile.read.opening import Source, opened
+from flopwise.profile.read.opening import TraceFile, opened
 
 TEXT = b'{"traceEvents": []}'
 
@@ -28,24 +28,17 @@ def _written(folder: Path, content: bytes, name: str = "trace.json") -> Path:
     return path
 
 
-@pytest.mark.parametrize("layers", range(4))
-def test_gunzips_by_content_as_often_as_needed(tmp_path: Path, layers: int) -> None:
-    packed = TEXT
-    for _ in range(layers):
-        packed = gzip.compress(packed)
-    assert _content(_written(tmp_path, packed)) == (TEXT, [])
+def test_gunzips_by_content(tmp_path: Path) -> None:
+    assert _content(_written(tmp_path, gzip.compress(TEXT))) == (TEXT, [])
 
 
 def test_a_name_does_not_make_a_file_gzipped(tmp_path: Path) -> None:
     assert _content(_written(tmp_path, TEXT, "trace.json.gz")) == (TEXT, [])
 
 
-def test_refuses_endless_layers(tmp_path: Path) -> None:
-    packed = TEXT
-    for _ in range(4):
-        packed = gzip.compress(packed)
-    with pytest.raises(FlopwiseError, match="more than 3 times"):
-        _content(_written(tmp_path, packed))
+def test_refuses_what_is_gzipped_twice(tmp_path: Path) -> None:
+    with pytest.raises(FlopwiseError, match="gzipped twice"):
+        _content(_written(tmp_path, gzip.compress(gzip.compress(TEXT))))
 
 
 def test_members_one_after_the_other_and_zeros_behind_them(tmp_path: Path) -> None:
@@ -92,7 +85,7 @@ def test_a_bomb_is_refused_in_bounded_memory(tmp_path: Path, monkeypatch: pytest
     assert read <= 4 * 2**20
 
 
-@pytest.mark.parametrize("codec", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("codec", ["utf-8-sig", "utf-16"])
 def test_byte_order_marks_are_decoded(tmp_path: Path, codec: str) -> None:
     text = '{"name": "größer"}'
     assert _content(_written(tmp_path, text.encode(codec))) == (text.encode(), [])
@@ -140,7 +133,7 @@ def test_progress_is_told_in_bytes_of_the_file(tmp_path: Path) -> None:
 @settings(max_examples=50, deadline=None)
 def test_reading_and_peeking_agree_with_the_whole(blocks: list[bytes], sizes: list[int]) -> None:
     whole = b"".join(blocks)
-    source = Source("x", iter(blocks))
+    source = TraceFile("x", iter(blocks))
     for size in sizes:
         assert source.head(size) == whole[:size]
         assert source.read(size) == whole[:size]

@@ -20,20 +20,20 @@ import pytest
 from flopwise.base.errors import FlopwiseError
 from flopwise.profile.measure import recording
 from flopwise.profile.measure.hook import Watcher
-from flopwise.profile.measure.outside import Outcome, option_that_turns_us_off, run_outside
+from flopwise.profile.measure.outside import ProgramOutcome, option_that_turns_us_off, run_outside
 from flopwise.profile.measure.recording import Recorder, without_last_step
 from flopwise.profile.measure.sampling import NoSampler, read_counter_record
 from flopwise.profile.measure.start_up.sitecustomize import TOLD
 from flopwise.profile.measure.told import read_told, reason
 
-Run = Callable[..., Outcome]
+Run = Callable[..., ProgramOutcome]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """A script's text and its arguments, profiled by this Python."""
 
-    def of(text: str, *arguments: str, **options: Any) -> Outcome:
+    def of(text: str, *arguments: str, **options: Any) -> ProgramOutcome:
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(text))
         settings = {"warm_up": 2, "steps": 3, **options}

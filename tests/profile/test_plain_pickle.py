@@ -167,7 +167,7 @@ def test_nesting_up_to_the_limit_is_read() -> None:
 
 def test_doubling_by_reference_costs_no_time() -> None:
     # Sixty lists, each twice in the next: 2**60 leaves for whoever would copy them.
-    chained = b"]q\x00" + b"".join(b"0](h%ch%ceq%c" % (i, i, i + 1) for i in range(60)) + b"."
+    chained = b"]q\x00" + b"".join(b"0]q%c(h%ch%ce" % (i + 1, i, i) for i in range(60)) + b"."
     found = read(chained)
     assert len(found) == 2
     assert found[0] is found[1]
@@ -181,8 +181,9 @@ def test_doubling_by_reference_costs_no_time() -> None:
         b"X\xff\xff\xff\xff",  # a text of 4 GiB
         b"\x8e" + b"\xff" * 8,  # bytes without end
         b"I" + b"9" * 100_000 + b"\n.",
-        b"N\x85q\x00h\x00}h\x00Ns.",  # leaves two things
-        b"}N\x85\x85\x85Ns.",  # a deep tuple as a key
+        b"}N" + b"\x85" * 50_000 + b"Ns.",  # a deep tuple as a key
+        b"N" + b"\x85" * 12_000 + b"0N.",  # deep tuples that are thrown away
+        b"}\x8f(K\x01\x90Ns.",  # a set as a key
         b"}]Ns.",  # a list as a key
         b"(Kad.",  # a key without a value
         b"(t(",
@@ -207,7 +208,62 @@ def test_memory_is_bounded() -> None:
     with pytest.raises(FlopwiseError, match="too large"):
         read(pickle.dumps("x" * 1000), string_bytes=999)
     with pytest.raises(FlopwiseError, match="too large"):
-        read(pickle.dumps([[] for _ in range(100)]), memo=50)
+        read(pickle.dumps([[] for _ in range(100)]), memory_bytes=10_000)
+    with pytest.raises(FlopwiseError, match="too large"):
+        read(pickle.dumps("x" * 1000), file_bytes=999)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"]r\xff\xff\xff\x7f.",  # the memo would take 32 GiB
+        b"]r\x00\x00\x01\x00.",
+        b"]p4000000000\n.",
+        b"]q\x02.",
+        b"]\x94]q\x01.",  # counted and numbered
+    ],
+)
+def test_indices_of_the_memo_follow_each_other(code: bytes) -> None:
+    with pytest.raises(FlopwiseError, match="not numbered in order"):
+        read(code)
+
+
+HARD_TUPLES = {
+    "a tuple of tuples": b"N\x85\x85\x94h\x00\x86.",
+    "behind a mark": b"(NNNNt\x94h\x00\x86.",
+    "left by what is popped": b"N\x85\x85N0\x94h\x00\x86.",
+    "left by nothing appended": b"N\x85\x85(e\x94h\x00\x86.",
+    "across a frame": b"N\x85\x85\x95\x00\x00\x00\x00\x00\x00\x00\x00\x94h\x00\x86.",
+}
+
+
+@pytest.mark.parametrize("code", HARD_TUPLES.values(), ids=HARD_TUPLES)
+def test_tuples_whose_hash_may_take_for_ever_are_not_shared(code: bytes) -> None:
+    with pytest.raises(FlopwiseError, match="refers again to a tuple"):
+        read(code)
+
+
+def test_tuples_of_numbers_are_shared() -> None:
+    pool = (0, 1)
+    found = read(pickle.dumps([{"segment_pool_id": pool}, {"segment_pool_id": pool}]))
+    assert found[0]["segment_pool_id"] is found[1]["segment_pool_id"]
+
+
+def test_keys_that_collide_are_refused() -> None:
+    """Multiples of the prime that hashes are taken by: each is looked for behind all the others."""
+    data = {n * (2**61 - 1) << 40: None for n in range(1, 12)}
+    assert read(pickle.dumps(data)) == data
+    many = pickle.dumps([n * (2**61 - 1) << 40 for n in range(1, 11_000)])
+    with pytest.raises(FlopwiseError, match="not plain data"):
+        read(many)
+
+
+def test_opcodes_are_found_across_blocks() -> None:
+    """Arguments and texts of every length lie across the borders of what is looked at together."""
+    for length in (100, 255, 256, 16_380, 16_384, 40_000):
+        data = [("x" * length, 2**40 + n, (n, n)) for n in range(3 + 40_000 // length)]
+        for protocol in (0, 2, 4):
+            assert read(pickle.dumps(data, protocol)) == data
 
 
 @settings(max_examples=50)

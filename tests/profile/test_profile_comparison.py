@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.profile.explain.comparing import Comparison, HostWait, Row, column_names, column_of, compare
+from flopwise.profile.explain.comparing import FigureRow, HostWait, ProfileComparison, column_names, column_of, compare
 from flopwise.profile.explain.verdicts import Thresholds, verdicts
 from flopwise.profile.read import neuron_text
 from flopwise.profile.read.opening import opened
@@ -55,7 +55,7 @@ def timed(batch: int, device_s: float, **changes: object) -> Profile:
     return replace(profile, **changes)  # type: ignore[arg-type]
 
 
-def row_of(comparison: Comparison, name: str) -> Row:
+def row_of(comparison: ProfileComparison, name: str) -> FigureRow:
     return next(row for row in comparison.rows if row.name == name)
 
 
@@ -244,7 +244,7 @@ def test_csv_has_a_row_for_each_known_figure() -> None:
 def test_json_decodes_to_the_comparison() -> None:
     comparison = compare([*documents("batch_sizes.md"), hostile_profile()])
     text = to_text(comparison_record(comparison))
-    assert from_text(text, Comparison) == comparison
+    assert from_text(text, ProfileComparison) == comparison
     assert json.loads(text)["sentences"] == sentences(comparison)
 
 

@@ -9,13 +9,13 @@ from statistics import fmean
 import pytest
 import torch
 
-from flopwise import train
 from flopwise.profile.explain.invariants import broken
 from flopwise.profile.measure.outside import run_outside
 from flopwise.profile.measure.sampling import read_counter_record
 from flopwise.profile.read.reading import read_profiles
 from flopwise.records.profile import Profile
 from flopwise.store.runs import PROFILE, from_text, read_steps
+from flopwise.train import run as train_run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,7 +51,7 @@ def check_sums(profile: Profile) -> None:
 @pytest.mark.parametrize("device_mib", [None, 4608])
 def test_a_training_is_profiled(tmp_path: Path, device_mib: int | None) -> None:
     """With all state on the device, and under a cap that has it copied."""
-    record = train.run(
+    record = train_run(
         model="qwen2.5-0.5b",
         steps=16,
         sequence_tokens=4096,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.profile.read import neuron_text, trainer_metrics
-from flopwise.profile.read.opening import Source
+from flopwise.profile.read.opening import TraceFile
 from flopwise.profile.read.trainer_metrics import read_metric
 from flopwise.records.profile import Profile
 
@@ -29,7 +29,7 @@ EVALUATION = """***** eval metrics *****
 
 
 def profiles_of(content: bytes) -> tuple[Profile, ...]:
-    return trainer_metrics.read_source(Source("a", iter([content])), "a").profiles
+    return trainer_metrics.read_source(TraceFile("a", iter([content])), "a").profiles
 
 
 @pytest.mark.parametrize(

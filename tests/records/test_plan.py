@@ -9,17 +9,17 @@ import pytest
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_hardware, load_model, load_stack
-from flopwise.plan import Question, fastest
+from flopwise.plan import fastest
 from flopwise.plan.cluster.answer import answer
 from flopwise.plan.cluster.candidates import batch_of, layouts, parallel_of, spreads
-from flopwise.predict import Request, step
-from flopwise.predict.choose import PLAIN
+from flopwise.predict import step
+from flopwise.predict.choose import PLAIN, settle_sizes
 from flopwise.predict.cluster.costing import evaluate, least_seconds
 from flopwise.predict.cluster.strategies import listed
 from flopwise.predict.kernels.memory import usable_bytes
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel, parse_parallel, why_illegal
-from flopwise.setup.workload import Workload
+from flopwise.setup.setup import SettledSetup, Setup
 from flopwise.work.formats import POLICIES
 from flopwise.work.model import Model
 from flopwise.work.work import RECOMPUTE_POLICIES, Recompute
@@ -31,20 +31,15 @@ def _small(**changes: object) -> Model:
     return load_model("llama-3-1b", {"layers": 6, **changes})
 
 
-def _question(model: Model, hardware: Hardware, devices: int, batch: int, **changes: object) -> Question:
-    question = Question(
+def _setup(model: Model, hardware: Hardware, batch: int, **changes: object) -> Setup:
+    setup = Setup(
         model=model,
         hardware=hardware,
-        devices=devices,
-        workload=Workload(
-            sequence_tokens=1024,
-            batch_sequences=batch,
-            micro_batch_sequences=1,
-            formats=POLICIES["bf16-mixed"],
-        ),
-        capacity_bytes=usable_bytes(hardware),
+        sequence_tokens=1024,
+        batch_sequences=batch,
+        formats=POLICIES["bf16-mixed"],
     )
-    return replace(question, **changes)  # type: ignore[arg-type]
+    return replace(setup, **changes)  # type: ignore[arg-type]
 
 
 def _every_parallel(model: Model, devices: int, batch: int, tokens: int) -> list[Parallel]:
@@ -82,8 +77,11 @@ def _every_parallel(model: Model, devices: int, batch: int, tokens: int) -> list
 def _tried(model: Model, parallel: Parallel, hardware: Hardware, batch: int) -> list[tuple[float, bool]]:
     """Seconds and verdict of a set-up with every micro-batch and every recompute policy, each asked for by itself."""
     mine = -(-batch // parallel.data)
-    workloads = [
-        Workload(
+    setups = [
+        SettledSetup(
+            model=model,
+            hardware=hardware,
+            parallel=parallel,
             sequence_tokens=1024,
             batch_sequences=batch,
             micro_batch_sequences=micro,
@@ -94,9 +92,9 @@ def _tried(model: Model, parallel: Parallel, hardware: Hardware, batch: int) -> 
         for policy in RECOMPUTE_POLICIES
         if parallel.chunks == 1 or -(-mine // micro) % parallel.pipeline == 0
     ]
-    if not workloads:
+    if not setups:
         return []
-    found = evaluate(listed([(model, parallel, one) for one in workloads], hardware), hardware, PLAIN)
+    found = evaluate(listed(setups), hardware, PLAIN)
     return list(zip(found.step_s.tolist(), (found.device_bytes <= usable_bytes(hardware)).tolist(), strict=True))
 
 
@@ -112,7 +110,7 @@ def _tried(model: Model, parallel: Parallel, hardware: Hardware, batch: int) -> 
 def test_the_best_is_that_of_trying_all(changes: dict[str, object], device: str, devices: int, batch: int) -> None:
     """Also in what the search leaves out for being no better: other shard groups and micro-batches, `full`."""
     model, hardware = _small(**changes), load_hardware(device)
-    found = fastest(_question(model, hardware, devices, batch))
+    found = fastest(_setup(model, hardware, batch), devices)
     every = _every_parallel(model, devices, batch, 1024)
     tried = [one for parallel in every for one in _tried(model, parallel, hardware, batch)]
     best = min(seconds for seconds, fits in tried if fits)
@@ -123,17 +121,8 @@ def test_the_best_is_that_of_trying_all(changes: dict[str, object], device: str,
 
 def test_an_option_is_what_a_prediction_of_it_says() -> None:
     model, hardware = _small(), load_hardware("h100-sxm")
-    question = _question(model, hardware, 16, 24)
-    for option in fastest(question).options[:12]:
-        request = Request(
-            sequence_tokens=1024,
-            batch_sequences=24,
-            micro_batch_sequences=option.workload.micro_batch_sequences,
-            formats="bf16-mixed",
-            recompute=option.workload.recompute,
-            parallel=option.parallel,
-        )
-        prediction = step(model, hardware, request)
+    for option in fastest(_setup(model, hardware, 24), 16).options[:12]:
+        prediction = step(option.setup)
         assert prediction.step_s == pytest.approx(option.step_s, rel=1e-9)
         assert prediction.device_bytes.total == pytest.approx(option.device_bytes, rel=1e-6)
         assert prediction.fits
@@ -143,39 +132,40 @@ def test_an_option_is_what_a_prediction_of_it_says() -> None:
 def test_the_bound_is_never_above_the_time(stack: str) -> None:
     model, hardware = _small(), load_hardware("a100-80gb")
     halved = load_stack("nanotron").with_values({"products": 0.5, "streaming": 0.5})
-    question = _question(model, hardware, 8, 20, stack=halved if stack == "halved" else load_stack(stack))
+    framework = halved if stack == "halved" else load_stack(stack)
+    base, _ = settle_sizes(_setup(model, hardware, 20))
     for layout in layouts(model, 8, 1024):
         ways = spreads(model, hardware, 8, 20, layout, offload=True)
-        batch = batch_of(model, hardware, question.workload, layout, ways, policies=(POLICY, "none"), micro=None)
-        bound = least_seconds(batch.listed, hardware, question.stack)
-        assert (bound <= evaluate(batch.listed, hardware, question.stack).step_s * (1 + 1e-12)).all()
+        batch = batch_of(base, layout, ways, policies=(POLICY, "none"), micro=None)
+        bound = least_seconds(batch.listed, hardware, framework)
+        assert (bound <= evaluate(batch.listed, hardware, framework).step_s * (1 + 1e-12)).all()
 
 
 def test_the_same_question_has_the_same_answer() -> None:
-    question = _question(_small(), load_hardware("h100-sxm"), 16, 32)
-    assert answer(question) == answer(question)
+    setup = _setup(_small(), load_hardware("h100-sxm"), 32)
+    assert answer(setup, 16) == answer(setup, 16)
 
 
 def test_options_fit_and_rise_and_differ() -> None:
-    question = _question(_small(), load_hardware("a100-40gb"), 8, 64, capacity_bytes=6 * 2**30)
-    found = fastest(question)
+    cap = 6 * 2**30
+    found = fastest(_setup(_small(), load_hardware("a100-40gb"), 64, device_cap_bytes=cap), 8)
     assert 0 < found.timed <= found.fitting < found.evaluated
     times = [option.step_s for option in found.options]
     assert times == sorted(times)
-    assert all(option.device_bytes <= question.capacity_bytes for option in found.options)
-    assert len({option.parallel for option in found.options}) == len(found.options)
+    assert all(option.device_bytes <= cap for option in found.options)
+    assert len({option.setup.parallel for option in found.options}) == len(found.options)
 
 
 def test_less_memory_is_never_faster_and_offload_never_slower() -> None:
     hardware = load_hardware("a100-40gb")
-    roomy = fastest(_question(_small(), hardware, 4, 16)).options[0].step_s
-    tight = _question(_small(), hardware, 4, 16, capacity_bytes=5 * 2**30)
-    assert fastest(tight).options[0].step_s >= roomy
-    assert fastest(replace(tight, offload=True)).options[0].step_s <= fastest(tight).options[0].step_s
+    roomy = fastest(_setup(_small(), hardware, 16), 4).options[0].step_s
+    tight = _setup(_small(), hardware, 16, device_cap_bytes=5 * 2**30)
+    assert fastest(tight, 4).options[0].step_s >= roomy
+    assert fastest(tight, 4, offload=True).options[0].step_s <= fastest(tight, 4).options[0].step_s
 
 
 def test_the_losers_say_where_they_lose() -> None:
-    found = answer(_question(_small(), load_hardware("h100-sxm"), 8, 16))
+    found = answer(_setup(_small(), load_hardware("h100-sxm"), 16), 8)
     assert found.losers
     for loser in found.losers:
         assert sum(loser.lost.values()) == pytest.approx(loser.slower, abs=1e-9)
@@ -184,15 +174,15 @@ def test_the_losers_say_where_they_lose() -> None:
     assert more.devices == 16
     assert half.capacity_bytes == more.capacity_bytes // 2
     assert more.option is not None
-    assert more.option.parallel.devices == 16
+    assert more.option.setup.parallel.devices == 16
     assert half.speed is not None
     assert half.speed <= 1
 
 
 def test_nothing_fits_tells_what_would() -> None:
-    question = _question(load_model("gpt-3-175b"), load_hardware("a100-80gb"), 8, 64)
+    setup = _setup(load_model("gpt-3-175b"), load_hardware("a100-80gb"), 64)
     with pytest.raises(FlopwiseError, match="no strategy fits gpt-3-175b on 8") as caught:
-        answer(question)
+        answer(setup, 8)
     assert caught.value.exit_code == 1
     assert caught.value.why is not None
     assert "GiB" in caught.value.why
@@ -201,7 +191,7 @@ def test_nothing_fits_tells_what_would() -> None:
 
 def test_too_many_devices_for_the_batch() -> None:
     with pytest.raises(FlopwiseError, match="cannot be spread over 7 devices"):
-        fastest(_question(load_model("lstm-lm"), load_hardware("a100-80gb"), 7, 3))
+        fastest(_setup(load_model("lstm-lm"), load_hardware("a100-80gb"), 3), 7)
 
 
 def test_labels_are_read_back() -> None:

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.records.program import OWNERS, STREAMS, Buffer, Kind, Program, Stream, Task, Use, check
+from flopwise.records.program import OWNERS, STREAMS, Buffer, Kind, Owner, Program, Stream, Task, Use, Value, check
 from flopwise.work.parameters import Place
 
 KIND: dict[Stream, Kind] = {"compute": "forward", "copy-in": "load", "copy-out": "store", "host": "optimize"}
 PLACES: tuple[Place, ...] = get_args(Place)
-MOVED = ("weights", "gradients", "optimizer", "activations", "context")
+MOVED: tuple[Owner, ...] = ("weights", "gradients", "optimizer", "activations", "context")
 SIZES = (0, 1, 7, 123, 615, 1 << 20)
 
 
@@ -26,7 +26,7 @@ def task(
     reads: Sequence[Use] = (),
     writes: Sequence[Use] = (),
     size: int = 0,
-    what: str = "",
+    what: Owner | None = None,
     layer: int | None = None,
 ) -> Task:
     """A task of which only that matters which is given."""
@@ -51,8 +51,8 @@ def task(
 def program(
     *tasks: Task,
     buffers: Sequence[Buffer] = (),
-    at_start: dict[int, str] | None = None,
-    at_end: dict[int, str] | None = None,
+    at_start: dict[int, Value] | None = None,
+    at_end: dict[int, Value] | None = None,
 ) -> Program:
     return Program(buffers=tuple(buffers), tasks=tasks, at_start=at_start or {}, at_end=at_end or {}, rounds=1)
 
@@ -72,20 +72,18 @@ def needed(tasks: Sequence[Task], new: Task) -> tuple[int, ...]:
 def right_programs(draw: st.DrawFn, most_tasks: int = 7) -> Program:
     """Random tasks that read what is there and write new values, or the same again, and wait for all they must."""
     buffers = [
-        Buffer(
-            f"buffer {index}", draw(st.sampled_from(OWNERS)), place, draw(st.sampled_from(SIZES)), draw(st.booleans())
-        )
-        for index, place in enumerate(draw(st.lists(st.sampled_from(PLACES), min_size=1, max_size=4)))
+        Buffer(draw(st.sampled_from(OWNERS)), place, "home", draw(st.sampled_from(SIZES)), borrowed=draw(st.booleans()))
+        for place in draw(st.lists(st.sampled_from(PLACES), min_size=1, max_size=4))
     ]
     numbers = st.sets(st.sampled_from(range(len(buffers))), max_size=2)
-    at_start = {index: f"{buffers[index].name} v0" for index in sorted(draw(numbers))}
+    at_start = {index: Value("weights", index) for index in sorted(draw(numbers))}
     held = dict(at_start)
     tasks: list[Task] = []
     for version in range(1, 1 + draw(st.integers(0, most_tasks))):
         reads = [Use(index, held[index]) for index in sorted(draw(numbers)) if index in held]
         for index in sorted(written := draw(numbers)):
             if index not in held or draw(st.integers(0, 3)):
-                held[index] = f"{buffers[index].name} v{version}"
+                held[index] = Value("weights", index, version=version)
         new = task(
             draw(st.sampled_from(STREAMS)),
             reads=reads,
@@ -93,7 +91,7 @@ def right_programs(draw: st.DrawFn, most_tasks: int = 7) -> Program:
             size=draw(st.sampled_from(SIZES)),
             what=draw(st.sampled_from(MOVED)),
         )
-        tasks.append(replace(new, after=needed(tasks, new)))
+        tasks.append(new._replace(after=needed(tasks, new)))
     kept = draw(numbers)
     at_end = {index: value for index, value in held.items() if index in kept}
     return program(*tasks, buffers=buffers, at_start=at_start, at_end=at_end)
@@ -139,35 +137,37 @@ def is_accepted(tried: Program) -> bool:
 
 def with_after(tried: Program, index: int, after: Sequence[int]) -> Program:
     tasks = list(tried.tasks)
-    tasks[index] = replace(tasks[index], after=tuple(after))
+    tasks[index] = tasks[index]._replace(after=tuple(after))
     return replace(tried, tasks=tuple(tasks))
 
 
 HOST, SLOT, ACTIVATIONS, SAVED = range(4)
 BUFFERS = (
-    Buffer("weights on the host", "weights", "host", 100),
-    Buffer("slot", "weights", "device", 100),
-    Buffer("activations", "activations", "device", 30),
-    Buffer("saved", "activations", "host", 30),
+    Buffer("weights", "host", "home", 100, 0),
+    Buffer("weights", "device", "slot", 100, number=0),
+    Buffer("activations", "device", "slot", 30, number=0),
+    Buffer("activations", "host", "home", 30, 0, 0),
 )
+OLD, NEW = Value("weights", 0), Value("weights", 0, version=1)
+FIRST, SECOND = Value("activations", 0, 0, 0), Value("activations", 0, 0, 1)
 
 
 def round_trip() -> Program:
     """Weights come into one slot twice, activations leave each time, the host updates the weights in between."""
-    host, other_host = Use(HOST, "weights 0 v0"), Use(HOST, "weights 0 v1")
-    slot, other_slot = Use(SLOT, "weights 0 v0"), Use(SLOT, "weights 0 v1")
-    made, other_made = Use(ACTIVATIONS, "activations a"), Use(ACTIVATIONS, "activations b")
+    host, other_host = Use(HOST, OLD), Use(HOST, NEW)
+    slot, other_slot = Use(SLOT, OLD), Use(SLOT, NEW)
+    made, other_made = Use(ACTIVATIONS, FIRST), Use(ACTIVATIONS, SECOND)
     return program(
         task("copy-in", reads=[host], writes=[slot]),
         task("compute", 0, reads=[slot], writes=[made]),
-        task("copy-out", 1, reads=[made], writes=[Use(SAVED, "activations a")]),
+        task("copy-out", 1, reads=[made], writes=[Use(SAVED, FIRST)]),
         task("host", 0, reads=[host], writes=[other_host]),
         task("copy-in", 1, 3, reads=[other_host], writes=[other_slot]),
         task("compute", 2, 4, reads=[other_slot], writes=[other_made]),
-        task("copy-out", 5, reads=[other_made], writes=[Use(SAVED, "activations b")]),
+        task("copy-out", 5, reads=[other_made], writes=[Use(SAVED, SECOND)]),
         buffers=BUFFERS,
-        at_start={HOST: "weights 0 v0"},
-        at_end={HOST: "weights 0 v1", SAVED: "activations b"},
+        at_start={HOST: OLD},
+        at_end={HOST: NEW, SAVED: SECOND},
     )
 
 
@@ -189,48 +189,48 @@ def test_no_wait_of_the_round_trip_can_be_dropped(index: int, other: int) -> Non
         check(dropped)
 
 
-A, B = Use(0, "a"), Use(0, "b")
-ONE = (Buffer("one", "weights", "device", 8),)
+A, B = Use(0, OLD), Use(0, NEW)
+ONE = (Buffer("weights", "device", "home", 8, 0),)
 WRONG: dict[str, tuple[Program, str]] = {
     "reads what nobody wrote": (
         program(task("compute", reads=[A]), buffers=ONE),
-        "reads a from one, which holds None",
+        "reads weights 0 v0 from weights 0, which holds None",
     ),
     "reads what is written later": (
         program(task("compute", reads=[A]), task("compute", writes=[A]), buffers=ONE),
-        "task 0 (forward) is wrong\nreads a from one, which holds None",
+        "task 0 (forward) is wrong\nreads weights 0 v0 from weights 0, which holds None",
     ),
     "reads without waiting for the writer": (
         program(task("copy-in", writes=[A]), task("compute", reads=[A]), buffers=ONE),
-        "may read a before task 0 has written it",
+        "may read weights 0 v0 before task 0 has written it",
     ),
     "reads another value": (
-        program(task("compute", reads=[B]), buffers=ONE, at_start={0: "a"}),
-        "reads b from one, which holds a",
+        program(task("compute", reads=[B]), buffers=ONE, at_start={0: OLD}),
+        "reads weights 0 v1 from weights 0, which holds weights 0 v0",
     ),
     "reads what was overwritten": (
-        program(task("compute", writes=[B]), task("compute", reads=[A]), buffers=ONE, at_start={0: "a"}),
-        "reads a from one, which holds b",
+        program(task("compute", writes=[B]), task("compute", reads=[A]), buffers=ONE, at_start={0: OLD}),
+        "reads weights 0 v0 from weights 0, which holds weights 0 v1",
     ),
     "overwrites what is being read": (
-        program(task("compute", reads=[A]), task("copy-in", writes=[B]), buffers=ONE, at_start={0: "a"}),
-        "writes one while task 0 may still use it",
+        program(task("compute", reads=[A]), task("copy-in", writes=[B]), buffers=ONE, at_start={0: OLD}),
+        "writes weights 0 while task 0 may still use it",
     ),
     "overwrites what is being written": (
         program(task("compute", writes=[A]), task("copy-in", writes=[B]), buffers=ONE),
-        "writes one while task 0 may still use it",
+        "writes weights 0 while task 0 may still use it",
     ),
     "waits for the writer, not for the reader": (
         program(task("copy-in", writes=[A]), task("compute", 0, reads=[A]), task("host", 0, writes=[B]), buffers=ONE),
-        "task 2 (optimize) is wrong\nwrites one while task 1 may still use it",
+        "task 2 (optimize) is wrong\nwrites weights 0 while task 1 may still use it",
     ),
     "leaves nothing at the end": (
-        program(buffers=ONE, at_end={0: "a"}),
-        "the program ends with None in one",
+        program(buffers=ONE, at_end={0: OLD}),
+        "the program ends with None in weights 0",
     ),
     "leaves another value at the end": (
-        program(task("compute", writes=[B]), buffers=ONE, at_start={0: "a"}, at_end={0: "a"}),
-        "the program ends with b in one",
+        program(task("compute", writes=[B]), buffers=ONE, at_start={0: OLD}, at_end={0: OLD}),
+        "the program ends with weights 0 v1 in weights 0",
     ),
     "waits for a later task": (
         program(task("compute", 1), task("copy-in")),
@@ -264,7 +264,7 @@ def test_waits_count_through_other_streams() -> None:
 
 
 def test_a_task_may_replace_what_it_reads() -> None:
-    check(program(task("compute", reads=[A], writes=[B]), buffers=ONE, at_start={0: "a"}, at_end={0: "b"}))
+    check(program(task("compute", reads=[A], writes=[B]), buffers=ONE, at_start={0: OLD}, at_end={0: NEW}))
 
 
 @given(right_programs())
@@ -288,5 +288,5 @@ def test_any_waits_are_judged_as_the_search_through_all_orders_does(right: Progr
         waits = st.sets(st.sampled_from(range(index))) if index else st.just(set[int]())
         tried = with_after(tried, index, sorted(data.draw(waits)))
     if data.draw(st.booleans()) and right.buffers:
-        tried = replace(tried, at_end={0: "buffer 0 v1"})
+        tried = replace(tried, at_end={0: Value("weights", 0, version=1)})
     assert is_accepted(tried) == (not can_go_wrong(tried))

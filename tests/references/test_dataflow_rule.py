@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.catalog.load import load_hardware, load_model
 from flopwise.records.plan import Plan, Residency
 from flopwise.references.dataflow.rule import (
     RECORDED,
     VARIANTS,
-    Configuration,
+    RuleChoice,
     configure,
     placement,
     recorded_plan,
@@ -56,7 +56,7 @@ def machine(name: str = "h100-sxm") -> Hardware:
 
 def configured(
     variant: str, host_gib: int, device_gib: int, tokens: int, *, model: str = "llama-3-8b", hardware: str = "h100-sxm"
-) -> Configuration:
+) -> RuleChoice:
     return configure(
         shape(model),
         machine(hardware),
@@ -67,7 +67,7 @@ def configured(
     )
 
 
-def of_run(run: OffloadRun, variant: str = RECORDED) -> Configuration:
+def of_run(run: OffloadRun, variant: str = RECORDED) -> RuleChoice:
     return configure(
         shape(run.model),
         machine(run.hardware),
@@ -434,14 +434,17 @@ def test_what_fits_whole_stays() -> None:
     ],
 )
 def test_caps_that_are_too_small(host: int, device: int, expected: str) -> None:
-    with pytest.raises(FlopwiseError) as caught:
+    with pytest.raises(DoesNotFit) as caught:
         configured("jul20", host, device, 65536)
     assert expected in caught.value.what
     assert caught.value.exit_code == 1
+    assert caught.value.place == ("device" if device == 20 else "host")
+    assert caught.value.needed_bytes is not None
     # The hint's cap is enough.
     assert caught.value.hint is not None
     option, size = caught.value.hint.split()
     given_gib = int(size.removesuffix("GiB"))
+    assert 0 <= given_gib * 2**30 - caught.value.needed_bytes < 2**30
     configured("jul20", *((given_gib, device) if option == "--host-mem" else (host, given_gib)), 65536)
 
 

@@ -15,7 +15,7 @@ from flopwise.catalog.load import ROOT, load_model
 from flopwise.references.deepflow import (
     PUBLISHED,
     Configuration,
-    Parallel,
+    DeepflowParallel,
     Split,
     for_model,
     from_table,
@@ -75,7 +75,7 @@ YAML: dict[str, dict[str, Any]] = {
 
 
 def spread(**parallel: Any) -> Configuration:
-    return replace(PUBLISHED, parallel=Parallel(**parallel))
+    return replace(PUBLISHED, parallel=DeepflowParallel(**parallel))
 
 
 def column_row(ways: int) -> Split:
@@ -123,7 +123,7 @@ def test_sections_units_and_words_are_read_as_the_reference_does() -> None:
 def test_a_table_changes_a_base() -> None:
     found = from_table({"core": "0.3", "dp": 4, "kp_softmax_type": 1, "kp_softmax_dim1": 2}, PUBLISHED)
     assert found.power == replace(PUBLISHED.power, core=0.3)
-    assert found.parallel == Parallel(data=4, softmax=column_row(2))
+    assert found.parallel == DeepflowParallel(data=4, softmax=column_row(2))
     assert found.technology == PUBLISHED.technology
 
 
@@ -236,7 +236,7 @@ def test_slow_messages_hide_the_cells() -> None:
 
 def test_an_update_longer_than_a_cell_is_exposed_once_a_layer() -> None:
     small = replace(PUBLISHED.model, batch_sequences=1)
-    result = run(replace(PUBLISHED, model=small, parallel=Parallel()))
+    result = run(replace(PUBLISHED, model=small, parallel=DeepflowParallel()))
     times = result.times
     assert times.cell_backward_s < times.hidden_update_s
     around = times.softmax_forward_s + times.softmax_backward_s + times.softmax_update_s

@@ -15,14 +15,31 @@ from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import ROOT, load_model
-from flopwise.predict import Request
+from flopwise.predict import Setup
 from flopwise.references.deepflow import PUBLISHED, step_s
 from flopwise.references.design.search import Objective, Search, deepflow_objective, search_design, step_objective
 from flopwise.references.design.technology import Budget, Shares, from_deepflow
+from flopwise.setup.hardware import Hardware
+from flopwise.work.formats import POLICIES
 
 PARTS = ("core", "dram", "l2", "shared")
 EVEN = dict.fromkeys(PARTS, 0.25)
-REQUEST = Request(batch_sequences=512, micro_batch_sequences=512, formats="fp32", recompute="none", optimizer="sgd")
+
+
+def ask_lstm(hardware: Hardware) -> Setup:
+    return Setup(
+        model=load_model("lstm-lm"),
+        hardware=hardware,
+        batch_sequences=512,
+        micro_batch_sequences=512,
+        formats=POLICIES["fp32"],
+        recompute="none",
+        optimizer="sgd",
+    )
+
+
+def ask_gpt2(hardware: Hardware) -> Setup:
+    return Setup(model=load_model("gpt2"), hardware=hardware, batch_sequences=8, formats=POLICIES["fp32"])
 
 
 def grid(names: tuple[str, ...], ways: int) -> Iterator[dict[str, float]]:
@@ -76,7 +93,7 @@ def test_the_published_search_is_outdone() -> None:
 
 def test_the_physical_method_is_an_objective() -> None:
     technology, budget = from_deepflow(PUBLISHED)
-    objective = step_objective(load_model("lstm-lm"), technology, budget, REQUEST)
+    objective = step_objective(ask_lstm, technology, budget)
     found = search_design(objective, EVEN, Search(starts=1, iterations=40))
     best = min(objective(shares) for shares in grid(PARTS, 8))
     assert found.seconds <= best
@@ -86,11 +103,10 @@ def test_the_physical_method_is_an_objective() -> None:
 
 def test_what_does_not_fit_is_no_design() -> None:
     technology, budget = from_deepflow(PUBLISHED)
-    model = load_model("gpt2")
-    objective = step_objective(model, technology, budget, Request(batch_sequences=8, formats="fp32"), must_fit=True)
+    objective = step_objective(ask_gpt2, technology, budget, must_fit=True)
     found = search_design(objective, EVEN, Search(starts=1, iterations=10))
     assert math.isfinite(found.seconds)
-    large = step_objective(load_model("lstm-lm"), technology, budget, REQUEST, must_fit=True)
+    large = step_objective(ask_lstm, technology, budget, must_fit=True)
     with pytest.raises(FlopwiseError, match="can be built"):
         search_design(large, EVEN, Search(starts=1, iterations=2))
 
@@ -163,7 +179,7 @@ def test_mistakes_are_told() -> None:
         objective({"cores": 0.3})
     technology, _ = from_deepflow(PUBLISHED)
     with pytest.raises(FlopwiseError, match="no part of a device is called 'tdp'"):
-        step_objective(load_model("gpt2"), technology, Budget(power_w=300))({"tdp": 0.3})
+        step_objective(ask_gpt2, technology, Budget(power_w=300))({"tdp": 0.3})
     with pytest.raises(FlopwiseError, match="nothing to divide"):
         search_design(objective, {"core": 1.0})
     with pytest.raises(FlopwiseError, match="cannot start with 0"):
@@ -200,5 +216,5 @@ def test_an_area_binds_the_physical_method() -> None:
     core = replace(technology.core, unit_area_mm2=5.0)
     area = Shares(core=0.5, shared=0.2, l2=0.2, dram=0.1)
     budget = Budget(power_w=300, area_mm2=200)
-    objective = step_objective(load_model("lstm-lm"), replace(technology, core=core), budget, REQUEST, area=area)
+    objective = step_objective(ask_lstm, replace(technology, core=core), budget, area=area)
     assert objective({**EVEN, "core": 0.25}) == objective({**EVEN, "core": 0.2})

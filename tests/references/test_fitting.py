@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.catalog.load import load_hardware, load_stack
+from flopwise.catalog.load import load_stack
 from flopwise.references.published import protocol_of, read_cases
 from flopwise.references.validate.case import Case
 from flopwise.references.validate.fitting import fitted, fitted_memory, measured
@@ -16,7 +16,6 @@ from flopwise.references.validate.held_out import fit_of, folds, held_out_predic
 from flopwise.setup.stack import Stack
 
 PLAIN = Stack(name="plain", title="plain", source="made up")
-HARDWARE = {name: load_hardware(name) for name in ("h100-sxm", "a100-80gb", "a100-40gb")}
 KNOWN = {"products": 1.3, "attention": 1.7, "streaming": 2.2}
 START = {"products": 1.0, "attention": 1.0, "streaming": 1.0}
 
@@ -27,7 +26,7 @@ def some_cases() -> list[Case]:
 
 
 def test_known_constants_come_back() -> None:
-    laid_out = measured(some_cases(), HARDWARE)
+    laid_out = measured(some_cases())
     seconds = laid_out.seconds(PLAIN.with_values(KNOWN))
     found = fitted(laid_out, PLAIN, seconds, np.ones(laid_out.count, dtype=np.bool_), START)
     for name, value in KNOWN.items():
@@ -35,7 +34,7 @@ def test_known_constants_come_back() -> None:
 
 
 def test_a_few_odd_rows_change_little() -> None:
-    laid_out = measured(some_cases(), HARDWARE)
+    laid_out = measured(some_cases())
     seconds = laid_out.seconds(PLAIN.with_values(KNOWN))
     seconds[[3, 11, 20]] *= np.array([5.0, 0.3, 2.0])
     found = fitted(laid_out, PLAIN, seconds, np.ones(laid_out.count, dtype=np.bool_), START)
@@ -44,7 +43,7 @@ def test_a_few_odd_rows_change_little() -> None:
 
 
 def test_rows_that_are_left_out_have_no_say_and_fits_repeat() -> None:
-    laid_out = measured(some_cases(), HARDWARE)
+    laid_out = measured(some_cases())
     seconds = laid_out.seconds(PLAIN.with_values(KNOWN)) * np.linspace(0.9, 1.1, laid_out.count)
     rows = np.arange(laid_out.count) % 3 > 0
     first = fitted(laid_out, PLAIN, seconds, rows, START)
@@ -53,8 +52,8 @@ def test_rows_that_are_left_out_have_no_say_and_fits_repeat() -> None:
 
 
 def test_a_constant_that_no_row_tells_of_stays_where_it_started() -> None:
-    cases = [case for case in some_cases() if case.hardware == "a100-80gb"]
-    laid_out = measured(cases, HARDWARE)
+    cases = [case for case in some_cases() if case.setup.hardware.name == "a100-80gb"]
+    laid_out = measured(cases)
     seconds = laid_out.seconds(PLAIN.with_values({"products": 1.4}))
     start = {"products": 1.0, "attention.Hopper": 3.0}
     found = fitted(laid_out, PLAIN, seconds, np.ones(len(cases), dtype=np.bool_), start)
@@ -64,7 +63,7 @@ def test_a_constant_that_no_row_tells_of_stays_where_it_started() -> None:
 
 def test_memorys_constant_comes_back() -> None:
     cases = [case for case in read_cases("nanotron") if case.reserved_bytes][::4]
-    laid_out = measured(cases, HARDWARE)
+    laid_out = measured(cases)
     reserved = laid_out.device_bytes(PLAIN.with_values({"activations": 1.9}))
     reserved[::10] *= 1.5
     found = fitted_memory(laid_out, PLAIN, reserved, np.ones(len(cases), dtype=np.bool_), {"activations": 1.5})
@@ -78,20 +77,20 @@ def test_a_size_that_is_held_out_has_no_say_in_its_own_prediction() -> None:
     protocol, stack = protocol_of("megatron"), load_stack("megatron-lm")
     cases = read_cases("megatron")
     changed = [replace(case, step_s=2 * (case.step_s or 0)) if case.size == "18B" else case for case in cases]
-    before, after = (fit_of(protocol, rows, stack, HARDWARE) for rows in (cases, changed))
+    before, after = (fit_of(protocol, rows, stack) for rows in (cases, changed))
     assert before.without("18B") == after.without("18B")
     assert before.without("39B") != after.without("39B")
 
 
 def test_each_size_is_predicted_by_the_fit_to_the_others_and_progress_is_told() -> None:
     protocol, cases = protocol_of("megatron"), read_cases("megatron")
-    fit = fit_of(protocol, cases, load_stack("megatron-lm"), HARDWARE)
+    fit = fit_of(protocol, cases, load_stack("megatron-lm"))
     told: list[tuple[str, int, int]] = []
-    found = held_out_predictions(fit, cases[3:5], HARDWARE, lambda *done: told.append(done))
+    found = held_out_predictions(fit, cases[3:5], lambda *done: told.append(done))
     assert told == [("18B", 1, 2), ("39B", 2, 2)]
     assert found.held_out.all()
     for index, size in enumerate(("18B", "39B")):
-        alone = measured(cases[3 + index : 4 + index], HARDWARE).seconds(fit.without(size))
+        alone = measured(cases[3 + index : 4 + index]).seconds(fit.without(size))
         assert found.step_s[index] == pytest.approx(float(alone[0]))
 
 
@@ -99,21 +98,21 @@ def test_the_values_that_a_stack_ships_have_no_say_in_a_fit() -> None:
     protocol, cases = protocol_of("megatron"), read_cases("megatron")
     stack = load_stack("megatron-lm")
     other = stack.with_values({"products": 9.0, "attention": 0.1, "streaming": 7.0})
-    fits = [fit_of(protocol, cases, one, HARDWARE).without("1T") for one in (stack, other)]
+    fits = [fit_of(protocol, cases, one).without("1T") for one in (stack, other)]
     assert fits[0].constants == fits[1].constants
 
 
 def test_rows_that_are_not_for_fitting_are_never_fitted_to() -> None:
     protocol, stack = protocol_of("mpt"), load_stack("llm-foundry")
-    fit = fit_of(protocol, read_cases("mpt"), stack, HARDWARE)
+    fit = fit_of(protocol, read_cases("mpt"), stack)
     assert len(fit.timed_cases) == 191
-    nanotron = fit_of(protocol_of("nanotron"), read_cases("nanotron"), load_stack("nanotron"), HARDWARE)
+    nanotron = fit_of(protocol_of("nanotron"), read_cases("nanotron"), load_stack("nanotron"))
     assert (len(nanotron.timed_cases), len(nanotron.sized_cases)) == (125, 214)
 
 
 def test_shipped_constants_know_which_sizes_they_were_fitted_to() -> None:
     first, second = read_cases("megatron"), read_cases("megatron-2")
-    predicted = shipped_predictions(second, first, load_stack("megatron-lm"), HARDWARE)
+    predicted = shipped_predictions(second, first, load_stack("megatron-lm"))
     assert [case.size for case, out in zip(second, predicted.held_out, strict=True) if out] == ["175B"] * 6
 
 
@@ -125,6 +124,6 @@ def test_folds_are_the_protocols_and_then_whatever_else_there_is() -> None:
 
 def test_one_size_alone_cannot_be_held_out() -> None:
     protocol, cases = protocol_of("megatron"), read_cases("megatron")[:1]
-    fit = fit_of(protocol, cases, load_stack("megatron-lm"), HARDWARE)
+    fit = fit_of(protocol, cases, load_stack("megatron-lm"))
     with pytest.raises(FlopwiseError, match="no row is left to fit"):
         fit.without("1.7B")

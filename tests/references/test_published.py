@@ -45,11 +45,11 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
 
 
 def parameters(case: Case) -> int:
-    return describe(case.model, case.workload.sequence_tokens).parameters
+    return describe(case.setup.model, case.setup.sequence_tokens).parameters
 
 
 def micro_batches(case: Case) -> float:
-    return case.workload.batch_sequences / (case.parallel.data * case.workload.micro_batch_sequences)
+    return case.setup.batch_sequences / (case.setup.parallel.data * case.setup.micro_batch_sequences)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def test_every_shipped_table_is_read_whole(table: str, rows: int) -> None:
     cases = read_cases(table)
     assert [case.row for case in cases] == list(range(1, rows + 1))
     for case in cases:
-        assert case.hardware in hardware_names()
+        assert case.setup.hardware.name in hardware_names()
         assert case.step_s is None or 0 < case.step_s < 3600
         assert micro_batches(case) == int(micro_batches(case))
-        case.parallel.check(case.model, case.workload.sequence_tokens)
+        case.setup.parallel.check(case.setup.model, case.setup.sequence_tokens)
 
 
 def test_the_tables_are_those_and_no_others() -> None:
@@ -94,7 +94,11 @@ def test_nanotron_models_have_the_printed_parameters() -> None:
         assert billions == pytest.approx(float(row["num_params"]), rel=2e-3)
         if row["Total Params"]:
             # Stages at both ends of a pipeline hold a tied matrix each, and nanotron counts both.
-            twice = case.model.vocab * case.model.hidden / 1e9 if row["pp"] != "1" and case.size != "8.86B" else 0
+            twice = (
+                case.setup.model.vocab * case.setup.model.hidden / 1e9
+                if row["pp"] != "1" and case.size != "8.86B"
+                else 0
+            )
             assert billions + twice == pytest.approx(float(row["Total Params Numeric"]), rel=3e-3)
 
 
@@ -113,32 +117,37 @@ def test_megatron_models_have_the_printed_parameters() -> None:
 def test_mpt_rows_by_hand() -> None:
     cases = read_cases("mpt")
     first = cases[0]
-    assert (first.size, first.hardware, first.parallel.devices, first.parallel.zero) == ("70b", "h100-sxm", 64, 3)
+    assert (first.size, first.setup.hardware.name, first.setup.parallel.devices, first.setup.parallel.zero) == (
+        "70b",
+        "h100-sxm",
+        64,
+        3,
+    )
     assert first.step_s == 2048 * 2048 / 66523
-    assert (first.workload.recompute, first.workload.formats.gradients) == ("input", "fp32")
+    assert (first.setup.recompute, first.setup.formats.gradients) == ("input", "fp32")
     assert first.label == "s2048 · 64 h100-sxm · mb8 · ckpt"
     fp8 = next(case for case in cases if case.label.endswith("fp8"))
-    assert (fp8.workload.formats.matrix, fp8.workload.formats.compute, fp8.workload.formats.weights) == (
+    assert (fp8.setup.formats.matrix, fp8.setup.formats.compute, fp8.setup.formats.weights) == (
         "fp8",
         "bf16",
         "fp32",
     )
     last = cases[-1]
-    assert (last.size, last.hardware, last.workload.sequence_tokens) == ("125m", "a100-40gb", 512)
-    assert (last.workload.formats.gradients, last.workload.recompute) == ("bf16", "none")
+    assert (last.size, last.setup.hardware.name, last.setup.sequence_tokens) == ("125m", "a100-40gb", 512)
+    assert (last.setup.formats.gradients, last.setup.recompute) == ("bf16", "none")
     assert last.step_s == 2496 * 512 / 1253886
-    older = next(case for case in cases if case.hardware == "a100-40gb" and case.workload.recompute != "none")
-    assert older.workload.recompute == "full"
-    assert sum(case.workload.recompute == "none" for case in cases) == 128
+    older = next(case for case in cases if case.setup.hardware.name == "a100-40gb" and case.setup.recompute != "none")
+    assert older.setup.recompute == "full"
+    assert sum(case.setup.recompute == "none" for case in cases) == 128
     assert {"fp8" in case.label for case in cases if not case.fitted} == {True}
     assert sum(case.fitted for case in cases) == 191
 
 
 def test_vtrain_rows_by_hand() -> None:
     first = read_cases("vtrain")[0]
-    assert (first.size, first.parallel.pipeline, first.parallel.devices) == ("h1024-l24", 2, 2)
+    assert (first.size, first.setup.parallel.pipeline, first.setup.parallel.devices) == ("h1024-l24", 2, 2)
     assert (first.step_s, micro_batches(first)) == (0.372160408, 2)
-    assert (first.workload.attention, first.workload.recompute, first.fits) == ("eager", "none", None)
+    assert (first.setup.attention, first.setup.recompute, first.fits) == ("eager", "none", None)
     assert Counter(case.size for case in read_cases("vtrain"))["h2048-l20"] == 180
 
 
@@ -164,7 +173,7 @@ def test_vtrain_times_are_sums_and_not_measurements() -> None:
 def test_nanotron_rows_by_hand() -> None:
     cases = read_cases("nanotron")
     first = cases[0]
-    assert (first.size, first.parallel.data, first.workload.batch_sequences) == ("1.34B", 8, 256)
+    assert (first.size, first.setup.parallel.data, first.setup.batch_sequences) == ("1.34B", 8, 256)
     assert first.step_s == pytest.approx(256 * 4096 / (40149.94 * 8))
     assert first.reserved_bytes == round(50.18 * 2**30)
     assert (cases[1].step_s, cases[1].fits) == (None, True)  # before the pipeline's repair
@@ -193,16 +202,16 @@ def test_nanotron_rows_that_contradict_themselves() -> None:
 
 def test_nanotron_rows_out_of_memory_take_heads_and_tying_from_those_that_ran() -> None:
     cases = read_cases("nanotron")
-    models = {case.size: case.model for case in cases}
-    assert {case.model for case in cases} == set(models.values())
+    models = {case.size: case.setup.model for case in cases}
+    assert {case.setup.model for case in cases} == set(models.values())
     tied = {size: getattr(model, "tied", None) for size, model in models.items()}
     assert tied == {"1.34B": True, "3.57B": True, "8.86B": False, "80B": False, "469B": False}
-    assert all(case.parallel.sequence == (case.parallel.tensor > 1) for case in cases)
+    assert all(case.setup.parallel.sequence == (case.setup.parallel.tensor > 1) for case in cases)
 
 
 def test_megatron_rows_by_hand() -> None:
     cases, second = read_cases("megatron"), read_cases("megatron-2")
-    by_size = {case.size: case.parallel for case in cases}
+    by_size = {case.size: case.setup.parallel for case in cases}
     assert {size: parallel.chunks for size, parallel in by_size.items() if parallel.chunks > 1} == {
         "76B": 3,
         "145B": 2,
@@ -210,19 +219,23 @@ def test_megatron_rows_by_hand() -> None:
         "530B": 3,
     }
     trillion = cases[9]
-    assert (trillion.parallel.tensor, trillion.parallel.pipeline, trillion.parallel.data) == (8, 64, 6)
+    assert (trillion.setup.parallel.tensor, trillion.setup.parallel.pipeline, trillion.setup.parallel.data) == (
+        8,
+        64,
+        6,
+    )
     # 96·3072·2048·128·25600²·(1 + 2048/(6·25600) + 51200/(16·128·25600)) = 5.139e19 FLOPs, on 3,072 × 163 TFLOP/s.
     assert trillion.step_s == pytest.approx(5.139e19 / (3072 * 163e12), rel=1e-3)
     assert [case.fitted for case in (*cases, *second)] == [True] * 10 + [False] * 12
     zero = second[0]
-    assert (zero.row, zero.parallel.zero, zero.parallel.data, micro_batches(zero)) == (1, 3, 384, 1)
-    assert all(case.workload.recompute == "full" for case in (*cases, *second))
+    assert (zero.row, zero.setup.parallel.zero, zero.setup.parallel.data, micro_batches(zero)) == (1, 3, 384, 1)
+    assert all(case.setup.recompute == "full" for case in (*cases, *second))
 
 
 def test_megatron_times_agree_with_the_printed_days() -> None:
     for case, row in zip(read_cases("megatron-2"), printed(megatron.FILES[1]), strict=True):
         assert case.step_s is not None
-        days = 300e9 / case.workload.batch_tokens * case.step_s / 86_400
+        days = 300e9 / case.setup.batch_tokens * case.step_s / 86_400
         assert days == pytest.approx(float(row["days_for_300B_tokens"]), rel=0.02)
 
 
@@ -367,9 +380,9 @@ def test_other_models_in_the_columns_of_the_megatron_table(tmp_path: Path) -> No
     file = tmp_path / "rows.csv"
     file.write_text(f"{header}\n22B,6144,48,8,8,4,2048,51200,135\n")
     (case,) = read_cases("megatron", file)
-    assert (case.parallel.tensor, case.parallel.pipeline, case.workload.micro_batch_sequences) == (8, 1, 1)
-    assert isinstance(case.model, Transformer)
-    assert (case.model.heads, case.model.layers) == (48, 48)
+    assert (case.setup.parallel.tensor, case.setup.parallel.pipeline, case.setup.micro_batch_sequences) == (8, 1, 1)
+    assert isinstance(case.setup.model, Transformer)
+    assert (case.setup.model.heads, case.setup.model.layers) == (48, 48)
     file.write_text(f"{header}\n22B,6100,48,8,8,4,2048,51200,135\n")
     with pytest.raises(FlopwiseError, match="is not a multiple of 128"):
         read_cases("megatron", file)

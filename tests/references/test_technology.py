@@ -10,7 +10,7 @@ import pytest
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import decode, to_toml
 from flopwise.catalog.load import load_model
-from flopwise.predict import Request, step
+from flopwise.predict import Setup, step
 from flopwise.references.deepflow import PUBLISHED
 from flopwise.references.deepflow.machine import machine_of
 from flopwise.references.design.technology import (
@@ -24,6 +24,7 @@ from flopwise.references.design.technology import (
     hardware_from_technology,
 )
 from flopwise.setup.hardware import Hardware
+from flopwise.work.formats import POLICIES
 
 GPU: dict[str, Any] = {
     "name": "paper-7nm",
@@ -36,9 +37,6 @@ GPU: dict[str, Any] = {
 TECHNOLOGY = decode(GPU, Technology, "paper-7nm")
 POWER = Shares(core=0.6, shared=0.1, l2=0.1, dram=0.15, network=0.05)
 BUDGET = Budget(power_w=400)
-LSTM_REQUEST = Request(
-    batch_sequences=512, micro_batch_sequences=512, formats="fp32", recompute="none", optimizer="sgd"
-)
 
 
 def test_watts_over_energy_make_rates_and_banks() -> None:
@@ -106,7 +104,16 @@ def test_the_physical_method_predicts_an_lstm_on_it() -> None:
     technology, budget = from_deepflow(PUBLISHED)
     shares = Shares(core=0.2592, dram=0.2592, l2=0.16896, shared=0.202752)
     hardware = hardware_from_technology(technology, budget, shares)
-    prediction = step(load_model("lstm-lm"), hardware, LSTM_REQUEST)
+    setup = Setup(
+        model=load_model("lstm-lm"),
+        hardware=hardware,
+        batch_sequences=512,
+        micro_batch_sequences=512,
+        formats=POLICIES["fp32"],
+        recompute="none",
+        optimizer="sgd",
+    )
+    prediction = step(setup)
     assert prediction.step_s == pytest.approx(302.9, rel=1 / 3)
     assert 0.4 < prediction.mfu < 0.76
     assert not prediction.fits
@@ -114,12 +121,16 @@ def test_the_physical_method_predicts_an_lstm_on_it() -> None:
 
 
 def test_more_power_is_never_slower() -> None:
-    model = load_model("llama-3-1b")
-    request = Request(sequence_tokens=2048, batch_sequences=8, micro_batch_sequences=1, recompute="none")
-    times = [
-        step(model, hardware_from_technology(TECHNOLOGY, Budget(power_w=watts), POWER), request).step_s
-        for watts in (100, 200, 400, 800)
-    ]
+    devices = [hardware_from_technology(TECHNOLOGY, Budget(power_w=watts), POWER) for watts in (100, 200, 400, 800)]
+    setup = Setup(
+        model=load_model("llama-3-1b"),
+        hardware=devices[0],
+        sequence_tokens=2048,
+        batch_sequences=8,
+        micro_batch_sequences=1,
+        recompute="none",
+    )
+    times = [step(replace(setup, hardware=device)).step_s for device in devices]
     assert times == sorted(times, reverse=True)
 
 

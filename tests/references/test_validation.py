@@ -33,6 +33,7 @@ from flopwise.store.runs import to_text
 from tests.support.printing import shown
 
 JSON_KEYS = {
+    "schema",
     "table",
     "n",
     "median_error",
@@ -114,7 +115,8 @@ def test_no_prediction_at_all() -> None:
 
 def test_rank_is_of_throughput_per_device() -> None:
     base = read_cases("mpt")[0]
-    wide = replace(base, parallel=replace(base.parallel, data=128))
+    parallel = replace(base.setup.parallel, data=2 * base.setup.parallel.data)
+    wide = replace(base, setup=replace(base.setup, parallel=parallel, micro_batch_sequences=1))
     # Twice the devices and the same time: half the throughput of each, whatever the total says.
     cases = [replace(base, step_s=1.0), replace(wide, step_s=1.0)]
     found = validate("mpt", cases, [1.0, 0.4], protocol="p")

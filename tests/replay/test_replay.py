@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from flopwise.cli.schema import schema_of
+from tests.support.json_schema import violations
 
 from .replaying import (
     CHANGED_WORDS,
@@ -45,6 +49,18 @@ def test_figures_stay_and_changed_words_are_listed(name: str, folder: Path) -> N
     else:
         wish = f"list it with a reason in {CHANGED_WORDS.name} if that is meant: {LINES[name]}"
         assert not changed, f"other words; {wish}\n" + "\n".join(changed)
+    if " -o json" in LINES[name] and after.code != 2:
+        check_schema(LINES[name], after)
+
+
+def check_schema(line: str, said: Said) -> None:
+    """What a command prints with `-o json` is an object as `flopwise schema` describes it."""
+    words = line[line.index("flopwise ") :].split()
+    command = " ".join(words[1:3] if words[1] == "profile" else words[1:2])
+    printed = said.parts.get("stdout")
+    if printed is None:
+        return  # it went to a file that other lines read
+    assert violations(json.loads(printed), schema_of(command)) == []
 
 
 def test_two_hundred_lines_over_all_commands_are_recorded() -> None:

@@ -169,7 +169,7 @@ def test_csv_parses_back() -> None:
 
 def test_json_has_a_record_a_cell() -> None:
     cells = some_cells(4, 5)
-    records = json.loads(grid_json(cells))
+    records = json.loads(grid_json(cells))["rows"]
     assert len(records) == 20
     for record, cell in zip(records, cells, strict=True):
         assert record["host_memory_bytes"] == cell.host_memory_bytes

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from flopwise.cli import sweep_launch
 from flopwise.report.results_files import results_csv
 from flopwise.report.run_comparison import Measured, compared, comparison_document, percent_words, quantiles_of
 from flopwise.store.cells import SweepRecord
@@ -128,15 +127,6 @@ def test_padding_is_no_token() -> None:
     for side in ("before", "after"):
         row = collect(Path(side)).rows[0]
         assert cell[f"{side}_tokens_per_s"] == pytest.approx(row.tokens_per_s, rel=0.02)
-
-
-def test_jobs_are_settled_before_they_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Path, tuple[str, ...]]] = []
-    monkeypatch.setattr(sweep_launch, "settle", lambda store, names: asked.append((store, tuple(names))))
-    for side in ("before", "after"):
-        make_store(Path(side), 1, sweep="s", steps=20)
-    answered(["compare", "before", "after/s"])
-    assert asked == [(Path("before"), ()), (Path("after"), ("s",))]
 
 
 # -- words -----------------------------------------------------------------------------------------------------------

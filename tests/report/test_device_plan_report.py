@@ -78,7 +78,7 @@ def some_forecast() -> Forecast:
             "gradients": int(8.1 * GIB),
             "optimizer": int(1.2 * GIB),
             "activations": int(13.9 * GIB),
-            "stream": int(0.5 * GIB),
+            "residual": int(0.5 * GIB),
             "head": int(1.1 * GIB),
             "workspace": int(1.6 * GIB),
         },
@@ -163,7 +163,7 @@ def test_memory_in_words() -> None:
         "6 full · 15 input+context+attention · 3 input+context",
     )
     assert rows["head"] == ("1,024 tokens at a time", "")
-    assert rows["stream"] == ("between layers", "")
+    assert rows["residual"] == ("between layers", "")
     assert rows["total"] == ("✓ fits, 5.20 GiB spare", "✓ fits, 46.3 GiB spare")
     assert [row[0] for row in memory_rows(some_planned())][-1] == "total"
 
@@ -383,7 +383,9 @@ def any_planned(draw: st.DrawFn) -> Planned:
         host_memory_bytes=draw(st.integers(0, 2**41)),
     )
     sizes = st.dictionaries(
-        st.sampled_from(["weights", "gradients", "optimizer", "activations", "stream", "context", "head", "workspace"]),
+        st.sampled_from(
+            ["weights", "gradients", "optimizer", "activations", "residual", "context", "head", "workspace"]
+        ),
         st.integers(0, 2**43),
     )
     seconds = st.floats(1e-6, 1e5)

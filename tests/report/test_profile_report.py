@@ -7,7 +7,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from flopwise.profile.explain.verdicts import verdicts
 from flopwise.records.measurement import MemoryRow
 from flopwise.records.profile import (
     METRICS,
-    Evidence,
+    Clue,
     MemoryUse,
     Peaks,
     Profile,
@@ -34,6 +34,15 @@ from flopwise.store.runs import from_text
 from tests.support.printing import printed, profiles_csv, profiles_json, profiles_markdown
 
 GIB = 2.0**30
+
+
+@dataclass
+class Several:
+    """What is printed of several profiles."""
+
+    rows: list[Profile]
+
+
 HOSTILE = "a|b\n<script>alert(1)</script>\x1b[31m [bold]x[/bold] `c` \x9b2J \u202e& \"q\" 'z' \\"
 PEAKS = Peaks(flops=1e15, bandwidth=4e12, number_format="bf16", source="datasheet")
 
@@ -115,7 +124,7 @@ def hostile_profile() -> Profile:
 
 
 def invalid_verdict() -> Verdict:
-    evidence = Evidence(what=HOSTILE, value=2.0, unit="1", bound=1.0)
+    evidence = Clue(what=HOSTILE, value=2.0, unit="1", bound=1.0)
     return Verdict(kind="invalid", share=None, evidence=(evidence,), advice=HOSTILE, detail=HOSTILE)
 
 
@@ -237,7 +246,7 @@ def test_figures_that_cannot_be_right_are_shown_in_every_form(value: float) -> N
     assert "train_loss" in profiles_markdown(judged)
     rows = list(csv.DictReader(io.StringIO(profiles_csv(judged))))
     assert any(row["name"] == "mfu" and row["value"] == str(value) for row in rows)
-    assert from_text(profiles_json(judged), list[Profile])[1] == a_profile()
+    assert from_text(profiles_json(judged), Several).rows[1] == a_profile()
     json.loads(profile_trace(profile))
     for first in (judged, judged[::-1]):
         compare([each for each, _ in first])
@@ -306,7 +315,7 @@ def test_json_decodes_to_the_profile() -> None:
         assert from_text(text, Profile) == profile
         assert json.loads(text)["verdicts"][0]["kind"] == "data_movement_bound"
     both = profiles_json([(a_profile(), ()), (hostile_profile(), ())])
-    assert from_text(both, list[Profile]) == [a_profile(), hostile_profile()]
+    assert from_text(both, Several).rows == [a_profile(), hostile_profile()]
 
 
 def test_json_survives_numbers_and_names_that_are_none() -> None:

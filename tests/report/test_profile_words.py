@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flopwise.profile.explain.verdicts import verdicts
-from flopwise.records.profile import METRICS, Evidence, MemoryUse, Peaks, Profile, Unit, Value, Verdict, known
+from flopwise.records.profile import METRICS, Clue, MemoryUse, Peaks, Profile, Unit, Value, Verdict, known
 from flopwise.report.profile_words import (
     CLAUSES,
     FEWEST_WORDS,
@@ -112,12 +112,12 @@ def test_names_are_cut_and_harmless() -> None:
 
 
 def test_evidence_is_a_clause() -> None:
-    evidence = Evidence(
+    evidence = Clue(
         what="the device's share of the step's wall time", value=0.4327, unit="share", bound=0.7, relation="<"
     )
     assert clause(evidence) == "the device is busy 43 % of the step's wall time, under 70 %"
     assert clause(evidence, bounded=False) == "the device is busy 43 % of the step's wall time"
-    assert clause(Evidence(what="something\nelse", value=5.0, unit="B")) == "something else: 5 B"
+    assert clause(Clue(what="something\nelse", value=5.0, unit="B")) == "something else: 5 B"
 
 
 def limited_profiles() -> list[Profile]:
@@ -239,7 +239,11 @@ def test_why_has_the_length_of_a_paragraph(values: dict[str, float], has_peaks: 
 def test_the_longest_paragraph_has_its_length() -> None:
     for profile in (*limited_profiles(), hostile_profile()):
         odd = Verdict(
-            kind="invalid", share=None, evidence=(Evidence(what="x", value=2.0, unit="1"),), advice="", detail=HOSTILE
+            kind="invalid",
+            share=None,
+            evidence=(Clue(what="x", value=2.0, unit="1"),),
+            advice="",
+            detail=HOSTILE,
         )
         text = why_paragraph(profile, (*verdicts(profile), odd, odd, odd))
         assert FEWEST_WORDS <= len(text.split()) <= MOST_WORDS, text

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flopwise.cli import report as report_command
-from flopwise.cli import run_details, sweep_launch
+from flopwise.cli import run_details
 from flopwise.cli.run_details import detail_of
 from flopwise.cli.serving import Live
 from flopwise.report.page.data import detail_json
@@ -62,7 +62,7 @@ def test_parts_that_cannot_be_read_are_left_out(
         path.write_text("{\n")
     else:
         monkeypatch.setattr(run_details, "MOST_STEPS_BYTES", 10)
-        monkeypatch.setattr("flopwise.store.index.MOST_PROFILE_BYTES", 10)
+        monkeypatch.setattr("flopwise.store.rows.MOST_PROFILE_BYTES", 10)
     told: list[str] = []
     detail = detail_of(store / "0001", told.append)
     assert bool(detail.steps) == (name == PROFILE and what != "large")
@@ -86,19 +86,3 @@ def test_runs_that_a_page_has_no_room_for_are_counted(store: Path, monkeypatch: 
     monkeypatch.setattr(report_command, "MOST_DETAILS", 1)
     found = page_data()
     assert (len(found["details"]), found["left_out"]) == (1, 2)  # type: ignore[arg-type]
-
-
-# -- jobs of a cluster -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_jobs_are_settled_now_and_then(store: Path, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
-    asked: list[Path] = []
-    monkeypatch.setattr(sweep_launch, "settle", lambda folder, _: asked.append(folder))
-    monkeypatch.setattr("flopwise.cli.serving.shutil.which", lambda _: "/usr/bin/sbatch" if installed else None)
-    moments = iter(range(1000))
-    live = Live(store, clock=lambda: 2.5 * next(moments))
-    for _ in range(30):
-        live.answer("/data.json")
-    # Three times the clock is read for each answer, and settling is due every 30 s.
-    assert len(asked) == 0 if not installed else 5 <= len(asked) <= 10

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flopwise.predict.simulate.simulator import memory_points, simulate
-from flopwise.records.program import STREAMS, Buffer, Kind, Program, Stream, Task, Use, task_name
+from flopwise.records.program import STREAMS, Buffer, Kind, Program, Stream, Task, Use, Value, task_name
 from flopwise.records.simulation import MemoryPoint, Simulation
 from flopwise.report.trace import MOST_POINTS, chrome_trace
 from tests.predict.test_simulator import LINK, link
@@ -36,7 +35,7 @@ def nanoseconds(microseconds: float) -> int:
 
 
 def layer_task(stream: Stream, kind: Kind, **given: Any) -> Task:
-    return replace(task(stream), kind=kind, **given)
+    return task(stream)._replace(kind=kind, **given)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +69,8 @@ def test_the_rows_are_the_streams_in_their_order() -> None:
 
 def test_a_copy_tells_what_it_moved_and_how_fast() -> None:
     stored = layer_task("copy-out", "store", layer=3, chunk=1, what="activations", level="full", bytes=5_000_000)
-    stored = replace(stored, tokens=64, round=2, writes=(Use(0, "activations 3.1"),))
-    one = simulate(program(stored, buffers=[Buffer("a", "activations", "host", 5_000_000)]), [0.0], link(50e9))
+    stored = stored._replace(tokens=64, round=2, writes=(Use(0, Value("activations", 3, 1, 2)),))
+    one = simulate(program(stored, buffers=[Buffer("activations", "host", "home", 5_000_000, 3, 1)]), [0.0], link(50e9))
     (event,) = [event for event in events(one) if event["ph"] == "X"]
     assert event["cat"] == "store"
     assert (event["ts"], event["dur"]) == (0, 100)
@@ -82,7 +81,7 @@ def test_a_copy_tells_what_it_moved_and_how_fast() -> None:
         "level": "full",
         "tokens": 64,
         "bytes": 5_000_000,
-        "value": "activations 3.1",
+        "value": "activations 3.1 r2",
         "GB/s": 50,
     }
 

@@ -16,15 +16,7 @@ from flopwise.catalog.load import load_model, model_table
 from flopwise.records.measurement import Measurement, MemoryRow, RunRecord, StepRecord
 from flopwise.report import runs
 from flopwise.report.document import Table, facts
-from flopwise.report.runs import (
-    curve,
-    data_parts,
-    indexed_entry,
-    plan_parts,
-    run_document,
-    runs_document,
-    training_parts,
-)
+from flopwise.report.runs import curve, data_parts, plan_parts, run_document, runs_document, training_parts
 from flopwise.report.tables import wrapped
 from flopwise.report.training import (
     end_document,
@@ -37,8 +29,9 @@ from flopwise.report.training import (
 )
 from flopwise.report.words import clock_words, loss_words, seconds_words
 from flopwise.setup.training import Training
-from flopwise.store.index import indexed
-from flopwise.store.runs import Listed
+from flopwise.store.results import Result
+from flopwise.store.rows import UNREADABLE, RunRow, row_of
+from tests.support.listing import Listed
 from tests.support.printing import printed
 
 GIB = 2**30
@@ -374,7 +367,11 @@ def test_labels_stand_in_a_column() -> None:
 
 
 def run_entry(listed: Listed, last: StepRecord | None) -> dict[str, Any]:
-    return indexed_entry(indexed(listed), listed.folder, last)
+    name, record = listed.folder.name, listed.record
+    if record is None:
+        lost = Result(cell=None, run=name, state=UNREADABLE, reason=listed.problem)
+        return runs.run_entry(RunRow(result=lost, state=UNREADABLE), listed.folder, last)
+    return runs.run_entry(row_of(replace(record, id=name)), listed.folder, last)
 
 
 def entries() -> list[dict[str, Any]]:

@@ -10,9 +10,11 @@ import pytest
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import to_toml
 from flopwise.catalog.load import hardware_place, load_hardware, load_model
-from flopwise.predict.choose import Request, base_workload
+from flopwise.predict.choose import settle_sizes
 from flopwise.report.device_plans import device_plan_document
 from flopwise.setup.hardware import Fact, Hardware
+from flopwise.setup.setup import Setup
+from flopwise.work.formats import POLICIES
 from tests.cli.test_cli_fuzz import answered
 from tests.report.test_device_plan_report import folded, some_planned
 from tests.support.printing import shown
@@ -62,7 +64,7 @@ def without_bf16() -> Hardware:
 @pytest.mark.parametrize("precision", ["fp8", "bf16", "tf32"])
 def test_the_format_that_was_asked_for_is_named(precision: str) -> None:
     with pytest.raises(FlopwiseError, match=f"no peak for {precision} matrix products"):
-        base_workload(load_model("gpt2"), without_bf16(), Request(formats=precision))
+        settle_sizes(Setup(model=load_model("gpt2"), hardware=without_bf16(), formats=POLICIES[precision]))
 
 
 def test_a_plan_in_a_format_that_a_cpu_lacks(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,9 +14,9 @@ import pytest
 from flopwise.store.cells import Attempt, Cell, SweepRecord
 from flopwise.store.collecting import collect
 from flopwise.store.results import Result
-from flopwise.store.runs import LOCK, read_record, write_record
-from flopwise.store.sweeps import GONE, cell_folder, write_cell, write_sweep
-from tests.support.run_stores import STARTED, a_cell, a_record, make_store, write_attempted, write_run
+from flopwise.store.runs import LOCK, read_record
+from flopwise.store.sweeps import GONE, cell_folder, write_attempt, write_cell, write_sweep
+from tests.support.run_stores import STARTED, a_cell, a_record, keep, make_store, write_attempted, write_run
 
 NOW = datetime.now(tz=UTC).isoformat(timespec="seconds")
 
@@ -26,28 +25,29 @@ def told(rows: list[Result]) -> list[tuple[str | None, int | None, str]]:
     return [(row.run, row.attempt, row.state) for row in rows]
 
 
-def at_work(store: Path, *, alive: bool, log: str | None = "run {run} in a folder\n", **changes: Any) -> Attempt:
-    """An attempt that has not named its run, which it names in its log."""
-    record = write_run(store, started=NOW, **changes)
+def at_work(store: Path, *, alive: bool, named: bool) -> Attempt:
+    """An attempt that has not ended; where its own file does not name its run, what its process has told does."""
+    record = write_run(store, started=NOW)
     pid = os.getpid() if alive else 2**22 + 7
     host = os.uname().nodename
-    attempt = write_attempted(store, a_cell(record), "running", started=NOW, host=host, pid=pid)
-    if log is not None:
-        path = cell_folder(store, attempt.cell) / f"attempt-{attempt.number:04d}.log"
-        path.write_text(f"words\n{log.format(run=record.id)}run without a number\n")
+    attempt = write_attempted(store, a_cell(record), "running", run=record.id, started=NOW, host=host, pid=pid)
+    if not named:
+        write_attempt(store, replace(attempt, run=None))
+        path = cell_folder(store, attempt.cell) / f"attempt-{attempt.number:04d}.told.json"
+        path.write_text(json.dumps({"run": record.id}))
     return attempt
 
 
 def as_running(store: Path, run: str) -> None:
-    write_record(store / run, replace(read_record(store / run), state="running", measurement=None))
+    keep(store / run, replace(read_record(store / run), state="running", measurement=None))
 
 
-WAYS = pytest.mark.parametrize("log", ["run {run} in a folder\n", None], ids=["by its log", "by its cell and time"])
+WAYS = pytest.mark.parametrize("named", [True, False], ids=["by its file", "by what its process told"])
 
 
 @WAYS
-def test_an_attempt_at_work_is_one_row(tmp_path: Path, log: str | None) -> None:
-    at_work(tmp_path, alive=True, log=log)
+def test_an_attempt_at_work_is_one_row(tmp_path: Path, named: bool) -> None:
+    at_work(tmp_path, alive=True, named=named)
     as_running(tmp_path, "0001")
     assert told(collect(tmp_path).rows) == [("0001", 1, "running")]
     assert told(collect(tmp_path, ["1"]).rows) == [("0001", 1, "running")]
@@ -55,8 +55,8 @@ def test_an_attempt_at_work_is_one_row(tmp_path: Path, log: str | None) -> None:
 
 
 @WAYS
-def test_an_attempt_whose_sweep_was_killed_is_one_row(tmp_path: Path, log: str | None) -> None:
-    at_work(tmp_path, alive=False, log=log)
+def test_an_attempt_whose_sweep_was_killed_is_one_row(tmp_path: Path, named: bool) -> None:
+    at_work(tmp_path, alive=False, named=named)
     as_running(tmp_path, "0001")
     (tmp_path / "0001" / LOCK).touch()
     rows = collect(tmp_path).rows
@@ -66,40 +66,43 @@ def test_an_attempt_whose_sweep_was_killed_is_one_row(tmp_path: Path, log: str |
 
 @WAYS
 @pytest.mark.parametrize("alive", [True, False], ids=["at work", "gone"])
-def test_a_run_that_was_done_before_its_attempt_said_so(tmp_path: Path, log: str | None, alive: bool) -> None:
-    at_work(tmp_path, alive=alive, log=log)
-    rows = collect(tmp_path).rows
-    assert told(rows) == [("0001", 1, "ok")]
-    assert rows[0].step_s is not None
-    assert rows[0].reason is None
+def test_a_run_that_was_done_before_its_attempt_said_so(tmp_path: Path, named: bool, alive: bool) -> None:
+    at_work(tmp_path, alive=alive, named=named)
+    for names in ([], ["1"], [a_cell().id]):
+        rows = collect(tmp_path, names).rows
+        assert told(rows) == [("0001", 1, "ok")]
+        assert rows[0].step_s is not None
+        assert rows[0].reason is None
 
 
-def test_a_run_of_somebody_else_is_not_an_attempts(tmp_path: Path) -> None:
-    """Begun long after the attempt last gave a sign of itself, or named by another one."""
-    attempt = at_work(tmp_path, alive=False, log=None)
-    path = cell_folder(tmp_path, attempt.cell) / "attempt-0001.json"
-    long_ago = time.time() - 3600
-    os.utime(path, (long_ago, long_ago))
-    whole = json.loads(path.read_text()) | {"started": datetime.fromtimestamp(long_ago, tz=UTC).isoformat()}
-    path.write_text(json.dumps(whole))
-    os.utime(path, (long_ago, long_ago))
-    assert told(collect(tmp_path).rows) == [("0001", None, "ok"), (None, 1, "failed")]
+def test_a_run_of_the_same_cell_that_no_attempt_made_is_a_row_of_its_own(tmp_path: Path) -> None:
+    """Begun by hand while the attempt was at work: a run says itself whose it is."""
+    attempt = at_work(tmp_path, alive=False, named=True)
+    other = write_run(tmp_path, started=NOW)
+    assert other.cell == attempt.cell
+    assert told(collect(tmp_path).rows) == [("0001", 1, "ok"), ("0002", None, "ok")]
 
 
-def test_a_run_is_claimed_once(tmp_path: Path) -> None:
-    at_work(tmp_path, alive=False, log=None)
-    write_attempted(tmp_path, a_cell(), run="0001", repeat=2)
-    assert told(collect(tmp_path).rows) == [("0001", 2, "ok"), (None, 1, "failed")]
+def test_a_run_whose_cell_is_not_in_the_store_is_a_row_of_its_own(tmp_path: Path) -> None:
+    at_work(tmp_path / "other", alive=False, named=True)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "other" / "0001").rename(tmp_path / "runs" / "0001")
+    assert told(collect(tmp_path / "runs").rows) == [("0001", 1, "ok")]
+    assert collect(tmp_path / "runs").problems == []
 
 
-def test_a_log_leads_nowhere_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ['{"run": "../0001"}', '{"run": "9999"}', "{", "[]", '{"run": 7}'])
+def test_what_a_process_told_leads_nowhere_else(tmp_path: Path, text: str) -> None:
     store = tmp_path / "runs"
-    at_work(store, alive=False, log="run ../0001 x\nrun 9999 gone\nrun {run} here\n")
-    assert told(collect(store).rows) == [("0001", 1, "ok")]
-    log = cell_folder(store, a_cell().id) / "attempt-0001.log"
-    log.unlink()
-    os.mkfifo(log)
-    assert told(collect(store).rows) == [("0001", 1, "ok")]
+    attempt = at_work(store, alive=False, named=False)
+    path = cell_folder(store, attempt.cell) / "attempt-0001.told.json"
+    path.write_text(text)
+    # The run says whose it is all the same.
+    assert told(collect(store, ["1"]).rows) == [("0001", 1, "failed")]
+    assert [(row.run, row.state) for row in collect(store).rows] == [("0001", "failed")]
+    path.unlink()
+    os.mkfifo(path)
+    assert [row.run for row in collect(store).rows] == ["0001"]
 
 
 # -- what was done again ---------------------------------------------------------------------------------------------

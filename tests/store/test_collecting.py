@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.records.profile import Profile
+from flopwise.profile.explain.verdicts import first_verdict
 from flopwise.store.cells import SweepRecord
 from flopwise.store.collecting import collect
 from flopwise.store.results import Result, result_of_run
 from flopwise.store.runs import LOCK, RECORD, read_record, to_text, write_record
 from flopwise.store.sweeps import cell_folder, write_cell, write_sweep
-from tests.support.run_stores import STARTED, a_cell, a_record, make_store, write_attempted, write_run
+from tests.support.run_stores import STARTED, a_cell, a_profile, a_record, make_store, write_attempted, write_run
 
 
 def told(rows: list[Result]) -> list[tuple[str | None, str]]:
@@ -115,13 +115,9 @@ def test_a_run_that_was_killed_is_interrupted(tmp_path: Path) -> None:
     assert "killed" in (rows[1].reason or "")
 
 
-def judge(profile: Profile) -> str | None:
-    return "host" if profile.get("idle_s") else None
-
-
 def test_profiles_tell_power_and_bound(tmp_path: Path) -> None:
-    row = collect(make_store(tmp_path, 1, profiled=True), judge=judge).rows[0]
-    assert (row.power_w, row.clock_hz, row.bound) == (610.0, 1.7e9, "host")
+    row = collect(make_store(tmp_path, 1, profiled=True)).rows[0]
+    assert (row.power_w, row.clock_hz, row.bound) == (610.0, 1.7e9, first_verdict(a_profile()))
     assert row.energy_j_per_token == pytest.approx(305.0 / (16 * 512))
 
 

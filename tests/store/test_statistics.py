@@ -24,7 +24,6 @@ from flopwise.store.statistics import (
     change,
     median_draws,
     relative_half_width,
-    resumed_after,
     steady_seconds,
     traced_steps,
     warm_up_steps,
@@ -285,8 +284,7 @@ def test_traced_steps_are_those_that_train_traces() -> None:
     assert traced_steps(a_record(request={"profile": True, "profile_steps": 5})) == range(3, 8)
     assert traced_steps(a_record()) == range(0)
     assert traced_steps(a_record(request={"profile": True}, training=Training(steps=3))) == range(2, 4)
-    resumed = a_record(request={"profile": True}, resumed_from="checkpoints/step-00000010")
-    assert resumed_after(resumed) == 10
+    resumed = a_record(request={"profile": True}, resumed_from="checkpoints/step-00000010", resumed_after=10)
     assert traced_steps(resumed) == range(13, 16)
 
 
@@ -298,6 +296,6 @@ def test_steps_that_count(tmp_path: Path) -> None:
     assert found.tolist() == [1.0] * 20
     traced_all = replace(record, request={"profile": True, "profile_steps": 100})
     assert len(steady_seconds(traced_all, read_steps(store / record.id))) > 0
-    resumed = replace(record, resumed_from="checkpoints/step-20", request={})
+    resumed = replace(record, resumed_after=20, request={})
     assert len(steady_seconds(resumed, read_steps(store / record.id))) == 3
     assert len(steady_seconds(record, [])) == 0

@@ -28,7 +28,6 @@ from flopwise.store.runs import (
     VARIABLE,
     StepLog,
     find_run,
-    list_runs,
     new_run,
     read_record,
     read_steps,
@@ -37,6 +36,7 @@ from flopwise.store.runs import (
     trim_steps,
     write_record,
 )
+from tests.support.listing import list_runs
 
 NAN = float("nan")
 

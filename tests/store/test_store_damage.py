@@ -16,17 +16,28 @@ from typer.testing import CliRunner
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.cli import app, catalogue, compare
-from flopwise.cli.report import first_verdict
 from flopwise.cli.run_details import detail_of
 from flopwise.cli.serving import ROUTES, Live
 from flopwise.report import document, results, run_comparison, runs
 from flopwise.report.page import data as page_data
 from flopwise.store import runs as store_module
 from flopwise.store.collecting import collect
-from flopwise.store.index import UNREADABLE, indexed_runs, process_is_gone, read_profile
 from flopwise.store.results import checked
-from flopwise.store.runs import LOCK, PROFILE, RECORD, STEPS, StepLog, list_runs, read_record, read_steps, to_text
+from flopwise.store.rows import UNREADABLE, read_profile, run_rows
+from flopwise.store.runs import (
+    LOCK,
+    PROFILE,
+    RECORD,
+    ROW,
+    STEPS,
+    StepLog,
+    process_is_gone,
+    read_record,
+    read_steps,
+    to_text,
+)
 from flopwise.store.sweeps import read_sweep
+from tests.support.listing import list_runs
 from tests.support.run_stores import make_store
 
 DELETED = object()
@@ -51,7 +62,8 @@ def record(store: Path) -> dict[str, Any]:
     found["request"] |= {"micro_batch_sequences": 4, "profile": True, "profile_steps": 2, **sizes}
     found["data"] |= {"files": 2, "tokenizer": "bytes", "labels": ["a", "b"]}
     found["environment"]["memory_bytes"] = "123"
-    return found | {"resumed_from": "checkpoints/step-000003", "reason": "x", "checkpoint": "c/1"}
+    resumed = {"resumed_from": "checkpoints/step-000003", "resumed_after": 3}
+    return found | resumed | {"cell": "0123456789ab", "attempt": 1, "reason": "x", "checkpoint": "c/1"}
 
 
 def places(value: object, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -82,13 +94,13 @@ def _has(table: Any, key: Any) -> bool:
 
 def every_road(store: Path) -> None:
     """All that lists, shows, reports, compares and serves runs; the second run must be everywhere."""
-    entries = [catalogue._run_entry(run, store / run.name) for run in indexed_runs(store, profiles=False)]
+    entries = [catalogue._run_entry(run, store / run.name) for run in run_rows(store)]
     (table,) = runs.runs_document(entries, store).blocks
     assert isinstance(table, document.Table)
     assert [row[0] for row in table.rows] == ["0001", "0002"]
     to_text(entries)
     assert not runs.sweeps_document([], store).blocks
-    rows = [checked(row) for row in collect(store, judge=first_verdict).rows]
+    rows = [checked(row) for row in collect(store).rows]
     assert [row.run for row in rows] == ["0001", "0002"]
     document.to_page(results.results_document(rows), 100)
     document.to_markdown(results.results_document(rows))
@@ -113,6 +125,17 @@ def test_no_change_of_a_record_ends_a_road(data: st.DataObject, store: Path, rec
     for _ in range(data.draw(st.integers(1, 3))):
         change(changed, data.draw(st.sampled_from(list(places(record)))), data.draw(st.sampled_from(VALUES)))
     (store / "0001" / RECORD).write_text(json.dumps(changed))
+    every_road(store)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_change_of_a_row_ends_a_road(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    store = make_store(tmp_path_factory.mktemp("rows") / "runs", 2, steps=8)
+    row = json.loads((store / "0001" / ROW).read_text())
+    for _ in range(data.draw(st.integers(1, 3))):
+        change(row, data.draw(st.sampled_from(list(places(row)))), data.draw(st.sampled_from(VALUES)))
+    (store / "0001" / ROW).write_text(json.dumps(row))
     every_road(store)
 
 
@@ -167,7 +190,7 @@ def put(odd: Path, path: Path) -> None:
     odd.rename(path)
 
 
-@pytest.mark.parametrize("name", [RECORD, STEPS, PROFILE, LOCK])
+@pytest.mark.parametrize("name", [RECORD, ROW, STEPS, PROFILE, LOCK])
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path, odd: Path, name: str) -> None:
     store = make_store(tmp_path / "runs", 2, profiled=True, steps=8)
     put(odd, store / "0001" / name)

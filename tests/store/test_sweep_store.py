@@ -302,7 +302,7 @@ def test_what_stands_for_a_cell() -> None:
     assert standing(looked) == [looked[1]]
     first, second = an_attempt(3, 1, "ok"), an_attempt(4, 2, "failed", reason="SIGSEGV")
     assert standing([second, *looked, first]) == [first, second]
-    interrupted = an_attempt(5, 1, "failed", reason="interrupted by SIGINT")
+    interrupted = an_attempt(5, 1, "failed", reason="interrupted by SIGINT", interrupted=True)
     assert standing([first, interrupted]) == [first]
     assert standing([interrupted]) == [interrupted]
     again = an_attempt(6, 1, "oom")

@@ -14,8 +14,8 @@ from flopwise.predict.cluster.strategies import listed
 from flopwise.predict.kernels.calls import Phase
 from flopwise.setup.hardware import Fact, Hardware, Host, Link, Network, Source
 from flopwise.setup.parallel import Parallel
+from flopwise.setup.setup import SettledSetup
 from flopwise.setup.stack import Constant, Stack
-from flopwise.setup.workload import Workload
 from flopwise.work.formats import POLICIES
 from flopwise.work.model import Model
 from flopwise.work.transformer import Transformer
@@ -86,25 +86,40 @@ def stack(**constants: float) -> Stack:
     return replace(NEUTRAL, constants={name: Constant(value=value, how="test") for name, value in constants.items()})
 
 
-def workload(batch: int = 8, micro: int = 1, tokens: int = 512, **others: object) -> Workload:
-    """Mixed precision unless told otherwise: 16 bytes a parameter."""
-    words = {"formats": POLICIES["bf16-mixed"], **others}
-    return Workload(sequence_tokens=tokens, batch_sequences=batch, micro_batch_sequences=micro, **words)  # type: ignore[arg-type]
+def workload(batch: int = 8, micro: int = 1, tokens: int = 512, **others: object) -> SettledSetup:
+    """A step of the small model on one device; mixed precision unless told otherwise: 16 bytes a parameter."""
+    sizes = {"sequence_tokens": tokens, "batch_sequences": batch, "micro_batch_sequences": micro}
+    words = {"formats": POLICIES["bf16-mixed"], "model": SMALL, "hardware": _catalogued("h100-sxm"), **others}
+    return SettledSetup(**sizes, **words)  # type: ignore[arg-type]
+
+
+def placed(work: SettledSetup, model: Model, parallel: Parallel, hardware: Hardware) -> SettledSetup:
+    """A step's sizes for another model and other devices, each data rank of which has something to do."""
+    batch = max(work.batch_sequences, parallel.data)
+    micro = min(work.micro_batch_sequences, -(-batch // parallel.data))
+    return replace(
+        work,
+        model=model,
+        hardware=hardware,
+        parallel=parallel,
+        batch_sequences=batch,
+        micro_batch_sequences=micro,
+    )
 
 
 def evaluated(
-    model: Model | str, parallel: Parallel, work: Workload, hardware: Hardware, framework: Stack = NEUTRAL
+    model: Model | str, parallel: Parallel, work: SettledSetup, hardware: Hardware, framework: Stack = NEUTRAL
 ) -> Evaluation:
     """One set-up."""
     model = load_model(model) if isinstance(model, str) else model
-    return evaluate(listed([(model, parallel, work)], hardware), hardware, framework)
+    return evaluate(listed([placed(work, model, parallel, hardware)]), hardware, framework)
 
 
 class Kernels:
     """Seconds of one micro-batch's kernels by part, as the table of pieces has them; `again` is the recompute."""
 
-    def __init__(self, model: Model, parallel: Parallel, work: Workload, hardware: Hardware) -> None:
-        laid_out = listed([(model, parallel, work)], hardware)
+    def __init__(self, model: Model, parallel: Parallel, work: SettledSetup, hardware: Hardware) -> None:
+        laid_out = listed([placed(work, model, parallel, hardware)])
         seconds = laid_out.table.seconds[laid_out.strategies.row[0]]
         self.by_class = seconds
         whole = seconds.sum(axis=-1)

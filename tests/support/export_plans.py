@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flopwise.records.cluster_plan import ClusterPlan, Expected
 from flopwise.records.plan import Plan, Residency
 from flopwise.setup.parallel import BALANCES, SCHEDULES, Parallel, why_illegal
-from flopwise.setup.workload import MOMENTS, Fusion
+from flopwise.setup.words import MOMENTS, Fusion
 from flopwise.work.formats import POLICIES
 from flopwise.work.op import AttentionKernel
 from flopwise.work.parameters import ENDS

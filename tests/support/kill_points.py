@@ -30,6 +30,8 @@ from flopwise.base.processes import python_words
 from flopwise.catalog.load import model_table
 from flopwise.cli import main as main_of_flopwise
 from flopwise.profile.measure.this_machine import this_cpu
+from flopwise.store.rows import row_of, run_rows
+from flopwise.store.runs import read_record
 from flopwise.work.transformer import Transformer
 from tests.support.launched import is_running
 
@@ -165,11 +167,13 @@ class Trial:
         problems = [f"{left} processes are left after {gone_s:.1f} s"] if left else []
         if "Traceback" in said:
             problems.append(f"a traceback: {said[-300:]}")
+        problems += wrong_rows(self.folder / store)
         again, told = self.resume(store) if hit else (0, "")
         if again:
             problems.append(f"resuming failed with {again}: {told[-300:]}")
         else:
             problems += compared(self.expected, self.folder / store / last_run(self.folder / store))
+            problems += wrong_rows(self.folder / store)
         if not problems:
             shutil.rmtree(self.folder / store)
         return Outcome(victim, call, hit, tuple(problems), gone_s)
@@ -245,6 +249,12 @@ def digests(run: Path) -> dict[str, str]:
 def compared(expected: dict[str, str], run: Path) -> list[str]:
     found = digests(run)
     return [f"{name}: {found[name]} instead of {value}" for name, value in expected.items() if found[name] != value]
+
+
+def wrong_rows(store: Path) -> list[str]:
+    """Runs that listings would tell otherwise than their records do."""
+    found = [run for run in run_rows(store) if run.problem is None]
+    return [f"row of run {run.name}: {run}" for run in found if run != row_of(read_record(store / run.name))]
 
 
 def random_kills(trial: Trial, kills: int, seed: int) -> Iterator[Outcome]:

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from flopwise.records.measurement import Measurement, MemoryRow, RunRecord, StepRecord
-from flopwise.records.profile import Evidence, KernelClass, Peaks, Profile, Spent, TaskTime, Verdict, known
+from flopwise.records.profile import Clue, KernelClass, Peaks, Profile, Spent, TaskTime, Verdict, known
 from flopwise.report.page.data import PageData, RunDetail, run_detail
 from flopwise.setup.training import Training
 from flopwise.store.results import Result, result_of_run
@@ -121,11 +121,11 @@ def profile(name: str = "run 0001") -> Profile:
 VERDICTS = (
     Verdict(
         kind="compute_bound", share=0.27, advice="a faster format for products, such as fp8",
-        evidence=(Evidence(what="the matrix unit's active time", value=0.727, unit="share", bound=0.7, relation=">"),),
+        evidence=(Clue(what="the matrix unit's active time", value=0.727, unit="share", bound=0.7, relation=">"),),
     ),
     Verdict(
         kind="data_movement_bound", share=0.04, advice="more device memory, so that fewer blocks pass",
-        evidence=(Evidence(what="copies with no computation beside them", value=0.023, unit="share"),),
+        evidence=(Clue(what="copies with no computation beside them", value=0.023, unit="share"),),
     ),
 )  # fmt: skip
 
@@ -151,7 +151,7 @@ def sweep_rows() -> tuple[list[Result], dict[str, RunDetail]]:
             speed = 11_900 * (1 - 0.35 * (16 / device) ** 1.4) * (1 - 0.12 * 64 / host)
             error = ((number * 37) % 23 - 9) / 100
             run = record(number, device, host, speed, error=error)
-            row = result_of_run(run, bound="compute_bound" if device > 24 else "data_movement_bound")
+            row = result_of_run(replace(run, bound="compute_bound" if device > 24 else "data_movement_bound"))
             if device == 16 and host == 64:
                 reason = "out of memory: 17.3 GiB are needed and 16 GiB are there"
                 rows.append(replace(blank(row), state="oom", run=None, reason=reason, predicted_fits=False))
@@ -179,7 +179,7 @@ def sweep_page(title: str = "llama-3-8b under memory caps") -> PageData:
 
 def many_rows(count: int) -> list[Result]:
     """Rows in which every figure is another one."""
-    template = result_of_run(record(1, 40, 128, 11_000.0), bound="compute_bound")
+    template = result_of_run(replace(record(1, 40, 128, 11_000.0), bound="compute_bound"))
     found = []
     for number in range(1, count + 1):
         speed = 1000.0 + (number * 7919 % 100_003) / 7

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "scontrol", "sinfo", "srun")
-START_S = 20.0
+START_S = 120.0
 CPUS = 4
 """That it takes itself to have, however many there are."""
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"])

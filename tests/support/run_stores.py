@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from flopwise.base.files import write_whole
+from flopwise.base.units import AUTO
 from flopwise.catalog.load import load_model, model_table
+from flopwise.profile.explain.verdicts import first_verdict
 from flopwise.records.measurement import Measurement, MemoryRow, RunRecord, StepRecord
 from flopwise.records.profile import Peaks, Profile, Spent, known
 from flopwise.setup.training import Training
 from flopwise.store.cells import Attempt, Cell, CellState, Foreseen, Settings, SweepRecord, cell_id
-from flopwise.store.results import settings_of
-from flopwise.store.runs import PROFILE, StepLog, new_run, to_text, write_record
+from flopwise.store.rows import write_row
+from flopwise.store.runs import PROFILE, RECORD, StepLog, new_run, read_record, to_text, write_record
 from flopwise.store.sweeps import new_attempt, write_attempt, write_cell, write_sweep
 
 GIB = 2**30
@@ -108,6 +110,7 @@ def a_record(
         "started": STARTED,
         "ended": STARTED.replace("12:00", "12:10"),
         "model": model_table(load_model(model)),
+        "hardware": measurement.hardware,
         "task": "language",
         "training": Training(steps=len(seconds)),
         "plan": {
@@ -125,7 +128,25 @@ def a_record(
         "metrics": {"train_loss": 5.0},
         "request": {"batch_sequences": measurement.batch_sequences, "profile": False},
     }
-    return RunRecord(**(plain | changes))
+    record = RunRecord(**(plain | changes))
+    return replace(record, cell=record.cell or cell_id(settings_of(record, measurement)))
+
+
+def settings_of(record: RunRecord, measurement: Measurement) -> Settings:
+    """The set-up that a run of `a_record` is of."""
+    return Settings(
+        model=record.model,
+        hardware=measurement.hardware,
+        devices=measurement.devices,
+        sequence_tokens=measurement.sequence_tokens,
+        batch_sequences=measurement.batch_sequences,
+        micro_batch_sequences=record.request.get("micro_batch_sequences") or AUTO,
+        precision=measurement.precision,
+        optimizer=measurement.optimizer,
+        task=record.task,
+        device_memory_bytes=record.request.get("device_memory_bytes"),
+        host_memory_bytes=record.request.get("host_memory_bytes"),
+    )
 
 
 def a_profile(name: str = "run 0001", **values: float) -> Profile:
@@ -152,7 +173,10 @@ def write_run(
     folder = new_run(store)
     seconds = noisy_steps(20, seed=int(folder.name)) if times is None else times
     record = a_record(folder.name, seconds, **changes)
-    write_record(folder, replace(record, profile=PROFILE if profile else record.profile))
+    if profile is not None:
+        record = replace(record, profile=PROFILE, bound=first_verdict(profile))
+        write_whole(folder / PROFILE, to_text(profile) + "\n")
+    keep(folder, record)
     batch = record.measurement.batch_tokens if record.measurement else 16_384
     with StepLog(folder) as log:
         for number, step_s in enumerate(seconds, 1):
@@ -163,14 +187,22 @@ def write_run(
                     tokens_per_s=rate, mfu=0.4,
                 )
             )  # fmt: skip
-    if profile is not None:
-        write_whole(folder / PROFILE, to_text(profile) + "\n")
     return record
+
+
+def keep(folder: Path, record: RunRecord) -> None:
+    """As a run leaves its record, and when it has ended its row."""
+    write_record(folder, record)
+    if record.state != "running":
+        write_row(folder, record)
 
 
 def a_cell(record: RunRecord | None = None, **changes: Any) -> Cell:
     """The cell that a run has measured, with a prediction."""
-    settings: Settings = replace(settings_of(record or a_record()), **changes)
+    of = record or a_record()
+    measured = of.measurement
+    assert measured is not None
+    settings: Settings = replace(settings_of(of, measured), **changes)
     foreseen = Foreseen(
         fits=True, method="plan", step_s=0.49, tokens_per_s=33_437.0, device_bytes=10 * GIB, host_bytes=2 * GIB,
         batch_sequences=16, micro_batch_sequences=8, bound="compute",
@@ -181,11 +213,13 @@ def a_cell(record: RunRecord | None = None, **changes: Any) -> Cell:
 def write_attempted(
     store: Path, cell: Cell, state: CellState = "ok", *, run: str | None = None, repeat: int = 1, **changes: Any
 ) -> Attempt:
-    """An attempt of a cell, with the cell where it is not there yet."""
+    """An attempt of a cell, with the cell where it is not there yet; its run is told that it is this attempt."""
     write_cell(store, cell)
     plain = Attempt(number=0, cell=cell.id, repeat=repeat, state=state, started=STARTED, steps=20, run=run)
     attempt = replace(new_attempt(store, plain), **changes)
     write_attempt(store, attempt)
+    if run is not None and (store / run / RECORD).exists():
+        keep(store / run, replace(read_record(store / run), cell=cell.id, attempt=attempt.number))
     return attempt
 
 

@@ -42,10 +42,20 @@ MPT = Transformer(
 Found = TypeVar("Found")
 
 SCRIPT = r"""
-import os, pathlib, signal, subprocess, sys, time
+import json, os, pathlib, signal, subprocess, sys, time
 
+cell, _, attempt = os.environ["FLOPWISE_ATTEMPT"].partition("/")
 how, store, micro = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
 kind, _, figure = how.partition(":")
+
+
+def tell(**told):
+    (store / "cells" / cell / f"attempt-{int(attempt):04d}.told.json").write_text(json.dumps(told))
+
+
+def refuse(failure, what, why):
+    tell(failure=failure, reason=f"{what}: {why}")
+    sys.exit(f"error: {what}\n\n  {why}\n\nhint: another")
 
 
 def run(state="done"):
@@ -61,12 +71,14 @@ def run(state="done"):
     print(f"run {number:04d} · mpt-small · a stand-in", file=sys.stderr, flush=True)
     text = (store / "template.json").read_text().replace('"id": "0142"', f'"id": "{number:04d}"')
     text = text.replace('"state": "done"', f'"state": "{state}"')
+    text = text.replace('"cell": null', f'"cell": "{cell}"').replace('"attempt": null', f'"attempt": {attempt}')
     (folder / "record.json").write_text(text)
+    tell(run=folder.name)
     return text
 
 
 if kind == "fits" and micro > int(figure):
-    sys.exit("error: no plan fits mpt-small in so little\n\n  the smallest plan needs more\n\nhint: more")
+    refuse("does-not-fit", "no plan fits mpt-small in so little", "the smallest plan needs more")
 if kind in ("ok", "fits"):
     time.sleep(0.0 if kind == "fits" else float(figure or 0))
     print(run())
@@ -80,10 +92,10 @@ elif kind == "crash":
     run("running")
     sys.exit("Traceback (most recent call last):\n  File x\nValueError: the matrix is not square\n")
 elif kind == "wrong":
-    sys.exit("error: --batch cannot be 0\n\n  a step has sequences\n\nhint: --batch 8")
+    refuse("refused", "--batch cannot be 0", "a step has sequences")
 elif kind == "folder":
     print("reading out of memory papers/a.txt", file=sys.stderr)
-    sys.exit("error: there is no file out of memory papers/b.txt\n\n  look again\n\nhint: --data")
+    refuse("refused", "there is no file out of memory papers/b.txt", "look again")
 elif kind == "kernel":
     words = "[rank1]: RuntimeError: CUDA error: out of memory\nCUDA errors may be reported later.\nCompile again."
     sys.exit("Traceback (most recent call last):\n" + words)
@@ -164,7 +176,7 @@ def alive(session: int) -> list[str]:
     return found
 
 
-def until(true: Callable[[], Found], seconds: float = 20.0) -> Found:
+def until(true: Callable[[], Found], seconds: float = 120.0) -> Found:
     """Wait until something is so; what it then is."""
     limit = time.monotonic() + seconds
     while not (found := true()):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flopwise.profile.read.kineto import read_source
-from flopwise.profile.read.opening import Source
+from flopwise.profile.read.opening import TraceFile
 from flopwise.records.profile import Profile
 
 Json = dict[str, Any]
@@ -82,7 +82,7 @@ def gpu_trace() -> Json:
 def profiles_of(trace: object, name: str = "x") -> tuple[Profile, ...]:
     content = trace if isinstance(trace, bytes) else json.dumps(trace).encode()
     blocks: Iterator[bytes] = iter([content])
-    return read_source(Source("x.json", blocks), name).profiles
+    return read_source(TraceFile("x.json", blocks), name).profiles
 
 
 def only(trace: object) -> Profile:

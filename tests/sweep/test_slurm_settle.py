@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from flopwise.cli.serving import Live
 from flopwise.store.cells import Attempt, Cell, CellState, SweepRecord, says_nothing
-from flopwise.store.sweeps import claimed, read_attempts
+from flopwise.store.sweeps import claimed, now, read_attempts
 from flopwise.sweep.jobs import slurm
-from flopwise.sweep.jobs.slurm import SlurmOptions, read_jobs, settle, settle_here, states, submit
+from flopwise.sweep.jobs.slurm import SlurmOptions, read_jobs, settle, settle_here, states, submit, unsettled
+from tests.cli.test_cli_fuzz import answered
 from tests.support.slurm_cells import Commands, attempt, cell, stored
 from tests.support.sweep_stand_in import a_run
 
@@ -137,7 +139,7 @@ def test_slurm_tells_why_an_attempt_was_interrupted(one: One, commands: Commands
     """At its time limit a job gets SIGTERM, which is all that the attempt knows."""
     store, record, only = one
     commands.say("sacct", "501_0|TIMEOUT|0:0|00:16:00\n")
-    attempt(store, only, state="failed", ended=LATER, reason="interrupted by SIGTERM", job="501_0")
+    attempt(store, only, state="failed", ended=LATER, reason="interrupted by SIGTERM", interrupted=True, job="501_0")
     assert states(store, record) == {only.id: "timeout"}
     assert [made.reason for made in settle(store, record)] == [f"job 501_0 ended as TIMEOUT; {OUTPUT}"]
     assert settle(store, record) == []
@@ -233,7 +235,7 @@ def test_a_sweep_that_was_never_submitted_asks_nobody(tmp_path: Path, commands: 
     assert commands.called("sacct") == commands.called("squeue") == []
 
 
-def test_who_reads_results_settles_where_that_can_be(
+def test_a_sweep_that_runs_here_settles_where_that_can_be(
     one: One, commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not within a job, and not on a machine without Slurm, to which the store may have been copied."""
@@ -254,3 +256,73 @@ def stored_elsewhere(tmp_path: Path) -> Path:
     """A store with the same sweep, which was never submitted from there."""
     stored(tmp_path / "elsewhere", cell())
     return tmp_path / "elsewhere"
+
+
+# -- who reads results -----------------------------------------------------------------------------------------------
+
+
+def files(store: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(store.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["with an attempt", "without one"])
+@pytest.mark.parametrize(
+    "words",
+    [["report"], ["report", "night"], ["collect"], ["compare", "night", "night"]],
+    ids=" ".join,
+)
+def test_who_reads_results_writes_nothing_and_tells_of_jobs(
+    one: One, commands: Commands, tmp_path: Path, words: list[str], made: bool
+) -> None:
+    store, _, only = one
+    words = [*words, "--into", str(tmp_path)] if words == ["collect"] else words
+    commands.say("sacct", "501_0|TIMEOUT|0:0|00:16:00\n")
+    if made:
+        attempt(store, only, job="501_0", started=now())
+    before = files(store)
+    told = answered([*words, "--store", str(store)])[2]
+    note = "note: of night a cell has a job whose end is not written down"
+    assert note in told
+    assert f"flopwise sweep --resume night --settle --store {store}" in told
+    assert files(store) == before
+    assert commands.called("sacct") == []
+    # What is settled is told as it ended, and of no job any more.
+    code, out, _ = answered(["sweep", "--resume", "night", "--settle", "--store", str(store)])
+    assert (code, "timeout" in out, "501_0" in out) == (0, True, True)
+    assert [found.state for found in attempts_of(store, only)] == ["timeout"]
+    again = answered([*words, "--store", str(store)])
+    assert note not in again[2]
+    if words[0] == "report":
+        assert "timeout" in again[1]
+
+
+def test_a_page_that_is_served_tells_of_jobs_once(
+    one: One, commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, _, _ = one
+    before = files(store)
+    live = Live(store, clock=iter(range(0, 1000, 10)).__next__)
+    for _ in range(3):
+        assert live.answer("/data.json") is not None
+    assert capsys.readouterr().err.count("a job whose end is not written down") == 1
+    assert files(store) == before
+    assert commands.called("sacct") == []
+
+
+def test_nobody_is_told_of_jobs_where_none_can_be_asked_for(
+    one: One, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, record, only = one
+    assert unsettled(store, record) == [only.id]
+    with monkeypatch.context() as inside:
+        inside.setenv("FLOPWISE_JOB", "501_0")
+        assert unsettled(store, record) == []
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert unsettled(store, record) == []
+
+
+@pytest.mark.parametrize("words", [["--settle"], ["--resume", "night", "--settle", "--retry"]])
+def test_settling_is_for_a_stored_sweep_alone(words: list[str]) -> None:
+    code, _, told = answered(["sweep", *words])
+    assert code == 2
+    assert "--resume NAME --settle" in told

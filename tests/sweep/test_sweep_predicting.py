@@ -15,17 +15,16 @@ from hypothesis import strategies as st
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import AUTO, show_bytes
 from flopwise.catalog.load import load_hardware, load_model, model_table
-from flopwise.predict import Request, step
+from flopwise.predict import Setup, step
 from flopwise.records.plan import Plan
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.parallel import Parallel
+from flopwise.setup.parallel import sharded
 from flopwise.store.cells import Cell, Foreseen, Settings, cell_id
-from flopwise.store.results import settings_of
 from flopwise.sweep.auto_batch import most_sequences
 from flopwise.sweep.grid import expand, read_axes
-from flopwise.sweep.many import Case, Predictor
-from flopwise.sweep.predicting import START_S, START_S_PER_PARAMETER, foresee, foresee_all, sweep_seconds
-from flopwise.train.planning import Question, find_plan
+from flopwise.sweep.many import Predictor
+from flopwise.sweep.predicting import START_S, START_S_PER_PARAMETER, foresee_all, sweep_seconds
+from flopwise.train.planning import find_plan
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats
 from flopwise.work.transformer import Transformer
@@ -33,6 +32,11 @@ from flopwise.work.transformer import Transformer
 H200 = load_hardware("h200")
 NAMED = {"h200": H200, "a100-40gb": load_hardware("a100-40gb"), "rtx-4090": load_hardware("rtx-4090")}
 GIB = 2**30
+
+
+def foresee(settings: Settings, hardware: Hardware, *, steps: int, to_run: bool) -> Foreseen:
+    """What one cell will take."""
+    return foresee_all([settings], {settings.hardware: hardware}, steps=steps, to_run=to_run)[0]
 
 
 def cells(**words: Any) -> tuple[Settings, ...]:
@@ -51,9 +55,9 @@ def predicted_alike(cell: Settings, found: Foreseen, hardware: Hardware) -> None
     name = cell.model_name
     auto_batch, auto_micro = cell.batch_sequences == AUTO, cell.micro_batch_sequences == AUTO
     plain = step(
-        load_model(name),
-        hardware,
-        Request(
+        Setup(
+            model=load_model(name),
+            hardware=hardware,
             sequence_tokens=cell.sequence_tokens,
             batch_sequences=found.batch_sequences if auto_batch else int(cell.batch_sequences),
             micro_batch_sequences=found.micro_batch_sequences
@@ -61,9 +65,9 @@ def predicted_alike(cell: Settings, found: Foreseen, hardware: Hardware) -> None
             else None
             if auto_micro
             else int(cell.micro_batch_sequences),
-            formats=cell.precision,
-            device_memory_bytes=cell.device_memory_bytes,
-            parallel=Parallel(data=cell.devices, zero=3) if cell.devices > 1 else Parallel(),
+            formats=parse_formats(cell.precision),
+            device_cap_bytes=cell.device_memory_bytes,
+            parallel=sharded(cell.devices),
         ),
     )
     assert found.fits == plain.fits
@@ -105,17 +109,21 @@ def test_predictions_of_any_size_are_those_of_predict(seq: int, batch: int, gpus
 @pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.parametrize(("model", "seq"), [("mpt-125m", 2048), ("mpt-3b", 2048), ("mpt-13b", 8192)])
 def test_the_largest_batch_is_that_of_a_plain_loop(model: str, seq: int, gpus: int) -> None:
-    parallel = Parallel(data=gpus, zero=3) if gpus > 1 else Parallel()
     (cell,) = cells(model=model, seq=str(seq), gpus=str(gpus), on="a100-40gb")
     hardware = NAMED["a100-40gb"]
     plain = 0
     for count in range(1, most_sequences(seq) + 1):
-        request = Request(
-            sequence_tokens=seq, batch_sequences=count * gpus, micro_batch_sequences=count, formats="bf16",
-            parallel=parallel, recompute="input",
-        )  # fmt: skip
-        case = Case(model=load_model(model), hardware=hardware, request=request)
-        if not Predictor(hardware).outcomes([case])[0].fits:
+        setup = Setup(
+            model=load_model(model),
+            hardware=hardware,
+            sequence_tokens=seq,
+            batch_sequences=count * gpus,
+            micro_batch_sequences=count,
+            formats=parse_formats("bf16"),
+            parallel=sharded(gpus),
+            recompute="input",
+        )
+        if not Predictor(hardware).outcomes([setup])[0].fits:
             break
         plain = count
     found = foresee(cell, hardware, steps=20, to_run=False)
@@ -165,7 +173,7 @@ def test_a_cell_to_run_is_planned_as_training_plans_it(words: dict[str, str]) ->
     model = load_model(words["model"])
     assert isinstance(model, Transformer)
     promise = find_plan(
-        Question(
+        Setup(
             model=model,
             hardware=H200,
             hardware_name="this-machine",
@@ -173,9 +181,8 @@ def test_a_cell_to_run_is_planned_as_training_plans_it(words: dict[str, str]) ->
             batch_sequences=int(cell.batch_sequences),
             micro_batch_sequences=int(words["micro"]) if "micro" in words else None,
             formats=parse_formats(cell.precision),
-            device_memory_bytes=cell.device_memory_bytes,
-            host_memory_bytes=cell.host_memory_bytes,
-            clip=False,
+            device_cap_bytes=cell.device_memory_bytes,
+            host_cap_bytes=cell.host_memory_bytes,
         )
     )
     found = foresee(cell, H200, steps=10, to_run=True)
@@ -352,8 +359,8 @@ def test_predicting_imports_no_torch() -> None:
 @pytest.mark.slow
 def test_a_run_is_the_cell_that_it_was_asked_for(tmp_path: Path) -> None:
     """What `flopwise train` writes leads back to the settings of the grid, and so to the same id."""
-    from flopwise import train
     from flopwise.profile.measure.this_machine import this_cpu
+    from flopwise.train import run as train_run
 
     model = tmp_path / "model.toml"
     model.write_text(
@@ -366,11 +373,10 @@ def test_a_run_is_the_cell_that_it_was_asked_for(tmp_path: Path) -> None:
     grid = expand(read_axes(words), {"this-cpu": this_cpu()})
     for cell in grid.settings:
         micro = cell.micro_batch_sequences
-        record = train.run(
+        record = train_run(
             model=str(model), data=(str(data),), sequence_tokens=32, batch_sequences=4, device="cpu", steps=2,
             micro_batch_sequences=None if micro == AUTO else micro, host_memory_bytes=0, precision=cell.precision,
             checkpoint=False, store=str(tmp_path / "runs"),
         )  # fmt: skip
-        assert settings_of(record) == cell
-        assert cell_id(settings_of(record)) == cell_id(cell)
+        assert (record.cell, record.attempt) == (cell_id(cell), None)
         assert record.model == model_table(load_model(str(model)))

@@ -18,14 +18,17 @@ from flopwise.base.units import AUTO
 from flopwise.catalog.load import model_table
 from flopwise.profile.measure.this_machine import find_hardware
 from flopwise.setup.hardware import Hardware
-from flopwise.store.cells import Attempt, Cell, Foreseen, SweepRecord, cell_id, standing
-from flopwise.store.results import Result, result_of_cell, result_of_run, settings_of
-from flopwise.store.runs import list_runs, read_record
+from flopwise.setup.setup import Setup
+from flopwise.store.cells import Attempt, Cell, Foreseen, SweepRecord, standing
+from flopwise.store.results import Result, result_of_cell, result_of_run
+from flopwise.store.rows import read_profile, read_row, row_of
+from flopwise.store.runs import ROW, read_record
 from flopwise.store.sweeps import read_attempts, read_cell, read_sweep, write_sweep
 from flopwise.sweep import keeper
 from flopwise.sweep.running import CellSkipped, Event, run_sweep
-from flopwise.train.planning import Question, find_plan
+from flopwise.train.planning import find_plan
 from flopwise.work.formats import parse_formats
+from tests.support.listing import list_runs
 from tests.support.sweep_stand_in import MPT, a_cell, a_sweep, alive, until
 
 pytestmark = pytest.mark.slow
@@ -111,7 +114,10 @@ def test_a_run_is_of_the_cell_that_it_was_made_for(undisturbed: tuple[Path, list
     for cell in cells:
         for attempt in read_attempts(store, cell.id)[0]:
             if attempt.run is not None:
-                assert cell_id(settings_of(read_record(store / attempt.run))) == cell.id
+                record = read_record(store / attempt.run)
+                assert (record.cell, record.attempt) == (cell.id, attempt.number)
+                assert read_row(store / attempt.run) == row_of(record, read_profile(store / attempt.run))
+                assert (store / attempt.run / ROW).exists()
     (refused,) = standing(read_attempts(store, cells[3].id)[0])
     assert (refused.reason or "").startswith("no plan fits mpt-small on this-cpu in 2.00 MiB of device memory")
 
@@ -161,7 +167,7 @@ def test_two_sweeps_at_once_measure_every_cell_once(tmp_path: Path) -> None:
 
 
 def fits(micro: int, cap_bytes: int, hardware: Hardware) -> bool:
-    question = Question(
+    setup = Setup(
         model=MPT,
         hardware=hardware,
         hardware_name="this-cpu",
@@ -169,12 +175,10 @@ def fits(micro: int, cap_bytes: int, hardware: Hardware) -> bool:
         batch_sequences=micro,
         micro_batch_sequences=micro,
         formats=parse_formats("fp32"),
-        device_memory_bytes=cap_bytes,
-        host_memory_bytes=None,
-        clip=False,
+        device_cap_bytes=cap_bytes,
     )
     try:
-        find_plan(question)
+        find_plan(setup)
     except FlopwiseError:
         return False
     return True

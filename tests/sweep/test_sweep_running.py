@@ -93,7 +93,7 @@ def test_what_failed_is_tried_again_only_when_asked(tmp_path: Path, how: str, st
     assert (second.state, second.number) == ("ok", 2)
 
 
-@pytest.mark.parametrize("changes", [{"reason": "interrupted by SIGTERM"}, {"ended": None, "pid": 2**22 - 1}])
+@pytest.mark.parametrize("changes", [{"interrupted": True}, {"ended": None, "pid": 2**22 - 1}])
 def test_what_was_interrupted_is_tried_again(tmp_path: Path, changes: dict[str, Any]) -> None:
     cells = cells_of(tmp_path, 1)
     new_attempt(tmp_path, an_attempt(state="failed", cell=cells[0].id, started=now(), **changes))

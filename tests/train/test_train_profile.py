@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from flopwise import train
 from flopwise.profile.explain.invariants import broken
 from flopwise.profile.measure.recording import Recorder
 from flopwise.profile.read.reading import read_profiles
 from flopwise.records.measurement import StepRecord
 from flopwise.records.profile import Profile
 from flopwise.store.runs import PROFILE, from_text, read_steps
+from flopwise.train import run as train_run
 from flopwise.train.events import Callback
 
 
@@ -31,7 +31,7 @@ class Notes(Callback):
 def trained(tmp_path: Path, **asked: Any) -> tuple[Path, list[StepRecord], list[str]]:
     listener = Notes()
     words: dict[str, Any] = {"steps": 9, "sequence_tokens": 128, "batch_sequences": 4, "device": "cpu", "profile": True}
-    record = train.run(store=str(tmp_path), checkpoint=False, callbacks=[listener], **words | asked)
+    record = train_run(store=str(tmp_path), checkpoint=False, callbacks=[listener], **words | asked)
     folder = tmp_path / record.id
     return folder, read_steps(folder), listener.notes
 

@@ -7,15 +7,16 @@ from fractions import Fraction
 
 import pytest
 
+from flopwise.catalog.load import load_hardware
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, device_bytes, temporary_bytes
-from flopwise.setup.workload import Workload
+from flopwise.setup.setup import SettledSetup
 from flopwise.work.describe import describe
 from flopwise.work.formats import POLICIES, Formats, parse_formats
 from flopwise.work.lstm import Lstm
 from flopwise.work.op import Gemm
 from flopwise.work.traffic import backward_traffic, cast_bytes, forward_traffic, least_bytes
 from flopwise.work.transformer import Transformer
-from flopwise.work.work import Recompute, Work
+from flopwise.work.work import Recompute
 
 TOKENS, WIDTH, INNER, KEYS, VOCAB = 10, 64, 96, 16, 100
 BF16 = POLICIES["bf16"]
@@ -117,18 +118,24 @@ def test_temporaries_by_hand(policy: Recompute, again: int) -> None:
     assert temporary_bytes(work, policy, BF16) == again + widest + D + 2 * D
 
 
-def memory_of(work: Work, formats: Formats, batch: int, **changes: str) -> tuple[int, int]:
-    base = Workload(sequence_tokens=TOKENS, batch_sequences=batch, micro_batch_sequences=batch, formats=formats)
-    found = device_bytes(work, replace(base, **changes))  # type: ignore[arg-type]
+def memory_of(model: Transformer, formats: Formats, batch: int, **changes: str) -> tuple[int, int]:
+    base = SettledSetup(
+        model=model,
+        hardware=load_hardware("h200"),
+        sequence_tokens=TOKENS,
+        batch_sequences=batch,
+        micro_batch_sequences=batch,
+        formats=formats,
+    )
+    found = device_bytes(replace(base, **changes))  # type: ignore[arg-type]
     return found.logits, found.workspace
 
 
 def test_temporaries_take_the_place_of_the_logits() -> None:
-    work = describe(LLAMA, TOKENS)
     logits, temporary = 2 * TOKENS * VOCAB, 3 * F + D + 2 * D
     assert temporary > logits
-    assert memory_of(work, BF16, 7) == (7 * logits, 7 * (temporary - logits) + LIBRARY_WORKSPACE_BYTES)
-    wide = describe(replace(LLAMA, vocab=100_000), TOKENS)
+    assert memory_of(LLAMA, BF16, 7) == (7 * logits, 7 * (temporary - logits) + LIBRARY_WORKSPACE_BYTES)
+    wide = replace(LLAMA, vocab=100_000)
     assert memory_of(wide, BF16, 7)[1] == LIBRARY_WORKSPACE_BYTES
     # plain code keeps the logits, their fp32 copy and the log-softmax
     assert memory_of(wide, BF16, 1, fusion="eager")[0] == 10 * TOKENS * 100_000
@@ -137,7 +144,7 @@ def test_temporaries_take_the_place_of_the_logits() -> None:
 def test_wider_weights_are_cast_once_for_the_step() -> None:
     work = describe(LLAMA, TOKENS)
     matrices = sum(op.layers * op.weights[0].elements for op in work.ops if isinstance(op, Gemm))
-    plain, amp = memory_of(work, BF16, 1)[1], memory_of(work, POLICIES["bf16-amp"], 1)[1]
+    plain, amp = memory_of(LLAMA, BF16, 1)[1], memory_of(LLAMA, POLICIES["bf16-amp"], 1)[1]
     assert amp - plain == 2 * matrices
     down = next(op for op in work.ops if op.name == "down")
     assert cast_bytes(down, BF16).fixed == 0

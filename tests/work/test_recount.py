@@ -6,9 +6,8 @@ from functools import cache
 
 import pytest
 
-from benchmarks.mpt_table import recounted
+from benchmarks.mpt_table import Recounted, recounted
 from flopwise.references.published.benchmark_tables import BenchmarkRow
-from flopwise.references.published.utilization import Recounted
 
 A100_PEAK = 312e12
 H100_PEAK = 1979e12 / 2

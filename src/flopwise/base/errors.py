@@ -5,8 +5,10 @@ Anything else that is raised is a bug of ours and shows its traceback.
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterable
+from typing import Literal, Self
 
 LONGEST_SHOWN = 60
 """Characters of a value that an error repeats."""
@@ -31,11 +33,38 @@ class FlopwiseError(ValueError):
             parts.append(f"hint: {self.hint}")
         return "\n".join(parts)
 
-    def within(self, where: str, *, hint: str | None = None) -> FlopwiseError:
+    def within(self, where: str, *, hint: str | None = None) -> Self:
         """The same mistake, told with the place (a file, a field) that it was found in; `hint` if it has none."""
         # A description checks itself under its own name, which may be the place already.
         what = self.what if self.what.startswith(f"{where}: ") else f"{where}: {self.what}"
-        return FlopwiseError(what, why=self.why, hint=self.hint or hint)
+        return self.reworded(what, why=self.why, hint=self.hint or hint)
+
+    def reworded(self, what: str, *, why: str | None, hint: str | None) -> Self:
+        """The same mistake, of the same kind, in other words."""
+        told = copy.copy(self)
+        told.args = (what,)
+        told.what, told.why, told.hint = what, why, hint
+        return told
+
+
+class DoesNotFit(FlopwiseError):  # noqa: N818 - it is an answer, not a mistake
+    """Nothing that was asked for fits the memory there is. The command line exits with 1."""
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        why: str | None = None,
+        hint: str | None = None,
+        needed_bytes: int | None = None,
+        place: Literal["device", "host"] = "device",
+    ) -> None:
+        super().__init__(what, why=why, hint=hint)
+        self.needed_bytes = needed_bytes
+        """Of the place: the least with which something would fit, where that is known."""
+        self.place = place
 
 
 def shown(value: object) -> str:
@@ -71,3 +100,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, hint: str) -> Fl
         return FlopwiseError(what, why=f"did you mean {' or '.join(close)}?", hint=hint)
     listed = ", ".join(names[:8]) + (f", … ({len(names)} in all)" if len(names) > 8 else "")
     return FlopwiseError(what, why=f"known: {listed}", hint=hint)
+
+
+class OutOfMemory(FlopwiseError):  # noqa: N818 - as torch and the system call it
+    """Memory that a plan counts on could not be had when it was asked for."""

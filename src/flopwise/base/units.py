@@ -96,9 +96,7 @@ def parse_byte_list(text: str) -> list[int]:
     example = "for instance 16,24,40GiB or 64-192+32GiB"
     unit = re.search(r"[A-Za-z]+$", text.strip())
     found: list[int] = []
-    for part in text.split(","):
-        if not part.strip():
-            raise FlopwiseError(f"cannot read {shown(text)}", why="a value between commas is missing", hint=example)
+    for part in (present(one, text, example) for one in text.split(",")):
         bounds = _RANGE.fullmatch(part.strip())
         if bounds is None:
             if re.fullmatch(r"\s*[\d.]+[A-Za-z]*-[\d.]+[A-Za-z]*\s*", part):
@@ -187,10 +185,10 @@ def parse_counts(text: str, parse: Callable[[str], int], example: str, *, auto: 
     return found
 
 
-def present(part: str, text: str) -> str:
+def present(part: str, text: str, example: str = "1,2,4") -> str:
     """A part of a list, if there is anything between its commas."""
     if not part.strip():
-        raise FlopwiseError(f"cannot read {shown(text)}", why="a value between commas is missing", hint="1,2,4")
+        raise FlopwiseError(f"cannot read {shown(text)}", why="a value between commas is missing", hint=example)
     return part
 
 
@@ -224,12 +222,6 @@ def _step(bounds: re.Match[str], parse: Callable[[str], int], example: str) -> i
         what = "a factor is a whole number of at least 2" if least == 2 else "a step is at least 1"
         raise FlopwiseError(f"{shown(bounds[0].strip())} never reaches its end", why=what, hint=example)
     return int(text)
-
-
-def exact_bytes(size: int) -> str:
-    """Bytes as `parse_bytes` reads them back without loss: the largest binary unit that divides evenly."""
-    unit, scale = next((unit, scale) for unit, scale in reversed(BINARY_UNITS.items()) if size % scale == 0 and size)
-    return f"{size // scale}{unit}"
 
 
 def exact_tokens(count: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flopwise.engine.formats import TYPES
-from flopwise.engine.kernels.attention import Look, attention_backward, attention_forward, choose_kernel
+from flopwise.engine.kernels.attention import AttentionMask, attention_backward, attention_forward, choose_kernel
 from flopwise.records.calibration import AttentionCalls
 
 
@@ -14,7 +14,7 @@ def attention_calls(
 ) -> AttentionCalls:
     """Causal attention over whole sequences; the forward has run once, so that the backward can."""
     dtype = TYPES[number_format]
-    look = Look(heads=heads, kv_heads=kv_heads, head_dim=head_dim, causal=True, window=None)
+    mask = AttentionMask(heads=heads, kv_heads=kv_heads, head_dim=head_dim, causal=True, window=None)
 
     def numbers(count: int) -> torch.Tensor:
         return torch.randn(sequences, tokens, count, head_dim, device=device, dtype=dtype)
@@ -23,14 +23,20 @@ def attention_calls(
     key, value = numbers(kv_heads), numbers(kv_heads)
     query_gradient, key_gradient, value_gradient = (torch.empty_like(each) for each in (query, key, value))
     logsumexp = torch.empty(sequences, heads, tokens, device=device, dtype=torch.float32)
-    kernel = choose_kernel(query.device, dtype, look, tokens, tokens, padded=False, deterministic=False)
+    kernel = choose_kernel(query.device, dtype, mask, tokens, tokens, padded=False, deterministic=False)
 
     def forward() -> None:
-        attention_forward(query, key, value, look, out=out, logsumexp=logsumexp, kernel=kernel)
+        attention_forward(query, key, value, mask, out=out, logsumexp=logsumexp, kernel=kernel)
 
     def backward() -> None:
         attention_backward(
-            *(gradient, query, key, value, out, logsumexp, look),
+            gradient,
+            query,
+            key,
+            value,
+            out,
+            logsumexp,
+            mask,
             query_gradient=query_gradient,
             key_gradient=key_gradient,
             value_gradient=value_gradient,

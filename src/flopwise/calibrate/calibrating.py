@@ -70,7 +70,7 @@ def calibrate_device(
     """Time the device's kernels in the formats that it has a peak for; a CPU is tried in fp32 and bf16."""
     began = time.perf_counter()
     schedule = cpu_schedule(quick=quick) if device == "cpu" else gpu_schedule(formats, quick=quick)
-    run = _Run(device, schedule, first_format(formats) if device == "cuda" else "fp32", product, tell)
+    run = _Calibration(device, schedule, first_format(formats) if device == "cuda" else "fp32", product, tell)
     products = run.products(schedule.products)
     streams = run.streams()
     copies, update = run.copies()
@@ -111,7 +111,7 @@ def calibrate_device(
     )
 
 
-class _Run:
+class _Calibration:
     """One calibration: the device, how far it is, and what could not be had."""
 
     def __init__(

@@ -29,9 +29,9 @@ def product_calls(
         run = partial(products.forward, source, matrix, None, out=out)
     elif kind == "to_source":
         gradient, matrix = numbers(rows, depth), numbers(depth, columns)
-        run = partial(products.to_source, gradient, matrix, out=out, add=False)
+        run = partial(products.dgrad, gradient, matrix, out=out, add=False)
     else:
         gradient, source = numbers(depth, rows), numbers(depth, columns)
-        run = partial(products.to_matrix, gradient, source, total=out)
+        run = partial(products.wgrad, gradient, source, total=out)
     of_torch = "cublas" if out.is_cuda else "torch"
     return ProductCall(run=run, kernel="quack" if isinstance(products, QuackProducts) else of_torch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.catalog.huggingface_families import EVERYWHERE, FAMILIES, Family, activation_note, rotary_note
-from flopwise.catalog.huggingface_settings import Settings
+from flopwise.catalog.huggingface_settings import ConfigKeys
 from flopwise.work.transformer import Transformer
 
 
@@ -18,7 +18,7 @@ def from_config(config: dict[str, object], name: str) -> Transformer:
     Whatever the file holds, the only exception is `FlopwiseError`. A choice that the file leaves open, such as the
     head of a bare encoder, is told in the description's `note`.
     """
-    settings = Settings(config, name)
+    settings = ConfigKeys(config, name)
     model_type, family = _family(settings)
     for only in (*EVERYWHERE, *family.only):
         only.check(settings)
@@ -36,7 +36,7 @@ def from_config(config: dict[str, object], name: str) -> Transformer:
     )
 
 
-def _family(settings: Settings) -> tuple[str, Family]:
+def _family(settings: ConfigKeys) -> tuple[str, Family]:
     if isinstance(settings.table.get("text_config"), dict):
         raise FlopwiseError(
             f"{settings.owner}: a model of several parts, with its language model under text_config",
@@ -60,6 +60,6 @@ def _family(settings: Settings) -> tuple[str, Family]:
     return model_type, FAMILIES[model_type]
 
 
-def _quantisation_note(settings: Settings) -> str:
+def _quantisation_note(settings: ConfigKeys) -> str:
     given = settings.table.get("quantization_config") is not None
     return "quantization_config is ignored; training in the chosen precision is assumed" if given else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.catalog.huggingface_settings import Settings
+from flopwise.catalog.huggingface_settings import ConfigKeys
 from flopwise.work.transformer import RotaryScaling
 
 ACTIVATIONS = {
@@ -28,7 +28,7 @@ NEARLY_GELU = ("gelu_10", "quick_gelu")
 
 # -- the parts of a family's table ------------------------------------------------------------------------------------
 
-Rule = Callable[[Settings], Any]
+Rule = Callable[[ConfigKeys], Any]
 """Finds the value of one field of the description."""
 
 
@@ -49,7 +49,7 @@ class Only:
     why: str
     group: str | None = None
 
-    def check(self, settings: Settings) -> None:
+    def check(self, settings: ConfigKeys) -> None:
         """Refuse any value but the accepted ones."""
         inside = settings.group(self.group) if self.group else settings
         value = inside.table.get(self.key, self.accepted[0])
@@ -61,12 +61,12 @@ class Only:
             )
 
 
-def _architecture(settings: Settings) -> str:
+def _architecture(settings: ConfigKeys) -> str:
     """The class that the file was saved from; `transformers` too looks at the first one only."""
     return next(iter(settings.texts("architectures")), "")
 
 
-def _no_such_head(settings: Settings, architecture: str, hint: str) -> FlopwiseError:
+def _no_such_head(settings: ConfigKeys, architecture: str, hint: str) -> FlopwiseError:
     return FlopwiseError(
         f"{settings.owner}: the head of {shown(architecture)} cannot be described",
         why="there are language models, masked language models (BERT) and sequence classifiers (BERT)",
@@ -74,7 +74,7 @@ def _no_such_head(settings: Settings, architecture: str, hint: str) -> FlopwiseE
     )
 
 
-def _language_head(settings: Settings, family: Family) -> Head:
+def _language_head(settings: ConfigKeys, family: Family) -> Head:
     architecture = _architecture(settings)
     if architecture in family.bare:
         return Head({}, f"{architecture} has no head; a language head is assumed")
@@ -91,9 +91,9 @@ class Family:
     bare: tuple[str, ...]
     """Classes of the network without a head."""
     rules: Mapping[str, Rule]
-    head: Callable[[Settings, Family], Head] = _language_head
+    head: Callable[[ConfigKeys, Family], Head] = _language_head
     only: tuple[Only, ...] = ()
-    note: Callable[[Settings], str] = lambda _: ""
+    note: Callable[[ConfigKeys], str] = lambda _: ""
 
 
 def _size(*keys: str, absent: int | None = None, null: int | None = None) -> Rule:
@@ -113,7 +113,7 @@ def _fixed(value: object) -> Rule:
 
 
 def _activation(key: str, absent: str) -> Rule:
-    def rule(settings: Settings) -> str:
+    def rule(settings: ConfigKeys) -> str:
         written = settings.text(key, absent)
         if written not in ACTIVATIONS:
             raise FlopwiseError(
@@ -125,20 +125,20 @@ def _activation(key: str, absent: str) -> Rule:
     return rule
 
 
-def activation_note(settings: Settings) -> str:
+def activation_note(settings: ConfigKeys) -> str:
     """What to tell about an activation that no description holds exactly."""
     written = (settings.table.get(key) for key in ("hidden_act", "activation_function"))
     nearly = [name for name in written if name in NEARLY_GELU]
     return f"{nearly[0]} is taken for gelu, whose values differ a little" if nearly else ""
 
 
-def _rotary_settings(settings: Settings) -> Settings:
+def _rotary_settings(settings: ConfigKeys) -> ConfigKeys:
     """The rotary numbers, under `rope_parameters` since transformers 5; the older `rope_scaling` goes before it."""
     older = settings.group("rope_scaling")
     return older if older.table else settings.group("rope_parameters")
 
 
-def _rotary_kind(settings: Settings) -> str:
+def _rotary_kind(settings: ConfigKeys) -> str:
     rotary = _rotary_settings(settings)
     if any(isinstance(value, dict) for value in rotary.table.values()):
         return "by kind of block"
@@ -150,7 +150,7 @@ def _rotary_base(key: str, absent: float) -> Rule:
     return lambda settings: _rotary_settings(settings).number("rope_theta", absent=settings.number(key, absent=absent))
 
 
-def _rotary_scaling(settings: Settings) -> RotaryScaling | None:
+def _rotary_scaling(settings: ConfigKeys) -> RotaryScaling | None:
     kind, rotary = _rotary_kind(settings), _rotary_settings(settings)
     if kind == "linear":
         return RotaryScaling(factor=rotary.number("factor"))
@@ -168,7 +168,7 @@ def _rotary_scaling(settings: Settings) -> RotaryScaling | None:
         raise error.within(settings.owner) from None
 
 
-def rotary_note(settings: Settings) -> str:
+def rotary_note(settings: ConfigKeys) -> str:
     """What to tell about a rotary scaling that no description holds; what is counted does not depend on it."""
     kind = _rotary_kind(settings)
     if kind in ("default", "linear", "llama3"):
@@ -176,7 +176,7 @@ def rotary_note(settings: Settings) -> str:
     return f"rotary scaling {shown(kind)} is left out; unscaled rotary positions are assumed"
 
 
-def _bert_head(settings: Settings, family: Family) -> Head:
+def _bert_head(settings: ConfigKeys, family: Family) -> Head:
     architecture = _architecture(settings)
     if architecture in ("BertForMaskedLM", "BertLMHeadModel"):
         return Head({"head": "masked", "tied": settings.flag("tie_word_embeddings", absent=True)})
@@ -190,7 +190,7 @@ def _bert_head(settings: Settings, family: Family) -> Head:
     return Head(fields, f"{architecture or 'the file'} names no head; a classifier of {labels} labels is assumed")
 
 
-def _labels(settings: Settings) -> int:
+def _labels(settings: ConfigKeys) -> int:
     """The map of labels decides; `num_labels` counts only without one."""
     if settings.table.get("id2label") is None:
         return settings.size("num_labels", absent=2, null=2)
@@ -243,7 +243,7 @@ def _window(absent: int) -> Rule:
     return lambda settings: settings.size("sliding_window", absent=absent, null=0) or None
 
 
-def _qwen_window(settings: Settings) -> int | None:
+def _qwen_window(settings: ConfigKeys) -> int | None:
     """Qwen can give the window to its upper blocks only, which one repeated block cannot tell."""
     window = settings.size("sliding_window", absent=4096, null=0)
     if not settings.flag("use_sliding_window", absent=False) or not window:
@@ -261,36 +261,36 @@ def _qwen_window(settings: Settings) -> int | None:
     return window if full == 0 else None
 
 
-def _gpt2_ffn(settings: Settings) -> int:
+def _gpt2_ffn(settings: ConfigKeys) -> int:
     return settings.size("n_inner", absent=0, null=0) or 4 * settings.size("hidden_size", "n_embd")
 
 
-def _gpt2_note(settings: Settings) -> str:
+def _gpt2_note(settings: ConfigKeys) -> str:
     """Scores that are not divided by √head_dim alone have other values, but are counted the same."""
     usual = settings.flag("scale_attn_weights", absent=True)
     usual = usual and not settings.flag("scale_attn_by_inverse_layer_idx", absent=False)
     return "" if usual else "attention scores are taken to be divided by √head_dim, as in the released GPT-2"
 
 
-def _mpt_positions(settings: Settings) -> str:
+def _mpt_positions(settings: ConfigKeys) -> str:
     if settings.group("attn_config").flag("alibi", absent=True):
         return "alibi"
     return "learned" if settings.flag("learned_pos_emb", absent=True) else "none"
 
 
-def _mpt_position_rows(settings: Settings) -> int | None:
+def _mpt_position_rows(settings: ConfigKeys) -> int | None:
     return settings.size("max_seq_len", absent=2048) if _mpt_positions(settings) == "learned" else None
 
 
-def _mpt_ffn(settings: Settings) -> int:
+def _mpt_ffn(settings: ConfigKeys) -> int:
     return settings.size("expansion_ratio", absent=4) * settings.size("hidden_size", "d_model")
 
 
-def _mpt_bias(settings: Settings) -> bool:
+def _mpt_bias(settings: ConfigKeys) -> bool:
     return not settings.flag("no_bias", absent=True)
 
 
-def _mpt_note(settings: Settings) -> str:
+def _mpt_note(settings: ConfigKeys) -> str:
     """`transformers` has one kind of MPT and overlooks these keys; the library that writes the files heeds them."""
     usual = (_mpt_positions(settings), _mpt_bias(settings), settings.size("expansion_ratio", absent=4))
     if usual == ("alibi", False, 4):

@@ -12,7 +12,7 @@ LARGEST_NUMBER = 1e300
 """Of the real numbers in a file; what is beyond is infinite or a typing mistake."""
 
 
-class Settings:
+class ConfigKeys:
     """The keys of a `config.json`; reads each as the type it must have, or says what is wrong with it."""
 
     def __init__(self, table: Mapping[str, object], owner: str) -> None:
@@ -82,12 +82,12 @@ class Settings:
             raise self._wrong(key, "a list of strings", value)
         return value
 
-    def group(self, key: str) -> Settings:
+    def group(self, key: str) -> ConfigKeys:
         """The object under `key`; an empty one when absent or null."""
         value = self.table.get(key)
         if value is not None and not isinstance(value, dict):
             raise self._wrong(key, "an object", value)
-        return Settings(value or {}, f"{self.owner}: {key}")
+        return ConfigKeys(value or {}, f"{self.owner}: {key}")
 
     def _missing(self, key: str) -> FlopwiseError:
         close = difflib.get_close_matches(key, self.table, n=1, cutoff=0.8)

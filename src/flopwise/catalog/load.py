@@ -116,9 +116,18 @@ def load_hardware(name: str | Path) -> Hardware:
 
 def hardware_place(name: str) -> str:
     """A name of hardware for a file that may be read elsewhere: a path in full, a catalogue's name as it is."""
-    if name.lower() in (*hardware_names(), THIS_CPU, THIS_MACHINE) or not _is_path(name):
-        return name
-    return str(Path(name).resolve())
+    word = catalogue_word(name)
+    return (
+        word if word in (*hardware_names(), THIS_CPU, THIS_MACHINE) or not _is_path(name) else str(Path(name).resolve())
+    )
+
+
+def catalogue_word(name: str) -> str:
+    """Hardware as the catalogue calls it, whatever its alias or its capitals; a path as it is."""
+    word = name.lower()
+    if word in (*hardware_names(), THIS_CPU, THIS_MACHINE):
+        return word
+    return name if _is_path(name) else hardware_aliases().get(word, name)
 
 
 def is_cpu(name: str) -> bool:

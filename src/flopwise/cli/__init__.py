@@ -24,6 +24,7 @@ try:
         profile,
         profile_run,
         report,
+        schema,
         serve,
         sweep,
         train,
@@ -65,6 +66,7 @@ app.command()(calibrate.calibrate)
 app.command("ls")(catalogue.list_catalogue)
 app.command()(catalogue.show)
 app.command()(env.env)
+app.command()(schema.schema)
 for command in (*app.registered_commands, *profile.app.registered_commands):
     command.cls = once.OnceCommand
 
@@ -111,12 +113,11 @@ def _fail(error: FlopwiseError, exit_code: int | None = None) -> NoReturn:
         lines += ["", f"  {visible(error.why)}"]
     if error.hint:
         lines += ["", f"{cyan}hint:{plain} {visible(error.hint)}"]
-    text = "\n".join(lines)
-    typer.echo(text, err=True)
+    typer.echo("\n".join(lines), err=True)
     if "RANK" in os.environ:
         from flopwise.engine.launch import note_refusal
 
-        note_refusal(visible(error.what))
+        note_refusal(error)
     sys.exit(error.exit_code if exit_code is None else exit_code)
 
 

@@ -58,7 +58,7 @@ def calibrate(
         _check_file(write, force=force)
     with _interrupts_told():
         record = _measured(wanted, name, write, like, quick=quick, force=force)
-    show(calibration_document(record), record, form)
+    show(calibration_document(record), record, form, schema="calibration")
 
 
 def _measured(wanted: str, name: str, write: str, like: str, *, quick: bool, force: bool) -> CalibrationRecord:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from flopwise.records.measurement import StepRecord
-    from flopwise.store.index import Indexed
+    from flopwise.store.rows import RunRow
 
 
 def list_catalogue(
@@ -42,7 +42,7 @@ def list_catalogue(
         document, records = listings.stacks_listing([load_stack(name) for name in stack_names()])
     else:
         document, records = listings.hardware_listing([load_hardware(name) for name in hardware_names()])
-    output_of.show(document, records, form)
+    output_of.show(document, records, form, schema=f"{kind.removesuffix('s')}-entry")
 
 
 def show(
@@ -62,7 +62,7 @@ def show(
 
     A file of your own starts with a description.
     """
-    from flopwise.base.files import to_json, to_toml
+    from flopwise.base.files import to_toml
 
     run = _run_folder(name, store)
     if run is not None:
@@ -70,13 +70,13 @@ def show(
         return
     _refuse_store(store, f"flopwise show {name}")
     form = one_of(output, ("auto", "toml", "json"), "--output")
-    table, as_written = _described(name)
-    text = f"{to_json(table)}\n" if form == "json" else as_written or to_toml(table)
+    what, table, as_written = _described(name)
+    text = output_of.schema_json(table, what) if form == "json" else as_written or to_toml(table)
     output_of.put(text, write)
 
 
-def _described(name: str) -> tuple[dict[str, Any], str | None]:
-    """The table of a description, and its text where that holds comments."""
+def _described(name: str) -> tuple[str, dict[str, Any], str | None]:
+    """What a name describes, its table, and its text where that holds comments."""
     from flopwise.base.files import plain, read_table, read_text
     from flopwise.catalog.load import (
         THIS_CPU,
@@ -91,9 +91,11 @@ def _described(name: str) -> tuple[dict[str, Any], str | None]:
 
     if name.lower() in technology_names():
         path = technology_file(name)
-        return read_table(path), read_text(path)
+        return "technology", read_table(path), read_text(path)
     found = hardware_named(name) if name.lower() in (THIS_CPU, THIS_MACHINE) else load_description(name)
-    return plain(found) if isinstance(found, Hardware | Stack) else model_table(found), None
+    if isinstance(found, Hardware | Stack):
+        return "hardware" if isinstance(found, Hardware) else "stack", plain(found), None
+    return "model", model_table(found), None
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
@@ -108,12 +110,12 @@ def _refuse_store(store: str, command: str) -> None:
 
 def _list_runs(store: str, form: str) -> None:
     from flopwise.report.runs import runs_document
-    from flopwise.store.index import indexed_runs
+    from flopwise.store.rows import run_rows
     from flopwise.store.runs import store_folder
 
     folder = store_folder(store)
-    entries = [_run_entry(run, folder / run.name) for run in indexed_runs(folder, profiles=False)]
-    output_of.show(runs_document(entries, folder), entries, form)
+    entries = [_run_entry(run, folder / run.name) for run in run_rows(folder)]
+    output_of.show(runs_document(entries, folder), entries, form, schema="run-entry")
 
 
 def _list_sweeps(store: str, form: str) -> None:
@@ -132,22 +134,22 @@ def _list_sweeps(store: str, form: str) -> None:
             say(f"note: {name}: {error.what}")
             continue
         entries.append(sweep_entry(sweep, attempts))
-    output_of.show(sweeps_document(entries, folder), entries, form)
+    output_of.show(sweeps_document(entries, folder), entries, form, schema="sweep-entry")
 
 
-def _run_entry(run: Indexed, folder: Path) -> dict[str, Any]:
-    from flopwise.report.runs import indexed_entry
-    from flopwise.store.index import process_is_gone
+def _run_entry(run: RunRow, folder: Path) -> dict[str, Any]:
+    from flopwise.report.runs import run_entry
+    from flopwise.store.runs import process_is_gone
 
     # Of a run whose record does not tell yet: it goes on, or was killed.
-    is_open = run.problem is None and run.get("step_s") is None
+    is_open = run.problem is None and run.result.step_s is None
     last = _last_step(folder) if is_open else None
-    return indexed_entry(run, folder, last, killed=run.run_state == "running" and process_is_gone(folder))
+    return run_entry(run, folder, last, killed=run.state == "running" and process_is_gone(folder))
 
 
 def _last_step(folder: Path) -> StepRecord | None:
     from flopwise.base.errors import FlopwiseError
-    from flopwise.store.index import last_step
+    from flopwise.store.runs import last_step
 
     try:
         return last_step(folder)
@@ -198,4 +200,4 @@ def _show_run(folder: Path, output: str, write: str) -> None:
             hint="`flopwise show RUN -o json > FILE`, or a model's name to write its description",
         )
     record = read_record(folder)
-    output_of.show(run_document(record, _steps(folder)), record, "table" if form == "auto" else form)
+    output_of.show(run_document(record, _steps(folder)), record, "table" if form == "auto" else form, schema="run")

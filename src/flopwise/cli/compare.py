@@ -54,7 +54,7 @@ def compare(
             why="a cell is a model, its hardware, lengths, batch, precision and caps, all the same",
             hint="name two single runs to compare them whatever they are",
         )
-    show(report.comparison_document(found), report.comparison_record(found), form)
+    show(report.comparison_document(found), report.comparison_record(found), form, schema="run-comparison")
     if found.is_worse:
         raise typer.Exit(1)
 
@@ -113,10 +113,10 @@ def _place(name: str, store: str) -> tuple[Path, list[str]]:
 
 
 def _rows(store: Path, names: list[str]) -> list[Result]:
-    from flopwise.cli.sweep_launch import settle
+    from flopwise.cli.report import tell_unsettled
     from flopwise.store.collecting import collect
 
-    settle(store, names)
+    tell_unsettled(store, names)
     collected = collect(store, names)
     for problem in collected.problems:
         say(f"note: {problem.path}: {problem.why}")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from flopwise.base.errors import FlopwiseError
-    from flopwise.references.deepflow import Configuration, Result
+    from flopwise.references.deepflow import Configuration, DeepflowResult
     from flopwise.work.lstm import Lstm
 
 PUBLISHED_TECHNOLOGY = "deepflow-2019"
@@ -48,7 +48,7 @@ def predict_deepflow(context: typer.Context, form: str) -> None:
         typer.echo(printout(results[0][0]), nl=False)
         return
     records = [deepflow_record(result, model=model, hardware=place) for result, model, place in results]
-    show(deepflow_document(records), one_or_all(records), form)
+    show(deepflow_document(records), one_or_all(records), form, schema="deepflow-prediction")
 
 
 def batch_and_sequence(words: Mapping[str, Any]) -> tuple[int | None, int | None]:
@@ -99,7 +99,7 @@ def configuration_of(name: str) -> Configuration:
         raise error.within(str(path), hint=f"`flopwise show {PUBLISHED_TECHNOLOGY}` prints one") from None
 
 
-def run_finite(configuration: Configuration) -> Result:
+def run_finite(configuration: Configuration) -> DeepflowResult:
     """The reference's answer, unless its machine is infinitely fast or large."""
     from dataclasses import astuple
     from math import isfinite

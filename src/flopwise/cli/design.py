@@ -75,7 +75,7 @@ def design(
         designed, record = in_range(lambda: _by_step(words, search), technology)
     if write:
         _write(designed, record, Path(write), model)
-    show(design_document(record), record, form)
+    show(design_document(record), record, form, schema="design")
 
 
 def _by_deepflow(words: Mapping[str, Any], search: Search) -> tuple[DesignedDevice, DesignRecord]:
@@ -109,21 +109,24 @@ def _by_deepflow(words: Mapping[str, Any], search: Search) -> tuple[DesignedDevi
 
 
 def _by_step(words: Mapping[str, Any], search: Search) -> tuple[DesignedDevice, DesignRecord]:
+    from functools import partial
+
     from flopwise.catalog.load import load_model
-    from flopwise.predict import Request
-    from flopwise.references.design.device import PARTS, Question, design_by_step
+    from flopwise.references.design.device import PARTS, DesignQuestion, design_by_step
     from flopwise.references.design.report import design_record
+    from flopwise.setup.setup import Setup
     from flopwise.work.formats import parse_formats
 
     found = load_model(words["model"], changes_of(words["change"] or []))
     batch, sequence = batch_and_sequence(words)
     formats = value_of(words, "precision", parse_formats)
-    request = Request(sequence_tokens=sequence, batch_sequences=batch, formats=formats)
+    ask = partial(Setup, model=found, sequence_tokens=sequence, batch_sequences=batch, formats=formats)
     blueprint = _blueprint(words["technology"], value_of(words, "power", parse_watts))
     if formats is None:
         _check_formats(words["technology"], blueprint)
     with _bar(search, len(PARTS)) as watch:
-        designed = design_by_step(Question(model=found, blueprint=blueprint, request=request), search, watch)
+        question = DesignQuestion(blueprint=blueprint, ask=lambda device: ask(hardware=device))
+        designed = design_by_step(question, search, watch)
     prediction = designed.prediction
     assert prediction is not None  # the physical method predicts
     record = design_record(

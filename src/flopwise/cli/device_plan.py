@@ -10,10 +10,9 @@ import typer
 from flopwise.cli.output import progress_bar, say, show
 
 if TYPE_CHECKING:
-    from flopwise.plan.device.cuts import DeviceQuestion
-    from flopwise.predict.choose import Request
     from flopwise.records.plan import Cell, Plan, Planned
     from flopwise.setup.hardware import Hardware
+    from flopwise.setup.setup import CappedSetup, Setup
     from flopwise.work.model import Model
     from flopwise.work.op import Convention
 
@@ -51,44 +50,46 @@ class DeviceWords:
     write: str
 
 
-def plan_one_device(
-    model: Model, hardware: Hardware, request: Request, words: DeviceWords, *, convention: Convention, form: str
-) -> None:
+def plan_one_device(setup: Setup, words: DeviceWords, *, convention: Convention, form: str) -> None:
     """Plan, print, and write what was asked for."""
-    from flopwise.base.errors import FlopwiseError
+    from pathlib import Path
 
-    caps = _caps(hardware, words)
-    if len(caps) > 1:
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.door.planning import for_file, write_plan
+
+    setups = _setups(setup, words)
+    if len(setups) > 1:
         for name in ("trace", "write"):
             if getattr(words, name):
                 raise FlopwiseError(
-                    f"--{name} beside {len(caps)} pairs of caps",
+                    f"--{name} beside {len(setups)} pairs of caps",
                     why="a file holds one plan",
                     hint="one --device-mem and one --host-mem",
                 )
-        _grid(model, hardware, request, words, caps, convention, form)
+        _grid(setups, words, convention, form)
         return
     if words.heatmap:
         raise FlopwiseError(
             "--heatmap of one pair of caps", why="a picture needs several", hint="--device-mem 16,24,40,78GiB"
         )
-    question = _question(model, hardware, request, words, *caps[0])
-    found = _planned(question, words, convention)
-    _print(found, hardware.title, form)
+    found = _planned(setups[0], words, convention)
+    _print(found, setup.hardware.title, form)
     if words.write:
-        _write_plan(words.write, found, model)
+        write_plan(Path(words.write), for_file(found), setup.model)
+        say(f"wrote {words.write}")
     if words.trace:
-        _write_trace(words.trace, found.plan, model, hardware)
+        _write_trace(words.trace, found.plan, setup.model, setup.hardware)
 
 
-# -- from words to a question ----------------------------------------------------------------------------------------
+# -- from words to set-ups -------------------------------------------------------------------------------------------
 
 
-def _caps(hardware: Hardware, words: DeviceWords) -> list[tuple[int, int]]:
-    """Every pair of a device cap and a host cap."""
+def _setups(setup: Setup, words: DeviceWords) -> list[CappedSetup]:
+    """The set-up with every pair of a device cap and a host cap."""
     from flopwise.base.errors import FlopwiseError
     from flopwise.base.units import parse_byte_list
-    from flopwise.predict.choose import Request, capacity_bytes, default_host_bytes
+    from flopwise.predict.choose import capacity_bytes, default_host_bytes
+    from flopwise.setup.setup import check_device_cap
 
     def listed(option: str, text: str, default: int) -> list[int]:
         if text.lower() == "auto":
@@ -98,14 +99,14 @@ def _caps(hardware: Hardware, words: DeviceWords) -> list[tuple[int, int]]:
         except FlopwiseError as error:
             raise error.within(f"--{option}") from None
 
-    devices = listed("device-mem", words.device_mem, capacity_bytes(hardware, Request()))
+    devices = listed("device-mem", words.device_mem, capacity_bytes(setup))
     for cap in devices:
         _check_cap("device-mem", cap, words.device_mem)
-        capacity_bytes(hardware, Request(device_memory_bytes=cap))
-    hosts = listed("host-mem", words.host_mem, default_host_bytes(hardware))
+        check_device_cap(setup.hardware, cap)
+    hosts = listed("host-mem", words.host_mem, default_host_bytes(setup.hardware))
     for cap in hosts:
         _check_cap("host-mem", cap, words.host_mem)
-    return [(device, host) for host in hosts for device in devices]
+    return [_capped(setup, words, device, host) for host in hosts for device in devices]
 
 
 def _check_cap(option: str, cap: int, text: str) -> None:
@@ -152,82 +153,23 @@ def check_one_cap(text: str) -> None:
         )
 
 
-def _question(
-    model: Model, hardware: Hardware, request: Request, words: DeviceWords, device_bytes: int, host_bytes: int
-) -> DeviceQuestion:
-    from flopwise.base.errors import FlopwiseError
-    from flopwise.plan.device.cuts import DeviceQuestion
-    from flopwise.predict.choose import base_workload, check_link
-    from flopwise.records.plan import MOST_PAIRS
-
-    if host_bytes and words.host_mem.lower() != "auto":
-        check_link(hardware)
-    workload, _ = base_workload(model, hardware, request)
-    if workload.sequence_tokens > LONGEST_SEQUENCE:
-        raise FlopwiseError(
-            f"--seq: {workload.sequence_tokens:,} tokens are more than can be planned",
-            why=f"at most {LONGEST_SEQUENCE:,} are",
-            hint="--seq 1M",
-        )
-    given = request.batch_sequences is not None or request.batch_tokens is not None
-    if given and workload.batch_sequences > MOST_PAIRS:
-        raise FlopwiseError(
-            f"a batch of {workload.batch_sequences:,} sequences is more than can be planned",
-            why=f"at most {MOST_PAIRS:,} are",
-            hint="--batch 48",
-        )
-    return DeviceQuestion(
-        model=model,
-        hardware=hardware,
-        hardware_name=words.on,
-        sequence_tokens=workload.sequence_tokens,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        formats=workload.formats,
-        optimizer=workload.optimizer,
-        batch_sequences=workload.batch_sequences if given else None,
-        clip=words.clip,
-    )
-
-
-LONGEST_SEQUENCE = 2**30
-
-
-def _planned(question: DeviceQuestion, words: DeviceWords, convention: Convention, *, helps: bool = True) -> Planned:
+def _capped(setup: Setup, words: DeviceWords, device: int, host: int) -> CappedSetup:
     from dataclasses import replace
 
-    from flopwise.cli.evidence import streamed_interval
-    from flopwise.plan.device.explain import planned
-    from flopwise.plan.program.sizes import sizes_of
+    from flopwise.door.planning import cap_device
+
+    named = replace(setup, hardware_name=words.on, clip=words.clip)
+    return cap_device(named, device=device, host=host, host_given=words.host_mem.lower() != "auto")
+
+
+def _planned(setup: CappedSetup, words: DeviceWords, convention: Convention, *, helps: bool = True) -> Planned:
+    from flopwise.door.planning import plan_device
     from flopwise.references.dataflow.planned import ruled
 
-    sizes_of(question.model, question.sequence_tokens, question.formats, question.optimizer)
     variant = rule_variant(words.rule)
-    if variant is None:
-        found = planned(question, convention=convention, helps=helps)
-    else:
-        found = ruled(question, variant, convention=convention)
-    note = _host_note(question, given=words.host_mem.lower() != "auto")
-    if note is not None:
-        found = replace(found, notes=(*found.notes, note))
-    return replace(found, interval=streamed_interval(found, question.model, question.hardware))
-
-
-def _host_note(question: DeviceQuestion, *, given: bool) -> str | None:
-    """What is to be known of the host's memory beside the cap."""
-    from flopwise.predict.choose import default_host_bytes
-
-    hardware = question.hardware
-    if not given:
-        described = hardware.host is not None or hardware.link is None
-        if question.host_bytes or described:
-            return None
-        return f"no host memory: {hardware.name} does not say how much there is; --host-mem 110GiB"
-    # The default leaves what the system, Python and the data take.
-    known = default_host_bytes(hardware)
-    if not question.host_bytes or question.host_bytes <= known:
-        return None
-    return "--host-mem is what the training may take: the system, Python and data need some of the host beside it"
+    rule = None if variant is None else lambda asked: ruled(asked, variant, convention=convention)
+    host_given = words.host_mem.lower() != "auto"
+    return plan_device(setup, convention=convention, host_given=host_given, helps=helps, rule=rule)
 
 
 def rule_variant(text: str) -> str | None:
@@ -254,15 +196,7 @@ def rule_variant(text: str) -> str | None:
 # -- a grid of caps --------------------------------------------------------------------------------------------------
 
 
-def _grid(
-    model: Model,
-    hardware: Hardware,
-    request: Request,
-    words: DeviceWords,
-    caps: list[tuple[int, int]],
-    convention: Convention,
-    form: str,
-) -> None:
+def _grid(setups: list[CappedSetup], words: DeviceWords, convention: Convention, form: str) -> None:
     from pathlib import Path
 
     from flopwise.report.cap_grids import draw_caps, grid_document, grid_record
@@ -272,14 +206,14 @@ def _grid(
         check_picture(Path(words.heatmap))
     cells: list[Cell] = []
     with progress_bar("caps") as tell:
-        for number, (device, host) in enumerate(caps):
-            cells.append(_cell(_question(model, hardware, request, words, device, host), words, convention))
+        for number, setup in enumerate(setups):
+            cells.append(_cell(setup, words, convention))
             if tell:
-                tell("", number + 1, len(caps))
+                tell("", number + 1, len(setups))
     first = next((cell.planned.plan for cell in cells if cell.planned), None)
     sequence = f" · sequence {first.sequence_tokens:,}" if first else ""
-    title = f"{model.name} · 1 × {hardware.title}{sequence}"
-    show(grid_document(cells, title), grid_record(cells), form)
+    title = f"{setups[0].model.name} · 1 × {setups[0].hardware.title}{sequence}"
+    show(grid_document(cells, title), grid_record(cells), form, schema="capped-plan")
     if words.heatmap:
         draw_caps(cells, title, Path(words.heatmap))
         say(f"wrote {words.heatmap}")
@@ -287,25 +221,22 @@ def _grid(
         raise typer.Exit(1)
 
 
-def _cell(question: DeviceQuestion, words: DeviceWords, convention: Convention) -> Cell:
+def _cell(setup: CappedSetup, words: DeviceWords, convention: Convention) -> Cell:
     from dataclasses import replace
 
-    from flopwise.base.errors import FlopwiseError
-    from flopwise.plan.device.smallest import least_device
+    from flopwise.base.errors import DoesNotFit
     from flopwise.records.plan import Cell
 
-    cell = Cell(device_memory_bytes=question.device_bytes, host_memory_bytes=question.host_bytes)
+    cell = Cell(device_memory_bytes=setup.device_cap_bytes, host_memory_bytes=setup.host_cap_bytes)
     try:
-        return replace(cell, planned=_planned(question, words, convention, helps=False))
-    except FlopwiseError as error:
-        if error.exit_code != 1:
-            raise
-        least = least_device(question) if rule_variant(words.rule) is None else None
+        return replace(cell, planned=_planned(setup, words, convention, helps=False))
+    except DoesNotFit as error:
+        own = error.place == "device" and rule_variant(words.rule) is None
         return replace(
             cell,
             why_not=error.why or error.what,
             hints=(error.hint,) if error.hint else (),
-            smallest_device_bytes=least.bytes if least else None,
+            smallest_device_bytes=error.needed_bytes if own else None,
         )
 
 
@@ -315,20 +246,7 @@ def _cell(question: DeviceQuestion, words: DeviceWords, convention: Convention) 
 def _print(found: Planned, title: str, form: str) -> None:
     from flopwise.report.device_plans import device_plan_document, device_plan_record
 
-    show(device_plan_document(found, title), device_plan_record(found), form)
-
-
-def _write_plan(path: str, found: Planned, model: Model) -> None:
-    from dataclasses import replace
-    from pathlib import Path
-
-    from flopwise.base.files import to_toml, write_whole
-    from flopwise.catalog.load import hardware_place, plan_table
-
-    place = hardware_place(found.plan.hardware)
-    promised = replace(found.plan, hardware=place, expected=found.forecast.expected)
-    write_whole(Path(path), to_toml(plan_table(promised, model)))
-    say(f"wrote {path}")
+    show(device_plan_document(found, title), device_plan_record(found), form, schema="device-plan")
 
 
 def _write_trace(path: str, plan: Plan, model: Model, hardware: Hardware) -> None:
@@ -354,15 +272,15 @@ def show_plan_file(plan: Plan, model: Model, convention: Convention, form: str) 
     from dataclasses import replace
 
     from flopwise.base.units import show_seconds
-    from flopwise.cli.evidence import streamed_interval
     from flopwise.cli.options import hardware_named
+    from flopwise.door.intervals import streamed_interval
     from flopwise.plan.device.explain import notes
     from flopwise.plan.device.forecast import forecast
-    from flopwise.predict.choose import Request, capacity_bytes
     from flopwise.records.plan import Planned
+    from flopwise.setup.setup import check_device_cap
 
     hardware = hardware_named(plan.hardware)
-    capacity_bytes(hardware, Request(device_memory_bytes=plan.device_memory_bytes))
+    check_device_cap(hardware, plan.device_memory_bytes)
     today = forecast(plan, model, hardware, convention=convention)
     then = plan.expected.step_s if plan.expected else today.step_s
     moved = abs(today.step_s / then - 1) > SAME_STEP

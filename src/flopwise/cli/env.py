@@ -20,4 +20,9 @@ def env(
     form = one_of(output, ("table", "json"), "--output")
     facts = told(environment)
     rows = [(key, "-" if value is None else str(value)) for key, value in facts.items()]
-    show(Document(blocks=[Table(columns=("", " "), rows=rows, left=("", " "), headed=False)]), facts, form)
+    show(
+        Document(blocks=[Table(columns=("", " "), rows=rows, left=("", " "), headed=False)]),
+        facts,
+        form,
+        schema="environment",
+    )

@@ -1,10 +1,14 @@
-"""An option that takes one value is given once: of two, the last would win without a word."""
+"""What all commands have in common: an option that takes one value is given once, and no answer is an answer too."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from flopwise.base.errors import DoesNotFit
 
 
 class OnceCommand(TyperCommand):
@@ -25,6 +29,25 @@ class OnceCommand(TyperCommand):
                 _refuse(parameter.opts[0])
             seen.add(parameter)
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - as above
+        from flopwise.base.errors import DoesNotFit
+
+        try:
+            return super().invoke(ctx)
+        except DoesNotFit as error:
+            # Programs read an object, whatever it says; people read the error stream.
+            if str(ctx.params.get("output")).lower() == "json" and os.environ.get("RANK", "0") == "0":
+                _print_no_fit(error)
+            raise
+
+
+def _print_no_fit(error: DoesNotFit) -> None:
+    from flopwise.cli.output import put, schema_json
+
+    words = {"what": error.what, "why": error.why, "hint": error.hint}
+    answer = {"fits": False, "place": error.place, "needed_bytes": error.needed_bytes, "error": words}
+    put(schema_json(answer, "does-not-fit"))
 
 
 def _refuse(option: str) -> None:

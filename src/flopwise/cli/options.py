@@ -10,10 +10,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from flopwise.base.errors import FlopwiseError
-    from flopwise.predict.choose import Request
     from flopwise.setup.hardware import Hardware
     from flopwise.setup.parallel import Parallel
+    from flopwise.setup.setup import Setup
     from flopwise.setup.stack import Stack
+    from flopwise.work.model import Model
+
+    Ask = Callable[[Model, Hardware], Setup]
 
 LEAST_DEVICE_BYTES = 2**20
 """Less than this is a forgotten unit: no device is that small."""
@@ -117,11 +120,13 @@ def told(look: Callable[[], Found]) -> Found:
     """What `look` finds; what was odd about it is told beside the answer."""
     import warnings
 
+    from flopwise.cli.output import say
+
     with warnings.catch_warnings(record=True) as odd:
         warnings.simplefilter("always", UserWarning)
         found = look()
     for warning in odd:
-        typer.echo(f"note: {warning.message}", err=True)
+        say(f"note: {warning.message}")
     return found
 
 
@@ -144,13 +149,13 @@ def is_given(context: typer.Context, option: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def requested(words: Mapping[str, Any]) -> Request:
-    """The options of `predict` as a request; `auto` leaves a choice to flopwise."""
+def requested(words: Mapping[str, Any]) -> Ask:
+    """The options of `predict` as a set-up of any model and hardware; `auto` leaves a choice to flopwise."""
     from typing import get_args
 
     from flopwise.base.units import parse_sequences, parse_tokens
-    from flopwise.predict.choose import Request
-    from flopwise.setup.workload import MOMENTS, Fusion
+    from flopwise.setup.setup import Setup, batch_in_sequences
+    from flopwise.setup.words import MOMENTS, Fusion
     from flopwise.work.formats import parse_formats
     from flopwise.work.op import AttentionKernel
     from flopwise.work.work import RECOMPUTE_POLICIES
@@ -159,24 +164,37 @@ def requested(words: Mapping[str, Any]) -> Request:
     stack = _stack(words.get("stack", "kernels"))
     attention = one_of(words["attention"], ("auto", *get_args(AttentionKernel)), "--attention")
     fusion = one_of(words["fusion"], ("auto", *get_args(Fusion)), "--fusion")
-    return Request(
-        sequence_tokens=value_of(words, "seq", parse_tokens),
-        batch_sequences=value_of(words, "batch", parse_sequences),
-        batch_tokens=value_of(words, "batch_tokens", parse_tokens),
-        micro_batch_sequences=value_of(words, "micro", parse_sequences),
-        formats=value_of(words, "precision", parse_formats),
-        recompute=None if recompute == "auto" else recompute,
-        attention=attention if attention != "auto" else stack.attention_kernel if stack else "flash",
-        fusion=fusion if fusion != "auto" else stack.fusion if stack else "fused",
-        optimizer=one_of(words["optimizer"], tuple(MOMENTS), "--optimizer"),
-        device_memory_bytes=value_of(words, "device_mem", _device_bytes),
-        parallel=_parallel(words.get("gpus", "auto"), words.get("parallel", "auto")),
-        stack=stack,
-    )
+    sequence = value_of(words, "seq", parse_tokens)
+    sequences = value_of(words, "batch", parse_sequences)
+    tokens = value_of(words, "batch_tokens", parse_tokens)
+    micro = value_of(words, "micro", parse_sequences)
+    formats = value_of(words, "precision", parse_formats)
+    optimizer = one_of(words["optimizer"], tuple(MOMENTS), "--optimizer")
+    cap = value_of(words, "device_mem", _device_bytes)
+    parallel = _parallel(words.get("gpus", "auto"), words.get("parallel", "auto"))
+
+    def ask(model: Model, hardware: Hardware) -> Setup:
+        return Setup(
+            model=model,
+            hardware=hardware,
+            sequence_tokens=sequence,
+            batch_sequences=batch_in_sequences(model, sequences=sequences, tokens=tokens, sequence=sequence),
+            micro_batch_sequences=micro,
+            formats=formats,
+            recompute=None if recompute == "auto" else recompute,
+            attention=attention if attention != "auto" else stack.attention_kernel if stack else "flash",
+            fusion=fusion if fusion != "auto" else stack.fusion if stack else "fused",
+            optimizer=optimizer,
+            device_cap_bytes=cap,
+            parallel=parallel,
+            stack=stack,
+        )
+
+    return ask
 
 
-def set_ups(words: Mapping[str, Any]) -> list[Request]:
-    """The options of `predict` as requests: every combination of the numbers that are lists or ranges."""
+def set_ups(words: Mapping[str, Any]) -> list[Ask]:
+    """The options of `predict` as set-ups: every combination of the numbers that are lists or ranges."""
     from itertools import product
     from math import prod
 
@@ -227,11 +245,11 @@ def _parallel(gpus: str, words: str) -> Parallel:
     """The devices and how they share the work; without words they shard everything, as FSDP does."""
     from flopwise.base.errors import FlopwiseError
     from flopwise.base.units import parse_devices
-    from flopwise.setup.parallel import Parallel, parse_parallel
+    from flopwise.setup.parallel import parse_parallel, sharded
 
     count = value_of({"gpus": gpus}, "gpus", parse_devices)
     if words.lower() == "auto":
-        return Parallel(data=count, zero=3) if count is not None and count > 1 else Parallel()
+        return sharded(count or 1)
     try:
         return parse_parallel(words, count)
     except FlopwiseError as error:
@@ -258,6 +276,7 @@ def changes_of(texts: list[str]) -> dict[str, Any]:
     import tomllib
 
     from flopwise.base.errors import FlopwiseError, shown
+    from flopwise.base.files import parse_toml
 
     changes: dict[str, Any] = {}
     for text in texts:
@@ -273,7 +292,7 @@ def changes_of(texts: list[str]) -> dict[str, Any]:
                 f"--set gives {shown(key)} twice", why="one value would be lost", hint=f"keep one --set {key}=…"
             )
         try:
-            changes[key] = tomllib.loads(f"value = {value}")["value"]
+            changes[key] = parse_toml(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             changes[key] = value
         except (ValueError, RecursionError):

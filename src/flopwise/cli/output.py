@@ -91,10 +91,13 @@ def page_text(page: Sequence[Text], *, in_file: bool = False) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def show(document: Document, record: object, form: str, *, write: str = "", name_file: bool = False) -> None:
+def show(
+    document: Document, record: object, form: str, *, schema: str, write: str = "", name_file: bool = False
+) -> None:
     """Print a record in the form that was asked for, or write it to a file: the one place that knows the forms.
 
-    `document` is for people and tables, `record` for programs. `name_file`: the file's path is the answer.
+    `document` is for people and tables, `record` for programs, whose JSON says that it is of the kind `schema`.
+    `name_file`: the file's path is the answer.
     """
     from flopwise.report.document import to_csv, to_markdown, to_page
 
@@ -106,7 +109,7 @@ def show(document: Document, record: object, form: str, *, write: str = "", name
             "md": lambda: to_markdown(document),
             "csv": lambda: to_csv(document),
             "html": lambda: _html(document),
-            "json": lambda: _json(record),
+            "json": lambda: schema_json(record, schema),
         }
         put(writers[form](), write, name_file=name_file)
     for line in document.told.get(form, ()):
@@ -120,14 +123,16 @@ def _html(document: Document) -> str:
     return page_html(document.page()) if document.page else to_html(document)
 
 
-def _json(record: object) -> str:
+def schema_json(record: object, kind: str) -> str:
+    """A record, or `rows` of several, as JSON that says what it is: the one place that prints any."""
+    from flopwise.base.files import with_schema
     from flopwise.store.runs import to_text
 
-    return to_text(record)
+    return to_text(with_schema(record, kind))
 
 
 def one_or_all(records: Sequence[object]) -> object:
-    """What JSON holds: one object, or a list of them where several were asked for."""
+    """What JSON holds: one object, or `rows` of them where several were asked for."""
     return records[0] if len(records) == 1 else records
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,16 +40,16 @@ from flopwise.cli.options import (
     is_given,
     one_of,
     requested,
+    value_of,
 )
 from flopwise.cli.output import progress_bar, say, show
 
 if TYPE_CHECKING:
-    from flopwise.plan.cluster.search import Question
-    from flopwise.predict.choose import Request
-    from flopwise.records.cluster_plan import Answer, ClusterPlan, Option
+    from flopwise.records.cluster_plan import Answer, ClusterPlan
     from flopwise.records.plan import Plan
     from flopwise.records.prediction import Prediction
     from flopwise.setup.hardware import Hardware
+    from flopwise.setup.setup import Setup
     from flopwise.work.model import Model
     from flopwise.work.op import Convention
 
@@ -94,14 +94,18 @@ def plan(
     Several: the strategy among all combinations of the usual degrees, and why the next ones lose.
     """
     words = dict(locals())
+    from pathlib import Path
+
+    from flopwise.base.units import parse_devices
     from flopwise.catalog.load import load_model
+    from flopwise.door.planning import planned_cluster, write_plan
     from flopwise.report.plans import plan_document, plan_record
     from flopwise.work.op import CONVENTIONS
 
     form = one_of(output, FORMS, "--output")
     counting = one_of(convention, CONVENTIONS, "--convention")
     # Several caps are read later, where one device is planned.
-    request = requested({**words, "device_mem": "auto"})
+    ask = requested({**words, "device_mem": "auto"})
     check_one_name(model, "model")
     check_one_name(on, "device")
     described = load_model(model, changes_of(change or []))
@@ -109,17 +113,21 @@ def plan(
     for option, example in TARGETS.items():
         if words[option]:
             check_target(words[option], f"--{option}", example, inputs=(model, on))
-    if _is_streamed(context, described, request):
+    devices = value_of(words, "gpus", parse_devices) or 1
+    if _is_streamed(context, described, devices):
         chosen = DeviceWords(**{field.name: words[field.name] for field in fields(DeviceWords)})
-        plan_one_device(described, machine, request, chosen, convention=counting, form=form)
+        plan_one_device(ask(described, machine), chosen, convention=counting, form=form)
         return
     check_one_cap(device_mem)
-    request = requested(words)
-    found = _planned(described, machine, request, offload=offload)
-    prediction = _predicted(described, machine, request, found.best, counting)
-    show(plan_document(prediction, found, machine.title), plan_record(prediction, found), form)
+    # How the devices share the work is what is looked for.
+    setup = replace(requested({**words, "gpus": "auto"})(described, machine), hardware_name=on)
+    answer = _planned(setup, devices, offload=offload)
+    found = planned_cluster(setup, answer, convention=counting)
+    document = plan_document(found.prediction, answer, machine.title)
+    show(document, plan_record(found.prediction, answer), form, schema="cluster-plan")
     if write:
-        _written(write, described, on, request, prediction)
+        write_plan(Path(write), found.plan, described)
+        say(f"wrote {write}")
 
 
 TARGETS = {"write": "plan.toml", "trace": "step.json", "heatmap": "caps.svg"}
@@ -130,14 +138,14 @@ OF_FRAMEWORKS = ("micro", "recompute", "attention", "fusion", "stack", "offload"
 OF_ONE_DEVICE = ("host_mem", "clip", "rule", "trace", "heatmap")
 
 
-def _is_streamed(context: typer.Context, model: Model, request: Request) -> bool:
+def _is_streamed(context: typer.Context, model: Model, devices: int) -> bool:
     """Whether one device is planned, chunk by chunk; with a framework's options it is a strategy as for several."""
     from flopwise.base.errors import FlopwiseError
     from flopwise.work.transformer import Transformer
 
     frameworks = [name for name in OF_FRAMEWORKS if is_given(context, name)]
     own = [name for name in OF_ONE_DEVICE if is_given(context, name)]
-    several = request.parallel.devices > 1
+    several = devices > 1
     if own and (several or frameworks):
         other = "--gpus" if several else f"--{frameworks[0]}"
         option = own[0].replace("_", "-")
@@ -149,16 +157,15 @@ def _is_streamed(context: typer.Context, model: Model, request: Request) -> bool
     return bool(own) or (isinstance(model, Transformer) and not several and not frameworks)
 
 
-def _planned(model: Model, hardware: Hardware, request: Request, *, offload: bool) -> Answer:
+def _planned(setup: Setup, devices: int, *, offload: bool) -> Answer:
     import time
 
     from flopwise.base.units import show_seconds
     from flopwise.plan.cluster.answer import answer
 
-    question = _question(model, hardware, request, offload=offload)
     started = time.monotonic()
     with progress_bar("strategies") as tell:
-        found = answer(question, tell)
+        found = answer(setup, devices, offload=offload, tell=tell)
     # Not the same twice, so it is talk and not part of the answer.
     say(f"searched for {show_seconds(time.monotonic() - started)}")
     return found
@@ -188,88 +195,9 @@ def plan_in(context: typer.Context, name: str) -> tuple[Plan | ClusterPlan, Mode
 def predict_cluster_plan(plan: ClusterPlan, model: Model, convention: Convention) -> tuple[Prediction, Hardware]:
     """A plan for several devices, predicted once more by the flopwise of today."""
     from flopwise.catalog.load import load_stack
-    from flopwise.cli.evidence import predicted
-    from flopwise.predict.choose import Request
+    from flopwise.door.intervals import predicted
     from flopwise.records.prediction import NO_STACK
-    from flopwise.work.formats import parse_formats
 
-    request = Request(
-        sequence_tokens=plan.sequence_tokens,
-        batch_sequences=plan.batch_sequences,
-        micro_batch_sequences=plan.micro_batch_sequences,
-        formats=parse_formats(plan.precision),
-        recompute=plan.recompute,
-        attention=plan.attention,
-        fusion=plan.fusion,
-        optimizer=plan.optimizer,
-        device_memory_bytes=plan.device_memory_bytes,
-        parallel=plan.parallel,
-        stack=None if plan.stack == NO_STACK else load_stack(plan.stack),
-    )
+    stack = None if plan.stack == NO_STACK else load_stack(plan.stack)
     machine = hardware_named(plan.hardware)
-    return predicted(model, machine, request, convention), machine
-
-
-def _question(model: Model, hardware: Hardware, request: Request, *, offload: bool) -> Question:
-    from flopwise.plan.cluster.search import Question
-    from flopwise.predict.choose import PLAIN, base_workload, capacity_bytes
-
-    workload, _ = base_workload(model, hardware, request)
-    return Question(
-        model=model,
-        hardware=hardware,
-        devices=request.parallel.devices,
-        workload=workload,
-        capacity_bytes=capacity_bytes(hardware, request),
-        stack=request.stack or PLAIN,
-        recompute=request.recompute,
-        micro_batch_sequences=request.micro_batch_sequences,
-        offload=offload,
-    )
-
-
-def _predicted(model: Model, hardware: Hardware, request: Request, best: Option, convention: Convention) -> Prediction:
-    """The best as a full prediction: operators, stages, notes."""
-    from dataclasses import replace
-
-    from flopwise.cli.evidence import predicted
-
-    fixed = replace(
-        request,
-        parallel=best.parallel,
-        recompute=best.workload.recompute,
-        micro_batch_sequences=best.workload.micro_batch_sequences,
-    )
-    return predicted(model, hardware, fixed, convention)
-
-
-def _written(path: str, model: Model, hardware: str, request: Request, prediction: Prediction) -> None:
-    from pathlib import Path
-
-    from flopwise.base.files import to_toml, write_whole
-    from flopwise.catalog.load import hardware_place, plan_table
-    from flopwise.records.cluster_plan import ClusterPlan, Expected
-
-    made = ClusterPlan(
-        hardware=hardware_place(hardware),
-        devices=prediction.devices,
-        sequence_tokens=prediction.sequence_tokens,
-        batch_sequences=prediction.batch_sequences,
-        micro_batch_sequences=prediction.micro_batch_sequences,
-        precision=prediction.precision,
-        recompute=prediction.recompute,
-        attention=request.attention,
-        fusion=prediction.fusion,
-        optimizer=prediction.optimizer,
-        stack=prediction.stack,
-        parallel=prediction.parallel,
-        expected=Expected(
-            step_s=prediction.step_s,
-            tokens_per_s=prediction.tokens_per_s,
-            mfu=prediction.mfu,
-            device_bytes=prediction.device_bytes.total,
-        ),
-        device_memory_bytes=request.device_memory_bytes,
-    )
-    write_whole(Path(path), to_toml(plan_table(made, model)))
-    say(f"wrote {path}")
+    return predicted(plan.setup(model, machine, stack), convention), machine

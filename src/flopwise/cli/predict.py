@@ -42,10 +42,8 @@ from flopwise.cli.output import one_or_all, show
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flopwise.predict.choose import Request
     from flopwise.records.prediction import Prediction
-    from flopwise.setup.hardware import Hardware
-    from flopwise.work.model import Model
+    from flopwise.setup.setup import Setup
     from flopwise.work.op import Convention
 
 
@@ -83,7 +81,7 @@ def predict(
     """Predict a training step: time, tokens per second, MFU, HFU, memory by owner, what binds each operator."""
     from flopwise.catalog.load import is_plan, load_model
     from flopwise.cli.deepflow import predict_deepflow, refuse_print_out
-    from flopwise.cli.evidence import predicted
+    from flopwise.door.intervals import predicted
     from flopwise.work.op import CONVENTIONS
 
     form = one_of(output, FORMS, "--output")
@@ -96,17 +94,18 @@ def predict(
     if is_plan(model):
         _show_plan(context, model, counting, form)
         return
-    requests = set_ups(locals())
+    asks = set_ups(locals())
     changes = changes_of(change or [])
     models = [load_model(name, changes) for name in names(model, "a model")]
     machines = [hardware_named(name) for name in names(on, "a device (--on)")]
-    asked = [(one, machine, request) for one in models for machine in machines for request in requests]
-    if len(asked) > MOST_SET_UPS:
-        raise too_many_set_ups(len(asked))
+    count = len(models) * len(machines) * len(asks)
+    if count > MOST_SET_UPS:
+        raise too_many_set_ups(count)
+    setups = [ask(one, machine) for one in models for machine in machines for ask in asks]
     if show_config:
-        _print_settings([_settings(context, *set_up) for set_up in asked], form)
+        _print_settings([_settings(context, setup) for setup in setups], form)
         return
-    predictions = [predicted(*set_up, counting) for set_up in asked]
+    predictions = [predicted(setup, counting) for setup in setups]
     _print_predictions(predictions, {machine.name: machine.title for machine in machines}, form)
 
 
@@ -126,46 +125,45 @@ def _show_plan(context: typer.Context, name: str, convention: Convention, form: 
 def _print_predictions(predictions: list[Prediction], titles: dict[str, str], form: str) -> None:
     from flopwise.report.predictions import predictions_document
 
-    show(predictions_document(predictions, titles), one_or_all(predictions), form)
+    show(predictions_document(predictions, titles), one_or_all(predictions), form, schema="prediction")
 
 
 # -- every setting and where it came from ----------------------------------------------------------------------------
 
 
-def _settings(context: typer.Context, model: Model, hardware: Hardware, request: Request) -> dict[str, dict[str, Any]]:
+def _settings(context: typer.Context, asked: Setup) -> dict[str, dict[str, Any]]:
     """Setting → its value and its origin: the argument, a flag, a default, or `auto` and the reason."""
     from flopwise.predict.choose import capacity_bytes, choose
 
-    chosen = choose(model, hardware, request)
-    workload = chosen.workload
+    setup, reasons = choose(asked)
 
     def origin(option: str, setting: str = "") -> str:
-        if setting in chosen.reasons:
-            return f"auto: {chosen.reasons[setting]}"
+        if setting in reasons:
+            return f"auto: {reasons[setting]}"
         return "flag" if is_given(context, option) else "default"
 
-    batch = "batch" if request.batch_tokens is None else "batch_tokens"
+    batch = "batch" if context.params["batch_tokens"].lower() == "auto" else "batch_tokens"
     settings: dict[str, tuple[object, str]] = {
-        "model": (model.name, "argument"),
-        "hardware": (hardware.name, origin("on")),
-        "devices": (request.parallel.devices, origin("gpus")),
+        "model": (setup.model.name, "argument"),
+        "hardware": (setup.hardware.name, origin("on")),
+        "devices": (setup.parallel.devices, origin("gpus")),
         "parallel": (
-            request.parallel.label,
-            origin("parallel") if request.parallel.devices == 1 or is_given(context, "parallel") else AUTO_PARALLEL,
+            setup.parallel.label,
+            origin("parallel") if setup.parallel.devices == 1 or is_given(context, "parallel") else AUTO_PARALLEL,
         ),
-        "stack": (request.stack.name if request.stack else context.params["stack"].lower(), origin("stack")),
-        "sequence_tokens": (workload.sequence_tokens, origin("seq", "sequence_tokens")),
-        "batch_sequences": (workload.batch_sequences, origin(batch, "batch_sequences")),
-        "micro_batch_sequences": (workload.micro_batch_sequences, origin("micro", "micro_batch_sequences")),
-        "precision": (workload.formats.name, origin("precision", "precision")),
-        "recompute": (workload.recompute, origin("recompute", "recompute")),
+        "stack": (setup.stack.name if setup.stack else context.params["stack"].lower(), origin("stack")),
+        "sequence_tokens": (setup.sequence_tokens, origin("seq", "sequence_tokens")),
+        "batch_sequences": (setup.batch_sequences, origin(batch, "batch_sequences")),
+        "micro_batch_sequences": (setup.micro_batch_sequences, origin("micro", "micro_batch_sequences")),
+        "precision": (setup.formats.name, origin("precision", "precision")),
+        "recompute": (setup.recompute, origin("recompute", "recompute")),
         "device_memory_bytes": (
-            capacity_bytes(hardware, request),
-            "auto: the device's memory less a reserve" if request.device_memory_bytes is None else "flag",
+            capacity_bytes(setup),
+            "auto: the device's memory less a reserve" if setup.device_cap_bytes is None else "flag",
         ),
-        "optimizer": (workload.optimizer, origin("optimizer")),
-        "attention": (workload.attention, origin("attention")),
-        "fusion": (workload.fusion, origin("fusion")),
+        "optimizer": (setup.optimizer, origin("optimizer")),
+        "attention": (setup.attention, origin("attention")),
+        "fusion": (setup.fusion, origin("fusion")),
         "convention": (context.params["convention"].lower(), origin("convention")),
         "set": (changes_of(context.params["change"] or []), origin("change")),
     }
@@ -193,7 +191,7 @@ def _print_settings(settings: Sequence[dict[str, dict[str, Any]]], form: str) ->
         tables=[Table(columns=columns, rows=rows, left=columns)],
         rows=[dict(zip(columns, row, strict=True)) for row in rows],
     )
-    show(document, one_or_all(settings), form)
+    show(document, one_or_all(settings), form, schema="settings")
 
 
 def _setting_words(value: object) -> str:

@@ -16,7 +16,7 @@ from flopwise.cli.train_options import StoreOption
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flopwise.profile.explain.comparing import Comparison
+    from flopwise.profile.explain.comparing import ProfileComparison
     from flopwise.profile.explain.verdicts import Thresholds
     from flopwise.records.profile import Profile, Read
     from flopwise.report.profiles import Judged
@@ -78,7 +78,7 @@ def show(
         return
     judged = judged_by(profiles, thresholds)
     document = replace(profiles_document(judged), page=lambda: profiles_page(judged, _compared(profiles)))
-    output_of.show(document, profiles_record(judged), form, write=write)
+    output_of.show(document, profiles_record(judged), form, schema="profile", write=write)
 
 
 @app.command()
@@ -109,7 +109,7 @@ def compare(
         )
     found = compared(profiles, baseline=baseline or None, thresholds=thresholds)
     document = replace(comparison_document(found), page=lambda: profiles_page(judged_by(profiles, thresholds), found))
-    output_of.show(document, comparison_record(found), form, write=write)
+    output_of.show(document, comparison_record(found), form, schema="profile-comparison", write=write)
 
 
 @app.command()
@@ -120,12 +120,13 @@ def why(
     store: StoreOption = "",
 ) -> None:
     """Say in a paragraph what limits a run, what does not although it looks so, and what to try first."""
-    from flopwise.report.document import Document, Words
+    from flopwise.report.document import Document, Words, to_page
     from flopwise.report.profile_words import why_paragraph
 
     profiles = _sections(_profiles(_read([name], store)), section)
     judged = judged_by(profiles, _thresholds(threshold))
-    output_of.show(Document(blocks=[Words(why_paragraph(*each)) for each in judged]), None, "table")
+    document = Document(blocks=[Words(why_paragraph(*each)) for each in judged])
+    output_of.show_page(to_page(document, output_of.width()))
 
 
 # -- from words to profiles ------------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def judged_by(profiles: Sequence[Profile], thresholds: Thresholds | None = None)
     return [(profile, verdicts(profile, thresholds)) for profile in profiles]
 
 
-def _compared(profiles: Sequence[Profile]) -> Comparison | None:
+def _compared(profiles: Sequence[Profile]) -> ProfileComparison | None:
     from flopwise.profile.explain.comparing import compare as compared
 
     return compared(profiles) if len(profiles) > 1 else None

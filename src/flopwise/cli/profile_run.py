@@ -11,7 +11,7 @@ import typer
 from flopwise.cli.options import counted, value_of
 
 if TYPE_CHECKING:
-    from flopwise.profile.measure.outside import Outcome
+    from flopwise.profile.measure.outside import ProgramOutcome
 
 DEFAULT_FOLDER = "profile"
 MOST_FOLDERS = 10_000
@@ -53,7 +53,7 @@ def run(
         _end_as(outcome)
 
 
-def _end_as(outcome: Outcome) -> NoReturn:
+def _end_as(outcome: ProgramOutcome) -> NoReturn:
     """As the program did, whatever became of its profile."""
     from flopwise.profile.measure.passing_on import end_by
 
@@ -64,7 +64,7 @@ def _end_as(outcome: Outcome) -> NoReturn:
     raise typer.Exit(outcome.exit_code)
 
 
-def _tell(outcome: Outcome, folder: Path, steps: int, *, is_new: bool) -> None:
+def _tell(outcome: ProgramOutcome, folder: Path, steps: int, *, is_new: bool) -> None:
     """The profile, or why there is none."""
     from flopwise.base.errors import FlopwiseError
 
@@ -80,8 +80,10 @@ def _tell(outcome: Outcome, folder: Path, steps: int, *, is_new: bool) -> None:
 
 
 def _say(text: str) -> None:
+    from flopwise.cli.output import say
+
     for line in text.splitlines():
-        typer.echo(f"{PREFIX}{line}".rstrip(), err=True)
+        say(f"{PREFIX}{line}".rstrip())
 
 
 def _free_folder() -> Path:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,9 +15,8 @@ from flopwise.cli.output import keep_inputs, say, show
 from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from flopwise.records.profile import Profile
     from flopwise.report.page.data import PageData, RunDetail
     from flopwise.store.results import Result
 
@@ -81,31 +78,18 @@ def report(
     chosen = _columns(columns, form)
     _check_picture(plot, x, y, value)
     keep_inputs([name for name in named if _is_file(name)], write, plot)
-    with _nothing_thrown_away():
-        rows = _chosen(gathered(named, store, price), state, model, best=best)
-        rows = _sorted(rows, sort)
-        if plot:
-            from flopwise.report.plots import plot as draw
+    rows = _chosen(gathered(named, store, price), state, model, best=best)
+    rows = _sorted(rows, sort)
+    if plot:
+        from flopwise.report.plots import plot as draw
 
-            kind = one_of("heatmap" if y else "scaling", ("heatmap", "scaling"), "--plot")
-            draw(rows, kind, Path(plot), x=x or "sequence", y=y or "batch", value=value or "tokens_per_s")
-            say(f"wrote {plot}")
-        document = results_document(rows, chosen)
-        document = replace(document, page=lambda: _page_data(rows, named, store))
-        records, target = list(results_rows(rows, chosen or FIELDS)), write or DEFAULT_FILES.get(form, "")
-        show(document, records, form, write=target, name_file=form in DEFAULT_FILES)
-
-
-@contextmanager
-def _nothing_thrown_away() -> Iterator[None]:
-    """Without looking for garbage, which takes a fifth of the time: all that is read stays until it is printed."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+        kind = one_of("heatmap" if y else "scaling", ("heatmap", "scaling"), "--plot")
+        draw(rows, kind, Path(plot), x=x or "sequence", y=y or "batch", value=value or "tokens_per_s")
+        say(f"wrote {plot}")
+    document = results_document(rows, chosen)
+    document = replace(document, page=lambda: _page_data(rows, named, store))
+    records, target = list(results_rows(rows, chosen or FIELDS)), write or DEFAULT_FILES.get(form, "")
+    show(document, records, form, schema="result", write=target, name_file=form in DEFAULT_FILES)
 
 
 def collect(
@@ -142,7 +126,6 @@ def collect(
 def gathered(named: Sequence[str], store: str, price: str = "") -> list[Result]:
     """Rows of the files and of the store's runs and sweeps that were named; of the whole store where none was."""
     from flopwise.base.errors import FlopwiseError
-    from flopwise.cli.sweep_launch import settle
     from flopwise.references.published.results import read_results
     from flopwise.store.collecting import collect as collected
     from flopwise.store.results import checked, priced
@@ -154,8 +137,8 @@ def gathered(named: Sequence[str], store: str, price: str = "") -> list[Result]:
     rows = [row for name in files for row in read_results(Path(name))]
     folder = store_folder(store)
     if others or not named:
-        settle(folder, others)
-        found = collected(folder, others, judge=first_verdict)
+        tell_unsettled(folder, others)
+        found = collected(folder, others)
         for problem in found.problems:
             say(f"note: {problem.path}: {problem.why}")
         rows += found.rows
@@ -169,12 +152,24 @@ def gathered(named: Sequence[str], store: str, price: str = "") -> list[Result]:
     return sound if per_hour is None else [priced(row, per_hour) for row in sound]
 
 
-def first_verdict(profile: Profile) -> str | None:
-    """What limits a run most, in a word."""
-    from flopwise.profile.explain.verdicts import verdicts
+def tell_unsettled(store: Path, names: Sequence[str], tell: Callable[[str], None] = say) -> None:
+    """Of these sweeps, of all where none is named: say that jobs may have ended of which nobody has written it down."""
+    from flopwise.base.errors import FlopwiseError
+    from flopwise.store.sweeps import read_sweep, sweep_names
+    from flopwise.sweep.jobs.slurm import unsettled
 
-    found = [verdict.kind for verdict in verdicts(profile) if verdict.kind != "invalid"]
-    return found[0] if found else None
+    for name in sweep_names(store):
+        if names and name not in names:
+            continue
+        try:
+            cells = len(unsettled(store, read_sweep(store, name)))
+        except FlopwiseError:
+            # Whoever reads the results tells of a file that is damaged.
+            continue
+        if cells:
+            asking = f"flopwise sweep --resume {name} --settle --store {shlex.quote(str(store))}"
+            some = "a cell has" if cells == 1 else f"{cells:,} cells have"
+            tell(f"note: of {name} {some} a job whose end is not written down   ask Slurm: {asking}")
 
 
 def _is_file(name: str) -> bool:
@@ -231,6 +226,7 @@ def _chosen(rows: list[Result], state: str, model: str, *, best: bool) -> list[R
     from fnmatch import fnmatchcase
 
     from flopwise.base.errors import FlopwiseError, unknown_name
+    from flopwise.store.results import fastest
 
     kept = rows
     if state:
@@ -252,19 +248,6 @@ def _chosen(rows: list[Result], state: str, model: str, *, best: bool) -> list[R
             hint="leave out --state, --model or --best",
         )
     return kept
-
-
-def fastest(rows: Sequence[Result]) -> list[Result]:
-    """Of each model, hardware, devices, sequence and precision the ok row with the most tokens/s."""
-    found: dict[tuple[object, ...], Result] = {}
-    for row in rows:
-        if row.state != "ok" or row.tokens_per_s is None:
-            continue
-        key = (row.model, row.hardware, row.devices, row.sequence_tokens, row.precision)
-        other = found.get(key)
-        if other is None or row.tokens_per_s > (other.tokens_per_s or 0.0):
-            found[key] = row
-    return list(found.values())
 
 
 def _sorted(rows: list[Result], sort: str) -> list[Result]:
@@ -309,7 +292,7 @@ def _details(rows: Sequence[Result], named: Sequence[str], store: Path) -> tuple
     A run that is not at hand, as in a file, has none.
     """
     from flopwise.cli.run_details import detail_of
-    from flopwise.store.index import UNREADABLE
+    from flopwise.store.rows import UNREADABLE
     from flopwise.store.runs import RUN_NAME
 
     folders = {Path(name).name: Path(name) for name in named if "/" in name}

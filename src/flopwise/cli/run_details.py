@@ -22,7 +22,7 @@ def detail_of(folder: Path, tell: Tell) -> RunDetail:
     from flopwise.base.errors import FlopwiseError
     from flopwise.profile.explain.verdicts import verdicts
     from flopwise.report.page.data import RunDetail, run_detail
-    from flopwise.store.index import UNREADABLE
+    from flopwise.store.rows import UNREADABLE
     from flopwise.store.runs import read_record
 
     try:
@@ -35,7 +35,7 @@ def detail_of(folder: Path, tell: Tell) -> RunDetail:
 
 
 def _profile(folder: Path, tell: Tell) -> Profile | None:
-    from flopwise.store.index import MOST_PROFILE_BYTES, read_profile
+    from flopwise.store.rows import MOST_PROFILE_BYTES, read_profile
     from flopwise.store.runs import PROFILE
 
     profile = read_profile(folder)

@@ -12,7 +12,7 @@ PORT = 8642
 
 
 def serve(
-    port: Annotated[str, typer.Option(help="Port; the next free one where it is taken. 0: any.")] = str(PORT),
+    port: Annotated[str, typer.Option(help="Port. 0: any that is free.")] = str(PORT),
     open_browser: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     store: StoreOption = "",
 ) -> None:
@@ -32,7 +32,4 @@ def serve(
         raise FlopwiseError(f"{folder} is not a folder of runs", hint=f"--store FOLDER, or {VARIABLE}, names the store")
     if entry_kind(folder) == "nothing":
         tell(f"note: there is no {folder} yet; its runs are shown as they come")
-    server = listening(Live(folder), wanted)
-    if wanted and server.server_port != wanted:
-        tell(f"note: port {wanted} is taken: {server.server_port} instead")
-    run_server(server, open_browser=open_browser)
+    run_server(listening(Live(folder), wanted), open_browser=open_browser)

@@ -1,17 +1,12 @@
 """The page over HTTP, on this machine's loopback alone: it reads the store, and nothing that is asked for changes it.
 
-How the jobs of a cluster ended is written down now and then, as by every command that tells results.
 No path of a request is ever made a path of the file system, but for a run's number that the store itself has listed.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import io
 import re
-import shutil
-import socket
 import sys
 import threading
 import time
@@ -29,24 +24,14 @@ from flopwise.store.runs import RUN_NAME
 
 if TYPE_CHECKING:
     from flopwise.report.page.data import PageData
-    from flopwise.store.collecting import Memory
     from flopwise.store.results import Result
 
 EVERY_S = 2.0
 """The store is read at most so often, however many ask."""
-SETTLE_EVERY_S = 30.0
-"""A cluster's scheduler is asked at most so often how its jobs ended."""
-SUBMIT = "sbatch"
-"""The program that tells that there is one."""
 REQUEST_S = 10.0
-"""In which a request must have arrived, and for each answer in which it must have been taken."""
-MOST_REQUEST_BYTES = 2**15
-MOST_TARGET = 2**11
-"""Characters of what is asked for."""
-MOST_CONNECTIONS = 32
-PORTS_TRIED = 32
-LOOPBACKS = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
-NAMES = ("localhost", "127.0.0.1", "[::1]")
+"""In which each part of a request must arrive, and of an answer be taken."""
+HOST = "127.0.0.1"
+NAMES = ("localhost", HOST)
 """What a request may call this server: any other name leads here by a trick."""
 
 RUN = re.compile(rf"/run/({RUN_NAME.pattern})\.json", re.ASCII)
@@ -103,8 +88,6 @@ class Live:
         self._failure: FlopwiseError | None = None
         self._read_at = 0.0
         self._told: set[str] = set()
-        self._settled_at: float | None = None
-        self._memory: Memory | None = None
 
     def answer(self, path: str) -> Answer | None:
         """What stands at a path; None: nothing does."""
@@ -141,29 +124,20 @@ class Live:
             self._seen = _Seen(rows, datetime.now().astimezone().isoformat(timespec="milliseconds"))
 
     def _collected(self) -> list[Result]:
-        from flopwise.cli.report import first_verdict
-        from flopwise.store.collecting import Memory, collect
+        from flopwise.cli.report import tell_unsettled
+        from flopwise.store.collecting import collect
         from flopwise.store.results import checked
 
-        self._settle()
-        self._memory = self._memory or Memory()
-        found = collect(self.store, judge=first_verdict, memory=self._memory)
+        tell_unsettled(self.store, (), self._tell_once)
+        found = collect(self.store)
         for problem in found.problems:
-            line = f"note: {problem.path}: {problem.why}"
-            if line not in self._told:
-                self._told.add(line)
-                tell(line)
+            self._tell_once(f"note: {problem.path}: {problem.why}")
         return [checked(row) for row in found.rows]
 
-    def _settle(self) -> None:
-        """Write down how the jobs of sweeps ended, where there is a scheduler to ask."""
-        if shutil.which(SUBMIT) is None:
-            return
-        if self._settled_at is None or self._clock() - self._settled_at >= SETTLE_EVERY_S:
-            from flopwise.cli.sweep_launch import settle
-
-            settle(self.store, ())
-            self._settled_at = self._clock()
+    def _tell_once(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            tell(line)
 
     def page(self, seen: _Seen) -> PageData:
         from flopwise.report.page.data import PageData
@@ -175,7 +149,7 @@ class Live:
     def _run(self, name: str) -> Answer | None:
         from flopwise.cli.run_details import detail_of
         from flopwise.report.page.data import detail_json
-        from flopwise.store.index import run_names
+        from flopwise.store.runs import run_names
 
         # The name is taken from the store's own list, never from the request.
         found = next((known for known in run_names(self.store) if known == name), None)
@@ -221,16 +195,13 @@ ROUTES: dict[str, Callable[[Live, _Seen], Answer]] = {
 
 
 class Server(ThreadingHTTPServer):
-    """Listens on the loopback, to a few at a time."""
+    """Listens on the loopback alone."""
 
     daemon_threads = True
-    request_queue_size = MOST_CONNECTIONS
 
-    def __init__(self, live: Live, family: int, host: str, port: int) -> None:
-        self.address_family = family
+    def __init__(self, live: Live, port: int) -> None:
         self.live = live
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        super().__init__((host, port), Handler)
+        super().__init__((HOST, port), Handler)
         host_names = {f"{name}:{self.server_port}" for name in NAMES}
         self.host_names = host_names | (set(NAMES) if self.server_port == 80 else set())
 
@@ -238,18 +209,6 @@ class Server(ThreadingHTTPServer):
         # The base class would ask a name server what this host is called.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as the base class has it
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         del request, client_address
@@ -260,33 +219,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        host = "[::1]" if self.address_family == socket.AF_INET6 else "127.0.0.1"
-        return f"http://{host}:{self.server_port}/"
-
-
-class _Arriving(socket.SocketIO):
-    """A request as it arrives: it ends with the time or the bytes that it may take."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        super().__init__(connection, "r")
-        self._connection = connection
-        self._until = time.monotonic() + REQUEST_S
-        self._room = MOST_REQUEST_BYTES
-
-    @property
-    def is_full(self) -> bool:
-        return self._room <= 0
-
-    def readinto(self, buffer: Any) -> int | None:  # noqa: ANN401 - a buffer
-        left = self._until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the request did not arrive in time")
-        if self.is_full:
-            return 0
-        self._connection.settimeout(left)
-        count = super().readinto(memoryview(buffer)[: self._room])
-        self._room -= count or 0
-        return count
+        return f"http://{HOST}:{self.server_port}/"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -298,12 +231,6 @@ class Handler(BaseHTTPRequestHandler):
     sys_version = ""
     timeout = REQUEST_S
 
-    def setup(self) -> None:
-        super().setup()
-        self.rfile.close()
-        self._arriving = _Arriving(self.connection)
-        self.rfile = io.BufferedReader(self._arriving)
-
     def do_GET(self) -> None:
         self._respond(self._answered())
 
@@ -312,14 +239,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answered(self) -> Answer:
         hosts = self.headers.get_all("Host") or []
-        if self._arriving.is_full:
-            return _refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request is too long")
         if len(hosts) != 1 or hosts[0].strip().lower() not in self.server.host_names:
             return _refusal(HTTPStatus.FORBIDDEN, "this server is called localhost, and by no other name")
         # As it was sent: `self.path` has been tidied up.
         target = self.requestline.split()[1]
-        if len(target) > MOST_TARGET:
-            return _refusal(HTTPStatus.REQUEST_URI_TOO_LONG, "the address is too long")
         try:
             found = self.server.live.answer(target.partition("?")[0])
         except FlopwiseError as error:
@@ -334,7 +257,6 @@ class Handler(BaseHTTPRequestHandler):
         wanted = self.headers.get("If-None-Match", "") if answer.status == HTTPStatus.OK else ""
         known = {word.strip().removeprefix("W/") for word in wanted.split(",")}
         is_known = answer.status == HTTPStatus.OK and bool(known & {answer.etag, "*"})
-        self.connection.settimeout(REQUEST_S)
         self.close_connection = True
         # The oldest protocol has no headers, and what cannot be read counts as such a request.
         self.request_version = "HTTP/1.1"
@@ -354,11 +276,9 @@ class Handler(BaseHTTPRequestHandler):
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
         if not hasattr(self, "headers"):
             self.headers = self.MessageClass()
-        words = {
-            HTTPStatus.METHOD_NOT_ALLOWED: "only GET and HEAD are answered",
-            HTTPStatus.REQUEST_URI_TOO_LONG: "the address is too long",
-        }
-        self._respond(_refusal(status, words.get(status, "the request is not one that can be read")))
+        is_method = status == HTTPStatus.METHOD_NOT_ALLOWED
+        sentence = "only GET and HEAD are answered" if is_method else "the request is not one that can be read"
+        self._respond(_refusal(status, sentence))
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as the base class has it
         """Requests are not told of; what goes wrong is."""
@@ -386,23 +306,12 @@ def _refusal(status: HTTPStatus, sentence: str) -> Answer:
 
 
 def listening(live: Live, port: int) -> Server:
-    """A server on that port, on the next one that is free, or with 0 on any."""
-    why = ""
-    tried = range(port, min(port + PORTS_TRIED, 2**16)) if port else (0,)
-    for number in tried:
-        for family, host in LOOPBACKS:
-            try:
-                return Server(live, family, host, number)
-            except PermissionError as error:
-                raise FlopwiseError(
-                    f"port {number} cannot be had", why=error.strerror, hint="--port 8642, or any above 1023"
-                ) from None
-            except OSError as error:
-                why = error.strerror or str(error)
-                if family == socket.AF_INET and error.errno == errno.EADDRINUSE:
-                    # The same port on the other loopback would be another server's neighbour.
-                    break
-    raise FlopwiseError(f"no port from {port} on can be had", why=why, hint="--port 0 takes any that is free")
+    """A server on that port, or with 0 on any that is free."""
+    try:
+        return Server(live, port)
+    except OSError as error:
+        hint = "--port 0 takes any that is free"
+        raise FlopwiseError(f"port {port} cannot be had", why=error.strerror or str(error), hint=hint) from None
 
 
 def run_server(server: Server, *, open_browser: bool = False) -> None:

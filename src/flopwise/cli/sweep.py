@@ -22,16 +22,35 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = 20
 AXIS_OPTIONS = {
-    "model": "model", "set": "change", "on": "on", "gpus": "gpus", "seq": "seq", "batch": "batch",
-    "batch_tokens": "batch_tokens", "micro": "micro", "precision": "precision", "device_mem": "device_mem",
+    "model": "model",
+    "set": "change",
+    "on": "on",
+    "gpus": "gpus",
+    "seq": "seq",
+    "batch": "batch",
+    "batch_tokens": "batch_tokens",
+    "micro": "micro",
+    "precision": "precision",
+    "device_mem": "device_mem",
     "host_mem": "host_mem",
-}  # fmt: skip
+}
 """Axis → the parameter that its option is."""
 OF_SLURM = ("partition", "account", "gpu_type", "gpus_per_node", "sbatch", "activate")
 OF_SKYPILOT = ("accelerator", "infra", "spot", "bucket")
 RESUME_LEAVES_OPEN = (
-    *("resume", "retry", "force", "only", "slots", "store", "output", "dry_run", "launcher", "time_limit"),
-    *(*OF_SLURM, *OF_SKYPILOT),
+    "resume",
+    "settle",
+    "retry",
+    "force",
+    "only",
+    "slots",
+    "store",
+    "output",
+    "dry_run",
+    "launcher",
+    "time_limit",
+    *OF_SLURM,
+    *OF_SKYPILOT,
 )
 
 
@@ -55,6 +74,7 @@ def sweep(
     predict: options.PredictOption = False,
     dry_run: options.DryRunOption = False,
     resume: options.ResumeOption = "",
+    settle: options.SettleOption = False,
     retry: options.RetryOption = False,
     force: options.ForceOption = False,
     name: options.NameOption = "",
@@ -89,7 +109,7 @@ def sweep(
 
 def _sweep(context: typer.Context, words: dict[str, Any]) -> None:
     """What was typed, done."""
-    from flopwise.cli.sweep_launch import at_once
+    from flopwise.cli.sweep_launch import at_once, settle_jobs
     from flopwise.report.sweeps import preview_document, preview_results
     from flopwise.store.runs import store_folder
 
@@ -99,6 +119,9 @@ def _sweep(context: typer.Context, words: dict[str, Any]) -> None:
     # Before anything is written.
     at_once(words)
     folder = store_folder(words["store"])
+    if words["settle"]:
+        settle_jobs(folder, words["resume"])
+        return
     asked = _Stored(folder, words["resume"], words["time_limit"]) if words["resume"] else _Asked(context, words)
     wanted = _only(words["only"], asked.record, asked.skipped)
     if words["predict"] or words["dry_run"]:
@@ -108,7 +131,7 @@ def _sweep(context: typer.Context, words: dict[str, Any]) -> None:
         _launch(asked, folder, wanted, where, words)
     else:
         preview = asked.preview(wanted, is_run=not words["predict"], slots=words["slots"])
-        show(preview_document(preview), preview_results(preview), form)
+        show(preview_document(preview), preview_results(preview), form, schema="result")
     if unread:
         raise typer.Exit(1)
 
@@ -143,6 +166,10 @@ def _check(context: typer.Context, launcher: str) -> None:
                 raise FlopwiseError(f"{_option(name)} is for {kind}", hint=f"--launcher {kind}, or without it")
     if "predict" in given and "dry_run" in given:
         raise FlopwiseError("--predict beside --dry-run", why="neither runs anything", hint="one of them")
+    if "settle" in given and {*given} - {"settle", "resume", "store"}:
+        raise FlopwiseError("--settle runs nothing", hint="--resume NAME --settle, and --store")
+    if "settle" in given and "resume" not in given:
+        raise FlopwiseError("--settle is for a stored sweep", hint="--resume NAME --settle")
     beside = [name for name in given if name not in RESUME_LEAVES_OPEN]
     if "resume" in given and beside:
         what = f"the file {context.params['file']}" if beside[0] == "file" else _option(beside[0])

@@ -10,9 +10,10 @@ from typing import Any
 
 import typer
 
+from flopwise.base.errors import FlopwiseError
 from flopwise.cli.options import counted, value_of
 from flopwise.cli.output import say, show
-from flopwise.store.cells import Cell, SweepRecord
+from flopwise.store.cells import Attempt, Cell, SweepRecord
 from flopwise.store.results import Result
 
 
@@ -48,24 +49,32 @@ def run(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any
     The exit code is 1 where attempts failed, and where a cell was left to an attempt on another machine.
     """
     from flopwise.cli.sweep_progress import watching
+    from flopwise.sweep.jobs.slurm import settle_here
     from flopwise.sweep.running import run_sweep
     from flopwise.sweep.slots import slots_for
 
     slots, wanted, cells = at_once(words), asked.ids, asked.cells
     share = slots_for(record, [cell.settings for cell in cells], slots).share
     say(f"sweep {record.name} in {store}")
-    settle(store, (record.name,))
+    try:
+        settle_here(store, record)
+    except FlopwiseError as error:
+        say(f"note: {error.what}")
+    attempts: list[Attempt] = []
     try:
         with watching(cells, steps=record.steps, repeats=record.repeats, share=share) as tell:
             # Without any cell left, `only` would stand for all of them.
-            attempts = (
-                run_sweep(
-                    store, record, force=words["force"], retry=words["retry"], slots=slots, only=wanted,
-                    named=asked.named, tell=tell,
+            if wanted:
+                attempts = run_sweep(
+                    store,
+                    record,
+                    force=words["force"],
+                    retry=words["retry"],
+                    slots=slots,
+                    only=wanted,
+                    named=asked.named,
+                    tell=tell,
                 )
-                if wanted
-                else []
-            )  # fmt: skip
     except (KeyboardInterrupt, SystemExit) as end:
         say(f"interrupted   go on with: flopwise sweep --resume {record.name}{_store_words(words)}")
         code = end.code if isinstance(end, SystemExit) and isinstance(end.code, int) else 130
@@ -86,18 +95,15 @@ def run(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any
     say(f"next: flopwise report {record.name} -o html{_store_words(words)}")
 
 
-def settle(store: Path, names: Sequence[str]) -> None:
-    """Write down how the jobs of these sweeps ended, of all sweeps where none is named; trouble is told, no more."""
-    from flopwise.base.errors import FlopwiseError
-    from flopwise.store.sweeps import read_sweep, sweep_names
-    from flopwise.sweep.jobs.slurm import settle_here
+def settle_jobs(store: Path, name: str) -> None:
+    """Write down how the jobs of a stored sweep ended, and run nothing."""
+    from flopwise.store.sweeps import read_sweep
+    from flopwise.sweep.jobs.slurm import settle
 
-    for name in sweep_names(store):
-        if name in names or not names:
-            try:
-                settle_here(store, read_sweep(store, name))
-            except FlopwiseError as error:
-                say(f"note: {error.what}")
+    written = settle(store, read_sweep(store, name))
+    for attempt in written:
+        typer.echo(f"{attempt.cell}  attempt {attempt.number}  {attempt.state}  {attempt.reason or ''}".rstrip())
+    say(f"ends written down: {len(written):,}   next: flopwise report {name} --store {shlex.quote(str(store))}")
 
 
 def _store_words(words: Mapping[str, Any]) -> str:
@@ -133,7 +139,8 @@ def submit(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, 
     for some, why in left_out:
         if some:
             say(f"cells that {why}: {len(some):,}")
-    say(f"next: flopwise report {record.name}{_store_words(words)}")
+    again = f"flopwise sweep --resume {record.name} --settle{_store_words(words)}"
+    say(f"next: {again}, then flopwise report {record.name}{_store_words(words)}")
 
 
 def write_tasks(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any]) -> None:
@@ -160,4 +167,4 @@ def _print_results(store: Path, name: str, cells: Sequence[str], form: str) -> N
     from flopwise.report.results import results_document
 
     rows: list[Result] = [row for row in gathered((name,), str(store)) if row.cell in cells]
-    show(results_document(rows), rows, form)
+    show(results_document(rows), rows, form, schema="result")

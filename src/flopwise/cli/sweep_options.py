@@ -69,6 +69,9 @@ DryRunOption = Annotated[
 ResumeOption = Annotated[
     str, typer.Option(help="Go on with a stored sweep, by its name; finished cells stay.", show_default=False)
 ]
+SettleOption = Annotated[
+    bool, typer.Option("--settle", help="With --resume: write down how its Slurm jobs ended; runs and submits nothing.")
+]
 RetryOption = Annotated[bool, typer.Option("--retry", help="Try cells again that failed or took too long.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Try all cells anew, finished ones too.")]
 NameOption = Annotated[str, typer.Option(help="Of the sweep. Default: from its cells.", show_default=False)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
@@ -80,13 +81,29 @@ def train(
     words = dict(locals())
     _join_launcher()
     form = one_of(output, ("table", "json"), "--output")
-    request = train_request(context, words)
-    check_packages()
-    _spawn_ranks(request)
-    record = _run(request)
+    with _failures_told(store):
+        request = train_request(context, words)
+        check_packages()
+        _spawn_ranks(request)
+        record = _run(request)
     if _speaks():
         _print(record, form, request.store)
     _end(exit_code(record))
+
+
+@contextmanager
+def _failures_told(store: str) -> Iterator[None]:
+    """Where a sweep has begun this process, it is told why it fails."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except Exception as error:
+        from flopwise.store.runs import store_folder
+        from flopwise.train.failures import tell_failure
+
+        tell_failure(store_folder(store), error)
+        raise
 
 
 # -- from words to a request -----------------------------------------------------------------------------------------
@@ -395,14 +412,15 @@ def _speaks() -> bool:
 
 def _run(request: TrainRequest) -> RunRecord:
     """Train, and be watched at it where this process speaks."""
-    from flopwise import train as training
     from flopwise.cli.train_progress import watching
 
     _import_engine()
+    from flopwise.train import run
+
     if not _speaks():
-        return training.run(request)
+        return run(request)
     with watching() as callback:
-        return training.run(request, callbacks=[callback])
+        return run(request, callbacks=[callback])
 
 
 def _import_engine() -> None:
@@ -426,4 +444,4 @@ def _import_engine() -> None:
 def _print(record: RunRecord, form: str, store: str | None) -> None:
     from flopwise.report.training import end_document
 
-    show(end_document(record, store), record, form)
+    show(end_document(record, store), record, form, schema="run")

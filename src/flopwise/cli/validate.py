@@ -49,7 +49,7 @@ def validate(
         found = _recorded(path, apart=apart)
     else:
         found = _validation(name, path, apart=apart)
-    show(validation_document(found, every_row=all_rows), validation_record(found), form)
+    show(validation_document(found, every_row=all_rows), validation_record(found), form, schema="validation")
 
 
 def _conformance(path: Path | None) -> Validation:
@@ -89,33 +89,33 @@ def _recorded(path: Path | None, *, apart: bool) -> Validation:
 
 def _validation(name: str, path: Path | None, *, apart: bool) -> Validation:
     from flopwise.catalog.load import load_stack
-    from flopwise.references.published import hardware_of, protocol_of, read_cases, table_of
+    from flopwise.references.published import protocol_of, read_cases, table_of
     from flopwise.references.validate.held_out import fit_of, held_out_predictions, shipped_predictions, validated
 
     protocol = protocol_of(table_of(name, path))
     cases, shipped = read_cases(name, path), read_cases(protocol.fitted_table)
     own = protocol.fitted_table == protocol.table
-    hardware = hardware_of((*cases, *shipped))
     for case in cases:
-        _check(case, hardware[case.hardware])
+        _check(case)
     stack = load_stack(protocol.stack)
     if not apart:
-        predicted = shipped_predictions(cases, shipped, stack, hardware)
+        predicted = shipped_predictions(cases, shipped, stack)
         return validated(protocol, cases, predicted, words=_shipped_words(protocol, cases, shipped, path))
-    fit = fit_of(protocol, cases if own else shipped, stack, hardware)
+    fit = fit_of(protocol, cases if own else shipped, stack)
     with progress_bar("sizes held out") as progress:
-        predicted = held_out_predictions(fit, cases, hardware, progress)
+        predicted = held_out_predictions(fit, cases, progress)
     return validated(protocol, cases, predicted, words=_held_out_words(protocol, path if own else None))
 
 
-def _check(case: Case, hardware: Hardware) -> None:
+def _check(case: Case) -> None:
     """Refuse a row that cannot be predicted: its model cannot be split so, or no network reaches all its devices."""
     from flopwise.base.errors import FlopwiseError
     from flopwise.predict.cluster.collectives import check_reach
 
+    setup = case.setup
     try:
-        case.parallel.check(case.model, case.workload.sequence_tokens)
-        check_reach(hardware.name, hardware.networks, case.parallel.devices)
+        setup.parallel.check(setup.model, setup.sequence_tokens)
+        check_reach(setup.hardware.name, setup.hardware.networks, setup.parallel.devices)
     except FlopwiseError as error:
         raise error.within(f"row {case.row}") from None
 
@@ -129,7 +129,7 @@ def _shipped_words(protocol: Protocol, cases: Sequence[Case], shipped: Sequence[
         return f"{constants}; {protocol.rows}"
     if path is None:
         return f"in sample, not held out: {constants}; {protocol.rows}; --leave-out model holds each size out"
-    known = {_without_number(case) for case in shipped}
+    known = [_without_number(case) for case in shipped]
     same = sum(_without_number(case) in known for case in cases)
     if same == len(cases):
         told = (

@@ -117,6 +117,5 @@ def _check_parallel(parallel: Parallel) -> None:
         )
     if parallel.offload_optimizer or parallel.offload_activations:
         raise FlopwiseError(
-            f"{parallel.label}: memory of the host is not used by several devices yet",
-            hint="plan without --offload",
+            f"{parallel.label}: memory of the host is not used by several devices yet", hint="plan without --offload"
         )

@@ -27,15 +27,13 @@ SPAWNED = "FLOPWISE_SPAWNED"
 LISTENER = "FLOPWISE_LISTENER"
 """For those, the number of the socket on which rank 0 listens."""
 REFUSAL = "FLOPWISE_REFUSAL"
-"""For those, the file in which rank 0 says why it ends."""
+"""For those, the file in which a rank says why it ends."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 SLURM_PORTS = range(15_000, 30_000)
 """Below those that systems hand out by themselves; a job's number chooses one."""
 BRACKETS = re.compile(r"\[([0-9]+)[0-9,\-]*\]")
 HOST = re.compile(r"[A-Za-z0-9._\-]+")
-
-LOST_HINT = "the rank that failed first says why"
 
 MEETING_S = 600.0
 """In which all ranks have to be there."""
@@ -156,13 +154,19 @@ def end_with_launcher() -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def note_refusal(what: str) -> None:
-    """Let the launcher know of which error rank 0 ends, so that other ranks need not repeat it."""
+class RankLostError(FlopwiseError):
+    """Another rank is gone or late; that one knows why."""
+
+
+def note_refusal(error: FlopwiseError) -> None:
+    """Let the launcher know of which error this rank ends, so that ranks need not repeat what rank 0 said.
+
+    Nothing for one that only lost the others. It is all said on the rank's own terminal as well.
+    """
     place = os.environ.get(REFUSAL)
-    if place is not None and os.environ.get("RANK") == "0":
-        # It is said on the terminal all the same.
+    if place is not None:
         with suppress(OSError):
-            Path(place).write_text(what, encoding="utf-8")
+            Path(place).write_text("" if isinstance(error, RankLostError) else error.what, encoding="utf-8")
 
 
 # -- how they meet ----------------------------------------------------------------------------------------------------
@@ -248,10 +252,10 @@ class Group:
                 if not _is_lost(failed):
                     raise
         if lost is not None and _is_lost(lost):
-            raise FlopwiseError(
+            raise RankLostError(
                 f"rank {self.rank.rank} lost the others",
                 why=_first_line(lost),
-                hint=LOST_HINT,
+                hint="the rank that failed first says why",
             ) from lost
 
     def _not_met(self, error: Exception) -> FlopwiseError:

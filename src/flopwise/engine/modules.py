@@ -99,7 +99,7 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-class Block(nn.Module):
+class PlainBlock(nn.Module):
     """Attention and feed-forward part with their norms, around the residual stream."""
 
     def __init__(self, model: Transformer) -> None:
@@ -172,7 +172,7 @@ class ReferenceModel(nn.Module):
         self.positions = nn.Embedding(model.position_rows or sequence_tokens, hidden) if learned else None
         self.token_types = nn.Embedding(model.token_types, hidden) if model.token_types else None
         self.embedding_norm = Norm(model, hidden) if model.embedding_norm else None
-        self.layers = nn.ModuleList(Block(model) for _ in range(model.layers))
+        self.layers = nn.ModuleList(PlainBlock(model) for _ in range(model.layers))
         if model.head == "classifier":
             assert model.labels is not None
             self.pooler = nn.Linear(hidden, hidden)

@@ -19,7 +19,7 @@ from typing import IO, Self
 
 from flopwise.base.processes import python_words, search_path
 from flopwise.engine import warden
-from flopwise.engine.launch import LISTENER, LOOPBACK, LOST_HINT, REFUSAL, SPAWNED
+from flopwise.engine.launch import LISTENER, LOOPBACK, REFUSAL, SPAWNED
 
 LOOPBACK_INTERFACE = "lo"
 BACKLOG = 4096
@@ -110,7 +110,7 @@ class _Child:
         self, rank: int, command: list[str], environment: dict[str, str], folder: str, listener: socket.socket
     ) -> None:
         self.rank = rank
-        self.refusal = Path(environment[REFUSAL])
+        self._refusal = Path(environment[REFUSAL])
         self.errors: IO[bytes] | None = None
         if rank:
             self.errors = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the process
@@ -137,18 +137,18 @@ class _Child:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def tell(self) -> None:
-        """Show the end of what a rank that failed has written; rank 0 is seen anyway, and may have said the same."""
-        if self.errors is None:
+    def refusal(self) -> str | None:
+        """Of which error it has ended: nothing if it lost the others, None if it did not say."""
+        return self._refusal.read_text(encoding="utf-8") if self._refusal.exists() else None
+
+    def tell(self, first: str | None) -> None:
+        """Show the end of what a rank that failed has written; rank 0 is seen anyway, and may have refused the same."""
+        # Ranks may know more or less of the reason, and of where a checkpoint is, but it is the same one.
+        if self.errors is None or (first is not None and self.refusal() in ("", first)):
             return
         size = self.errors.seek(0, os.SEEK_END)
         self.errors.seek(max(0, size - TOLD_BYTES))
         text = self.errors.read().decode(errors="replace").rstrip()
-        said = self.refusal.read_text(encoding="utf-8").rstrip() if self.refusal.exists() else ""
-        # Ranks may know more or less of the reason, and of where a checkpoint is, but it is the same one.
-        errors = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
-        if said and (errors[-1:] == [said] or text.endswith(LOST_HINT)):
-            return
         sys.stderr.write("".join(f"rank {self.rank}: {line}\n" for line in text.splitlines()))
         sys.stderr.flush()
 
@@ -170,7 +170,7 @@ def _variables(rank: int, ranks: int, listener: socket.socket, folder: str) -> d
         "MASTER_PORT": str(listener.getsockname()[1]),
         LISTENER: str(listener.fileno()),
         SPAWNED: str(os.getpid()),
-        REFUSAL: str(Path(folder) / "refusal"),
+        REFUSAL: str(Path(folder) / f"refusal-{rank}"),
     }
     # Each rank would otherwise have a thread for every core, and listen where other machines can reach it.
     defaults = {
@@ -228,7 +228,7 @@ def _watched(children: Sequence[_Child], signals: list[int], grace_s: float) -> 
                 child.process.terminate()
         time.sleep(LOOK_EVERY_S)
     for child in failed:
-        child.tell()
+        child.tell(children[0].refusal())
     return code or interrupted
 
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from flopwise.base.callable_module import make_callable
 from flopwise.plan.cluster.answer import answer
-from flopwise.plan.cluster.search import Question, fastest
-from flopwise.plan.device.cuts import DeviceQuestion
+from flopwise.plan.cluster.search import fastest
 from flopwise.plan.device.explain import planned
 from flopwise.plan.program.compile import compile_plan
 from flopwise.records.cluster_plan import Answer, Option
 from flopwise.records.plan import Plan, Planned
+from flopwise.setup.setup import CappedSetup, Setup
 
 __all__ = [
     "Answer",
-    "DeviceQuestion",
+    "CappedSetup",
     "Option",
     "Plan",
     "Planned",
-    "Question",
+    "Setup",
     "answer",
     "compile_plan",
     "fastest",
     "planned",
 ]
+
+make_callable(__name__)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from flopwise.predict.choose import Request
+from flopwise.base.callable_module import make_callable
 from flopwise.predict.step import step
+from flopwise.setup.setup import Setup
 
-__all__ = ["Request", "step"]
+__all__ = ["Setup", "step"]
+
+make_callable(__name__)

@@ -8,81 +8,76 @@ from fractions import Fraction
 import numpy as np
 
 from flopwise.base.errors import unknown_name
-from flopwise.predict.choose import PLAIN, Request, capacity_bytes, choose
+from flopwise.predict.choose import PLAIN, capacity_bytes, choose
 from flopwise.predict.cluster.step import cluster_step
-from flopwise.predict.cluster.strategies import micro_batches
 from flopwise.predict.kernels.calls import Phase, calls_of
-from flopwise.predict.kernels.costs import BOUND_NAMES, CAUSES, peak_flops, workload_costs
+from flopwise.predict.kernels.costs import BOUND_NAMES, CAUSES, peak_flops, setup_costs
 from flopwise.predict.kernels.memory import device_bytes
 from flopwise.records.prediction import NO_STACK, DeviceBytes, OpPrediction, Prediction, StagePrediction
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.workload import Workload
+from flopwise.setup.setup import SettledSetup, Setup
 from flopwise.work.describe import describe
-from flopwise.work.model import Model, beyond_context
+from flopwise.work.model import beyond_context
 from flopwise.work.op import CONVENTIONS, Convention
 from flopwise.work.traffic import least_bytes
-from flopwise.work.work import Work
 
 PALM_NOTE_MFU = 0.75
 """Above this, `palm` shares say more about the convention than about the device."""
 
 
-def step(
-    model: Model, hardware: Hardware, request: Request | None = None, *, convention: Convention = "causal"
-) -> Prediction:
-    """Predict one optimizer step; what the request leaves open is chosen, and noted."""
-    request = request or Request()
+def step(asked: Setup, *, convention: Convention = "causal") -> Prediction:
+    """Predict one optimizer step; what the set-up leaves open is chosen, and noted."""
     if convention not in CONVENTIONS:
         raise unknown_name("convention", str(convention), CONVENTIONS, hint=f"one of {', '.join(CONVENTIONS)}")
-    choice = choose(model, hardware, request)
-    workload = choice.workload
-    work = describe(model, workload.sequence_tokens, workload.attention)
-    made = _made(model, hardware, request, workload, convention)
-    model_flops = workload.batch_sequences * work.model_flops(convention)
-    hardware_flops = workload.batch_sequences * work.total_hardware_flops(convention, workload.recompute)
-    devices = request.parallel.devices
-    peak = peak_flops(hardware, workload.formats.matrix)
+    setup, reasons = choose(asked)
+    model, hardware = setup.model, setup.hardware
+    work = describe(model, setup.sequence_tokens, setup.attention)
+    made = _made(setup, convention)
+    model_flops = setup.batch_sequences * work.model_flops(convention)
+    hardware_flops = setup.batch_sequences * work.total_hardware_flops(convention, setup.recompute)
+    devices = setup.parallel.devices
+    peak = peak_flops(hardware, setup.formats.matrix)
     mfu = model_flops / (made.step_s * peak * devices)
-    capacity = capacity_bytes(hardware, request)
+    capacity = capacity_bytes(setup)
     by_bound = {op.bound: sum(other.time_s for other in made.ops if other.bound == op.bound) for op in made.ops}
     return Prediction(
         model=model.name,
         hardware=hardware.name,
-        sequence_tokens=workload.sequence_tokens,
-        batch_sequences=workload.batch_sequences,
-        micro_batch_sequences=workload.micro_batch_sequences,
-        accumulation_steps=micro_batches(workload, request.parallel.data)[2],
-        batch_tokens=workload.batch_tokens,
-        precision=workload.formats.name,
-        recompute=workload.recompute,
-        attention=workload.attention,
-        fusion=workload.fusion,
-        optimizer=workload.optimizer,
+        sequence_tokens=setup.sequence_tokens,
+        batch_sequences=setup.batch_sequences,
+        micro_batch_sequences=setup.micro_batch_sequences,
+        accumulation_steps=setup.accumulation_steps,
+        batch_tokens=setup.batch_tokens,
+        precision=setup.formats.name,
+        recompute=setup.recompute,
+        attention=setup.attention,
+        fusion=setup.fusion,
+        optimizer=setup.optimizer,
         n_params=work.parameters,
         n_active_params=work.active_parameters,
         model_flops=model_flops,
         hardware_flops=hardware_flops,
         convention=convention,
         step_s=made.step_s,
-        tokens_per_s=workload.batch_tokens / made.step_s,
+        tokens_per_s=setup.batch_tokens / made.step_s,
         mfu=mfu,
         hfu=hardware_flops / (made.step_s * peak * devices),
         peak_flops=peak,
-        peak_format=workload.formats.matrix,
-        peak_source=_source_kind(hardware, hardware.device.peak_flops[workload.formats.matrix].source),
+        peak_format=setup.formats.matrix,
+        peak_source=_source_kind(hardware, hardware.device.peak_flops[setup.formats.matrix].source),
         bound=max(by_bound, key=lambda name: by_bound[name]),
         device_bytes=made.device_bytes,
         device_capacity_bytes=capacity,
         fits=made.device_bytes.total <= capacity,
         ops=made.ops,
         devices=devices,
-        parallel=request.parallel,
-        stack=request.stack.name if request.stack else NO_STACK,
+        parallel=setup.parallel,
+        stack=setup.stack.name if setup.stack else NO_STACK,
         stages=made.stages,
         host_bytes=made.host_bytes,
         parts=made.parts,
-        chosen=choice.reasons,
-        notes=_notes(model, hardware, workload, mfu, convention),
+        chosen=reasons,
+        notes=_notes(setup, mfu, convention),
     )
 
 
@@ -98,19 +93,11 @@ class _Made:
     host_bytes: int = 0
 
 
-def _made(model: Model, hardware: Hardware, request: Request, workload: Workload, convention: Convention) -> _Made:
-    if request.is_plain:
-        work = describe(model, workload.sequence_tokens, workload.attention)
-        ops = _operators(model, work, workload, hardware, convention)
-        return _Made(step_s=sum(op.time_s for op in ops), ops=ops, device_bytes=device_bytes(work, workload))
-    found = cluster_step(
-        model,
-        hardware,
-        workload,
-        parallel=request.parallel,
-        stack=request.stack or PLAIN,
-        convention=convention,
-    )
+def _made(setup: SettledSetup, convention: Convention) -> _Made:
+    if setup.is_plain:
+        ops = _operators(setup, convention)
+        return _Made(step_s=sum(op.time_s for op in ops), ops=ops, device_bytes=device_bytes(setup))
+    found = cluster_step(setup, setup.stack or PLAIN, convention)
     return _Made(
         step_s=found.step_s,
         ops=found.ops,
@@ -121,15 +108,14 @@ def _made(model: Model, hardware: Hardware, request: Request, workload: Workload
     )
 
 
-def _operators(
-    model: Model, work: Work, workload: Workload, hardware: Hardware, convention: Convention
-) -> tuple[OpPrediction, ...]:
-    calls = calls_of(model, workload)
-    sizes = workload.micro_batches()
-    costs = workload_costs(model, hardware, workload)
+def _operators(setup: SettledSetup, convention: Convention) -> tuple[OpPrediction, ...]:
+    work = describe(setup.model, setup.sequence_tokens, setup.attention)
+    calls = calls_of(setup)
+    sizes = setup.micro_batches()
+    costs = setup_costs(setup)
     seconds = costs.seconds
     step_s = float(seconds.sum())
-    again = work.recomputed(workload.recompute)
+    again = work.recomputed(setup.recompute)
     found = []
     for index, name in enumerate(calls.names):
         mine = costs.op == index
@@ -139,7 +125,7 @@ def _operators(
             op, share = work.ops[index], again.get(name, Fraction(0))
             flops = work.hardware_flops(op, convention, share)
             model_flops = 3 * work.forward_flops(op, convention)
-            least = sum(count * least_bytes(work, op, workload.formats, size, share) for size, count in sizes)
+            least = sum(count * least_bytes(work, op, setup.formats, size, share) for size, count in sizes)
         causes = [float(seconds[mine][costs.cause[mine] == cause].sum()) for cause in range(len(CAUSES))]
         by_phase = [float(seconds[mine & (costs.phase == phase)].sum()) for phase in Phase]
         time_s = float(seconds[mine].sum())
@@ -147,8 +133,8 @@ def _operators(
             OpPrediction(
                 name=name,
                 kind=calls.kinds[index],
-                flops=workload.batch_sequences * flops,
-                model_flops=workload.batch_sequences * model_flops,
+                flops=setup.batch_sequences * flops,
+                model_flops=setup.batch_sequences * model_flops,
                 bytes=moved,
                 least_bytes=least,
                 time_s=time_s,
@@ -179,15 +165,15 @@ def estimated_words(hardware: Hardware) -> str:
     return f"efficiency of {', '.join(estimated)} on {hardware.name} is estimated, not measured" if estimated else ""
 
 
-def _notes(model: Model, hardware: Hardware, workload: Workload, mfu: float, convention: Convention) -> tuple[str, ...]:
-    notes = [model.note] if model.note else []
-    beyond = beyond_context(model, workload.sequence_tokens)
+def _notes(setup: SettledSetup, mfu: float, convention: Convention) -> tuple[str, ...]:
+    notes = [setup.model.note] if setup.model.note else []
+    beyond = beyond_context(setup.model, setup.sequence_tokens)
     if beyond:
         notes.append(beyond)
-    estimated = estimated_words(hardware)
+    estimated = estimated_words(setup.hardware)
     if estimated:
         notes.append(estimated)
-    if workload.fusion == "eager":
+    if setup.fusion == "eager":
         notes.append("activations are counted for fused kernels; plain code keeps more")
     if convention == "palm" and mfu > PALM_NOTE_MFU:
         notes.append("palm also counts look-ups and the masked half of attention, which are not executed")

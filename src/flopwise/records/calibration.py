@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from flopwise.work.op import attention_flops
+
 ProductKind = Literal["forward", "to_source", "to_matrix"]
 """A layer's product, the one to its input's gradient, and the one that is added to its matrix' gradient."""
 AttentionDirection = Literal["forward", "backward"]
@@ -56,9 +58,8 @@ class AttentionRow:
 
     @property
     def flops(self) -> float:
-        """Half the square of scores; the backward pass makes one of its five products again."""
-        forward = 2.0 * self.sequences * self.heads * float(self.tokens) ** 2 * self.head_dim
-        return forward if self.direction == "forward" else 2.5 * forward
+        """Half the square of scores."""
+        return float(self.sequences * attention_flops(self.direction, self.tokens**2, self.heads, self.head_dim))
 
     @property
     def moved_elements(self) -> float:

@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.base.shown import Shown
+from flopwise.records.prediction import Prediction
+from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.workload import Fusion, Optimizer, Workload
+from flopwise.setup.setup import SettledSetup
+from flopwise.setup.stack import Stack
+from flopwise.setup.words import Fusion, Optimizer
+from flopwise.work.formats import parse_formats
+from flopwise.work.model import Model
 from flopwise.work.op import AttentionKernel
 from flopwise.work.work import Recompute
 
@@ -57,13 +64,31 @@ class ClusterPlan:
                 hint=WRITTEN_BY,
             )
 
+    def setup(self, model: Model, hardware: Hardware, stack: Stack | None = None) -> SettledSetup:
+        """What it is a plan of; `stack`: what its name stands for, None where no framework is in the way."""
+        return SettledSetup(
+            model=model,
+            hardware=hardware,
+            hardware_name=self.hardware,
+            sequence_tokens=self.sequence_tokens,
+            batch_sequences=self.batch_sequences,
+            micro_batch_sequences=self.micro_batch_sequences,
+            formats=parse_formats(self.precision),
+            recompute=self.recompute,
+            attention=self.attention,
+            fusion=self.fusion,
+            optimizer=self.optimizer,
+            parallel=self.parallel,
+            stack=stack,
+            device_cap_bytes=self.device_memory_bytes,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
     """A strategy with what it takes."""
 
-    parallel: Parallel
-    workload: Workload
+    setup: SettledSetup
     step_s: float
     device_bytes: int
     parts: dict[str, float]
@@ -102,3 +127,18 @@ class Answer:
     evaluated: int
     fitting: int
     timed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class PlannedCluster(Shown):
+    """The best strategy, predicted in full and as a plan that can be run; `answer` tells what it was chosen from."""
+
+    prediction: Prediction
+    """With its interval."""
+    plan: ClusterPlan
+    answer: Answer
+
+    @property
+    def figures(self) -> dict[str, str]:
+        others = f"{self.answer.evaluated:,} strategies, {self.answer.fitting:,} fit"
+        return self.prediction.figures | {"strategy": self.plan.parallel.label, "the best of": others}

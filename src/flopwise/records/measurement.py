@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flopwise.base.errors import FlopwiseError, shown
+from flopwise.base.shown import Shown
+from flopwise.base.units import show_seconds, show_share, significant
 from flopwise.setup.training import Task, Training
 from flopwise.work.op import Convention
 from flopwise.work.parameters import Place
@@ -108,18 +110,24 @@ class Measurement:
         return sum(row.planned_bytes if planned else row.measured_bytes for row in self.memory if row.place == place)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunRecord:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class RunRecord(Shown):
     """`record.json` of a run's folder: written whole at the start, and again whenever its state changes."""
 
     id: str
     """The folder's name: `0142`."""
+    cell: str | None = None
+    """The id of its set-up, as `store.cells.cell_id` has it; of a sweep's attempt that of the cell which it tries."""
+    attempt: int | None = None
+    """Which of the cell's attempts it is, where a sweep has begun it."""
     state: RunState
     started: str
     """Local time with its offset, ISO 8601."""
     ended: str | None = None
     model: dict[str, Any]
     """The description's table, as a model file holds it."""
+    hardware: str | None = None
+    """What it is planned for, as the catalogue or its description calls it."""
     task: Task
     training: Training
     plan: dict[str, Any]
@@ -132,11 +140,16 @@ class RunRecord:
     checkpoint: str | None = None
     """The last complete one, relative to the folder."""
     resumed_from: str | None = None
+    """The checkpoint that it goes on from, relative to the folder."""
+    resumed_after: int = 0
+    """The last step of the process before, perhaps on another machine; 0 where the run was never resumed."""
     measurement: Measurement | None = None
     metrics: dict[str, float | str] = field(default_factory=dict)
     """The block of train metrics: `epoch`, `train_loss`, `train_runtime`, …"""
     profile: str | None = None
     """Where it was profiled: the profile, relative to the folder."""
+    bound: str | None = None
+    """What limits it: the first verdict of its profile, in a word."""
     request: dict[str, Any] = field(default_factory=dict)
     """What was asked for, to go on with it later."""
     reason: str | None = None
@@ -158,3 +171,22 @@ class RunRecord:
             value = known.get(field_name)
             if value is not None and type(value) not in (int, float):
                 raise FlopwiseError(f"plan.expected.{field_name} is {shown(value)}, not a number")
+
+    @property
+    def figures(self) -> dict[str, str]:
+        found = self.measurement
+        told = {
+            "model": str(self.model["name"]),
+            "run": f"{self.id}, {self.state}" + (f": {self.reason}" if self.reason else ""),
+            "steps": f"{self.steps_done:,} of {self.training.steps:,}",
+        }
+        if found is None:
+            return told
+        predicted = f" (predicted {show_seconds(found.predicted_step_s)})" if found.predicted_step_s else ""
+        return {
+            **told,
+            "step": f"{show_seconds(found.step_s)}{predicted}",
+            "tokens/s": significant(found.tokens_per_s),
+            "MFU": "-" if found.mfu is None else show_share(found.mfu),
+            "loss": f"{found.first_loss:.4g} to {found.last_loss:.4g}",
+        }

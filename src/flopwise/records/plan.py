@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown
+from flopwise.base.shown import Shown
+from flopwise.base.units import show_bytes, show_seconds, show_share, significant
 from flopwise.records.prediction import Interval
-from flopwise.setup.workload import Optimizer
+from flopwise.setup.words import Optimizer
 from flopwise.work.formats import parse_formats
 from flopwise.work.op import Convention, SaveLevel
 from flopwise.work.parameters import End, Place
@@ -293,8 +295,8 @@ class Help:
     """Tokens per second over those of the plan."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Planned(Shown):
     """A plan with its forecast, and why it is as it is."""
 
     model: str
@@ -307,6 +309,23 @@ class Planned:
     helps: tuple[Help, ...] = ()
     interval: Interval | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def figures(self) -> dict[str, str]:
+        plan, found = self.plan, self.forecast
+        interval = {"interval": f"{self.interval.words} (by {self.interval.basis})"} if self.interval else {}
+        return {
+            "model": f"{self.model} on {plan.hardware}",
+            "step": show_seconds(found.step_s),
+            **interval,
+            "tokens/s": significant(found.tokens_per_s),
+            "MFU": f"{show_share(found.mfu)}, HFU {show_share(found.hfu)}",
+            "device memory": f"{show_bytes(found.device_total)} of {show_bytes(plan.device_memory_bytes)}",
+            "host memory": f"{show_bytes(found.host_total)} of {show_bytes(plan.host_memory_bytes)}",
+            "bound by": found.bound,
+            "set-up": f"sequence {plan.sequence_tokens:,}, {plan.rounds_per_step:,} rounds of"
+            f" {plan.chunks_per_round:,} × {plan.chunk_tokens:,} tokens, {plan.precision}",
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

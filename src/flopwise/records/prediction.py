@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flopwise.base.shown import Shown
+from flopwise.base.units import show_bytes, show_seconds, show_share, significant
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.workload import Fusion, Optimizer
+from flopwise.setup.words import Fusion, Optimizer
 from flopwise.work.op import Convention
 from flopwise.work.work import Recompute
 
@@ -46,6 +48,11 @@ class Interval:
     outside: tuple[str, ...] = ()
     """In what the case lies outside the data, each of which has widened the interval."""
 
+    @property
+    def words(self) -> str:
+        """Between what and what."""
+        return f"{show_seconds(self.low_s)} to {show_seconds(self.high_s)}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpPrediction:
@@ -72,8 +79,8 @@ class OpPrediction:
     update_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Prediction(Shown):
     """A training step of a model, on one device or many."""
 
     model: str
@@ -122,3 +129,20 @@ class Prediction:
     """Settings that were left open → why they have the value they have."""
     notes: tuple[str, ...] = ()
     """What a reader should know before trusting the figures."""
+
+    @property
+    def figures(self) -> dict[str, str]:
+        several = f"{self.devices:,} × " if self.devices > 1 else ""
+        memory = f"{show_bytes(self.device_bytes.total)} of {show_bytes(self.device_capacity_bytes)}"
+        interval = {"interval": f"{self.interval.words} (by {self.interval.basis})"} if self.interval else {}
+        return {
+            "model": f"{self.model} on {several}{self.hardware}",
+            "step": show_seconds(self.step_s),
+            **interval,
+            "tokens/s": significant(self.tokens_per_s),
+            "MFU": f"{show_share(self.mfu)}, HFU {show_share(self.hfu)}",
+            "memory": memory if self.fits else f"does not fit: {memory}",
+            "bound by": self.bound,
+            "set-up": f"sequence {self.sequence_tokens:,}, batch {self.batch_sequences:,}, micro-batch"
+            f" {self.micro_batch_sequences:,}, {self.precision}, recompute {self.recompute}",
+        }

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.base.shown import Shown
+from flopwise.base.units import show_bytes, show_seconds, show_share
 from flopwise.records.measurement import MemoryRow
 
 ValueSource = Literal["measured", "counted", "modelled", "ingested"]
@@ -215,8 +217,8 @@ class TaskTime:
     measured_end_s: float | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Profile:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Profile(Shown):
     """One run, one rank of it, or one section of a document of runs."""
 
     name: str
@@ -276,6 +278,21 @@ class Profile:
         part, whole = self.get(name), self.get(of)
         return None if part is None or not whole else part / whole
 
+    @property
+    def figures(self) -> dict[str, str]:
+        wall, busy = self.get("step_wall_s"), self.share("device_busy_s", "step_wall_s")
+        known_of = {
+            "device": self.device,
+            "steps": None if self.steps is None else f"{self.steps:,}",
+            "step": None if wall is None else show_seconds(wall),
+            "device busy": None if busy is None else show_share(busy),
+            "memory": None if self.memory_total_bytes is None else show_bytes(self.memory_total_bytes),
+            "longest kernel": self.kernels[0].name if self.kernels else None,
+            "warnings": "; ".join(self.warnings) or None,
+        }
+        told = {name: words for name, words in known_of.items() if words is not None}
+        return {"profile": self.name, "format": self.format, **told}
+
 
 def known(source: ValueSource, values: Iterable[tuple[str, float | None]]) -> dict[str, Value]:
     """Values of one source by name; those that are None are left out."""
@@ -298,7 +315,7 @@ VerdictKind = Literal[
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
+class Clue:
     """A figure that a verdict rests on, and the bound that it is held against."""
 
     what: str
@@ -309,17 +326,22 @@ class Evidence:
     relation: Literal["<", "<=", ">", ">=", ""] = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Verdict(Shown):
     """What limits a run."""
 
     kind: VerdictKind
     share: float | None
     """Of the step's time, what is at stake at most; None: it cannot be told."""
-    evidence: tuple[Evidence, ...]
+    evidence: tuple[Clue, ...]
     advice: str
     detail: str = ""
     """Of `invalid`: which rule is broken."""
+
+    @property
+    def figures(self) -> dict[str, str]:
+        at_stake = "not known" if self.share is None else show_share(self.share)
+        return {"verdict": self.kind, "at stake": at_stake, "advice": self.advice or self.detail}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,18 +1,21 @@
 """`Program`: a plan as tasks. The simulator plays it against a hardware description, the engine on a device.
 
 A task runs on one of four streams, each of which takes its tasks in the order of the list. It reads and writes
-*buffers*: pieces of memory with an owner, each holding one *value* at a time ("weights 3 v1"). What a task waits for
+*buffers*: pieces of memory with an owner and a role, each holding one *value* at a time. What a task waits for
 (`after`) follows from the buffers; `check` proves it once more from the tasks alone.
+
+Planner, simulator and engine find buffers and values by their fields. Their names are for people alone: no code reads
+one back, so a role that is renamed on one side is an error of the type checker on the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.work.parameters import End, Place
+from flopwise.work.parameters import End, Part, Place
 
 Stream = Literal["compute", "copy-in", "copy-out", "host"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
@@ -36,13 +39,46 @@ Kind = Literal[
 ]
 """`forward` is a layer over a chunk. Where attention runs over a whole sequence, it comes in three: what is before
 attention, attention, what is after; backward in the opposite order. `context` brings a chunk's keys and values to where
-attention looks for them: from the chunk's slot, or made again from its input. `head` is forward and backward of a head
+attention looks for them: from the chunk's slot, or recomputed from its input. `head` is forward and backward of a head
 chunk."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-Owner = Literal["weights", "gradients", "optimizer", "activations", "stream", "context", "head", "workspace"]
-"""Whose memory it is. `stream`: what passes from layer to layer, and its gradient. `context`: keys and values."""
+BACKWARD_OF_BLOCKS: frozenset[Kind] = frozenset(("backward", "backward-after", "backward-before"))
+"""Tasks whose time depends on the save level, which their names tell."""
+
+Owner = Literal["weights", "gradients", "optimizer", "activations", "residual", "context", "head", "workspace"]
+"""Whose memory it is. `residual`: the residual stream from layer to layer, and its gradient. `context`: keys and
+values."""
 OWNERS: tuple[Owner, ...] = get_args(Owner)
+
+Role = Literal["home", "slot", "residual", "keys", "key gradients", "inputs", "attention", "temporaries", "logits"]
+"""What a buffer is for.
+
+home: one part's state, or what one (layer, chunk) saved, and nothing else ever
+slot: what is in flight: state of one layer after another, or the activations of the (layer, chunk) at work
+residual: a chunk's residual stream between two layers, then its gradient
+keys, key gradients: of a chunk of a sequence that is cut, where attention finds them; of all chunks, summed
+inputs: a chunk's input of the layer at work, for the backward of what is before attention
+attention: queries, results and their gradients of a whole sequence
+temporaries, logits: what lives only within a task; of the head's tasks the logits
+"""
+
+ValueKind = Literal[
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "residual",
+    "residual gradient",
+    "context",
+    "key gradients",
+    "inputs",
+    "queries",
+    "attended",
+    "attended gradients",
+    "attention gradients",
+    "temporaries",
+]
 
 
 ALIGNMENT_BYTES = 256
@@ -54,29 +90,84 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """A piece of memory for one value at a time."""
 
-    name: str
     owner: Owner
     place: Place
+    role: Role
     bytes: int
+    part: Part | None = None
+    """Whose home it is."""
+    number: int | None = None
+    """Among others of its role and part: the chunk, the piece of an optimizer state, or the slot."""
     borrowed: bool = False
     """It lies in memory that another owner uses at another time, and is not counted again."""
 
+    @property
+    def name(self) -> str:
+        """What a person calls it: `host optimizer head.0`, `activation slot 7`, `context 2`."""
+        if self.role == "home":
+            owner = f"{self.place} {self.owner}" if self.place == "host" or self.owner == "activations" else self.owner
+            return f"{owner} {self.part}" if self.number is None else f"{owner} {self.part}.{self.number}"
+        if self.role == "slot":
+            owner = "activation" if self.owner == "activations" else self.owner
+            return f"{owner} slot of the ends" if self.number is None else f"{owner} slot {self.number}"
+        word = ROLE_WORDS.get(self.role, self.role)
+        return word if self.number is None else f"{word} {self.number}"
 
-@dataclass(frozen=True, slots=True)
-class Use:
+
+ROLE_WORDS: dict[Role, str] = {
+    "keys": "context",
+    "key gradients": "context gradients",
+    "attention": "attention of a sequence",
+    "temporaries": "workspace",
+    "logits": "head chunk",
+}
+"""Roles, where people use another word."""
+
+
+class Value(NamedTuple):
+    """What is in a buffer. Two values are the same numbers exactly if all of this is equal."""
+
+    kind: ValueKind
+    part: Part | None = None
+    """The layer, the embedding or the head that it belongs to."""
+    number: int | None = None
+    """The chunk; of an optimizer state the piece; of weights in the middle of an update the pieces that are done."""
+    round: int | None = None
+    """None: it lives longer than a round."""
+    version: int = 0
+    """Weights and optimizer state: 0 before the step's update, 1 after it. Of gradients and the residual stream, which
+    several tasks of a chunk write: which of them was last. Activations: 1 when all is there again that was not kept."""
+
+    @property
+    def name(self) -> str:
+        """What a person calls it: `weights 3 v1`, `optimizer head.0 v0`, `activations 3.1 r0`."""
+        part, number, version = self.part, self.number, self.version
+        if self.kind == "weights":
+            return f"weights {part} v{version}" if number is None else f"weights {part} v{version}+{number}"
+        if self.kind == "optimizer":
+            return f"optimizer {part}.{number} v{version}"
+        if self.kind == "gradients":
+            return f"gradients {part} r{self.round}.{number}.{version}"
+        if self.kind == "temporaries":
+            return "temporaries"
+        return f"{self.kind} {part}.{number} r{self.round}" + (f" v{version}" if version else "")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Use(NamedTuple):
     """A buffer and the value that is read from or written to it."""
 
     buffer: int
-    value: str
+    value: Value
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A piece of work on one stream."""
+class Task(NamedTuple):
+    """A piece of work on one stream. A step has some ten thousand, and a search makes hundreds of steps."""
 
     kind: Kind
     stream: Stream
@@ -84,8 +175,8 @@ class Task:
     layer: int | None
     """None: the embedding, the head, or what belongs to them."""
     chunk: int | None
-    what: str
-    """For copies and updates: whose (`weights`, `gradients`, `optimizer`, `activations`, `context`); else nothing."""
+    what: Owner | None
+    """For copies and updates: whose; else nothing."""
     level: str
     """Save level of the (layer, chunk), for its forward, backward and copies; else nothing."""
     tokens: int
@@ -107,12 +198,12 @@ class Task:
 
 def task_name(task: Task) -> str:
     """What a person calls a task: `forward 3.1` is that of layer 3 and chunk 1, `load weights 3` that of a layer."""
-    copied = f"{task.end} {task.what}" if task.end else task.what
+    copied = f"{task.end} {task.what}" if task.end else task.what or ""
     words: list[str] = [task.kind, copied] if task.kind in {"load", "store"} else [task.kind]
     if task.kind == "optimize" and task.end:
         words.append(task.end)
     number = ".".join(str(part) for part in (task.layer, task.chunk) if part is not None)
-    level = f"({task.level})" if task.level and task.kind.startswith("backward") else ""
+    level = f"({task.level})" if task.level and task.kind in BACKWARD_OF_BLOCKS else ""
     return " ".join(word for word in (*words, number, level) if word)
 
 
@@ -122,9 +213,9 @@ class Program:
 
     buffers: tuple[Buffer, ...]
     tasks: tuple[Task, ...]
-    at_start: dict[int, str]
+    at_start: dict[int, Value]
     """Buffer → the value in it when a step begins."""
-    at_end: dict[int, str]
+    at_end: dict[int, Value]
     """Buffer → the value that must be in it when the step is over."""
     rounds: int
 
@@ -172,7 +263,7 @@ def check(program: Program) -> None:
 
 @dataclass(slots=True)
 class _Held:
-    value: str
+    value: Value
     writer: int | None
     readers: list[int]
 

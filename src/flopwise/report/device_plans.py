@@ -13,7 +13,7 @@ from flopwise.report.document import Block, Document, Table, Words, beside_rows,
 from flopwise.report.predictions import NOTHING_KNOWN, OPTIMIZER_TITLES, TIGHT, outside_words
 from flopwise.report.tables import Styled
 from flopwise.report.words import counted, listed, signed_share, size_words
-from flopwise.setup.workload import MOMENTS
+from flopwise.setup.words import MOMENTS
 from flopwise.work.formats import parse_formats
 from flopwise.work.parameters import ENDS
 
@@ -27,7 +27,7 @@ LEVEL_WORDS = {"full": "full", "attention": "input+context+attention", "context"
 """What is kept of a (layer, chunk) at each save level."""
 
 MOMENT_WORDS = {0: "", 1: "m", 2: "m and v"}
-OWNER_WORDS = {"stream": "between layers", "context": "keys and values of a sequence"}
+OWNER_WORDS = {"residual": "between layers", "context": "keys and values of a sequence"}
 """Owners of device memory whose names do not say it all."""
 
 

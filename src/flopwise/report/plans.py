@@ -56,11 +56,13 @@ def _changed(change: WhatIf, best: Option) -> str:
         return "nothing fits"
     found, gain = change.option, change.speed - 1
     words = [f"{signed_share(gain)} speed" if abs(gain) > SAME else "no change of speed"]
-    words.append("the same strategy" if found.parallel == best.parallel else f"with {found.parallel.label}")
-    if found.workload.micro_batch_sequences != best.workload.micro_batch_sequences:
-        words.append(f"micro-batch {found.workload.micro_batch_sequences:,}")
-    if found.workload.recompute != best.workload.recompute:
-        words.append(f"recompute {found.workload.recompute}")
+    words.append(
+        "the same strategy" if found.setup.parallel == best.setup.parallel else f"with {found.setup.parallel.label}"
+    )
+    if found.setup.micro_batch_sequences != best.setup.micro_batch_sequences:
+        words.append(f"micro-batch {found.setup.micro_batch_sequences:,}")
+    if found.setup.recompute != best.setup.recompute:
+        words.append(f"recompute {found.setup.recompute}")
     return ", ".join(words)
 
 
@@ -68,9 +70,9 @@ def _strategies(answer: Answer) -> Table:
     """The best and those that lose."""
     rows = [
         [
-            row.option.parallel.label,
-            f"{row.option.workload.micro_batch_sequences:,}",
-            row.option.workload.recompute,
+            row.option.setup.parallel.label,
+            f"{row.option.setup.micro_batch_sequences:,}",
+            row.option.setup.recompute,
             show_bytes(row.option.device_bytes),
             show_seconds(row.option.step_s),
             signed_share(row.slower) if row.slower else "",
@@ -102,7 +104,7 @@ def where_lost(lost: Mapping[str, float]) -> str:
 
 def _flat(row: Loser) -> dict[str, object]:
     """One strategy, full precision."""
-    parallel, record = row.option.parallel, _record(row)
+    parallel, record = row.option.setup.parallel, _record(row)
     parts = {f"lost_{name}": share for name, share in row.lost.items()}
     plain = {key: value for key, value in record.items() if key not in ("parallel", "lost")}
     return {"strategy": parallel.label, **asdict(parallel), **plain, **parts}
@@ -110,9 +112,9 @@ def _flat(row: Loser) -> dict[str, object]:
 
 def _record(row: Loser) -> dict[str, object]:
     return {
-        "parallel": row.option.parallel,
-        "micro_batch_sequences": row.option.workload.micro_batch_sequences,
-        "recompute": row.option.workload.recompute,
+        "parallel": row.option.setup.parallel,
+        "micro_batch_sequences": row.option.setup.micro_batch_sequences,
+        "recompute": row.option.setup.recompute,
         "device_bytes": row.option.device_bytes,
         "step_s": row.option.step_s,
         "slower": row.slower,
@@ -125,9 +127,9 @@ def _change_record(change: WhatIf) -> dict[str, object]:
     return {
         "devices": change.devices,
         "capacity_bytes": change.capacity_bytes,
-        "parallel": option.parallel if option else None,
-        "micro_batch_sequences": option.workload.micro_batch_sequences if option else None,
-        "recompute": option.workload.recompute if option else None,
+        "parallel": option.setup.parallel if option else None,
+        "micro_batch_sequences": option.setup.micro_batch_sequences if option else None,
+        "recompute": option.setup.recompute if option else None,
         "speed": change.speed,
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from rich.cells import cell_len
 
-from flopwise.profile.explain.comparing import Comparison, Fit, HostWait, Row, WallFit
+from flopwise.profile.explain.comparing import FigureRow, HostWait, LineFit, ProfileComparison, WallFit
 from flopwise.report.document import Block, Document, Table, Words
 from flopwise.report.profile_words import warning_words
 from flopwise.report.words import (
@@ -29,7 +29,7 @@ LONGEST_COLUMN = 24
 FIELDS = ("profile", "group", "name", "value", "unit", "source", "change", "baseline")
 
 
-def comparison_document(comparison: Comparison) -> Document:
+def comparison_document(comparison: ProfileComparison) -> Document:
     """Sentences, then the figures; in markdown each figure and its change share a cell."""
     warnings = [f"warning: {safe(name)}: {warning_words(told)}" for name, told in comparison.warnings.items()]
     return Document(
@@ -41,12 +41,12 @@ def comparison_document(comparison: Comparison) -> Document:
     )
 
 
-def comparison_record(comparison: Comparison) -> dict[str, object]:
+def comparison_record(comparison: ProfileComparison) -> dict[str, object]:
     """The whole record, with what follows from it in words."""
     return {**msgspec.to_builtins(comparison), "sentences": sentences(comparison)}
 
 
-def _blocks(comparison: Comparison, changes: Table, style: str) -> Iterator[Block]:
+def _blocks(comparison: ProfileComparison, changes: Table, style: str) -> Iterator[Block]:
     if told := sentences(comparison):
         yield Words("\n".join(told))
     yield changes
@@ -63,7 +63,7 @@ def _blocks(comparison: Comparison, changes: Table, style: str) -> Iterator[Bloc
 # -- sentences -------------------------------------------------------------------------------------------------------
 
 
-def sentences(comparison: Comparison) -> list[str]:
+def sentences(comparison: ProfileComparison) -> list[str]:
     """What follows from the profiles together."""
     told = [_host_words(comparison.host_wait)] if comparison.host_wait else []
     told += [fit_words(fit) for fit in comparison.fits]
@@ -71,12 +71,12 @@ def sentences(comparison: Comparison) -> list[str]:
     return told
 
 
-def warned(comparison: Comparison) -> list[str]:
+def warned(comparison: ProfileComparison) -> list[str]:
     """Of which profiles only a part is there."""
     return [f"Warning: {safe(name)}: {warning_words(told)}." for name, told in comparison.warnings.items()]
 
 
-def fit_words(fit: Fit) -> str:
+def fit_words(fit: LineFit) -> str:
     """`Device time is 33 ms + 2.56 ms × batch from batch 8 on`."""
     begun = f" from batch {fit.least_batch:,} on" if fit.is_partial else ""
     length = f" of sequence {fit.sequence_tokens:,}" if fit.sequence_tokens is not None else ""
@@ -106,16 +106,16 @@ def _host_words(wait: HostWait) -> str:
 # -- tables ----------------------------------------------------------------------------------------------------------
 
 
-def split_rows(comparison: Comparison) -> tuple[list[Row], list[Row]]:
+def split_rows(comparison: ProfileComparison) -> tuple[list[FigureRow], list[FigureRow]]:
     """Rows whose figures differ between the profiles, and those that are the same in all that have them."""
-    differing: list[Row] = []
-    same: list[Row] = []
+    differing: list[FigureRow] = []
+    same: list[FigureRow] = []
     for row in comparison.rows:
         (same if _is_same(row, comparison.baseline) else differing).append(row)
     return differing, same
 
 
-def _is_same(row: Row, baseline: int) -> bool:
+def _is_same(row: FigureRow, baseline: int) -> bool:
     base = row.cells[baseline].value
     others = [cell for number, cell in enumerate(row.cells) if number != baseline and cell.value is not None]
     if base is None or not others:
@@ -123,7 +123,7 @@ def _is_same(row: Row, baseline: int) -> bool:
     return all(cell.value == base or (cell.change is not None and abs(cell.change) < SAME) for cell in others)
 
 
-def same_words(comparison: Comparison) -> str:
+def same_words(comparison: ProfileComparison) -> str:
     """`The same in all: ridge 223.78 FLOP/B, comm_count 5.`"""
     told = []
     for row in split_rows(comparison)[1]:
@@ -132,13 +132,13 @@ def same_words(comparison: Comparison) -> str:
     return f"The same in all: {', '.join(told)}." if told else ""
 
 
-def cell_words(row: Row, column: int) -> tuple[str, str]:
+def cell_words(row: FigureRow, column: int) -> tuple[str, str]:
     """A figure and its change."""
     cell = row.cells[column]
     return (UNKNOWN, "") if cell.value is None else (scaled(cell.value, row.unit), change_words(cell.change))
 
 
-def titles(comparison: Comparison, longest: int = LONGEST_COLUMN) -> list[str]:
+def titles(comparison: ProfileComparison, longest: int = LONGEST_COLUMN) -> list[str]:
     """What stands above the columns; no two alike even when they are cut."""
     found = [shortened(name, longest) for name in comparison.names]
     return [
@@ -147,7 +147,7 @@ def titles(comparison: Comparison, longest: int = LONGEST_COLUMN) -> list[str]:
     ]
 
 
-def _changes(comparison: Comparison) -> Table:
+def _changes(comparison: ProfileComparison) -> Table:
     """Figures and changes, each lined up; columns that there is no room for come below."""
     rows, heads = split_rows(comparison)[0], titles(comparison)
     # The baseline first: all others are relative to it.
@@ -157,26 +157,26 @@ def _changes(comparison: Comparison) -> Table:
     return Table(columns=["figure", *(heads[number] for number in order)], rows=cells, left={"figure"}, banded=True)
 
 
-def joined_changes(comparison: Comparison) -> Table:
+def joined_changes(comparison: ProfileComparison) -> Table:
     """A column for each profile, figure and change in one cell."""
     rows, places = split_rows(comparison)[0], range(len(comparison.names))
     cells = [[safe(row.name, 400), *(_joined(row, number) for number in places)] for row in rows]
     return Table(columns=["figure", *titles(comparison, 60)], rows=cells, left={"figure"})
 
 
-def _column(rows: Sequence[Row], number: int) -> list[str]:
+def _column(rows: Sequence[FigureRow], number: int) -> list[str]:
     pairs = [cell_words(row, number) for row in rows]
     widths = [max((cell_len(pair[place]) for pair in pairs), default=0) for place in (0, 1)]
     beside = [f" {change.rjust(widths[1])}" if widths[1] else "" for _, change in pairs]
     return [f"{figure.rjust(widths[0])}{change}" for (figure, _), change in zip(pairs, beside, strict=True)]
 
 
-def _joined(row: Row, column: int) -> str:
+def _joined(row: FigureRow, column: int) -> str:
     figure, change = cell_words(row, column)
     return f"{figure} ({change})" if change and change != "=" else figure
 
 
-def length_table(comparison: Comparison) -> Table:
+def length_table(comparison: ProfileComparison) -> Table:
     """What a shorter sequence buys."""
     rows = [
         [
@@ -191,7 +191,7 @@ def length_table(comparison: Comparison) -> Table:
     return Table(title="by sequence length", columns=columns, rows=rows, left={"profile"})
 
 
-def _rows(comparison: Comparison) -> Iterator[Mapping[str, object]]:
+def _rows(comparison: ProfileComparison) -> Iterator[Mapping[str, object]]:
     """One row for each known figure of each profile, at full precision, with its change."""
     base = printable(comparison.names[comparison.baseline])
     for row in comparison.rows:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from flopwise.records.profile import METRIC, Evidence, Profile, Unit, Value, Verdict, VerdictKind
+from flopwise.records.profile import METRIC, Clue, Profile, Unit, Value, Verdict, VerdictKind
 from flopwise.report.words import about, listed, plain, safe, scaled, seconds
 
 SLOWED = 0.1
@@ -97,7 +97,7 @@ def title(verdict: Verdict) -> str:
     return f"{found}: {safe(verdict.detail)}" if verdict.kind == "invalid" and verdict.detail else found
 
 
-def clause(evidence: Evidence, *, bounded: bool = True) -> str:
+def clause(evidence: Clue, *, bounded: bool = True) -> str:
     """`the device is busy 43 % of the step's wall time, under 70 %`, or without the bound."""
     figure = _figure(evidence.value, evidence.unit)
     template = CLAUSES.get(evidence.what)
@@ -118,7 +118,7 @@ def evidence_words(verdict: Verdict) -> str:
     return "; ".join(clause(each) for each in verdict.evidence)
 
 
-def _found(evidence: Evidence) -> str:
+def _found(evidence: Clue) -> str:
     # Enough digits to tell apart what differs by a per cent.
     beside = "" if evidence.bound is None else f" beside {evidence.bound:.5g}"
     return f"found {evidence.value:.5g}{beside}"

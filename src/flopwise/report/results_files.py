@@ -167,9 +167,10 @@ def read_results_json(source: str | Path) -> list[Result]:
         found = msgspec.json.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FlopwiseError(f"{where} is not valid JSON", why=str(error), hint="write the file anew") from None
+    found = found.get("rows") if isinstance(found, dict) else found
     if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
         raise FlopwiseError(
-            f"{where} does not hold results", why="a list of objects is expected", hint="`flopwise report -o json`"
+            f"{where} does not hold results", why="`rows` with objects are expected", hint="`flopwise report -o json`"
         )
     return [_json_row(item, f"{where}: row {number}") for number, item in enumerate(found, 1)]
 

@@ -13,8 +13,8 @@ import numpy as np
 from flopwise.base.units import significant
 from flopwise.report.document import Block, Document, Heading, Items, Table, Words
 from flopwise.report.words import UNKNOWN, counted, printable, rate_words, safe, signed_share
-from flopwise.store.index import UNREADABLE
 from flopwise.store.results import ERROR, Result
+from flopwise.store.rows import UNREADABLE
 from flopwise.store.statistics import Change, Quantiles, Sample, change
 
 MEASURED = "ok"

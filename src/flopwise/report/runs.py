@@ -25,7 +25,7 @@ from flopwise.report.words import (
 )
 from flopwise.setup.training import Training
 from flopwise.store.cells import Attempt, CellState, SweepRecord, standing
-from flopwise.store.index import UNREADABLE, Indexed
+from flopwise.store.rows import UNREADABLE, RunRow
 
 FIELDS = (
     "run",
@@ -52,31 +52,30 @@ LONGEST_NAME = 28
 # -- a row for each --------------------------------------------------------------------------------------------------
 
 
-def indexed_entry(
-    run: Indexed, folder: Path, last: StepRecord | None = None, *, killed: bool = False
-) -> dict[str, Any]:
-    """What a listing says of a run as the store's index has it, at full precision.
+def run_entry(run: RunRow, folder: Path, last: StepRecord | None = None, *, killed: bool = False) -> dict[str, Any]:
+    """What a listing says of a run, at full precision.
 
-    `last` is its last step where that says more than the record; `killed`: its record says that it runs, and nobody
-    does.
+    `last` is its last step where that says more than the record. `killed`: its record says that it
+    runs, and nobody does.
     """
     entry: dict[str, Any] = dict.fromkeys(FIELDS)
     entry |= {"run": run.name, "folder": str(folder)}
     if run.problem is not None:
         return entry | {"state": UNREADABLE, "problem": run.problem}
-    is_measured = run.get("step_s") is not None
+    row = run.result
+    is_measured = row.step_s is not None
     return entry | {
-        "state": KILLED if killed else run.run_state,
-        "model": run.get("model"),
+        "state": KILLED if killed else run.state,
+        "model": row.model,
         "task": run.task,
         "steps_done": max(run.steps_done, last.step if last else 0),
-        "steps": run.steps_asked,
-        "last_loss": last.loss if last else run.get("last_loss"),
-        "tokens_per_s": last.tokens_per_s if last and not is_measured else run.get("tokens_per_s"),
-        "mfu": last.mfu if last and not is_measured else run.get("mfu"),
-        "predicted_tokens_per_s": run.get("predicted_tokens_per_s") if is_measured else None,
-        "prediction_error": run.get("prediction_error"),
-        "started": run.get("started"),
+        "steps": run.steps,
+        "last_loss": last.loss if last else row.last_loss,
+        "tokens_per_s": last.tokens_per_s if last and not is_measured else row.tokens_per_s,
+        "mfu": last.mfu if last and not is_measured else row.mfu,
+        "predicted_tokens_per_s": row.predicted_tokens_per_s if is_measured else None,
+        "prediction_error": row.prediction_error,
+        "started": row.started,
         "ended": run.ended,
     }
 

@@ -67,7 +67,7 @@ def _details(task: Task, seconds: float) -> dict[str, Any]:
             details[name] = value
     if task.stream in {"copy-in", "copy-out"}:
         if task.writes:
-            details["value"] = task.writes[0].value
+            details["value"] = task.writes[0].value.name
         if task.bytes and seconds > 0:
             details["GB/s"] = round(task.bytes / seconds / 1e9, 3)
     return details

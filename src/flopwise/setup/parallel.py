@@ -149,6 +149,11 @@ class Parallel:
             raise FlopwiseError(f"{model.name} cannot be split that way: {illegal[0]}", why=illegal[1], hint=illegal[2])
 
 
+def sharded(devices: int) -> Parallel:
+    """Devices that see different sequences and shard everything, as FSDP does."""
+    return Parallel(data=devices, zero=3) if devices > 1 else Parallel()
+
+
 def why_illegal(model: Model, sequence_tokens: int, parallel: Parallel) -> tuple[str, str, str] | None:
     """What of a set-up does not suit the model: what, why, hint; None when all does."""
     if parallel.pipeline * parallel.chunks > model.layers:

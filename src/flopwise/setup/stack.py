@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from flopwise.base.errors import FlopwiseError, unknown_name
-from flopwise.setup.workload import Fusion
+from flopwise.setup.words import Fusion
 from flopwise.work.op import AttentionKernel
 
 MOST_CONSTANTS = 6

@@ -17,8 +17,9 @@ ENDED: frozenset[CellState] = frozenset({"ok", "oom", "timeout", "failed", "skip
 """States that no process is needed for any more."""
 FINISHED: frozenset[CellState] = frozenset({"ok", "oom"})
 """States that trying again would not change; only `--force` does."""
-INTERRUPTED = "interrupted"
-"""How the reason of an attempt begins that was ended before it could say anything of its cell."""
+Failure = Literal["does-not-fit", "out-of-memory", "refused", "crashed"]
+"""does-not-fit: no plan was found; out-of-memory: there was less than planned; refused: what was asked for is wrong."""
+MEMORY_FAILURES: frozenset[Failure] = frozenset({"does-not-fit", "out-of-memory"})
 
 NOT_IDENTITY = ("name", "title", "source")
 """Fields of a model's table that say nothing of its shape: the same one under two names is one cell."""
@@ -119,19 +120,34 @@ class Attempt:
     """The folder of its run in the store, where it came as far as having one."""
     reason: str | None = None
     """Why it is not ok, in a line."""
+    interrupted: bool = False
+    """Whether it was ended before it could say anything of its cell."""
     exit_code: int | None = None
     """Negative: the signal that ended it."""
     host: str | None = None
     pid: int | None = None
     job: str | None = None
     """Of a cluster's scheduler."""
+    ended_by_job: bool = False
+    """Whether its end is the one that the scheduler has told of its job."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """What the process of an attempt says of itself, in a file beside the attempt's, which the sweep alone writes."""
+
+    run: str | None = None
+    """The folder of its run in the store, as soon as it has one."""
+    failure: Failure | None = None
+    reason: str | None = None
+    """Why it has failed, in a line."""
 
 
 def says_nothing(attempt: Attempt) -> bool:
     """Whether an attempt that is over tells nothing of its cell: it was interrupted, or its process is gone."""
     if attempt.state != "failed":
         return False
-    return attempt.ended is None or (attempt.reason or "").startswith(INTERRUPTED)
+    return attempt.ended is None or attempt.interrupted
 
 
 def standing(attempts: Iterable[Attempt]) -> list[Attempt]:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, Literal
 
-from flopwise.base.units import AUTO, show_count, show_share
-from flopwise.catalog.load import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names
+from flopwise.base.shown import Shown
+from flopwise.base.units import AUTO, show_count, show_share, significant
 from flopwise.records.measurement import Measurement, RunRecord
 from flopwise.records.plan import LETTERS
 from flopwise.records.profile import Profile
-from flopwise.store.cells import Attempt, Cell, Settings, cell_id
+from flopwise.store.cells import Attempt, Cell, Settings
 from flopwise.work.parameters import Place
 
 Source = Literal["measured", "predicted", "imported"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Result(Shown):
     """A row of `results.csv`. Unknown is None. Rates are those of all devices together unless a name says otherwise."""
 
     cell: str | None
@@ -101,65 +101,45 @@ class Result:
     card: str | None = None
     """The GPU, or the processor, as it calls itself."""
 
+    @property
+    def figures(self) -> dict[str, str]:
+        told = {
+            "result": f"{self.run or self.cell or '-'}, {self.state}" + (f": {self.reason}" if self.reason else ""),
+            "model": f"{self.model} on {self.devices or 1:,} × {self.hardware}",
+            "tokens/s": None if self.tokens_per_s is None else significant(self.tokens_per_s),
+            "MFU": None if self.mfu is None else show_share(self.mfu),
+            "bound by": self.bound,
+        }
+        return {name: words for name, words in told.items() if words is not None}
+
 
 FIELDS = tuple(field.name for field in fields(Result))
 """The columns of `results.csv`, in their order."""
 
 
-def settings_of(record: RunRecord) -> Settings:
-    """The cell that a run has measured: what it was asked for stays open where it was left open."""
-    request, plan = record.request, record.plan
-    measured = record.measurement
-    batch = request.get("batch_sequences") or (measured.batch_sequences if measured else plan.get("batch_sequences"))
-    return Settings(
-        model=record.model,
-        hardware=_hardware(str((measured.hardware if measured else None) or plan.get("hardware") or "-"), record),
-        devices=int(plan.get("devices") or (measured.devices if measured else 1)),
-        sequence_tokens=int(plan.get("sequence_tokens") or (measured.sequence_tokens if measured else 0)),
-        batch_sequences=int(batch) if batch else AUTO,
-        micro_batch_sequences=request.get("micro_batch_sequences") or AUTO,
-        precision=str(plan.get("precision") or (measured.precision if measured else "-")),
-        optimizer=str(plan.get("optimizer") or (measured.optimizer if measured else "adamw")),
-        task=record.task,
-        device_memory_bytes=request.get("device_memory_bytes"),
-        host_memory_bytes=request.get("host_memory_bytes"),
-    )
-
-
-def _hardware(name: str, record: RunRecord) -> str:
-    """A plan may say `this-machine`; which one that is the record of a run that was not measured tells too."""
-    if name != THIS_MACHINE:
-        return name
-    if _on_cpu(record.environment):
-        return THIS_CPU
-    card = record.environment.get("device_name") or record.environment.get("gpu") or ""
-    key = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
-    known = hardware_aliases().get(key, key) if key else ""
-    return known if known in hardware_names() else name
-
-
-def result_of_run(record: RunRecord, profile: Profile | None = None, bound: str | None = None) -> Result:
-    """A run as a row; `bound` is the word of the profile's first verdict."""
-    settings, environment, plan = settings_of(record), record.environment, record.plan
+def result_of_run(record: RunRecord, profile: Profile | None = None) -> Result:
+    """A run as a row: what it was asked for, and what it has measured."""
+    request, environment, plan = record.request, record.environment, record.plan
     row = Result(
-        cell=cell_id(settings),
+        cell=record.cell,
+        attempt=record.attempt,
         run=record.id,
         state="ok" if record.state == "done" else record.state,
         reason=record.reason,
-        model=_known(settings.model_name),
-        hardware=_known(settings.hardware),
-        devices=settings.devices,
-        sequence_tokens=settings.sequence_tokens or None,
-        batch_sequences=None if settings.batch_sequences == AUTO else settings.batch_sequences,
-        precision=_known(settings.precision),
-        optimizer=settings.optimizer,
+        model=str(record.model["name"]),
+        hardware=record.hardware,
+        devices=plan.get("devices") or 1,
+        sequence_tokens=plan.get("sequence_tokens"),
+        batch_sequences=request.get("batch_sequences"),
+        precision=_word(plan.get("precision")),
+        optimizer=_word(plan.get("optimizer")),
         recompute=recompute_words(plan),
         sharding=_sharding(plan),
-        device_cap_bytes=settings.device_memory_bytes,
-        host_cap_bytes=settings.host_memory_bytes,
+        device_cap_bytes=request.get("device_memory_bytes"),
+        host_cap_bytes=request.get("host_memory_bytes"),
         seed=record.training.seed,
         started=record.started,
-        bound=bound,
+        bound=record.bound,
         flopwise=environment.get("flopwise"),
         commit=environment.get("commit"),
         python=environment.get("python"),
@@ -171,9 +151,9 @@ def result_of_run(record: RunRecord, profile: Profile | None = None, bound: str 
     return _with_measurement(_with_expectation(row, plan), record, profile)
 
 
-def _known(word: str) -> str | None:
-    """A cell's settings are never without a word; a row's are."""
-    return None if word == "-" else word
+def _word(value: object) -> str | None:
+    """Of a free table, where there is one."""
+    return None if value is None else str(value)
 
 
 def _on_cpu(environment: dict[str, str]) -> bool:
@@ -215,7 +195,11 @@ def _with_measurement(row: Result, record: RunRecord, profile: Profile | None) -
     tokens = measured.tokens_per_s * measured.step_s
     return replace(
         row,
+        hardware=measured.hardware,
         devices=devices,
+        sequence_tokens=measured.sequence_tokens,
+        precision=measured.precision,
+        optimizer=measured.optimizer,
         batch_sequences=batch,
         micro_batch_sequences=micro,
         accumulation_steps=-(-batch // (micro * devices)),
@@ -349,6 +333,19 @@ ERROR = "error"
 
 
 POSITIVE = ("devices", "sequence_tokens", "batch_sequences", "step_s", "tokens_per_s", "mfu", "hfu", "peak_flops")
+
+
+def fastest(rows: Sequence[Result]) -> list[Result]:
+    """Of each model, hardware, devices, sequence and precision the ok row with the most tokens/s."""
+    found: dict[tuple[object, ...], Result] = {}
+    for row in rows:
+        if row.state != "ok" or row.tokens_per_s is None:
+            continue
+        key = (row.model, row.hardware, row.devices, row.sequence_tokens, row.precision)
+        other = found.get(key)
+        if other is None or row.tokens_per_s > (other.tokens_per_s or 0.0):
+            found[key] = row
+    return list(found.values())
 
 
 def checked(row: Result) -> Result:

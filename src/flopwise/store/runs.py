@@ -1,7 +1,8 @@
 """The store of runs: a folder with one folder for each run, numbered from `0001`.
 
 A run's folder holds `record.json` (what it is and how far it came), `steps.jsonl` (one line for each step),
-`plan.toml`, `log.txt` and `checkpoints`; where it was profiled, `profile.json` and the trace. JSON has no number for
+`plan.toml`, `log.txt` and `checkpoints`; where it was profiled, `profile.json` and the trace; once it has ended,
+`row.json`, which listings read. JSON has no number for
 NaN or infinity, and a loss can be either: they are written as the strings "nan", "inf" and "-inf", and read back as
 numbers wherever a number belongs.
 """
@@ -12,7 +13,7 @@ import fcntl
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
-from flopwise.base.files import WRITABLE_HINT, append_to, entry_kind, json_text, read_bounded, write_whole
+from flopwise.base.files import WRITABLE_HINT, append_to, entry_kind, json_text, opened_file, read_bounded, write_whole
 from flopwise.records.measurement import RunRecord, StepRecord
 
 VARIABLE = "FLOPWISE_STORE"
@@ -29,6 +30,7 @@ VARIABLE = "FLOPWISE_STORE"
 DEFAULT_FOLDER = "runs"
 
 RECORD = "record.json"
+ROW = "row.json"
 STEPS = "steps.jsonl"
 PLAN = "plan.toml"
 LOG = "log.txt"
@@ -38,7 +40,7 @@ CHECKPOINTS = "checkpoints"
 """What a run's folder holds."""
 
 UNFINISHED = re.compile(
-    rf"\.({'|'.join(re.escape(name) for name in (RECORD, STEPS, PLAN, PROFILE))})\.[a-z0-9_]{{8}}", re.ASCII
+    rf"\.({'|'.join(re.escape(name) for name in (RECORD, ROW, STEPS, PLAN, PROFILE))})\.[a-z0-9_]{{8}}", re.ASCII
 )
 """What `write_whole` calls these files until they are whole."""
 
@@ -54,20 +56,12 @@ MOST_STEPS_BYTES = 2**30
 """Of a file of steps: millions of them."""
 LONGEST_STEP_BYTES = 2**20
 """Of one line, which has hundreds."""
+TAIL_BYTES = 2**16
+"""From the end of a file of steps: far more than one line."""
 
 NOT_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 Decoded = TypeVar("Decoded")
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """A run's folder as a listing shows it."""
-
-    folder: Path
-    record: RunRecord | None
-    problem: str = ""
-    """Why there is no record: it was never finished, or is damaged."""
 
 
 def store_folder(given: str | None) -> Path:
@@ -144,7 +138,9 @@ def from_text(text: str | bytes, kind: type[Decoded]) -> Decoded:
 
 
 def write_record(folder: Path, record: RunRecord) -> None:
-    """Write `record.json` whole: a reader sees the old one or the new one."""
+    """Write `record.json` whole: a reader sees the old one or the new one. The row of the old one goes first."""
+    with suppress(OSError):
+        (folder / ROW).unlink(missing_ok=True)
     write_whole(folder / RECORD, to_text(record, faithful=True) + "\n", own=True)
 
 
@@ -185,24 +181,16 @@ def _number(value: float | str) -> float | str:
     return NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def list_runs(store: Path) -> list[Listed]:
-    """Every run by its number. One that is half-written or damaged is listed with its problem and hides no other."""
+def run_names(store: Path) -> list[str]:
+    """Of every folder that is called like a run, by number; none where there is no store."""
     try:
-        numbers = sorted(_numbers(store))
+        return [_name(number) for number in sorted(_numbers(store))]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise FlopwiseError(
             f"{store} cannot be listed", why=error.strerror, hint=f"name a folder of runs: --store, or {VARIABLE}"
         ) from None
-    return [_listed(store / _name(number)) for number in numbers]
-
-
-def _listed(folder: Path) -> Listed:
-    try:
-        return Listed(folder, read_record(folder))
-    except FlopwiseError as error:
-        return Listed(folder, None, error.what if error.why is None else f"{error.what}: {error.why}")
 
 
 def find_run(store: Path, name: str) -> Path:
@@ -335,6 +323,28 @@ def _lines(folder: Path) -> list[bytes]:
         raise FlopwiseError(f"{path} cannot be read", why=error.what, hint="move it out of the run's folder") from None
 
 
+def last_step(folder: Path) -> StepRecord | None:
+    """The last step that was written whole, from the end of the file alone; None where there is none."""
+    path = folder / STEPS
+    try:
+        with opened_file(path) as stream:
+            end = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, end - TAIL_BYTES))
+            lines = stream.read(TAIL_BYTES).split(b"\n")[:-1]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise FlopwiseError(f"{path} cannot be read", why=error.strerror, hint="check its permissions") from None
+    except FlopwiseError as error:
+        raise FlopwiseError(f"{path} cannot be read", why=error.what, hint="move it out of the run's folder") from None
+    if not lines:
+        return None
+    try:
+        return from_text(lines[-1], StepRecord)
+    except FlopwiseError as error:
+        raise FlopwiseError(f"{path}: its last line is damaged", why=error.what, hint="look at the file") from None
+
+
 def trim_steps(folder: Path, last_step: int) -> int:
     """Drop the lines of later steps, which a resumed run does again, and damaged ones. Returns how many there were."""
     path = folder / STEPS
@@ -384,3 +394,13 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         self._stream.close()
+
+
+def process_is_gone(folder: Path) -> bool:
+    """Whether nobody holds the lock of a run; False too where there is no lock to ask, or none can be held."""
+    try:
+        with opened_file(folder / LOCK) as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (OSError, FlopwiseError):
+        return False
+    return True

@@ -77,17 +77,11 @@ def traced_steps(record: RunRecord) -> range:
     request = record.request
     if not request.get("profile"):
         return range(0)
-    done = resumed_after(record)
+    done = record.resumed_after
     left = record.training.steps - done
     steps = max(1, min(_whole(request.get("profile_steps")) or TRACED_STEPS, left - 1))
     first = done + max(1, min(TRACED_AFTER, left - steps)) + 1
     return range(first, first + steps)
-
-
-def resumed_after(record: RunRecord) -> int:
-    """The last step of an earlier process, perhaps on another machine; 0 where the run was never resumed."""
-    digits = "".join(sign for sign in (record.resumed_from or "").rpartition("/")[2] if sign.isdecimal())
-    return int(digits[-9:]) if digits.isascii() and digits else 0
 
 
 def _whole(value: Any) -> int:  # noqa: ANN401 - of a free table
@@ -96,7 +90,7 @@ def _whole(value: Any) -> int:  # noqa: ANN401 - of a free table
 
 def steady_seconds(record: RunRecord, steps: Sequence[StepRecord]) -> Seconds:
     """The times of a run's steps that count: of its last process, not traced, behind the warm-up."""
-    begun, traced = resumed_after(record), traced_steps(record)
+    begun, traced = record.resumed_after, traced_steps(record)
     times = [step.step_s for step in steps if step.step > begun and step.step not in traced and step.step_s > 0]
     every = [step.step_s for step in steps if step.step > begun and step.step_s > 0]
     # A run that was traced all along has no others.

@@ -23,7 +23,7 @@ from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.files import WRITABLE_HINT, append_to, read_bounded, write_whole
 from flopwise.base.units import AUTO
 from flopwise.records.measurement import RunRecord
-from flopwise.store.cells import ENDED, Attempt, Cell, SweepRecord, says_nothing, standing
+from flopwise.store.cells import ENDED, MEMORY_FAILURES, Attempt, Cell, SweepRecord, Told, says_nothing, standing
 from flopwise.store.runs import LAST, MOST_RECORD_BYTES, RUN_NAME, from_text, read_record, to_text
 
 CELLS = "cells"
@@ -42,15 +42,15 @@ BEAT_S = 30.0
 """Between two touches of the file of an attempt that runs."""
 SILENT_AFTER_S = 300.0
 """An attempt on another machine whose file nobody has touched for so long has died with it."""
-RUN_LINE = re.compile(r"^run ([0-9]{4,9}) ", re.MULTILINE | re.ASCII)
-"""What `flopwise train` begins with on stderr, and so in the log of an attempt."""
+ATTEMPT_VARIABLE = "FLOPWISE_ATTEMPT"
+"""Tells a process which attempt it is: CELL/NUMBER."""
 GONE = "its process was killed, or its machine went down"
 STALE_AFTER_S = 120.0
 """An attempt on another machine that is so far beyond its time limit has died with it."""
 LATEST_START_S = 60.0
 """After its attempt was written; a process under its number that is younger is another one."""
 
-Kind = TypeVar("Kind", Cell, Attempt, SweepRecord)
+Kind = TypeVar("Kind", Cell, Attempt, SweepRecord, Told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,15 @@ def read_cell(store: Path, cell: str) -> Cell:
     return _read(cell_folder(store, cell) / CELL, Cell)
 
 
+def cell_names(store: Path) -> list[str]:
+    """Of every folder that is called like a cell; none where there is no sweep."""
+    return sorted(_names(store / CELLS, CELL_NAME))
+
+
 def list_cells(store: Path) -> tuple[list[Cell], list[Problem]]:
     """Every cell of the store by its id, and what cannot be read; whatever else lies there is left alone."""
     cells, problems = [], []
-    for name in sorted(_names(store / CELLS, CELL_NAME)):
+    for name in cell_names(store):
         try:
             cells.append(read_cell(store, name))
         except FlopwiseError as error:
@@ -254,6 +259,43 @@ def _attempt_path(folder: Path, number: int) -> Path:
 def _attempt_numbers(folder: Path) -> list[int]:
     found = (ATTEMPT_NAME.fullmatch(name) for name in _names(folder, ATTEMPT_NAME))
     return [int(match[1]) for match in found if match is not None]
+
+
+# -- what the process of an attempt tells its sweep ------------------------------------------------------------------
+
+
+def own_attempt() -> tuple[str, int] | None:
+    """The cell and the number of the attempt that this process is; None where no sweep has begun it."""
+    cell, _, number = os.environ.get(ATTEMPT_VARIABLE, "").partition("/")
+    return (cell, int(number)) if CELL_NAME.fullmatch(cell) and number.isdecimal() else None
+
+
+def tell_sweep(store: Path, told: Told) -> None:
+    """Write down what this process, where it is an attempt, has to say; trouble with it ends nothing.
+
+    Of several ranks the first failure counts, unless a later one is of memory: the others miss the rank that had none.
+    """
+    own = own_attempt()
+    if own is None:
+        return
+    before = read_told(store, *own)
+    if before.failure in MEMORY_FAILURES or (before.failure and told.failure not in MEMORY_FAILURES):
+        return
+    whole = replace(told, run=told.run or before.run)
+    with suppress(FlopwiseError):
+        write_whole(_told_path(store, *own), to_text(whole) + "\n", own=True)
+
+
+def read_told(store: Path, cell: str, number: int) -> Told:
+    """What the process of an attempt has said so far; nothing where there is no file that can be read."""
+    try:
+        return _read(_told_path(store, cell, number), Told)
+    except FlopwiseError:
+        return Told()
+
+
+def _told_path(store: Path, cell: str, number: int) -> Path:
+    return cell_folder(store, cell) / f"attempt-{number:04d}.told.json"
 
 
 # -- what is left to try -----------------------------------------------------------------------------------------------

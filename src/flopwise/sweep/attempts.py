@@ -9,13 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Literal, Protocol
+from typing import IO, Literal, NamedTuple, Protocol
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import append_to, to_toml, write_whole
@@ -23,11 +22,21 @@ from flopwise.base.processes import python_words, search_path
 from flopwise.base.units import AUTO, show_seconds
 from flopwise.catalog.load import THIS_CPU, hardware_place
 from flopwise.records.measurement import RunRecord
-from flopwise.store.cells import INTERRUPTED, Attempt, Cell, CellState, SweepRecord
-from flopwise.store.runs import from_text
-from flopwise.store.sweeps import BEAT_S, RUN_LINE, beat, cell_folder, new_attempt, now, run_record, write_attempt
+from flopwise.store.cells import MEMORY_FAILURES, Attempt, Cell, CellState, SweepRecord, Told
+from flopwise.store.sweeps import (
+    ATTEMPT_VARIABLE,
+    BEAT_S,
+    beat,
+    cell_folder,
+    new_attempt,
+    now,
+    read_told,
+    run_record,
+    write_attempt,
+)
 from flopwise.sweep import keeper
 from flopwise.sweep.jobs.slurm_scripts import JOB_VARIABLE, PREFIX_VARIABLE
+from flopwise.train.failures import SHORT_OF_MEMORY
 
 MODEL = "model.toml"
 """A cell's model, for the command that trains it."""
@@ -38,30 +47,31 @@ LOG_BYTES = 64 * 1024
 """Of what an attempt wrote to stderr, the end that is kept."""
 LONGEST_LOG_BYTES = 16 * LOG_BYTES
 """While it runs."""
-OUTPUT_BYTES = 16 * 2**20
 LONGEST_REASON = 300
 
 OF_ANOTHER_LAUNCH = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("FLOPWISE_SPAWNED", "FLOPWISE_LISTENER", "FLOPWISE_REFUSAL"),
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_ID", PREFIX_VARIABLE),
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "FLOPWISE_SPAWNED",
+    "FLOPWISE_LISTENER",
+    "FLOPWISE_REFUSAL",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NTASKS",
+    "SLURM_STEP_ID",
+    PREFIX_VARIABLE,
 )
 """Variables with which an attempt would take itself for one of several ranks that somebody else has started."""
 
-SHORT_OF_MEMORY = re.compile(
-    r"(?:^|: |\b(?:CUDA|HIP|ran) )out of memory(?=$|[.:;,(]| \()|OutOfMemoryError|\bMemoryError\b"
-    r"|no (?:plan|strategy) fits|memory cannot be had|can(?:no|')t allocate memory|std::bad_alloc"
-    r"|CUBLAS_STATUS_ALLOC_FAILED",
-    re.IGNORECASE,
-)
-"""Of the words that a process ended with: 'out of memory' within others may be the name of a file."""
 EXCEPTION_LINE = re.compile(
     r"^(?:\[[^\]]{1,40}\]:?\s*)?(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception)(?::|$)", re.ASCII
 )
 """How Python tells what ended it, perhaps behind the name of a rank; what a library adds may follow."""
 KILLED = "killed (SIGKILL): by the system for lack of memory, or by somebody"
 KILLED_FOR_MEMORY = "killed by the system for lack of memory"
-ID_LINE = re.compile(r'^\s*\{?\s*"id":\s*"([0-9]{4,9})"', re.MULTILINE | re.ASCII)
 
 Ending = Literal["itself", "timeout", "interrupted"]
 
@@ -124,7 +134,7 @@ def train_command(trial: Trial, store: Path, model: Path) -> list[str]:
             words += [f"--{name}", str(value)]
     for source in sweep.data:
         words += ["--data", source]
-    words += ["--no-checkpoint", *(["--profile"] if trial.profile else []), "--store", str(store), "-o", "json"]
+    words += ["--no-checkpoint", *(["--profile"] if trial.profile else []), "--store", str(store)]
     return [*shlex.split(os.environ.get(PREFIX_VARIABLE, "")), *words]
 
 
@@ -158,9 +168,10 @@ def run_attempt(
     kills = keeper.memory_kills()
     try:
         write_whole(model, to_toml(trial.cell.settings.model), own=True)
+        own = {ATTEMPT_VARIABLE: f"{attempt.cell}/{attempt.number}"}
         # Appended to, so that it can be cut short while the process writes.
-        with tempfile.TemporaryFile() as output, append_to(log) as errors:
-            kept = Kept(words, _environment(environment), (output, errors), grace_s)
+        with append_to(log) as errors:
+            kept = Kept(words, _environment({**(environment or {}), **own}), errors, grace_s)
             try:
                 attempt = replace(attempt, pid=kept.process.pid)
                 write_attempt(store, attempt)
@@ -169,22 +180,19 @@ def run_attempt(
             finally:
                 kept.end()
             attempt = watch.attempt
-            said = _tail(output, OUTPUT_BYTES)
     except OSError as error:
         failed = f"no process could be started: {error.strerror or error}"
         return _written(store, replace(attempt, state="failed", reason=failed, ended=now()))
     cut(log, LOG_BYTES)
-    told = log_text(log)
-    record = find_record(store, said, told)
+    told = read_told(store, attempt.cell, attempt.number)
     code = kept.process.returncode
     short = any(after > before for before, after in zip(kills, keeper.memory_kills(), strict=False))
-    state, reason = judged(code, ending, record, told, short=short)
-    if state == "timeout":
-        reason = f"not done within {show_seconds(limit_s or 0.0)}"
-    elif ending == "interrupted" and state == "failed":
-        reason = f"{INTERRUPTED} by {stop.asked if stop else None}"
-    run = record.id if record else attempt.run
-    return _written(store, replace(attempt, state=state, reason=reason, ended=now(), exit_code=code, run=run))
+    end = judged(code, ending, run_record(store, told.run), told, log_text(log), short=short)
+    if end.state == "timeout":
+        end = end._replace(reason=f"not done within {show_seconds(limit_s or 0.0)}")
+    elif ending == "interrupted" and end.interrupted:
+        end = end._replace(reason=f"interrupted by {stop.asked if stop else None}")
+    return _written(store, replace(attempt, **end._asdict(), ended=now(), exit_code=code, run=told.run))
 
 
 def without_process(store: Path, trial: Trial, state: CellState, reason: str) -> Attempt:
@@ -217,17 +225,15 @@ def _written(store: Path, attempt: Attempt) -> Attempt:
     return attempt
 
 
-def _environment(changes: Mapping[str, str] | None) -> dict[str, str]:
+def _environment(changes: Mapping[str, str]) -> dict[str, str]:
     ours = {name: value for name, value in os.environ.items() if name not in OF_ANOTHER_LAUNCH}
-    return {**ours, **search_path(), **(changes or {})}
+    return {**ours, **search_path(), **changes}
 
 
 class Kept:
     """A command under a keeper, which ends it when the line to us is gone."""
 
-    def __init__(
-        self, command: list[str], environment: dict[str, str], files: tuple[IO[bytes], IO[bytes]], grace_s: float
-    ) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], errors: IO[bytes], grace_s: float) -> None:
         reading, self._line = os.pipe()
         self._held = True
         self.grace_s = grace_s
@@ -237,8 +243,8 @@ class Kept:
                 words,
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=files[0],
-                stderr=files[1],
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
                 pass_fds=(reading,),
                 start_new_session=True,
             )
@@ -271,31 +277,18 @@ class _Watch:
 
     def __init__(self, store: Path, attempt: Attempt, log: Path) -> None:
         self.store, self.attempt, self.log = store, attempt, log
-        self._seen_bytes = 0
         self._beaten_s = time.monotonic()
 
     def look(self) -> None:
-        if self.attempt.run is None:
-            self._find_run()
+        run = self.attempt.run or read_told(self.store, self.attempt.cell, self.attempt.number).run
+        if run != self.attempt.run:
+            # It is written again at its end; that it cannot be now is no reason to end it.
+            with suppress(FlopwiseError):
+                self.attempt = _written(self.store, replace(self.attempt, run=run))
         if time.monotonic() - self._beaten_s >= BEAT_S:
             self._beaten_s = time.monotonic()
             beat(self.store, self.attempt)
         cut(self.log, LONGEST_LOG_BYTES)
-
-    def _find_run(self) -> None:
-        try:
-            size = self.log.stat().st_size
-        except OSError:
-            return
-        if size == self._seen_bytes:
-            return
-        self._seen_bytes = size
-        names = [match[1] for match in RUN_LINE.finditer(log_text(self.log))]
-        run = next((name for name in names if (self.store / name).is_dir()), None)
-        if run is not None:
-            # It is written again at its end; that it cannot be now is no reason to end it.
-            with suppress(FlopwiseError):
-                self.attempt = _written(self.store, replace(self.attempt, run=run))
 
 
 def _watched(kept: Kept, limit_s: float | None, stop: Asking, watch: _Watch) -> Ending:
@@ -352,75 +345,61 @@ def _tail(stream: IO[bytes], most: int) -> bytes:
     return stream.read(most)
 
 
-def find_record(store: Path, output: bytes, errors: str) -> RunRecord | None:
-    """The run of an attempt: what it printed, else what lies in the folder that it has named."""
-    try:
-        return from_text(output, RunRecord)
-    except FlopwiseError:
-        pass
-    names = [match[1] for match in ID_LINE.finditer(output.decode(errors="replace"))]
-    names += [match[1] for match in RUN_LINE.finditer(errors)]
-    for name in reversed(names):
-        found = run_record(store, name)
-        if found is not None:
-            return found
-    return None
-
-
 # -- what it means ---------------------------------------------------------------------------------------------------
 
 
-def judged(
-    code: int, ending: Ending, record: RunRecord | None, errors: str, *, short: bool = False
-) -> tuple[CellState, str | None]:
-    """The state that an attempt ended in, and why if it is not ok; `short`: the system has killed for memory since."""
+class End(NamedTuple):
+    """How an attempt has ended."""
+
+    state: CellState
+    reason: str | None = None
+    """Why it is not ok."""
+    interrupted: bool = False
+
+
+def judged(code: int, ending: Ending, record: RunRecord | None, told: Told, errors: str, *, short: bool = False) -> End:
+    """What the end of a process means for its cell; `short`: the system has killed for memory since."""
     if code == 0 and record is not None and record.state == "done":
-        return ("ok", None) if record.measurement is not None else ("failed", "it has measured nothing")
+        return End("ok") if record.measurement is not None else End("failed", "it has measured nothing")
     if ending == "timeout":
-        return "timeout", None
+        return End("timeout")
     if ending == "interrupted":
-        return "failed", INTERRUPTED
+        return End("failed", "interrupted", interrupted=True)
     if record is not None and record.state == "interrupted":
-        return "failed", f"{INTERRUPTED} by {record.reason}, from outside"
-    return _failed(code, record, errors, short=short)
+        return End("failed", f"interrupted by {record.reason}, from outside", interrupted=True)
+    return _failed(code, told, errors, short=short)
 
 
-def _failed(code: int, record: RunRecord | None, errors: str, *, short: bool) -> tuple[CellState, str]:
+def _failed(code: int, told: Told, errors: str, *, short: bool) -> End:
     """Of a process that ended by itself, and not well."""
     if code == 0:
-        return "failed", "it ended without a record of its run"
-    words = _short_of_memory(record, errors)
+        return End("failed", "it ended without a record of its run")
+    if told.failure in MEMORY_FAILURES:
+        return End("oom", _line_of(told.reason or told.failure))
+    words = _short_of_memory(errors) if told.failure is None else None
     if words is not None:
-        return "oom", words
+        return End("oom", words)
     # A shell, or the process that has started ranks, tells of a signal by 128 and its number.
     number = -code if code < 0 else code - 128
     if number == signal.SIGKILL:
-        return ("oom", KILLED_FOR_MEMORY) if short else ("failed", KILLED)
+        return End("oom", KILLED_FOR_MEMORY) if short else End("failed", KILLED)
     if number > 0 and number in signal.valid_signals():
-        return "failed", signal.Signals(number).name
-    return "failed", last_words(errors) or f"exit code {code}"
+        return End("failed", signal.Signals(number).name)
+    return End("failed", _line_of(told.reason or last_words(errors) or f"exit code {code}"))
 
 
-def _short_of_memory(record: RunRecord | None, errors: str) -> str | None:
-    reason = record.reason if record is not None and record.state == "failed" else None
-    if reason and SHORT_OF_MEMORY.search(reason):
-        return _line_of(reason)
-    words = last_words(errors)
-    if words and SHORT_OF_MEMORY.search(words):
-        return words
+def _short_of_memory(errors: str) -> str | None:
+    """What Python, or a library that ended the process itself, has written of it."""
     raised = [line for line in errors.splitlines() if EXCEPTION_LINE.match(line)]
-    return _line_of(raised[-1]) if raised and SHORT_OF_MEMORY.search(raised[-1]) else None
+    for words in (last_words(errors), raised[-1] if raised else None):
+        if words and SHORT_OF_MEMORY.search(words):
+            return _line_of(words)
+    return None
 
 
 def last_words(errors: str) -> str | None:
-    """Why a process ended, in a line: flopwise's own error with its reason, else the last line that says anything."""
-    lines = [line.rstrip() for line in errors.splitlines()]
-    for index in range(len(lines) - 1, -1, -1):
-        if lines[index].startswith("error: "):
-            why = next((line.strip() for line in lines[index + 1 :] if line.strip()), "")
-            told = lines[index].removeprefix("error: ")
-            return _line_of(f"{told}: {why}" if why and not why.startswith("hint: ") else told)
-    said = [line for line in lines if line.strip() and not line.startswith(("note: ", "hint: "))]
+    """The last line that says anything, of a process that has told nothing."""
+    said = [line for line in errors.splitlines() if line.strip()]
     return _line_of(said[-1]) if said else None
 
 
@@ -431,7 +410,7 @@ def _line_of(text: str) -> str:
 
 def settled(store: Path, attempt: Attempt) -> Attempt:
     """An attempt whose process went without a word, written as what became of it: its run may have been done."""
-    record = find_record(store, b"", log_text(log_path(cell_folder(store, attempt.cell), attempt)))
+    record = run_record(store, attempt.run or read_told(store, attempt.cell, attempt.number).run)
     if record is not None and record.state == "done" and record.measurement is not None:
         return _written(store, replace(attempt, state="ok", reason=None, run=record.id, ended=record.ended or now()))
     return _written(store, replace(attempt, run=record.id if record else attempt.run))

@@ -24,8 +24,9 @@ from flopwise.base.units import (
     show_bytes,
 )
 from flopwise.catalog.load import hardware_place, load_model, model_table
-from flopwise.predict.choose import DEFAULT_SEQUENCE_TOKENS, Request, base_workload
+from flopwise.predict.choose import usual_formats
 from flopwise.setup.hardware import Hardware
+from flopwise.setup.setup import default_sequence
 from flopwise.store.cells import Settings, cell_id
 from flopwise.work.formats import parse_formats
 from flopwise.work.model import Model
@@ -240,7 +241,7 @@ def expand(axes: Axes, hardware: Mapping[str, Hardware], skip: Sequence[Skip] = 
         for on, gpus, seq, batch, micro, precision, device_mem, host_mem in itertools.product(*rest):
             machine = hardware[on]
             if (on, precision) not in formats:
-                formats[on, precision] = _precision(model, machine, precision)
+                formats[on, precision] = usual_formats(machine).name if precision == AUTO else precision
             length = _default_sequence(model, machine) if seq == AUTO else seq
             sequences = _batch(machine, gpus, batch, length if tokens else None)
             cell = Settings(
@@ -309,13 +310,6 @@ def hardware_word(named: str, hardware: Hardware) -> str:
     return hardware_place(named) if is_file else hardware.name
 
 
-def _precision(model: Model, hardware: Hardware, precision: str) -> str:
-    if precision != AUTO:
-        return precision
-    workload, _ = base_workload(model, hardware, Request(sequence_tokens=1, batch_sequences=1))
-    return workload.formats.name
-
-
 def _batch(hardware: Hardware, devices: int, given: int | Auto | None, sequence_tokens: int | None) -> int | Auto:
     """Sequences of a step; `sequence_tokens`: what is given counts tokens, of sequences of this length."""
     if given is None:
@@ -324,7 +318,7 @@ def _batch(hardware: Hardware, devices: int, given: int | Auto | None, sequence_
 
 
 def _default_sequence(model: Model, hardware: Hardware) -> int:
-    return min(model.context, CPU_SEQUENCE_TOKENS if hardware.device.kind == "cpu" else DEFAULT_SEQUENCE_TOKENS)
+    return min(model.context, CPU_SEQUENCE_TOKENS) if hardware.device.kind == "cpu" else default_sequence(model)
 
 
 def left_out(cell: Settings, skip: Sequence[Skip], on: str = "") -> str | None:

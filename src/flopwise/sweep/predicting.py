@@ -8,33 +8,32 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.base.files import decode
 from flopwise.base.units import AUTO, show_bytes
 from flopwise.catalog.load import THIS_CPU, THIS_MACHINE
 from flopwise.engine.executable import check_several
-from flopwise.plan.device.cuts import DeviceQuestion
 from flopwise.plan.device.forecast import forecast
 from flopwise.plan.device.memory import plan_bytes
 from flopwise.plan.device.smallest import least_device
 from flopwise.plan.program.sizes import sizes_of
-from flopwise.predict.choose import Request, capacity_bytes, default_host_bytes
-from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.predict.choose import capacity_bytes
 from flopwise.records.plan import Plan
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.parallel import Parallel
+from flopwise.setup.parallel import sharded
+from flopwise.setup.setup import Setup
 from flopwise.store.cells import Cell, Foreseen, Settings
 from flopwise.store.results import recompute_words
 from flopwise.store.sweeps import looks
 from flopwise.sweep.auto_batch import LOOKING_ATTEMPTS, LOOKING_STEPS, largest, most_sequences
 from flopwise.sweep.grid import label
-from flopwise.sweep.many import Case, Outcome, Predictor
-from flopwise.train.planning import CPU_MEMORY_SHARE, Promise, Question, TooLargeError, find_plan
+from flopwise.sweep.many import Outcome, Predictor
+from flopwise.train.planning import Promise, cap_setup, find_plan
 from flopwise.work.describe import describe
-from flopwise.work.formats import Formats, parse_formats
+from flopwise.work.formats import parse_formats
 from flopwise.work.model import ARCHITECTURES, Model
 from flopwise.work.transformer import Transformer
 
@@ -45,16 +44,10 @@ with 16 cores (`benchmarks/results/mpt_h200`): 18 s, and for each parameter what
 START_S_PER_PARAMETER = 9e-9
 """First weights, drawn on the host, and the profile."""
 NOT_KNOWN = "whether it fits is not known: nothing tells how much memory each device takes"
-DOES_NOT_FIT = 1
-"""Exit code of the errors that say that no plan fits; others are mistakes."""
 
+Found = TypeVar("Found")
 Tell = Callable[[str, int, int], None]
 """Told what is being done, how many cells are, of how many."""
-
-
-def foresee(settings: Settings, hardware: Hardware, *, steps: int, to_run: bool) -> Foreseen:
-    """What one cell will take."""
-    return foresee_all([settings], {settings.hardware: hardware}, steps=steps, to_run=to_run)[0]
 
 
 def foresee_all(
@@ -138,7 +131,7 @@ class _Models:
         return describe(self.of(settings), settings.sequence_tokens).parameters
 
 
-def _told(settings: Settings, look: Callable[[], Foreseen]) -> Foreseen:
+def _told(settings: Settings, look: Callable[[], Found]) -> Found:
     """What `look` finds; a mistake is told with the cell that it is in."""
     try:
         return look()
@@ -156,80 +149,69 @@ def _with_time(foreseen: Foreseen, hardware: Hardware, steps: int, parameters: i
 # -- the plan that would run -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Sequences of a step, and of a micro-batch where that is not left to the plan."""
-
-    batch: int
-    micro: int | None
-
-
 def _planned(settings: Settings, model: Model, hardware: Hardware) -> Foreseen:
     assert isinstance(model, Transformer) or settings.host_memory_bytes is not None
     if not isinstance(model, Transformer):
         raise FlopwiseError(f"{model.name} cannot be planned for a host", why="only transformers are", hint="--model")
-    question = _question(settings, model, hardware)
-    batch, micro = settings.batch_sequences, settings.micro_batch_sequences
-    if batch != AUTO:
-        sizes = _Sizes(batch, None if micro == AUTO else micro)
-        return _foreseen(question, sizes, _try(question, sizes))
-    tries: dict[int, Promise | FlopwiseError] = {}
+    setup = _setup(settings, model, hardware)
+    if setup.batch_sequences is not None:
+        return _foreseen(setup, _try(setup))
+    tries: dict[int, Promise | DoesNotFit] = {}
+
+    def sized(count: int) -> Setup:
+        return replace(setup, batch_sequences=count * settings.devices, micro_batch_sequences=count)
 
     def fits(count: int) -> bool:
-        tries[count] = _try(question, _Sizes(count * settings.devices, count))
-        return not isinstance(tries[count], FlopwiseError)
+        tries[count] = _try(sized(count))
+        return not isinstance(tries[count], DoesNotFit)
 
     # Plans recompute and stream, so that the largest that is of use mostly fits; else nobody knows where it lies.
     most = most_sequences(settings.sequence_tokens)
-    count = largest(fits, most, most, stride=max(1, most // 4))
-    sizes = _Sizes(max(1, count) * settings.devices, max(1, count))
-    foreseen = _foreseen(question, sizes, tries[max(1, count)])
-    if isinstance(tries[max(1, count)], FlopwiseError):
+    count = max(1, largest(fits, most, most, stride=max(1, most // 4)))
+    foreseen = _foreseen(sized(count), tries[count])
+    if isinstance(tries[count], DoesNotFit):
         return replace(foreseen, batch_sequences=None, micro_batch_sequences=None)
     return foreseen
 
 
-def _question(settings: Settings, model: Transformer, hardware: Hardware) -> Question:
+def _setup(settings: Settings, model: Model, hardware: Hardware) -> Setup:
     """As `flopwise train` asks it of the machine that it runs on."""
-    return Question(
+    batch, micro = settings.batch_sequences, settings.micro_batch_sequences
+    return Setup(
         model=model,
         hardware=hardware,
         hardware_name=THIS_CPU if hardware.device.kind == "cpu" else THIS_MACHINE,
         sequence_tokens=settings.sequence_tokens,
-        batch_sequences=None,
-        micro_batch_sequences=None,
+        batch_sequences=None if batch == AUTO else batch,
+        micro_batch_sequences=None if micro == AUTO else micro,
         formats=parse_formats(settings.precision),
-        device_memory_bytes=settings.device_memory_bytes,
-        host_memory_bytes=settings.host_memory_bytes,
-        clip=False,
-        devices=settings.devices,
+        device_cap_bytes=settings.device_memory_bytes,
+        host_cap_bytes=settings.host_memory_bytes,
+        parallel=sharded(settings.devices),
     )
 
 
-def _try(question: Question, sizes: _Sizes) -> Promise | FlopwiseError:
+def _try(setup: Setup) -> Promise | DoesNotFit:
     """The plan, or why there is none."""
-    asked = replace(question, batch_sequences=sizes.batch, micro_batch_sequences=sizes.micro)
     try:
-        return find_plan(asked)
-    except FlopwiseError as error:
-        if error.exit_code != DOES_NOT_FIT:
-            raise
+        return find_plan(setup)
+    except DoesNotFit as error:
         return error
 
 
-def _foreseen(question: Question, sizes: _Sizes, found: Promise | FlopwiseError) -> Foreseen:
-    if isinstance(found, FlopwiseError):
+def _foreseen(setup: Setup, found: Promise | DoesNotFit) -> Foreseen:
+    if isinstance(found, DoesNotFit):
         return Foreseen(
             fits=False,
             method="plan",
-            batch_sequences=sizes.batch,
-            micro_batch_sequences=sizes.micro,
-            device_bytes=_needed(question, sizes, found),
+            batch_sequences=setup.batch_sequences,
+            micro_batch_sequences=setup.micro_batch_sequences,
+            device_bytes=_needed(setup, found),
             reason=f"{found.what}: {found.why}" if found.why else found.what,
         )
     plan, batch = found.plan, found.batch_sequences
-    device_bytes, host_bytes = _taken(question, found)
-    flops = batch * describe(question.model, question.sequence_tokens).model_flops("causal")
+    device_bytes, host_bytes = _taken(setup, found)
+    flops = batch * describe(setup.model, plan.sequence_tokens).model_flops("causal")
     spent = None if found.step_s is None or found.peak_flops is None else found.step_s * found.peak_flops
     return Foreseen(
         fits=True,
@@ -243,71 +225,37 @@ def _foreseen(question: Question, sizes: _Sizes, found: Promise | FlopwiseError)
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         recompute=recompute_words({"saves": plan.saves} if isinstance(plan, Plan) else {"recompute": plan.recompute}),
-        bound=_bound(question, found),
+        bound=_bound(setup, found),
         reason=NOT_KNOWN if device_bytes is None else None,
     )
 
 
-def _taken(question: Question, promise: Promise) -> tuple[int | None, int | None]:
+def _taken(setup: Setup, promise: Promise) -> tuple[int | None, int | None]:
     """Memory of a device and of the host; that of a plan is known where its speed is not."""
     plan = promise.plan
     if promise.device_bytes is not None or not isinstance(plan, Plan):
         return promise.device_bytes, promise.host_bytes
-    sizes = sizes_of(question.model, plan.sequence_tokens, question.formats, plan.optimizer)
+    sizes = sizes_of(setup.model, plan.sequence_tokens, parse_formats(plan.precision), plan.optimizer)
     taken = plan_bytes(plan, sizes)
     return sum(taken["device"].values()), sum(taken["host"].values())
 
 
-def _bound(question: Question, promise: Promise) -> str | None:
+def _bound(setup: Setup, promise: Promise) -> str | None:
     """What limits the step, where its speed is known."""
-    plan = promise.plan
+    plan, hardware = promise.plan, setup.hardware
     if promise.step_s is None:
         return None
     if isinstance(plan, Plan):
-        return forecast(plan, question.model, question.hardware).bound
-    case = _case(question.model, question.hardware, plan.precision, _request_of(plan))
-    return Predictor(question.hardware).outcomes([case])[0].bound
+        return forecast(plan, setup.model, hardware).bound
+    return Predictor(hardware).outcomes([plan.setup(setup.model, hardware)])[0].bound
 
 
-def _request_of(plan: ClusterPlan) -> Request:
-    return Request(
-        sequence_tokens=plan.sequence_tokens,
-        batch_sequences=plan.batch_sequences,
-        micro_batch_sequences=plan.micro_batch_sequences,
-        recompute=plan.recompute,
-        parallel=plan.parallel,
-        device_memory_bytes=plan.device_memory_bytes,
-    )
-
-
-def _needed(question: Question, sizes: _Sizes, error: FlopwiseError) -> int | None:
+def _needed(setup: Setup, error: DoesNotFit) -> int | None:
     """The least device memory with which there would be a plan."""
-    if isinstance(error, TooLargeError):
-        return error.promise.device_bytes
-    least = least_device(device_question(question, sizes.batch, sizes.micro))
+    if setup.parallel.devices > 1:
+        return error.needed_bytes
+    least = least_device(cap_setup(setup))
     return least.bytes if least else None
-
-
-def device_question(question: Question, batch: int, micro: int | None) -> DeviceQuestion:
-    """What `find_plan` asks of a search for one device."""
-    hardware = question.hardware
-    if question.device_memory_bytes is None and hardware.link is None:
-        device_bytes = int(CPU_MEMORY_SHARE * hardware.device.dram.size_bytes.value)
-    else:
-        device_bytes = capacity_bytes(hardware, Request(device_memory_bytes=question.device_memory_bytes))
-    host = question.host_memory_bytes
-    return DeviceQuestion(
-        model=question.model,
-        hardware=hardware,
-        hardware_name=question.hardware_name,
-        sequence_tokens=question.sequence_tokens,
-        device_bytes=device_bytes,
-        host_bytes=default_host_bytes(hardware) if host is None else host,
-        formats=question.formats,
-        batch_sequences=batch,
-        round_sequences=micro,
-        clip=question.clip,
-    )
 
 
 # -- a step with all state on the devices ----------------------------------------------------------------------------
@@ -316,81 +264,56 @@ def device_question(question: Question, batch: int, micro: int | None) -> Device
 def _predicted(cells: Sequence[Settings], models: _Models, hardware: Hardware) -> list[Foreseen]:
     """Cells on one hardware, all at once."""
     predictor = Predictor(hardware)
-    cases: list[Case] = []
+    setups: list[Setup] = []
     found: dict[int, Foreseen] = {}
     places: list[int] = []
-    formats = {name: parse_formats(name) for name in {settings.precision for settings in cells}}
     for place, settings in enumerate(cells):
-        model = models.of(settings)
-        case = _case(model, hardware, formats[settings.precision], _request(settings))
+        setup = _told(settings, lambda s=settings: _setup(s, models.of(s), hardware))  # type: ignore[misc]
         if settings.batch_sequences == AUTO:
-            count = _auto_count(predictor, case, settings)
+            most = most_sequences(settings.sequence_tokens)
+            count = _told(settings, lambda s=setup, m=most: predictor.largest_micro_batch(s, m))  # type: ignore[misc]
             if count == 0:
-                found[place] = _too_large(predictor.least_bytes(case), capacity_bytes(hardware, case.request), None)
+                found[place] = _too_large(predictor.least_bytes(setup), capacity_bytes(setup), None)
                 continue
-            sized = replace(case.request, batch_sequences=count * settings.devices, micro_batch_sequences=count)
-            case = replace(case, request=sized)
-        cases.append(case)
+            setup = replace(setup, batch_sequences=count * settings.devices, micro_batch_sequences=count)
+        setups.append(setup)
         places.append(place)
     try:
-        outcomes = predictor.outcomes(cases)
+        outcomes = predictor.outcomes(setups)
     except FlopwiseError:
         # Which of them it is that cannot be predicted is for the error to say.
-        for place, case in zip(places, cases, strict=True):
-            _told(cells[place], lambda c=case: _outcome_words(predictor.outcomes([c])[0]))  # type: ignore[misc]
+        for place, setup in zip(places, setups, strict=True):
+            _told(cells[place], lambda s=setup: predictor.outcomes([s]))  # type: ignore[misc]
         raise
     found |= {place: _outcome_words(outcome) for place, outcome in zip(places, outcomes, strict=True)}
     return [found[place] for place in range(len(cells))]
 
 
-def _auto_count(predictor: Predictor, case: Case, settings: Settings) -> int:
-    try:
-        return predictor.largest_micro_batch(case, most_sequences(settings.sequence_tokens))
-    except FlopwiseError as error:
-        raise error.within(label(settings)) from None
-
-
-def _case(model: Model, hardware: Hardware, formats: Formats | str, request: Request) -> Case:
-    return Case(model=model, hardware=hardware, request=replace(request, formats=formats))
-
-
-def _request(settings: Settings) -> Request:
-    batch, micro = settings.batch_sequences, settings.micro_batch_sequences
-    return Request(
-        sequence_tokens=settings.sequence_tokens,
-        batch_sequences=None if batch == AUTO else batch,
-        micro_batch_sequences=None if micro == AUTO else micro,
-        device_memory_bytes=settings.device_memory_bytes,
-        parallel=Parallel(data=settings.devices, zero=3) if settings.devices > 1 else Parallel(),
-    )
-
-
 def _outcome_words(outcome: Outcome) -> Foreseen:
-    workload = outcome.workload
+    setup = outcome.setup
     if not outcome.fits:
-        sizes = _Sizes(workload.batch_sequences, workload.micro_batch_sequences)
-        return _too_large(outcome.device_bytes, outcome.capacity_bytes, sizes)
+        return _too_large(outcome.device_bytes, outcome.capacity_bytes, setup)
     return Foreseen(
         fits=True,
         method="predict",
-        batch_sequences=workload.batch_sequences,
-        micro_batch_sequences=workload.micro_batch_sequences,
+        batch_sequences=setup.batch_sequences,
+        micro_batch_sequences=setup.micro_batch_sequences,
         step_s=outcome.step_s,
-        tokens_per_s=workload.batch_tokens / outcome.step_s,
+        tokens_per_s=setup.batch_tokens / outcome.step_s,
         mfu=outcome.mfu,
         hfu=outcome.hfu,
         device_bytes=outcome.device_bytes,
-        recompute=workload.recompute,
+        recompute=setup.recompute,
         bound=outcome.bound,
     )
 
 
-def _too_large(needed: int, capacity: int, sizes: _Sizes | None) -> Foreseen:
+def _too_large(needed: int, capacity: int, setup: Setup | None) -> Foreseen:
     return Foreseen(
         fits=False,
         method="predict",
-        batch_sequences=sizes.batch if sizes else None,
-        micro_batch_sequences=sizes.micro if sizes else None,
+        batch_sequences=setup.batch_sequences if setup else None,
+        micro_batch_sequences=setup.micro_batch_sequences if setup else None,
         device_bytes=needed,
         reason=f"{show_bytes(needed)} are needed on a device, and there are {show_bytes(capacity)}",
     )

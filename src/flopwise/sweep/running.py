@@ -200,10 +200,17 @@ class _Sweep:
         reason = error.what if error.why is None else f"{error.what}: {error.why}"
         self.found[cell] = (
             Attempt(
-                number=0, cell=cell, repeat=1, state="failed", started=now(), ended=now(),
-                sweep=self.record.name, steps=self.record.steps, reason=reason,
+                number=0,
+                cell=cell,
+                repeat=1,
+                state="failed",
+                started=now(),
+                ended=now(),
+                sweep=self.record.name,
+                steps=self.record.steps,
+                reason=reason,
             ),
-        )  # fmt: skip
+        )
         self.notice(cell, reason)
 
     # -- all cells ------------------------------------------------------------------------------------------------

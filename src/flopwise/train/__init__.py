@@ -1,13 +1,15 @@
 """From a model's name to a trained model: data, plan, executor and run folder put together.
 
-from flopwise import train
+import flopwise as fw
 
-record = train.run(model="llama-3-1b", data=("corpus/",), steps=100)
+record = fw.train("llama-3-1b", data="corpus/", steps=100)
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from flopwise.base.callable_module import make_callable
 
 if TYPE_CHECKING:
     from flopwise.train.events import Callback, Started
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from flopwise.train.running import run
 
 __all__ = ["Callback", "Started", "TrainRequest", "run"]
+
+make_callable(__name__)
 
 
 def __getattr__(name: str) -> object:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-
-import msgspec
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import WRITABLE_HINT, entry_kind
@@ -26,7 +23,7 @@ from flopwise.records.plan import Plan
 from flopwise.store.runs import PLAN, find_run, read_record, store_folder
 from flopwise.train.hardware import check_kind
 from flopwise.train.preparing import Settled, promised, settle
-from flopwise.train.request import TrainRequest
+from flopwise.train.request import TrainRequest, merge_resumed
 from flopwise.work.model import Model
 
 DRIVER_PLACES = ("/dev/nvidiactl", "/dev/nvhost-ctrl", "/dev/nvhost-gpu", "/dev/dxg")
@@ -63,19 +60,9 @@ def _resumed(request: TrainRequest) -> tuple[TrainRequest, tuple[Plan | ClusterP
     assert request.resume is not None
     folder = find_run(store_folder(request.store), request.resume)
     try:
-        kept = msgspec.convert(read_record(folder).request, TrainRequest)
-        plan = load_plan(folder / PLAN)
-    except (msgspec.ValidationError, FlopwiseError):
+        return merge_resumed(read_record(folder), request), load_plan(folder / PLAN)
+    except FlopwiseError:
         return request, None
-    same = replace(
-        kept,
-        on=request.on or kept.on,
-        anywhere=kept.anywhere or request.anywhere,
-        devices=request.devices,
-        resume=request.resume,
-        store=request.store,
-    )
-    return same, plan
 
 
 # -- devices ---------------------------------------------------------------------------------------------------------

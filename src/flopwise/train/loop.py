@@ -75,7 +75,7 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class LoopEnd:
     """How a loop ended."""
 
     progress: Progress
@@ -109,7 +109,7 @@ class Loop:
         self.flops = 0
         self._mark = time.perf_counter()
 
-    def run(self, begin: Progress, stop: Stop) -> Outcome:
+    def run(self, begin: Progress, stop: Stop) -> LoopEnd:
         """From where it stands to the end."""
         progress, records, evaluation = begin, [], {}
         self._mark = time.perf_counter()
@@ -146,7 +146,7 @@ class Loop:
         if not records:
             evaluation = self.evaluate()
             self._check_evaluation(progress.step, evaluation)
-        return Outcome(
+        return LoopEnd(
             progress=progress,
             steps=tuple(records),
             stopped_by=stopped,

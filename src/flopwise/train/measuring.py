@@ -10,13 +10,13 @@ from pathlib import Path
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.measurement import Measurement, MemoryRow, StepRecord
 from flopwise.store.statistics import LEAST_WARM_UP, warm_up_steps
-from flopwise.train.loop import Outcome
+from flopwise.train.loop import LoopEnd
 from flopwise.train.preparing import Prepared
 from flopwise.work.describe import describe
 
 
 def measured(
-    prepared: Prepared, outcome: Outcome, memory: tuple[MemoryRow, ...], *, earlier: Sequence[StepRecord], ranks: int,
+    prepared: Prepared, outcome: LoopEnd, memory: tuple[MemoryRow, ...], *, earlier: Sequence[StepRecord], ranks: int,
     slowed: range = range(0),
 ) -> Measurement | None:  # fmt: skip
     """The steps of this process; those of an `earlier` one, perhaps on another machine, tell the first loss alone.
@@ -75,7 +75,7 @@ def measured(
     )
 
 
-def metrics(prepared: Prepared, outcome: Outcome) -> dict[str, float | str]:
+def metrics(prepared: Prepared, outcome: LoopEnd) -> dict[str, float | str]:
     """The trainer's block, its rates over all ranks; the runtime holds evaluations and checkpoints as its does."""
     totals, done = outcome.progress.totals, outcome.progress.step
     samples, seconds = totals.get("samples", 0.0), max(totals.get("seconds", 0.0), 1e-9)

@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.base.units import show_bytes
-from flopwise.plan.device.cuts import DeviceQuestion
 from flopwise.plan.device.explain import planned
 from flopwise.plan.device.forecast import forecast
 from flopwise.plan.program.runs import check_runs
 from flopwise.predict import step as predicted_step
-from flopwise.predict.choose import PLAIN, Request, capacity_bytes, default_host_bytes
+from flopwise.predict.choose import PLAIN, capacity_bytes, default_host_bytes, usual_formats
 from flopwise.predict.cluster.costing import peak_bytes
 from flopwise.predict.cluster.strategies import listed
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.cluster_plan import Expected as ClusterExpected
 from flopwise.records.plan import Forecast, Plan
+from flopwise.records.prediction import NO_STACK
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.parallel import Parallel
-from flopwise.setup.workload import Workload
+from flopwise.setup.setup import CappedSetup, SettledSetup, Setup, default_sequence
 from flopwise.work.describe import describe
-from flopwise.work.formats import FP8_MULTIPLE, POLICIES, Formats, parse_formats
+from flopwise.work.formats import FP8_MULTIPLE, POLICIES, parse_formats
+from flopwise.work.model import Model
 from flopwise.work.op import Gemm
 from flopwise.work.transformer import Transformer
 
 CPU_MEMORY_SHARE = 0.6
 """Of a CPU's memory: it is the host's too, and others run there."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """What a plan is wanted for."""
-
-    model: Transformer
-    hardware: Hardware
-    hardware_name: str
-    sequence_tokens: int
-    batch_sequences: int | None
-    """None: what the plan finds best."""
-    micro_batch_sequences: int | None
-    formats: Formats
-    device_memory_bytes: int | None
-    host_memory_bytes: int | None
-    clip: bool
-    devices: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,49 +45,34 @@ class Promise:
     host_bytes: int | None
 
 
-def find_plan(question: Question) -> Promise:
+def find_plan(setup: Setup) -> Promise:
     """The fastest plan for one device, or one that shards over several."""
-    return _several(question) if question.devices > 1 else _one(question)
+    return _several(setup) if setup.parallel.devices > 1 else _one(setup)
 
 
-def _one(question: Question) -> Promise:
-    hardware = question.hardware
-    if question.device_memory_bytes is None and hardware.link is None:
-        device_bytes = int(CPU_MEMORY_SHARE * hardware.device.dram.size_bytes.value)
-    else:
-        device_bytes = capacity_bytes(hardware, Request(device_memory_bytes=question.device_memory_bytes))
-    host_bytes = question.host_memory_bytes
-    if host_bytes is None:
-        host_bytes = default_host_bytes(hardware)
-    micro, batch = question.micro_batch_sequences, question.batch_sequences
-    if micro is not None and batch is not None and micro > batch:
-        raise FlopwiseError(
-            f"a micro-batch of {micro} is larger than the batch of {batch}",
-            why="a step runs the batch in micro-batches",
-            hint=f"--micro {batch} or less",
-        )
-    wanted = DeviceQuestion(
-        model=question.model,
-        hardware=hardware,
-        hardware_name=question.hardware_name,
-        sequence_tokens=question.sequence_tokens,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        formats=question.formats,
-        batch_sequences=batch if micro is None or batch is not None else micro,
-        round_sequences=micro,
-        clip=question.clip,
+def cap_setup(setup: Setup) -> CappedSetup:
+    """The set-up of one device under its caps, or under what there is of its memory and the host's."""
+    device, host = capacity_bytes(setup), setup.host_cap_bytes
+    if setup.device_cap_bytes is None and setup.hardware.link is None:
+        device = int(CPU_MEMORY_SHARE * setup.hardware.device.dram.size_bytes.value)
+    return setup.cap(
+        sequence_tokens=setup.sequence_tokens or default_sequence(setup.model),
+        formats=setup.formats or usual_formats(setup.hardware),
+        device=max(1, device),
+        host=default_host_bytes(setup.hardware) if host is None else host,
     )
-    if hardware.link is None and question.formats.matrix not in hardware.device.peak_flops:
+
+
+def _one(setup: Setup) -> Promise:
+    hardware, batch, wanted = setup.hardware, setup.batch_sequences, cap_setup(setup)
+    if batch is None:
+        wanted = replace(wanted, batch_sequences=setup.micro_batch_sequences)
+    if hardware.link is None and wanted.formats.matrix not in hardware.device.peak_flops:
         # A CPU computes in formats whose speed nobody measured. The plan is that of fp32, which takes no less memory.
-        other = planned(replace(wanted, formats=POLICIES["fp32"]), helps=False)
-        return _unknown(replace(other.plan, precision=question.formats.name), batch)
-    try:
-        found = planned(wanted, helps=False)
-    except FlopwiseError as error:
-        # This machine is the device: another one is no way out.
-        error.hint = re.sub(r",? or another device, as --on \S+", "", error.hint) if error.hint else None
-        raise
+        other = planned(replace(wanted, formats=POLICIES["fp32"]), helps=False, elsewhere=False)
+        return _unknown(replace(other.plan, precision=wanted.formats.name), batch)
+    # This machine is the device: another one is no way out.
+    found = planned(wanted, helps=False, elsewhere=False)
     return _promise(found.plan, found.forecast, batch)
 
 
@@ -145,7 +111,7 @@ def _promise(plan: Plan, found: Forecast, batch: int | None) -> Promise:
 def given_plan(plan: Plan | ClusterPlan, model: Transformer, hardware: Hardware, batch: int | None) -> Promise:
     """A plan from a file, with what it takes on the hardware that it is run on."""
     if isinstance(plan, ClusterPlan):
-        return _cluster_promise(plan, model, hardware)
+        return _cluster_promise(plan, plan.setup(model, hardware))
     check_runs(plan, model)
     whole = plan.rounds_per_step * plan.sequences_per_round
     if batch is not None and -(-batch // plan.sequences_per_round) != plan.rounds_per_step:
@@ -161,94 +127,80 @@ def given_plan(plan: Plan | ClusterPlan, model: Transformer, hardware: Hardware,
         return _unknown(plan, batch)
 
 
-def _several(question: Question) -> Promise:
+def _several(setup: Setup) -> Promise:
     """Data parallel with everything sharded, which is what runs on several devices."""
-    batch = question.batch_sequences or 8 * question.devices
+    devices, micro = setup.parallel.devices, setup.micro_batch_sequences
+    batch = setup.batch_sequences or 8 * devices
+    formats = setup.formats or usual_formats(setup.hardware)
     plan = ClusterPlan(
-        hardware=question.hardware_name,
-        devices=question.devices,
-        sequence_tokens=question.sequence_tokens,
+        hardware=setup.hardware_name or setup.hardware.name,
+        devices=devices,
+        sequence_tokens=setup.sequence_tokens or default_sequence(setup.model),
         batch_sequences=batch,
-        micro_batch_sequences=question.micro_batch_sequences or max(1, -(-batch // question.devices)),
-        precision=question.formats.name,
+        micro_batch_sequences=micro or max(1, -(-batch // devices)),
+        precision=formats.name,
         recompute="none",
-        attention="flash",
-        fusion="fused",
-        optimizer="adamw",
-        stack="kernels",
-        parallel=Parallel(data=question.devices, zero=3),
-        device_memory_bytes=question.device_memory_bytes,
+        attention=setup.attention,
+        fusion=setup.fusion,
+        optimizer=setup.optimizer,
+        stack=NO_STACK,
+        parallel=setup.parallel,
+        device_memory_bytes=setup.device_cap_bytes,
     )
-    promise = _cluster_promise(plan, question.model, question.hardware, choose=question.micro_batch_sequences is None)
-    return check_fits(promise, question.model, question.hardware)
+    # A micro-batch that is given is run as it is, with nothing recomputed.
+    asked = replace(setup, batch_sequences=batch, formats=formats, recompute=None if micro is None else "none")
+    return check_fits(_cluster_promise(plan, asked), setup.model, setup.hardware)
 
 
-class TooLargeError(FlopwiseError):
+def _too_large(setup: SettledSetup, needed: int) -> DoesNotFit:
     """A set-up over several devices takes more than each of them has."""
-
-    exit_code = 1
-
-    def __init__(self, promise: Promise, model: Transformer, hardware: Hardware, capacity: int) -> None:
-        plan, needed = promise.plan, promise.device_bytes or 0
-        assert isinstance(plan, ClusterPlan)
-        hints = []
-        if capacity < needed <= capacity_of_each(hardware, plan.devices, None):
-            hints.append(f"--device-mem {-(-needed // 2**20)}MiB")
-        if plan.micro_batch_sequences > 1:
-            hints.append("a smaller --micro")
-        super().__init__(
-            f"no plan fits {model.name} on {plan.devices:,} × {hardware.name} in {show_bytes(capacity)} of device"
-            " memory each",
-            why=f"{show_bytes(needed)} are needed, and there are {show_bytes(capacity)}: {plan.parallel.label},"
-            f" recompute {plan.recompute}, micro-batch {plan.micro_batch_sequences:,}",
-            hint=", ".join([*hints, "a shorter --seq, or --gpus 1, which streams through the host's memory"]),
-        )
-        self.promise = promise
+    capacity, parallel = capacity_of_each(setup), setup.parallel
+    hints = []
+    if capacity < needed <= capacity_of_each(replace(setup, device_cap_bytes=None)):
+        hints.append(f"--device-mem {-(-needed // 2**20)}MiB")
+    if setup.micro_batch_sequences > 1:
+        hints.append("a smaller --micro")
+    return DoesNotFit(
+        f"no plan fits {setup.model.name} on {parallel.devices:,} × {setup.hardware.name} in"
+        f" {show_bytes(capacity)} of device memory each",
+        why=f"{show_bytes(needed)} are needed, and there are {show_bytes(capacity)}: {parallel.label},"
+        f" recompute {setup.recompute}, micro-batch {setup.micro_batch_sequences:,}",
+        hint=", ".join([*hints, "a shorter --seq, or --gpus 1, which streams through the host's memory"]),
+        needed_bytes=needed,
+    )
 
 
-def check_fits(promise: Promise, model: Transformer, hardware: Hardware) -> Promise:
+def check_fits(promise: Promise, model: Model, hardware: Hardware) -> Promise:
     """The promise of several devices with its memory, as far as that can be told; refused where they have less."""
-    plan = promise.plan
-    assert isinstance(plan, ClusterPlan)
+    assert isinstance(promise.plan, ClusterPlan)
+    setup = promise.plan.setup(model, hardware)
     if promise.device_bytes is None:
-        promise = replace(promise, device_bytes=_bytes_of_each(plan, model, hardware))
-    capacity = capacity_of_each(hardware, plan.devices, plan.device_memory_bytes)
-    if promise.device_bytes is not None and promise.device_bytes > capacity:
-        raise TooLargeError(promise, model, hardware, capacity)
+        promise = replace(promise, device_bytes=_bytes_of_each(setup))
+    if promise.device_bytes is not None and promise.device_bytes > capacity_of_each(setup):
+        raise _too_large(setup, promise.device_bytes)
     return promise
 
 
-def capacity_of_each(hardware: Hardware, devices: int, cap: int | None) -> int:
+def capacity_of_each(setup: Setup) -> int:
     """What each of several devices has, or the cap on it; ranks on a CPU share its memory."""
-    there = capacity_bytes(hardware, Request(device_memory_bytes=cap))
-    if hardware.device.kind != "cpu":
+    there, device = capacity_bytes(setup), setup.hardware.device
+    if device.kind != "cpu":
         return there
-    return min(there, int(CPU_MEMORY_SHARE * hardware.device.dram.size_bytes.value) // devices)
+    return min(there, int(CPU_MEMORY_SHARE * device.dram.size_bytes.value) // setup.parallel.devices)
 
 
-def _bytes_of_each(plan: ClusterPlan, model: Transformer, hardware: Hardware) -> int | None:
+def _bytes_of_each(setup: SettledSetup) -> int | None:
     """Memory of each device where a step's time cannot be told, for want of a network; None: nor can this."""
-    workload = Workload(
-        sequence_tokens=plan.sequence_tokens,
-        batch_sequences=plan.batch_sequences,
-        micro_batch_sequences=plan.micro_batch_sequences,
-        formats=parse_formats(plan.precision),
-        recompute=plan.recompute,
-        attention=plan.attention,
-        fusion=plan.fusion,
-        optimizer=plan.optimizer,
-    )
     # Where nobody has measured the speed of a format: those of fp32 take no less.
-    for formats in (workload.formats, POLICIES["fp32"]):
+    for formats in (setup.formats, POLICIES["fp32"]):
         try:
-            set_up = listed([(model, plan.parallel, replace(workload, formats=formats))], hardware)
-            return int(peak_bytes(set_up, hardware, PLAIN)[0])
+            return int(peak_bytes(listed([replace(setup, formats=formats)]), setup.hardware, PLAIN)[0])
         except FlopwiseError:
             continue
     return None
 
 
-def _cluster_promise(plan: ClusterPlan, model: Transformer, hardware: Hardware, *, choose: bool = False) -> Promise:
+def _cluster_promise(plan: ClusterPlan, setup: Setup) -> Promise:
     nothing = Promise(
         plan=plan,
         batch_sequences=plan.batch_sequences,
@@ -260,18 +212,9 @@ def _cluster_promise(plan: ClusterPlan, model: Transformer, hardware: Hardware, 
         device_bytes=None,
         host_bytes=None,
     )
-    if plan.devices > 1 and not hardware.networks:
+    if plan.devices > 1 and not setup.hardware.networks:
         return nothing
-    request = Request(
-        sequence_tokens=plan.sequence_tokens,
-        batch_sequences=plan.batch_sequences,
-        micro_batch_sequences=None if choose else plan.micro_batch_sequences,
-        formats=plan.precision,
-        recompute=None if choose else plan.recompute,
-        parallel=plan.parallel,
-        device_memory_bytes=plan.device_memory_bytes,
-    )
-    found = predicted_step(model, hardware, request)
+    found = predicted_step(setup)
     expected = ClusterExpected(
         step_s=found.step_s,
         tokens_per_s=found.tokens_per_s,

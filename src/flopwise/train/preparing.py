@@ -12,17 +12,18 @@ from flopwise.base.units import show_bytes
 from flopwise.catalog.load import is_plan, load_model, load_plan
 from flopwise.engine.data import DataRequest, open_classification_data, open_language_data
 from flopwise.engine.executable import check_formats, check_several, check_trainable
-from flopwise.predict.choose import Request, base_workload
 from flopwise.profile.measure.this_machine import Here
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.plan import MOST_PAIRS, Plan
 from flopwise.setup.hardware import Hardware
+from flopwise.setup.parallel import sharded
+from flopwise.setup.setup import Setup
 from flopwise.setup.training import Task, Training
 from flopwise.train.hardware import check_planned, find_here, place_of
-from flopwise.train.planning import Promise, Question, check_fits, find_plan, given_plan
+from flopwise.train.planning import Promise, check_fits, find_plan, given_plan
 from flopwise.train.request import TrainRequest
 from flopwise.work.describe import describe
-from flopwise.work.formats import Formats, parse_formats
+from flopwise.work.formats import parse_formats
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.transformer import Transformer
 
@@ -352,27 +353,20 @@ def promised(settled: Settled, model: Transformer, ranks: int) -> Promise:
     elif batch is None and (hardware.link is None or ranks > 1 or request.model is None):
         batch = CPU_BATCH_SEQUENCES * ranks
     return find_plan(
-        Question(
+        Setup(
             model=model,
             hardware=hardware,
             hardware_name=settled.hardware_name,
             sequence_tokens=settled.sequence_tokens,
             batch_sequences=batch,
             micro_batch_sequences=request.micro_batch_sequences,
-            formats=_formats(request, model, hardware),
-            device_memory_bytes=request.device_memory_bytes,
-            host_memory_bytes=request.host_memory_bytes,
+            formats=None if request.precision is None else parse_formats(request.precision),
+            device_cap_bytes=request.device_memory_bytes,
+            host_cap_bytes=request.host_memory_bytes,
             clip=request.clip_norm is not None,
-            devices=ranks,
+            parallel=sharded(ranks),
         )
     )
-
-
-def _formats(request: TrainRequest, model: Transformer, hardware: Hardware) -> Formats:
-    if request.precision is not None:
-        return parse_formats(request.precision)
-    workload, _ = base_workload(model, hardware, Request(sequence_tokens=1, batch_sequences=1))
-    return workload.formats
 
 
 def _with_tokenizer(request: TrainRequest, weights: Path | None) -> TrainRequest:

@@ -55,7 +55,7 @@ OWNERS: dict[str, MemoryOwner] = {
     "gradients": "gradients",
     "optimizer": "optimizer",
     "activations": "activations",
-    "stream": "activations",
+    "residual": "activations",
     "context": "activations",
     "head": "activations",
     "workspace": "runtime",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+import msgspec
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.records.measurement import RunRecord
 from flopwise.setup.training import Schedule, Task
+from flopwise.store.runs import RECORD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,3 +73,33 @@ class TrainRequest:
     store: str | None = None
     resume: str | None = None
     """A run's number or folder, or `last`: go on from its last checkpoint."""
+
+
+def merge_resumed(record: RunRecord, request: TrainRequest) -> TrainRequest:
+    """The request of a run that is resumed; steps, ranks, hardware and what says when to save may be new."""
+    try:
+        kept = msgspec.convert(record.request, TrainRequest)
+    except msgspec.ValidationError as error:
+        raise FlopwiseError(
+            f"{RECORD} of run {record.id} is damaged",
+            why=f"its request cannot be read: {error}",
+            hint="begin a new run, with --weights and the last checkpoint",
+        ) from None
+    changes: dict[str, Any] = {
+        name: getattr(request, name)
+        for name in ("checkpoint_every", "evaluate_every", "on")
+        if getattr(request, name) is not None
+    }
+    return replace(
+        kept,
+        **changes,
+        anywhere=kept.anywhere or request.anywhere,
+        steps=request.steps,
+        epochs=request.epochs,
+        devices=request.devices,
+        resume=request.resume,
+        store=request.store,
+        keep_checkpoints=request.keep_checkpoints,
+        profile=request.profile,
+        profile_steps=request.profile_steps,
+    )

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import entry_kind
 from flopwise.catalog.load import load_plan
@@ -16,7 +14,7 @@ from flopwise.engine.weights import checkpoint
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.measurement import RunRecord
 from flopwise.records.plan import Plan
-from flopwise.store.runs import PLAN, RECORD, find_run, read_record, store_folder
+from flopwise.store.runs import PLAN, find_run, read_record, store_folder
 from flopwise.train.request import TrainRequest
 from flopwise.work.model import Model
 
@@ -87,36 +85,6 @@ def _check_hardware_file(request: TrainRequest, record: RunRecord, plan: Plan | 
             why="what it is measured against comes from there",
             hint="--on this-machine, or --on with the place where the file is now",
         )
-
-
-def merged(record: RunRecord, request: TrainRequest) -> TrainRequest:
-    """The request of a run that is resumed; steps, ranks, hardware and what says when to save may be new."""
-    try:
-        kept = msgspec.convert(record.request, TrainRequest)
-    except msgspec.ValidationError as error:
-        raise FlopwiseError(
-            f"{RECORD} of run {record.id} is damaged",
-            why=f"its request cannot be read: {error}",
-            hint="begin a new run, with --weights and the last checkpoint",
-        ) from None
-    changes: dict[str, Any] = {
-        name: getattr(request, name)
-        for name in ("checkpoint_every", "evaluate_every", "on")
-        if getattr(request, name) is not None
-    }
-    return replace(
-        kept,
-        **changes,
-        anywhere=kept.anywhere or request.anywhere,
-        steps=request.steps,
-        epochs=request.epochs,
-        devices=request.devices,
-        resume=request.resume,
-        store=request.store,
-        keep_checkpoints=request.keep_checkpoints,
-        profile=request.profile,
-        profile_steps=request.profile_steps,
-    )
 
 
 def as_written(request: TrainRequest, *, batch_sequences: int, weights: Path | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.base.files import plain, to_toml, write_whole
+from flopwise.base.units import AUTO
 from flopwise.catalog.load import model_table, plan_table
 from flopwise.engine.devices import device_facts
 from flopwise.engine.executor import Executor
@@ -21,9 +22,12 @@ from flopwise.engine.signals import Stop
 from flopwise.engine.weights import checkpoint
 from flopwise.engine.weights.checkpoint import CheckpointState
 from flopwise.plan.program.compile import compile_plan
+from flopwise.profile.explain.verdicts import first_verdict
 from flopwise.profile.measure.environment import environment
 from flopwise.records.measurement import RunRecord, RunState, StepRecord
 from flopwise.records.plan import Plan
+from flopwise.store.cells import Settings, Told, cell_id
+from flopwise.store.rows import read_profile, write_row
 from flopwise.store.runs import (
     CHECKPOINTS,
     PLAN,
@@ -38,6 +42,7 @@ from flopwise.store.runs import (
     trim_steps,
     write_record,
 )
+from flopwise.store.sweeps import own_attempt, tell_sweep
 from flopwise.train.building import build_executor, first_weights, rank_group
 from flopwise.train.events import Callback, LogFile, Logger, LoggerCallback, Started
 from flopwise.train.loop import Loop, LoopSettings, Progress, restore
@@ -45,8 +50,8 @@ from flopwise.train.measuring import commit, measured, metrics
 from flopwise.train.planning import products_not_in_fp8
 from flopwise.train.preparing import Prepared, prepare
 from flopwise.train.profiling import RunProfiler
-from flopwise.train.request import TrainRequest
-from flopwise.train.resuming import Resumed, as_written, find_resumed, merged
+from flopwise.train.request import TrainRequest, merge_resumed
+from flopwise.train.resuming import Resumed, as_written, find_resumed
 from flopwise.work.describe import describe
 from flopwise.work.total_flos import total_flos
 
@@ -88,7 +93,7 @@ def _device_of(request: TrainRequest) -> str:
     if request.resume is None:
         return request.device
     record = read_record(find_run(store_folder(request.store), request.resume))
-    return merged(record, request).device
+    return merge_resumed(record, request).device
 
 
 def _requested(asked: dict[str, Any]) -> TrainRequest:
@@ -141,7 +146,7 @@ class _Run:
         self.rank, self.listeners = rank, listeners
         self.writes = rank.rank == 0
         self.resumed = find_resumed(request, listeners.on_note) if request.resume else None
-        self.request = request if self.resumed is None else merged(self.resumed.record, request)
+        self.request = request if self.resumed is None else merge_resumed(self.resumed.record, request)
 
     def go(self) -> RunRecord:
         """Prepare, train, and leave a record whatever happens."""
@@ -244,11 +249,15 @@ class _Run:
     def _record(self, prepared: Prepared, folder: Path, progress: Progress) -> RunRecord:
         facts = {name: str(value) for name, value in environment().items() if value is not None}
         resumed = self.resumed
+        cell, attempt = self._cell(prepared)
         return RunRecord(
             id=folder.name,
+            cell=cell,
+            attempt=attempt,
             state="running",
             started=resumed.record.started if resumed else _now(),
             model=model_table(prepared.model),
+            hardware=prepared.hardware.name,
             task=prepared.training.task,
             training=prepared.training,
             plan=plain(prepared.plan),
@@ -259,7 +268,32 @@ class _Run:
                 self.request, batch_sequences=prepared.promise.batch_sequences, weights=prepared.weights
             ),
             resumed_from=f"{CHECKPOINTS}/{resumed.checkpoint.name}" if resumed and resumed.checkpoint else None,
+            resumed_after=progress.step,
         )
+
+    def _cell(self, prepared: Prepared) -> tuple[str, int | None]:
+        """The cell that is measured, and which of its attempts this is; without a sweep, the id of the set-up alone."""
+        if (
+            self.resumed is not None
+            and self.resumed.record.cell is not None
+            and self.resumed.record.attempt is not None
+        ):
+            return self.resumed.record.cell, self.resumed.record.attempt
+        request, plan = self.request, prepared.plan
+        settings = Settings(
+            model=model_table(prepared.model),
+            hardware=prepared.hardware.name,
+            devices=self.rank.world,
+            sequence_tokens=plan.sequence_tokens,
+            batch_sequences=prepared.promise.batch_sequences,
+            micro_batch_sequences=request.micro_batch_sequences or AUTO,
+            precision=plan.precision,
+            optimizer=plan.optimizer,
+            task=prepared.training.task,
+            device_memory_bytes=request.device_memory_bytes,
+            host_memory_bytes=request.host_memory_bytes,
+        )
+        return own_attempt() or (cell_id(settings), None)
 
     def _write_first(self, prepared: Prepared, folder: Path, record: RunRecord, progress: Progress) -> None:
         """What a folder holds before the first step; a new one that cannot be written is taken away again."""
@@ -289,6 +323,7 @@ class _Run:
         record = self._record(prepared, folder, progress)
         if self.writes:
             self._write_first(prepared, folder, record, progress)
+            tell_sweep(folder.parent, Told(run=folder.name))
         profiler = self._profiler(executor, prepared, folder, progress)
         files = [LogFile(folder)] if self.writes else []
         listeners = _Listeners([*self.listeners.callbacks, *files, *([profiler] if profiler else [])])
@@ -317,7 +352,7 @@ class _Run:
             reason = error.what if isinstance(error, FlopwiseError) else repr(error)
             # On a disk that is full the record cannot be written either; what came first is what is told.
             with suppress(FlopwiseError):
-                self._ended(folder, replace(record, reason=reason), "failed", loop)
+                self._leave_row(folder, self._ended(folder, replace(record, reason=reason), "failed", loop))
             raise
         record = self._ended(folder, record, "interrupted" if outcome.stopped_by else "done", loop)
         if profiler is not None and found is not None:
@@ -326,8 +361,10 @@ class _Run:
             if missing:
                 listeners.on_note(f"there is no profile: {missing}")
             else:
-                record = replace(record, profile=PROFILE)
+                profile = read_profile(folder)
+                record = replace(record, profile=PROFILE, bound=first_verdict(profile) if profile else None)
                 write_record(folder, record)
+        self._leave_row(folder, record)
         if self.writes:
             listeners.on_end(record)
         return record
@@ -347,6 +384,12 @@ class _Run:
         if self.writes:
             write_record(folder, record)
         return record
+
+    def _leave_row(self, folder: Path, record: RunRecord) -> None:
+        """For listings, which make it themselves of the record where a full disk has none."""
+        if self.writes:
+            with suppress(FlopwiseError):
+                write_row(folder, record)
 
     def _settings(self, prepared: Prepared, folder: Path) -> LoopSettings:
         promise, model = prepared.promise, prepared.model

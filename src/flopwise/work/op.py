@@ -58,12 +58,18 @@ class Tensor:
 class Weight:
     """A trained tensor of one copy of an operator."""
 
-    name: str
+    module: str
+    """What holds it: the operator, or one of an embedding's tables."""
     shape: tuple[int, ...]
+    kind: Literal["weight", "bias"] = "weight"
     owned: bool = True
     """False for the second use of a tied matrix, so that it is counted once."""
     active: tuple[int, int] = (1, 1)
     """Numerator and denominator of the share that one token uses (experts)."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.kind}"
 
     @property
     def elements(self) -> int:
@@ -121,6 +127,14 @@ class Gemm(Op):
         return 2 * self.rows * self.depth * self.columns * self.layers * self.calls
 
 
+def attention_flops(direction: Literal["forward", "backward"], twice_pairs: int, heads: int, head_dim: int) -> int:
+    """Matrix FLOPs of flash attention over so many (query, key) pairs of a head, counted twice.
+
+    Each of its products takes 2 FLOPs a pair and channel: two forward, four backward and q·kᵀ once more.
+    """
+    return (2 if direction == "forward" else 5) * twice_pairs * heads * head_dim
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention(Op):
     """softmax(q·kᵀ)·v over one sequence: two products forward, four backward, one more where flash redoes q·kᵀ."""
@@ -158,11 +172,14 @@ class Attention(Op):
         return last**2 - max(0, last - reach) ** 2 - (first**2 - max(0, first - reach) ** 2)
 
     def forward_flops(self, pairs: Pairs = "mask") -> int:
-        return 2 * self.twice_pairs(pairs) * self.heads * self.head_dim * self.layers * self.calls
+        forward = attention_flops("forward", self.twice_pairs(pairs), self.heads, self.head_dim)
+        return forward * self.layers * self.calls
 
     def backward_flops(self, kernel: AttentionKernel, pairs: Pairs = "mask") -> int:
-        forward = self.forward_flops(pairs)
-        return 2 * forward + (forward // 2 if kernel == "flash" else 0)
+        if kernel != "flash":
+            return 2 * self.forward_flops(pairs)
+        backward = attention_flops("backward", self.twice_pairs(pairs), self.heads, self.head_dim)
+        return backward * self.layers * self.calls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

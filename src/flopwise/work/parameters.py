@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Literal, get_args
 
 from flopwise.work.describe import describe
-from flopwise.work.op import Gemm, Op, Streaming
+from flopwise.work.op import Attention, Gemm, Op, Streaming, Weight
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
 
@@ -32,26 +31,33 @@ Role = Literal["matrix", "table", "bias", "norm"]
 class Parameter:
     """One trained tensor."""
 
-    name: str
-    shape: tuple[int, ...]
+    weight: Weight
     part: Part
     first: int
     """Its first number's place among those of its part."""
     role: Role
 
     @property
+    def name(self) -> str:
+        return f"layers.{self.part}.{self.local}" if isinstance(self.part, int) else self.local
+
+    @property
+    def local(self) -> str:
+        """Its name within its layer: `qkv.weight`."""
+        return self.weight.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
     def elements(self) -> int:
-        return prod(self.shape)
+        return self.weight.elements
 
     @property
     def decays(self) -> bool:
         """Whether weight decay is for it: matrices and tables, not what scales or shifts a channel."""
         return self.role in ("matrix", "table")
-
-    @property
-    def local(self) -> str:
-        """Its name within its layer: `qkv.weight`."""
-        return self.name.split(".", 2)[2] if isinstance(self.part, int) else self.name
 
 
 def parameters_of(model: Transformer, sequence_tokens: int) -> tuple[Parameter, ...]:
@@ -62,10 +68,10 @@ def parameters_of(model: Transformer, sequence_tokens: int) -> tuple[Parameter, 
     before, inside, behind = op_groups(describe(model, sequence_tokens))
     found: list[Parameter] = []
     if not model.tied:
-        found += _listed(before, "embedding", "")
+        found += _listed(before, "embedding")
     for layer in range(model.layers):
-        found += _listed(inside, layer, f"layers.{layer}.")
-    return (*found, *_listed((*before, *behind) if model.tied else behind, "head", ""))
+        found += _listed(inside, layer)
+    return (*found, *_listed((*before, *behind) if model.tied else behind, "head"))
 
 
 def op_groups(work: Work) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:
@@ -75,17 +81,23 @@ def op_groups(work: Work) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...
     return work.ops[:first], work.ops[first : last + 1], work.ops[last + 1 :]
 
 
-def _listed(ops: tuple[Op, ...], part: Part, prefix: str) -> Iterator[Parameter]:
+def split_at_attention(block: tuple[Op, ...]) -> tuple[tuple[Op, ...], Attention, tuple[Op, ...]]:
+    """A block's operators before attention, attention itself, and those after it."""
+    place, attention = next((index, op) for index, op in enumerate(block) if isinstance(op, Attention))
+    return block[:place], attention, block[place + 1 :]
+
+
+def _listed(ops: tuple[Op, ...], part: Part) -> Iterator[Parameter]:
     first = 0
     for op in ops:
         for weight in op.weights:
             if weight.owned:
-                yield Parameter(f"{prefix}{weight.name}", weight.shape, part, first, _role(op, weight.name))
+                yield Parameter(weight, part, first, _role(op, weight))
                 first += weight.elements
 
 
-def _role(op: Op, name: str) -> Role:
-    if name.endswith(".bias"):
+def _role(op: Op, weight: Weight) -> Role:
+    if weight.kind == "bias":
         return "bias"
     if isinstance(op, Gemm):
         return "matrix"

@@ -24,8 +24,3 @@ def non_embedding_parameters(work: Work) -> int:
 def total_flos(work: Work, sequences: int) -> int:
     """The Trainer's count after `sequences` sequences of one process."""
     return 6 * sequences * work.sequence_tokens * non_embedding_parameters(work)
-
-
-def printed_total_flos(work: Work, sequences: int) -> str:
-    """The count as `trainer.log_metrics` prints it: `1470300GF`."""
-    return f"{total_flos(work, sequences) >> 30}GF"

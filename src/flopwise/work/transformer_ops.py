@@ -83,9 +83,9 @@ class _Builder:
         weight_owned: bool = True,
     ) -> None:
         lead = (groups,) if groups > 1 else ()
-        weights = [Weight(name=f"{name}.weight", shape=(*lead, columns, depth), active=active, owned=weight_owned)]
+        weights = [Weight(module=name, shape=(*lead, columns, depth), active=active, owned=weight_owned)]
         if bias:
-            weights.append(Weight(name=f"{name}.bias", shape=(*lead, columns), active=active))
+            weights.append(Weight(module=name, kind="bias", shape=(*lead, columns), active=active))
         self.ops.append(
             Gemm(
                 name=name,
@@ -137,9 +137,9 @@ class _Builder:
         statistics = self.tensor(
             f"{name}.statistics", rows * (2 if model.norm == "layer" else 1), SaveLevel.CONTEXT, "fp32"
         )
-        weights = [Weight(name=f"{name}.weight", shape=(width,))]
+        weights = [Weight(module=name, shape=(width,))]
         if model.norm_bias:
-            weights.append(Weight(name=f"{name}.bias", shape=(width,)))
+            weights.append(Weight(module=name, kind="bias", shape=(width,)))
         # Unfused RMSNorm is a cast, a square, a mean, a reciprocal root, two products and a cast back.
         self.streaming(
             name,
@@ -156,13 +156,13 @@ class _Builder:
     def embedding(self) -> None:
         model, tokens = self.model, self.stream_tokens
         ids = self.tensor("ids", tokens, number_format="index")
-        weights = [Weight(name="embedding.weight", shape=(model.vocab, model.hidden), owned=not model.tied)]
+        weights = [Weight(module="embedding", shape=(model.vocab, model.hidden), owned=not model.tied)]
         if model.positions == "learned":
             weights.append(
-                Weight(name="positions.weight", shape=(model.position_rows or self.sequence_tokens, model.hidden))
+                Weight(module="positions", shape=(model.position_rows or self.sequence_tokens, model.hidden))
             )
         if model.token_types:
-            weights.append(Weight(name="token_types.weight", shape=(model.token_types, model.hidden)))
+            weights.append(Weight(module="token_types", shape=(model.token_types, model.hidden)))
         self.layers = model.layers
         block_input = self.tensor("input", tokens * model.hidden, SaveLevel.INPUT)
         self.layers = 1

@@ -9,10 +9,4 @@ from flopwise.engine.data.classification import ClassificationData, open_classif
 from flopwise.engine.data.language import LanguageData, open_language_data
 from flopwise.engine.data.request import DataRequest
 
-__all__ = [
-    "ClassificationData",
-    "DataRequest",
-    "LanguageData",
-    "open_classification_data",
-    "open_language_data",
-]
+__all__ = ["ClassificationData", "DataRequest", "LanguageData", "open_classification_data", "open_language_data"]

@@ -77,11 +77,6 @@ class ClassificationData:
         return self._order.count
 
     @property
-    def train_count(self) -> int:
-        """The same."""
-        return self._order.count
-
-    @property
     def evaluation_count(self) -> int:
         """Samples that are held out."""
         return int(self._held_out.size)

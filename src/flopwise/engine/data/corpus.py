@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.data import embedded
 from flopwise.engine.data.cache import Facts, Ingredients, TokenCache, Writer, open_cache
-from flopwise.engine.data.records import Passage, Sample, passages, samples
+from flopwise.engine.data.records import Passage, TextRecord, passages, samples
 from flopwise.engine.data.request import DataRequest, Tell
-from flopwise.engine.data.sources import Progress, find_sources, survey
+from flopwise.engine.data.sources import ReadingProgress, find_sources, survey
 from flopwise.engine.data.tokenizer import Tokenizer, token_type
 
 GROUP_CHARACTERS = 4 * 2**20
@@ -59,7 +59,7 @@ def open_text(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer
     size = sum(entry.size_bytes for entry in entries)
 
     def build(writer: Writer) -> Facts:
-        progress = Progress(tell, "tokenize", size)
+        progress = ReadingProgress(tell, "tokenize", size)
         found = (passage for entry in entries for passage in passages(entry, request.text_column, progress))
         return _write_text(writer, tokenizer, found)
 
@@ -79,7 +79,7 @@ def open_samples(request: DataRequest, named: tuple[str, ...], tokenizer: Tokeni
     size = sum(entry.size_bytes for entry in entries)
 
     def build(writer: Writer) -> Facts:
-        progress = Progress(tell, "tokenize", size)
+        progress = ReadingProgress(tell, "tokenize", size)
         columns = (request.text_column, request.label_column)
         found = (sample for entry in entries for sample in samples(entry, *columns, progress))
         return _write_samples(writer, tokenizer, found, request.sequence_tokens)
@@ -98,7 +98,7 @@ def _open_embedded_samples(request: DataRequest, tokenizer: Tokenizer, tell: Tel
 
     def build(writer: Writer) -> Facts:
         facts = _write_samples(writer, tokenizer, found, request.sequence_tokens)
-        Progress(tell, "tokenize", size).add(size)
+        ReadingProgress(tell, "tokenize", size).add(size)
         return facts
 
     content = [{"name": "embedded", "bytes": size, "sha256": digest.hexdigest()}]
@@ -156,8 +156,8 @@ def _write_text(writer: Writer, tokenizer: Tokenizer, found: Iterable[Passage]) 
     return {"documents": documents, "vocabulary_used": used.count}
 
 
-def _sample_groups(found: Iterable[Sample]) -> Iterator[list[Sample]]:
-    group: list[Sample] = []
+def _sample_groups(found: Iterable[TextRecord]) -> Iterator[list[TextRecord]]:
+    group: list[TextRecord] = []
     for sample in found:
         group.append(sample)
         if len(group) >= GROUP_TEXTS:
@@ -167,7 +167,7 @@ def _sample_groups(found: Iterable[Sample]) -> Iterator[list[Sample]]:
         yield group
 
 
-def _write_samples(writer: Writer, tokenizer: Tokenizer, found: Iterable[Sample], most: int) -> Facts:
+def _write_samples(writer: Writer, tokenizer: Tokenizer, found: Iterable[TextRecord], most: int) -> Facts:
     kind = token_type(tokenizer.size)
     used = Used(tokenizer.size)
     bounds = [0]

@@ -14,8 +14,8 @@ from itertools import cycle
 from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.engine.data.records import Sample
-from flopwise.engine.data.sources import Source
+from flopwise.engine.data.records import TextRecord
+from flopwise.engine.data.sources import DataSource
 
 NAME = f"the standard library of Python {sys.version.split()[0]}"
 
@@ -49,7 +49,7 @@ LEFT_OUT = re.compile(r"\s*(#|import\b|from\b.*\bimport\b)")
 """Lines that would tell too much, or nothing."""
 
 
-def text_sources() -> tuple[Source, ...]:
+def text_sources() -> tuple[DataSource, ...]:
     """Files of the standard library, at most MOST_TEXT_BYTES together."""
     chosen = []
     left = MOST_TEXT_BYTES
@@ -57,7 +57,7 @@ def text_sources() -> tuple[Source, ...]:
         for path, name in _files(module):
             size = path.stat().st_size
             if size <= left and _is_text(path):
-                chosen.append(Source(path, name, "text"))
+                chosen.append(DataSource(path, name, "text"))
                 left -= size
     if not chosen:
         raise _absent()
@@ -65,7 +65,7 @@ def text_sources() -> tuple[Source, ...]:
 
 
 @cache
-def snippets() -> tuple[Sample, ...]:
+def snippets() -> tuple[TextRecord, ...]:
     """Lines of code, each with the module that it comes from: as many of each, and no two alike."""
     seen: set[str] = set()
     by_label = {label: list(_snippets_of(module, label, seen)) for label, module in LABELS.items()}
@@ -77,7 +77,7 @@ def snippets() -> tuple[Sample, ...]:
     return tuple(found[place * len(found) // each] for found in by_label.values() for place in range(each))
 
 
-def _snippets_of(module: str, label: str, seen: set[str]) -> Iterator[Sample]:
+def _snippets_of(module: str, label: str, seen: set[str]) -> Iterator[TextRecord]:
     for path, name in _files(module):
         if not _is_text(path):
             continue
@@ -97,7 +97,7 @@ def _snippets_of(module: str, label: str, seen: set[str]) -> Iterator[Sample]:
             text = "\n".join(line.strip() for _, line in taken)
             if len(text) >= LEAST_CHARACTERS and text not in seen:
                 seen.add(text)
-                yield Sample(text, label, f"{name}:{taken[0][0]}")
+                yield TextRecord(text, label, f"{name}:{taken[0][0]}")
 
 
 def _files(module: str) -> list[tuple[Path, str]]:

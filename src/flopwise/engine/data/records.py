@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.engine.data.sources import Entry, Progress, pieces
+from flopwise.engine.data.sources import Entry, ReadingProgress, pieces
 
 LARGEST_FIELD = 2**31 - 1
 """Characters of a field of a CSV file; Python's own limit is that of a long page."""
@@ -27,7 +27,7 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TextRecord:
     """A text with its label."""
 
     text: str
@@ -36,7 +36,7 @@ class Sample:
     """The file and line that it stands in, for an error or a note; a cache keeps it, wherever the file lies."""
 
 
-def passages(entry: Entry, text_column: str, progress: Progress | None) -> Iterator[Passage]:
+def passages(entry: Entry, text_column: str, progress: ReadingProgress | None) -> Iterator[Passage]:
     """The documents of a file: a text file is one, every line or row of the others is. Blank ones are left out."""
     if entry.source.form != "text":
         for line, (value,) in _records(entry, (text_column,), progress):
@@ -55,11 +55,13 @@ def passages(entry: Entry, text_column: str, progress: Progress | None) -> Itera
         yield Passage(before, last=True)
 
 
-def samples(entry: Entry, text_column: str, label_column: str, progress: Progress | None) -> Iterator[Sample]:
+def samples(
+    entry: Entry, text_column: str, label_column: str, progress: ReadingProgress | None
+) -> Iterator[TextRecord]:
     """The labelled texts of a file, blank ones too."""
     path = entry.source.path
     for line, (text, label) in _records(entry, (text_column, label_column), progress):
-        yield Sample(
+        yield TextRecord(
             _text(text, text_column, path, line), _label(label, label_column, path, line), f"{entry.source.name}:{line}"
         )
 
@@ -86,7 +88,9 @@ def _label(value: object, column: str, path: Path, line: int) -> str:
     )
 
 
-def _records(entry: Entry, columns: tuple[str, ...], progress: Progress | None) -> Iterator[tuple[int, list[object]]]:
+def _records(
+    entry: Entry, columns: tuple[str, ...], progress: ReadingProgress | None
+) -> Iterator[tuple[int, list[object]]]:
     """The line number and the asked-for columns of every record."""
     lines = pieces(entry, progress, whole_lines=True)
     if entry.source.form == "jsonl":

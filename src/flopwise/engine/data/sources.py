@@ -30,7 +30,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DataSource:
     """A file to read."""
 
     path: Path
@@ -43,7 +43,7 @@ class Source:
 class Entry:
     """A file as it was when its key was made."""
 
-    source: Source
+    source: DataSource
     size_bytes: int
     sha256: str
 
@@ -52,7 +52,7 @@ class Entry:
         return {"name": self.source.name, "form": self.source.form, "bytes": self.size_bytes, "sha256": self.sha256}
 
 
-class Progress:
+class ReadingProgress:
     """Bytes done, told on."""
 
     def __init__(self, tell: Tell | None, what: str, of: int) -> None:
@@ -67,12 +67,12 @@ class Progress:
             self.tell(self.what, self.done, self.of)
 
 
-def find_sources(named: Iterable[str], *, labelled: bool) -> tuple[tuple[Source, ...], tuple[str, ...]]:
+def find_sources(named: Iterable[str], *, labelled: bool) -> tuple[tuple[DataSource, ...], tuple[str, ...]]:
     """The files that names stand for, in the order they are read, and notes on what was left out.
 
     `labelled`: only what has columns will do.
     """
-    found: list[Source] = []
+    found: list[DataSource] = []
     notes: list[str] = []
     for name in named:
         path = Path(name)
@@ -100,7 +100,7 @@ def find_sources(named: Iterable[str], *, labelled: bool) -> tuple[tuple[Source,
     return tuple(found), tuple(notes)
 
 
-def _named_file(path: Path, *, labelled: bool) -> Source:
+def _named_file(path: Path, *, labelled: bool) -> DataSource:
     form = FORMS.get(path.suffix.lower(), "text")
     if labelled and form == "text":
         raise FlopwiseError(
@@ -108,7 +108,7 @@ def _named_file(path: Path, *, labelled: bool) -> Source:
             why="text with labels is read from .jsonl and .csv files",
             hint='a .csv with the header text,label, or a .jsonl of {"text": …, "label": …}',
         )
-    return Source(path, _printable(path.name), form)
+    return DataSource(path, _printable(path.name), form)
 
 
 def _shown_path(name: str) -> str:
@@ -121,7 +121,7 @@ def _printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _beneath(folder: Path, *, labelled: bool) -> tuple[list[Source], int]:
+def _beneath(folder: Path, *, labelled: bool) -> tuple[list[DataSource], int]:
     """Files of a folder by their path from there, and how many links lead out of it."""
     endings = [ending for ending, form in FORMS.items() if form != "text" or not labelled]
     root = folder.resolve()
@@ -151,7 +151,7 @@ def _beneath(folder: Path, *, labelled: bool) -> tuple[list[Source], int]:
         )
     relative = {path.relative_to(root).as_posix(): path for path in files}
     return [
-        Source(relative[name], _printable(name), FORMS[relative[name].suffix.lower()]) for name in sorted(relative)
+        DataSource(relative[name], _printable(name), FORMS[relative[name].suffix.lower()]) for name in sorted(relative)
     ], outside
 
 
@@ -163,12 +163,12 @@ def _refuse(error: OSError) -> None:
     raise FlopwiseError(f"the folder {error.filename} cannot be read", why=error.strerror, hint="check its permissions")
 
 
-def survey(sources: Iterable[Source], tell: Tell | None) -> tuple[Entry, ...]:
+def survey(sources: Iterable[DataSource], tell: Tell | None) -> tuple[Entry, ...]:
     """Every file's size and digest, read piece by piece."""
     sources = tuple(sources)
     entries = []
     try:
-        progress = Progress(tell, "read", sum(source.path.stat().st_size for source in sources))
+        progress = ReadingProgress(tell, "read", sum(source.path.stat().st_size for source in sources))
         for source in sources:
             digest = hashlib.sha256()
             size = 0
@@ -185,7 +185,7 @@ def survey(sources: Iterable[Source], tell: Tell | None) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def check_beginnings(sources: Iterable[Source]) -> None:
+def check_beginnings(sources: Iterable[DataSource]) -> None:
     """Refuse files that cannot be opened or do not begin as text; nothing at all is the embedded default."""
     sources = tuple(sources)
     empty = True
@@ -204,7 +204,7 @@ def check_beginnings(sources: Iterable[Source]) -> None:
         raise _empty(sources)
 
 
-def _empty(sources: tuple[Source, ...]) -> FlopwiseError:
+def _empty(sources: tuple[DataSource, ...]) -> FlopwiseError:
     names = ", ".join(str(source.path) for source in sources[:3]) + (", …" if len(sources) > 3 else "")
     return FlopwiseError(f"the data is empty: {names}", hint="name files with text in them")
 
@@ -215,7 +215,7 @@ def _unreadable(error: OSError) -> FlopwiseError:
     )
 
 
-def pieces(entry: Entry, progress: Progress | None, *, whole_lines: bool = False) -> Iterator[str]:
+def pieces(entry: Entry, progress: ReadingProgress | None, *, whole_lines: bool = False) -> Iterator[str]:
     """The text of a file in pieces of about PIECE_BYTES, each up to the end of a line.
 
     A line that is longer is cut between two characters, unless lines have to stay whole.

@@ -33,12 +33,18 @@ def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tenso
 
 
 def activation_backward(
-    kind: str, gradient: Tensor, gate: Tensor | None, up: Tensor, *, gate_out: Tensor | None, up_out: Tensor,
-    again: bool = False,
-) -> None:  # fmt: skip
+    kind: str,
+    gradient: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    *,
+    gate_out: Tensor | None,
+    up_out: Tensor,
+    recompute: bool = False,
+) -> None:
     """The gradients of gate and up. Both may take the place of any of the inputs.
 
-    With `again` the activation's own result takes the place of `gradient`.
+    With `recompute` the activation's own result takes the place of `gradient`.
     """
     rows, width = up.shape
     wide = compute_type(up.dtype)
@@ -47,7 +53,7 @@ def activation_backward(
         above, values = gradient[block].to(wide), up[block].to(wide)
         if gate is None:
             of_up = above * slope(values)
-            if again:
+            if recompute:
                 gradient[block] = value(values)
             up_out[block] = of_up
             continue
@@ -57,7 +63,7 @@ def activation_backward(
         of_up, result = above * activated, activated * values
         gate_out[block] = above * values * slope(gates)
         up_out[block] = of_up
-        if again:
+        if recompute:
             gradient[block] = result
 
 

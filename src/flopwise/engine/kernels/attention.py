@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.kernels import flash_4
-from flopwise.engine.kernels.plain_attention import Look, Saved, plain_backward, plain_forward
+from flopwise.engine.kernels.plain_attention import AttentionMask, Saved, plain_backward, plain_forward
 
 Kernel = Literal["plain", "cpu-flash", "cudnn", "flash", "flash-4"]
 
-__all__ = ["Kernel", "Look", "attention_backward", "attention_forward", "choose_kernel"]
+__all__ = ["AttentionMask", "Kernel", "attention_backward", "attention_forward", "choose_kernel"]
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -26,7 +26,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 def choose_kernel(
     device: torch.device,
     dtype: torch.dtype,
-    look: Look,
+    mask: AttentionMask,
     queries: int,
     keys: int,
     *,
@@ -38,28 +38,28 @@ def choose_kernel(
     The choice holds for forward and backward. "flash" is repeatable where the caller asks torch for deterministic
     algorithms, "cudnn" and "flash-4" are not; "plain" and "cpu-flash" always are.
     """
-    whole = queries == keys and look.window is None
+    whole = queries == keys and mask.window is None
     if device.type == "cpu":
-        return "cpu-flash" if whole and not (padded and look.causal) and dtype != torch.float16 else "plain"
+        return "cpu-flash" if whole and not (padded and mask.causal) and dtype != torch.float16 else "plain"
     whole = whole and not padded
-    if device.type != "cuda" or dtype not in _HALVES or look.head_dim % 8 or look.head_dim > 256:
+    if device.type != "cuda" or dtype not in _HALVES or mask.head_dim % 8 or mask.head_dim > 256:
         return "plain"
-    if _is_for_flash_4(device, look) and not padded and not deterministic:
+    if _is_for_flash_4(device, mask) and not padded and not deterministic:
         return "flash-4"
-    if whole and not deterministic and look.head_dim <= 128 and torch.cuda.get_device_capability(device)[0] >= 9:
+    if whole and not deterministic and mask.head_dim <= 128 and torch.cuda.get_device_capability(device)[0] >= 9:
         return "cudnn"
     return "flash"
 
 
-def _is_for_flash_4(device: torch.device, look: Look) -> bool:
-    return look.window is None and look.head_dim in flash_4.HEAD_DIMENSIONS and flash_4.fits_device(device)
+def _is_for_flash_4(device: torch.device, mask: AttentionMask) -> bool:
+    return mask.window is None and mask.head_dim in flash_4.HEAD_DIMENSIONS and flash_4.fits_device(device)
 
 
 def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    look: Look,
+    mask: AttentionMask,
     *,
     out: Tensor,
     logsumexp: Tensor,
@@ -72,18 +72,18 @@ def attention_forward(
     are not seen.
     """
     if kernel == "plain":
-        plain_forward(query, key, value, look, out=out, logsumexp=logsumexp, lengths=lengths)
+        plain_forward(query, key, value, mask, out=out, logsumexp=logsumexp, lengths=lengths)
     elif kernel == "flash-4":
-        flash_4.forward(query, key, value, causal=look.causal, out=out, logsumexp=logsumexp)
+        flash_4.forward(query, key, value, causal=mask.causal, out=out, logsumexp=logsumexp)
     elif kernel == "flash":
         for part, count in _parts(key, lengths):
             _flash_forward(
-                query[part], key[part, :count], value[part, :count], look, out=out[part], logsumexp=logsumexp[part]
+                query[part], key[part, :count], value[part, :count], mask, out=out[part], logsumexp=logsumexp[part]
             )
     else:
-        assert look.window is None and query.shape[1] == key.shape[1]
+        assert mask.window is None and query.shape[1] == key.shape[1]
         taken = 1 if kernel == "cudnn" else 3
-        for piece in _pieces(query, look, taken * query.nbytes):
+        for piece in _pieces(query, mask, taken * query.nbytes):
             found = _whole_forward(piece, (query, key, value), kernel, lengths)
             piece.of(out).copy_(found[0].transpose(1, 2))
             sums = logsumexp[piece.sequences, piece.heads]
@@ -97,7 +97,7 @@ def attention_backward(  # noqa: PLR0917
     value: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    look: Look,
+    mask: AttentionMask,
     *,
     query_gradient: Tensor,
     key_gradient: Tensor,
@@ -117,7 +117,7 @@ def attention_backward(  # noqa: PLR0917
     if kernel == "plain":
         plain_backward(
             saved,
-            look,
+            mask,
             query_gradient=query_gradient,
             key_gradient=of_keys,
             value_gradient=of_values,
@@ -128,17 +128,17 @@ def attention_backward(  # noqa: PLR0917
     # These kernels read it as it lies in memory, whatever its strides.
     saved = saved._replace(logsumexp=logsumexp.contiguous())
     if kernel == "flash-4":
-        _flash_4_pieces(saved, look, _Gradients(query_gradient, of_keys, of_values), accumulate=accumulate)
+        _flash_4_pieces(saved, mask, _Gradients(query_gradient, of_keys, of_values), accumulate=accumulate)
     elif kernel == "flash":
         for part, count in _parts(key, lengths):
             of_part = Saved(*(each[part] for each in saved))
             of_part = of_part._replace(key=of_part.key[:, :count], value=of_part.value[:, :count])
             gradients = _Gradients(query_gradient[part], of_keys[part], of_values[part])
-            _flash_pieces(of_part, look, gradients, accumulate=accumulate)
+            _flash_pieces(of_part, mask, gradients, accumulate=accumulate)
     else:
         # Gradients of the queries, also in fp32, and those of keys and values for every query head.
         taken = 3 * query.nbytes + 4 * query.numel() if kernel == "cudnn" else 6 * query.nbytes
-        for piece in _pieces(query, look, taken):
+        for piece in _pieces(query, mask, taken):
             found = _whole_backward(piece, saved, kernel, lengths)
             piece.of(query_gradient).copy_(found[0].transpose(1, 2))
             _give(piece.of(of_keys), found[1], accumulate=accumulate)
@@ -153,7 +153,7 @@ LEAST_PIECE_BYTES = 8 << 20
 class _Piece:
     """Heads and sequences that one call of a kernel takes."""
 
-    look: Look
+    mask: AttentionMask
     sequences: slice
     heads: slice
     kv_heads: slice
@@ -167,7 +167,7 @@ class _Piece:
 
 
 def _pieces(
-    query: Tensor, look: Look, whole_bytes: int, *, within_groups: bool = False, planned: int | None = None
+    query: Tensor, mask: AttentionMask, whole_bytes: int, *, within_groups: bool = False, planned: int | None = None
 ) -> list[_Piece]:
     """As many pieces as keep what a kernel allocates within what is planned, the fp32 sum of the queries' gradients.
 
@@ -176,25 +176,25 @@ def _pieces(
     sequences = query.shape[0]
     wanted = -(-whole_bytes // max(LEAST_PIECE_BYTES, 4 * query.numel() if planned is None else planned))
     groups = next(
-        (count for count in range(1, look.kv_heads + 1) if look.kv_heads % count == 0 and count >= wanted),
-        look.kv_heads,
+        (count for count in range(1, mask.kv_heads + 1) if mask.kv_heads % count == 0 and count >= wanted),
+        mask.kv_heads,
     )
     at_once = max(1, sequences // max(1, -(-wanted // groups)))
-    each, shares = look.kv_heads // groups, 1
-    if within_groups and wanted > groups == look.kv_heads:
+    each, shares = mask.kv_heads // groups, 1
+    if within_groups and wanted > groups == mask.kv_heads:
         least = -(-wanted // groups)
         shares = next(
-            count for count in range(1, look.group + 1) if look.group % count == 0 and count >= min(least, look.group)
+            count for count in range(1, mask.group + 1) if mask.group % count == 0 and count >= min(least, mask.group)
         )
-    heads = each * look.group // shares
-    part = replace(look, heads=heads, kv_heads=each)
+    heads = each * mask.group // shares
+    part = replace(mask, heads=heads, kv_heads=each)
     return [
         _Piece(
             part,
             slice(first, min(first + at_once, sequences)),
             slice((group * shares + share) * heads, (group * shares + share + 1) * heads),
             slice(group * each, (group + 1) * each),
-            look.heads,
+            mask.heads,
         )
         for first in range(0, sequences, at_once)
         for group in range(groups)
@@ -206,15 +206,19 @@ def _whole_forward(
     piece: _Piece, given: tuple[Tensor, Tensor, Tensor], kernel: Kernel, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Results with heads before tokens, from the kernels that take whole sequences."""
-    look = piece.look
+    mask = piece.mask
     query, key, value = (piece.of(tensor) for tensor in given)
     if kernel == "cudnn":
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *(each.transpose(1, 2) for each in (query, key, value)), None, True, 0.0, look.causal, False
+            *(each.transpose(1, 2) for each in (query, key, value)), None, True, 0.0, mask.causal, False
         )
     else:
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(query.transpose(1, 2), _repeated(key, look), _repeated(value, look), 0.0, look.causal),
+            query.transpose(1, 2),
+            _repeated(key, mask),
+            _repeated(value, mask),
+            0.0,
+            mask.causal,
             attn_mask=_padding(query, None if lengths is None else lengths[piece.sequences]),
         )
     return found[0], found[1]
@@ -228,18 +232,18 @@ class _Gradients(NamedTuple):
     value: Tensor
 
 
-def _flash_pieces(saved: Saved, look: Look, gradients: _Gradients, *, accumulate: bool) -> None:
+def _flash_pieces(saved: Saved, mask: AttentionMask, gradients: _Gradients, *, accumulate: bool) -> None:
     """Flash attention's backward, some heads at a time; keys beyond those that are seen get nothing."""
     count = saved.key.shape[1]
     query = saved.query
     # Queries' gradients, also in fp32, and those of keys and values for every query head.
     expanded = 2 * query.nbytes // max(1, query.shape[1]) * count
     taken = query.nbytes + 4 * query.numel() + expanded
-    for piece in _pieces(query, look, taken, within_groups=accumulate):
+    for piece in _pieces(query, mask, taken, within_groups=accumulate):
         gradient, query, key, value, out = (piece.of(each) for each in saved[:5])
         sums = saved.logsumexp[piece.sequences, piece.heads].contiguous()
         of_piece = Saved(gradient, query, key, value, out, sums)
-        found = _flash_backward(of_piece, piece.look)
+        found = _flash_backward(of_piece, piece.mask)
         piece.of(gradients.query).copy_(found[0])
         for given, result in ((gradients.key, found[1]), (gradients.value, found[2])):
             _give(piece.of(given)[:, :count], result, accumulate=accumulate)
@@ -248,20 +252,24 @@ def _flash_pieces(saved: Saved, look: Look, gradients: _Gradients, *, accumulate
         gradients.value[:, count:] = 0
 
 
-def _flash_4_pieces(saved: Saved, look: Look, gradients: _Gradients, *, accumulate: bool) -> None:
+def _flash_4_pieces(saved: Saved, mask: AttentionMask, gradients: _Gradients, *, accumulate: bool) -> None:
     """FlashAttention-4's backward, some heads at a time where all of them would take more memory than is planned."""
     direct = not accumulate and gradients.key.dtype == saved.key.dtype
     taken = flash_4.backward_bytes(saved.query, saved.key) + (0 if direct else 2 * saved.key.nbytes)
     # As planned: the keys' part for as many keys as there are queries.
     planned = flash_4.backward_bytes(saved.query, saved.key[:, : saved.query.shape[1]])
-    for piece in _pieces(saved.query, look, taken, planned=planned):
+    for piece in _pieces(saved.query, mask, taken, planned=planned):
         gradient, query, key, value, out = (piece.of(each) for each in saved[:5])
         given = tuple(piece.of(each) for each in (gradients.key, gradients.value))
         found = given if direct else tuple(torch.empty_like(each) for each in (key, value))
         flash_4.backward(
-            *(gradient, query, key, value, out),
+            gradient,
+            query,
+            key,
+            value,
+            out,
             logsumexp=saved.logsumexp[piece.sequences, piece.heads].contiguous(),
-            causal=look.causal,
+            causal=mask.causal,
             query_gradient=piece.of(gradients.query),
             key_gradient=found[0],
             value_gradient=found[1],
@@ -286,10 +294,10 @@ def _parts(key: Tensor, lengths: Tensor | None) -> list[tuple[slice, int]]:
     return [(slice(first, first + 1), min(count, key.shape[1])) for first, count in enumerate(lengths.tolist())]
 
 
-def _repeated(heads: Tensor, look: Look) -> Tensor:
+def _repeated(heads: Tensor, mask: AttentionMask) -> Tensor:
     """(sequences, heads, keys, channels), each head of a key or value once for every query head that reads it."""
     moved = heads.transpose(1, 2)
-    return moved if look.group == 1 else moved.repeat_interleave(look.group, dim=1)
+    return moved if mask.group == 1 else moved.repeat_interleave(mask.group, dim=1)
 
 
 def _padding(query: Tensor, lengths: Tensor | None) -> Tensor | None:
@@ -304,7 +312,7 @@ def _whole_backward(
     piece: _Piece, saved: Saved, kernel: Kernel, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients from the kernels that take whole sequences: the query's with its heads before its tokens."""
-    look = piece.look
+    mask = piece.mask
     gradient, query, key, value, out = (piece.of(tensor) for tensor in saved[:5])
     logsumexp = saved.logsumexp[piece.sequences, piece.heads].contiguous()
     above, queries, results = (each.transpose(1, 2) for each in (gradient, query, out))
@@ -312,54 +320,65 @@ def _whole_backward(
         # Without dropout the random state is not read, but a tensor is asked for.
         unused = torch.zeros((), dtype=torch.int64, device=query.device)
         found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(
-                above,
-                queries,
-                key.transpose(1, 2),
-                value.transpose(1, 2),
-                results,
-                logsumexp[..., None],
-                unused,
-                unused,
-            ),
-            *(None, None, None, query.shape[1], key.shape[1], 0.0, look.causal),
+            above,
+            queries,
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            results,
+            logsumexp[..., None],
+            unused,
+            unused,
+            None,
+            None,
+            None,
+            query.shape[1],
+            key.shape[1],
+            0.0,
+            mask.causal,
         )
         return found[0], found[1].transpose(1, 2), found[2].transpose(1, 2)
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(above, queries, _repeated(key, look), _repeated(value, look), results, logsumexp, 0.0, look.causal),
+        above,
+        queries,
+        _repeated(key, mask),
+        _repeated(value, mask),
+        results,
+        logsumexp,
+        0.0,
+        mask.causal,
         attn_mask=_padding(query, None if lengths is None else lengths[piece.sequences]),
     )
     of_keys, of_values = (
-        torch.unflatten(each, 1, (look.kv_heads, look.group)).sum(2, dtype=logsumexp.dtype).transpose(1, 2)
+        torch.unflatten(each, 1, (mask.kv_heads, mask.group)).sum(2, dtype=logsumexp.dtype).transpose(1, 2)
         for each in found[1:]
     )
     return found[0], of_keys, of_values
 
 
-def _window(look: Look) -> dict[str, int]:
-    return {} if look.window is None else {"window_size_left": look.window - 1, "window_size_right": 0}
+def _window(mask: AttentionMask) -> dict[str, int]:
+    return {} if mask.window is None else {"window_size_left": mask.window - 1, "window_size_right": 0}
 
 
-def _flash_forward(query: Tensor, key: Tensor, value: Tensor, look: Look, *, out: Tensor, logsumexp: Tensor) -> None:
+def _flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, *, out: Tensor, logsumexp: Tensor
+) -> None:
     if not key.shape[1]:
         out.zero_()
         logsumexp.fill_(-torch.inf)
         return
     found = torch.ops.aten._flash_attention_forward(
-        *(query, key, value, None, None, query.shape[1], key.shape[1], 0.0, look.causal, False), **_window(look)
+        query, key, value, None, None, query.shape[1], key.shape[1], 0.0, mask.causal, False, **_window(mask)
     )
     out.copy_(found[0])
     logsumexp.copy_(found[1])
 
 
-def _flash_backward(saved: Saved, look: Look) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(saved: Saved, mask: AttentionMask) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = saved.query, saved.key, saved.value
     if not key.shape[1]:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     unused = torch.zeros(2, dtype=torch.int64, device=query.device)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        *(*saved, None, None, query.shape[1], key.shape[1], 0.0, look.causal),
-        *(unused, unused),
-        **_window(look),
+        *saved, None, None, query.shape[1], key.shape[1], 0.0, mask.causal, unused, unused, **_window(mask)
     )
     return found

@@ -42,9 +42,17 @@ def _is_fused(*tensors: Tensor | None) -> bool:
 
 
 def norm_forward(
-    source: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool, out: Tensor, statistics: Tensor,
-    other: Tensor | None = None, total: Tensor | None = None,
-) -> None:  # fmt: skip
+    source: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    epsilon: float,
+    rms: bool,
+    out: Tensor,
+    statistics: Tensor,
+    other: Tensor | None = None,
+    total: Tensor | None = None,
+) -> None:
     """Normalises the rows of `source`, or of its sum with `other`; `total`, which a sum needs, gets what is normalised.
 
     With a `total`, `out` may be `source` or `other` itself. `statistics`, in float32 (float64 for float64), gets each
@@ -58,15 +66,7 @@ def norm_forward(
     else:
         forward = plain.norm_forward
     assert other is None or total is not None
-    forward(
-        *(source, weight, bias),
-        epsilon=epsilon,
-        rms=rms,
-        out=out,
-        statistics=statistics,
-        other=other,
-        total=total,
-    )
+    forward(source, weight, bias, epsilon=epsilon, rms=rms, out=out, statistics=statistics, other=other, total=total)
 
 
 def norm_backward(
@@ -80,15 +80,15 @@ def norm_backward(
     weight_gradient: Tensor,
     bias_gradient: Tensor | None,
     accumulate: bool,
-    again: bool = False,
+    recompute: bool = False,
     bias: Tensor | None = None,
 ) -> None:
     """`out` gets the gradient of `source`, added to it with `accumulate`; weight and bias have theirs added.
 
-    Without `accumulate`, `out` may be `gradient` itself. With `again` (and the norm's `bias`) the norm's own result is
-    made once more and takes the place of `gradient`.
+    Without `accumulate`, `out` may be `gradient` itself. With `recompute` (and the norm's `bias`) the norm's own result
+    is recomputed and takes the place of `gradient`.
     """
-    assert not again or out.data_ptr() != gradient.data_ptr()
+    assert not recompute or out.data_ptr() != gradient.data_ptr()
     if _is_fused(gradient, source, weight, weight_gradient, bias_gradient):
         from flopwise.engine.kernels import fused
 
@@ -96,13 +96,16 @@ def norm_backward(
     else:
         backward = plain.norm_backward
     backward(
-        *(gradient, source, weight, statistics),
+        gradient,
+        source,
+        weight,
+        statistics,
         rms=rms,
         out=out,
         weight_gradient=weight_gradient,
         bias_gradient=bias_gradient,
         accumulate=accumulate,
-        again=again,
+        recompute=recompute,
         bias=bias,
     )
 
@@ -133,20 +136,26 @@ def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tenso
 
 
 def activation_backward(
-    kind: str, gradient: Tensor, gate: Tensor | None, up: Tensor, *, gate_out: Tensor | None, up_out: Tensor,
-    again: bool = False,
-) -> None:  # fmt: skip
+    kind: str,
+    gradient: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    *,
+    gate_out: Tensor | None,
+    up_out: Tensor,
+    recompute: bool = False,
+) -> None:
     """The gradients of gate (None where there is none) and up. Either may take the place of an input.
 
-    With `again` the activation's own result is made once more and takes the place of `gradient`.
+    With `recompute` the activation's own result is recomputed and takes the place of `gradient`.
     """
     if _is_fused(gradient, gate, up, gate_out, up_out):
         from flopwise.engine.kernels import fused_activations as fused
 
         if kind in fused.ACTIVATIONS:
-            fused.activation_backward(kind, gradient, gate, up, gate_out=gate_out, up_out=up_out, again=again)
+            fused.activation_backward(kind, gradient, gate, up, gate_out=gate_out, up_out=up_out, recompute=recompute)
             return
-    activations.activation_backward(kind, gradient, gate, up, gate_out=gate_out, up_out=up_out, again=again)
+    activations.activation_backward(kind, gradient, gate, up, gate_out=gate_out, up_out=up_out, recompute=recompute)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor) -> None:

@@ -20,18 +20,18 @@ HEAD_DIMENSIONS = (64, 96, 128)
 """Those that both of its kernels take."""
 
 
-class _Calls(NamedTuple):
+class _FlashCalls(NamedTuple):
     forward: Callable[..., object]
     backward: Callable[..., object]
 
 
 @cache
-def _calls() -> _Calls | None:
+def _calls() -> _FlashCalls | None:
     """The package's two calls that take tensors for their results; None where it cannot be loaded."""
 
-    def find() -> _Calls:
+    def find() -> _FlashCalls:
         module = import_module("flash_attn.cute.interface")
-        return _Calls(module._flash_attn_fwd, module._flash_attn_bwd)
+        return _FlashCalls(module._flash_attn_fwd, module._flash_attn_bwd)
 
     found = found_in("flash_attn", find, name="FlashAttention-4", without="attention is cuDNN's")
     if found is not None:
@@ -59,14 +59,28 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, out: Ten
 
 
 def backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, logsumexp: Tensor, causal: bool,
-    query_gradient: Tensor, key_gradient: Tensor, value_gradient: Tensor,
-) -> None:  # fmt: skip
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    *,
+    logsumexp: Tensor,
+    causal: bool,
+    query_gradient: Tensor,
+    key_gradient: Tensor,
+    value_gradient: Tensor,
+) -> None:
     """Gradients of queries, keys and values, in their type."""
     calls = _calls()
     assert calls is not None
     calls.backward(
-        *(query, key, value, out, gradient, logsumexp),
+        query,
+        key,
+        value,
+        out,
+        gradient,
+        logsumexp,
         causal=causal,
         dq=query_gradient,
         dk=key_gradient,

@@ -51,9 +51,15 @@ def quantise_columns(source: Tensor, *, out: Tensor, scales: Tensor) -> None:
 
 
 def multiply(
-    left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor,
-    *, bias: Tensor | None, out: Tensor, fast_sums: bool,
-) -> None:  # fmt: skip
+    left: Tensor,
+    left_scales: Tensor,
+    right: Tensor,
+    right_scales: Tensor,
+    *,
+    bias: Tensor | None,
+    out: Tensor,
+    fast_sums: bool,
+) -> None:
     """`out` (rows, columns) gets left (rows, inner) · rightᵀ, of right (columns, inner), each times its scales.
 
     `fast_sums`: sums stay in the matrix units, which on Hopper keep about fourteen bits; else they are taken out of

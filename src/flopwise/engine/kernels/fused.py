@@ -37,17 +37,36 @@ _UPDATE_BLOCK = 1024
 
 
 def norm_forward(
-    source: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool, out: Tensor, statistics: Tensor,
-    other: Tensor | None = None, total: Tensor | None = None,
-) -> None:  # fmt: skip
+    source: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    epsilon: float,
+    rms: bool,
+    out: Tensor,
+    statistics: Tensor,
+    other: Tensor | None = None,
+    total: Tensor | None = None,
+) -> None:
     """See `dispatch.norm_forward`."""
     rows, width = source.shape
     block = column_block(width, 8192)
     added, kept = source if other is None else other, out if total is None else total
     chosen = whole_norm_forward_kernel if block >= width else norm_forward_kernel
     chosen[(rows,)](
-        *(source, added, weight, weight if bias is None else bias, out, kept, statistics),
-        *(width, source.stride(0), added.stride(0), out.stride(0), kept.stride(0), float(epsilon)),
+        source,
+        added,
+        weight,
+        weight if bias is None else bias,
+        out,
+        kept,
+        statistics,
+        width,
+        source.stride(0),
+        added.stride(0),
+        out.stride(0),
+        kept.stride(0),
+        float(epsilon),
         rms=rms,
         biased=bias is not None,
         added=other is not None,
@@ -65,10 +84,19 @@ def _units(device: torch.device) -> int:
 
 
 def norm_backward(
-    gradient: Tensor, source: Tensor, weight: Tensor, statistics: Tensor, *, rms: bool, out: Tensor,
-    weight_gradient: Tensor, bias_gradient: Tensor | None, accumulate: bool, again: bool = False,
+    gradient: Tensor,
+    source: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    *,
+    rms: bool,
+    out: Tensor,
+    weight_gradient: Tensor,
+    bias_gradient: Tensor | None,
+    accumulate: bool,
+    recompute: bool = False,
     bias: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """See `dispatch.norm_backward`. Programs sum the weight's gradient over their rows; a second kernel adds up."""
     rows, width = source.shape
     block = column_block(width, 8192)
@@ -81,12 +109,23 @@ def norm_backward(
     sums = partial((2 if biased else 1, programs, width), dtype=torch.float32, device=source.device)
     chosen = whole_norm_backward_kernel if whole else norm_backward_kernel
     chosen[(programs,)](
-        *(gradient, source, weight, weight if bias is None else bias, statistics, out, sums, sums[-1]),
-        *(rows, width, gradient.stride(0), source.stride(0), out.stride(0)),
+        gradient,
+        source,
+        weight,
+        weight if bias is None else bias,
+        statistics,
+        out,
+        sums,
+        sums[-1],
+        rows,
+        width,
+        gradient.stride(0),
+        source.stride(0),
+        out.stride(0),
         rms=rms,
         biased=biased,
         accumulate=accumulate,
-        again=again,
+        recompute=recompute,
         block=block,
         num_warps=warps,
         **ARITHMETIC,
@@ -94,7 +133,10 @@ def norm_backward(
     for number, target in enumerate((weight_gradient, bias_gradient)):
         if target is not None:
             add_rows_kernel[(triton.cdiv(width, _SUMMED_COLUMNS),)](
-                *(sums[number], target, programs, width),
+                sums[number],
+                target,
+                programs,
+                width,
                 lines=_SUMMED_LINES,
                 block=_SUMMED_COLUMNS,
                 num_warps=4,
@@ -140,8 +182,15 @@ def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tenso
     tokens, heads, dim = source.shape
     head_block = column_block(heads, _TURNED_HEADS)
     _rotate_kernel[(tokens, triton.cdiv(heads, head_block))](
-        *(source, positions, frequencies, out, heads),
-        *(source.stride(0), source.stride(1), out.stride(0), out.stride(1)),
+        source,
+        positions,
+        frequencies,
+        out,
+        heads,
+        source.stride(0),
+        source.stride(1),
+        out.stride(0),
+        out.stride(1),
         half=dim // 2,
         inverse=inverse,
         head_block=head_block,
@@ -232,10 +281,7 @@ def copy_rows(source: Tensor, *, out: Tensor) -> None:
     rows, width = source.shape
     block = column_block(width, 2048)
     _copy_rows_kernel[(rows, triton.cdiv(width, block))](
-        *(source, out, width, source.stride(0), out.stride(0)),
-        block=block,
-        num_warps=warps_for(block),
-        **ARITHMETIC,
+        source, out, width, source.stride(0), out.stride(0), block=block, num_warps=warps_for(block), **ARITHMETIC
     )
 
 
@@ -266,7 +312,7 @@ def embedding(ids: Tensor, table: Tensor, *, out: Tensor, add: bool) -> None:
     width = table.shape[1]
     block = column_block(width, 1024)
     _embedding_kernel[(len(ids), triton.cdiv(width, block))](
-        *(ids, table, out, width, table.stride(0), out.stride(0)), added=add, block=block, num_warps=4, **ARITHMETIC
+        ids, table, out, width, table.stride(0), out.stride(0), added=add, block=block, num_warps=4, **ARITHMETIC
     )
 
 
@@ -305,8 +351,14 @@ def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor)
     ends = torch.searchsorted(in_order, in_order, right=True)
     block = column_block(width, 512)
     _embedding_backward_kernel[(rows, triton.cdiv(width, block))](
-        *(in_order, order, ends, gradient, table_gradient),
-        *(width, gradient.stride(0), table_gradient.stride(0)),
+        in_order,
+        order,
+        ends,
+        gradient,
+        table_gradient,
+        width,
+        gradient.stride(0),
+        table_gradient.stride(0),
         block=block,
         num_warps=4,
         **ARITHMETIC,
@@ -359,10 +411,23 @@ def adamw(
             keys[2 * tensor : 2 * tensor + 2] = map(_signed, settings.rounding.keys(settings.step, tensor))
     chance = [settings.rounding is not None and each.dtype == torch.bfloat16 for each in (weights, first, second)]
     adamw_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
-        *(weights, gradients, first, second, weights if master is None else master, scale, len(weights)),
-        *(settings.beta1, 1.0 - settings.beta1, settings.beta2, 1.0 - settings.beta2, settings.epsilon),
-        *(settings.kept, settings.step_size, settings.root_scale),
-        *(offset & 0x7FFFFFFF, offset >> 31),
+        weights,
+        gradients,
+        first,
+        second,
+        weights if master is None else master,
+        scale,
+        len(weights),
+        settings.beta1,
+        1.0 - settings.beta1,
+        settings.beta2,
+        1.0 - settings.beta2,
+        settings.epsilon,
+        settings.kept,
+        settings.step_size,
+        settings.root_scale,
+        offset & 0x7FFFFFFF,
+        offset >> 31,
         *keys,
         has_master=master is not None,
         chance_weights=chance[0] and master is None,

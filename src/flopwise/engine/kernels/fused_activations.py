@@ -1,4 +1,4 @@
-"""Activations of a feed-forward block as kernels of Triton: forward, and backward, which may make the result again."""
+"""Activations of a feed-forward block as kernels of Triton: forward, and backward, which may recompute the result."""
 
 # A kernel's arguments arrive by their places.
 # ruff: noqa: PLR0917
@@ -72,7 +72,13 @@ def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tenso
     block = column_block(width, 1024)
     given = up if gate is None else gate
     _activation_forward_kernel[(rows, triton.cdiv(width, block))](
-        *(given, up, out, width, given.stride(0), up.stride(0), out.stride(0)),
+        given,
+        up,
+        out,
+        width,
+        given.stride(0),
+        up.stride(0),
+        out.stride(0),
         kind=kind,
         gated=gate is not None,
         block=block,
@@ -96,10 +102,10 @@ def _activation_backward_kernel(
     up_out_stride: tl.tensor,
     kind: tl.constexpr,
     gated: tl.constexpr,
-    again: tl.constexpr,
+    recompute: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """With `again` the activation's own result takes the place of its gradient."""
+    """With `recompute` the activation's own result takes the place of its gradient."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width
@@ -115,15 +121,21 @@ def _activation_backward_kernel(
     else:
         result, slope = _value_and_slope(values, kind)
         of_up = above * slope
-    if again:
+    if recompute:
         tl.store(gradient + row * gradient_stride + columns, result.to(gradient.dtype.element_ty), mask=inside)
     tl.store(up_out + row * up_out_stride + columns, of_up.to(up_out.dtype.element_ty), mask=inside)
 
 
 def activation_backward(
-    kind: str, gradient: Tensor, gate: Tensor | None, up: Tensor, *, gate_out: Tensor | None, up_out: Tensor,
-    again: bool = False,
-) -> None:  # fmt: skip
+    kind: str,
+    gradient: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    *,
+    gate_out: Tensor | None,
+    up_out: Tensor,
+    recompute: bool = False,
+) -> None:
     """See `dispatch.activation_backward`."""
     rows, width = up.shape
     block = column_block(width, 1024)
@@ -136,7 +148,7 @@ def activation_backward(
         *(each.stride(0) for each in tensors),
         kind=kind,
         gated=gate is not None,
-        again=again,
+        recompute=recompute,
         block=block,
         num_warps=4,
         **ARITHMETIC,

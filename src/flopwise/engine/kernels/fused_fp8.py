@@ -130,7 +130,12 @@ def quantise_rows(source: Tensor, *, out: Tensor, scales: Tensor) -> None:
     assert source.stride(1) == out.stride(1) == 1
     block = min(WIDEST_ROW, triton.next_power_of_2(width))
     _quantise_rows_kernel[(rows,)](
-        *(source, out, scales, width, source.stride(0), out.stride(0)),
+        source,
+        out,
+        scales,
+        width,
+        source.stride(0),
+        out.stride(0),
         least=LEAST_AMAX,
         share=SHARE_OF_LARGEST,
         whole=block >= width,
@@ -146,7 +151,11 @@ def quantise_columns(source: Tensor, *, out: Tensor, scales: Tensor) -> None:
     assert source.stride(1) == out.stride(1) == 1
     most = scales.view(torch.int32).zero_()
     _quantise_columns_amax_kernel[(triton.cdiv(width, AMAX_COLUMNS), triton.cdiv(rows, AMAX_ROWS * AMAX_LOOPS))](
-        *(source, most, rows, width, source.stride(0)),
+        source,
+        most,
+        rows,
+        width,
+        source.stride(0),
         loops=AMAX_LOOPS,
         row_block=AMAX_ROWS,
         column_block=AMAX_COLUMNS,
@@ -155,7 +164,13 @@ def quantise_columns(source: Tensor, *, out: Tensor, scales: Tensor) -> None:
     )
     scales.clamp_(min=LEAST_AMAX).mul_(SHARE_OF_LARGEST)
     _quantise_columns_kernel[(triton.cdiv(width, TILE_COLUMNS), triton.cdiv(rows, TILE_ROWS))](
-        *(source, out, scales, rows, width, source.stride(0), out.stride(0)),
+        source,
+        out,
+        scales,
+        rows,
+        width,
+        source.stride(0),
+        out.stride(0),
         row_block=TILE_ROWS,
         column_block=TILE_COLUMNS,
         num_warps=8,

@@ -216,12 +216,12 @@ def norm_backward_kernel(
     rms: tl.constexpr,
     biased: tl.constexpr,
     accumulate: tl.constexpr,
-    again: tl.constexpr,
+    recompute: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     """Every so manieth row a program, which adds its rows' weight gradients to its partial sums, for long rows.
 
-    With `again` the norm's own result takes the place of its gradient.
+    With `recompute` the norm's own result takes the place of its gradient.
     """
     program = tl.program_id(0)
     columns = tl.arange(0, block)
@@ -249,7 +249,7 @@ def norm_backward_kernel(
             if accumulate:
                 below += tl.load(target, mask=inside, other=0.0).to(tl.float32)
             tl.store(target, below.to(out.dtype.element_ty), mask=inside)
-            if again:
+            if recompute:
                 _store_normal(above_row, normal, weight, bias, place, inside, rms, biased)
 
 
@@ -271,7 +271,7 @@ def whole_norm_backward_kernel(
     rms: tl.constexpr,
     biased: tl.constexpr,
     accumulate: tl.constexpr,
-    again: tl.constexpr,
+    recompute: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     """The same where a block is a whole row: every number is read once, a row ahead, and sums stay in registers."""
@@ -308,7 +308,7 @@ def whole_norm_backward_kernel(
         below = (scaled - normal * share) * reciprocal
         below = below + total if accumulate else below
         tl.store(out + row * out_stride + columns, below.to(out.dtype.element_ty), mask=inside)
-        if again:
+        if recompute:
             _store_normal(gradient + row * gradient_stride, normal, weight, bias, columns, inside, rms, biased)
     own = program.to(tl.int64) * width
     tl.store(weight_partial + own + columns, weight_sum, mask=inside)

@@ -95,11 +95,7 @@ def adamw_kernel(
 
 @kernel(unspecialized=["count"])
 def squares_kernel(
-    values: tl.tensor,
-    partial: tl.tensor,
-    count: tl.tensor,
-    stride: tl.tensor,
-    block: tl.constexpr,
+    values: tl.tensor, partial: tl.tensor, count: tl.tensor, stride: tl.tensor, block: tl.constexpr
 ) -> None:
     """Every so manieth block a program."""
     program = tl.program_id(0)

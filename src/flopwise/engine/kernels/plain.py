@@ -13,9 +13,17 @@ from flopwise.engine.kernels.blocks import add_rounded, compute_type, row_blocks
 
 
 def norm_forward(
-    source: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool, out: Tensor, statistics: Tensor,
-    other: Tensor | None = None, total: Tensor | None = None,
-) -> None:  # fmt: skip
+    source: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    epsilon: float,
+    rms: bool,
+    out: Tensor,
+    statistics: Tensor,
+    other: Tensor | None = None,
+    total: Tensor | None = None,
+) -> None:
     """Normalises rows; `statistics` gets the reciprocal root (rms), or mean and reciprocal deviation, of each.
 
     With `other` it is their sum that is normalised; `total` gets what is.
@@ -56,12 +64,12 @@ def norm_backward(
     weight_gradient: Tensor,
     bias_gradient: Tensor | None,
     accumulate: bool,
-    again: bool = False,
+    recompute: bool = False,
     bias: Tensor | None = None,
 ) -> None:
     """The gradient of the rows, and of weight and bias, which are added to. `out` may be `gradient` itself.
 
-    With `again` the norm's own result, made from its statistics, takes the place of `gradient`.
+    With `recompute` the norm's own result, made from its statistics, takes the place of `gradient`.
     """
     rows, width = source.shape
     wide = compute_type(source.dtype)
@@ -82,7 +90,7 @@ def norm_backward(
         if bias_gradient is not None:
             bias_sum += above.sum(0)
         scaled = above * scale
-        if again:
+        if recompute:
             # From here on `above`, which may be `gradient` itself, is not read.
             result = multiplied.to(wide) * scale
             gradient[block] = result if bias is None else result + bias.to(wide)

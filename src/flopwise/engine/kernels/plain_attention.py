@@ -23,7 +23,7 @@ _MOST_KEYS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class AttentionMask:
     """Heads, and what a query sees: scores are scaled by one over the root of the channels."""
 
     heads: int
@@ -62,7 +62,7 @@ class Saved(NamedTuple):
 class _Tiling:
     """How one sequence is cut: key and value heads, queries and keys of a tile, and which tiles see each other."""
 
-    look: Look
+    mask: AttentionMask
     queries: int
     keys: int
     seen: int
@@ -76,16 +76,16 @@ class _Tiling:
     @property
     def queries_step(self) -> int:
         # Of a head's tile: scores, weights and their gradients, and the query, output and gradient rows they are from.
-        row_bytes = self.look.group * (3 * self.keys_step + 5 * self.look.head_dim) * self.wide.itemsize
+        row_bytes = self.mask.group * (3 * self.keys_step + 5 * self.mask.head_dim) * self.wide.itemsize
         return max(1, min(self.queries, (TILE_BYTES // 2) // row_bytes))
 
     def heads(self) -> Iterator[slice]:
         """Key and value heads of a tile: as many as fit beside each other."""
-        of_queries = self.queries_step * self.look.group * (3 * self.keys_step + 5 * self.look.head_dim)
-        of_keys = 5 * self.keys_step * self.look.head_dim
+        of_queries = self.queries_step * self.mask.group * (3 * self.keys_step + 5 * self.mask.head_dim)
+        of_keys = 5 * self.keys_step * self.mask.head_dim
         step = max(1, TILE_BYTES // ((of_queries + of_keys) * self.wide.itemsize))
-        for first in range(0, self.look.kv_heads, step):
-            yield slice(first, min(self.look.kv_heads, first + step))
+        for first in range(0, self.mask.kv_heads, step):
+            yield slice(first, min(self.mask.kv_heads, first + step))
 
     def key_tiles(self) -> list[slice]:
         step = self.keys_step
@@ -98,44 +98,44 @@ class _Tiling:
     def visible(self, rows: slice, tile: slice) -> slice:
         """Keys of a tile that some of the queries see; an empty slice at its start where there are none."""
         last, first = self.seen, 0
-        if self.look.causal:
+        if self.mask.causal:
             last = min(last, self.keys - self.queries + rows.stop)
-        if self.look.window is not None:
-            first = self.keys - self.queries + rows.start - self.look.window + 1
+        if self.mask.window is not None:
+            first = self.keys - self.queries + rows.start - self.mask.window + 1
         first, last = max(first, tile.start), min(last, tile.stop)
         return slice(first, last) if first < last else slice(tile.start, tile.start)
 
     def hidden(self, rows: slice, columns: slice, device: torch.device) -> Tensor | None:
         """Which query does not see which key; None where each sees all."""
-        if not self.look.causal:
+        if not self.mask.causal:
             return None
         places = self.keys - self.queries
-        oldest = columns.start if self.look.window is None else places + rows.stop - self.look.window
+        oldest = columns.start if self.mask.window is None else places + rows.stop - self.mask.window
         if columns.stop - 1 <= places + rows.start and oldest <= columns.start:
             return None
         query = torch.arange(places + rows.start, places + rows.stop, device=device)[:, None]
         key = torch.arange(columns.start, columns.stop, device=device)
         later = key > query
-        return later if self.look.window is None else later | (key <= query - self.look.window)
+        return later if self.mask.window is None else later | (key <= query - self.mask.window)
 
 
-def _tilings(query: Tensor, key: Tensor, look: Look, lengths: Tensor | None) -> Iterator[tuple[int, _Tiling]]:
+def _tilings(query: Tensor, key: Tensor, mask: AttentionMask, lengths: Tensor | None) -> Iterator[tuple[int, _Tiling]]:
     sequences, queries, keys = query.shape[0], query.shape[1], key.shape[1]
     seen = [keys] * sequences if lengths is None else [min(keys, length) for length in lengths.tolist()]
     for sequence in range(sequences):
-        yield sequence, _Tiling(look, queries, keys, seen[sequence], compute_type(query.dtype))
+        yield sequence, _Tiling(mask, queries, keys, seen[sequence], compute_type(query.dtype))
 
 
-def _rows_of(tensor: Tensor, heads: slice, look: Look, wide: torch.dtype) -> Tensor:
+def _rows_of(tensor: Tensor, heads: slice, mask: AttentionMask, wide: torch.dtype) -> Tensor:
     """(rows, query heads, channels) → (key and value heads, group · rows, channels), of the heads of a tile."""
-    taken = torch.unflatten(tensor, 1, (look.kv_heads, look.group))[:, heads]
+    taken = torch.unflatten(tensor, 1, (mask.kv_heads, mask.group))[:, heads]
     return taken.to(wide).permute(1, 2, 0, 3).flatten(1, 2)
 
 
-def _put_rows(target: Tensor, heads: slice, look: Look, values: Tensor) -> None:
+def _put_rows(target: Tensor, heads: slice, mask: AttentionMask, values: Tensor) -> None:
     """The way back of `_rows_of`."""
-    torch.unflatten(target, 1, (look.kv_heads, look.group))[:, heads] = torch.unflatten(
-        values, 1, (look.group, -1)
+    torch.unflatten(target, 1, (mask.kv_heads, mask.group))[:, heads] = torch.unflatten(
+        values, 1, (mask.group, -1)
     ).permute(2, 0, 1, 3)
 
 
@@ -148,17 +148,24 @@ def _scores(query: Tensor, key: Tensor, hidden: Tensor | None, group: int) -> Te
 
 
 def plain_forward(
-    query: Tensor, key: Tensor, value: Tensor, look: Look, *, out: Tensor, logsumexp: Tensor, lengths: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    *,
+    out: Tensor,
+    logsumexp: Tensor,
+    lengths: Tensor | None,
 ) -> None:
     """Attention's output, and the logsumexp of each query's scores (−∞ for one that sees nothing)."""
-    for sequence, tiling in _tilings(query, key, look, lengths):
+    for sequence, tiling in _tilings(query, key, mask, lengths):
         for heads in tiling.heads():
             for rows in tiling.query_tiles():
                 tensors = (query[sequence, rows], key[sequence], value[sequence])
                 values, sums = _forward_tile(tensors, tiling, heads, rows)
-                _put_rows(out[sequence, rows], heads, look, values)
-                by_head = torch.unflatten(logsumexp[sequence], 0, (look.kv_heads, look.group))
-                by_head[heads, :, rows] = torch.unflatten(sums, 1, (look.group, -1)).squeeze(-1)
+                _put_rows(out[sequence, rows], heads, mask, values)
+                by_head = torch.unflatten(logsumexp[sequence], 0, (mask.kv_heads, mask.group))
+                by_head[heads, :, rows] = torch.unflatten(sums, 1, (mask.group, -1)).squeeze(-1)
 
 
 def _forward_tile(
@@ -166,8 +173,8 @@ def _forward_tile(
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp of some queries: the softmax is rescaled whenever a tile of keys brings a larger score."""
     query, key, value = tensors
-    look, wide = tiling.look, tiling.wide
-    queries = _rows_of(query, heads, look, wide) * look.scale
+    mask, wide = tiling.mask, tiling.wide
+    queries = _rows_of(query, heads, mask, wide) * mask.scale
     total = torch.zeros_like(queries)
     largest = queries.new_full((*queries.shape[:2], 1), -torch.inf)
     weights = torch.zeros_like(largest)
@@ -176,7 +183,7 @@ def _forward_tile(
         if columns.start == columns.stop:
             continue
         keys, values = (each[columns, heads].to(wide).transpose(0, 1) for each in (key, value))
-        scores = _scores(queries, keys, tiling.hidden(rows, columns, query.device), look.group)
+        scores = _scores(queries, keys, tiling.hidden(rows, columns, query.device), mask.group)
         larger = torch.maximum(largest, scores.amax(-1, keepdim=True))
         # A query that has seen nothing yet has no largest score: any finite one keeps its weights at zero.
         base = torch.where(larger == -torch.inf, 0.0, larger)
@@ -192,7 +199,7 @@ def _forward_tile(
 
 def plain_backward(
     saved: Saved,
-    look: Look,
+    mask: AttentionMask,
     *,
     query_gradient: Tensor,
     key_gradient: Tensor,
@@ -201,7 +208,7 @@ def plain_backward(
     lengths: Tensor | None,
 ) -> None:
     """Gradients of query, key and value. Each is summed in the type of the arithmetic and rounded once."""
-    for sequence, tiling in _tilings(saved.query, saved.key, look, lengths):
+    for sequence, tiling in _tilings(saved.query, saved.key, mask, lengths):
         backward = _Backward(tiling, Saved(*(each[sequence] for each in saved)))
         for heads in tiling.heads():
             backward.of_keys(
@@ -248,8 +255,8 @@ class _Backward:
                 value_sum[:, within].baddbmm_(weights.transpose(1, 2), taken.above)
                 key_sum[:, within].baddbmm_(changes.transpose(1, 2), taken.queries)
                 if len(tiles) == 1:
-                    below = torch.bmm(changes, keys[:, within]).mul_(self.tiling.look.scale)
-                    _put_rows(query_gradient[rows], heads, self.tiling.look, below)
+                    below = torch.bmm(changes, keys[:, within]).mul_(self.tiling.mask.scale)
+                    _put_rows(query_gradient[rows], heads, self.tiling.mask, below)
             for given, found in ((key_gradient, key_sum), (value_gradient, value_sum)):
                 if accumulate:
                     add_rounded(given[tile, heads], found.transpose(0, 1))
@@ -270,7 +277,7 @@ class _Backward:
                     keys, values = self._keys(columns, heads)
                     changes = self._tile(taken, keys, values, (rows, columns))[1]
                     below.baddbmm_(changes, keys)
-            _put_rows(query_gradient[rows], heads, self.tiling.look, below.mul_(self.tiling.look.scale))
+            _put_rows(query_gradient[rows], heads, self.tiling.mask, below.mul_(self.tiling.mask.scale))
 
     def _keys(self, columns: slice, heads: slice) -> tuple[Tensor, Tensor]:
         wide = self.tiling.wide
@@ -280,11 +287,11 @@ class _Backward:
         )
 
     def _queries(self, rows: slice, heads: slice) -> _Rows:
-        look, wide, saved = self.tiling.look, self.tiling.wide, self.saved
-        queries = _rows_of(saved.query[rows], heads, look, wide) * look.scale
-        above = _rows_of(saved.gradient[rows], heads, look, wide)
-        delta = (above * _rows_of(saved.out[rows], heads, look, wide)).sum(-1, keepdim=True)
-        by_head = torch.unflatten(saved.logsumexp, 0, (look.kv_heads, look.group))[heads, :, rows]
+        mask, wide, saved = self.tiling.mask, self.tiling.wide, self.saved
+        queries = _rows_of(saved.query[rows], heads, mask, wide) * mask.scale
+        above = _rows_of(saved.gradient[rows], heads, mask, wide)
+        delta = (above * _rows_of(saved.out[rows], heads, mask, wide)).sum(-1, keepdim=True)
+        by_head = torch.unflatten(saved.logsumexp, 0, (mask.kv_heads, mask.group))[heads, :, rows]
         sums = by_head.to(wide).flatten(1, 2)[:, :, None]
         # A query that sees nothing has a logsumexp of −∞, and scores of −∞ alone.
         return _Rows(queries, above, delta, sums.masked_fill(sums == -torch.inf, 0.0))
@@ -292,6 +299,6 @@ class _Backward:
     def _tile(self, taken: _Rows, keys: Tensor, values: Tensor, place: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
         """A tile's weights, and the gradient of its scores."""
         hidden = self.tiling.hidden(*place, keys.device)
-        weights = _scores(taken.queries, keys, hidden, self.tiling.look.group).sub_(taken.sums).exp_()
+        weights = _scores(taken.queries, keys, hidden, self.tiling.mask.group).sub_(taken.sums).exp_()
         changes = torch.bmm(taken.above, values.transpose(1, 2)).sub_(taken.delta).mul_(weights)
         return weights, changes

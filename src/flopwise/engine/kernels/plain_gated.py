@@ -35,13 +35,13 @@ def forward(source: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tensor 
 
 
 def backward(gradient: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tensor) -> None:
-    """From the gradient of activated · matrixᵀ to those of gate and up, in their places; `activated` is made again."""
+    """From the gradient of activated · matrixᵀ to those of gate and up, in their places; `activated` is recomputed."""
     torch.mm(gradient, matrix, out=activated)
     gate, up = split_pairs(pairs)
-    activations.activation_backward("silu", activated, gate, up, gate_out=gate, up_out=up, again=True)
+    activations.activation_backward("silu", activated, gate, up, gate_out=gate, up_out=up, recompute=True)
 
 
-def to_source(gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
+def dgrad(gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
     """`out` gets the product of the pairs' gradient and the matrix, with `add` added to it."""
     if add:
         out.addmm_(apart(gradient), matrix)
@@ -49,6 +49,6 @@ def to_source(gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> No
         torch.mm(apart(gradient), matrix, out=out)
 
 
-def to_matrix(gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
+def wgrad(gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
     """`total`, the sum of the matrix' gradients, gets gradientᵀ · source added."""
     total.add_((apart(gradient).t() @ source).to(total.dtype))

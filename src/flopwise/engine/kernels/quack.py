@@ -28,7 +28,7 @@ class Calls(NamedTuple):
     tiles: Callable[..., Any]
 
 
-class Tile(NamedTuple):
+class QuackTile(NamedTuple):
     """How a product is cut into what a multiprocessor makes at a time."""
 
     rows: int
@@ -39,9 +39,9 @@ class Tile(NamedTuple):
     """Of what is multiplied, what two neighbouring multiprocessors read together."""
 
 
-ALTERNATING_WIDE = Tile(128, 192, alternating=True, shared="right")
-ALTERNATING = Tile(128, 160, alternating=True, shared="right")
-TOGETHER = Tile(256, 128, alternating=False, shared="left")
+ALTERNATING_WIDE = QuackTile(128, 192, alternating=True, shared="right")
+ALTERNATING = QuackTile(128, 160, alternating=True, shared="right")
+TOGETHER = QuackTile(256, 128, alternating=False, shared="left")
 TILES = (ALTERNATING_WIDE, ALTERNATING, TOGETHER)
 """Chosen among eight for products of Llama-3-8B on an H200, by the rule of `tile_for`: `docs/log.md`."""
 SHORT_DEPTH = 6144
@@ -79,7 +79,7 @@ def fits_device(device: torch.device) -> bool:
 
 
 @cache
-def cut(tile: Tile) -> object:
+def cut(tile: QuackTile) -> object:
     """A tile in the package's words."""
     down = tile.shared == "right"
     return installed().tiles(
@@ -102,7 +102,7 @@ def takes(*tensors: Tensor) -> bool:
     )
 
 
-def tile_for(right: Tensor) -> Tile:
+def tile_for(right: Tensor) -> QuackTile:
     """How a product with this on its right is cut."""
     wide = right.shape[1] >= WIDE_COLUMNS
     if right.shape[0] <= SHORT_DEPTH:
@@ -121,7 +121,7 @@ def multiply(
     right: Tensor,
     *,
     out: Tensor,
-    tile: Tile | None = None,
+    tile: QuackTile | None = None,
     add: bool = False,
     halves: tuple[str, ...] = (),
 ) -> None:

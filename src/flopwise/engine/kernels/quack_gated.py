@@ -17,7 +17,8 @@ def forward(source: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tensor 
         multiply(source, matrix.t(), out=pairs, tile=ALTERNATING_WIDE, halves=("B",))
         return
     installed().activated(
-        *(source, matrix.t()),
+        source,
+        matrix.t(),
         activation="swiglu",
         preact_out=pairs,
         postact_out=activated,
@@ -30,7 +31,9 @@ def forward(source: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tensor 
 def backward(gradient: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tensor) -> None:
     """See `plain_gated.backward`. A tile of gate and up is read before its gradients are written over it."""
     installed().activated_backward(
-        *(gradient, matrix, pairs),
+        gradient,
+        matrix,
+        pairs,
         activation="swiglu",
         dx_out=pairs,
         postact_out=activated,
@@ -40,11 +43,11 @@ def backward(gradient: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tens
     )
 
 
-def to_source(gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
-    """See `plain_gated.to_source`."""
+def dgrad(gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
+    """See `plain_gated.dgrad`."""
     multiply(gradient, matrix, out=out, add=add, halves=("B",))
 
 
-def to_matrix(gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
-    """See `plain_gated.to_matrix`."""
+def wgrad(gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
+    """See `plain_gated.wgrad`."""
     multiply(gradient.t(), source, out=total, add=True, halves=("out",))

@@ -1,7 +1,7 @@
 """A block, forward and backward, over a chunk of tokens: in one piece, or before and after attention.
 
-What a chunk keeps and what is made again follows from the description: backward asks what it needs, takes what the save
-level kept and makes the rest, operator by operator, as forward did.
+What a chunk keeps and what is recomputed follows from the description: backward asks what it needs, takes what the save
+level kept and recomputes the rest, operator by operator, as forward did.
 """
 
 from __future__ import annotations
@@ -11,18 +11,24 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flopwise.engine.kernels.attention import Kernel, Look, attention_backward, attention_forward, choose_kernel
+from flopwise.engine.kernels.attention import (
+    AttentionMask,
+    Kernel,
+    attention_backward,
+    attention_forward,
+    choose_kernel,
+)
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.layout import SavedTensors
 from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights
 from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.work.fusion import is_sum_for_norm, makers_for_one_product
 from flopwise.work.op import Attention, Gemm, Op, Streaming
-from flopwise.work.parameters import op_groups
+from flopwise.work.parameters import op_groups, split_at_attention
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
 
-HEAD_NORMS = ("query_raw", "key_raw", "query_norm.statistics", "key_norm.statistics")
+QUERY_NORM, KEY_NORM = ("query_raw", "query_norm.statistics"), ("key_raw", "key_norm.statistics")
 """What the backward of norms on queries and keys reads, where a model has them."""
 
 
@@ -66,27 +72,34 @@ class Block:
         self.arena: Arena = operators.arena
         self.deterministic = deterministic
         ops = op_groups(work)[1]
-        place = next(index for index, op in enumerate(ops) if isinstance(op, Attention))
-        self.before, self.attention_op, self.after = ops[:place], ops[place], ops[place + 1 :]
+        self.before, self.attention_op, self.after = split_at_attention(ops)
         self.ops = ops
         self._first_need = {name: op for op in reversed(ops) for name in op.needs}
         """Of the block's operators the first that needs a value: the last that backward comes to."""
         self._makers = makers_for_one_product(ops)
         self.lazy = {maker.outputs[0] for maker in self._makers.values()}
-        """What backward needs and makes itself, so that nobody else has to make it again."""
+        """What backward needs and recomputes itself, so that nobody else has to."""
         first = ops[0]
         self.begins_with_norm = isinstance(first, Streaming) and first.kind == "norm" and first.inputs == ("input",)
-        self.look = Look(model.heads, model.kv_heads, model.head_dim, model.causal, model.window)
-        self.extras = HEAD_NORMS if model.qk_norm else ()
+        self.mask = AttentionMask(model.heads, model.kv_heads, model.head_dim, model.causal, model.window)
+        self.key_extras = KEY_NORM if model.qk_norm else ()
+        self.extras = (*QUERY_NORM, *KEY_NORM) if model.qk_norm else ()
         self.cut = False
         """Whether sequences are cut into chunks, so that a chunk's attention must come out the same alone."""
 
     # -- one operator after another -------------------------------------------------------------------------------
 
     def run(
-        self, ops: Sequence[Op], values: Values, weights: Weights, chunk: Chunk, wanted: set[str],
-        *, keep: Collection[str] = (), keys: Keys | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        ops: Sequence[Op],
+        values: Values,
+        weights: Weights,
+        chunk: Chunk,
+        wanted: set[str],
+        *,
+        keep: Collection[str] = (),
+        keys: Keys | None = None,
+    ) -> None:
         """Make the wanted tensors of these operators; temporaries go as soon as nobody reads them any more."""
         running = [op for op in ops if not wanted.isdisjoint(op.outputs)]
         last_use = {name: index for index, op in enumerate(running) for name in op.inputs}
@@ -116,9 +129,9 @@ class Block:
 
     def _attend(self, values: Values, chunk: Chunk, keys: Keys | None) -> None:
         query = values["query"]
-        out = values.room("attended", tuple(query.shape), query.dtype)
+        out = values.allocate("attended", tuple(query.shape), query.dtype)
         shape = (chunk.sequences, self.model.heads, chunk.tokens)
-        logsumexp = values.room("logsumexp", shape, self.operators.statistics)
+        logsumexp = values.allocate("logsumexp", shape, self.operators.statistics)
         if keys is None:
             keys = Keys(values["key"], values["value"])
         self.attend(query, keys, out, logsumexp.view(shape), chunk)
@@ -130,7 +143,7 @@ class Block:
             self._heads(query, chunk.sequences),
             key,
             value,
-            self.look,
+            self.mask,
             out=self._heads(out, chunk.sequences),
             logsumexp=logsumexp,
             lengths=chunk.lengths,
@@ -149,7 +162,7 @@ class Block:
         return choose_kernel(
             query.device,
             query.dtype,
-            self.look,
+            self.mask,
             chunk.tokens,
             keys,
             padded=chunk.lengths is not None,
@@ -189,9 +202,15 @@ class Block:
         self.run(self.ops, values, weights, chunk, made, keep=needed, keys=keys)
 
     def backward(
-        self, values: Values, trained: Trained, gradient: Tensor, chunk: Chunk,
-        *, keys: Keys | None = None, key_sums: Keys | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        values: Values,
+        trained: Trained,
+        gradient: Tensor,
+        chunk: Chunk,
+        *,
+        keys: Keys | None = None,
+        key_sums: Keys | None = None,
+    ) -> None:
         """From the gradient of the output to that of the input, which is written over it."""
         gradients = Gradients(self.arena)
         gradients.put("output", gradient)
@@ -213,7 +232,7 @@ class Block:
             if maker is not None and isinstance(op, Gemm) and op.inputs[0] not in values:
                 # The weight's gradient waits until the product's input is there again.
                 source = self._back_to_maker(op, maker, values, gradients, trained)
-                self.operators.to_matrix(op, source, gradients, trained)
+                self.operators.wgrad(op, source, gradients, trained)
                 gradients.drop(maker.outputs[0])
                 done.add(maker.name)
                 # What an activation read holds gradients now.
@@ -224,11 +243,11 @@ class Block:
                 values.drop(name for name in each.needs if self._first_need[name] is each)
 
     def _back_to_maker(self, op: Gemm, maker: Op, values: Values, gradients: Gradients, trained: Trained) -> Tensor:
-        """Back through a product to what its input was made of; returns that input, made again."""
+        """Back through a product to what its input was made of; returns that input, recomputed."""
         if maker.name == "activation" and self.operators.gated is not None:
             return self.operators.activated_backward(op, maker, values, gradients, trained)
-        self.operators.to_source(op, gradients, trained)
-        return self.operators.backward_again(maker, values, gradients, trained)
+        self.operators.dgrad(op, gradients, trained)
+        return self.operators.backward_recomputing(maker, values, gradients, trained)
 
     def _attention_back(
         self, values: Values, gradients: Gradients, chunk: Chunk, keys: Keys | None, key_sums: Keys | None
@@ -260,9 +279,16 @@ class Block:
         values.drop(("query", "key", "value", "attended", "logsumexp"))
 
     def attention_back(
-        self, gradient: Tensor, values: Values, keys: Keys, chunk: Chunk,
-        *, query_gradient: Tensor, found: Keys, accumulate: bool,
-    ) -> None:  # fmt: skip
+        self,
+        gradient: Tensor,
+        values: Values,
+        keys: Keys,
+        chunk: Chunk,
+        *,
+        query_gradient: Tensor,
+        found: Keys,
+        accumulate: bool,
+    ) -> None:
         """Gradients of queries, and of the keys and values that they looked at."""
         sequences = chunk.sequences
         query, key = self._heads(values["query"], sequences), self._heads(keys.key, sequences)
@@ -273,7 +299,7 @@ class Block:
             self._heads(keys.value, sequences),
             self._heads(values["attended"], sequences),
             values["logsumexp"].view(sequences, self.model.heads, chunk.tokens),
-            self.look,
+            self.mask,
             query_gradient=self._heads(query_gradient, sequences),
             key_gradient=self._heads(found.key, sequences),
             value_gradient=self._heads(found.value, sequences),
@@ -282,7 +308,7 @@ class Block:
             kernel=self._kernel(query, chunk, key.shape[1]),
         )
 
-    # -- keys and values made again -------------------------------------------------------------------------------
+    # -- keys and values recomputed --------------------------------------------------------------------------------
 
     def make_keys(self, values: Values, weights: Weights, chunk: Chunk) -> None:
         """Keys and values from a chunk's input, to where `values` has a place for them."""

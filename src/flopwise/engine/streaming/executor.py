@@ -14,24 +14,24 @@ from flopwise.engine.executable import check_formats, check_trainable
 from flopwise.engine.executor import Evaluated, Moment, StepResult
 from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels import dispatch
-from flopwise.engine.streaming.ends import Loss
+from flopwise.engine.streaming.embedding_head import Loss
 from flopwise.engine.streaming.gated import GatedKernels
 from flopwise.engine.streaming.layout import moment_fields
 from flopwise.engine.streaming.player import Action, Player
-from flopwise.engine.streaming.room import Room
+from flopwise.engine.streaming.slabs import Slabs
 from flopwise.engine.streaming.streams import CudaStreams, InOrder, Span, Streams
 from flopwise.engine.streaming.updates import as_numbers
 from flopwise.engine.weights.finite import not_finite
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, attention_sums_bytes
 from flopwise.records.measurement import MemoryRow
 from flopwise.records.plan import Plan
-from flopwise.records.program import ALIGNMENT_BYTES, Program
+from flopwise.records.program import ALIGNMENT_BYTES, Kind, Program, Role, Value
 from flopwise.setup.training import Training
 from flopwise.work.formats import parse_formats
 from flopwise.work.parameters import Part, Place, parameters_of
 from flopwise.work.transformer import Transformer
 
-FORWARD = ("embed", "forward", "forward-before", "attention", "forward-after", "head")
+FORWARD: tuple[Kind, ...] = ("embed", "forward", "forward-before", "attention", "forward-after", "head")
 """Kinds of tasks that an evaluation needs, beside the loads of weights."""
 
 
@@ -39,9 +39,17 @@ class StreamingExecutor:
     """Weights, their optimizer state and the program that trains them, in memory that is taken once."""
 
     def __init__(
-        self, plan: Plan, program: Program, model: Transformer, training: Training, *, device: torch.device,
-        deterministic: bool = False, packs: bool | None = None, gated: GatedKernels | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        program: Program,
+        model: Transformer,
+        training: Training,
+        *,
+        device: torch.device,
+        deterministic: bool = False,
+        packs: bool | None = None,
+        gated: GatedKernels | None = None,
+    ) -> None:
         """`packs`: whether products make all their results in one call; None: on a GPU, but for the same bits.
 
         `gated`: products with the activation in them; None: those that the device has, if any.
@@ -51,13 +59,13 @@ class StreamingExecutor:
         self.formats = parse_formats(plan.precision)
         # What others hold of the device's memory is not this training's.
         self._others_bytes = int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
-        self.room = Room(program, device, left_to_libraries=left_to_libraries(plan, model))
+        self.slabs = Slabs(program, device, left_to_libraries=left_to_libraries(plan, model))
         self.player = Player(
-            plan, program, model, training, self.room, deterministic=deterministic, packs=packs, gated=gated
+            plan, program, model, training, self.slabs, deterministic=deterministic, packs=packs, gated=gated
         )
         self._streams: Streams = InOrder()
         if device.type == "cuda":
-            self.room.pin()
+            self.slabs.pin()
             torch.cuda.reset_peak_memory_stats(device)
             self._streams = CudaStreams(device, {other for task in program.tasks for other in task.after})
         self._actions = [self.player.action(task) for task in program.tasks]
@@ -78,8 +86,8 @@ class StreamingExecutor:
         """Give parameters their values, by name; to every buffer that holds them when a step begins."""
         for parameter in self.parameters:
             if parameter.name in values:
-                for index in self._holders("weights", parameter.part):
-                    views = self.player.views(index, parameter.part, "weights")
+                for index in self._holders(Value("weights", parameter.part)):
+                    views = self.player.views(index, parameter.part)
                     # In its own format first: what is copied to a GPU in another takes room there for a while.
                     target = views[parameter.local]
                     target.copy_(values[parameter.name].to(target.dtype))
@@ -96,8 +104,8 @@ class StreamingExecutor:
         """Parameters by name, where they are now: to read, not to keep."""
         found = {}
         for parameter in self.parameters:
-            index = self._holders("weights", parameter.part)[0]
-            found[parameter.name] = self.player.views(index, parameter.part, "weights")[parameter.local]
+            index = self._holders(Value("weights", parameter.part))[0]
+            found[parameter.name] = self.player.views(index, parameter.part)[parameter.local]
         return found
 
     def moments(self) -> Iterator[tuple[str, Moment, Tensor]]:
@@ -140,21 +148,19 @@ class StreamingExecutor:
     def _moment_names(self) -> tuple[Moment, ...]:
         return ("first", "second", "master") if self.formats.master else ("first", "second")
 
-    def _holders(self, kind: str, part: Part) -> list[int]:
-        """Buffers that hold a part when a step begins."""
-        prefix = f"{kind} {part} "
-        return [index for index, value in self.program.at_start.items() if value.startswith(prefix)]
+    def _holders(self, value: Value) -> list[int]:
+        """Buffers that hold a value when a step begins."""
+        return [index for index, held in self.program.at_start.items() if held == value]
 
     def _pieces(self, part: Part, *, every: bool = False) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """(first number, fields) of a part's optimizer state, piece by piece; `every`: in all places that hold it."""
         counts = self._piece_counts()[part]
         first = 0
         for number, count in enumerate(counts):
-            value = f"optimizer {part}.{number} v0"
-            holders = [index for index, held in self.program.at_start.items() if held == value]
+            holders = self._holders(Value("optimizer", part, number))
             for index in holders if every else holders[:1]:
                 fields = moment_fields(count, self.formats)
-                yield first, {name: field.of(self.room.buffers[index]) for name, field in fields.items()}
+                yield first, {name: field.of(self.slabs.buffers[index]) for name, field in fields.items()}
             first += count
 
     def _piece_counts(self) -> dict[Part, list[int]]:
@@ -215,15 +221,15 @@ class StreamingExecutor:
 
         It belongs to the task: what waits for the task may write over the gradient.
         """
-        last: dict[str, tuple[int, int]] = {}
+        last: dict[Part | None, tuple[int, int]] = {}
         for index, task in enumerate(self.program.tasks):
             for use in task.writes:
                 if self.program.buffers[use.buffer].owner == "gradients" and task.stream == "compute":
-                    last[use.value.split()[1]] = (index, use.buffer)
+                    last[use.value.part] = (index, use.buffer)
         found = {}
         for part, numbers in self.player.numbers.items():
-            index, buffer = last[str(part)]
-            gradient = as_numbers(self.room.buffers[buffer], TYPES[self.formats.gradients], numbers.count)
+            index, buffer = last[part]
+            gradient = as_numbers(self.slabs.buffers[buffer], TYPES[self.formats.gradients], numbers.count)
             total = torch.zeros((), dtype=self.player.statistics, device=self.device)
             found[index] = total
             self._actions[index] = self._with_squares(self._actions[index], gradient, total)
@@ -278,15 +284,20 @@ class StreamingExecutor:
         """Slots that weights pass through hold again what a step expects in them."""
         for index, value in self.program.at_start.items():
             buffer = self.program.buffers[index]
-            if buffer.owner == "weights" and "slot" in buffer.name:
-                part = value.split()[1]
-                home = self._host_home(part)
-                size = min(self.room.buffers[index].numel(), self.room.buffers[home].numel())
-                self.room.buffers[index][:size].copy_(self.room.buffers[home][:size])
+            if buffer.owner == "weights" and buffer.role == "slot":
+                home = self._host_home(value.part)
+                size = min(self.slabs.buffers[index].numel(), self.slabs.buffers[home].numel())
+                self.slabs.buffers[index][:size].copy_(self.slabs.buffers[home][:size])
 
-    def _host_home(self, part: str) -> int:
-        name = f"host weights {part}"
-        return next(index for index, buffer in enumerate(self.program.buffers) if buffer.name == name)
+    def _host_home(self, part: Part | None) -> int:
+        """Where the host has a part's weights."""
+        return next(
+            index
+            for index in self.slabs.with_role("home")
+            if (buffer := self.program.buffers[index]).owner == "weights"
+            and buffer.place == "host"
+            and buffer.part == part
+        )
 
     def agree(self, asked: bool) -> bool:
         return asked
@@ -298,7 +309,7 @@ class StreamingExecutor:
         rows: list[MemoryRow] = []
         places: tuple[Place, ...] = ("device", "host")
         for place in places:
-            planned, taken = self.program.bytes_by_owner(place), self.room.bytes_by_owner(place)
+            planned, taken = self.program.bytes_by_owner(place), self.slabs.bytes_by_owner(place)
             beyond = 0
             if place == "device":
                 # Beside the slab: what kernels and libraries allocate, and temporaries that found no room.
@@ -316,18 +327,18 @@ class StreamingExecutor:
     def _beside_bytes(self) -> int:
         """The most that was allocated beside the slab: asked of the allocator on a GPU, of the arena on a CPU."""
         if self.device.type == "cuda":
-            slab = self.room.device_slab.numel()
+            slab = self.slabs.device_slab.numel()
             return max(0, int(torch.cuda.max_memory_allocated(self.device)) - self._others_bytes - slab)
         return self.player.arena.peak_beside_bytes
 
     def close(self) -> None:
         """Give back what does not go by itself."""
         self._streams.close()
-        self.room.close()
+        self.slabs.close()
 
 
-def left_to_libraries(plan: Plan, model: Transformer) -> dict[str, int]:
-    """By buffer, what attention kernels and matrix libraries allocate for themselves and the slab leaves free for them.
+def left_to_libraries(plan: Plan, model: Transformer) -> dict[Role, int]:
+    """By role, what attention kernels and matrix libraries allocate for themselves and the slab leaves free for them.
 
     Kernels are called for so many heads at once that the planned fp32 sums of gradients are room enough.
     """
@@ -339,8 +350,8 @@ def left_to_libraries(plan: Plan, model: Transformer) -> dict[str, int]:
         return size // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
     return {
-        "workspace": LIBRARY_WORKSPACE_BYTES + whole_lines(each * plan.tokens_of(0)),
-        "attention of a sequence": whole_lines(each * plan.sequence_tokens),
+        "temporaries": LIBRARY_WORKSPACE_BYTES + whole_lines(each * plan.tokens_of(0)),
+        "attention": whole_lines(each * plan.sequence_tokens),
     }
 
 

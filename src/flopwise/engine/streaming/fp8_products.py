@@ -62,19 +62,19 @@ class Fp8Products(Products):
         self._give(right)
         self._give(left)
 
-    def to_source(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
+    def dgrad(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
         if not self._fits(gradient.shape[0], gradient.shape[1], matrix.shape[1]):
-            super().to_source(gradient, matrix, out=out, add=add)
+            super().dgrad(gradient, matrix, out=out, add=add)
             return
         left, right = self._rows(gradient), self._columns(matrix)
         self._multiply(left, right, None, out, add=add)
         self._give(right)
         self._give(left)
 
-    def to_matrix(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
+    def wgrad(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
         fits = self.weight_gradient == "fp8" and self._fits(gradient.shape[1], gradient.shape[0], source.shape[1])
         if not fits:
-            super().to_matrix(gradient, source, total=total)
+            super().wgrad(gradient, source, total=total)
             return
         left, right = self._columns(gradient), self._columns(source)
         product = self.arena.take(tuple(total.shape), gradient.dtype)

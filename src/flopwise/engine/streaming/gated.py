@@ -27,8 +27,8 @@ class GatedKernels(Protocol):
 
     def forward(self, source: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tensor | None) -> None: ...
     def backward(self, gradient: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tensor) -> None: ...
-    def to_source(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None: ...
-    def to_matrix(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None: ...
+    def dgrad(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None: ...
+    def wgrad(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None: ...
 
 
 class GatedProducts(Products):
@@ -38,17 +38,23 @@ class GatedProducts(Products):
         super().__init__(arena)
         self.kernels = kernels
 
-    def to_source(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
-        self.kernels.to_source(gradient, matrix, out=out, add=add)
+    def dgrad(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
+        self.kernels.dgrad(gradient, matrix, out=out, add=add)
 
-    def to_matrix(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
-        self.kernels.to_matrix(gradient, source, total=total)
+    def wgrad(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
+        self.kernels.wgrad(gradient, source, total=total)
 
 
 def largest_error(
-    kernels: GatedKernels, device: torch.device, dtype: torch.dtype, *, tokens: int = 200, hidden: int = 256,
-    inner: int = 320, sums: torch.dtype | None = None,
-) -> float:  # fmt: skip
+    kernels: GatedKernels,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tokens: int = 200,
+    hidden: int = 256,
+    inner: int = 320,
+    sums: torch.dtype | None = None,
+) -> float:
     """Of all results beside those of plain products in float32: ‖difference‖ ÷ ‖result‖. NaN where one is none.
 
     `sums`: of the matrices' gradients; None: as all other tensors.
@@ -71,23 +77,28 @@ def largest_error(
 
 
 def _all_results(
-    kernels: GatedKernels, source: Tensor, up_matrix: Tensor, down_matrix: Tensor, gradient: Tensor,
-    *, sums: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
+    kernels: GatedKernels,
+    source: Tensor,
+    up_matrix: Tensor,
+    down_matrix: Tensor,
+    gradient: Tensor,
+    *,
+    sums: torch.dtype,
+) -> list[Tensor]:
     """Everything that a feed-forward's forward and backward make, into places full of what is none of it."""
     tokens, inner = source.shape[0], down_matrix.shape[1]
     pairs, again = source.new_full((tokens, 2 * inner), torch.nan), source.new_full((tokens, 2 * inner), torch.nan)
     activated, made = source.new_full((tokens, inner), torch.nan), source.new_full((tokens, inner), torch.nan)
-    to_source, total = torch.full_like(source, torch.nan), torch.ones_like(up_matrix, dtype=sums)
+    dgrad, total = torch.full_like(source, torch.nan), torch.ones_like(up_matrix, dtype=sums)
     kernels.forward(source, up_matrix, pairs=pairs, activated=activated)
     kernels.forward(source, up_matrix, pairs=again, activated=None)
     results = [pairs.clone(), again, activated]
     kernels.backward(gradient, down_matrix, pairs=pairs, activated=made)
-    kernels.to_source(pairs, up_matrix, out=to_source, add=False)
-    kernels.to_matrix(pairs, source, total=total)
-    results += [pairs, made, to_source, total]
+    kernels.dgrad(pairs, up_matrix, out=dgrad, add=False)
+    kernels.wgrad(pairs, source, total=total)
+    results += [pairs, made, dgrad, total]
     added = torch.ones_like(source)
-    kernels.to_source(pairs, up_matrix, out=added, add=True)
+    kernels.dgrad(pairs, up_matrix, out=added, add=True)
     results.append(added)
     return results
 

@@ -1,7 +1,7 @@
 """The description's operators, run: each forward, and backward from the gradients of what it made.
 
 Values and gradients have the names of the description, a row for each token. A product writes each of its results on
-its own, so that one of them can be made again without the others and comes out the same, bit for bit.
+its own, so that one of them can be recomputed without the others and comes out the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -72,9 +72,16 @@ class Operators:
     """All operators but attention, for one model in one set of formats."""
 
     def __init__(
-        self, model: Transformer, work: Work, formats: Formats, arena: Arena,
-        *, products: Products, packs: bool = False, gated: GatedKernels | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Transformer,
+        work: Work,
+        formats: Formats,
+        arena: Arena,
+        *,
+        products: Products,
+        packs: bool = False,
+        gated: GatedKernels | None = None,
+    ) -> None:
         self.packs = packs
         """Whether results that one product makes lie beside each other, so that it is one call."""
         self.gated = None if gated is None else GatedProducts(arena, gated)
@@ -99,7 +106,7 @@ class Operators:
             self._norm(op, values, weights)
         elif op.kind == "residual":
             source = values[op.inputs[0]]
-            out = values.room(op.outputs[0], tuple(source.shape), source.dtype)
+            out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
             torch.add(source, values[op.inputs[1]], out=out)
             for name in op.inputs[2:]:
                 out.add_(values[name])
@@ -108,12 +115,12 @@ class Operators:
         elif op.name == "activation":
             gate, up = self._gate_and_up(op, values)
             dispatch.activation_forward(
-                self.model.activation, gate, up, out=values.room("activated", tuple(up.shape), up.dtype)
+                self.model.activation, gate, up, out=values.allocate("activated", tuple(up.shape), up.dtype)
             )
         else:
             kind = {"pooler_activation": "tanh", "transform_activation": self.model.activation}[op.name]
             source = values[op.inputs[0]]
-            out = values.room(op.outputs[0], tuple(source.shape), source.dtype)
+            out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
             dispatch.activation_forward(kind, None, source, out=out)
 
     def is_paired(self, op: Op) -> bool:
@@ -125,8 +132,8 @@ class Operators:
         assert self.gated is not None
         source, matrix = values[op.inputs[0]], self._cast(weights[f"{op.name}.weight"])
         shape = (source.shape[0], matrix.shape[0] // 2)
-        gate, up = (values.room(name, shape, self.compute) for name in op.outputs)
-        out = values.room("activated", shape, self.compute) if activates else None
+        gate, up = (values.allocate(name, shape, self.compute) for name in op.outputs)
+        out = values.allocate("activated", shape, self.compute) if activates else None
         self.gated.kernels.forward(source, matrix, pairs=joined_pairs(gate, up), activated=out)
         self._uncast(matrix)
 
@@ -141,7 +148,7 @@ class Operators:
             joined = joined_columns(places) if len(places) == len(columns) else None
             if joined is not None:
                 for name, first, last in columns:
-                    values.room(name, (source.shape[0], last - first), self.compute)
+                    values.allocate(name, (source.shape[0], last - first), self.compute)
                 self._multiply(op, source, weights, ALL, joined)
                 return
             if op.outputs[0] not in values.places:
@@ -149,7 +156,7 @@ class Operators:
                 return
         for name, first, last in columns:
             if name in wanted:
-                out = values.room(name, (source.shape[0], last - first), self.compute)
+                out = values.allocate(name, (source.shape[0], last - first), self.compute)
                 self._multiply(op, source, weights, slice(first, last), out)
 
     def _packed_product(self, op: Gemm, values: Values, weights: Weights) -> None:
@@ -159,7 +166,7 @@ class Operators:
         self._multiply(op, source, weights, ALL, packed)
         for name, first, last in columns:
             if name in values.places:
-                out = values.room(name, (source.shape[0], last - first), self.compute)
+                out = values.allocate(name, (source.shape[0], last - first), self.compute)
                 dispatch.copy_rows(packed[:, first:last], out=out)
 
     def _multiply(self, op: Gemm, source: Tensor, weights: Weights, rows: slice, out: Tensor) -> None:
@@ -207,21 +214,28 @@ class Operators:
     ) -> None:
         """A sum of two and its norm in one go. `over`: the one of them whose place the norm's result takes."""
         first, second = (values[name] for name in residual.inputs)
-        total = values.room(residual.outputs[0], tuple(first.shape), first.dtype)
+        total = values.allocate(residual.outputs[0], tuple(first.shape), first.dtype)
         out = None if over is None else values.hand_over(over, norm.outputs[0])
         self._normalise(norm, values, weights, first, other=second, total=total, out=out)
 
     def _normalise(
-        self, op: Op, values: Values, weights: Weights, source: Tensor,
-        *, other: Tensor | None = None, total: Tensor | None = None, out: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        op: Op,
+        values: Values,
+        weights: Weights,
+        source: Tensor,
+        *,
+        other: Tensor | None = None,
+        total: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> None:
         scale = self._cast(weights[f"{op.name}.weight"])
         bias = weights.get(f"{op.name}.bias")
         bias = None if bias is None else self._cast(bias)
         rows = source.numel() // scale.numel()
         shape = (rows, 2) if self.model.norm == "layer" else (rows,)
         if out is None:
-            out = values.room(op.outputs[0], tuple(source.shape), source.dtype)
+            out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
         dispatch.norm_forward(
             source.view(rows, -1),
             scale,
@@ -229,7 +243,7 @@ class Operators:
             epsilon=self.model.norm_epsilon,
             rms=self.model.norm == "rms",
             out=out.view(rows, -1),
-            statistics=values.room(op.outputs[1], shape, self.statistics),
+            statistics=values.allocate(op.outputs[1], shape, self.statistics),
             other=other,
             total=total,
         )
@@ -242,7 +256,7 @@ class Operators:
         for source, target in zip(op.inputs, op.outputs, strict=True):
             if target in wanted:
                 tensor = values[source]
-                out = values.room(target, tuple(tensor.shape), tensor.dtype)
+                out = values.allocate(target, tuple(tensor.shape), tensor.dtype)
                 dispatch.rotate(
                     self._by_head(tensor), rows.positions, frequencies, out=self._by_head(out), inverse=False
                 )
@@ -278,20 +292,20 @@ class Operators:
         source = values[op.inputs[0]]
         # One result after another, so that each one's gradient goes as soon as it is used.
         for part in self._parts(op, gradients):
-            self._to_matrix(op, part, source, trained)
-            self._to_source(op, part, gradients, trained, tuple(source.shape))
+            self._wgrad(op, part, source, trained)
+            self._dgrad(op, part, gradients, trained, tuple(source.shape))
             for name in part.names:
                 gradients.drop(name)
 
-    def to_source(self, op: Gemm, gradients: Gradients, trained: Trained) -> None:
-        """Only the gradient of a product's input; `to_matrix` does the rest."""
+    def dgrad(self, op: Gemm, gradients: Gradients, trained: Trained) -> None:
+        """Only the gradient of a product's input; `wgrad` does the rest."""
         for part in self._parts(op, gradients):
-            self._to_source(op, part, gradients, trained, (part.gradient.shape[0], op.depth))
+            self._dgrad(op, part, gradients, trained, (part.gradient.shape[0], op.depth))
 
-    def to_matrix(self, op: Gemm, source: Tensor, gradients: Gradients, trained: Trained) -> None:
+    def wgrad(self, op: Gemm, source: Tensor, gradients: Gradients, trained: Trained) -> None:
         """What a product's weight and bias get, from the product's input; its results' gradients go."""
         for part in self._parts(op, gradients):
-            self._to_matrix(op, part, source, trained)
+            self._wgrad(op, part, source, trained)
             for name in part.names:
                 gradients.drop(name)
 
@@ -306,16 +320,16 @@ class Operators:
             return [_Part(op.outputs, ALL, joined)]
         return [_Part((name,), slice(first, last), gradients[name]) for name, first, last in columns]
 
-    def _to_matrix(self, op: Gemm, part: _Part, source: Tensor, trained: Trained) -> None:
+    def _wgrad(self, op: Gemm, part: _Part, source: Tensor, trained: Trained) -> None:
         sums = trained.sums
-        self._products(op).to_matrix(part.gradient, source, total=_rows_of(sums[f"{op.name}.weight"], part.rows))
+        self._products(op).wgrad(part.gradient, source, total=_rows_of(sums[f"{op.name}.weight"], part.rows))
         if f"{op.name}.bias" in sums:
             add_rounded(sums[f"{op.name}.bias"][part.rows], self.column_sums(part.gradient))
 
-    def _to_source(self, op: Gemm, part: _Part, gradients: Gradients, trained: Trained, shape: tuple[int, ...]) -> None:
+    def _dgrad(self, op: Gemm, part: _Part, gradients: Gradients, trained: Trained, shape: tuple[int, ...]) -> None:
         matrix = self._cast(_rows_of(trained.weights[f"{op.name}.weight"], part.rows))
         target, there = gradients.target(op.inputs[0], shape, part.gradient.dtype)
-        self._products(op).to_source(part.gradient, matrix, out=target, add=there)
+        self._products(op).dgrad(part.gradient, matrix, out=target, add=there)
         self._uncast(matrix)
 
     def activated_backward(
@@ -323,7 +337,7 @@ class Operators:
     ) -> Tensor:
         """From the gradient of a product's result to those that its input's activation read, in one call.
 
-        They take the places of gate and up. Returns the activation's result, made again.
+        They take the places of gate and up. Returns the activation's result, recomputed.
         """
         assert self.gated is not None
         gradient, matrix = gradients[op.outputs[0]], self._cast(trained.weights[f"{op.name}.weight"])
@@ -336,17 +350,17 @@ class Operators:
             gradients.put(name, values[name])
         return made
 
-    def backward_again(self, op: Op, values: Values, gradients: Gradients, trained: Trained) -> Tensor:
-        """The backward of a norm or an activation that makes its result again, in the place of its gradient.
+    def backward_recomputing(self, op: Op, values: Values, gradients: Gradients, trained: Trained) -> Tensor:
+        """The backward of a norm or an activation that recomputes its result, in the place of its gradient.
 
         An activation's gradients take the places of its inputs.
         """
         made = gradients[op.outputs[0]]
         if op.name != "activation":
-            self._norm_backward(op, values, gradients, trained, again=True)
+            self._norm_backward(op, values, gradients, trained, recompute=True)
             return made
         gate, up = self._gate_and_up(op, values)
-        dispatch.activation_backward(self.model.activation, made, gate, up, gate_out=gate, up_out=up, again=True)
+        dispatch.activation_backward(self.model.activation, made, gate, up, gate_out=gate, up_out=up, recompute=True)
         for name in op.inputs:
             gradients.put(name, values[name])
         return made
@@ -361,16 +375,16 @@ class Operators:
         return total
 
     def _norm_backward(
-        self, op: Op, values: Values, gradients: Gradients, trained: Trained, *, again: bool = False
+        self, op: Op, values: Values, gradients: Gradients, trained: Trained, *, recompute: bool = False
     ) -> None:
         weights, sums = trained.weights, trained.sums
         name, source = op.inputs[0], values[op.inputs[0]]
         scale = self._cast(weights[f"{op.name}.weight"])
-        bias = self._cast(weights[f"{op.name}.bias"]) if again and f"{op.name}.bias" in weights else None
+        bias = self._cast(weights[f"{op.name}.bias"]) if recompute and f"{op.name}.bias" in weights else None
         rows = source.numel() // scale.numel()
         gradient = gradients[op.outputs[0]]
         there = name in gradients
-        if there or again:
+        if there or recompute:
             out, _ = gradients.target(name, tuple(source.shape), source.dtype)
         else:
             out = gradients.replace(op.outputs[0], name)
@@ -385,10 +399,10 @@ class Operators:
             weight_gradient=sums[f"{op.name}.weight"],
             bias_gradient=sums.get(f"{op.name}.bias"),
             accumulate=there,
-            again=again,
+            recompute=recompute,
             bias=bias,
         )
-        if there and not again:
+        if there and not recompute:
             gradients.drop(op.outputs[0])
         self._uncast(scale)
         if bias is not None:

@@ -1,4 +1,34 @@
-"""What each task of a program does to its buffers."""
+"""What each task of a program does to its buffers.
+
+`Player.action` binds a task once to a call; the executor then hands the calls, step after step, to the streams:
+
+    program.tasks        Player.action(task)             Streams.run(index, stream, after, action)
+
+    forward 3.1     ──▶  Block.forward                ──▶  compute    kernels, in the order of the program
+    backward 3.1    ──▶  Block.recompute, .backward   ──▶  compute
+    load weights 4  ──▶  slab[slot].copy_(slab[home]) ──▶  copy-in    beside the kernels
+    store …         ──▶  slab[home].copy_(slab[slot]) ──▶  copy-out   beside both
+    optimize 3      ──▶  Updates.update               ──▶  compute, or host: a thread
+
+A task finds its memory by the owner and the role of the buffers that it uses, never by their names:
+
+    slabs.buffers[i]   owner         role             what `Player` makes of its bytes
+    ─────────────────  ────────────  ───────────────  ─────────────────────────────────────────────────
+    one part's state   weights …     home, slot       `views`: the part's tensors by their names
+    a (layer, chunk)   activations   slot             `_slot`: all that the level `full` keeps
+                       activations   home             `_home`: what its own level keeps
+    a chunk            residual      residual         `_residual`: a row for each token
+    a sequence         context       keys             `_keys`: chunks lie side by side, read as one
+                       context       key gradients    `key_sums`, in fp32
+                       workspace     attention        `SequenceTensors`, where attention runs over it at once
+                       workspace     inputs           rows, for the backward of what is before attention
+    a task             workspace     temporaries      `Arena`, given back before the task ends
+                       head          logits           `Arena`
+
+Versions are not looked at here: `after` has them in it already. One remains: a gradient that a task writes without
+reading it is a new sum, and is cleared first (`_gradient_to_clear`). When a batch is evaluated the same actions run,
+but nothing that only training needs is written.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +40,19 @@ from torch import Tensor
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.block import Block, Chunk, Keys
-from flopwise.engine.streaming.ends import Ends, Loss
+from flopwise.engine.streaming.embedding_head import EmbeddingHead, Loss
 from flopwise.engine.streaming.gated import GatedKernels
 from flopwise.engine.streaming.inputs import Inputs
 from flopwise.engine.streaming.layout import SavedTensors
 from flopwise.engine.streaming.operators import Operators, Trained
 from flopwise.engine.streaming.products import Products
 from flopwise.engine.streaming.quack_products import gated_kernels, products_for
-from flopwise.engine.streaming.room import Room
-from flopwise.engine.streaming.sequence import SequenceBlock, SequenceRoom
+from flopwise.engine.streaming.sequence import SequenceBlock, SequenceTensors
+from flopwise.engine.streaming.slabs import Slabs
 from flopwise.engine.streaming.updates import PartNumbers, Updates, as_numbers, numbers_by_part
 from flopwise.engine.streaming.values import Values
 from flopwise.records.plan import Plan
-from flopwise.records.program import Owner, Program, Task, Use, aligned
+from flopwise.records.program import Kind, Owner, Program, Role, Task, Use, aligned
 from flopwise.setup.training import Training
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats
@@ -36,40 +66,48 @@ class Player:
     """Turns tasks into calls. It holds what a step changes: the round's tokens, the sums of the loss."""
 
     def __init__(
-        self, plan: Plan, program: Program, model: Transformer, training: Training, room: Room,
-        *, deterministic: bool, packs: bool | None = None, gated: GatedKernels | None = None,
-    ) -> None:  # fmt: skip
-        self.plan, self.program, self.room = plan, program, room
+        self,
+        plan: Plan,
+        program: Program,
+        model: Transformer,
+        training: Training,
+        slabs: Slabs,
+        *,
+        deterministic: bool,
+        packs: bool | None = None,
+        gated: GatedKernels | None = None,
+    ) -> None:
+        self.plan, self.program, self.slabs = plan, program, slabs
         self.formats = parse_formats(plan.precision)
         work = describe(model, plan.sequence_tokens)
         self.compute, self.statistics = TYPES[self.formats.compute], statistics_type(self.formats)
         self.model = model
         self.numbers: dict[Part, PartNumbers] = numbers_by_part(parameters_of(model, plan.sequence_tokens))
-        workspace, head = (next(buffer for _, buffer in room.named(name)) for name in ("workspace", "head chunk"))
+        workspace, head = self._only("temporaries"), self._only("logits")
         self.inputs = Inputs(
             plan, workspace, vocabulary=model.vocab, classifies=model.head == "classifier", causal=model.causal
         )
         self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
         self.head_arena = Arena(head, spill=self.arena)
         # Norms of heads read queries and keys as rows of their own, which columns of a wider tensor are not.
-        packs = room.device.type == "cuda" and not deterministic and not model.qk_norm if packs is None else packs
+        packs = slabs.device.type == "cuda" and not deterministic and not model.qk_norm if packs is None else packs
         assert not (packs and model.qk_norm)
         products = (
             Products(self.arena)
             if deterministic
-            else products_for(room.device, self.compute, TYPES[self.formats.gradients], self.arena)
+            else products_for(slabs.device, self.compute, TYPES[self.formats.gradients], self.arena)
         )
         if gated is None and not deterministic:
-            gated = gated_kernels(model, self.formats, room.device)
+            gated = gated_kernels(model, self.formats, slabs.device)
         paired = ("gate", "up") if gated is not None else ()
         self.saved = SavedTensors(work, self.formats, packed=packs, paired=paired)
         operators = Operators(model, work, self.formats, self.arena, packs=packs, gated=gated, products=products)
         self.block = Block(model, work, operators, self.saved, deterministic=deterministic)
         self.block.cut = plan.chunks_per_sequence > 1
         self.whole_sequence = self.block.cut and plan.attention == "sequence"
-        self.ends = Ends(model, work, operators)
+        self.embedding_head = EmbeddingHead(model, work, operators)
         self.updates = Updates(training, self.formats, self.numbers)
-        self.loss = Loss(torch.zeros((), dtype=self.statistics, device=room.device))
+        self.loss = Loss(torch.zeros((), dtype=self.statistics, device=slabs.device))
         self.scale = 0.0
         self._views: dict[tuple[int, Part], dict[str, Tensor]] = {}
         self._saved_views: dict[tuple[int, str, int], dict[str, Tensor]] = {}
@@ -84,45 +122,50 @@ class Player:
         """Keys and values of a sequence lie in one piece, whatever chunks they come in."""
         self._keys: dict[int, Keys] = {}
         parts = self.plan.chunks_per_sequence
-        found = [(index, buffer) for index, buffer in self.room.named("context ") if self._name(index)[8:].isdigit()]
-        width, tokens = self.model.kv_width, self.plan.sequence_tokens
+        found = self.slabs.with_role("keys")
         for begin in range(0, len(found), parts):
-            room = _joined([buffer for _, buffer in found[begin : begin + parts]])
-            numbers = as_numbers(room, self.compute, 2 * tokens * width)
-            keys = Keys(numbers[: tokens * width].view(tokens, width), numbers[tokens * width :].view(tokens, width))
-            self._keys.update((index, keys) for index, _ in found[begin : begin + parts])
+            chunks = found[begin : begin + parts]
+            keys = self._as_keys(_joined([self.slabs.buffers[index] for index in chunks]), self.compute)
+            self._keys.update(dict.fromkeys(chunks, keys))
         self.key_sums: Keys | None = None
-        for _, buffer in self.room.named("context gradients"):
-            numbers = as_numbers(buffer, self.statistics, 2 * tokens * width)
-            self.key_sums = Keys(
-                numbers[: tokens * width].view(tokens, width), numbers[tokens * width :].view(tokens, width)
-            )
+        for index in self.slabs.with_role("key gradients"):
+            self.key_sums = self._as_keys(self.slabs.buffers[index], self.statistics)
+
+    def _as_keys(self, buffer: Tensor, dtype: torch.dtype) -> Keys:
+        """Keys of a whole sequence in a buffer, its values behind them."""
+        width, tokens = self.model.kv_width, self.plan.sequence_tokens
+        numbers = as_numbers(buffer, dtype, 2 * tokens * width)
+        return Keys(numbers[: tokens * width].view(tokens, width), numbers[tokens * width :].view(tokens, width))
 
     def _sequence_block(self) -> None:
         self.sequence: SequenceBlock | None = None
-        for _, buffer in self.room.named("attention of a sequence"):
+        for index in self.slabs.with_role("attention"):
             packed = self.block.operators.packs
-            room = SequenceRoom(buffer, self.saved, self.plan.sequence_tokens, self.block.extras, packed=packed)
-            self.sequence = SequenceBlock(self.block, room)
+            buffer = self.slabs.buffers[index]
+            tensors = SequenceTensors(buffer, self.saved, self.plan.sequence_tokens, self.block.extras, packed=packed)
+            self.sequence = SequenceBlock(self.block, tensors)
 
-    def _name(self, index: int) -> str:
-        return self.program.buffers[index].name
+    def _only(self, role: Role) -> Tensor:
+        """The buffer of a role that every program has once."""
+        (index,) = self.slabs.with_role(role)
+        return self.slabs.buffers[index]
 
-    def _of(self, uses: Sequence[Use], owner: Owner, prefix: str = "") -> int | None:
-        """The buffer among these that has the owner, and a name that begins so."""
+    def _of(self, uses: Sequence[Use], owner: Owner, role: Role | None = None) -> int | None:
+        """The buffer among these that has the owner, and the role where one is given."""
         for use in uses:
             buffer = self.program.buffers[use.buffer]
-            if buffer.owner == owner and buffer.name.startswith(prefix):
+            if buffer.owner == owner and role in (None, buffer.role):
                 return use.buffer
         return None
 
-    def views(self, index: int, part: Part, kind: str) -> dict[str, Tensor]:
+    def views(self, index: int, part: Part) -> dict[str, Tensor]:
         """A part's tensors in a buffer of weights or gradients."""
         found = self._views.get((index, part))
         if found is None:
             numbers = self.numbers[part]
-            dtype = TYPES[self.formats.weights if kind == "weights" else self.formats.gradients]
-            flat = as_numbers(self.room.buffers[index], dtype, numbers.count)
+            owner = self.program.buffers[index].owner
+            dtype = TYPES[self.formats.weights if owner == "weights" else self.formats.gradients]
+            flat = as_numbers(self.slabs.buffers[index], dtype, numbers.count)
             found = self._views[index, part] = numbers.views(flat)
         return found
 
@@ -134,7 +177,7 @@ class Player:
         return task.end if task.end in self.numbers else "head"
 
     def _rows(self, index: int, tokens: int) -> Tensor:
-        numbers = as_numbers(self.room.buffers[index], self.compute, tokens * self.model.hidden)
+        numbers = as_numbers(self.slabs.buffers[index], self.compute, tokens * self.model.hidden)
         return numbers.view(tokens, self.model.hidden)
 
     # -- tasks ----------------------------------------------------------------------------------------------------
@@ -145,7 +188,7 @@ class Player:
             return self._copy(task)
         if task.kind == "optimize":
             return self._optimize(task)
-        chunk_action = {
+        actions: dict[Kind, Callable[[Task, Chunk], None]] = {
             "embed": self._embed,
             "embed-backward": self._embed_backward,
             "head": self._head,
@@ -158,7 +201,8 @@ class Player:
             "backward-after": self._backward_after,
             "attention-backward": self._attention_backward,
             "backward-before": self._backward_before,
-        }[task.kind]
+        }
+        chunk_action = actions[task.kind]
         assert task.chunk is not None
         number = task.chunk
         zeroed = self._gradient_to_clear(task)
@@ -177,23 +221,23 @@ class Player:
         index = self._of(task.writes, "gradients")
         if index is None or self._of(task.reads, "gradients") is not None:
             return None
-        return self.room.buffers[index]
+        return self.slabs.buffers[index]
 
     def _weights(self, task: Task) -> dict[str, Tensor]:
         index = self._of(task.reads, "weights")
         assert index is not None
-        return self.views(index, self.part_of(task), "weights")
+        return self.views(index, self.part_of(task))
 
     def _sums(self, task: Task) -> dict[str, Tensor]:
         index = self._of(task.writes, "gradients")
         assert index is not None
-        return self.views(index, self.part_of(task), "gradients")
+        return self.views(index, self.part_of(task))
 
     def _trained(self, task: Task) -> Trained:
         return Trained(self._weights(task), self._sums(task))
 
-    def _stream(self, task: Task, chunk: Chunk) -> Tensor:
-        index = self._of((*task.writes, *task.reads), "stream")
+    def _residual(self, task: Task, chunk: Chunk) -> Tensor:
+        index = self._of((*task.writes, *task.reads), "residual")
         assert index is not None
         return self._rows(index, chunk.sequences * chunk.tokens)
 
@@ -204,18 +248,20 @@ class Player:
 
     def _embed(self, task: Task, chunk: Chunk) -> None:
         assert task.chunk is not None
-        self.ends.embed(self.inputs.ids(task.chunk), chunk, self._weights(task), self._stream(task, chunk))
+        self.embedding_head.embed(self.inputs.ids(task.chunk), chunk, self._weights(task), self._residual(task, chunk))
 
     def _embed_backward(self, task: Task, chunk: Chunk) -> None:
         assert task.chunk is not None
         sums = self._sums(task)
-        gradient = self._stream(task, chunk)
-        self.ends.embed_backward(self.inputs.ids(task.chunk), chunk, self._weights_of_embedding(task), sums, gradient)
+        gradient = self._residual(task, chunk)
+        self.embedding_head.embed_backward(
+            self.inputs.ids(task.chunk), chunk, self._weights_of_embedding(task), sums, gradient
+        )
 
     def _weights_of_embedding(self, task: Task) -> dict[str, Tensor]:
         """The norm behind the tables is small and stays where the tables do; others need no weights to go back."""
         index = self._of(task.reads, "weights")
-        return {} if index is None else self.views(index, self.part_of(task), "weights")
+        return {} if index is None else self.views(index, self.part_of(task))
 
     def _head(self, task: Task, chunk: Chunk) -> None:
         assert task.chunk is not None
@@ -223,13 +269,19 @@ class Player:
         last = min(rows, task.first + task.tokens)
         if task.first >= last:
             return
-        stream = self._stream(task, chunk)[task.first : last]
+        residual = self._residual(task, chunk)[task.first : last]
         labels = self.inputs.labels(task.chunk)
         weights = self._weights(task)
         sums = None if self.evaluating else self._sums(task)
-        if not self.ends.classifies:
-            self.ends.head(
-                stream, labels[task.first : last], weights, sums, loss=self.loss, room=self.head_arena, scale=self.scale
+        if not self.embedding_head.classifies:
+            self.embedding_head.head(
+                residual,
+                labels[task.first : last],
+                weights,
+                sums,
+                loss=self.loss,
+                arena=self.head_arena,
+                scale=self.scale,
             )
             return
         begins = range(0, rows, chunk.tokens) if chunk.first == 0 else range(0)
@@ -237,49 +289,49 @@ class Player:
         if chosen:
             places = [begins[index] - task.first for index in chosen]
             pooled = self.arena.take((len(chosen), self.model.hidden), self.compute)
-            pooled.copy_(stream[places])
-            self.ends.head(
+            pooled.copy_(residual[places])
+            self.embedding_head.head(
                 pooled,
                 labels[chosen[0] : chosen[-1] + 1],
                 weights,
                 sums,
                 loss=self.loss,
-                room=self.head_arena,
+                arena=self.head_arena,
                 scale=self.scale,
             )
             if sums is not None:
-                stream.zero_()
-                stream[places] = pooled
+                residual.zero_()
+                residual[places] = pooled
             self.arena.give(pooled)
         elif sums is not None:
-            stream.zero_()
+            residual.zero_()
 
     # -- blocks in one piece --------------------------------------------------------------------------------------
 
     def _slot(self, task: Task, tokens: int) -> dict[str, Tensor]:
-        index = self._of((*task.writes, *task.reads), "activations", "activation slot")
+        index = self._of((*task.writes, *task.reads), "activations", "slot")
         assert index is not None
         return self._kept_in(index, "full", tokens)
 
     def _kept_in(self, index: int, level: str, tokens: int) -> dict[str, Tensor]:
         found = self._saved_views.get((index, level, tokens))
         if found is None:
-            found = self._saved_views[index, level, tokens] = self.saved.views(self.room.buffers[index], level, tokens)
+            found = self._saved_views[index, level, tokens] = self.saved.views(self.slabs.buffers[index], level, tokens)
         return found
 
     def _home(self, uses: Sequence[Use], level: str, tokens: int) -> dict[str, Tensor] | None:
-        index = self._of(uses, "activations", "device ")
+        index = self._of(uses, "activations", "home")
         return None if index is None else self._kept_in(index, level, tokens)
 
     def _forward(self, task: Task, chunk: Chunk) -> None:
         tokens = chunk.sequences * chunk.tokens
-        slot, stream = self._slot(task, tokens), self._stream(task, chunk)
-        values = Values(self.arena, {**slot, "output": stream})
+        slot, residual = self._slot(task, tokens), self._residual(task, chunk)
+        values = Values(self.arena, {**slot, "output": residual})
         if self.block.begins_with_norm:
             # The norm reads it anyway.
-            values["input"], values.copies["input"] = stream, slot["input"]
+            values["input"], values.copies["input"] = residual, slot["input"]
         else:
-            slot["input"].copy_(stream)
+            slot["input"].copy_(residual)
             values["input"] = slot["input"]
         self.block.forward(values, self._weights(task), chunk, self._context_keys(task) if self.block.cut else None)
         values.close()
@@ -312,7 +364,7 @@ class Player:
         values, trained = self._kept_values(task, chunk), self._trained(task)
         weights = trained.weights
         kept = {*self.saved.names(task.level)}
-        gradient = self._stream(task, chunk)
+        gradient = self._residual(task, chunk)
         if not self.block.cut:
             self.block.recompute(values, weights, chunk, kept)
             self.block.backward(values, trained, gradient, chunk)
@@ -321,8 +373,10 @@ class Player:
         keys, key_sums = self._context_keys(task), self.key_sums
         assert key_sums is not None
         if chunk.last == self.plan.sequence_tokens:
+            # A sequence's last chunk goes back first: it begins the sums that the chunks before it add to.
             key_sums.key.zero_()
             key_sums.value.zero_()
+        # Keys and values have come by the task `context`, whatever the level keeps.
         kept |= {"key", "value"}
         self.block.recompute(values, weights, chunk, kept, keys=self.block.seen(keys, chunk))
         self.block.backward(values, trained, gradient, chunk, keys=keys, key_sums=key_sums)
@@ -362,8 +416,8 @@ class Player:
 
     def _forward_before(self, task: Task, chunk: Chunk) -> None:
         assert self.sequence is not None
-        stream = self._stream(task, chunk)
-        self.sequence.forward_before(stream, self._weights(task), chunk, self._context_keys(task))
+        residual = self._residual(task, chunk)
+        self.sequence.forward_before(residual, self._weights(task), chunk, self._context_keys(task))
 
     def _attention(self, task: Task, chunk: Chunk) -> None:
         del chunk
@@ -373,9 +427,9 @@ class Player:
     def _forward_after(self, task: Task, chunk: Chunk) -> None:
         assert self.sequence is not None
         tokens = chunk.tokens
-        slot, stream = self._slot(task, tokens), self._stream(task, chunk)
+        slot, residual = self._slot(task, tokens), self._residual(task, chunk)
         kept = self.saved.names(task.level)
-        self.sequence.forward_after(stream, slot, self._weights(task), chunk, self._context_keys(task), kept=kept)
+        self.sequence.forward_after(residual, slot, self._weights(task), chunk, self._context_keys(task), kept=kept)
         self._keep(task, slot, tokens)
 
     def _backward_after(self, task: Task, chunk: Chunk) -> None:
@@ -385,7 +439,7 @@ class Player:
         if inputs is not None:
             self._rows(inputs, chunk.tokens).copy_(values["input"])
         keys = self._whole_keys(task)
-        gradient = self._stream(task, chunk)
+        gradient = self._residual(task, chunk)
         self.sequence.backward_after(values, self._trained(task), gradient, chunk, keys, level=task.level)
 
     def _whole_keys(self, task: Task) -> Keys:
@@ -402,20 +456,20 @@ class Player:
         assert self.sequence is not None
         inputs = self._of(task.reads, "workspace", "inputs")
         assert inputs is not None
-        source, gradient = self._rows(inputs, chunk.tokens), self._stream(task, chunk)
+        source, gradient = self._rows(inputs, chunk.tokens), self._residual(task, chunk)
         self.sequence.backward_before(source, self._trained(task), gradient, chunk)
 
     # -- updates and copies ---------------------------------------------------------------------------------------
 
     def _optimize(self, task: Task) -> Action:
         part = self.part_of(task)
-        found = [self._of(task.reads, owner) for owner in ("weights", "gradients", "optimizer")]
-        buffers = [self.room.buffers[index] for index in found if index is not None]
-        weights, gradients, state = buffers
+        owners: tuple[Owner, ...] = ("weights", "gradients", "optimizer")
+        found = [self._of(task.reads, owner) for owner in owners]
+        weights, gradients, state = (self.slabs.buffers[index] for index in found if index is not None)
         return lambda: self.updates.update(part, weights, gradients, state, first=task.first, count=task.parameters)
 
     def _copy(self, task: Task) -> Action:
-        source, target = self.room.buffers[task.reads[0].buffer], self.room.buffers[task.writes[0].buffer]
+        source, target = self.slabs.buffers[task.reads[0].buffer], self.slabs.buffers[task.writes[0].buffer]
         if task.what not in ("activations", "context"):
             size = task.bytes
 
@@ -441,7 +495,7 @@ class Player:
             keys.key[chunk.first : chunk.last].copy_(home["key"], non_blocking=True)
             keys.value[chunk.first : chunk.last].copy_(home["value"], non_blocking=True)
             return
-        if self._name(task.writes[0].buffer).startswith("inputs"):
+        if self.program.buffers[task.writes[0].buffer].role == "inputs":
             size = tokens * self.model.hidden * self.compute.itemsize
             target[:size].copy_(source[:size], non_blocking=True)
             return

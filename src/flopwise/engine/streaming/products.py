@@ -27,14 +27,14 @@ class Products:
         else:
             torch.mm(source, matrix.t(), out=out)
 
-    def to_source(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
+    def dgrad(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
         """`out` gets gradient · matrix, with `add` added to it."""
         if add:
             out.addmm_(gradient, matrix)
         else:
             torch.mm(gradient, matrix, out=out)
 
-    def to_matrix(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
+    def wgrad(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
         """`total`, the sum of the matrix' gradients, gets gradientᵀ · source added."""
         if total.dtype == gradient.dtype:
             total.addmm_(gradient.t(), source)

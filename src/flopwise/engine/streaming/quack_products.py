@@ -32,19 +32,19 @@ class QuackProducts(Products):
         else:
             super().forward(source, matrix, bias, out=out)
 
-    def to_source(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
+    def dgrad(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
         if self._takes(gradient, matrix, out, depth=gradient.shape[1]):
             quack.multiply(gradient, matrix, out=out, add=add)
         else:
-            super().to_source(gradient, matrix, out=out, add=add)
+            super().dgrad(gradient, matrix, out=out, add=add)
 
-    def to_matrix(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
+    def wgrad(self, gradient: Tensor, source: Tensor, *, total: Tensor) -> None:
         """A product is rounded to the format of `total` before it is added, where cuBLAS rounds the sum alone."""
         enough = self.always or quack.tiles_of(total.shape[0], source) >= quack.LEAST_TILES
         if enough and self._takes(gradient, source, total, depth=gradient.shape[0]):
             quack.multiply(gradient.t(), source, out=total, add=True)
         else:
-            super().to_matrix(gradient, source, total=total)
+            super().wgrad(gradient, source, total=total)
 
     def _takes(self, left: Tensor, right: Tensor, out: Tensor, *, depth: int) -> bool:
         halves = left.dtype == right.dtype and left.dtype in HALVES and out.dtype in (left.dtype, torch.float32)
@@ -84,23 +84,29 @@ def _plain_error(device: torch.device, dtype: torch.dtype, sums: torch.dtype) ->
     errors = []
 
     def check(
-        left: Tensor, right: Tensor, out: Tensor, wanted: Tensor, tile: quack.Tile,
-        *, add: bool = False, halves: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
+        left: Tensor,
+        right: Tensor,
+        out: Tensor,
+        wanted: Tensor,
+        tile: quack.QuackTile,
+        *,
+        add: bool = False,
+        halves: tuple[str, ...] = (),
+    ) -> None:
         quack.multiply(left, right, out=out, tile=tile, add=add, halves=halves)
         errors.append((out.float() - wanted).norm() / wanted.norm())
 
     wide_source, wide_matrix, wide_gradient = source.float(), matrix.float(), gradient.float()
     of_matrix = wide_gradient.t() @ wide_source
     for tile in quack.TILES:
-        out, to_source = torch.full_like(gradient, torch.nan), torch.full_like(source, torch.nan)
+        out, dgrad = torch.full_like(gradient, torch.nan), torch.full_like(source, torch.nan)
         check(source, matrix.t(), out, wide_source @ wide_matrix.t(), tile)
-        check(gradient, matrix, to_source, wide_gradient @ wide_matrix, tile)
+        check(gradient, matrix, dgrad, wide_gradient @ wide_matrix, tile)
         total = drawn(328, 200).to(sums)
         check(gradient.t(), source, total, total.float() + of_matrix, tile, add=True)
-    to_source, total = torch.full_like(source, torch.nan), drawn(328, 200).to(sums)
+    dgrad, total = torch.full_like(source, torch.nan), drawn(328, 200).to(sums)
     in_turns = wide_matrix.view(2, -1, 200).transpose(0, 1).flatten(0, 1)
-    check(gradient, matrix, to_source, wide_gradient @ in_turns, quack.TOGETHER, halves=("B",))
+    check(gradient, matrix, dgrad, wide_gradient @ in_turns, quack.TOGETHER, halves=("B",))
     by_halves = of_matrix.view(-1, 2, 200).transpose(0, 1).flatten(0, 1)
     check(gradient.t(), source, total, total.float() + by_halves, quack.TOGETHER, add=True, halves=("out",))
     return float(torch.stack(errors).max())

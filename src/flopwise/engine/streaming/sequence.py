@@ -14,7 +14,7 @@ from flopwise.engine.streaming.values import Gradients, Values
 GRADIENT = "gradient of "
 
 
-class SequenceRoom:
+class SequenceTensors:
     """Queries, attention's result and their gradients for all tokens of a sequence, in one buffer."""
 
     def __init__(
@@ -51,59 +51,67 @@ class SequenceRoom:
 class SequenceBlock:
     """The three pieces of a block, forward and backward."""
 
-    def __init__(self, block: Block, room: SequenceRoom) -> None:
-        self.block, self.room = block, room
+    def __init__(self, block: Block, tensors: SequenceTensors) -> None:
+        self.block, self.tensors = block, tensors
         self._keys_left: set[int] = set()
         """First tokens of chunks for which `make_keys` has left in the room what the norm of the keys reads."""
 
     # -- forward --------------------------------------------------------------------------------------------------
 
-    def forward_before(self, stream: Tensor, weights: Weights, chunk: Chunk, keys: Keys) -> None:
+    def forward_before(self, residual: Tensor, weights: Weights, chunk: Chunk, keys: Keys) -> None:
         """Queries into the room, keys and values to where attention looks for them."""
-        block, room = self.block, self.room
-        places = {name: room.rows(name, chunk) for name in ("query", *block.extras)}
+        block, tensors = self.block, self.tensors
+        places = {name: tensors.rows(name, chunk) for name in ("query", *block.extras)}
         places |= {"key": keys.key[chunk.first : chunk.last], "value": keys.value[chunk.first : chunk.last]}
         values = Values(block.arena, places)
-        values["input"] = stream
+        values["input"] = residual
         wanted = {name for op in block.before for name in op.outputs}
         block.run(block.before, values, weights, chunk, wanted, keep=places)
         values.close()
 
     def attention(self, chunks: Sequence[Chunk], keys: Keys) -> None:
-        """Of all queries: at once, or chunk by chunk, as it will run when one chunk's is made again."""
-        block, room = self.block, self.room
-        query, out, sums = room.whole("query"), room.whole("attended"), room.whole("logsumexp")
+        """Of all queries: at once, or chunk by chunk, as it will run when one chunk's is recomputed."""
+        block, tensors = self.block, self.tensors
+        query, out, sums = tensors.whole("query"), tensors.whole("attended"), tensors.whole("logsumexp")
         if block.attends_whole(query):
-            whole = Chunk(1, room.tokens, 0, query.new_empty(0), chunks[0].lengths)
+            whole = Chunk(1, tensors.tokens, 0, query.new_empty(0), chunks[0].lengths)
             block.attend(query, keys, out, sums.view(1, *sums.shape), whole)
             return
         for chunk in chunks:
             shape = (1, sums.shape[0], chunk.tokens)
             part = block.arena.take(shape, sums.dtype)
-            block.attend(room.rows("query", chunk), block.seen(keys, chunk), room.rows("attended", chunk), part, chunk)
-            room.rows("logsumexp", chunk).copy_(part[0])
+            block.attend(
+                tensors.rows("query", chunk), block.seen(keys, chunk), tensors.rows("attended", chunk), part, chunk
+            )
+            tensors.rows("logsumexp", chunk).copy_(part[0])
             block.arena.give(part)
 
     def forward_after(
-        self, stream: Tensor, slot: dict[str, Tensor], weights: Weights, chunk: Chunk, keys: Keys,
-        *, kept: Collection[str],
-    ) -> None:  # fmt: skip
-        """From attention's result to the output, over the stream. What is kept is brought into the slot."""
-        block, room = self.block, self.room
+        self,
+        residual: Tensor,
+        slot: dict[str, Tensor],
+        weights: Weights,
+        chunk: Chunk,
+        keys: Keys,
+        *,
+        kept: Collection[str],
+    ) -> None:
+        """From attention's result to the output, over the residual stream. What is kept is brought into the slot."""
+        block, tensors = self.block, self.tensors
         for name in kept:
             if name in ("query", "attended", *block.extras):
-                slot[name].view(room.rows(name, chunk).shape).copy_(room.rows(name, chunk))
+                slot[name].view(tensors.rows(name, chunk).shape).copy_(tensors.rows(name, chunk))
         if "key" in kept:
             slot["key"].copy_(keys.key[chunk.first : chunk.last])
             slot["value"].copy_(keys.value[chunk.first : chunk.last])
         if "logsumexp" in kept:
-            sums = room.rows("logsumexp", chunk)
+            sums = tensors.rows("logsumexp", chunk)
             slot["logsumexp"].view(sums.shape).copy_(sums)
-        slot["input"].copy_(stream)
+        slot["input"].copy_(residual)
         places = {name: slot[name] for op in block.after for name in op.outputs if name in slot}
-        values = Values(block.arena, {**places, "output": stream})
+        values = Values(block.arena, {**places, "output": residual})
         values["input"] = slot["input"]
-        values["attended"] = room.rows("attended", chunk)
+        values["attended"] = tensors.rows("attended", chunk)
         wanted = {name for op in block.after for name in op.outputs}
         block.run(block.after, values, weights, chunk, wanted, keep=values.places)
         values.close()
@@ -111,10 +119,10 @@ class SequenceBlock:
     # -- backward -------------------------------------------------------------------------------------------------
 
     def make_keys(self, source: Tensor, weights: Weights, chunk: Chunk, keys: Keys) -> None:
-        """Keys and values again from a chunk's input; with them what the norm of the keys will be asked for."""
-        block, room = self.block, self.room
+        """Keys and values recomputed from a chunk's input; with them what the norm of the keys will be asked for."""
+        block, tensors = self.block, self.tensors
         places = {"key": keys.key[chunk.first : chunk.last], "value": keys.value[chunk.first : chunk.last]}
-        places |= {name: room.rows(name, chunk) for name in block.extras if name.startswith("key")}
+        places |= {name: tensors.rows(name, chunk) for name in block.key_extras}
         values = Values(block.arena, places)
         values["input"] = source
         block.make_keys(values, weights, chunk)
@@ -125,14 +133,14 @@ class SequenceBlock:
         self, values: Values, trained: Trained, gradient: Tensor, chunk: Chunk, keys: Keys, *, level: str
     ) -> None:
         """Back to attention's result; what attention's own backward will read is brought into the room."""
-        block, room = self.block, self.room
+        block, tensors = self.block, self.tensors
         brought = ("query", "attended", "logsumexp", *block.extras)
         kept = {*block.saved.names(level), "key", "value"}
         if level == "input" and chunk.first in self._keys_left:
             self._keys_left.discard(chunk.first)
-            kept |= {name for name in block.extras if name.startswith("key")}
+            kept.update(block.key_extras)
         for name in brought:
-            rows = room.rows(name, chunk)
+            rows = tensors.rows(name, chunk)
             if name not in kept and name != "logsumexp":
                 values.places[name] = rows
             elif name in values:
@@ -145,12 +153,12 @@ class SequenceBlock:
         made = block.work.made_for(needed, kept)
         block.run(block.ops, values, trained.weights, chunk, made, keep=needed, keys=block.seen(keys, chunk))
         if "logsumexp" in made:
-            rows = room.rows("logsumexp", chunk)
+            rows = tensors.rows("logsumexp", chunk)
             rows.copy_(values["logsumexp"].view(rows.shape))
         gradients = Gradients(block.arena)
         gradients.put("output", gradient)
         block.back(block.after, values, gradients, trained, chunk)
-        room.rows(f"{GRADIENT}attended", chunk).copy_(gradients["attended"])
+        tensors.rows(f"{GRADIENT}attended", chunk).copy_(gradients["attended"])
         gradients.drop("attended")
         if gradients["input"] is not gradient:
             gradient.copy_(gradients["input"])
@@ -159,30 +167,30 @@ class SequenceBlock:
 
     def attention_backward(self, chunks: Sequence[Chunk], keys: Keys) -> None:
         """Of all queries at once."""
-        block, room = self.block, self.room
+        block, tensors = self.block, self.tensors
         values = Values(block.arena)
         for name in ("query", "attended", "logsumexp"):
-            values[name] = room.whole(name)
-        whole = Chunk(1, room.tokens, 0, values["query"].new_empty(0), chunks[0].lengths)
-        found = Keys(room.whole(f"{GRADIENT}key"), room.whole(f"{GRADIENT}value"))
-        gradient = room.whole(f"{GRADIENT}attended")
-        target = room.whole(f"{GRADIENT}query")
+            values[name] = tensors.whole(name)
+        whole = Chunk(1, tensors.tokens, 0, values["query"].new_empty(0), chunks[0].lengths)
+        found = Keys(tensors.whole(f"{GRADIENT}key"), tensors.whole(f"{GRADIENT}value"))
+        gradient = tensors.whole(f"{GRADIENT}attended")
+        target = tensors.whole(f"{GRADIENT}query")
         block.attention_back(gradient, values, keys, whole, query_gradient=target, found=found, accumulate=False)
         values.close()
 
     def backward_before(self, source: Tensor, trained: Trained, gradient: Tensor, chunk: Chunk) -> None:
         """From the gradients of queries, keys and values to that of the input, which is added to the stream's."""
-        block, room = self.block, self.room
+        block, tensors = self.block, self.tensors
         values = Values(block.arena)
         values["input"] = source
         for name in block.extras:
-            values[name] = room.rows(name, chunk)
+            values[name] = tensors.rows(name, chunk)
         needed = {name for op in block.before for name in op.needs} - block.lazy
         made = block.work.made_for(needed, {"input", *block.extras})
         block.run(block.before, values, trained.weights, chunk, made, keep=needed)
         gradients = Gradients(block.arena)
         gradients.put("input", gradient)
         for name in ("query", "key", "value"):
-            gradients.put(name, room.rows(f"{GRADIENT}{name}", chunk))
+            gradients.put(name, tensors.rows(f"{GRADIENT}{name}", chunk))
         block.back(block.before, values, gradients, trained, chunk)
         values.close()

@@ -70,7 +70,7 @@ class Values:
         assert name not in self._held
         self._held[name] = tensor
 
-    def room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Where a value is to be written."""
         tensor = self.places.get(name)
         if tensor is None:

@@ -128,7 +128,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint of a run's folder, looked at without reading its tensors."""
 
     path: Path
@@ -321,9 +321,9 @@ def _unwritable(target: Path, error: OSError) -> FlopwiseError:
     return FlopwiseError(f"cannot save the checkpoint {target}", why=why, hint=hint)
 
 
-def checkpoints(folder: Path) -> list[Found]:
+def checkpoints(folder: Path) -> list[FoundCheckpoint]:
     """A run's checkpoints, the newest first, each with the problem that a look at its state and sizes shows."""
-    return [Found(path, step, _problem(path)) for step, path in _by_step(folder / CHECKPOINTS)]
+    return [FoundCheckpoint(path, step, _problem(path)) for step, path in _by_step(folder / CHECKPOINTS)]
 
 
 def _by_step(parent: Path) -> list[tuple[int, Path]]:

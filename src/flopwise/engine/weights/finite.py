@@ -32,8 +32,6 @@ def are_finite(found: Tensor) -> bool:
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
     """Names of the tensors that hold NaN or infinity. Those of a device are all asked before the first one is read."""
     asked = [
-        (name, extremes(tensor.detach()))
-        for name, tensor in tensors
-        if tensor.is_floating_point() and tensor.numel()
-    ]  # fmt: skip
+        (name, extremes(tensor.detach())) for name, tensor in tensors if tensor.is_floating_point() and tensor.numel()
+    ]
     return tuple(name for name, found in asked if not are_finite(found))

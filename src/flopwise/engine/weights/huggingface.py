@@ -32,7 +32,7 @@ FEW = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedFolder:
     """Weights under our own names."""
 
     tensors: dict[str, Tensor]
@@ -205,19 +205,18 @@ NAMES = {
 }
 
 
-def place_of(model: Transformer, names: Names, parameter: str) -> Place:
+def place_of(model: Transformer, names: Names, parameter: Parameter) -> Place:
     """Where one of our parameters lies in a file of the model's family."""
-    if not parameter.startswith("layers."):
-        part, kind = parameter.rsplit(".", 1)
-        if model.tied and parameter == "head.weight":
-            part = "embedding"
-        return Place((f"{names.ends[part]}.{kind}",))
-    _, layer, part, kind = parameter.split(".")
-    own = tuple(f"{names.layers}.{layer}.{name}.{kind}" for name in names.layer[part])
+    module, kind = parameter.weight.module, parameter.weight.kind
+    if not isinstance(parameter.part, int):
+        if model.tied and (module, kind) == ("head", "weight"):
+            module = "embedding"
+        return Place((f"{names.ends[module]}.{kind}",))
+    own = tuple(f"{names.layers}.{parameter.part}.{name}.{kind}" for name in names.layer[module])
     if len(own) > 1:
-        rows = (model.ffn, model.ffn) if part == "gate_up" else (model.query_width, model.kv_width, model.kv_width)
+        rows = (model.ffn, model.ffn) if module == "gate_up" else (model.query_width, model.kv_width, model.kv_width)
         return Place(own, rows)
-    return Place(own, transposed=names.transposed and kind == "weight" and not part.startswith("norm"))
+    return Place(own, transposed=names.transposed and parameter.role == "matrix")
 
 
 def to_huggingface(model: Transformer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -226,13 +225,15 @@ def to_huggingface(model: Transformer, parameters: Mapping[str, Tensor]) -> dict
     What is cut or turned is copied, the rest is handed on: converting a few parameters at a time saves memory.
     """
     names = NAMES[family_of(model)]
+    # Which parameters there are does not depend on the tokens.
+    known = {parameter.name: parameter for parameter in parameters_of(model, 1)}
     found: dict[str, Tensor] = {}
     for name, value in parameters.items():
-        found.update(place_of(model, names, name).split(value.detach()))
+        found.update(place_of(model, names, known[name]).split(value.detach()))
     return found
 
 
-def from_huggingface(model: Transformer, tensors: Mapping[str, Tensor], sequence_tokens: int) -> Loaded:
+def from_huggingface(model: Transformer, tensors: Mapping[str, Tensor], sequence_tokens: int) -> LoadedFolder:
     """A file's tensors under our names, in the types that they have.
 
     A classifier may be begun from an encoder that has no such head, or another one: `missing` tells what it lacks.
@@ -244,7 +245,7 @@ def from_huggingface(model: Transformer, tensors: Mapping[str, Tensor], sequence
     missing: list[str] = []
     misshapen: list[str] = []
     for parameter in parameters_of(model, sequence_tokens):
-        place = place_of(model, names, parameter.name)
+        place = place_of(model, names, parameter)
         parts = [given.pop(_bare(name), None) for name in place.names]
         present = [part for part in parts if part is not None]
         if len(present) < len(parts):
@@ -262,7 +263,7 @@ def from_huggingface(model: Transformer, tensors: Mapping[str, Tensor], sequence
     _refuse(model, "has tensors of other shapes", misshapen, "a file of a model of another size, or with other labels?")
     unexpected = [name for name in given if not _beside_the_model(model, name)]
     _refuse(model, "has tensors that the model has not", unexpected, "a file of another kind of model?")
-    return Loaded(found, tuple(missing))
+    return LoadedFolder(found, tuple(missing))
 
 
 def _without_prefixes(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from flopwise.base.errors import FlopwiseError
-from flopwise.plan.cluster.search import Found, Question, fastest
-from flopwise.records.cluster_plan import Answer, Loser, Option, WhatIf
+from flopwise.base.errors import DoesNotFit, FlopwiseError
+from flopwise.plan.cluster.search import Found, fastest
+from flopwise.predict.choose import capacity_bytes, default_batch
+from flopwise.records.cluster_plan import Answer, Loser, WhatIf
 from flopwise.setup.parallel import Parallel
+from flopwise.setup.setup import Setup, default_sequence
 
 TOLD = 6
 """Other ways of splitting the model that an answer tells of."""
@@ -18,41 +20,57 @@ Steps = Callable[[str, int, int], None]
 """Told the name of the search under way, and how many of how many of its layouts are done."""
 
 
-def answer(question: Question, tell: Steps | None = None) -> Answer:
+def answer(setup: Setup, devices: int, *, offload: bool = False, tell: Steps | None = None) -> Answer:
     """Search, compare and ask what would change; FlopwiseError (exit code 1) when nothing fits."""
-    found = _searched(question, "strategies", tell)
+
+    def search(name: str, setup: Setup, devices: int) -> Found:
+        progress = None if tell is None else lambda done, of: tell(name, done, of)
+        return fastest(setup, devices, offload=offload, progress=progress)
+
+    def ask(changed: Setup, devices: int) -> WhatIf:
+        asked = {"devices": devices, "capacity_bytes": capacity_bytes(changed)}
+        try:
+            found = search("what if", changed, devices)
+        except FlopwiseError:
+            # The network does not reach that far, or nothing divides that many devices.
+            return WhatIf(**asked, option=None, speed=None)
+        if not found.options:
+            return WhatIf(**asked, option=None, speed=None)
+        return WhatIf(**asked, option=found.options[0], speed=best.step_s / found.options[0].step_s)
+
+    if setup.batch_sequences is None:
+        tokens = setup.sequence_tokens or default_sequence(setup.model)
+        setup = replace(setup, batch_sequences=default_batch(setup.model, tokens, devices)[0])
+    found = search("strategies", setup, devices)
     if not found.options:
-        raise nothing_fits(question, found)
+        raise nothing_fits(setup, devices, found, offload=offload)
     best = found.options[0]
+    # What people ask next: one more node, half the memory.
+    half = replace(setup, device_cap_bytes=max(1, capacity_bytes(setup) // 2))
     return Answer(
         best=best,
         losers=tuple(_losers(found)),
-        what_if=tuple(_asked(changed, best, tell) for changed in _changes(question)),
+        what_if=(ask(setup, devices + _one_more(setup, devices)), ask(half, devices)),
         evaluated=found.evaluated,
         fitting=found.fitting,
         timed=found.timed,
     )
 
 
-def _searched(question: Question, name: str, tell: Steps | None) -> Found:
-    return fastest(question, None if tell is None else lambda done, of: tell(name, done, of))
-
-
-def nothing_fits(question: Question, found: Found) -> FlopwiseError:
+def nothing_fits(setup: Setup, devices: int, found: Found, *, offload: bool) -> DoesNotFit:
     """What to say when no strategy fits: the least that is needed, and what would help."""
     least = found.smallest
     gib = 2**30
-    error = FlopwiseError(
-        f"no strategy fits {question.model.name} on {question.devices:,} × {question.hardware.name}",
+    return DoesNotFit(
+        f"no strategy fits {setup.model.name} on {devices:,} × {setup.hardware.name}",
         why=(
             f"of {found.evaluated:,} the smallest needs {least.device_bytes / gib:,.1f} GiB on a device that has "
-            f"{question.capacity_bytes / gib:,.1f}: {least.parallel.label}, recompute "
-            f"{least.workload.recompute}, micro-batch {least.workload.micro_batch_sequences}"
+            f"{capacity_bytes(setup) / gib:,.1f}: {least.setup.parallel.label}, recompute "
+            f"{least.setup.recompute}, micro-batch {least.setup.micro_batch_sequences}"
         ),
-        hint="more --gpus" + ("" if question.offload else ", `--offload`") + ", or a shorter --seq",
+        hint="more --gpus" + ("" if offload else ", `--offload`") + ", or a shorter --seq",
+        needed_bytes=int(least.device_bytes),
     )
-    error.exit_code = 1
-    return error
 
 
 def shape(parallel: Parallel) -> tuple[int, int, int, int]:
@@ -62,32 +80,16 @@ def shape(parallel: Parallel) -> tuple[int, int, int, int]:
 
 def _losers(found: Found) -> list[Loser]:
     """The best of every other shape, from the fastest on."""
-    best, seen, losers = found.options[0], {shape(found.options[0].parallel)}, []
+    best, seen, losers = found.options[0], {shape(found.options[0].setup.parallel)}, []
     for option in found.options[1:]:
-        if shape(option.parallel) not in seen:
-            seen.add(shape(option.parallel))
+        if shape(option.setup.parallel) not in seen:
+            seen.add(shape(option.setup.parallel))
             lost = {name: (option.parts[name] - best.parts[name]) / best.step_s for name in best.parts}
             losers.append(Loser(option=option, slower=option.step_s / best.step_s - 1, lost=lost))
     return losers[:TOLD]
 
 
-def _changes(question: Question) -> list[Question]:
-    """Questions that people ask next: one more node, half the memory."""
-    island = question.hardware.networks[0].devices if question.hardware.networks else None
-    more = island if island and question.devices % island == 0 else 1
-    return [
-        replace(question, devices=question.devices + more),
-        replace(question, capacity_bytes=question.capacity_bytes // 2),
-    ]
-
-
-def _asked(changed: Question, best: Option, tell: Steps | None) -> WhatIf:
-    asked = {"devices": changed.devices, "capacity_bytes": changed.capacity_bytes}
-    try:
-        found = _searched(changed, "what if", tell)
-    except FlopwiseError:
-        # The network does not reach that far, or nothing divides that many devices.
-        return WhatIf(**asked, option=None, speed=None)
-    if not found.options:
-        return WhatIf(**asked, option=None, speed=None)
-    return WhatIf(**asked, option=found.options[0], speed=best.step_s / found.options[0].step_s)
+def _one_more(setup: Setup, devices: int) -> int:
+    """The devices of one more node, or one more device."""
+    island = setup.hardware.networks[0].devices if setup.hardware.networks else None
+    return island if island and devices % island == 0 else 1

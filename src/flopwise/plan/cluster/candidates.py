@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flopwise.predict.choose import micro_batch_sizes
-from flopwise.predict.cluster.pieces import Setting, joined_pieces, pieces, setting_of, taken
+from flopwise.predict.cluster.pieces import joined_pieces, pieces, taken
 from flopwise.predict.cluster.stages import LAST, stage_shapes
 from flopwise.predict.cluster.strategies import Listed, Strategies, set_ups, state_bytes
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Balance, Parallel
-from flopwise.setup.workload import Workload
+from flopwise.setup.setup import SettledSetup
 from flopwise.work.layout import Layout, illegal_layout
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import Model
@@ -61,6 +61,7 @@ class Batch:
     """Of each strategy, its place in `spreads`."""
     policy: NDArray[np.intp]
     micro: NDArray[np.intp]
+    policies: tuple[Recompute, ...]
     listed: Listed
 
     def __len__(self) -> int:
@@ -129,9 +130,7 @@ def spreads(
 
 
 def batch_of(
-    model: Model,
-    hardware: Hardware,
-    workload: Workload,
+    base: SettledSetup,
     layout: Layout,
     every: list[Spread],
     *,
@@ -141,7 +140,7 @@ def batch_of(
     """All strategies of a layout: its spreads with every recompute policy and micro-batch."""
     places, policy, sizes = [], [], []
     for place, spread in enumerate(every):
-        mine = -(-workload.batch_sequences // spread.data)
+        mine = -(-base.batch_sequences // spread.data)
         tried = [min(micro, mine)] if micro else micro_batch_sizes(mine)
         if spread.chunks > 1:
             # Interleaving wants whole rounds of as many micro-batches as there are stages.
@@ -152,15 +151,10 @@ def batch_of(
             sizes += tried
     spread_index = np.array(places, dtype=np.intp)
     policy_index, micro_index = np.array(policy, dtype=np.intp), np.array(sizes, dtype=np.intp)
-    state = state_bytes(workload.formats, workload.optimizer)
+    state = state_bytes(base.formats, base.optimizer)
     spread_over = set_ups([parallel_of(layout, spread) for spread in every], [state] * len(every)).taken(spread_index)
-    settings = [
-        setting_of(model, replace(workload, recompute=name), layout, accumulate=again)
-        for name, again in product(policies, (False, True))
-    ]
-    listed = _listed(
-        spread_over, settings, hardware, batch=workload.batch_sequences, policy=policy_index, micro=micro_index
-    )
+    setups = [replace(base, recompute=name) for name in policies]
+    listed = _listed(spread_over, setups, layout, policy=policy_index, micro=micro_index)
     own = _own_split(listed)
     return Batch(
         layout,
@@ -168,6 +162,7 @@ def batch_of(
         spread_index[own],
         policy_index[own],
         micro_index[own],
+        policies,
         Listed(listed.strategies.taken(own), listed.table),
     )
 
@@ -183,18 +178,18 @@ def _own_split(listed: Listed) -> NDArray[np.intp]:
 
 def _listed(
     strategies: Strategies,
-    settings: list[Setting],
-    hardware: Hardware,
+    setups: list[SettledSetup],
+    layout: Layout,
     *,
-    batch: int,
     policy: NDArray[np.intp],
     micro: NDArray[np.intp],
 ) -> Listed:
-    """Fill in micro-batches and pieces; each policy has a setting that does not sum gradients up and one that does."""
-    mine = -(-batch // strategies.data.astype(np.intp))
+    """Fill in micro-batches and pieces; each policy has some that do not sum gradients up and some that do."""
+    mine = -(-setups[0].batch_sequences // strategies.data.astype(np.intp))
     rest, counts = mine % micro, -(-mine // micro)
     sizes = np.unique(np.concatenate([micro, rest[rest > 0]]))
-    table = joined_pieces([pieces(setting, hardware, sizes.tolist()) for setting in settings])
+    each = product(setups, (False, True))
+    table = joined_pieces([pieces(setup, layout, sizes.tolist(), accumulate=again) for setup, again in each])
     base = (policy * 2 + (counts > 1)) * sizes.size
     rests = base + np.searchsorted(sizes, np.where(rest > 0, rest, micro))
     rows = base + np.searchsorted(sizes, micro)

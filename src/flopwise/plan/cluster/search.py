@@ -15,17 +15,13 @@ from numpy.typing import NDArray
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.plan.cluster.candidates import Batch, batch_of, layouts, parallel_of, spreads
-from flopwise.predict.choose import PLAIN, auto_policies, check_link
+from flopwise.predict.choose import PLAIN, capacity_bytes, check_link, recompute_policies, settle_sizes
 from flopwise.predict.cluster.collectives import check_reach
 from flopwise.predict.cluster.costing import Evaluation, evaluate, least_seconds, peak_bytes
 from flopwise.predict.cluster.strategies import Listed, check_depth
 from flopwise.predict.kernels.calls import Floats
 from flopwise.records.cluster_plan import Option
-from flopwise.setup.hardware import Hardware
-from flopwise.setup.stack import Stack
-from flopwise.setup.workload import Workload
-from flopwise.work.model import Model
-from flopwise.work.work import Recompute
+from flopwise.setup.setup import SettledSetup, Setup
 
 AT_ONCE = 16384
 """Strategies that are costed together: enough to keep numpy busy, few enough to stay in its caches."""
@@ -35,23 +31,6 @@ WITHIN = 1.5
 
 KEPT = 64
 """Best strategies that are remembered of each layout; far more than are ever shown."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """What to plan for."""
-
-    model: Model
-    hardware: Hardware
-    devices: int
-    workload: Workload
-    """Its recompute and micro-batch count only where they are fixed below."""
-    capacity_bytes: int
-    stack: Stack = PLAIN
-    recompute: Recompute | None = None
-    micro_batch_sequences: int | None = None
-    offload: bool = False
-    """Whether state and activations may go to host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,31 +52,24 @@ Progress = Callable[[int, int], None]
 """Told how many layouts of how many are done."""
 
 
-def fastest(question: Question, progress: Progress | None = None) -> Found:
-    """Try every strategy."""
-    check_reach(question.hardware.name, question.hardware.networks, question.devices)
-    check_depth([question.model])
-    if question.offload:
-        check_link(question.hardware)
-    tokens, batch = question.workload.sequence_tokens, question.workload.batch_sequences
-    every = list(layouts(question.model, question.devices, tokens))
+def fastest(setup: Setup, devices: int, *, offload: bool = False, progress: Progress | None = None) -> Found:
+    """Try every strategy for so many devices; with `offload`, state and activations may go to host memory."""
+    model, hardware = setup.model, setup.hardware
+    check_reach(hardware.name, hardware.networks, devices)
+    check_depth([model])
+    if offload:
+        check_link(hardware)
+    base, _ = settle_sizes(setup)
+    every = list(layouts(model, devices, base.sequence_tokens))
     options: list[Option] = []
     evaluated = fitting = timed = 0
     least: Option | None = None
     best_s = np.inf
     for done, layout in enumerate(every):
-        ways = spreads(question.model, question.hardware, question.devices, batch, layout, offload=question.offload)
-        tried = batch_of(
-            question.model,
-            question.hardware,
-            question.workload,
-            layout,
-            ways,
-            policies=_policies(question),
-            micro=question.micro_batch_sequences,
-        )
+        ways = spreads(model, hardware, devices, base.batch_sequences, layout, offload=offload)
+        tried = batch_of(base, layout, ways, policies=recompute_policies(setup), micro=setup.micro_batch_sequences)
         if len(tried):
-            found = _tried(question, tried, best_s)
+            found = _try_batch(base, tried, best_s)
             options += found.options
             best_s = min([best_s, *(option.step_s for option in found.options)])
             evaluated, fitting = evaluated + found.evaluated, fitting + found.fitting
@@ -107,45 +79,41 @@ def fastest(question: Question, progress: Progress | None = None) -> Found:
         if progress is not None:
             progress(done + 1, len(every))
     if least is None:
-        raise _nothing_legal(question)
+        raise _nothing_legal(base, devices)
     kept = [option for option in options if option.step_s <= WITHIN * best_s]
     kept.sort(key=lambda option: option.step_s)
     return Found(options=tuple(kept), evaluated=evaluated, fitting=fitting, timed=timed, smallest=least)
 
 
-def _policies(question: Question) -> tuple[Recompute, ...]:
-    return (question.recompute,) if question.recompute else auto_policies(question.workload.attention)
-
-
-def _nothing_legal(question: Question) -> FlopwiseError:
-    batch = question.workload.batch_sequences
+def _nothing_legal(base: SettledSetup, devices: int) -> FlopwiseError:
     return FlopwiseError(
-        f"{question.model.name} cannot be spread over {question.devices:,} devices",
-        why=f"no split of its layers, heads and the batch of {batch:,} sequences uses all of them",
+        f"{base.model.name} cannot be spread over {devices:,} devices",
+        why=f"no split of its layers, heads and the batch of {base.batch_sequences:,} sequences uses all of them",
         hint="another --gpus, or a larger --batch-tokens",
     )
 
 
-def _tried(question: Question, batch: Batch, best_s: float) -> Found:
+def _try_batch(base: SettledSetup, batch: Batch, best_s: float) -> Found:
     """The best strategies of one layout, as far as they may be near `best_s`, the best of those before."""
+    hardware, stack = base.hardware, base.stack or PLAIN
     everything = np.arange(len(batch))
     parts = _slices(batch.listed, everything)
-    memory = np.concatenate([peak_bytes(part, question.hardware, question.stack) for part in parts])
-    fits = np.flatnonzero(memory <= question.capacity_bytes)
-    bound = least_seconds(batch.listed, question.hardware, question.stack)
+    memory = np.concatenate([peak_bytes(part, hardware, stack) for part in parts])
+    fits = np.flatnonzero(memory <= capacity_bytes(base))
+    bound = least_seconds(batch.listed, hardware, stack)
     step_s, timed = np.full(len(batch), np.inf), 0
     # From the lowest bound on, so that what comes later is mostly too slow to be looked at.
     for rows in _pieces_of(fits[np.argsort(bound[fits], kind="stable")]):
         near = rows[bound[rows] <= WITHIN * best_s]
         if near.size:
-            found = evaluate(_rows(batch, near), question.hardware, question.stack)
+            found = evaluate(_rows(batch, near), hardware, stack)
             step_s[near] = found.step_s
             timed += near.size
             best_s = min(best_s, float(found.step_s.min()))
     best = _best_of_each(batch, step_s, fits[step_s[fits] <= WITHIN * best_s])
     shown = np.append(best, int(np.argmin(memory)))
-    found = evaluate(_rows(batch, shown), question.hardware, question.stack)
-    options = [_option(question, batch, row, found, place) for place, row in enumerate(shown.tolist())]
+    found = evaluate(_rows(batch, shown), hardware, stack)
+    options = [_option(base, batch, row, found, place) for place, row in enumerate(shown.tolist())]
     return Found(
         options=tuple(options[:-1]), evaluated=len(batch), fitting=int(fits.size), timed=timed, smallest=options[-1]
     )
@@ -170,12 +138,12 @@ def _slices(listed: Listed, rows: NDArray[np.intp]) -> list[Listed]:
     return [Listed(listed.strategies.taken(part), listed.table) for part in _pieces_of(rows)]
 
 
-def _option(question: Question, batch: Batch, row: int, found: Evaluation, place: int) -> Option:
+def _option(base: SettledSetup, batch: Batch, row: int, found: Evaluation, place: int) -> Option:
     return Option(
-        parallel=parallel_of(batch.layout, batch.spreads[int(batch.spread[row])]),
-        workload=replace(
-            question.workload,
-            recompute=_policies(question)[int(batch.policy[row])],
+        setup=replace(
+            base,
+            parallel=parallel_of(batch.layout, batch.spreads[int(batch.spread[row])]),
+            recompute=batch.policies[int(batch.policy[row])],
             micro_batch_sequences=int(batch.micro[row]),
         ),
         step_s=float(found.step_s[place]),

@@ -8,10 +8,7 @@ from typing import Literal
 
 from flopwise.records.plan import MOST_PAIRS as MOST_PLANNED
 from flopwise.records.plan import Plan, Residency
-from flopwise.setup.hardware import Hardware
-from flopwise.setup.workload import Optimizer
-from flopwise.work.formats import POLICIES, Formats
-from flopwise.work.model import Model
+from flopwise.setup.setup import CappedSetup
 from flopwise.work.transformer import Transformer
 
 CHUNK_TOKENS = (2048, 4096, 8192, 16384, 32768, 65536)
@@ -39,27 +36,6 @@ LEAST_MOST_CHUNKS = 16
 Span = Literal["sequence", "chunk"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceQuestion:
-    """What is to be planned for one device."""
-
-    model: Model
-    hardware: Hardware
-    sequence_tokens: int
-    device_bytes: int
-    host_bytes: int = 0
-    hardware_name: str = ""
-    """As the user named it, for the plan; nothing: by its own name."""
-    formats: Formats = POLICIES["bf16"]
-    optimizer: Optimizer = "adamw"
-    batch_sequences: int | None = None
-    """None: the fewest rounds that keep the update's share small."""
-    round_sequences: int | None = None
-    """Sequences of every round, the last of which may have fewer: the micro-batch. None: the fastest."""
-    clip: bool = False
-    """Gradients are clipped by their global norm, so that no update can come before the last of them."""
-
-
 @dataclass(frozen=True, slots=True)
 class Cut:
     """Chunks, and how many of them a round has."""
@@ -69,34 +45,34 @@ class Cut:
     span: Span
 
 
-def cuts(question: DeviceQuestion, *, tight: bool = False) -> Iterator[Cut]:
+def cuts(setup: CappedSetup, *, tight: bool = False) -> Iterator[Cut]:
     """Those that are tried, the ones of equal chunks together; `tight` adds those of very small chunks."""
-    model, sequence = question.model, question.sequence_tokens
+    model, sequence = setup.model, setup.sequence_tokens
     assert isinstance(model, Transformer)  # sizes_of refuses others
-    for chunk_tokens in _chunk_sizes(question, (*SMALL_CHUNK_TOKENS, *CHUNK_TOKENS) if tight else CHUNK_TOKENS):
+    for chunk_tokens in _chunk_sizes(setup, (*SMALL_CHUNK_TOKENS, *CHUNK_TOKENS) if tight else CHUNK_TOKENS):
         parts = -(-sequence // chunk_tokens)
         spans: tuple[Span, ...] = ("chunk",) if parts == 1 else ("sequence", "chunk") if model.causal else ("sequence",)
-        for groups in _groups(question, max(1, chunk_tokens // sequence)):
+        for groups in _groups(setup, max(1, chunk_tokens // sequence)):
             if groups == 1 or parts * groups <= _most_chunks(model):
                 for span in spans:
                     yield Cut(chunk_tokens, groups, span)
 
 
-def _groups(question: DeviceQuestion, sequences_per_chunk: int) -> list[int]:
+def _groups(setup: CappedSetup, sequences_per_chunk: int) -> list[int]:
     """Chunks, or sequences of several chunks, of a round: such that rounds make up the batch."""
-    if question.round_sequences is not None:
-        return [question.round_sequences // sequences_per_chunk]
-    if question.batch_sequences is None:
+    if setup.micro_batch_sequences is not None:
+        return [setup.micro_batch_sequences // sequences_per_chunk]
+    if setup.batch_sequences is None:
         return list(GROUPS)
-    whole = question.batch_sequences // sequences_per_chunk
+    whole = setup.batch_sequences // sequences_per_chunk
     return sorted({groups for groups in (*GROUPS, whole) if whole % groups == 0})
 
 
-def _chunk_sizes(question: DeviceQuestion, sizes: Sequence[int]) -> list[int]:
+def _chunk_sizes(setup: CappedSetup, sizes: Sequence[int]) -> list[int]:
     """Whole sequences that divide the batch, or equal parts of one."""
-    sequence, batch = question.sequence_tokens, question.round_sequences or question.batch_sequences
-    assert isinstance(question.model, Transformer)
-    most = _most_chunks(question.model)
+    sequence, batch = setup.sequence_tokens, setup.micro_batch_sequences or setup.batch_sequences
+    assert isinstance(setup.model, Transformer)
+    most = _most_chunks(setup.model)
     found = set()
     for tokens in sizes:
         if tokens > LONG_CHUNK_TOKENS and sequence < 8 * tokens:
@@ -121,24 +97,24 @@ def head_chunks(cut: Cut) -> list[int]:
     return sorted({min(tokens, cut.chunk_tokens) for tokens in HEAD_CHUNK_TOKENS}, reverse=True)
 
 
-def rounds_tried(question: DeviceQuestion, skeleton: Plan) -> tuple[int, ...]:
+def rounds_tried(setup: CappedSetup, skeleton: Plan) -> tuple[int, ...]:
     """Rounds that make up the batch, or all that are tried."""
-    if question.batch_sequences is not None:
-        return (-(-question.batch_sequences // skeleton.sequences_per_round),)
+    if setup.batch_sequences is not None:
+        return (-(-setup.batch_sequences // skeleton.sequences_per_round),)
     return ROUNDS
 
 
-def skeleton(question: DeviceQuestion, cut: Cut, head_chunk_tokens: int) -> Plan:
+def skeleton(setup: CappedSetup, cut: Cut, head_chunk_tokens: int) -> Plan:
     """A plan of one round in which nothing stays."""
-    parts = -(-question.sequence_tokens // cut.chunk_tokens)
-    round_tokens = cut.groups * max(question.sequence_tokens, cut.chunk_tokens)
+    parts = -(-setup.sequence_tokens // cut.chunk_tokens)
+    round_tokens = cut.groups * max(setup.sequence_tokens, cut.chunk_tokens)
     nothing = Residency(blocks=0, passing=1)
-    assert isinstance(question.model, Transformer)
+    assert isinstance(setup.model, Transformer)
     return Plan(
-        hardware=question.hardware_name or question.hardware.name,
-        device_memory_bytes=question.device_bytes,
-        host_memory_bytes=question.host_bytes,
-        sequence_tokens=question.sequence_tokens,
+        hardware=setup.hardware_name or setup.hardware.name,
+        device_memory_bytes=setup.device_cap_bytes,
+        host_memory_bytes=setup.host_cap_bytes,
+        sequence_tokens=setup.sequence_tokens,
         chunk_tokens=cut.chunk_tokens,
         chunks_per_round=parts * cut.groups,
         rounds_per_step=1,
@@ -148,8 +124,8 @@ def skeleton(question: DeviceQuestion, cut: Cut, head_chunk_tokens: int) -> Plan
         gradients=nothing,
         optimizer_state=nothing,
         activation_slots=1,
-        saves=("f" * parts * cut.groups,) * question.model.layers,
-        precision=question.formats.name,
-        optimizer=question.optimizer,
-        update_when="end" if question.clip else "backward",
+        saves=("f" * parts * cut.groups,) * setup.model.layers,
+        precision=setup.formats.name,
+        optimizer=setup.optimizer,
+        update_when="end" if setup.clip else "backward",
     )

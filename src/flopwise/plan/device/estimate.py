@@ -112,7 +112,7 @@ class Shape:
             group = costs.groups(plan.tokens_of(chunk))
             part = chunk % plan.chunks_per_sequence
             attention = [0.0, 0.0] if cut else [costs.attention_s(part, way) for way in ("forward", "backward")]
-            again = group.again["full"]
+            again = group.recompute["full"]
             self.forward_s += group.forward["before"] + group.forward["after"] + attention[0]
             self.backward_s += group.backward["before"] + group.backward["after"] + attention[1]
             self.backward_s += again["before"] + again["after"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share
-from flopwise.plan.device.cuts import DeviceQuestion
 from flopwise.plan.device.estimate import Shape, can_update_on_host
 from flopwise.plan.device.forecast import forecast, recompute_s
 from flopwise.plan.device.memory import plan_bytes
@@ -16,6 +15,7 @@ from flopwise.predict.simulate.tasks import TaskSeconds
 from flopwise.predict.step import estimated_words
 from flopwise.records.plan import Help, Plan, Planned
 from flopwise.setup.hardware import Hardware
+from flopwise.setup.setup import CappedSetup
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.op import Convention
 
@@ -23,40 +23,42 @@ MORE_DEVICE_BYTES = 8 * 2**30
 MORE_HOST_BYTES = 32 * 2**30
 
 
-def planned(question: DeviceQuestion, *, convention: Convention = "causal", helps: bool = True) -> Planned:
-    """The fastest plan with its forecast and reasons, or an error that says what would fit."""
-    found = fastest_plan(question)
+def planned(
+    setup: CappedSetup, *, convention: Convention = "causal", helps: bool = True, elsewhere: bool = True
+) -> Planned:
+    """The fastest plan with its forecast and reasons, or an error that says what would fit; `elsewhere` too."""
+    found = fastest_plan(setup)
     if found is None:
-        raise does_not_fit(question)
+        raise does_not_fit(setup, elsewhere=elsewhere)
     return Planned(
-        model=question.model.name,
+        model=setup.model.name,
         plan=found.plan,
-        forecast=forecast(found.plan, question.model, question.hardware, convention=convention),
-        reasons=reasons(found, question),
+        forecast=forecast(found.plan, setup.model, setup.hardware, convention=convention),
+        reasons=reasons(found, setup),
         searched=found.estimated,
         simulated=found.simulated,
-        helps=what_helps(found, question) if helps else (),
-        notes=notes(question.model, question.hardware, question.sequence_tokens),
+        helps=what_helps(found, setup) if helps else (),
+        notes=notes(setup.model, setup.hardware, setup.sequence_tokens),
     )
 
 
-def what_helps(found: Found, question: DeviceQuestion) -> tuple[Help, ...]:
+def what_helps(found: Found, setup: CappedSetup) -> tuple[Help, ...]:
     """More of each memory, with the batch as it is; by estimates, which differ less than they are off."""
     plan = found.plan
-    same = replace(question, batch_sequences=plan.rounds_per_step * plan.sequences_per_round)
+    same = replace(setup, batch_sequences=plan.rounds_per_step * plan.sequences_per_round)
     now = best_estimate(same)
-    there = int(question.hardware.device.dram.size_bytes.value)
-    more = [replace(same, host_bytes=same.host_bytes + MORE_HOST_BYTES)] if question.hardware.link else []
-    if question.device_bytes + MORE_DEVICE_BYTES <= there:
-        more.insert(0, replace(same, device_bytes=same.device_bytes + MORE_DEVICE_BYTES))
+    there = int(setup.hardware.device.dram.size_bytes.value)
+    more = [replace(same, host_cap_bytes=same.host_cap_bytes + MORE_HOST_BYTES)] if setup.hardware.link else []
+    if setup.device_cap_bytes + MORE_DEVICE_BYTES <= there:
+        more.insert(0, replace(same, device_cap_bytes=same.device_cap_bytes + MORE_DEVICE_BYTES))
     helps = []
     for wider in more:
         then = best_estimate(wider)
         if now is not None and then is not None:
             helps.append(
                 Help(
-                    device_memory_bytes=wider.device_bytes,
-                    host_memory_bytes=wider.host_bytes,
+                    device_memory_bytes=wider.device_cap_bytes,
+                    host_memory_bytes=wider.host_cap_bytes,
                     speed=max(1.0, now / then),
                 )
             )
@@ -79,15 +81,15 @@ def notes(model: Model, hardware: Hardware, sequence_tokens: int) -> tuple[str, 
     return tuple(found)
 
 
-def reasons(found: Found, question: DeviceQuestion) -> dict[str, str]:
+def reasons(found: Found, setup: CappedSetup) -> dict[str, str]:
     """Derived value → why it has that value, in words."""
     plan, shape = found.plan, found.candidate.shape
-    given = question.batch_sequences is not None
-    spare = question.device_bytes - sum(plan_bytes(plan, shape.sizes)["device"].values())
+    given = setup.batch_sequences is not None
+    spare = setup.device_cap_bytes - sum(plan_bytes(plan, shape.sizes)["device"].values())
     told = {
         "chunk_tokens": "the fastest of the sizes tried that fits",
         "chunks_per_round": _chunks_reason(plan),
-        "rounds_per_step": f"the batch of {question.batch_sequences:,} sequences"
+        "rounds_per_step": f"the batch of {setup.batch_sequences:,} sequences"
         if given
         else f"of the plans simulated the fewest tokens a step within {100 * OVERHEAD:.0f} % of the fastest",
         "head_chunk_tokens": f"logits and hidden states of so many tokens take"
@@ -102,8 +104,8 @@ def reasons(found: Found, question: DeviceQuestion) -> dict[str, str]:
         "activation_slots": f"one for each (layer, chunk), {show_bytes(shape.slot)} each"
         if plan.activation_slots >= shape.pairs
         else f"what the state leaves of the device, {show_bytes(shape.slot)} each, {show_bytes(spare)} being spare",
-        "saves": _saves_reason(plan, shape, question),
-        "update_place": _place_reason(plan, question),
+        "saves": _saves_reason(plan, shape, setup),
+        "update_place": _place_reason(plan, setup),
         "update_when": "clipping needs the norm of all gradients first"
         if plan.update_when == "end"
         else "without clipping nothing else has to be waited for, and its copies run beside the rest of backward",
@@ -150,22 +152,22 @@ def _optimizer_reason(plan: Plan, shape: Shape) -> str:
     return f"each block passes once a step, {show_count(moved, 'B')}: the cheapest to send away"
 
 
-def _saves_reason(plan: Plan, shape: Shape, question: DeviceQuestion) -> str:
+def _saves_reason(plan: Plan, shape: Shape, setup: CappedSetup) -> str:
     leave = plan.saved("host")
     lower = sum(count for name, count in (*leave.items(), *plan.saved("device").items()) if name != "full")
     if not lower:
         return "everything is kept: nothing is made again"
     again = show_seconds(recompute_s(plan, shape.costs))
     cost = f"the levels that save the most seconds a byte; {again} a round are made again"
-    room = question.host_bytes - sum(plan_bytes(plan, shape.sizes)["host"].values())
+    room = setup.host_cap_bytes - sum(plan_bytes(plan, shape.sizes)["host"].values())
     bound = "the host is full" if room < shape.slot else "more would take longer over the link than to make again"
     return f"{cost}, as {bound}"
 
 
-def _place_reason(plan: Plan, question: DeviceQuestion) -> str:
-    if not can_update_on_host(question.hardware):
-        return f"the hardware file does not say how fast {question.hardware.name}'s host is"
-    costs = TaskSeconds(plan, question.model, question.hardware)
+def _place_reason(plan: Plan, setup: CappedSetup) -> str:
+    if not can_update_on_host(setup.hardware):
+        return f"the hardware file does not say how fast {setup.hardware.name}'s host is"
+    costs = TaskSeconds(plan, setup.model, setup.hardware)
     parameters = costs.work.parameters
     there, here = costs.update_s(parameters, on_host=True), costs.update_s(parameters)
     if plan.update_place == "host":

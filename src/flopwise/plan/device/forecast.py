@@ -129,7 +129,7 @@ def recompute_s(plan: Plan, costs: TaskSeconds) -> float:
         for chunk, letter in enumerate(row):
             level = LETTERS[letter.lower()]
             if level != "full":
-                found += costs.again_s(level, plan.tokens_of(chunk), chunk % plan.chunks_per_sequence)
+                found += costs.recompute_s(level, plan.tokens_of(chunk), chunk % plan.chunks_per_sequence)
     return found
 
 

@@ -71,7 +71,11 @@ def curve_of(plan: Plan, sizes: Sizes, costs: TaskSeconds) -> Curve:
     for part in range(plan.chunks_per_sequence):
         tokens = plan.tokens_of(part)
         points = [
-            (level_bytes(sizes, level, tokens), 0.0 if level == "full" else costs.again_s(level, tokens, part), level)
+            (
+                level_bytes(sizes, level, tokens),
+                0.0 if level == "full" else costs.recompute_s(level, tokens, part),
+                level,
+            )
             for level in sizes.saved
         ]
         hull = _hull(sorted(points, key=lambda point: (point[0], point[1])))

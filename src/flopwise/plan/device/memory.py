@@ -13,8 +13,8 @@ KINDS: tuple[Owner, ...] = ("weights", "gradients", "optimizer")
 
 def plan_bytes(plan: Plan, sizes: Sizes) -> dict[Place, dict[str, int]]:
     """Place → owner → bytes; owners without any are left out."""
-    device: dict[str, int] = {}
-    host: dict[str, int] = {}
+    device: dict[Owner, int] = {}
+    host: dict[Owner, int] = {}
     for kind in KINDS:
         residency = plan.optimizer_state if kind == "optimizer" else getattr(plan, kind)
         device[kind], host[kind] = _state_bytes(plan, sizes, kind, residency)

@@ -15,7 +15,6 @@ import numpy as np
 
 from flopwise.plan.device.cuts import (
     Cut,
-    DeviceQuestion,
     cuts,
     head_chunks,
     rounds_tried,
@@ -28,6 +27,8 @@ from flopwise.plan.device.memory import plan_bytes
 from flopwise.plan.device.tight import tight_choices, tight_shapes
 from flopwise.plan.program.sizes import level_bytes
 from flopwise.records.plan import LETTERS, Plan
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.setup import CappedSetup
 from flopwise.work.parameters import Place
 
 OVERHEAD = 0.02
@@ -79,9 +80,9 @@ class Found:
         return (self.times.step_s + LINK_WEIGHT * copies) / self.plan.tokens_per_step
 
 
-def fastest_plan(question: DeviceQuestion) -> Found | None:
+def fastest_plan(setup: CappedSetup) -> Found | None:
     """The fastest plan that fits both caps; None: nothing does."""
-    search = _Search(question)
+    search = _Search(setup)
     for near in (search.near_the_best, search.tight):
         candidates = near()
         found = search.simulated(candidates) if candidates else None
@@ -90,16 +91,16 @@ def fastest_plan(question: DeviceQuestion) -> Found | None:
     return None
 
 
-def best_estimate(question: DeviceQuestion) -> float | None:
+def best_estimate(setup: CappedSetup) -> float | None:
     """Seconds a token of the best choice, by estimate alone; None: nothing fits."""
-    search = _Search(question)
+    search = _Search(setup)
     near = search.near_the_best() or search.tight()
     return near[0].token_s if near else None
 
 
 class _Search:
-    def __init__(self, question: DeviceQuestion) -> None:
-        self.question = question
+    def __init__(self, setup: CappedSetup) -> None:
+        self.setup = setup
         self.estimated = 0
         self.found: dict[Plan, Found] = {}
         self.tasks = 0
@@ -111,7 +112,7 @@ class _Search:
         """Choices whose estimate is near the best one's, each climbed to its best neighbour, the best first."""
         first: dict[Cut, float] = {}
         found: list[Candidate] = []
-        for cut in cuts(self.question):
+        for cut in cuts(self.setup):
             some = list(self._best_of(self._first_shapes(cut)))
             found += some
             if some:
@@ -123,13 +124,13 @@ class _Search:
         limit = min(candidate.token_s for candidate in found) * (1 + 2 * OVERHEAD)
         found = sorted(found, key=lambda candidate: candidate.token_s)
         return sorted(
-            (climbed(candidate, self.question) for candidate in self._one_of_each(found, limit)),
+            (climbed(candidate, self.setup) for candidate in self._one_of_each(found, limit)),
             key=lambda candidate: candidate.token_s,
         )
 
     def tight(self) -> list[Candidate]:
         """Choices that fit where hardly anything does, the best of each cut."""
-        found = list(self._best_of(tight_shapes(self.question), tight_choices))
+        found = list(self._best_of(tight_shapes(self.setup), tight_choices))
         return sorted(found, key=lambda candidate: candidate.token_s)
 
     def _one_of_each(self, found: Iterable[Candidate], limit: float) -> Iterator[Candidate]:
@@ -148,7 +149,7 @@ class _Search:
         """The best residencies of each shape for which any fit."""
         for shape in shapes:
             choices = (choices_of or _grid)(shape)
-            estimate = shape.estimate(choices, self.question.device_bytes, self.question.host_bytes)
+            estimate = shape.estimate(choices, self.setup.device_cap_bytes, self.setup.host_cap_bytes)
             self.estimated += len(estimate.token_s)
             index = int(np.argmin(estimate.token_s))
             if np.isfinite(estimate.token_s[index]):
@@ -156,23 +157,23 @@ class _Search:
 
     def _shape(self, cut: Cut, head_chunk_tokens: int) -> Shape:
         like = self._like.get(cut.chunk_tokens)
-        plan = skeleton(self.question, cut, head_chunk_tokens)
-        shape = Shape(plan, self.question.model, self.question.hardware, like)
+        plan = skeleton(self.setup, cut, head_chunk_tokens)
+        shape = Shape(plan, self.setup.model, self.setup.hardware, like)
         self._like.setdefault(cut.chunk_tokens, shape)
         return shape
 
     def _first_shapes(self, cut: Cut) -> Iterator[Shape]:
         heads = head_chunks(cut)
         shape = self._shape(cut, heads[-1])
-        tried = rounds_tried(self.question, shape.plan)
+        tried = rounds_tried(self.setup, shape.plan)
         for rounds in tried if len(tried) == 1 else FIRST_ROUNDS:
             yield shape.variant(rounds, "device")
 
     def _all_shapes(self, cut: Cut) -> Iterator[Shape]:
-        places: tuple[Place, ...] = ("device", "host") if can_update_on_host(self.question.hardware) else ("device",)
+        places: tuple[Place, ...] = ("device", "host") if can_update_on_host(self.setup.hardware) else ("device",)
         for head_chunk_tokens in head_chunks(cut):
             shape = self._shape(cut, head_chunk_tokens)
-            for rounds in rounds_tried(self.question, shape.plan):
+            for rounds in rounds_tried(self.setup, shape.plan):
                 for place in places:
                     yield shape.variant(rounds, place)
 
@@ -203,14 +204,15 @@ class _Search:
 
     def _play(self, candidate: Candidate) -> Found | None:
         """Simulate a choice that fits, unless it has been."""
-        plan = fitting_plan(candidate, self.question)
+        setup = self.setup
+        plan = fitting_plan(candidate, setup.hardware, setup.device_cap_bytes, setup.host_cap_bytes)
         if plan is None:
             return None
         cost = 5 * plan.layers * plan.chunks_per_round * min(5, plan.rounds_per_step)
         if self.found and self.tasks + cost > SIMULATED_TASKS:
             return self.found.get(plan)
         if plan not in self.found:
-            times = times_of(plan, self.question.model, self.question.hardware, candidate.shape.costs)
+            times = times_of(plan, self.setup.model, self.setup.hardware, candidate.shape.costs)
             self.found[plan] = Found(plan, times, candidate)
             self.tasks += cost
         return self.found[plan]
@@ -244,16 +246,16 @@ def smallest_near_the_fastest(found: Sequence[Found]) -> Found:
     return min(near, key=lambda one: (one.plan.tokens_per_step, one.token_s))
 
 
-def fitting_plan(candidate: Candidate, question: DeviceQuestion) -> Plan | None:
+def fitting_plan(candidate: Candidate, hardware: Hardware, device_cap: int, host_cap: int) -> Plan | None:
     """The choice as a plan, its budget cut by what rounding made too much; None: it does not fit all the same."""
-    device, host = question.device_bytes, question.host_bytes
+    device, host = device_cap, host_cap
     for _ in range(ROUNDING_TRIES):
         plan = plan_of(candidate, device, host)
         taken = plan_bytes(plan, candidate.shape.sizes)
-        over_device = sum(taken["device"].values()) - question.device_bytes
-        over_host = sum(taken["host"].values()) - question.host_bytes
+        over_device = sum(taken["device"].values()) - device_cap
+        over_host = sum(taken["host"].values()) - host_cap
         if over_device <= 0 and over_host <= 0:
-            copies = question.hardware.link is None and taken["host"]
+            copies = hardware.link is None and taken["host"]
             return None if copies else plan
         device, host = device - max(0, over_device), host - max(0, over_host)
     return None
@@ -315,7 +317,7 @@ STEPS: dict[str, tuple[float, ...]] = {
 MOVES = [(name, sign * step) for name, steps in STEPS.items() for step in steps for sign in (-1, 1)]
 
 
-def climbed(candidate: Candidate, question: DeviceQuestion) -> Candidate:
+def climbed(candidate: Candidate, setup: CappedSetup) -> Candidate:
     """The best choice that is reached by changing one or two residencies at a time for as long as it helps."""
     shape, names = candidate.shape, [field.name for field in fields(Choice)]
     changes = np.zeros((len(MOVES) * (len(MOVES) + 1) // 2, len(names)))
@@ -333,7 +335,7 @@ def climbed(candidate: Candidate, question: DeviceQuestion) -> Candidate:
     best = candidate.token_s
     while True:
         rows = np.clip(here + changes, 0.0, most)
-        estimate = shape.estimate(Choice(*rows.T), question.device_bytes, question.host_bytes)
+        estimate = shape.estimate(Choice(*rows.T), setup.device_cap_bytes, setup.host_cap_bytes)
         index = int(np.argmin(estimate.token_s))
         if estimate.token_s[index] >= best * (1 - 1e-6):
             return Candidate(shape, dict(zip(names, map(float, here), strict=True)), best)

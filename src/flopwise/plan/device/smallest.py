@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import DoesNotFit
 from flopwise.base.units import exact_tokens, show_bytes
-from flopwise.plan.device.cuts import DeviceQuestion
 from flopwise.plan.device.estimate import Choice, Floats, Shape
 from flopwise.plan.device.memory import plan_bytes
 from flopwise.plan.device.search import Candidate, fitting_plan
 from flopwise.plan.device.tight import tight_choices, tight_shapes
+from flopwise.setup.setup import CappedSetup
 from flopwise.work.parameters import Place
 
 SHORTER = 4
@@ -29,21 +29,21 @@ class Least:
     by_owner: dict[str, int]
 
 
-def least_device(question: DeviceQuestion) -> Least | None:
+def least_device(setup: CappedSetup) -> Least | None:
     """The least device memory with the host's cap as it is; None: no amount helps."""
-    return _least(question, "device")
+    return _least(setup, "device")
 
 
-def least_host(question: DeviceQuestion) -> Least | None:
+def least_host(setup: CappedSetup) -> Least | None:
     """The least host memory with the device's cap as it is."""
-    return _least(question, "host")
+    return _least(setup, "host")
 
 
-def _least(question: DeviceQuestion, place: Place) -> Least | None:
+def _least(setup: CappedSetup, place: Place) -> Least | None:
     found: tuple[float, Candidate] | None = None
-    for shape in tight_shapes(question):
+    for shape in tight_shapes(setup):
         choices = tight_choices(shape)
-        needed = _needed(shape, choices, question, place)
+        needed = _needed(shape, choices, setup, place)
         index = int(np.argmin(needed))
         if np.isfinite(needed[index]) and (found is None or needed[index] < found[0]):
             found = float(needed[index]), Candidate(shape, choices.at(index), 0.0)
@@ -52,8 +52,8 @@ def _least(question: DeviceQuestion, place: Place) -> Least | None:
     # A little more, so that what is rounded to whole chunks fits too.
     cap = int(found[0]) + 1
     for _ in range(8):
-        wider = replace(question, device_bytes=cap) if place == "device" else replace(question, host_bytes=cap)
-        plan = fitting_plan(found[1], wider)
+        device, host = (cap, setup.host_cap_bytes) if place == "device" else (setup.device_cap_bytes, cap)
+        plan = fitting_plan(found[1], setup.hardware, device, host)
         if plan is not None:
             taken = plan_bytes(plan, found[1].shape.sizes)[place]
             return Least(sum(taken.values()), taken)
@@ -61,53 +61,55 @@ def _least(question: DeviceQuestion, place: Place) -> Least | None:
     return None
 
 
-def _needed(shape: Shape, choices: Choice, question: DeviceQuestion, place: Place) -> Floats:
+def _needed(shape: Shape, choices: Choice, setup: CappedSetup, place: Place) -> Floats:
     """Bytes of the place that each choice needs, the other place having what it has."""
     fixed = shape.state_on_device(choices) + shape.least_slots * shape.slot
     held = shape.state_on_host(choices)
     all_in_slots = shape.pairs <= shape.least_slots
     least = 0.0 if all_in_slots else shape.sequences * shape.curve.least_bytes
     if place == "device":
-        room = question.host_bytes - held
+        room = setup.host_cap_bytes - held
         return np.where(room >= 0, fixed + np.maximum(0.0, least - np.maximum(room, 0.0)), np.inf)
-    room = question.device_bytes - fixed
+    room = setup.device_cap_bytes - fixed
     return np.where(room >= 0, held + np.maximum(0.0, least - np.maximum(room, 0.0)), np.inf)
 
 
-def does_not_fit(question: DeviceQuestion) -> FlopwiseError:
-    """Why nothing fits, and the smallest change that would help."""
-    model = question.model.name
-    device, host = least_device(question), least_host(question)
+def does_not_fit(setup: CappedSetup, *, elsewhere: bool = True) -> DoesNotFit:
+    """Why nothing fits, and the smallest change that would help; `elsewhere`: another device may be one."""
+    model = setup.model.name
+    device, host = least_device(setup), least_host(setup)
     what = (
-        f"no plan fits {model} on {question.hardware.name} in {show_bytes(question.device_bytes)} of device memory and"
-        f" {show_bytes(question.host_bytes)} of host memory"
+        f"no plan fits {model} on {setup.hardware.name} in {show_bytes(setup.device_cap_bytes)} of device memory and"
+        f" {show_bytes(setup.host_cap_bytes)} of host memory"
     )
     hints = []
-    if device is not None and device.bytes <= question.hardware.device.dram.size_bytes.value:
+    if device is not None and device.bytes <= setup.hardware.device.dram.size_bytes.value:
         hints.append(f"--device-mem {_rounded_up(device.bytes)}")
     if host is not None:
         hints.append(f"--host-mem {_rounded_up(host.bytes)}")
-    shorter = _fitting_sequence(question)
+    shorter = _fitting_sequence(setup)
     if shorter:
         hints.append(f"--seq {exact_tokens(shorter)}")
-    if question.hardware.device.kind == "cpu":
+    if elsewhere and setup.hardware.device.kind == "cpu":
         hints.append("another device, as --on h200 (`flopwise ls hardware`)")
-    error = FlopwiseError(
-        what, why=_why(device, host), hint=", or ".join(hints) or "more memory of both kinds, or a smaller model"
+    return DoesNotFit(
+        what,
+        why=_why(device, host),
+        hint=", or ".join(hints) or "more memory of both kinds, or a smaller model",
+        needed_bytes=device.bytes if device else host.bytes if host else None,
+        place="device" if device or not host else "host",
     )
-    error.exit_code = 1
-    return error
 
 
-def _fitting_sequence(question: DeviceQuestion) -> int:
+def _fitting_sequence(setup: CappedSetup) -> int:
     """A shorter sequence that fits, found by quartering; 0: not even the shortest does."""
 
     def fits(tokens: int) -> bool:
-        less = least_device(replace(question, sequence_tokens=tokens))
-        return less is not None and less.bytes <= question.device_bytes
+        less = least_device(replace(setup, sequence_tokens=tokens))
+        return less is not None and less.bytes <= setup.device_cap_bytes
 
     shorter = []
-    tokens = question.sequence_tokens // SHORTER
+    tokens = setup.sequence_tokens // SHORTER
     while tokens >= SHORTEST:
         shorter.append(tokens)
         tokens //= SHORTER

@@ -7,26 +7,27 @@ from dataclasses import fields
 
 import numpy as np
 
-from flopwise.plan.device.cuts import DeviceQuestion, cuts, skeleton
+from flopwise.plan.device.cuts import cuts, skeleton
 from flopwise.plan.device.estimate import ENDS_STAY, WEIGHTS_SHARE, Choice, Shape, can_update_on_host
+from flopwise.setup.setup import CappedSetup
 from flopwise.work.parameters import Place
 
 LEAST_HEAD_CHUNK_TOKENS = 256
 
 
-def tight_shapes(question: DeviceQuestion) -> Iterator[Shape]:
+def tight_shapes(setup: CappedSetup) -> Iterator[Shape]:
     """Cuts that take little memory: small chunks, few logits, one sequence a round or the whole batch in few."""
-    places: tuple[Place, ...] = ("device", "host") if can_update_on_host(question.hardware) else ("device",)
+    places: tuple[Place, ...] = ("device", "host") if can_update_on_host(setup.hardware) else ("device",)
     like: dict[int, Shape] = {}
-    for cut in cuts(question, tight=True):
-        if cut.groups > 1 and question.batch_sequences is None:
+    for cut in cuts(setup, tight=True):
+        if cut.groups > 1 and setup.batch_sequences is None:
             continue
-        plan = skeleton(question, cut, min(LEAST_HEAD_CHUNK_TOKENS, cut.chunk_tokens))
-        shape = Shape(plan, question.model, question.hardware, like.get(cut.chunk_tokens))
+        plan = skeleton(setup, cut, min(LEAST_HEAD_CHUNK_TOKENS, cut.chunk_tokens))
+        shape = Shape(plan, setup.model, setup.hardware, like.get(cut.chunk_tokens))
         shape.least_slots = 1
         like.setdefault(cut.chunk_tokens, shape)
         # With one round gradients never leave; a batch of several needs room for them.
-        rounds = 1 if question.batch_sequences is None else question.batch_sequences // plan.sequences_per_round
+        rounds = 1 if setup.batch_sequences is None else setup.batch_sequences // plan.sequences_per_round
         for place in places:
             yield shape.variant(rounds, place)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.records.plan import WRITTEN_BY
-from flopwise.records.program import Buffer, Kind, Owner, Program, Stream, Task, Use
-from flopwise.work.parameters import End, Place
+from flopwise.records.program import Buffer, Kind, Owner, Program, Stream, Task, Use, Value
+from flopwise.work.parameters import End
 
 NOBODY = -1
 """The writer of what is there when a step begins."""
@@ -20,11 +20,9 @@ class Builder:
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
         self.tasks: list[Task] = []
-        self.values: list[str] = []
-        """What is in each buffer; nothing: an empty word."""
-        self.at_start: dict[int, str] = {}
-        self._use: list[Use] = []
-        """The same as a use, made once for all that read it."""
+        self.at_start: dict[int, Value] = {}
+        self._held: list[Use | None] = []
+        """For each buffer what is in it, as the use that all who read it share."""
         self._computes: list[bool] = []
         self._writer: list[int] = []
         self._users: list[list[int]] = []
@@ -32,18 +30,31 @@ class Builder:
         self.also_after: tuple[int, ...] = ()
         """Tasks that everything from here on waits for."""
 
-    def buffer(
-        self, name: str, owner: Owner, place: Place, size: int, *, holds: str = "", borrowed: bool = False
-    ) -> int:
+    def buffer(self, buffer: Buffer, holds: Value | None = None) -> int:
         """A new buffer; `holds` is the value in it when the step begins."""
-        self.buffers.append(Buffer(name, owner, place, size, borrowed))
-        self.values.append(holds)
-        self._use.append(Use(len(self._use), holds))
+        index = len(self.buffers)
+        self.buffers.append(buffer)
+        self._held.append(None if holds is None else Use(index, holds))
         self._writer.append(NOBODY)
         self._users.append([])
-        if holds:
-            self.at_start[len(self.buffers) - 1] = holds
-        return len(self.buffers) - 1
+        if holds is not None:
+            self.at_start[index] = holds
+        return index
+
+    def value(self, buffer: int) -> Value | None:
+        """What a buffer holds now."""
+        held = self._held[buffer]
+        return None if held is None else held.value
+
+    def held(self, buffer: int) -> Value:
+        """The same of a buffer that must hold something."""
+        held = self._held[buffer]
+        assert held is not None
+        return held.value
+
+    def forget(self, buffer: int) -> None:
+        """What a buffer holds is out of date: nobody reads it any more."""
+        self._held[buffer] = None
 
     def task(
         self,
@@ -51,11 +62,11 @@ class Builder:
         stream: Stream,
         *,
         reads: Iterable[int],
-        writes: Iterable[tuple[int, str]],
+        writes: Iterable[tuple[int, Value]],
         round_: int,
         layer: int | None = None,
         chunk: int | None = None,
-        what: str = "",
+        what: Owner | None = None,
         level: str = "",
         tokens: int = 0,
         parameters: int = 0,
@@ -69,15 +80,16 @@ class Builder:
         after = set(self.also_after)
         read = []
         for buffer in reads:
-            read.append(self._use[buffer])
+            held = self._held[buffer]
+            assert held is not None
+            read.append(held)
             after.add(self._writer[buffer])
             self._users[buffer].append(index)
         written = []
         for buffer, value in writes:
-            use = self._use[buffer] = Use(buffer, value)
+            use = self._held[buffer] = Use(buffer, value)
             written.append(use)
             after.update(self._users[buffer])
-            self.values[buffer] = value
             self._writer[buffer] = index
             self._users[buffer] = [index]
         after -= {index, NOBODY}
@@ -87,10 +99,24 @@ class Builder:
         self._computes.append(stream == "compute")
         self.tasks.append(
             Task(
-                kind, stream, round_, layer, chunk, what, level, tokens, parameters, size, operators,
-                tuple(read), tuple(written), tuple(after), end, first,
+                kind=kind,
+                stream=stream,
+                round=round_,
+                layer=layer,
+                chunk=chunk,
+                what=what,
+                level=level,
+                tokens=tokens,
+                parameters=parameters,
+                bytes=size,
+                operators=operators,
+                reads=tuple(read),
+                writes=tuple(written),
+                after=tuple(after),
+                end=end,
+                first=first,
             )
-        )  # fmt: skip
+        )
         return index
 
     def last(self, stream: Stream) -> tuple[int, ...]:
@@ -100,7 +126,7 @@ class Builder:
         )
         return () if found is None else (found,)
 
-    def program(self, at_end: dict[int, str], rounds: int) -> Program:
+    def program(self, at_end: dict[int, Value], rounds: int) -> Program:
         """What was collected."""
         return Program(tuple(self.buffers), tuple(self.tasks), dict(self.at_start), at_end, rounds)
 

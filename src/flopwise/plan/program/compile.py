@@ -1,29 +1,65 @@
 """A plan as a program: every task of a step, in the order of each stream.
 
+Three layers and one chunk, of a plan that has two slots each for weights, optimizer state and activations, offloads all
+activations and updates in backward. `w` weights, `o` optimizer state, `a` activations; F forward, B backward, U update:
+
+    time ─▶
+    copy-in    o2         w2   o1       a2    a1                a0   o0   w0
+    compute    embed  F0  F1   F2  head U     B2   U2       B1  U1   B0   U0      embed-backward  U
+    copy-out              a0   a1  a2              o2   w2           o1   w1      o0   w0
+    host       (all U here, where the plan updates on the host)
+
+    F2 ◀─ w2 ◀─ F0                layer 2 takes over the slot of layer 0: the load waits for the slot's last reader
+    F2 ◀─ store a0 ◀─ F0          and its activations take over a slot that must have been copied out
+    B1 ◀─ a1 ◀─ store a1 ◀─ F1    what was offloaded comes back, prefetched as soon as a slot is free
+    B0 ◀─ w0 ◀─ store w2 ◀─ U2    on the way down the slots are handed back: updated weights leave first
+
+What flows. The residual stream of a chunk stays in one buffer: forward writes a layer's output over its input, backward
+the gradient of the input over that of the output. Everything else is in its *home*, one part's own place on device or
+host, or in flight in a *slot* that layers share.
+
+Versions. A buffer holds one `Value` at a time, and every write leaves another one:
+
+    weights slot 0   weights 0 v0 ▶ weights 2 v0 ▶ weights 2 v1 ▶ weights 0 v0 ▶ weights 0 v1
+    residual 0       embedding ▶ 0 ▶ 1 ▶ 2 ▶ gradient head ▶ gradient 2 ▶ gradient 1 ▶ gradient 0
+
+Weights and optimizer state are v0 until their update and v1 from then on. A step ends when all that began as v0 is v1,
+so the next step is the same program. Gradients have the round and the chunk that was added last: a sum over three
+rounds is three values. What a task waits for follows from its reads and writes alone: it is behind the writer of all
+that it reads, and behind every reader of what it writes over (`Builder.task`).
+
 Tasks are written down where their value is needed; `ordering` then brings them into the order of each stream.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.plan.program.builder import Builder, FreeSlots
 from flopwise.plan.program.ordering import NominalSeconds, in_order_of_need, in_order_of_release
 from flopwise.plan.program.runs import check_runs
 from flopwise.plan.program.sizes import Sizes, context_sets, level_bytes, sizes_of, slot_bytes, working_bytes
-from flopwise.plan.program.state import Kept, OptimizerState, Part, ends_of, place_of
+from flopwise.plan.program.state import Kept, OptimizerState, copy_state, ends_of, place_of
 from flopwise.records.plan import LETTERS, Plan
-from flopwise.records.program import Kind, Program, aligned
+from flopwise.records.program import Buffer, Kind, Owner, Program, Value, ValueKind, aligned
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats
 from flopwise.work.model import Model
-from flopwise.work.op import Attention
-from flopwise.work.parameters import End, Place, op_groups
+from flopwise.work.op import Op
+from flopwise.work.parameters import End, Part, Place, op_groups, split_at_attention
 from flopwise.work.transformer import Transformer
 
 END_OF: dict[Kind, End] = {"embed": "embedding", "embed-backward": "embedding", "head": "head"}
 """Tasks around the blocks, and whose they are."""
+
+Segment = Literal["embed", "before", "attention", "after", "block", "head", "nothing"]
+"""Operators that a task runs: around the blocks, in a block around attention, or none where it only moves bytes."""
+
+Writes = Sequence[tuple[int, Value]]
+TEMPORARIES = Value("temporaries")
 
 RELOAD_AFTER_LAYERS = 2
 """Weights that the host has updated are fetched when so many further layers are done, so that no copy waits for it."""
@@ -56,7 +92,7 @@ class _Compiler:
         self.nominal = NominalSeconds.of_model(sizes.block.parameters, sizes.head.parameters, plan, model)
         self.cut = plan.chunks_per_sequence > 1
         self.whole_sequence = self.cut and plan.attention == "sequence"
-        self._operators(model)
+        self._find_operators(model)
         self._activation_buffers()
         self._working_buffers()
         self.round = 0
@@ -65,25 +101,25 @@ class _Compiler:
 
     # -- buffers --------------------------------------------------------------------------------------------------
 
-    def _operators(self, model: Model) -> None:
+    def _find_operators(self, model: Model) -> None:
         before, inside, behind = op_groups(describe(model, self.plan.sequence_tokens))
-        place = next(index for index, op in enumerate(inside) if isinstance(op, Attention))
-        names = [op.name for op in inside]
-        self.names: dict[str, tuple[str, ...]] = {
-            "embed": tuple(op.name for op in before),
-            "before": tuple(names[:place]),
-            "attention": (names[place],),
-            "after": tuple(names[place + 1 :]),
-            "block": tuple(names),
-            "head": tuple(op.name for op in behind),
-            "moved": (),
+        first, attention, then = split_at_attention(inside)
+        segments: dict[Segment, tuple[Op, ...]] = {
+            "embed": before,
+            "before": first,
+            "attention": (attention,),
+            "after": then,
+            "block": inside,
+            "head": behind,
+            "nothing": (),
         }
+        self.operators = {segment: tuple(op.name for op in ops) for segment, ops in segments.items()}
 
     def _activation_buffers(self) -> None:
         plan, builder = self.plan, self.builder
         size = slot_bytes(self.sizes, plan.tokens_of(0))
         self.free = FreeSlots(
-            builder.buffer(f"activation slot {number}", "activations", "device", size)
+            builder.buffer(Buffer("activations", "device", "slot", size, number=number))
             for number in range(plan.activation_slots)
         )
         self.slots: dict[tuple[int, int], int] = {}
@@ -91,44 +127,47 @@ class _Compiler:
         for layer, row in enumerate(plan.saves):
             for chunk, letter in enumerate(row):
                 if letter != "F":
-                    level = LETTERS[letter.lower()]
-                    kept = level_bytes(self.sizes, level, plan.tokens_of(chunk))
-                    name = f"activations {layer}.{chunk}"
+                    kept = level_bytes(self.sizes, LETTERS[letter.lower()], plan.tokens_of(chunk))
                     place: Place = "device" if letter.isupper() else "host"
-                    self.homes[layer, chunk] = builder.buffer(f"{place} {name}", "activations", place, kept)
+                    home = Buffer("activations", place, "home", kept, layer, chunk)
+                    self.homes[layer, chunk] = builder.buffer(home)
 
     def _working_buffers(self) -> None:
         plan, sizes, builder = self.plan, self.sizes, self.builder
         chunks, parts_of = plan.chunks_per_round, plan.chunks_per_sequence
         bytes_of = working_bytes(sizes, plan)
-        self.stream = [
-            builder.buffer(f"stream {chunk}", "stream", "device", aligned(sizes.stream * plan.tokens_of(chunk)))
-            for chunk in range(chunks)
+        residual = [aligned(sizes.residual * plan.tokens_of(chunk)) for chunk in range(chunks)]
+        self.residual = [
+            builder.buffer(Buffer("residual", "device", "residual", size, number=chunk))
+            for chunk, size in enumerate(residual)
         ]
         self.contexts: list[list[int]] = []
-        self.context_gradients: tuple[int, ...] = ()
+        self.key_gradients: tuple[int, ...] = ()
         self.inputs: list[int] = []
         self.sequence: tuple[int, ...] = ()
         workspace = bytes_of["workspace"]
         if self.cut:
-            room = [aligned(sizes.context * plan.tokens_of(part)) for part in range(parts_of)]
+            keys = [aligned(sizes.context * plan.tokens_of(part)) for part in range(parts_of)]
             self.contexts = [
-                [builder.buffer(f"context {part}", "context", "device", size) for part, size in enumerate(room)]
+                [
+                    builder.buffer(Buffer("context", "device", "keys", size, number=part))
+                    for part, size in enumerate(keys)
+                ]
                 for _ in range(context_sets(sizes, plan))
             ]
         if self.whole_sequence:
             self.inputs = [
-                builder.buffer(f"inputs {part}", "workspace", "device", aligned(sizes.stream * plan.tokens_of(part)))
+                builder.buffer(Buffer("workspace", "device", "inputs", residual[part], number=part))
                 for part in range(parts_of)
             ]
             size = aligned(sizes.sequence_attention * plan.sequence_tokens)
-            self.sequence = (builder.buffer("attention of a sequence", "workspace", "device", size),)
-            workspace -= size + sum(builder.buffers[buffer].bytes for buffer in self.inputs)
+            self.sequence = (builder.buffer(Buffer("workspace", "device", "attention", size)),)
+            workspace -= size + sum(residual[:parts_of])
         elif self.cut:
             size = aligned(sizes.context_gradients * plan.sequence_tokens)
-            self.context_gradients = (builder.buffer("context gradients", "context", "device", size),)
-        self.workspace = builder.buffer("workspace", "workspace", "device", workspace)
-        self.logits = builder.buffer("head chunk", "head", "device", bytes_of["head"])
+            self.key_gradients = (builder.buffer(Buffer("context", "device", "key gradients", size)),)
+        self.workspace = builder.buffer(Buffer("workspace", "device", "temporaries", workspace))
+        self.logits = builder.buffer(Buffer("head", "device", "logits", bytes_of["head"]))
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -149,11 +188,11 @@ class _Compiler:
     def last_round(self) -> bool:
         return self.round == self.plan.rounds_per_step - 1
 
-    def _at_end(self) -> dict[int, str]:
+    def _at_end(self) -> dict[int, Value]:
         """Every part's new weights and state where they belong, and the device as the next step expects it."""
-        found: dict[int, str] = {}
+        found: dict[int, Value] = {}
         for part in self.weights.parts:
-            value = f"weights {part} v1"
+            value = Value("weights", part, version=1)
             if part in self.weights.staying:
                 found[self.weights.slot[part]] = value
             if part in self.weights.host:
@@ -161,9 +200,9 @@ class _Compiler:
             for index, piece in enumerate(self.state.pieces[part]):
                 for buffer in (piece.device, piece.host):
                     if buffer is not None:
-                        found[buffer] = f"optimizer {part}.{index} v1"
+                        found[buffer] = Value("optimizer", part, index, version=1)
         for buffer, value in self.builder.at_start.items():
-            found.setdefault(buffer, value.replace(" v0", " v1"))
+            found.setdefault(buffer, value._replace(version=1))
         return found
 
     # -- forward --------------------------------------------------------------------------------------------------
@@ -172,7 +211,7 @@ class _Compiler:
         plan = self.plan
         for chunk in range(plan.chunks_per_round):
             table = self.weights.bring(self.embedding, self.round)
-            self._compute("embed", "embed", chunk, reads=(table,), writes=(self._stream(chunk, "embedded"),))
+            self._compute("embed", "embed", chunk, reads=(table,), writes=(self._residual(chunk, "embedding"),))
         for layer in range(plan.layers):
             weights = self.weights.bring(layer, self.round)
             for first in range(0, plan.chunks_per_round, plan.chunks_per_sequence):
@@ -185,23 +224,30 @@ class _Compiler:
     def _forward_before(self, layer: int, chunks: range, weights: int) -> None:
         for chunk in chunks:
             self._compute(
-                "forward-before", "before", chunk, layer=layer,
-                reads=(weights, self.stream[chunk], *(self.sequence if chunk > chunks[0] else ())),
-                writes=(self._context(layer, chunk), (self.sequence[0], f"queries {layer}.{chunk} r{self.round}")),
-            )  # fmt: skip
+                "forward-before",
+                "before",
+                chunk,
+                layer=layer,
+                reads=(weights, self.residual[chunk], *(self.sequence if chunk > chunks[0] else ())),
+                writes=(self._context(layer, chunk), (self.sequence[0], self._value("queries", layer, chunk))),
+            )
         self._compute(
-            "attention", "attention", chunks[-1], layer=layer,
+            "attention",
+            "attention",
+            chunks[-1],
+            layer=layer,
             reads=(*self._context_of(layer, chunks[0]), *self.sequence),
-            writes=((self.sequence[0], f"attended {layer}.{chunks[0]} r{self.round}"),),
-        )  # fmt: skip
+            writes=((self.sequence[0], self._value("attended", layer, chunks[0])),),
+        )
 
     def _forward(self, layer: int, chunk: int, weights: int) -> None:
         """A chunk through a layer, and what it keeps on its way to where it is kept."""
         letter, home = self.plan.saves[layer][chunk], self.homes.get((layer, chunk))
+        # Every forward works in a slot, whatever its level: what is not kept is gone when the slot is given back.
         slot = self.free.take()
-        value = f"activations {layer}.{chunk} r{self.round}"
-        reads = [weights, self.stream[chunk]]
-        writes = [(slot, value), self._stream(chunk, f"layer {layer}")]
+        value = self._value("activations", layer, chunk)
+        reads = [weights, self.residual[chunk]]
+        writes = [(slot, value), self._residual(chunk, layer)]
         if self.whole_sequence:
             reads += [*self.sequence, self._context(layer, chunk)[0]]
         elif self.cut:
@@ -210,15 +256,15 @@ class _Compiler:
         if letter.isupper() and home is not None:
             writes.append((home, value))
         kind: Kind = "forward-after" if self.whole_sequence else "forward"
-        names = "after" if self.whole_sequence else "block"
+        segment: Segment = "after" if self.whole_sequence else "block"
         level = LETTERS[letter.lower()]
-        self._compute(kind, names, chunk, layer=layer, level=level, reads=reads, writes=writes)
+        self._compute(kind, segment, chunk, layer=layer, level=level, reads=reads, writes=writes)
         if letter == "F":
             self.slots[layer, chunk] = slot
             return
         if letter.islower():
             assert home is not None  # everything that is not in a slot has a buffer of its own
-            self._copy("store", layer, chunk, slot, home, self.builder.buffers[home].bytes)
+            self._copy("store", layer, chunk, source=slot, target=home, size=self.builder.buffers[home].bytes)
         self.free.give(slot)
 
     # -- head -----------------------------------------------------------------------------------------------------
@@ -231,11 +277,17 @@ class _Compiler:
             tokens = plan.tokens_of(chunk)
             for first in range(0, tokens, plan.head_chunk_tokens):
                 self._compute(
-                    "head", "head", chunk, first=first,
+                    "head",
+                    "head",
+                    chunk,
+                    first=first,
                     tokens=min(plan.head_chunk_tokens, tokens - first),
-                    reads=(weights, self.stream[chunk], *self._summed("head")),
-                    writes=(self._stream(chunk, f"head {first}"), (gradients, self._gradient("head", chunk, first))),
-                )  # fmt: skip
+                    reads=(weights, self.residual[chunk], *self._summed("head")),
+                    writes=(
+                        self._residual_gradient(chunk, "head", first),
+                        (gradients, self._gradient("head", chunk, first)),
+                    ),
+                )
         if self.embedding != "head":
             self._gradient_done("head")
 
@@ -246,6 +298,7 @@ class _Compiler:
         for layer in reversed(range(plan.layers)):
             weights = self.weights.bring(layer, self.round)
             gradients = self._gradient_slot(layer)
+            # The last chunk first: a chunk's keys have their whole gradient when all queries behind them are done.
             for first in reversed(range(0, plan.chunks_per_round, plan.chunks_per_sequence)):
                 chunks = range(first, first + plan.chunks_per_sequence)
                 if self.whole_sequence:
@@ -258,14 +311,17 @@ class _Compiler:
                     self._backward_before(layer, chunks, weights, gradients)
             self._gradient_done(layer)
         gradients = self._gradient_slot(self.embedding)
-        # A norm behind the tables is run again from their rows.
+        # A norm behind the tables is recomputed from their rows.
         table = (self.weights.bring(self.embedding, self.round),) if self.embedding_norm else ()
         for chunk in reversed(range(plan.chunks_per_round)):
             self._compute(
-                "embed-backward", "embed", chunk,
-                reads=(*table, self.stream[chunk], *self._summed(self.embedding)),
+                "embed-backward",
+                "embed",
+                chunk,
+                reads=(*table, self.residual[chunk], *self._summed(self.embedding)),
+                # A tied matrix gets its head's gradient before, whose versions are first tokens.
                 writes=((gradients, self._gradient(self.embedding, chunk, -1)),),
-            )  # fmt: skip
+            )
         self._gradient_done(self.embedding)
 
     def _bring_context(self, layer: int, chunks: range, weights: int) -> None:
@@ -273,41 +329,41 @@ class _Compiler:
         for chunk in reversed(chunks):
             buffer, value = self._context(layer, chunk)
             letter, home = self.plan.saves[layer][chunk], self.homes.get((layer, chunk))
-            there = self.builder.values[buffer] == value
+            there = self.builder.value(buffer) == value
             if letter == "i" and (self.whole_sequence or not there):
                 assert home is not None
                 source = self.inputs[chunk % self.plan.chunks_per_sequence] if self.whole_sequence else self.free.take()
-                self._copy("load", layer, chunk, home, source, self.builder.buffers[home].bytes)
+                size = self.builder.buffers[home].bytes
+                self._copy("load", layer, chunk, source=home, target=source, size=size)
                 if not self.whole_sequence:
                     # Backward of the chunk itself will load it a second time; until then the slot serves others.
                     self.free.give(source)
             elif letter in "fac" and not there:
                 assert home is not None
                 size = aligned(self.sizes.context * self.plan.tokens_of(chunk))
-                self._copy("load", layer, chunk, home, buffer, size, what="context", value=value)
+                self._copy("load", layer, chunk, source=home, target=buffer, size=size, what="context", value=value)
                 continue
             else:
                 source = self.slots[layer, chunk] if home is None else home
             if not there:
                 reads = (weights, source)
                 level = LETTERS[letter.lower()]
-                names = "before" if level == "input" else "moved"
+                segment: Segment = "before" if level == "input" else "nothing"
                 writes = ((buffer, value),)
-                self._compute("context", names, chunk, layer=layer, level=level, reads=reads, writes=writes)
+                self._compute("context", segment, chunk, layer=layer, level=level, reads=reads, writes=writes)
 
     def _backward(self, layer: int, chunk: int, weights: int, gradients: int) -> None:
-        """A chunk back through a layer: what was kept is fetched, the rest made again."""
+        """A chunk back through a layer: what was kept is fetched, the rest recomputed."""
         letter, home = self.plan.saves[layer][chunk], self.homes.get((layer, chunk))
-        value = f"activations {layer}.{chunk} r{self.round}"
-        writes = [self._stream(chunk, f"gradient {layer}"), (gradients, self._gradient(layer, chunk, 0))]
-        reads = [weights, self.stream[chunk], *self._summed(layer)]
+        writes = [self._residual_gradient(chunk, layer, 0), (gradients, self._gradient(layer, chunk, 0))]
+        reads = [weights, self.residual[chunk], *self._summed(layer)]
         if letter == "F":
             slot = self.slots.pop((layer, chunk))
             reads.append(slot)
         else:
             assert home is not None
             slot = self.free.take()
-            writes.append((slot, f"{value} whole"))
+            writes.append((slot, self._value("activations", layer, chunk, 1)))
             reads.append(self._fetched(layer, chunk, home, slot))
         if self.whole_sequence:
             part = chunk % self.plan.chunks_per_sequence
@@ -316,18 +372,18 @@ class _Compiler:
                 reads += context[: part + 1] if self.causal else context
             if part < self.plan.chunks_per_sequence - 1:
                 reads += self.sequence
-            writes.append((self.sequence[0], f"gradients {layer}.{chunk} r{self.round}"))
+            writes.append((self.sequence[0], self._value("attended gradients", layer, chunk)))
             if letter != "i":
-                writes.append((self.inputs[part], f"inputs {layer}.{chunk} r{self.round}"))
+                writes.append((self.inputs[part], self._value("inputs", layer, chunk)))
         elif self.cut:
             reads += self._context_of(layer, chunk)[: chunk % self.plan.chunks_per_sequence + 1]
             if (chunk + 1) % self.plan.chunks_per_sequence:
-                reads += self.context_gradients
-            writes.append((self.context_gradients[0], f"gradients {layer}.{chunk} r{self.round}"))
+                reads += self.key_gradients
+            writes.append((self.key_gradients[0], self._value("key gradients", layer, chunk)))
         kind: Kind = "backward-after" if self.whole_sequence else "backward"
-        names = "after" if self.whole_sequence else "block"
+        segment: Segment = "after" if self.whole_sequence else "block"
         level = LETTERS[letter.lower()]
-        self._compute(kind, names, chunk, layer=layer, level=level, reads=reads, writes=writes)
+        self._compute(kind, segment, chunk, layer=layer, level=level, reads=reads, writes=writes)
         self.free.give(slot)
 
     def _fetched(self, layer: int, chunk: int, home: int, slot: int) -> int:
@@ -341,29 +397,32 @@ class _Compiler:
         if self.cut and letter != "i":
             # Its keys and values have come before it.
             size -= aligned(self.sizes.context * self.plan.tokens_of(chunk))
-        self._copy("load", layer, chunk, home, slot, max(0, size))
+        self._copy("load", layer, chunk, source=home, target=slot, size=max(0, size))
         return slot
 
     def _backward_before(self, layer: int, chunks: range, weights: int, gradients: int) -> None:
-        last = chunks[-1]
         self._compute(
-            "attention-backward", "attention", last, layer=layer,
+            "attention-backward",
+            "attention",
+            chunks[-1],
+            layer=layer,
             reads=(*self._context_of(layer, chunks[0]), *self.sequence),
-            writes=((self.sequence[0], f"attention gradients {layer}.{chunks[0]} r{self.round}"),),
-        )  # fmt: skip
+            writes=((self.sequence[0], self._value("attention gradients", layer, chunks[0])),),
+        )
         for chunk in reversed(chunks):
             self._compute(
-                "backward-before", "before", chunk, layer=layer,
-                reads=(weights, self.stream[chunk], self.inputs[chunk - chunks[0]], *self.sequence, gradients),
-                writes=(
-                    self._stream(chunk, f"gradient {layer} whole"), (gradients, self._gradient(layer, chunk, 1)),
-                ),
-            )  # fmt: skip
+                "backward-before",
+                "before",
+                chunk,
+                layer=layer,
+                reads=(weights, self.residual[chunk], self.inputs[chunk - chunks[0]], *self.sequence, gradients),
+                writes=(self._residual_gradient(chunk, layer, 1), (gradients, self._gradient(layer, chunk, 1))),
+            )
 
     # -- gradients and updates ------------------------------------------------------------------------------------
 
-    def _gradient(self, part: Part, chunk: int, piece: int) -> str:
-        return f"gradients {part} r{self.round}.{chunk}.{piece}"
+    def _gradient(self, part: Part, chunk: int, version: int) -> Value:
+        return Value("gradients", part, chunk, self.round, version)
 
     def _summed(self, part: Part) -> tuple[int, ...]:
         """The gradient so far, if there is one to add to."""
@@ -385,6 +444,7 @@ class _Compiler:
         self._fetch()
 
     def _update_at_end(self) -> None:
+        # State may pass through memory that activations lend: everybody must be done with those.
         self.builder.also_after = (*self.builder.last("compute"), *self.builder.last("copy-out"))
         order: tuple[Part, ...] = ("head", *reversed(range(self.plan.layers)), "embedding")
         for part in order:
@@ -396,46 +456,59 @@ class _Compiler:
             self._update_on_host(part)
             return
         builder, round_ = self.builder, self.round
-        place = place_of(part)
         weights = self.weights.bring(part, round_)
         gradients = self.gradients.bring(part, round_)
         pieces, first = self.state.pieces[part], 0
         for index, piece in enumerate(pieces):
-            new = f"optimizer {part}.{index} v1"
+            new = Value("optimizer", part, index, version=1)
             slot = self.state.slot() if piece.device is None else piece.device
             if piece.device is None:
                 assert piece.host is not None
-                builder.task(
-                    "load", "copy-in", reads=(piece.host,), writes=((slot, builder.values[piece.host]),),
-                    round_=round_, **place, what="optimizer", size=piece.size, first=first,
-                )  # fmt: skip
-            version = f"weights {part} v1" if index == len(pieces) - 1 else f"weights {part} v0+{index + 1}"
+                source, size = piece.host, piece.size
+                copy_state(
+                    builder, "load", "optimizer", part, round_, source=source, target=slot, size=size, first=first
+                )
+            is_last = index == len(pieces) - 1
+            updated = Value("weights", part, version=1) if is_last else Value("weights", part, index + 1)
             builder.task(
-                "optimize", "compute", reads=(weights, gradients, slot), writes=((weights, version), (slot, new)),
-                round_=round_, **place, what="optimizer", parameters=piece.parameters, first=first,
-            )  # fmt: skip
+                "optimize",
+                "compute",
+                reads=(weights, gradients, slot),
+                writes=((weights, updated), (slot, new)),
+                round_=round_,
+                **place_of(part),
+                what="optimizer",
+                parameters=piece.parameters,
+                first=first,
+            )
             if piece.host is not None:
-                builder.task(
-                    "store", "copy-out", reads=(slot,), writes=((piece.host, new),),
-                    round_=round_, **place, what="optimizer", size=piece.size, first=first,
-                )  # fmt: skip
+                target, size = piece.host, piece.size
+                copy_state(
+                    builder, "store", "optimizer", part, round_, source=slot, target=target, size=size, first=first
+                )
             first += piece.parameters
+        # Also where they stay in flight: the next step's program begins with the host's copy up to date.
         if part in self.weights.host:
             self.weights.send(part, round_)
 
     def _update_on_host(self, part: Part) -> None:
         builder = self.builder
         slot, home = self.gradients.slot[part], self.gradients.host[part]
-        if self.gradients.here(part) and builder.values[slot] != builder.values[home]:
+        if self.gradients.here(part) and builder.value(slot) != builder.value(home):
             self.gradients.send(part, self.round)
         piece = self.state.pieces[part][0]
         assert piece.host is not None
         weights, gradients = self.weights.host[part], self.gradients.host[part]
         builder.task(
-            "optimize", "host", reads=(weights, gradients, piece.host),
-            writes=((weights, f"weights {part} v1"), (piece.host, f"optimizer {part}.0 v1")),
-            round_=self.round, **place_of(part), what="optimizer", parameters=piece.parameters,
-        )  # fmt: skip
+            "optimize",
+            "host",
+            reads=(weights, gradients, piece.host),
+            writes=((weights, Value("weights", part, version=1)), (piece.host, Value("optimizer", part, 0, version=1))),
+            round_=self.round,
+            **place_of(part),
+            what="optimizer",
+            parameters=piece.parameters,
+        )
         self.waiting.append(part)
 
     def _fetch(self, *, everything: bool = False) -> None:
@@ -444,14 +517,22 @@ class _Compiler:
             part = self.waiting.pop(0)
             slot = self.weights.slot[part]
             if part in self.weights.staying or self.weights.here(part):
-                self.builder.values[slot] = ""
+                self.builder.forget(slot)
             if part in self.weights.staying:
                 self.weights.bring(part, self.round)
 
-    # -- small makers ---------------------------------------------------------------------------------------------
+    # -- values and tasks -----------------------------------------------------------------------------------------
 
-    def _stream(self, chunk: int, value: str) -> tuple[int, str]:
-        return self.stream[chunk], f"stream {chunk} {value} r{self.round}"
+    def _value(self, kind: ValueKind, part: Part, chunk: int, version: int = 0) -> Value:
+        return Value(kind, part, chunk, self.round, version)
+
+    def _residual(self, chunk: int, part: Part) -> tuple[int, Value]:
+        """The residual stream of a chunk behind a part."""
+        return self.residual[chunk], Value("residual", part, chunk, self.round)
+
+    def _residual_gradient(self, chunk: int, part: Part, version: int) -> tuple[int, Value]:
+        """Its gradient in front of a part, which takes its place: the head and a block in pieces write it in turns."""
+        return self.residual[chunk], Value("residual gradient", part, chunk, self.round, version)
 
     def _context_of(self, layer: int, chunk: int) -> list[int]:
         """Where the keys and values of a chunk's sequence are: layers and sequences take turns."""
@@ -459,40 +540,63 @@ class _Compiler:
         turn = layer * (self.plan.chunks_per_round // parts) + chunk // parts
         return self.contexts[turn % len(self.contexts)]
 
-    def _context(self, layer: int, chunk: int) -> tuple[int, str]:
+    def _context(self, layer: int, chunk: int) -> tuple[int, Value]:
         part = chunk % self.plan.chunks_per_sequence
-        return self._context_of(layer, chunk)[part], f"context {layer}.{chunk} r{self.round}"
+        return self._context_of(layer, chunk)[part], self._value("context", layer, chunk)
 
     def _compute(
         self,
         kind: Kind,
-        names: str,
+        segment: Segment,
         chunk: int,
         *,
-        reads: tuple[int, ...] | list[int],
-        writes: tuple[tuple[int, str], ...] | list[tuple[int, str]],
+        reads: Sequence[int],
+        writes: Writes,
         layer: int | None = None,
         level: str = "",
         tokens: int | None = None,
         first: int = 0,
     ) -> None:
-        end = END_OF.get(kind)
-        room = self.logits if kind == "head" else self.workspace
+        temporaries = self.logits if kind == "head" else self.workspace
         self.builder.task(
-            kind, "compute", reads=reads, writes=(*writes, (room, "temporaries")), round_=self.round, layer=layer,
-            chunk=chunk, level=level,
-            end=end, first=first,
-            tokens=self.plan.tokens_of(chunk) if tokens is None else tokens, operators=self.names[names],
-        )  # fmt: skip
+            kind,
+            "compute",
+            reads=reads,
+            writes=(*writes, (temporaries, TEMPORARIES)),
+            round_=self.round,
+            layer=layer,
+            chunk=chunk,
+            level=level,
+            end=END_OF.get(kind),
+            first=first,
+            tokens=self.plan.tokens_of(chunk) if tokens is None else tokens,
+            operators=self.operators[segment],
+        )
 
-    def _copy(  # noqa: PLR0917 - from where to where, and how much
-        self, kind: Kind, layer: int, chunk: int, source: int, target: int, size: int,
-        *, what: str = "activations", value: str | None = None,
-    ) -> None:  # fmt: skip
+    def _copy(
+        self,
+        kind: Literal["load", "store"],
+        layer: int,
+        chunk: int,
+        *,
+        source: int,
+        target: int,
+        size: int,
+        what: Owner = "activations",
+        value: Value | None = None,
+    ) -> None:
+        """What a (layer, chunk) kept, over the link; `value`: where it is another one at the target."""
         plan = self.plan
         self.builder.task(
-            kind, "copy-in" if kind == "load" else "copy-out",
-            reads=(source,), writes=((target, value or self.builder.values[source]),), round_=self.round, layer=layer,
-            chunk=chunk, what=what, level=LETTERS[plan.saves[layer][chunk].lower()], tokens=plan.tokens_of(chunk),
+            kind,
+            "copy-in" if kind == "load" else "copy-out",
+            reads=(source,),
+            writes=((target, value or self.builder.held(source)),),
+            round_=self.round,
+            layer=layer,
+            chunk=chunk,
+            what=what,
+            level=LETTERS[plan.saves[layer][chunk].lower()],
+            tokens=plan.tokens_of(chunk),
             size=size,
-        )  # fmt: skip
+        )

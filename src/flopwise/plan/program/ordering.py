@@ -55,7 +55,7 @@ def in_order_of_need(program: Program, nominal: NominalSeconds) -> Program:
     """The same, and of the loads that could begin the one first that is needed first."""
     tasks = program.tasks
     key = _releases(tasks)
-    starts = _Clock(tasks, [nominal.of(task) for task in tasks], key).starts()
+    starts = starts_by_need(tasks, [nominal.of(task) for task in tasks])
     behind = -1.0
     for index in sorted(_loads(tasks), key=lambda load: starts[load]):
         # A stream keeps its order: a load is behind all that go before it.
@@ -186,9 +186,4 @@ def _with_last_of_each(task: Task, tasks: list[Task], place: list[int]) -> Task:
         stream = tasks[new].stream
         if stream != task.stream and new > latest.get(stream, -1):
             latest[stream] = new
-    # `replace` would take half of the time of compiling.
-    return Task(
-        task.kind, task.stream, task.round, task.layer, task.chunk, task.what, task.level, task.tokens,
-        task.parameters, task.bytes, task.operators, task.reads, task.writes, tuple(latest.values()),
-        task.end, task.first,
-    )  # fmt: skip
+    return task._replace(after=tuple(latest.values()))

@@ -9,8 +9,8 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.plan.program.workspace import workspace_bytes
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, attention_sums_bytes, temporary_bytes
 from flopwise.records.plan import LETTERS, LEVELS, OWN_RULE, POLICY, Plan
-from flopwise.records.program import aligned
-from flopwise.setup.workload import MOMENTS, Optimizer
+from flopwise.records.program import Owner, aligned
+from flopwise.setup.words import MOMENTS, Optimizer
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.model import Model
@@ -62,8 +62,8 @@ class Sizes:
     """Keys and values, bytes a token and layer."""
     context_gradients: int
     """Their gradients, summed in fp32 over the chunks that look at them."""
-    stream: int
-    """What passes from layer to layer, bytes a token."""
+    residual: int
+    """Of the residual stream from layer to layer, bytes a token."""
     temporary: int
     """What lives only inside a layer's tasks, bytes a token."""
     sequence_attention: int
@@ -127,7 +127,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
 
     query = tensor_bytes(work.tensors["query"], formats)
     keys = tensor_bytes(work.tensors["key"], formats) + tensor_bytes(work.tensors["value"], formats)
-    stream = tensor_bytes(work.tensors["input"], formats)
+    residual = tensor_bytes(work.tensors["input"], formats)
     head_rows = max(tensor_bytes(work.tensors[name], formats) for op in behind for name in op.outputs)
     # No engine here runs experts: for those it is what any framework needs.
     temporary = temporary_bytes(work, "everything", formats) if model.experts else workspace_bytes(model, work, formats)
@@ -143,7 +143,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         context_gradients=each(
             formats.statistics_bytes * (work.tensors["key"].elements + work.tensors["value"].elements)
         ),
-        stream=each(stream),
+        residual=each(residual),
         temporary=each(temporary) + copies,
         # Queries, attention's result and the gradients of both in one piece, what its kernels sum up in, the gradients
         # of keys and values, the sums of the softmax, and what norms of queries and keys read.
@@ -153,7 +153,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
             + keys
             + sum(tensor_bytes(work.tensors[name], formats) for name in ("logsumexp", *_normed_heads(model)))
         ),
-        logits=each(head_rows + 2 * stream),
+        logits=each(head_rows + 2 * residual),
         fixed_workspace=LIBRARY_WORKSPACE_BYTES + _cast_bytes(work, formats) + fixed_copies + LINES_BYTES,
     )
 
@@ -238,8 +238,8 @@ def context_sets(sizes: Sizes, plan: Plan) -> int:
     return 2 if small and plan.rule == OWN_RULE else 1
 
 
-def working_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:
-    """Device memory of the owners that no residency changes: stream, context, head, workspace."""
+def working_bytes(sizes: Sizes, plan: Plan) -> dict[Owner, int]:
+    """Device memory of the owners that no residency changes: residual, context, head, workspace."""
     chunk, sequence = plan.tokens_of(0), plan.sequence_tokens
     cut = plan.chunks_per_sequence > 1
     round_tokens = sum(plan.tokens_of(index) for index in range(plan.chunks_per_sequence))
@@ -250,11 +250,12 @@ def working_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:
         context = context_sets(sizes, plan) * sum(parts)
         context += 0 if whole else aligned(sizes.context_gradients * sequence)
     groups = plan.chunks_per_round // plan.chunks_per_sequence
-    stream = groups * sum(aligned(sizes.stream * plan.tokens_of(index)) for index in range(plan.chunks_per_sequence))
+    chunks = (aligned(sizes.residual * plan.tokens_of(index)) for index in range(plan.chunks_per_sequence))
+    residual = groups * sum(chunks)
     workspace = sizes.fixed_workspace + aligned(sizes.temporary * chunk)
     workspace += aligned(INPUT_BYTES_PER_TOKEN * groups * round_tokens)
     if whole:
         # The inputs of the layer's chunks wait beside it for the backward of what comes before attention.
-        workspace += aligned(sizes.sequence_attention * sequence) + stream // groups
+        workspace += aligned(sizes.sequence_attention * sequence) + residual // groups
     head = aligned(sizes.logits * min(plan.head_chunk_tokens, chunk))
-    return {"stream": stream, "context": context, "head": head, "workspace": workspace}
+    return {"residual": residual, "context": context, "head": head, "workspace": workspace}

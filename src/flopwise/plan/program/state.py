@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state in a program: what stays, what passes through slots, what the host holds."""
+"""Weights, gradients and optimizer state in a program: what stays, what is in flight, what the host holds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from typing import Literal, TypedDict
 from flopwise.plan.program.builder import Builder
 from flopwise.plan.program.sizes import Sizes, State, activation_bytes
 from flopwise.records.plan import Plan, Residency
-from flopwise.records.program import Owner, aligned
-from flopwise.work.parameters import ENDS, End
-
-Part = int | Literal["embedding", "head"]
-"""A layer, or one of the ends."""
+from flopwise.records.program import Buffer, Owner, Value, aligned
+from flopwise.work.parameters import ENDS, End, Part
 
 
 class PlaceOf(TypedDict):
@@ -51,87 +48,103 @@ def kept_on_host(plan: Plan, kind: Owner, *, stays: bool, end: bool = False) -> 
     return plan.rounds_per_step > 1 or plan.update_when == "end"
 
 
-class Kept:
-    """One kind of state of every part."""
+def copy_state(
+    builder: Builder,
+    kind: Literal["load", "store"],
+    what: Owner,
+    part: Part,
+    round_: int,
+    *,
+    source: int,
+    target: int,
+    size: int,
+    first: int = 0,
+) -> None:
+    """A part's state over the link, the same value in both places then."""
+    builder.task(
+        kind,
+        "copy-in" if kind == "load" else "copy-out",
+        reads=(source,),
+        writes=((target, builder.held(source)),),
+        round_=round_,
+        **place_of(part),
+        what=what,
+        size=size,
+        first=first,
+    )
 
-    def __init__(self, builder: Builder, plan: Plan, sizes: Sizes, kind: Owner, residency: Residency) -> None:
+
+class Kept:
+    """Weights or gradients of every part."""
+
+    def __init__(
+        self, builder: Builder, plan: Plan, sizes: Sizes, kind: Literal["weights", "gradients"], residency: Residency
+    ) -> None:
         self.builder = builder
-        self.kind = kind
+        self.kind: Literal["weights", "gradients"] = kind
         self.parts: dict[Part, State] = {**dict.fromkeys(range(sizes.layers), sizes.block), **ends_of(sizes)}
         staying = residency.staying(sizes.layers)
         self.staying: set[Part] = {*staying, *(end for end in residency.ends if end in self.parts)}
         self.slot: dict[Part, int] = {}
         self.host: dict[Part, int] = {}
-        first = "" if kind == "gradients" else "v0"
         for part in self.parts:
             if part in self.staying:
-                holds = f"{kind} {part} {first}" if first else ""
-                name = f"{kind} {part}"
-                self.slot[part] = builder.buffer(name, kind, "device", self.size(part), holds=holds)
-        self._passing_slots(residency, "v0" if kind == "weights" and plan.update_place == "device" else "")
+                home = Buffer(kind, "device", "home", self.size(part), part)
+                self.slot[part] = builder.buffer(home, self._at_start(part))
+        self._slots_in_flight(residency, loaded=plan.update_place == "device")
         for part in self.parts:
             if kept_on_host(plan, kind, stays=part in self.staying, end=not isinstance(part, int)):
-                holds = f"{kind} {part} {first}" if first else ""
-                self.host[part] = builder.buffer(f"host {kind} {part}", kind, "host", self.size(part), holds=holds)
+                home = Buffer(kind, "host", "home", self.size(part), part)
+                self.host[part] = builder.buffer(home, self._at_start(part))
 
     def size(self, part: Part) -> int:
         """Bytes of a part."""
         found: int = getattr(self.parts[part], self.kind)
         return found
 
-    def _passing_slots(self, residency: Residency, version: str) -> None:
-        """Layer after layer takes the next slot, down again in backward: so every layer always has the same one."""
-        passing = [part for part in self.parts if isinstance(part, int) and part not in self.staying]
-        slots = []
-        for number in range(min(residency.passing, len(passing))):
-            # Backward ends with the lowest layers, so a step begins with them on the device.
-            holds = f"{self.kind} {passing[number]} {version}" if version else ""
-            name = f"{self.kind} slot {number}"
-            slots.append(self.builder.buffer(name, self.kind, "device", self.size(passing[number]), holds=holds))
-        for index, part in enumerate(passing):
+    def _at_start(self, part: Part) -> Value | None:
+        """What a part's home holds when a step begins: weights, but no gradient yet."""
+        return Value("weights", part) if self.kind == "weights" else None
+
+    def _slots_in_flight(self, residency: Residency, *, loaded: bool) -> None:
+        """Layer after layer takes the next slot, down again in backward: so every layer always has the same one.
+
+        `loaded`: backward ends with the lowest layers, so a step begins with their weights on the device. Where the
+        host updates them, they are out of date by then.
+        """
+
+        def slot(size: int, number: int | None, first: Part) -> int:
+            buffer = Buffer(self.kind, "device", "slot", size, number=number)
+            return self.builder.buffer(buffer, self._at_start(first) if loaded else None)
+
+        in_flight = [part for part in self.parts if isinstance(part, int) and part not in self.staying]
+        count = min(residency.passing, len(in_flight))
+        slots = [slot(self.size(in_flight[number]), number, in_flight[number]) for number in range(count)]
+        for index, part in enumerate(in_flight):
             if slots:
                 self.slot[part] = slots[index % len(slots)]
         ends = [part for part in self.parts if not isinstance(part, int) and part not in self.staying]
         if ends:
-            holds = f"{self.kind} {ends[0]} {version}" if version else ""
-            most = max(self.size(part) for part in ends)
-            slot = self.builder.buffer(f"{self.kind} slot of the ends", self.kind, "device", most, holds=holds)
-            self.slot.update(dict.fromkeys(ends, slot))
+            shared = slot(max(self.size(part) for part in ends), None, ends[0])
+            self.slot.update(dict.fromkeys(ends, shared))
 
     def here(self, part: Part) -> bool:
         """Whether the part's value is on the device now."""
-        return self.builder.values[self.slot[part]].startswith(f"{self.kind} {part} ")
+        value = self.builder.value(self.slot[part])
+        return value is not None and value.part == part
 
     def bring(self, part: Part, round_: int) -> int:
         """The buffer that holds the part, loaded if it was not there."""
         slot = self.slot[part]
         if not self.here(part):
-            host = self.host[part]
-            self.builder.task(
-                "load",
-                "copy-in",
-                reads=(host,),
-                writes=((slot, self.builder.values[host]),),
-                round_=round_,
-                **place_of(part),
-                what=self.kind,
-                size=self.size(part),
-            )
+            size = self.size(part)
+            copy_state(self.builder, "load", self.kind, part, round_, source=self.host[part], target=slot, size=size)
         return slot
 
     def send(self, part: Part, round_: int) -> None:
         """Store the part's value in its place on the host."""
-        slot = self.slot[part]
-        self.builder.task(
-            "store",
-            "copy-out",
-            reads=(slot,),
-            writes=((self.host[part], self.builder.values[slot]),),
-            round_=round_,
-            **place_of(part),
-            what=self.kind,
-            size=self.size(part),
-        )
+        source, target, size = self.slot[part], self.host[part], self.size(part)
+        copy_state(self.builder, "store", self.kind, part, round_, source=source, target=target, size=size)
 
 
 @dataclass(slots=True)
@@ -160,28 +173,32 @@ class OptimizerState:
             whole = stays or on_host or isinstance(part, int)
             self.pieces[part] = [
                 self._piece(
-                    plan, part, index, parameters,
+                    plan,
+                    part,
+                    index,
+                    parameters,
                     state.optimizer if whole else aligned(parameters * state.optimizer_each),
                     stays=stays,
                 )
                 for index, parameters in enumerate([state.parameters] if whole else sizes.pieces(state))
-            ]  # fmt: skip
+            ]
         self.slots: list[int] = []
         if any(piece.device is None for pieces in self.pieces.values() for piece in pieces) and not on_host:
             size = max(piece.size for pieces in self.pieces.values() for piece in pieces if piece.device is None)
             borrowed = borrowed_slots(plan, sizes, size)
             self.slots = [
-                builder.buffer(f"optimizer slot {number}", "optimizer", "device", size, borrowed=number < borrowed)
+                builder.buffer(Buffer("optimizer", "device", "slot", size, number=number, borrowed=number < borrowed))
                 for number in range(max(1, residency.passing))
             ]
         self._next = 0
 
     def _piece(self, plan: Plan, part: Part, index: int, parameters: int, size: int, *, stays: bool) -> Piece:
-        name, value = f"optimizer {part}.{index}", f"optimizer {part}.{index} v0"
-        device = self.builder.buffer(name, "optimizer", "device", size, holds=value) if stays else None
-        host = None
+        value = Value("optimizer", part, index)
+        device = host = None
+        if stays:
+            device = self.builder.buffer(Buffer("optimizer", "device", "home", size, part, index), value)
         if kept_on_host(plan, "optimizer", stays=stays, end=not isinstance(part, int)):
-            host = self.builder.buffer(f"host {name}", "optimizer", "host", size, holds=value)
+            host = self.builder.buffer(Buffer("optimizer", "host", "home", size, part, index), value)
         return Piece(parameters, size, device, host)
 
     def slot(self) -> int:

@@ -1,7 +1,7 @@
 """What a block's forward and backward need beside what is kept: temporaries, played one after another.
 
 The engine's rules in numbers: results of one product lie beside each other, a sum and its norm are one call, and what a
-norm or an activation made for one product alone is made again by its own backward, in the place of its gradient.
+norm or an activation made for one product alone is recomputed by its own backward, in the place of its gradient.
 Temporaries get the first place that is large enough, as they do there, so that gaps count as well.
 """
 
@@ -24,7 +24,7 @@ OUTSIDE = "outside"
 
 
 def workspace_bytes(model: Transformer, work: Work, formats: Formats) -> int:
-    """Bytes of one sequence that a block's tasks need beside slots, stream, weights and gradients.
+    """Bytes of one sequence that a block's tasks need beside slots, residual stream, weights and gradients.
 
     What attention's kernels sum up in is theirs alone: it is counted beside the most that everything else takes.
     """
@@ -75,7 +75,7 @@ class _Block:
         self.first_need = {name: op.name for op in reversed(self.ops) for name in op.needs}
         self.levels = [{tensor.name for tensor in work.saved(policy)} for policy in POLICY.values()]
 
-    # -- forward, and what is made again --------------------------------------------------------------------------
+    # -- forward, and what is recomputed ---------------------------------------------------------------------------
 
     def forward(self, *, packs: bool) -> int:
         """The most of a pass that keeps nothing but what has a place."""
@@ -125,7 +125,7 @@ class _Block:
     # -- backward -------------------------------------------------------------------------------------------------
 
     def backward(self, kept: set[str], *, packs: bool) -> int:
-        """The most of a backward that finds these and makes the rest again."""
+        """The most of a backward that finds these and recomputes the rest."""
         arena = _FirstFit()
         made = self.work.made_for(self.needed, kept)
         self._run(arena, made, self.needed, packs=packs)
@@ -139,7 +139,7 @@ class _Block:
             maker = self.makers.get(op.name)
             if maker is not None:
                 done.add(maker.name)
-                self._made_again(maker, held, arena)
+                self._recompute(maker, held, arena)
             if not isinstance(op, Streaming):
                 for name in op.outputs:
                     self._drop(name, held, arena)
@@ -184,7 +184,7 @@ class _Block:
         for name in names:
             self._target(name, held, arena)
 
-    def _made_again(self, maker: Op, held: dict[str, str], arena: _FirstFit) -> None:
+    def _recompute(self, maker: Op, held: dict[str, str], arena: _FirstFit) -> None:
         if maker.name == "activation":
             # Gradients take the places of gate and up, which are kept in a slot.
             held.update((name, OUTSIDE) for name in maker.inputs)

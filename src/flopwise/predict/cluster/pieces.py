@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from flopwise.predict.kernels.calls import Floats, Phase, calls_for
 from flopwise.predict.kernels.costs import step_costs
 from flopwise.predict.kernels.memory import dropout_bytes, logits_bytes, temporary_bytes
-from flopwise.setup.hardware import Hardware
-from flopwise.setup.workload import Fusion, Optimizer, Workload
+from flopwise.setup.setup import SettledSetup
+from flopwise.setup.words import Fusion
 from flopwise.work.describe import describe
 from flopwise.work.exchange import (
     exchange,
@@ -41,24 +41,8 @@ PRODUCTS, ATTENTION, STREAMING = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """Everything about a workload that changes the pieces, but for the micro-batch."""
-
-    model: Model
-    sequence_tokens: int
-    attention: AttentionKernel
-    fusion: Fusion
-    optimizer: Optimizer
-    formats: Formats
-    recompute: Recompute
-    layout: Layout
-    accumulate: bool
-    """Gradients are added to those of an earlier micro-batch."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Pieces:
-    """One row for each setting and micro-batch; bytes are for the whole micro-batch."""
+    """One row for each set-up and micro-batch; bytes are for the whole micro-batch."""
 
     seconds: Floats
     """rows × part × phase (forward, backward, recompute) × class."""
@@ -86,29 +70,25 @@ class Pieces:
     dispatches_again: Floats
 
 
-def setting_of(model: Model, workload: Workload, layout: Layout, *, accumulate: bool) -> Setting:
-    """The setting of a workload's micro-batches."""
-    return Setting(
-        model=model,
-        sequence_tokens=workload.sequence_tokens,
-        attention=workload.attention,
-        fusion=workload.fusion,
-        optimizer=workload.optimizer,
-        formats=workload.formats,
-        recompute=workload.recompute,
-        layout=layout,
-        accumulate=accumulate,
-    )
+def pieces(setup: SettledSetup, layout: Layout, sequences: Sequence[int], *, accumulate: bool) -> Pieces:
+    """Cost a device of a layout for several micro-batch sizes at once.
 
-
-def pieces(setting: Setting, hardware: Hardware, sequences: Sequence[int]) -> Pieces:
-    """Cost a setting for several micro-batch sizes at once."""
-    work = describe(setting.model, setting.sequence_tokens, setting.attention, setting.layout)
+    `accumulate`: gradients are added to those of an earlier micro-batch.
+    """
     batch = np.array(sequences, dtype=np.float64)
-    static = _static(setting)
+    # By its parts: a hardware description has no hash, and a set-up's sizes would only miss.
+    static = _static(
+        setup.model,
+        sequence_tokens=setup.sequence_tokens,
+        attention=setup.attention,
+        fusion=setup.fusion,
+        formats=setup.formats,
+        policy=setup.recompute,
+        layout=layout,
+    )
     ones = np.ones_like(batch)
     return Pieces(
-        seconds=_seconds(setting, work, hardware, batch),
+        seconds=_seconds(setup, layout, batch, accumulate=accumulate),
         saved_bytes=batch[:, None] * np.array(static.saved),
         logits_bytes=batch * static.logits,
         loss_bytes=batch * static.loss,
@@ -118,7 +98,7 @@ def pieces(setting: Setting, hardware: Hardware, sequences: Sequence[int]) -> Pi
         product_parameters=ones[:, None] * np.array(static.products, dtype=np.float64),
         expert_parameters=ones * static.experts,
         tied_parameters=ones * static.tied,
-        layers=ones * setting.model.layers,
+        layers=ones * setup.model.layers,
         stream_bytes=batch * static.stream,
         reductions=ones * static.reductions,
         reductions_again=ones * static.reductions_again,
@@ -162,17 +142,25 @@ class _Static:
 
 
 @lru_cache(maxsize=4096)
-def _static(setting: Setting) -> _Static:
-    model, formats, policy = setting.model, setting.formats, setting.recompute
-    work = describe(model, setting.sequence_tokens, setting.attention, setting.layout)
+def _static(
+    model: Model,
+    *,
+    sequence_tokens: int,
+    attention: AttentionKernel,
+    fusion: Fusion,
+    formats: Formats,
+    policy: Recompute,
+    layout: Layout,
+) -> _Static:
+    work = describe(model, sequence_tokens, attention, layout)
     parameters, experts = parameters_by_part(work)
-    tokens = setting.sequence_tokens // setting.layout.context
+    tokens = sequence_tokens // layout.context
     passed = exchange(work, policy, formats, hidden=model.hidden, stream_tokens=tokens)
     return _Static(
         saved=_saved_by_part(work, policy, formats, model.layers),
         logits=logits_bytes(work, formats, "fused"),
         dropout=dropout_bytes(work, policy, formats),
-        loss=logits_bytes(work, formats, setting.fusion) - logits_bytes(work, formats, "fused"),
+        loss=logits_bytes(work, formats, fusion) - logits_bytes(work, formats, "fused"),
         temporary=temporary_bytes(work, policy, formats),
         parameters=parameters,
         products=product_parameters_by_part(work),
@@ -205,24 +193,25 @@ def _saved_by_part(work: Work, policy: Recompute, formats: Formats, layers: int)
     return found[0], found[1], found[2]
 
 
-def _seconds(setting: Setting, work: Work, hardware: Hardware, sequences: Floats) -> Floats:
+def _seconds(setup: SettledSetup, layout: Layout, sequences: Floats, *, accumulate: bool) -> Floats:
+    work = describe(setup.model, setup.sequence_tokens, setup.attention, layout)
     calls = calls_for(
-        setting.model,
-        sequence_tokens=setting.sequence_tokens,
-        kernel=setting.attention,
-        formats=setting.formats,
-        policy=setting.recompute,
-        fusion=setting.fusion,
-        optimizer=setting.optimizer,
-        accumulate=setting.accumulate,
-        layout=setting.layout,
+        setup.model,
+        sequence_tokens=setup.sequence_tokens,
+        kernel=setup.attention,
+        formats=setup.formats,
+        policy=setup.recompute,
+        fusion=setup.fusion,
+        optimizer=setup.optimizer,
+        accumulate=accumulate,
+        layout=layout,
     )
-    costs = step_costs(calls, hardware, sequences)
+    costs = step_costs(calls, setup.hardware, sequences)
     kinds = [PRODUCTS if kind == "gemm" else ATTENTION if kind == "attention" else STREAMING for kind in calls.kinds]
     parts = np.array([*parts_of(work), -1])[costs.op]
     classes = np.array(kinds)[costs.op]
     found = np.zeros((3, 3, 3, sequences.size))
     mine = costs.phase != Phase.UPDATE
     np.add.at(found, (parts[mine], costs.phase[mine], classes[mine]), costs.seconds[mine])
-    found[BLOCK] /= setting.model.layers
+    found[BLOCK] /= setup.model.layers
     return np.ascontiguousarray(np.moveaxis(found, -1, 0))

@@ -10,17 +10,14 @@ import numpy as np
 from flopwise.predict.cluster.costing import Evaluation, evaluate
 from flopwise.predict.cluster.pieces import taken
 from flopwise.predict.cluster.stages import LAST, StageShape, host_bytes, stage_bytes
-from flopwise.predict.cluster.strategies import Listed, listed, micro_batches
-from flopwise.predict.kernels.calls import Floats, Phase, calls_for
+from flopwise.predict.cluster.strategies import Listed, listed
+from flopwise.predict.kernels.calls import Floats, Phase, calls_of
 from flopwise.predict.kernels.costs import BOUND_NAMES, CAUSES, Costs, step_costs
 from flopwise.records.prediction import DeviceBytes, OpPrediction, StagePrediction
-from flopwise.setup.hardware import Hardware
-from flopwise.setup.parallel import Parallel
+from flopwise.setup.setup import SettledSetup
 from flopwise.setup.stack import Stack
-from flopwise.setup.workload import Workload
 from flopwise.work.describe import describe
 from flopwise.work.exchange import parts_of
-from flopwise.work.model import Model
 from flopwise.work.op import Convention
 
 BOUNDS = {
@@ -54,21 +51,13 @@ class ClusterStep:
         return max((stage.device_bytes for stage in self.stages), key=lambda memory: memory.total)
 
 
-def cluster_step(
-    model: Model,
-    hardware: Hardware,
-    workload: Workload,
-    *,
-    parallel: Parallel,
-    stack: Stack,
-    convention: Convention,
-) -> ClusterStep:
+def cluster_step(setup: SettledSetup, stack: Stack, convention: Convention) -> ClusterStep:
     """Cost one set-up and lay the figures out."""
-    laid_out = listed([(model, parallel, workload)], hardware)
-    found = evaluate(laid_out, hardware, stack)
+    laid_out = listed([setup])
+    found = evaluate(laid_out, setup.hardware, stack)
     parts = {name: float(value[0]) for name, value in found.parts.items()}
     step_s = float(found.step_s[0])
-    ops = _operators(model, hardware, workload, parallel=parallel, convention=convention, found=found)
+    ops = _operators(setup, convention, found)
     others = [_other(name, parts[name], step_s) for name in BOUNDS if parts[name] > 0]
     table = taken(laid_out.table, laid_out.strategies.row)
     on_host = max(float(host_bytes(laid_out.strategies, table, shape, stack)[0]) for shape in found.shapes)
@@ -77,41 +66,22 @@ def cluster_step(
         step_s=step_s,
         parts=parts,
         ops=(*ops, *others),
-        stages=_stages(laid_out, found, stack, parallel.pipeline),
+        stages=_stages(laid_out, found, stack, setup.parallel.pipeline),
     )
 
 
-def _operators(
-    model: Model,
-    hardware: Hardware,
-    workload: Workload,
-    *,
-    parallel: Parallel,
-    convention: Convention,
-    found: Evaluation,
-) -> list[OpPrediction]:
+def _operators(setup: SettledSetup, convention: Convention, found: Evaluation) -> list[OpPrediction]:
     """The operators of the slowest stage; their times are shares of the step's kernels by class."""
-    whole, _, count = micro_batches(workload, parallel.data)
-    calls = calls_for(
-        model,
-        sequence_tokens=workload.sequence_tokens,
-        kernel=workload.attention,
-        formats=workload.formats,
-        policy=workload.recompute,
-        fusion=workload.fusion,
-        optimizer=workload.optimizer,
-        accumulate=count > 1,
-        layout=parallel.layout,
-    )
-    costs = step_costs(calls, hardware, np.array([float(whole)]))
-    work = describe(model, workload.sequence_tokens, workload.attention)
-    here = describe(model, workload.sequence_tokens, workload.attention, parallel.layout)
+    calls = calls_of(setup)
+    costs = step_costs(calls, setup.hardware, np.array([float(setup.micro_batch_sequences)]))
+    work = describe(setup.model, setup.sequence_tokens, setup.attention)
+    here = describe(setup.model, setup.sequence_tokens, setup.attention, setup.parallel.layout)
     shape = found.shapes[int(found.slowest[0])]
-    layers = float(shape.layers[0]) / model.layers
+    layers = float(shape.layers[0]) / setup.model.layers
     present = np.array([(float(shape.embedding[0]), layers, float(shape.head[0]))[part] for part in parts_of(here)])
     weights = np.append(present, 0.0)[costs.op] * (costs.phase != Phase.UPDATE)
     seconds = _scaled_to_parts(costs, weights, calls.kinds, found)
-    again = work.recomputed(workload.recompute)
+    again = work.recomputed(setup.recompute)
     rows = []
     for index, op in enumerate(work.ops):
         mine, share = costs.op == index, again.get(op.name, Fraction(0))
@@ -123,9 +93,9 @@ def _operators(
                 costs.phase[mine],
                 cause=_cause(costs, seconds, mine),
                 step_s=float(found.step_s[0]),
-                flops=workload.batch_sequences * work.hardware_flops(op, convention, share),
-                model_flops=3 * workload.batch_sequences * work.forward_flops(op, convention),
-                moved=round(count * float((costs.bytes[:, 0] * weights)[mine].sum())),
+                flops=setup.batch_sequences * work.hardware_flops(op, convention, share),
+                model_flops=3 * setup.batch_sequences * work.forward_flops(op, convention),
+                moved=round(setup.accumulation_steps * float((costs.bytes[:, 0] * weights)[mine].sum())),
             )
         )
     update = np.array([float(found.parts["update"][0])])

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.predict.cluster.pieces import Pieces, Setting, joined_pieces, pieces, setting_of
+from flopwise.predict.cluster.pieces import Pieces, joined_pieces, pieces
 from flopwise.predict.kernels.calls import Floats
-from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import SCHEDULES, Parallel
-from flopwise.setup.workload import MOMENTS, Optimizer, Workload
+from flopwise.setup.setup import SettledSetup
+from flopwise.setup.words import MOMENTS, Optimizer
 from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.model import Model
 from flopwise.work.traffic import update_bytes_per_parameter
@@ -107,28 +107,44 @@ class Listed:
     table: Pieces
 
 
-def listed(cases: Sequence[tuple[Model, Parallel, Workload]], hardware: Hardware) -> Listed:
-    """Arrays of set-ups that are given one by one; the pieces of equal settings are costed together."""
-    check_depth([model for model, _, _ in cases])
-    wanted: dict[Setting, dict[int, None]] = {}
+def listed(setups: Sequence[SettledSetup]) -> Listed:
+    """Arrays of set-ups on one hardware; the pieces that several have in common are costed together."""
+    check_depth([setup.model for setup in setups])
+    wanted: dict[tuple[object, ...], tuple[SettledSetup, dict[int, None]]] = {}
     needs = []
-    for model, parallel, workload in cases:
-        whole, rest, count = micro_batches(workload, parallel.data)
-        setting = setting_of(model, workload, parallel.layout, accumulate=count > 1)
-        wanted.setdefault(setting, {}).update({whole: None, rest or whole: None})
-        needs.append((setting, whole, rest or whole, count))
-    place: dict[tuple[Setting, int], int] = {}
+    for setup in setups:
+        sizes = setup.micro_batches()
+        whole, rest = sizes[0][0], sizes[-1][0]
+        key = _pieces_key(setup)
+        wanted.setdefault(key, (setup, {}))[1].update({whole: None, rest: None})
+        needs.append((key, whole, rest))
+    place: dict[tuple[tuple[object, ...], int], int] = {}
     tables = []
-    for setting, sizes in wanted.items():
-        for size in sizes:
-            place[setting, size] = len(place)
-        tables.append(pieces(setting, hardware, list(sizes)))
-    rows = np.array([place[setting, whole] for setting, whole, _, _ in needs], dtype=np.intp)
-    rests = np.array([place[setting, rest] for setting, _, rest, _ in needs], dtype=np.intp)
-    counts = np.array([count for *_, count in needs], dtype=np.float64)
-    states = [state_bytes(workload.formats, workload.optimizer) for _, _, workload in cases]
-    strategies = set_ups([parallel for _, parallel, _ in cases], states)
+    for key, (setup, some) in wanted.items():
+        for size in some:
+            place[key, size] = len(place)
+        tables.append(pieces(setup, setup.parallel.layout, list(some), accumulate=setup.accumulation_steps > 1))
+    rows = np.array([place[key, whole] for key, whole, _ in needs], dtype=np.intp)
+    rests = np.array([place[key, rest] for key, _, rest in needs], dtype=np.intp)
+    counts = np.array([setup.accumulation_steps for setup in setups], dtype=np.float64)
+    states = [state_bytes(setup.formats, setup.optimizer) for setup in setups]
+    strategies = set_ups([setup.parallel for setup in setups], states)
     return Listed(replace(strategies, row=rows, rest_row=rests, micro_batches=counts), joined_pieces(tables))
+
+
+def _pieces_key(setup: SettledSetup) -> tuple[object, ...]:
+    """Everything that changes the pieces, but for the hardware and the micro-batch."""
+    return (
+        setup.model,
+        setup.sequence_tokens,
+        setup.attention,
+        setup.fusion,
+        setup.optimizer,
+        setup.formats,
+        setup.recompute,
+        setup.parallel.layout,
+        setup.accumulation_steps > 1,
+    )
 
 
 def check_depth(models: Sequence[Model]) -> None:
@@ -140,13 +156,6 @@ def check_depth(models: Sequence[Model]) -> None:
                 why=f"several devices are played layer by layer, up to {MOST_LAYERS:,}",
                 hint="check the number for a digit too many",
             )
-
-
-def micro_batches(workload: Workload, data: int) -> tuple[int, int, int]:
-    """Of the fullest replica: sequences of a micro-batch, those of a smaller last one (0: none), how many in all."""
-    mine = -(-workload.batch_sequences // data)
-    whole = min(workload.micro_batch_sequences, mine)
-    return whole, mine % whole, -(-mine // whole)
 
 
 def set_ups(parallels: Sequence[Parallel], states: Sequence[StateBytes]) -> Strategies:

@@ -14,7 +14,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from flopwise.setup.workload import MOMENTS, Fusion, Optimizer, Workload
+from flopwise.setup.setup import SettledSetup
+from flopwise.setup.words import MOMENTS, Fusion, Optimizer
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.layout import WHOLE, Layout
@@ -142,17 +143,18 @@ def step_calls(
     )
 
 
-def calls_of(model: Model, workload: Workload) -> StepCalls:
-    """The kernels of a workload's micro-batch; its size and that of the batch do not change them."""
+def calls_of(setup: SettledSetup) -> StepCalls:
+    """The kernels of a device's micro-batch; its size and that of the batch do not change them."""
     return calls_for(
-        model,
-        sequence_tokens=workload.sequence_tokens,
-        kernel=workload.attention,
-        formats=workload.formats,
-        policy=workload.recompute,
-        fusion=workload.fusion,
-        optimizer=workload.optimizer,
-        accumulate=workload.accumulation_steps > 1,
+        setup.model,
+        sequence_tokens=setup.sequence_tokens,
+        kernel=setup.attention,
+        formats=setup.formats,
+        policy=setup.recompute,
+        fusion=setup.fusion,
+        optimizer=setup.optimizer,
+        accumulate=setup.accumulation_steps > 1,
+        layout=setup.parallel.layout,
     )
 
 
@@ -292,8 +294,8 @@ class _Lister:
         ]
         if again:
             made = frozenset(self.again)
-            remade = forward_traffic(self.work, op, self.formats, fused=self.fused, after=made)
-            phases.append((Phase.RECOMPUTE, scaled(remade, again)))
+            recomputed = forward_traffic(self.work, op, self.formats, fused=self.fused, after=made)
+            phases.append((Phase.RECOMPUTE, scaled(recomputed, again)))
         for phase, traffic in phases:
             self.streams.append(
                 StreamingCall(

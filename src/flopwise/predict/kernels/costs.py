@@ -18,9 +18,8 @@ from flopwise.predict.kernels.calls import AttentionCall, Floats, GemmCall, Phas
 from flopwise.predict.kernels.gemm import CAUSES as GEMM_CAUSES
 from flopwise.predict.kernels.gemm import gemm_times
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.workload import Workload
+from flopwise.setup.setup import SettledSetup
 from flopwise.work.formats import WIDTH_BYTES
-from flopwise.work.model import Model
 
 CAUSES = ("compute", "dram", "l2", "launch")
 """What a kernel waits for: arithmetic, the device's main memory, its last cache, its own start."""
@@ -167,13 +166,13 @@ def step_costs(calls: StepCalls, hardware: Hardware, sequences: Floats) -> Costs
     return joined(parts)
 
 
-def workload_costs(model: Model, hardware: Hardware, workload: Workload) -> Costs:
+def setup_costs(setup: SettledSetup) -> Costs:
     """Cost of each kernel over a whole step, one column for each size of micro-batch.
 
     A micro-batch's kernels run once for each; the update runs once a step, whatever the micro-batches.
     """
-    sizes = workload.micro_batches()
-    costs = step_costs(calls_of(model, workload), hardware, np.array([float(sequences) for sequences, _ in sizes]))
+    sizes = setup.micro_batches()
+    costs = step_costs(calls_of(setup), setup.hardware, np.array([float(sequences) for sequences, _ in sizes]))
     repeats = np.array([float(count) for _, count in sizes])
     once = np.zeros_like(repeats)
     once[0] = 1.0

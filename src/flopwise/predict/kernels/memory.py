@@ -12,7 +12,9 @@ from dataclasses import replace
 
 from flopwise.records.prediction import DeviceBytes
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.workload import MOMENTS, Fusion, Workload
+from flopwise.setup.setup import SettledSetup
+from flopwise.setup.words import MOMENTS, Fusion
+from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.op import Attention, Gemm
 from flopwise.work.traffic import saved_bytes, tensor_bytes
@@ -31,30 +33,30 @@ def usable_bytes(hardware: Hardware) -> int:
     return max(0, int(hardware.device.dram.size_bytes.value) - RESERVED_BYTES)
 
 
-def device_bytes(work: Work, workload: Workload) -> DeviceBytes:
-    """Peak bytes by owner while a step of `workload` runs."""
-    formats, sequences = workload.formats, workload.micro_batch_sequences
+def device_bytes(setup: SettledSetup) -> DeviceBytes:
+    """Peak bytes by owner while a step runs."""
+    formats, sequences = setup.formats, setup.micro_batch_sequences
+    work = describe(setup.model, setup.sequence_tokens, setup.attention)
     master = WIDTH_BYTES[formats.master] if formats.master else 0
-    moments = MOMENTS[workload.optimizer] * WIDTH_BYTES[formats.moments]
-    logits = sequences * logits_bytes(work, formats, workload.fusion)
+    moments = MOMENTS[setup.optimizer] * WIDTH_BYTES[formats.moments]
+    logits = sequences * logits_bytes(work, formats, setup.fusion)
     # The blocks' temporaries take the logits' place; only what goes beyond it is memory of its own.
-    beyond = max(0, sequences * temporary_bytes(work, workload.recompute, formats) - logits)
+    beyond = max(0, sequences * temporary_bytes(work, setup.recompute, formats) - logits)
     owners = {
         "weights": work.parameters * WIDTH_BYTES[formats.weights],
         "gradients": work.parameters * WIDTH_BYTES[formats.gradients],
         "optimizer": work.parameters * (moments + master),
-        "activations": sequences * saved_bytes(work, workload.recompute, formats),
+        "activations": sequences * saved_bytes(work, setup.recompute, formats),
         "logits": logits,
         "workspace": beyond + cast_copy_bytes(work, formats) + LIBRARY_WORKSPACE_BYTES,
     }
     return DeviceBytes(**owners, total=sum(owners.values()))
 
 
-def memory_line(work: Work, workload: Workload) -> tuple[int, int]:
+def memory_line(setup: SettledSetup) -> tuple[int, int]:
     """Total bytes with one sequence at once, and what each further one adds: memory is linear in the micro-batch."""
     one, two = (
-        device_bytes(work, replace(workload, batch_sequences=count, micro_batch_sequences=count)).total
-        for count in (1, 2)
+        device_bytes(replace(setup, batch_sequences=count, micro_batch_sequences=count)).total for count in (1, 2)
     )
     return one, two - one
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.records.program import OWNERS, STREAMS, Program, Stream, Task
+from flopwise.records.program import OWNERS, STREAMS, Owner, Program, Stream, Task, Value
 from flopwise.records.simulation import MemoryPoint, Simulation
 from flopwise.setup.hardware import Link
 from flopwise.work.parameters import Place
@@ -162,7 +162,7 @@ def _delay(first: int, second: int, slowdown: float, starts: Sequence[float], al
         alone[second] += delay
 
 
-WORDS: dict[str, str] = {"optimizer": "optimizer state"}
+WORDS: dict[Owner, str] = {"optimizer": "optimizer state"}
 """What a copy moves, where the plain word is another one."""
 
 
@@ -170,7 +170,7 @@ def _awaited_words(task: Task) -> str:
     """What a device that waits for this task is said to wait for."""
     if task.stream == "host":
         return HOST_UPDATE
-    what = WORDS.get(task.what, task.what)
+    what = "" if task.what is None else WORDS.get(task.what, task.what)
     return what if task.stream == "copy-in" else f"room for {what}"
 
 
@@ -223,7 +223,7 @@ def memory_points(simulation: Simulation) -> list[MemoryPoint]:
     return points
 
 
-def _of_place(place: Place, slots: dict[tuple[Place, str], int], used: Sequence[int]) -> dict[str, int]:
+def _of_place(place: Place, slots: dict[tuple[Place, Owner], int], used: Sequence[int]) -> dict[str, int]:
     return {owner: used[slot] for (where, owner), slot in slots.items() if where == place}
 
 
@@ -247,7 +247,7 @@ def _peaks(program: Program, starts: Sequence[float], ends: Sequence[float]) -> 
     return _without_zeros(_of_place("device", slots, device)), _without_zeros(_of_place("host", slots, host))
 
 
-def _slots(program: Program) -> dict[tuple[Place, str], int]:
+def _slots(program: Program) -> dict[tuple[Place, Owner], int]:
     """The places and owners of the program's buffers, numbered: the device's first."""
     there = {(buffer.place, buffer.owner) for buffer in program.buffers}
     places: tuple[Place, ...] = ("device", "host")
@@ -256,42 +256,44 @@ def _slots(program: Program) -> dict[tuple[Place, str], int]:
 
 
 def _in_use(
-    program: Program, slots: dict[tuple[Place, str], int], starts: Sequence[float], ends: Sequence[float]
+    program: Program, slots: dict[tuple[Place, Owner], int], starts: Sequence[float], ends: Sequence[float]
 ) -> Iterator[tuple[float, list[int]]]:
     """Every moment at which the bytes in use change, and those of each slot from then on (one list, which changes)."""
     used = [0] * len(slots)
     slot_of = [slots[buffer.place, buffer.owner] for buffer in program.buffers]
+    sizes = [buffer.bytes for buffer in program.buffers]
     now = 0.0
     for moment, buffer, sign in sorted(_changes(program, starts, ends)):
         if moment > now:
             yield now, used
             now = moment
-        used[slot_of[buffer]] += sign * program.buffers[buffer].bytes
+        used[slot_of[buffer]] += sign * sizes[buffer]
     yield now, used
 
 
 def _changes(program: Program, starts: Sequence[float], ends: Sequence[float]) -> list[tuple[float, int, int]]:
     """(moment, buffer, +1 or -1) wherever a buffer comes into use or falls out of it."""
-    held: list[str | None] = [program.at_start.get(buffer) for buffer in range(len(program.buffers))]
+    held: list[Value | None] = [program.at_start.get(buffer) for buffer in range(len(program.buffers))]
     # The end of the last task so far that used the value in each buffer.
     last = [0.0] * len(held)
     changes = [(0.0, buffer, 1) for buffer in program.at_start]
     for start, end, task in zip(starts, ends, program.tasks, strict=True):
-        for use in task.reads:
-            last[use.buffer] = max(last[use.buffer], end)
-        for use in task.writes:
-            buffer = use.buffer
-            if held[buffer] != use.value:
-                if held[buffer] is not None:
+        for buffer, _ in task.reads:
+            last[buffer] = max(last[buffer], end)
+        for buffer, value in task.writes:
+            before = held[buffer]
+            # Most values are written once: asking for the same object first spares comparing their fields.
+            if before is not value and before != value:
+                if before is not None:
                     # A task that reads the old value and writes the new one into its place uses the buffer once.
                     changes.append((min(last[buffer], start), buffer, -1))
                 changes.append((start, buffer, 1))
-                held[buffer], last[buffer] = use.value, end
+                held[buffer], last[buffer] = value, end
             last[buffer] = max(last[buffer], end)
     kept = program.at_end
     changes += [
         (last[buffer], buffer, -1)
-        for buffer, value in enumerate(held)
-        if value is not None and kept.get(buffer) != value
+        for buffer, there in enumerate(held)
+        if there is not None and kept.get(buffer) != there
     ]
     return changes

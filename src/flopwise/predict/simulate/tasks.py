@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -19,17 +20,19 @@ from flopwise.predict.kernels.costs import gemm_costs, peak_flops, streaming_cos
 from flopwise.records.plan import POLICY, Plan
 from flopwise.records.program import Program, Task
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.workload import MOMENTS
+from flopwise.setup.words import MOMENTS
 from flopwise.work.describe import describe
 from flopwise.work.formats import POLICIES, Formats, parse_formats
 from flopwise.work.fusion import swiglu_in_products
 from flopwise.work.model import Model
-from flopwise.work.op import Attention
+from flopwise.work.op import Attention, attention_flops
+from flopwise.work.parameters import op_groups, split_at_attention
 from flopwise.work.traffic import backward_traffic, forward_traffic, tensor_bytes, update_bytes_per_parameter
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
 
-GROUPS = ("embed", "before", "attention", "after", "head")
+Group = Literal["embed", "before", "attention", "after", "head"]
+GROUPS: tuple[Group, ...] = get_args(Group)
 """The model's operators in the parts that tasks run: around the blocks, and in a block around attention."""
 
 
@@ -37,10 +40,10 @@ GROUPS = ("embed", "before", "attention", "after", "head")
 class GroupSeconds:
     """Seconds of one copy of a group for one chunk."""
 
-    forward: dict[str, float]
-    backward: dict[str, float]
-    again: dict[str, dict[str, float]]
-    """Save level → group → seconds of what is made again, attention left out."""
+    forward: dict[Group, float]
+    backward: dict[Group, float]
+    recompute: dict[str, dict[Group, float]]
+    """Save level → group → seconds of what is recomputed, attention left out."""
     products: float
     """Of forward and backward over all groups, those of matrix products alone, every layer."""
 
@@ -99,24 +102,25 @@ class TaskSeconds:
         if kind in ("attention", "attention-backward"):
             return self.attention_s(None, "forward" if kind == "attention" else "backward")
         # Where the sequence is cut, keys and values are there before: the task `context` has brought them.
-        again = group.again["context" if cut and task.level == "input" else task.level]
-        seconds = again["before"] + again["after"] + backward["after"]
+        recompute = group.recompute["context" if cut and task.level == "input" else task.level]
+        seconds = recompute["before"] + recompute["after"] + backward["after"]
         if task.level in ("context", "input"):
             seconds += self.attention_s(part, "forward")
         if kind == "backward":
             seconds += backward["before"] + self.attention_s(part, "backward")
         return seconds
 
-    def again_s(self, level: str, tokens: int, part: int) -> float:
-        """What backward of a (layer, chunk) at a save level makes again, beyond what it does at the level `full`."""
-        groups = self.groups(tokens).again
-        seconds = sum(groups[level][name] - groups["full"][name] for name in ("before", "after"))
+    def recompute_s(self, level: str, tokens: int, part: int) -> float:
+        """What backward of a (layer, chunk) at a save level recomputes, beyond what it does at the level `full`."""
+        groups = self.groups(tokens).recompute
+        around: tuple[Group, ...] = ("before", "after")
+        seconds = sum(groups[level][name] - groups["full"][name] for name in around)
         return seconds + (self.attention_s(part, "forward") if level in ("context", "input") else 0.0)
 
     def _context_s(self, task: Task, group: GroupSeconds) -> float:
-        """Keys and values made again from the chunk's input, or moved from its slot."""
+        """Keys and values recomputed from the chunk's input, or moved from its slot."""
         if task.level == "input":
-            return group.again["input"]["before"] - group.again["context"]["before"]
+            return group.recompute["input"]["before"] - group.recompute["context"]["before"]
         return self._streaming(2.0 * self.context_bytes * task.tokens)
 
     # -- kernels --------------------------------------------------------------------------------------------------
@@ -155,7 +159,7 @@ class TaskSeconds:
         return GroupSeconds(
             forward={name: plain[index, Phase.FORWARD] for index, name in enumerate(GROUPS)},
             backward={name: plain[index, Phase.BACKWARD] for index, name in enumerate(GROUPS)},
-            again={
+            recompute={
                 level: {name: table[index, Phase.RECOMPUTE] for index, name in enumerate(GROUPS)}
                 for level, (table, _) in sums.items()
             },
@@ -202,16 +206,10 @@ class TaskSeconds:
     @cached_property
     def _group_of(self) -> list[int]:
         """Operator → group."""
-        ops = self.work.ops
-        place = next(index for index, op in enumerate(ops) if isinstance(op, Attention))
-        last = max(index for index, op in enumerate(ops) if op.in_block)
-
-        def group(index: int) -> str:
-            if not ops[index].in_block:
-                return "head" if index > last else "embed"
-            return "before" if index < place else "attention" if index == place else "after"
-
-        return [GROUPS.index(group(index)) for index in range(len(ops))]
+        embed, block, head = op_groups(self.work)
+        before, attention, after = split_at_attention(block)
+        groups = (embed, before, (attention,), after, head)
+        return [index for index, ops in enumerate(groups) for _ in ops]
 
     def attention_s(self, part: int | None, direction: Direction) -> float:
         """Attention of one layer: of a chunk's queries, or (None) over all of a sequence at once."""
@@ -228,7 +226,7 @@ class TaskSeconds:
         copies = plan.tokens_of(0) // plan.sequence_tokens if plan.chunks_per_sequence == 1 else 1
         twice = op.twice_pairs_of(first, last)
         keys = last if op.causal else plan.sequence_tokens
-        flops = 2.0 * twice * op.heads * op.head_dim * (1.0 if direction == "forward" else 2.5)
+        flops = float(attention_flops(direction, twice, op.heads, op.head_dim))
         share = (last - first) / plan.sequence_tokens
         traffic = forward_traffic if direction == "forward" else backward_traffic
         moved = share * traffic(self.work, op, self.formats, fused=True).per_sequence
@@ -253,7 +251,7 @@ class TaskSeconds:
         return seconds
 
     def ceiling_s(self) -> float:
-        """A step's matrix products and attention alone, nothing made again, attention over whole sequences."""
+        """A step's matrix products and attention alone, nothing recomputed, attention over whole sequences."""
         plan = self.plan
         rounds = [plan.tokens_of(chunk) for chunk in range(plan.chunks_per_round)]
         products = sum(self.groups(tokens).products for tokens in rounds)

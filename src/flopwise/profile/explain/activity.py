@@ -48,9 +48,16 @@ class ActivityBuilder:
         return len(self._columns["name"])
 
     def add(
-        self, name: str, kind: KernelClass, start_ns: int, end_ns: int, *, stream: int = 0,
-        moved_bytes: int = UNKNOWN_BYTES, launch_ns: int = -1,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        kind: KernelClass,
+        start_ns: int,
+        end_ns: int,
+        *,
+        stream: int = 0,
+        moved_bytes: int = UNKNOWN_BYTES,
+        launch_ns: int = -1,
+    ) -> None:
         number = self._numbers.setdefault(name, len(self._numbers))
         row = (number, KERNEL_CLASSES.index(kind), start_ns, max(start_ns, end_ns), stream, moved_bytes, launch_ns)
         for column, value in zip(self._columns.values(), row, strict=True):

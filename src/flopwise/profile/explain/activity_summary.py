@@ -38,9 +38,12 @@ class Summary:
 
 
 def summarised(
-    activity: Activity, *, window_ns: tuple[int, int] | None = None, steps: int | None = None,
+    activity: Activity,
+    *,
+    window_ns: tuple[int, int] | None = None,
+    steps: int | None = None,
     source: ValueSource = "ingested",
-) -> Summary:  # fmt: skip
+) -> Summary:
     """Sum up an activity, or what of it lies within a window, which is then the span."""
     if window_ns is not None:
         activity = within(activity, window_ns)

@@ -25,7 +25,7 @@ FEWEST_POINTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class FigureCell:
     """A figure of one profile."""
 
     value: float | None
@@ -35,17 +35,17 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class FigureRow:
     """One figure of every profile."""
 
     name: str
     unit: Unit
     group: str
-    cells: tuple[Cell, ...]
+    cells: tuple[FigureCell, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
+class LineFit:
     """Device time as a line over the batch: fixed_s + per_sequence_s × sequences."""
 
     fixed_s: float
@@ -95,16 +95,16 @@ class HostWait:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class ProfileComparison:
     """Profiles as columns."""
 
     names: tuple[str, ...]
     """No two alike."""
     baseline: int
     """The column that changes are relative to."""
-    rows: tuple[Row, ...]
+    rows: tuple[FigureRow, ...]
     """What matters most first."""
-    fits: tuple[Fit, ...] = ()
+    fits: tuple[LineFit, ...] = ()
     wall_fit: WallFit | None = None
     lengths: tuple[LengthRow, ...] = ()
     host_wait: HostWait | None = None
@@ -114,14 +114,14 @@ class Comparison:
 
 def compare(
     profiles: Sequence[Profile], *, baseline: str | None = None, thresholds: Thresholds | None = None
-) -> Comparison:
+) -> ProfileComparison:
     """Profiles side by side; changes are relative to the first one, or to the one that is called `baseline`."""
     if not profiles:
         raise FlopwiseError("there is nothing to compare", hint="name two profiles, or a file with several")
     names = column_names(profiles)
     base = 0 if baseline is None else column_of(names, baseline)
     named = list(zip(names, profiles, strict=True))
-    return Comparison(
+    return ProfileComparison(
         names=names,
         baseline=base,
         rows=tuple(_ordered(list(_rows(profiles, base)), base)),
@@ -161,27 +161,27 @@ def column_of(names: Sequence[str], wanted: str) -> int:
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _rows(profiles: Sequence[Profile], base: int) -> Iterator[Row]:
+def _rows(profiles: Sequence[Profile], base: int) -> Iterator[FigureRow]:
     for metric in METRICS:
         found = [profile.values.get(metric.name) for profile in profiles]
         if any(value is not None for value in found):
             values = [None if value is None else value.value for value in found]
             sources = [None if value is None else value.source for value in found]
             cells = _cells(values, sources, base)
-            yield Row(name=metric.name, unit=metric.unit, group=metric.group, cells=cells)
+            yield FigureRow(name=metric.name, unit=metric.unit, group=metric.group, cells=cells)
     shares: list[dict[str, float]] = [dict(shares_of(profile)) for profile in profiles]
     for name in dict.fromkeys(name for found in shares for name in found):
-        yield Row(
+        yield FigureRow(
             name=name, unit="share", group="shares", cells=_cells([each.get(name) for each in shares], None, base)
         )
     yield from _class_rows(profiles, base)
     memory = [profile.memory_total_bytes for profile in profiles]
     if any(size is not None for size in memory):
-        yield Row(name="memory_total_bytes", unit="B", group="memory", cells=_cells(memory, None, base))
+        yield FigureRow(name="memory_total_bytes", unit="B", group="memory", cells=_cells(memory, None, base))
     metrics = [train_numbers(profile) for profile in profiles]
     for name in dict.fromkeys(name for found in metrics for name in found):
         cells = _cells([each.get(name) for each in metrics], None, base)
-        yield Row(name=name, unit=train_unit(name), group="train_metrics", cells=cells)
+        yield FigureRow(name=name, unit=train_unit(name), group="train_metrics", cells=cells)
 
 
 def shares_of(profile: Profile) -> Iterator[tuple[str, float]]:
@@ -210,7 +210,7 @@ def shares_of(profile: Profile) -> Iterator[tuple[str, float]]:
     yield from ((name, share) for name, share in found.items() if share is not None)
 
 
-def _class_rows(profiles: Sequence[Profile], base: int) -> Iterator[Row]:
+def _class_rows(profiles: Sequence[Profile], base: int) -> Iterator[FigureRow]:
     """Time and share of each class; a profile that has classes has none of what is not among them."""
     times = [_class_seconds(profile) for profile in profiles]
     for kind in KERNEL_CLASSES:
@@ -221,8 +221,8 @@ def _class_rows(profiles: Sequence[Profile], base: int) -> Iterator[Row]:
                 seconds / whole if seconds is not None and whole else None
                 for seconds, whole in zip(taken, sums, strict=True)
             ]
-            yield Row(name=f"{kind}_s", unit="s", group="classes", cells=_cells(taken, None, base))
-            yield Row(name=f"{kind}_share", unit="share", group="classes", cells=_cells(shares, None, base))
+            yield FigureRow(name=f"{kind}_s", unit="s", group="classes", cells=_cells(taken, None, base))
+            yield FigureRow(name=f"{kind}_share", unit="share", group="classes", cells=_cells(shares, None, base))
 
 
 def _class_seconds(profile: Profile) -> dict[str, float]:
@@ -241,24 +241,29 @@ def train_numbers(profile: Profile) -> dict[str, float]:
 def train_unit(name: str) -> Unit:
     """Of a trainer's figure, by its name."""
     ends: tuple[tuple[str, Unit], ...] = (
-        *(("_runtime", "s"), ("_per_second", "1/s"), ("_accuracy", "share"), ("total_flos", "FLOP")),
+        ("_runtime", "s"),
+        ("_per_second", "1/s"),
+        ("_accuracy", "share"),
+        ("total_flos", "FLOP"),
         ("_samples", "count"),
     )
     return next((unit for end, unit in ends if name.endswith(end)), "1")
 
 
-def _cells(values: Sequence[float | None], sources: Sequence[ValueSource | None] | None, base: int) -> tuple[Cell, ...]:
+def _cells(
+    values: Sequence[float | None], sources: Sequence[ValueSource | None] | None, base: int
+) -> tuple[FigureCell, ...]:
     reference = values[base]
     cells = []
     for number, value in enumerate(values):
         change = None
         if number != base and value is not None and reference and isfinite(value) and isfinite(reference):
             change = (value - reference) / abs(reference)
-        cells.append(Cell(value=value, change=change, source=sources[number] if sources else None))
+        cells.append(FigureCell(value=value, change=change, source=sources[number] if sources else None))
     return tuple(cells)
 
 
-def _ordered(rows: Sequence[Row], base: int) -> Iterator[Row]:
+def _ordered(rows: Sequence[FigureRow], base: int) -> Iterator[FigureRow]:
     """What is asked first, then times by how much they change, then the rest as it came, group by group."""
     first = {row.name: row for row in rows if row.name in FIRST}
     yield from (first[name] for name in FIRST if name in first)
@@ -268,7 +273,7 @@ def _ordered(rows: Sequence[Row], base: int) -> Iterator[Row]:
     yield from (row for seconds, row in at_stake if seconds <= 0)
 
 
-def _seconds_at_stake(row: Row, base: int) -> float:
+def _seconds_at_stake(row: FigureRow, base: int) -> float:
     """The largest change of a time of a step; a trainer's times are those of the whole training."""
     reference = row.cells[base].value
     if row.unit != "s" or row.group == "train_metrics" or reference is None:
@@ -316,7 +321,7 @@ def _groups(named: Sequence[Named], key: Callable[[Profile], int | None]) -> lis
     return [members for *_, members in groups]
 
 
-def _fits(named: Sequence[Named]) -> Iterator[Fit]:
+def _fits(named: Sequence[Named]) -> Iterator[LineFit]:
     for group in _groups(named, lambda profile: profile.sequence_tokens):
         points = []
         for name, profile in group:
@@ -328,7 +333,7 @@ def _fits(named: Sequence[Named]) -> Iterator[Fit]:
             yield fit
 
 
-def _fit(found: Sequence[tuple[int, float, str]], sequence_tokens: int | None) -> Fit | None:
+def _fit(found: Sequence[tuple[int, float, str]], sequence_tokens: int | None) -> LineFit | None:
     """The line through device times, small batches left out as long as some time is more than 1 % off it.
 
     None where that leaves a line that is far off, or one that no device can have: less than no time at some batch.
@@ -347,7 +352,7 @@ def _fit(found: Sequence[tuple[int, float, str]], sequence_tokens: int | None) -
             largest, longest, _ = points[-1]
             if residual > WORST_RESIDUAL or min(fixed, slope * largest) < -_ROUNDING * longest:
                 return None
-            return Fit(
+            return LineFit(
                 fixed_s=max(0.0, fixed),
                 per_sequence_s=max(0.0, slope),
                 least_batch=least,

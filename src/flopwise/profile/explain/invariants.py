@@ -36,15 +36,26 @@ class Term:
 
 
 AT_MOST = (
-    *(("mfu", "hfu"), ("mfu", "mfu_roof"), ("mbu_min", "mbu"), ("model_flops", "hardware_flops")),
-    *(("layout_flops", "hardware_flops"), ("spill_read_bytes", "hbm_read_bytes")),
-    *(("spill_write_bytes", "hbm_write_bytes"), ("device_busy_s", "device_span_s")),
-    *(("copy_exposed_s", "copy_active_s"), ("copy_active_s", "copy_time_s")),
-    *(("comm_exposed_s", "comm_active_s"), ("comm_active_s", "comm_time_s")),
-    *(("matrix_active_s", "device_span_s"), ("vector_active_s", "device_span_s")),
-    *(("scalar_active_s", "device_span_s"), ("special_active_s", "device_span_s")),
-    *(("copy_active_s", "device_span_s"), ("comm_active_s", "device_span_s")),
-    *(("device_span_s", "step_wall_s"), ("clock_mean_hz", "clock_boost_hz")),
+    ("mfu", "hfu"),
+    ("mfu", "mfu_roof"),
+    ("mbu_min", "mbu"),
+    ("model_flops", "hardware_flops"),
+    ("layout_flops", "hardware_flops"),
+    ("spill_read_bytes", "hbm_read_bytes"),
+    ("spill_write_bytes", "hbm_write_bytes"),
+    ("device_busy_s", "device_span_s"),
+    ("copy_exposed_s", "copy_active_s"),
+    ("copy_active_s", "copy_time_s"),
+    ("comm_exposed_s", "comm_active_s"),
+    ("comm_active_s", "comm_time_s"),
+    ("matrix_active_s", "device_span_s"),
+    ("vector_active_s", "device_span_s"),
+    ("scalar_active_s", "device_span_s"),
+    ("special_active_s", "device_span_s"),
+    ("copy_active_s", "device_span_s"),
+    ("comm_active_s", "device_span_s"),
+    ("device_span_s", "step_wall_s"),
+    ("clock_mean_hz", "clock_boost_hz"),
 )
 """(smaller, larger): the first is a part of the second, or bounded by it."""
 

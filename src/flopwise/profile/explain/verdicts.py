@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.profile.explain.invariants import broken, without_impossible
-from flopwise.records.profile import Evidence, Profile, Verdict
+from flopwise.records.profile import Clue, Profile, Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +72,11 @@ def verdicts(profile: Profile, thresholds: Thresholds | None = None) -> tuple[Ve
     found = [verdict for rule in RULES for verdict in rule(sound, chosen)]
     found.sort(key=lambda verdict: -1.0 if verdict.share is None else -verdict.share - 1.0)
     return (*found, *_invalid(profile))
+
+
+def first_verdict(profile: Profile) -> str | None:
+    """What limits a run most, in a word."""
+    return next((verdict.kind for verdict in verdicts(profile) if verdict.kind != "invalid"), None)
 
 
 # -- what the rules ask --------------------------------------------------------------------------------------------
@@ -140,7 +145,7 @@ def _memory_bound(profile: Profile, limits: Thresholds) -> Iterator[Verdict]:
     evidence = [_least("device-memory bandwidth in use", use, limits.memory_use)]
     if intensity is not None and ridge is not None:
         evidence.append(
-            Evidence(what="FLOPs a byte, of the ridge's", value=intensity, unit="FLOP/B", bound=ridge, relation="<")
+            Clue(what="FLOPs a byte, of the ridge's", value=intensity, unit="FLOP/B", bound=ridge, relation="<")
         )
     yield Verdict(
         kind="memory_bound",
@@ -163,7 +168,7 @@ def _data_movement_bound(profile: Profile, limits: Thresholds) -> Iterator[Verdi
         return
     packet = profile.get("copy_packet_bytes")
     if packet is not None:
-        evidence.append(Evidence(what="mean size of what is moved at a time", value=packet, unit="B"))
+        evidence.append(Clue(what="mean size of what is moved at a time", value=packet, unit="B"))
     yield Verdict(
         kind="data_movement_bound",
         share=_of_wall(profile, share),
@@ -221,7 +226,7 @@ def _communication_bound(profile: Profile, limits: Thresholds) -> Iterator[Verdi
         yield _communication(profile, active, _more("collectives, hidden or not", active, bound))
 
 
-def _communication(profile: Profile, share: float, evidence: Evidence) -> Verdict:
+def _communication(profile: Profile, share: float, evidence: Clue) -> Verdict:
     return Verdict(
         kind="communication_bound",
         share=_of_wall(profile, share),
@@ -239,7 +244,7 @@ def _throttled(profile: Profile, limits: Thresholds) -> Iterator[Verdict]:
     for name, what in (("clock_mean_hz", "mean clock"), ("clock_boost_hz", "boost clock"), ("power_w", "mean power")):
         value = profile.get(name)
         if value is not None:
-            evidence.append(Evidence(what=what, value=value, unit="W" if name == "power_w" else "Hz"))
+            evidence.append(Clue(what=what, value=value, unit="W" if name == "power_w" else "Hz"))
     yield Verdict(
         kind="throttled",
         share=_of_wall(profile, loss),
@@ -286,7 +291,7 @@ def _invalid(profile: Profile) -> Iterator[Verdict]:
         yield Verdict(
             kind="invalid",
             share=None,
-            evidence=(Evidence(what=rule.rule, value=rule.found, unit="1", bound=rule.bound),),
+            evidence=(Clue(what=rule.rule, value=rule.found, unit="1", bound=rule.bound),),
             advice="conclude nothing from this figure; look at how it was measured",
             detail=rule.rule,
         )
@@ -294,18 +299,26 @@ def _invalid(profile: Profile) -> Iterator[Verdict]:
 
 Rule = Callable[[Profile, Thresholds], Iterator[Verdict]]
 RULES: tuple[Rule, ...] = (
-    *(_host_bound, _memory_bound, _data_movement_bound, _spill_bound, _layout_overhead, _matrix_underfilled),
-    *(_communication_bound, _throttled, _compute_bound, _capacity),
+    _host_bound,
+    _memory_bound,
+    _data_movement_bound,
+    _spill_bound,
+    _layout_overhead,
+    _matrix_underfilled,
+    _communication_bound,
+    _throttled,
+    _compute_bound,
+    _capacity,
 )
 
 
-def _less(what: str, value: float, bound: float) -> Evidence:
-    return Evidence(what=what, value=value, unit="share", bound=bound, relation="<")
+def _less(what: str, value: float, bound: float) -> Clue:
+    return Clue(what=what, value=value, unit="share", bound=bound, relation="<")
 
 
-def _more(what: str, value: float, bound: float) -> Evidence:
-    return Evidence(what=what, value=value, unit="share", bound=bound, relation=">")
+def _more(what: str, value: float, bound: float) -> Clue:
+    return Clue(what=what, value=value, unit="share", bound=bound, relation=">")
 
 
-def _least(what: str, value: float, bound: float) -> Evidence:
-    return Evidence(what=what, value=value, unit="share", bound=bound, relation=">=")
+def _least(what: str, value: float, bound: float) -> Clue:
+    return Clue(what=what, value=value, unit="share", bound=bound, relation=">=")

@@ -152,7 +152,7 @@ class Watcher:
 
         module = torch.nn.Module
         before = module.__dict__[CALL]
-        calls = _Calls(functools.partial(self._guarded, self._module_called), module, torch.compiler.is_compiling)
+        calls = _StepCalls(functools.partial(self._guarded, self._module_called), module, torch.compiler.is_compiling)
         setattr(module, CALL, calls)
 
         def forget() -> None:
@@ -313,7 +313,7 @@ class Watcher:
             self._here.acting = False
 
 
-class _Calls:
+class _StepCalls:
     """Stands for the attribute that a module looks up when it is called, and says what the module has itself."""
 
     def __init__(self, called: Callable[[Any], None], module: Any, compiling: Callable[[], bool]) -> None:  # noqa: ANN401

@@ -1,7 +1,9 @@
 """NVIDIA's management library through ctypes: energy, power, clocks, limits and Hopper's utilisation counters.
 
-Whatever the driver refuses is None. The library is opened on first use, so importing this costs nothing, and it needs
-nothing but the standard library, so it also works within a program of another environment.
+Whatever the driver refuses is None. The library is opened on first use, so importing this costs nothing.
+
+By hand, and not with the package nvidia-ml-py: `profile run` brings this into the environments of other people's
+programs, where the standard library and a path to this folder are all that is sure to be there.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ GPM_LARGEST = 333
 """Slots of the table in the newest header. Older drivers know fewer; all read only as many as they are told."""
 
 
-class _Memory(ctypes.Structure):
+class _MemoryInfo(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
@@ -204,7 +206,7 @@ class NvmlDevice:
 
     def memory_total_bytes(self) -> int | None:
         """Of the card."""
-        memory = _Memory()
+        memory = _MemoryInfo()
         found = self._nvml.call("nvmlDeviceGetMemoryInfo", self._handle, ctypes.byref(memory))
         return int(memory.total) if found else None
 

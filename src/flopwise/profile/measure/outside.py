@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import getopt
 import os
 import re
 import shutil
@@ -28,9 +29,8 @@ from flopwise.profile.measure.told import NO_PYTHON, read_told, reason
 
 SHELL = "/bin/sh"
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*t?(\.exe)?")
-_WITH_VALUE = "WX"
-_LAST = "cm"
-_TURNS_US_OFF = "EIS"
+_OPTIONS = "bBc:dEhiIm:OPqRsStuvVW:xX:?"
+"""Of Python, as its own `getopt` has them."""
 
 
 class CommandNotFound(FlopwiseError):  # noqa: N818 - as a shell says it
@@ -46,7 +46,7 @@ class CommandNotRun(FlopwiseError):  # noqa: N818 - as a shell says it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class ProgramOutcome:
     """What a profiled command left."""
 
     exit_code: int
@@ -68,7 +68,7 @@ def run_outside(
     warm_up: int,
     steps: int,
     at_most_s: float = 60.0,
-) -> Outcome:
+) -> ProgramOutcome:
     """Run a command to its end, with our terminal, and record some of its steps into `folder`, which is made before.
 
     A program that steps no optimizer is recorded by calls of its outermost module. `at_most_s`: recording ends with the
@@ -84,7 +84,7 @@ def run_outside(
     if not _at_work(folder):
         _remove_partial(folder)
     traces = _by_rank(folder, "trace-rank*.json.gz")
-    return Outcome(
+    return ProgramOutcome(
         exit_code=code if code >= 0 else 128 - code,
         signal=-code if code < 0 else None,
         traces=traces,
@@ -116,23 +116,17 @@ def option_that_turns_us_off(command: Sequence[str]) -> str | None:
     """The option of Python, if that is the command, with which it would not run a `sitecustomize` from PYTHONPATH."""
     if not command or not _PYTHON.fullmatch(Path(command[0]).name):
         return None
-    words = iter(command[1:])
-    for word in words:
-        if word.startswith("--"):
-            if word == "--check-hash-based-pycs":
-                next(words, None)
+    # Word by word, since what follows `-c` and `-m` is the program's own and need not be options of Python.
+    for count in range(2, len(command) + 1):
+        try:
+            options, _ = getopt.getopt(list(command[1:count]), _OPTIONS, ["check-hash-based-pycs="])
+        except getopt.GetoptError:
             continue
-        if not word.startswith("-") or word == "-":
-            return None
-        for place, letter in enumerate(word[1:], start=1):
-            if letter in _TURNS_US_OFF:
-                return f"-{letter}"
-            if letter in _LAST:
+        for option, _ in options:
+            if option in ("-E", "-I", "-S"):
+                return option
+            if option in ("-c", "-m"):
                 return None
-            if letter in _WITH_VALUE:
-                if place == len(word) - 1:
-                    next(words, None)
-                break
     return None
 
 

@@ -22,9 +22,17 @@ from contextlib import suppress
 from pathlib import Path
 
 PASSED_ON = {
-    signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2,
-    signal.SIGALRM, signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT,
-}  # fmt: skip
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+    signal.SIGWINCH,
+    signal.SIGTSTP,
+    signal.SIGCONT,
+}
 STOPS_OF_A_TERMINAL = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 PR_SET_PDEATHSIG = 1
 WHOLE_GROUP_S = 0.05

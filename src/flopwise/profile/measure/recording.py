@@ -36,7 +36,7 @@ LARGEST_CUT_BYTES = 2**27
 """Of JSON. A trace that ends within a step is read back to cut that step off; a larger one is given up."""
 
 
-class _Stage(Enum):
+class _RecordingStage(Enum):
     WARMING = auto()
     READY = auto()
     ARMED = auto()
@@ -47,7 +47,7 @@ class _Stage(Enum):
     DONE = auto()
 
 
-PROFILING = (_Stage.READY, _Stage.ARMED, _Stage.RECORDING)
+PROFILING = (_RecordingStage.READY, _RecordingStage.ARMED, _RecordingStage.RECORDING)
 """Torch's profiler is ready or records."""
 
 
@@ -90,7 +90,7 @@ class Recorder:
         self._sampler_of = sampler or (lambda: sampler_for(*_device()))
         self._sampler: Samples | None = None
         self._profiler: profile | None = None
-        self._stage = _Stage.WARMING
+        self._stage = _RecordingStage.WARMING
         self._stage_steps = 0
         self._stage_start = 0.0
         self.recorded = 0
@@ -103,7 +103,7 @@ class Recorder:
     @property
     def done(self) -> bool:
         """Whether nothing more will be recorded."""
-        return self._stage is _Stage.DONE
+        return self._stage is _RecordingStage.DONE
 
     @property
     def profiles(self) -> bool:
@@ -117,14 +117,14 @@ class Recorder:
 
     def begin(self) -> None:
         """A step begins."""
-        if self._stage is _Stage.ARMED:
+        if self._stage is _RecordingStage.ARMED:
             self._record()
-        elif self._stage is _Stage.RECORDING:
+        elif self._stage is _RecordingStage.RECORDING:
             assert self._profiler is not None
             self._profiler.step()
-        elif self._stage is _Stage.SETTLED:
+        elif self._stage is _RecordingStage.SETTLED:
             self._count()
-        elif self._stage is _Stage.COUNTING:
+        elif self._stage is _RecordingStage.COUNTING:
             now = time.perf_counter()
             if now - self._last_end > max(LONGEST_PAUSE_S, LONGEST_PAUSE_SHARE * (now - self._stage_start)):
                 assert self._sampler is not None
@@ -133,15 +133,15 @@ class Recorder:
 
     def step(self) -> None:
         """A step has ended."""
-        if self._stage is _Stage.DONE:
+        if self._stage is _RecordingStage.DONE:
             return
         self._stage_steps += 1
         self._last_end = time.perf_counter()
-        if self._stage is _Stage.WARMING and self._stage_steps >= self._warm_up - 1:
+        if self._stage is _RecordingStage.WARMING and self._stage_steps >= self._warm_up - 1:
             self._prepare()
-        elif self._stage is _Stage.READY:
-            self._go_on(_Stage.ARMED, self._record)
-        elif self._stage is _Stage.RECORDING:
+        elif self._stage is _RecordingStage.READY:
+            self._go_on(_RecordingStage.ARMED, self._record)
+        elif self._stage is _RecordingStage.RECORDING:
             assert self._profiler is not None
             if self._stage_steps >= self._steps or self._late():
                 self._finish_recording(whole=True)
@@ -149,20 +149,20 @@ class Recorder:
                 _end_step_mark(self._profiler)
             else:
                 self._profiler.step()
-        elif self._stage is _Stage.SETTLING:
-            self._go_on(_Stage.SETTLED, self._count)
-        elif self._stage is _Stage.COUNTING and time.perf_counter() - self._stage_start >= ENERGY_WINDOW_S:
+        elif self._stage is _RecordingStage.SETTLING:
+            self._go_on(_RecordingStage.SETTLED, self._count)
+        elif self._stage is _RecordingStage.COUNTING and time.perf_counter() - self._stage_start >= ENERGY_WINDOW_S:
             self._finish_counting()
 
     def close(self) -> None:
         """The program ends: write what there is, in whole steps."""
-        stage, self._stage = self._stage, _Stage.DONE
-        if stage is _Stage.RECORDING and self._stage_steps > 0:
+        stage, self._stage = self._stage, _RecordingStage.DONE
+        if stage is _RecordingStage.RECORDING and self._stage_steps > 0:
             assert self._profiler is not None
             # Between two steps there is no mark, and so none to be cut off.
             self._finish_recording(whole=self._profiler.step_rec_fn is None)
-            self._stage = _Stage.DONE
-        elif stage is _Stage.COUNTING and self._sampler is not None:
+            self._stage = _RecordingStage.DONE
+        elif stage is _RecordingStage.COUNTING and self._sampler is not None:
             # Less than a second: the counters of the recorded steps, already written, are as good.
             self._sampler.stop()
         elif stage in PROFILING:
@@ -170,16 +170,16 @@ class Recorder:
 
     def discard(self) -> None:
         """Take back what was written, and record nothing more."""
-        stage, self._stage = self._stage, _Stage.DONE
+        stage, self._stage = self._stage, _RecordingStage.DONE
         if stage in PROFILING:
             self._drop_profiler(stage)
-        elif stage is _Stage.COUNTING and self._sampler is not None:
+        elif stage is _RecordingStage.COUNTING and self._sampler is not None:
             self._sampler.stop()
         for path in self._written:
             path.unlink(missing_ok=True)
         self._written = []
 
-    def _go_on(self, waiting: _Stage, go: Callable[[], None]) -> None:
+    def _go_on(self, waiting: _RecordingStage, go: Callable[[], None]) -> None:
         """At once, or when the next step begins."""
         if self._begins:
             self._enter(waiting)
@@ -187,9 +187,9 @@ class Recorder:
             go()
 
     def _count(self) -> None:
-        self._open_window(_Stage.COUNTING)
+        self._open_window(_RecordingStage.COUNTING)
 
-    def _enter(self, stage: _Stage) -> None:
+    def _enter(self, stage: _RecordingStage) -> None:
         self._stage = stage
         self._stage_steps = 0
         self._stage_start = time.perf_counter()
@@ -213,20 +213,20 @@ class Recorder:
                 profile_memory=self._with_memory,
             )
             self._profiler.start()
-        self._enter(_Stage.READY)
+        self._enter(_RecordingStage.READY)
 
     def _record(self) -> None:
         assert self._profiler is not None
         # What is still queued on the device belongs to the steps before.
         _synchronize()
-        self._open_window(_Stage.RECORDING)
+        self._open_window(_RecordingStage.RECORDING)
         first = FirstFree()
         with hushed():
             self._profiler.step()
         if self._with_memory:
             first.let_go()
 
-    def _open_window(self, stage: _Stage) -> None:
+    def _open_window(self, stage: _RecordingStage) -> None:
         _synchronize()
         if self._sampler is None:
             self._sampler = self._sampler_of()
@@ -239,7 +239,7 @@ class Recorder:
         steps = self.recorded = self._stage_steps
         # Before anything can fail: there is no second try.
         profiler, self._profiler = self._profiler, None
-        self._enter(_Stage.DONE)
+        self._enter(_RecordingStage.DONE)
         _end_step_mark(profiler)
         _synchronize()
         counters = self._sampler.stop()
@@ -254,21 +254,21 @@ class Recorder:
                 self._write_counters(counters, steps, "profiled")
         finally:
             _remove(temporary)
-        self._enter(_Stage.SETTLING)
+        self._enter(_RecordingStage.SETTLING)
 
     def _finish_counting(self) -> None:
         assert self._sampler is not None
         steps = self._stage_steps
-        self._enter(_Stage.DONE)
+        self._enter(_RecordingStage.DONE)
         _synchronize()
         self._write_counters(self._sampler.stop(), steps, "steady")
 
-    def _drop_profiler(self, stage: _Stage) -> None:
+    def _drop_profiler(self, stage: _RecordingStage) -> None:
         profiler, self._profiler = self._profiler, None
         with hushed():
             if profiler is not None:
                 profiler.stop()
-        if stage is _Stage.RECORDING and self._sampler is not None:
+        if stage is _RecordingStage.RECORDING and self._sampler is not None:
             self._sampler.stop()
 
     def _placed(self, temporary: Path) -> Path:

@@ -1,7 +1,9 @@
-"""The events of a Chrome trace, read in blocks: a file of any size in bounded memory, a damaged one as far as it goes.
+"""The events of a Chrome trace, read in blocks: a file of any size in bounded memory, a damaged one up to the damage.
 
-A block ends where one event seems to end and the next to begin. Whether it truly does is not looked for: with such a
-place inside a string or a nested list, the block would not decode.
+Blocks, because a decoded event takes up to thirty times its bytes: a trace of 1 GB is read within 1 GiB of memory,
+which neither `json.load` nor msgspec on the whole file can do. A block ends where one event seems to end and the next
+to begin. Whether it truly does is not looked for: with such a place inside a string or a nested list, the block would
+not decode.
 """
 
 from __future__ import annotations
@@ -10,33 +12,32 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Literal
+from itertools import chain, islice
+from typing import Any
 
 import msgspec
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.profile.read.opening import Source
+from flopwise.profile.read.opening import TraceFile
 
 BLOCK_BYTES = 2 * 2**20
 """The smallest events take thirty times their bytes once they are decoded."""
 LARGEST_EVENT_BYTES = 8 * 2**20
 MOST_METADATA_BYTES = 4 * 2**20
 _TRIED_CUTS = 6
+_TRIED_LAST_CUTS = 64
+"""Where a file is cut off or damaged, which it is once."""
 _MOST_BRACES = 20_000
-"""That are looked at for a cut; a block that ends in more nested ones is taken event by event."""
+"""That are looked at for a cut."""
 
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*$")
 _MOST_SPACE_BETWEEN = 64
-# The keys that an event may begin with; Kineto's begin with `ph`.
-_EVENT_BEGINS = re.compile(rb'\{\s*"(?:ph|cat|name|pid|tid|ts|tts|dur|args|id|bp|s|cname)"\s*:')
 _NOT_A_NUMBER = re.compile(rb"([:\[,]\s*)[-+]?(?:nan|inf(?:inity)?)(?=\s*[,\]}])", re.IGNORECASE)
 _AFTER_EVENTS = re.compile(rb'\s*(?:,\s*"|\}|$)')
-_END_OF_LIST = re.compile(rb'\s*\](?=\s*(?:,\s*"|\}|$))')
 _SPACE_AND_COMMA = b" \t\r\n,"
 _ERROR_PLACE = re.compile(r"\(byte (\d+)\)")
 _NAN = float("nan")
-_NESTED_BEGINS = 4
 _METADATA_KEYS = ("deviceProperties", "distributedInfo", "schemaVersion", "traceName", "record_shapes", "host_name")
 
 
@@ -75,7 +76,7 @@ class Event(msgspec.Struct, gc=False):
 
 _events = msgspec.json.Decoder(list[Event])
 _event = msgspec.json.Decoder(Event)
-_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_raw_events = msgspec.json.Decoder(list[msgspec.Raw])
 _DAMAGE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 Found = tuple[list[Event], bytes, bool]
@@ -85,14 +86,14 @@ Found = tuple[list[Event], bytes, bool]
 class EventStream:
     """Iterates over the events of a trace in lists; `metadata` and `warnings` are complete when they are all read."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TraceFile) -> None:
         self.metadata: dict[str, Any] = {}
         """What stands beside `traceEvents`; empty for a bare array."""
         self._source = source
         self._before = b""
         self._after = b""
-        self._skipped_bytes = 0
-        self._skipped_places = 0
+        self._read_bytes = 0
+        self._damaged_at: int | None = None
         self._wrong: Counter[str] = Counter()
         self._first: dict[str, int] = {}
         self._is_cut = False
@@ -107,8 +108,8 @@ class EventStream:
             told.append(f"{name} is cut off: the list of its events has no end")
         if self._is_odd:
             told.append(f"{name}: what stands beside the list of its events is damaged, and may hide events")
-        if self._skipped_places:
-            told.append(f"{name}: {self._skipped_bytes} bytes in {self._skipped_places} places are damaged, left out")
+        if self._damaged_at is not None:
+            told.append(f"{name} is damaged at its byte {self._damaged_at}: its events are read up to there")
         told.extend(f"{name}: {count} events {what}, left out" for what, count in sorted(self._wrong.items()))
         told.extend(f"{name}: only the first {most} {what} are summed up" for what, most in sorted(self._first.items()))
         return told
@@ -123,29 +124,28 @@ class EventStream:
 
     def __iter__(self) -> Iterator[list[Event]]:
         waiting = self._begin()
-        ended = False
-        while not ended:
+        finished = ended = False
+        while not (finished or ended or self._damaged_at is not None):
             block = self._source.read(max(BLOCK_BYTES // 4, BLOCK_BYTES - len(waiting)))
+            self._read_bytes += len(block)
             ended = not block
             waiting = (waiting + block).lstrip(_SPACE_AND_COMMA)
-            events, waiting, finished = self._last(waiting) if ended else self._next(waiting)
+            events, waiting, finished = self._next(waiting, is_last=ended)
             if events:
                 yield events
-            if finished:
-                self._keep_after(waiting)
-                break
-        else:
-            self._is_cut = True
+        if finished:
+            self._keep_after(waiting)
+        self._is_cut = ended and not finished and self._damaged_at is None
         if self._before or self._after.strip():
             self.metadata, is_whole = _metadata(self._before, self._after)
-            self._is_odd = not is_whole and not self._is_cut
+            self._is_odd = finished and not is_whole
 
     def _begin(self) -> bytes:
         """What is read ahead of the list's first event; leaves `_before` with the keys that stand before it."""
         if self._source.head(4096).lstrip().startswith(b"["):
-            return self._source.read(4096).lstrip()[1:]
+            return self._ahead(4096).lstrip()[1:]
         ahead = b""
-        while block := self._source.read(BLOCK_BYTES):
+        while block := self._ahead(BLOCK_BYTES):
             ahead += block
             found = _EVENTS_KEY.search(ahead)
             if found is not None:
@@ -163,79 +163,72 @@ class EventStream:
             hint="`export_chrome_trace` writes one",
         )
 
-    def _next(self, waiting: bytes) -> Found:
-        """A block that is not the last."""
-        for tried, (end, begin) in enumerate(_cuts(waiting)):
-            events, place = _decoded(waiting[:end])
-            if events is not None:
-                return events, waiting[begin:], False
+    def _ahead(self, size: int) -> bytes:
+        block = self._source.read(size)
+        self._read_bytes += len(block)
+        return block
+
+    def _next(self, waiting: bytes, *, is_last: bool) -> Found:
+        """The events of a block, up to the last place where one seems to end; of the last block, all that are whole."""
+        whole = [(len(waiting.rstrip(_SPACE_AND_COMMA)), len(waiting))] if is_last else []
+        cuts = islice(_cuts(waiting), _TRIED_LAST_CUTS if is_last else _TRIED_CUTS)
+        for end, begin in chain(whole, cuts):
+            for block in (waiting[:end], _mended(waiting[:end])):
+                events, place = self._decode(block)
+                if events is not None:
+                    return events, waiting[begin:], False
+                if place == _TOO_SHORT:
+                    break
+                if place >= 0 and _AFTER_EVENTS.match(after := block[place:] + waiting[end:]):
+                    return self._decode(block[: place - 1])[0] or [], after, True
             if place != _TOO_SHORT:
-                return self._damaged(waiting, waiting[:end], waiting[begin:], place)
-            if tried + 1 >= _TRIED_CUTS:
-                break
-        if len(waiting) < LARGEST_EVENT_BYTES:
+                return self._up_to_damage(block, len(waiting)), b"", False
+        if is_last or len(waiting) < LARGEST_EVENT_BYTES:
             return [], waiting, False
-        return self._salvaged(waiting, is_last=False)
+        self._damaged_at = self._read_bytes - len(waiting)
+        return [], b"", False
 
-    def _last(self, waiting: bytes) -> Found:
-        block = waiting.rstrip().removesuffix(b",")
-        events, place = _decoded(block)
-        if events is not None:
-            return events, b"", False
-        if place == _TOO_SHORT:
-            return self._salvaged(waiting, is_last=True)
-        return self._damaged(waiting, block, b"", place)
+    def _decode(self, text: bytes) -> tuple[list[Event] | None, int]:
+        """The events of a list without its brackets; or None, and where the list ends within the text.
 
-    def _damaged(self, waiting: bytes, block: bytes, rest: bytes, place: int) -> Found:
-        """A block that does not decode: for the end of the list, for numbers that are none, or for damage."""
-        if place >= 0 and _AFTER_EVENTS.match(waiting, place):
-            events, _ = _decoded(waiting[: place - 1])
-            if events is not None:
-                return events, waiting[place:], True
-        mended, count = _NOT_A_NUMBER.subn(rb"\1null", block)
-        if count:
-            events, _ = _decoded(mended)
-            if events is not None:
-                return events, rest, False
-        return self._salvaged(waiting, is_last=not rest)
+        Instead of a place: _TOO_SHORT where something is still open at the end, _BROKEN for anything else.
+        """
+        text = b"[%b]" % text
+        try:
+            return _events.decode(text), 0
+        except msgspec.ValidationError:
+            pass
+        except _DAMAGE as error:
+            return None, _place_of(error, text)
+        try:
+            return self._of_right_kind(_raw_events.decode(text)), 0
+        except _DAMAGE as error:
+            return None, _place_of(error, text)
 
-    def _salvaged(self, waiting: bytes, *, is_last: bool) -> Found:
-        """Event by event, from one that seems to begin to the next; what does not decode is left out and counted."""
-        begins = [found.start() for found in _EVENT_BEGINS.finditer(waiting)]
-        begins.append(len(waiting))
-        events: list[Event] = []
-        number, done = 0, 0
-        while number + 1 < len(begins):
-            self._skip(waiting[done : begins[number]])
-            piece = _salvaged_event(waiting, begins, number)
-            done = begins[number]
-            if piece.is_open and is_last:
-                # That the file is cut off is told as such.
-                return events, b"", False
-            if piece.event is None and not piece.is_wrong and (piece.is_open or number + 2 == len(begins)):
-                break
-            number += piece.used
-            done = piece.end
-            if piece.is_wrong:
+    def _of_right_kind(self, found: list[msgspec.Raw]) -> list[Event]:
+        """Those that are events, of valid JSON."""
+        events = []
+        for raw in found:
+            try:
+                events.append(_event.decode(raw))
+            except _DAMAGE:
                 self.wrong("have fields of a wrong kind")
-            if piece.event is not None and piece.event.ph:
-                events.append(piece.event)
-            is_whole = piece.is_wrong or (piece.event is not None and piece.event.ph != "")
-            if is_whole and (end := _END_OF_LIST.match(waiting, done)):
-                return events, waiting[end.end() :], True
-        rest = waiting[done:].lstrip(_SPACE_AND_COMMA)
-        if is_last and len(rest) < _MOST_SPACE_BETWEEN:
-            # No more than the beginning of an event: the file is cut off, which is told as such.
-            return events, b"", False
-        if is_last or len(rest) >= LARGEST_EVENT_BYTES:
-            self._skip(rest)
-            rest = b""
-        return events, rest, False
+        return events
 
-    def _skip(self, damaged: bytes) -> None:
-        if damaged := damaged.strip(_SPACE_AND_COMMA):
-            self._skipped_bytes += len(damaged)
-            self._skipped_places += 1
+    def _up_to_damage(self, block: bytes, waiting_bytes: int) -> list[Event]:
+        """The events of a block that does not decode, as far as they do."""
+        try:
+            _raw_events.decode(b"[%b]" % block)
+            at = 0
+        except _DAMAGE as error:
+            place = _ERROR_PLACE.search(str(error))
+            at = 0 if place is None else int(place[1]) - 1
+        self._damaged_at = self._read_bytes - waiting_bytes + at
+        for end, _ in islice(_cuts(block[:at] + b"{"), _TRIED_LAST_CUTS):
+            events, _ = self._decode(block[:end])
+            if events is not None:
+                return events
+        return []
 
     def _keep_after(self, waiting: bytes) -> None:
         self._after = waiting[:MOST_METADATA_BYTES]
@@ -246,27 +239,20 @@ class EventStream:
 _TOO_SHORT, _BROKEN = -1, -2
 
 
-def _decoded(text: bytes) -> tuple[list[Event] | None, int]:
-    """The events of a list without its brackets; or None, and where the list ends within the text.
-
-    Instead of a place: _TOO_SHORT where something is still open at the end, _BROKEN for anything else.
-    """
-    try:
-        return _events.decode(b"[%b]" % text), 0
-    except _DAMAGE as error:
-        if "truncated" in str(error):
-            return None, _TOO_SHORT
-        end = _end_before_more(b"[%b]" % text, error)
-        return None, _BROKEN if end is None else end - 1
+def _mended(text: bytes) -> bytes:
+    """With null for the numbers that JSON has not, and a sign in place of bytes that are no text."""
+    return _NOT_A_NUMBER.sub(rb"\1null", text.decode(errors="replace").encode())
 
 
-def _end_before_more(text: bytes, error: Exception) -> int | None:
-    """Where the first value of the text ends, if the error is that something follows it."""
+def _place_of(error: Exception, text: bytes) -> int:
+    """Where the list that the text begins with ends, less its bracket, if the error is that something follows it."""
     message = str(error)
     place = _ERROR_PLACE.search(message)
-    if place is None or "trailing characters" not in message:
-        return None
-    return len(text[: int(place[1]) - 1].rstrip())
+    if place is not None and "trailing characters" in message:
+        return len(text[: int(place[1]) - 1].rstrip()) - 1
+    is_short = "truncated" in message or (place is not None and int(place[1]) >= len(text) - 1)
+    # The latter: only our own bracket, behind the text, is wrong.
+    return _TOO_SHORT if is_short else _BROKEN
 
 
 def _cuts(text: bytes) -> Iterator[tuple[int, int]]:
@@ -279,57 +265,6 @@ def _cuts(text: bytes) -> Iterator[tuple[int, int]]:
         space = text[max(0, begin - _MOST_SPACE_BETWEEN) : begin]
         if found := _BETWEEN.search(space):
             yield begin - len(space) + found.start() + 1, begin
-
-
-class _Piece(msgspec.Struct, gc=False):
-    used: int
-    """Places at which an event seems to begin that this one reaches over, its own among them."""
-    end: int
-    event: Event | None = None
-    is_wrong: bool = False
-    is_open: bool = False
-
-
-def _salvaged_event(text: bytes, begins: list[int], number: int) -> _Piece:
-    """The event at a place; objects nested in it may look like events of their own."""
-    begin = begins[number]
-    last = len(begins) - 1
-    for used in range(1, 1 + min(_NESTED_BEGINS, last - number)):
-        piece = text[begin : begins[number + used]].rstrip().removesuffix(b",").rstrip()
-        event, problem, length = _decoded_event(piece)
-        if event is not None:
-            return _Piece(used=used, end=begin + length, event=event)
-        if problem == "wrong":
-            return _Piece(used=used, end=begin + length, is_wrong=True)
-        if problem == "damaged":
-            break
-        if number + used == last:
-            return _Piece(used=used, end=len(text), is_open=True)
-    return _Piece(used=1, end=begin)
-
-
-def _decoded_event(piece: bytes) -> tuple[Event | None, Literal["", "short", "wrong", "damaged"], int]:
-    """One event, or what is wrong with it; and the length of what was decoded."""
-    tries = (piece, None)
-    for text in tries:
-        try:
-            mended = _NOT_A_NUMBER.sub(rb"\1null", piece.decode(errors="replace").encode()) if text is None else text
-            return _event.decode(mended), "", len(piece)
-        except _DAMAGE as error:
-            end = _end_before_more(piece, error) if text is not None else None
-            if end is not None:
-                found, problem, _ = _decoded_event(piece[:end])
-                return found, problem, end
-            if "truncated" in str(error):
-                return None, "short", 0
-    try:
-        _object.decode(piece)
-    except _DAMAGE as error:
-        end = _end_before_more(piece, error)
-        if end is not None:
-            return None, "wrong", end
-        return None, "short" if "truncated" in str(error) else "damaged", 0
-    return None, "wrong", len(piece)
 
 
 def _metadata(before: bytes, after: bytes) -> tuple[dict[str, Any], bool]:

@@ -22,14 +22,18 @@ from flopwise.profile.read.json_events import EventStream
 from flopwise.profile.read.kineto_columns import Columns, MemoryColumns, Window
 from flopwise.profile.read.kineto_devices import named_device, number_format_of, peaks_of
 from flopwise.profile.read.kineto_operators import OperatorTable, operators_of_device, operators_of_host
-from flopwise.profile.read.opening import Source
+from flopwise.profile.read.opening import TraceFile
 from flopwise.records.profile import KernelClass, MemoryUse, Peaks, Profile, Read, Spent, Value, known
 
 _SIGNS = re.compile(rb'"traceEvents"\s*:|\{\s*"(?:ph|cat)"\s*:\s*"|"ph"\s*:\s*"[A-Za-z]"')
 _SYSTEM_KEYS = {
-    "schemaVersion": "trace schema", "host_name": "host", "cuda_runtime_version": "CUDA runtime",
-    "cuda_driver_version": "CUDA driver", "hip_runtime_version": "HIP runtime", "hip_driver_version": "HIP driver",
-}  # fmt: skip
+    "schemaVersion": "trace schema",
+    "host_name": "host",
+    "cuda_runtime_version": "CUDA runtime",
+    "cuda_driver_version": "CUDA driver",
+    "hip_runtime_version": "HIP runtime",
+    "hip_driver_version": "HIP driver",
+}
 MOST_MEMORY_POINTS = 1000
 _LONGEST_TEXT = 200
 _SPREAD = ("step_wall_s", "device_busy_s", "idle_s", "comm_active_s")
@@ -44,7 +48,7 @@ def looks_like(head: bytes) -> bool:
     return _SIGNS.search(text) is not None or (b'"deviceProperties"' in text and b'"schemaVersion"' in text)
 
 
-def read_source(source: Source, name: str) -> Read:
+def read_source(source: TraceFile, name: str) -> Read:
     """The profiles of a trace, one for every GPU in it, or that of the host."""
     stream = EventStream(source)
     columns = Columns()

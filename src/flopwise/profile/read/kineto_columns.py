@@ -27,8 +27,12 @@ _LAUNCH_CATEGORIES = frozenset(
     {"cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "mtia_runtime", "privateuse1_runtime"}
 )
 _OLD_CATEGORIES = {
-    "Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Runtime": "cuda_runtime", "Operator": "cpu_op",
-}  # fmt: skip
+    "Kernel": "kernel",
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+    "Runtime": "cuda_runtime",
+    "Operator": "cpu_op",
+}
 """As PyTorch called them before 1.13."""
 _LATEST_US = 9e15
 """Times beyond are no times: in nanoseconds they would not fit 64 bits."""

@@ -33,7 +33,7 @@ class OperatorTable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Calls:
+class _OperatorCalls:
     """Calls as arrays. Work is with the innermost call that has a formula, not with its callers as well."""
 
     names: list[str]
@@ -53,7 +53,7 @@ class _Calls:
     segment_row: Numbers
 
 
-def _calls(operators: OperatorColumns, window: Window | None) -> _Calls:
+def _calls(operators: OperatorColumns, window: Window | None) -> _OperatorCalls:
     # Views, no copies, but for the two that are changed.
     start_ns, end_ns = np.asarray(operators.start_ns), np.asarray(operators.end_ns)
     flops, moved = np.array(operators.flops, np.float64), np.array(operators.bytes, np.float64)
@@ -70,7 +70,7 @@ def _calls(operators: OperatorColumns, window: Window | None) -> _Calls:
     inside = np.ones(len(name), np.bool_)
     if window is not None:
         inside = (start_ns >= window[0]) & (start_ns < window[1])
-    return _Calls(
+    return _OperatorCalls(
         names=names,
         name=name,
         kind=kind,
@@ -139,7 +139,7 @@ def operators_of_host(
     return table, activity
 
 
-def _is_own_worker(calls: _Calls) -> Flags:
+def _is_own_worker(calls: _OperatorCalls) -> Flags:
     """Calls that are no part of another one's known work."""
     own: Flags = calls.worker == np.arange(len(calls.worker))
     return own | (calls.worker < 0)
@@ -183,7 +183,7 @@ def _rows_of(wanted: Numbers, external: Numbers) -> Numbers:
     return np.where((ordered[place] == wanted) & (wanted > 0), order[place], -1)
 
 
-def _by_name(calls: _Calls, chosen: Flags, seconds: Reals, *, share: float) -> tuple[Spent, ...]:
+def _by_name(calls: _OperatorCalls, chosen: Flags, seconds: Reals, *, share: float) -> tuple[Spent, ...]:
     """Added up by operator. Work is told where every call of the operator has it."""
     name = calls.name[chosen]
     count = len(calls.names)

@@ -23,7 +23,7 @@ import numpy as np
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import show_bytes, show_seconds
 from flopwise.profile.explain.intervals import Numbers, highest_points
-from flopwise.profile.read.opening import BLOCK_BYTES, Source
+from flopwise.profile.read.opening import BLOCK_BYTES, TraceFile
 from flopwise.profile.read.plain_pickle import plain_data
 from flopwise.records.profile import MemoryOwner, MemoryUse, Profile, Read
 
@@ -56,7 +56,13 @@ _RULES: tuple[tuple[MemoryOwner, str, str], ...] = (
 """(owner, pattern of the file, pattern of the function): both must be found in the frame."""
 
 _OWNERS: tuple[MemoryOwner, ...] = (
-    *("parameters", "gradients", "optimizer", "activations", "inputs", "communication", "other"),
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "inputs",
+    "communication",
+    "other",
 )
 
 
@@ -74,7 +80,7 @@ def looks_like(head: bytes) -> bool:
     return _JSON.match(head) is not None
 
 
-def read_source(source: Source, name: str) -> Read:
+def read_source(source: TraceFile, name: str) -> Read:
     """A profile for each device that the snapshot holds memory or events of."""
     data = _loaded(source)
     if isinstance(data, list):
@@ -114,7 +120,7 @@ def _traces(data: Mapping[Any, Any]) -> list[list[Any]]:
     return [_list(trace) if first[id(trace)] == number else [] for number, trace in enumerate(given)]
 
 
-def _loaded(source: Source) -> Any:  # noqa: ANN401 - whatever the file holds
+def _loaded(source: TraceFile) -> Any:  # noqa: ANN401 - whatever the file holds
     if source.head(64).lstrip()[:1] in (b"{", b"["):
         blocks, size = [], 0
         while block := source.read(BLOCK_BYTES):
@@ -299,9 +305,14 @@ def _profile(name: str, heap: _Heap, replay: _Replay, common: list[str]) -> Prof
         peak = heap.reserved + max(0, replay.reserved_peak - replay.reserved)
         notes.append(f"peak of what the allocator held: {show_bytes(peak)}")
     return Profile(
-        name=name, format="memory-snapshot", memory=_memory(heap), memory_total_bytes=float(heap.reserved) or None,
-        memory_over_time=over_time, notes=tuple(notes), warnings=tuple(warnings),
-    )  # fmt: skip
+        name=name,
+        format="memory-snapshot",
+        memory=_memory(heap),
+        memory_total_bytes=float(heap.reserved) or None,
+        memory_over_time=over_time,
+        notes=tuple(notes),
+        warnings=tuple(warnings),
+    )
 
 
 def _memory(heap: _Heap) -> tuple[MemoryUse, ...]:

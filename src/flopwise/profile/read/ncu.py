@@ -20,8 +20,7 @@ from flopwise.base.units import show_bytes
 from flopwise.profile.explain.activity_summary import thinned
 from flopwise.profile.explain.kernel_classes import class_of
 from flopwise.profile.read.kineto_devices import peaks_of
-from flopwise.profile.read.opening import Source
-from flopwise.profile.read.plain_pickle import buffered
+from flopwise.profile.read.opening import TraceFile, buffered
 from flopwise.records.profile import KERNEL_CLASSES, KernelClass, Profile, Read, Spent, Value
 
 LONGEST_LINE = 2**20
@@ -61,7 +60,7 @@ def looks_like(head: bytes) -> bool:
     return b"==PROF==" in head or (b"Kernel Name" in head and (b"Metric Name" in head or b"__" in head))
 
 
-def read_source(source: Source, name: str) -> Read:
+def read_source(source: TraceFile, name: str) -> Read:
     """A profile for each device; sums over all kernels that were profiled."""
     table = _Table(source.name)
     table.read(_rows(source, table.warnings))
@@ -81,7 +80,7 @@ def read_source(source: Source, name: str) -> Read:
     )
 
 
-def _rows(source: Source, warnings: list[str]) -> Iterator[list[str]]:
+def _rows(source: TraceFile, warnings: list[str]) -> Iterator[list[str]]:
     """The cells of every line that is a row; the tool's own messages and whatever else is no CSV are left out."""
     text = io.TextIOWrapper(buffered(source), encoding="utf-8", errors="replace", newline="")
     skipped = 0
@@ -315,10 +314,18 @@ def _profile(name: str, sums: _Sums, *, origin: str, warnings: tuple[str, ...]) 
     peaks, why_none = peaks_of(sums.device_name, number_format)
     notes += [why_none] if why_none else []
     return Profile(
-        name=name, format="ncu", origin=(origin,), device=sums.device_name, precision=number_format,
-        peaks=peaks, values=values, classes=_classes(kernels),
-        kernels=thinned(kernels), notes=tuple(notes), warnings=tuple(told),
-    )  # fmt: skip
+        name=name,
+        format="ncu",
+        origin=(origin,),
+        device=sums.device_name,
+        precision=number_format,
+        peaks=peaks,
+        values=values,
+        classes=_classes(kernels),
+        kernels=thinned(kernels),
+        notes=tuple(notes),
+        warnings=tuple(told),
+    )
 
 
 def _number_format(sums: _Sums) -> str | None:
@@ -333,11 +340,15 @@ def _number_format(sums: _Sums) -> str | None:
 def _spent(sums: _Sums) -> list[Spent]:
     return [
         Spent(
-            name=name, kind=class_of(name), seconds=kernel.seconds, count=float(kernel.count), flops=kernel.flops,
+            name=name,
+            kind=class_of(name),
+            seconds=kernel.seconds,
+            count=float(kernel.count),
+            flops=kernel.flops,
             bytes=kernel.bytes,
         )
         for name, kernel in sums.kernels.items()
-    ]  # fmt: skip
+    ]
 
 
 def _classes(kernels: list[Spent]) -> tuple[Spent, ...]:
@@ -345,9 +356,13 @@ def _classes(kernels: list[Spent]) -> tuple[Spent, ...]:
         flops = [row.flops for row in rows if row.flops is not None]
         moved = [row.bytes for row in rows if row.bytes is not None]
         return Spent(
-            name=kind, kind=kind, seconds=sum(row.seconds for row in rows), count=sum(row.count for row in rows),
-            flops=sum(flops) if flops else None, bytes=sum(moved) if moved else None,
-        )  # fmt: skip
+            name=kind,
+            kind=kind,
+            seconds=sum(row.seconds for row in rows),
+            count=sum(row.count for row in rows),
+            flops=sum(flops) if flops else None,
+            bytes=sum(moved) if moved else None,
+        )
 
     by_kind = {kind: [row for row in kernels if row.kind == kind] for kind in KERNEL_CLASSES}
     return tuple(summed(kind, rows) for kind, rows in by_kind.items() if rows)

@@ -23,7 +23,7 @@ from flopwise.profile.read.neuron_metrics import (
     section_profile,
     unit_of,
 )
-from flopwise.profile.read.opening import Source
+from flopwise.profile.read.opening import TraceFile
 from flopwise.records.profile import Read
 
 MOST_SUMMARY_BYTES = 16 * 2**20
@@ -53,7 +53,7 @@ def looks_like(head: bytes) -> bool:
     return _TELLTALE.search(head) is not None
 
 
-def read_source(source: Source, name: str) -> Read:
+def read_source(source: TraceFile, name: str) -> Read:
     """A profile for each summary of the file; what else it holds is passed over and not kept."""
     sections = read_sections(source, name)
     profiles = []
@@ -64,7 +64,7 @@ def read_source(source: Source, name: str) -> Read:
     return Read(profiles=tuple(profiles), native=NeuronDocument(sections=sections))
 
 
-def read_sections(source: Source, name: str) -> tuple[NeuronSection, ...]:
+def read_sections(source: TraceFile, name: str) -> tuple[NeuronSection, ...]:
     """The file's summaries: under the key `summary`, in a list, or one alone."""
     summaries = list(_summaries(_summary(source)))
     if not summaries:
@@ -79,7 +79,7 @@ def read_sections(source: Source, name: str) -> tuple[NeuronSection, ...]:
     return tuple(sections)
 
 
-def _summary(source: Source) -> object:
+def _summary(source: TraceFile) -> object:
     """What stands under `summary`; the whole file where nothing does and it is small; None: neither."""
     buffer = b""
     is_whole = True
@@ -100,7 +100,7 @@ def _summary(source: Source) -> object:
     return _decoded(buffer)[0] if is_whole else None
 
 
-def _value_at(buffer: bytes, start: int, source: Source) -> tuple[object, bytes]:
+def _value_at(buffer: bytes, start: int, source: TraceFile) -> tuple[object, bytes]:
     """The JSON value that begins at `start`, None if there is none, and the buffer with what was read on for it."""
     while True:
         value, is_complete = _decoded(buffer[start : start + MOST_SUMMARY_BYTES])

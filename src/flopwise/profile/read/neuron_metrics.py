@@ -22,63 +22,66 @@ CORE_V2_MEMORY_BYTES = 16 * 2.0**30
 CORE_V2_INSTANCES = "trn1"
 """How the names of instances with this core begin."""
 
-METRIC_GROUPS: dict[str, tuple[str, ...]] = {
-    "overall_stats": (
-        *("event_count", "hardware_flops", "mm_arithmetic_intensity", "model_flops", "neuroncore_cycle_count"),
-        *("peak_flops_bandwidth_ratio", "total_time", "trace_count", "transpose_flops"),
-    ),
-    "data_movement": (
-        *("dma_active_cycles", "dma_active_time", "dma_active_time_percent", "dma_packet_time", "dma_queue_count"),
-        *("dma_transfer_average_bytes", "dma_transfer_count", "dma_transfer_time", "dma_transfer_total_bytes"),
-        *("dynamic_dma_packet_percent", "dynamic_dma_size_percent", "hbm_read_bytes", "hbm_write_bytes"),
-        *("input_queue_bytes", "inputs_and_weights_size_bytes", "mbu_estimated_percent", "mbu_min_read_util_percent"),
-        *("output_queue_bytes", "psum_read_bytes", "psum_read_sbuf_write_bytes", "psum_read_sbuf_write_count"),
-        *("psum_write_bytes", "sbuf_read_bytes", "sbuf_write_bytes", "software_dynamic_dma_packet_count"),
-        *("software_dynamic_dma_size", "spill_reload_bytes", "spill_save_bytes", "static_dma_packet_count"),
-        *("static_dma_size", "weight_queue_bytes", "weight_size_bytes"),
-    ),
-    "tensor_engine": (
-        *("hfu_estimated_percent", "matmul_instruction_count", "mfu_estimated_percent"),
-        *("mfu_max_achievable_estimated_percent", "tensor_engine_active_time", "tensor_engine_active_time_percent"),
-        *("tensor_engine_instruction_count", "tensor_engine_instruction_time"),
-    ),
-    "vector_engine": (
-        *("vector_engine_active_time", "vector_engine_active_time_percent", "vector_engine_instruction_count"),
-        "vector_engine_instruction_time",
-    ),
-    "scalar_engine": (
-        *("activate_instruction_count", "activate_instruction_time", "scalar_engine_active_time"),
-        *("scalar_engine_active_time_percent", "scalar_engine_instruction_count", "scalar_engine_instruction_time"),
-    ),
-    "sync_engine": (
-        *("sync_engine_active_time", "sync_engine_active_time_percent", "sync_engine_instruction_count"),
-        "sync_engine_instruction_time",
-    ),
-    "gpsimd_engine": (
-        *("gpsimd_engine_active_time", "gpsimd_engine_active_time_percent", "gpsimd_engine_instruction_count"),
-        "gpsimd_engine_instruction_time",
-    ),
-    "cc_engine": (
-        *("cc_cores_instruction_active_time", "cc_cores_instruction_active_time_percent"),
-        *("cc_cores_instruction_count", "cc_cores_instruction_time", "cc_op_active_time"),
-        *("cc_op_active_time_percent", "cc_op_count", "cc_op_time"),
-    ),
-    "system": (
-        *("collectives_version", "compiler_version", "driver_version", "instance_type", "nc_idx", "nd_idx"),
-        *("profiler_version", "runtime_version"),
-    ),
-    "throttling_nc0": (
-        *("throttle_active_nc0_time_ns", "throttle_activity_0_active_time_nc0_percent"),
-        *("throttle_activity_0_avg_util_limit_nc0_percent", "throttle_activity_1_active_time_nc0_percent"),
-        *("throttle_activity_1_avg_util_limit_nc0_percent", "throttle_avg_util_limit_nc0_percent"),
-    ),
+_NAMES_BY_GROUP = {
+    "overall_stats": """
+        event_count hardware_flops mm_arithmetic_intensity model_flops neuroncore_cycle_count peak_flops_bandwidth_ratio
+        total_time trace_count transpose_flops
+    """,
+    "data_movement": """
+        dma_active_cycles dma_active_time dma_active_time_percent dma_packet_time dma_queue_count
+        dma_transfer_average_bytes dma_transfer_count dma_transfer_time dma_transfer_total_bytes
+        dynamic_dma_packet_percent dynamic_dma_size_percent hbm_read_bytes hbm_write_bytes input_queue_bytes
+        inputs_and_weights_size_bytes mbu_estimated_percent mbu_min_read_util_percent output_queue_bytes psum_read_bytes
+        psum_read_sbuf_write_bytes psum_read_sbuf_write_count psum_write_bytes sbuf_read_bytes sbuf_write_bytes
+        software_dynamic_dma_packet_count software_dynamic_dma_size spill_reload_bytes spill_save_bytes
+        static_dma_packet_count static_dma_size weight_queue_bytes weight_size_bytes
+    """,
+    "tensor_engine": """
+        hfu_estimated_percent matmul_instruction_count mfu_estimated_percent mfu_max_achievable_estimated_percent
+        tensor_engine_active_time tensor_engine_active_time_percent tensor_engine_instruction_count
+        tensor_engine_instruction_time
+    """,
+    "vector_engine": """
+        vector_engine_active_time vector_engine_active_time_percent vector_engine_instruction_count
+        vector_engine_instruction_time
+    """,
+    "scalar_engine": """
+        activate_instruction_count activate_instruction_time scalar_engine_active_time scalar_engine_active_time_percent
+        scalar_engine_instruction_count scalar_engine_instruction_time
+    """,
+    "sync_engine": """
+        sync_engine_active_time sync_engine_active_time_percent sync_engine_instruction_count
+        sync_engine_instruction_time
+    """,
+    "gpsimd_engine": """
+        gpsimd_engine_active_time gpsimd_engine_active_time_percent gpsimd_engine_instruction_count
+        gpsimd_engine_instruction_time
+    """,
+    "cc_engine": """
+        cc_cores_instruction_active_time cc_cores_instruction_active_time_percent cc_cores_instruction_count
+        cc_cores_instruction_time cc_op_active_time cc_op_active_time_percent cc_op_count cc_op_time
+    """,
+    "system": """
+        collectives_version compiler_version driver_version instance_type nc_idx nd_idx profiler_version runtime_version
+    """,
+    "throttling_nc0": """
+        throttle_active_nc0_time_ns throttle_activity_0_active_time_nc0_percent
+        throttle_activity_0_avg_util_limit_nc0_percent throttle_activity_1_active_time_nc0_percent
+        throttle_activity_1_avg_util_limit_nc0_percent throttle_avg_util_limit_nc0_percent
+    """,
 }
+METRIC_GROUPS = {group: tuple(names.split()) for group, names in _NAMES_BY_GROUP.items()}
 """What every summary of profiler 2.26 has, in its order."""
 GROUP_OF: dict[str, str] = {name: group for group, names in METRIC_GROUPS.items() for name in names}
 
 _UNITS_BY_ENDING = (
-    *((("_percent",), "%"), (("_bytes", "_size"), "B"), (("_flops",), "FLOP"), (("_intensity",), "FLOP/B")),
-    *(((("_count", "_cycles", "_idx"), "count")), (("_time", "_time_ns"), "s"), (("_ratio",), "1")),
+    (("_percent",), "%"),
+    (("_bytes", "_size"), "B"),
+    (("_flops",), "FLOP"),
+    (("_intensity",), "FLOP/B"),
+    (("_count", "_cycles", "_idx"), "count"),
+    (("_time", "_time_ns"), "s"),
+    (("_ratio",), "1"),
     (("_version", "_type"), "text"),
 )
 METRIC_NAME = re.compile(r"[A-Za-z][\w./ -]{0,199}\Z")
@@ -170,7 +173,8 @@ _INGESTED: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "mfu_roof",
         (
-            *("mfu_max_achievable_estimated_percent", "mfu_hlo_max_achievable_estimated_percent"),
+            "mfu_max_achievable_estimated_percent",
+            "mfu_hlo_max_achievable_estimated_percent",
             "mfu_inst_max_achievable_estimated_percent",
         ),
     ),

@@ -24,7 +24,7 @@ from flopwise.profile.read.neuron_metrics import (
     group_of,
     unit_of,
 )
-from flopwise.profile.read.opening import Source
+from flopwise.profile.read.opening import TraceFile
 from flopwise.profile.read.trainer_metrics import (
     LONGEST_LINE,
     TrainMetric,
@@ -144,7 +144,7 @@ def _some(told: list[str]) -> list[str]:
     return told if len(told) <= MOST_TOLD else [*told[:MOST_TOLD], f"and {len(told) - MOST_TOLD} more"]
 
 
-class _Reader:
+class _TextReader:
     """Takes a document line by line."""
 
     def __init__(self) -> None:
@@ -348,7 +348,7 @@ def is_free_text(line: str) -> bool:
 
 def read_document(lines: Iterable[bytes], name: str = "the document") -> NeuronDocument:
     """Sections of a document, from its lines; `name` is what an error calls it."""
-    reader = _Reader()
+    reader = _TextReader()
     for number, line in enumerate(lines, start=1):
         reader.take(number, line)
         if reader.is_full:
@@ -369,7 +369,7 @@ def looks_like(head: bytes) -> bool:
     return re.match(rb"\{|\[\s*[\[{\"]", beginning) is None and _TELLTALE.search(head) is not None
 
 
-def read_source(source: Source, name: str) -> Read:
+def read_source(source: TraceFile, name: str) -> Read:
     """The document as profiles, and as itself for printing."""
     document = read_document(text_lines(source), name)
     profiles = document_profiles(document, origin=(name,))

@@ -133,9 +133,7 @@ class _Database:
                 why=str(error),
                 hint="export it again: nsys export --type sqlite",
             ) from None
-        connection.set_authorizer(
-            lambda action, *_: sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY
-        )  # fmt: skip
+        connection.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY)
 
     def _plain_tables(self) -> list[str]:
         # A virtual table has no page of its own.
@@ -373,12 +371,21 @@ def _profile(name: str, trace: _Trace, gpu: int, steps: list[_Steps], database: 
     bandwidth = card.bandwidth if peaks is None else peaks.bandwidth
     several = len(trace.builders) > 1
     return Profile(
-        name=f"{name} GPU {gpu}" if several else name, format="nsys", origin=(name,), device=card.name,
-        precision=number_format, steps=count, peaks=peaks,
-        values=summary.values | wall | _counters(means, span_s, bandwidth), classes=summary.classes,
-        kernels=summary.kernels, memory_capacity_bytes=card.memory_bytes, system=_system(database), notes=tuple(notes),
+        name=f"{name} GPU {gpu}" if several else name,
+        format="nsys",
+        origin=(name,),
+        device=card.name,
+        precision=number_format,
+        steps=count,
+        peaks=peaks,
+        values=summary.values | wall | _counters(means, span_s, bandwidth),
+        classes=summary.classes,
+        kernels=summary.kernels,
+        memory_capacity_bytes=card.memory_bytes,
+        system=_system(database),
+        notes=tuple(notes),
         warnings=(*dict.fromkeys(database.warnings), *_messages(database)),
-    )  # fmt: skip
+    )
 
 
 def _wall(steps: _Steps | None, span_s: float) -> tuple[dict[str, Value], list[str]]:

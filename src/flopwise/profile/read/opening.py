@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import codecs
+import gzip
+import io
 import os
 import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from flopwise.base.errors import FlopwiseError
 
@@ -19,21 +21,42 @@ Tell = Callable[[str, int, int], None]
 BLOCK_BYTES = 2**20
 MOST_BYTES = 64 * 2**30
 """After unpacking; more is refused, since a few megabytes can be made to unpack into anything."""
-MOST_LAYERS = 3
 
-_SMALL_BYTES = 64
 _GZIP = b"\x1f\x8b"
-# UTF-32's little-endian mark begins with that of UTF-16, so it stands first.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 
 
-class Source:
+class Readable(Protocol):
+    """What bytes come from."""
+
+    def read(self, size: int, /) -> bytes:
+        """At most so many bytes; none at the end."""
+        ...
+
+
+class _Raw(io.RawIOBase):
+    def __init__(self, source: Readable) -> None:
+        self._source = source
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:  # noqa: ANN401 - the writable buffer that io passes
+        read = self._source.read(len(buffer))
+        buffer[: len(read)] = read
+        return len(read)
+
+
+def buffered(source: Readable) -> io.BufferedReader:
+    """A source with the small reads and lines of a file."""
+    return io.BufferedReader(_Raw(source), 2**18)
+
+
+class TraceFile:
     """The unpacked bytes of one file, read once from its beginning to its end."""
 
     def __init__(self, name: str, blocks: Iterator[bytes], warnings: list[str] | None = None) -> None:
@@ -71,30 +94,26 @@ class Source:
 
 
 @contextmanager
-def opened(path: Path, tell: Tell | None = None) -> Iterator[Source]:
+def opened(path: Path, tell: Tell | None = None) -> Iterator[TraceFile]:
     """The file's content, unpacked; `tell` hears of the bytes of the file itself, packed ones where it is packed."""
     name = path.name or str(path)
     with _opened_file(path) as file:
         warnings: list[str] = []
-        source = Source(name, _raw_blocks(file, name, tell), warnings)
+        source = TraceFile(name, _raw_blocks(file, name, tell), warnings)
         if not source.head(1):
             raise FlopwiseError(f"{path} is empty", hint="was the program that writes it still running, or killed?")
-        layers = 0
-        while source.head(2) == _GZIP:
-            layers += 1
-            if layers > MOST_LAYERS:
+        if source.head(2) == _GZIP:
+            source = TraceFile(name, _gunzipped(source, warnings), warnings)
+            if not source.head(1):
                 raise FlopwiseError(
-                    f"{path} is gzipped more than {MOST_LAYERS} times", hint="`gunzip` it and name what comes out"
+                    f"{path} unpacks to nothing", why="; ".join(warnings) or None, hint="make or fetch the file again"
                 )
-            source = Source(name, _gunzipped(source.blocks(), name, warnings), warnings)
-        if layers and not source.head(1):
-            raise FlopwiseError(
-                f"{path} unpacks to nothing", why="; ".join(warnings) or None, hint="make or fetch the file again"
-            )
         beginning = source.head(4)
+        if beginning.startswith(_GZIP):
+            raise FlopwiseError(f"{path} is gzipped twice", hint="`gunzip` it and name what comes out")
         codec = next((codec for mark, codec in _MARKS if beginning.startswith(mark)), None)
         if codec is not None:
-            source = Source(name, _as_utf8(source.blocks(), codec), warnings)
+            source = TraceFile(name, _as_utf8(source.blocks(), codec), warnings)
         yield source
 
 
@@ -144,54 +163,32 @@ def _raw_blocks(file: BinaryIO, name: str, tell: Tell | None) -> Iterator[bytes]
         yield block
 
 
-def _gunzipped(packed: Iterator[bytes], name: str, warnings: list[str]) -> Iterator[bytes]:
-    """One layer unpacked, members one after the other; what a damaged or cut one still gives, with a warning."""
-    unpacker = zlib.decompressobj(wbits=31)
+def _gunzipped(packed: TraceFile, warnings: list[str]) -> Iterator[bytes]:
+    """Members one after the other; what a damaged or cut one gives before the damage, with a warning."""
+    unpacker = gzip.GzipFile(fileobj=buffered(packed))
     done = 0
-    is_behind_the_end = False
-    for block in packed:
-        waiting = block
-        while waiting:
-            if unpacker.eof:
-                is_behind_the_end = True
-                waiting = waiting.lstrip(b"\0")  # tapes and some archivers pad with zeros
-                if not waiting:
-                    break
-                unpacker = zlib.decompressobj(wbits=31)
-            before = unpacker.copy()
-            try:
-                unpacked = unpacker.decompress(waiting, BLOCK_BYTES)
-            except zlib.error as error:
-                what = f"its gzip stream is damaged ({error})"
-                if is_behind_the_end:
-                    what = "bytes that are not gzip follow its end"
-                warnings.append(f"{name}: {what}; read up to there")
-                yield from _up_to_the_damage(before, waiting)
-                return
-            waiting = unpacker.unused_data if unpacker.eof else unpacker.unconsumed_tail
-            done += len(unpacked)
-            if done > MOST_BYTES:
-                raise FlopwiseError(
-                    f"{name} unpacks to more than {MOST_BYTES // 2**30} GiB",
-                    hint="profile fewer steps: a few are enough",
-                )
-            if unpacked:
-                is_behind_the_end = False
-                yield unpacked
-    if not unpacker.eof:
-        rest = unpacker.flush()
-        warnings.append(f"{name}: its gzip stream is cut off; read up to there")
-        if rest:
-            yield rest
-
-
-def _up_to_the_damage(unpacker: zlib._Decompress, packed: bytes) -> Iterator[bytes]:
-    """What the damaged bytes unpack to before they fail: zlib gives nothing of a call that does."""
-    for begin in range(0, len(packed), _SMALL_BYTES):
+    while True:
         try:
-            yield unpacker.decompress(packed[begin : begin + _SMALL_BYTES])
-        except zlib.error:
+            # What one small read of the packed file gives: all that comes before the damage.
+            block = unpacker.read1(BLOCK_BYTES)
+        except EOFError:
+            warnings.append(f"{packed.name}: its gzip stream is cut off; read up to there")
             return
+        except gzip.BadGzipFile as error:
+            warnings.append(f"{packed.name}: its gzip stream is damaged, or what follows it is not gzip ({error})")
+            return
+        except zlib.error as error:
+            warnings.append(f"{packed.name}: its gzip stream is damaged ({error}); read up to there")
+            return
+        if not block:
+            return
+        done += len(block)
+        if done > MOST_BYTES:
+            raise FlopwiseError(
+                f"{packed.name} unpacks to more than {MOST_BYTES // 2**30} GiB",
+                hint="profile fewer steps: a few are enough",
+            )
+        yield block
 
 
 def _as_utf8(blocks: Iterator[bytes], codec: str) -> Iterator[bytes]:

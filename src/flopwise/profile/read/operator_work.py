@@ -14,22 +14,30 @@ from typing import Any
 
 import msgspec
 
-TYPE_BYTES = {
-    "double": 8, "float": 4, "bfloat16": 2, "half": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1,
-    "float8_e5m2fnuz": 1, "long": 8, "long int": 8, "int": 4, "short": 2, "char": 1, "signed char": 1, "byte": 1,
-    "unsigned char": 1, "bool": 1, "complexfloat": 8,
-}  # fmt: skip
+_TYPES_BY_BYTES = {
+    8: ("double", "long", "long int", "complexfloat"),
+    4: ("float", "int"),
+    2: ("bfloat16", "half", "short"),
+    1: ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "bool"),
+}
+_BYTE_TYPES = ("char", "signed char", "byte", "unsigned char")
+TYPE_BYTES = {name: size for size, names in _TYPES_BY_BYTES.items() for name in names} | dict.fromkeys(_BYTE_TYPES, 1)
 """Sizes of the types as traces spell them, in lower case and without `c10::`."""
 FORMATS = {
-    "double": "fp64", "float": "fp32", "bfloat16": "bf16", "half": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
-    "signed char": "int8", "char": "int8",
-}  # fmt: skip
+    "double": "fp64",
+    "float": "fp32",
+    "bfloat16": "bf16",
+    "half": "fp16",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+    "signed char": "int8",
+    "char": "int8",
+}
 
 _LARGEST_DIMENSION = 2**48
-_PRODUCTS = {
-    "aten::mm": 0, "aten::_scaled_mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1,
-    "aten::baddbmm_": 1, "aten::_addmm_activation": 1,
-}  # fmt: skip
+_PRODUCTS = dict.fromkeys(("aten::mm", "aten::_scaled_mm", "aten::bmm"), 0) | dict.fromkeys(
+    ("aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::baddbmm_", "aten::_addmm_activation"), 1
+)
 """Products of two matrices, or of two batches of them, and the number of the first."""
 _ATTENTION = re.compile(
     r"aten::(?:_scaled_dot_product_(?:flash|efficient|cudnn|fused|flash_attention_for_cpu)\w*|"
@@ -38,16 +46,23 @@ _ATTENTION = re.compile(
 )
 CAUSAL = {
     "scaled_dot_product_attention": 5,
-    "_cudnn_attention_forward": 10, "_cudnn_attention_backward": 14,
-    "_scaled_dot_product_cudnn_attention": 6, "_scaled_dot_product_cudnn_attention_backward": 14,
-    "_scaled_dot_product_flash_attention": 4, "_scaled_dot_product_flash_attention_backward": 11,
-    "_scaled_dot_product_efficient_attention": 6, "_scaled_dot_product_efficient_attention_backward": 11,
-    "_scaled_dot_product_flash_attention_for_cpu": 4, "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+    "_cudnn_attention_forward": 10,
+    "_cudnn_attention_backward": 14,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_scaled_dot_product_cudnn_attention_backward": 14,
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_efficient_attention_backward": 11,
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
     "_scaled_dot_product_fused_attention_overrideable": 5,
     "_scaled_dot_product_fused_attention_overrideable_backward": 13,
-    "_flash_attention_forward": 8, "_flash_attention_backward": 11,
-    "_efficient_attention_forward": 9, "_efficient_attention_backward": 14,
-}  # fmt: skip
+    "_flash_attention_forward": 8,
+    "_flash_attention_backward": 11,
+    "_efficient_attention_forward": 9,
+    "_efficient_attention_backward": 14,
+}
 """Which of an attention's arguments says that its mask is causal."""
 _IS_CAUSAL = frozenset({"True", "1", "2"})
 """Of an efficient attention's kinds of mask, 1 and 2 are causal, from either corner."""

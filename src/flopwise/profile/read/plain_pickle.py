@@ -1,50 +1,42 @@
-"""A pickle read as plain data, by an interpreter that can build nothing else.
+"""A pickle read as plain data: None, bool, int, float, str, bytes, lists, tuples, dicts and sets, and nothing else.
 
-It knows the opcodes of None, bool, int, float, str, bytes, lists, tuples, dicts and sets, and no others: whatever
-imports a name or calls it is refused before it happens. What it builds is bounded in size and depth.
+`pickle.Unpickler` does the reading, with everything refused that could import a name. Before it runs, the opcodes are
+looked through as arrays, since three things cannot be refused from within it: an index of the memo (five bytes may ask
+for 64 GiB), what values take together (a byte is a set of 232), and the hash of a tuple that is used as a key (nested
+by reference it takes for ever, nested deep it overflows the stack).
 """
 
 from __future__ import annotations
 
 import io
+import pickle
 import pickletools
-import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Never
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import show_bytes
+from flopwise.profile.read.opening import Readable, buffered
 
-LONGEST_KEY_TUPLE = 64
-"""A tuple's hash is worked out anew each time that it is used as a key."""
-LONGEST_LINE = 4096
-"""Of a number in the text opcodes of protocol 0."""
-
-
-STACK_BYTES = 16
-"""Of a place on the interpreter's stack."""
-PLACE_BYTES = 8
-ENTRY_BYTES = 128
-"""Of a key and its value in a dict, also while the dict grows; of a member of a set."""
-CONTAINER_BYTES = 224
-"""Of a list, a tuple, a dict or a set without what it holds, and of what is noted of its depth in the end."""
-CONTAINERS = (list, tuple, dict, set)
-READ_AHEAD_BYTES = 2**18
-
-
-class Readable(Protocol):
-    """What bytes come from."""
-
-    def read(self, size: int, /) -> bytes:
-        """At most so many bytes; none at the end."""
-        ...
+BLOCK_BYTES = 2**14
+"""Whose opcodes are found at a time; each doubling of it costs one more pass over all bytes."""
+LONGEST_LINE = 2**16
+"""Of the text opcodes of protocol 0."""
+LONGEST_KEY_BYTES = 9
+"""Integers with more can be made to collide by the million as keys of a dict."""
+MOST_ODD = 10_000
+"""Longer integers, frozen sets, and tuples of anything but numbers. Snapshots of torch hold none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """How much a pickle may ask for."""
 
+    file_bytes: int = 2**30
     memory_bytes: int = 4 * 2**30
     """Of all that it builds, roughly; and no more than `built_per_byte` of them for each byte of the pickle."""
     built_per_byte: int = 96
@@ -54,33 +46,39 @@ class Limits:
     string_bytes: int = 64 * 2**20
     integer_bytes: int = 1024
     nesting: int = 100
-    memo: int = 50_000_000
 
 
-class _Raw(io.RawIOBase):
-    def __init__(self, source: Readable) -> None:
-        self._source = source
-        self.read_bytes = 0
+class _PlainUnpickler(pickle.Unpickler):
+    """The second line: no opcode that comes here is let through by `_check_opcodes`."""
 
-    def readable(self) -> bool:
-        return True
+    def find_class(self, module_name: str, global_name: str, /) -> Never:
+        raise _not_plain(f"it wants {module_name}.{global_name}, which is refused")
 
-    def readinto(self, buffer: Any, /) -> int:  # noqa: ANN401 - the writable buffer that io passes
-        read = self._source.read(len(buffer))
-        buffer[: len(read)] = read
-        self.read_bytes += len(read)
-        return len(read)
-
-
-def buffered(source: Readable) -> io.BufferedReader:
-    """A source with the small reads and lines of a file."""
-    return io.BufferedReader(_Raw(source), 2**20)
+    def persistent_load(self, pid: object) -> Never:
+        raise _not_plain(f"it refers to {pid!r} outside, which is refused")
 
 
 def plain_data(source: Readable, limits: Limits | None = None) -> Any:  # noqa: ANN401 - whatever the file holds
     """The data of a pickle; what follows its end is left alone. Raises for anything that is no plain data."""
-    data = _Interpreter(_Raw(source), limits or Limits()).run()
-    _check_shape(data, (limits or Limits()).nesting)
+    limits = limits or Limits()
+    whole = io.BytesIO()
+    while block := source.read(2**20):
+        whole.write(block)
+        if whole.tell() > limits.file_bytes:
+            raise _too_large(f"it has more than {show_bytes(limits.file_bytes)}")
+    size = whole.tell()
+    whole.write(bytes(_PADDING))
+    _Opcodes(np.frombuffer(whole.getbuffer(), np.uint8), size, limits).check()
+    whole.seek(0)
+    try:
+        # Buffered, since single bytes are read where a pickle has no frames.
+        data = _PlainUnpickler(buffered(whole)).load()
+    except FlopwiseError:
+        raise
+    except Exception as error:  # the module promises no kinds of them
+        raise _bad(str(error) or type(error).__name__) from None
+    if type(data) in (list, tuple, dict):
+        _check_depth(data, limits.nesting, limits.nesting, {})
     return data
 
 
@@ -92,360 +90,240 @@ def _too_large(why: str) -> FlopwiseError:
     return FlopwiseError("a pickle too large to read", why=why, hint="record fewer events or shorter stacks")
 
 
-_OPCODE_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+def _not_plain(why: str) -> FlopwiseError:
+    hint = "only None, bool, int, float, str, bytes, list, tuple, dict and set are read"
+    return FlopwiseError("a pickle that is not plain data", why=why, hint=hint)
 
 
-class _Interpreter:
-    def __init__(self, raw: _Raw, limits: Limits) -> None:
-        self._raw = raw
-        # The small reads and lines of a file.
-        self._file = io.BufferedReader(raw, READ_AHEAD_BYTES)
-        self._limits = limits
-        self._spent = 0
-        self._allowed = min(limits.small_bytes, limits.memory_bytes)
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        """Where on the stack each mark stands."""
-        self._memo: dict[int, Any] = {}
+# -- the opcodes, as arrays ------------------------------------------------------------------------------------------
 
-    def run(self) -> Any:  # noqa: ANN401 - whatever the file holds
-        read = self._file.read
-        while True:
-            code = read(1)
-            if not code:
-                raise _bad("it ends before its end mark")
-            if code == b".":
-                break
-            step = _STEPS.get(code)
-            if step is None:
-                raise self._refused(code[0])
-            self._spend(STACK_BYTES)
-            step(self)
-        data = self._pop()
-        if self._stack or self._marks:
-            raise _bad("more than one thing is left at its end")
-        return data
+Numbers = NDArray[np.int64]
+Codes = NDArray[np.uint8]
 
-    def _refused(self, code: int) -> FlopwiseError:
-        name = _OPCODE_NAMES.get(code)
-        if name is None:
-            return _bad(f"byte {code:#04x} is no opcode")
-        return FlopwiseError(
-            "a pickle that is not plain data",
-            why=f"its opcode {name} wants to run code or build objects, which is refused",
-            hint="only None, bool, int, float, str, bytes, list, tuple, dict and set are read",
-        )
+_PADDING = 8
+"""Bytes behind the end, so that an argument may be looked at wherever an opcode stands."""
+_FAR = 2**62
+"""The length of what has no end."""
+_CARRIED = 4
+"""Opcodes of the block before that are looked at again: what a tuple of three and its place in the memo take."""
 
-    def _spend(self, size: int) -> None:
-        self._spent += size
-        if self._spent <= self._allowed:
-            return
-        # What may be built grows with what was read.
-        limits = self._limits
-        earned = limits.small_bytes + limits.built_per_byte * self._raw.read_bytes
-        self._allowed = min(limits.memory_bytes, earned)
-        if self._spent > self._allowed:
-            raise _too_large(f"it would take more than {show_bytes(self._allowed)}, far more than its own size")
+_OPCODES = {opcode.name: opcode for opcode in pickletools.opcodes}
+_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 
-    def _exactly(self, size: int) -> bytes:
-        read = self._file.read(size)
-        if len(read) != size:
-            raise _bad("it ends in the middle of a value")
-        return read
-
-    def _line(self, most: int = LONGEST_LINE) -> bytes:
-        line = self._file.readline(most)
-        if not line.endswith(b"\n"):
-            raise _bad("a line of it has no end, or is too long")
-        return line[:-1]
-
-    def _number(self, layout: str) -> Any:  # noqa: ANN401 - int or float, as the layout says
-        return struct.unpack(layout, self._exactly(struct.calcsize(layout)))[0]
-
-    def _push(self, value: Any, size: int = 48) -> None:  # noqa: ANN401 - any plain value
-        self._spend(size)
-        self._stack.append(value)
-
-    def _pop(self) -> Any:  # noqa: ANN401 - any plain value
-        self._check_top()
-        return self._stack.pop()
-
-    def _check_top(self) -> None:
-        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
-            raise _bad("an opcode finds nothing to work on")
-
-    def _to_mark(self) -> list[Any]:
-        if not self._marks:
-            raise _bad("a mark is missing")
-        position = self._marks.pop()
-        # A copy of each, and its place in what it is put into.
-        self._spend(2 * PLACE_BYTES * (len(self._stack) - position))
-        values = self._stack[position:]
-        del self._stack[position:]
-        return values
-
-    def _container(self, kind: type) -> Any:  # noqa: ANN401 - list, dict or set
-        self._check_top()
-        if type(self._stack[-1]) is not kind:
-            raise _bad(f"there is no {kind.__name__} to fill")
-        return self._stack[-1]
-
-    # What single opcodes do.
-
-    def protocol(self) -> None:
-        if self._exactly(1)[0] > 5:
-            raise _bad("it is of a protocol later than 5")
-
-    def frame(self) -> None:
-        self._exactly(8)
-
-    def mark(self) -> None:
-        self._spend(48)
-        self._marks.append(len(self._stack))
-
-    def pop(self) -> None:
-        self._pop()
-
-    def pop_mark(self) -> None:
-        self._to_mark()
-
-    def text_integer(self) -> None:
-        line = self._line(2 * self._limits.integer_bytes).removesuffix(b"L")
-        if line in (b"00", b"01"):
-            self._push(line == b"01")
-            return
-        try:
-            self._push(int(line))
-        except ValueError:
-            raise _bad("a number in it is none") from None
-
-    def text_float(self) -> None:
-        try:
-            self._push(float(self._line()))
-        except ValueError:
-            raise _bad("a number in it is none") from None
-
-    def number(self, layout: str) -> None:
-        self._push(self._number(layout))
-
-    def long(self, layout: str) -> None:
-        size = self._number(layout)
-        if not 0 <= size <= self._limits.integer_bytes:
-            raise _too_large(f"an integer of {size} bytes is in it")
-        self._push(int.from_bytes(self._exactly(size), "little", signed=True), 48 + size)
-
-    def text_string(self) -> None:
-        line = self._line(self._limits.string_bytes)
-        try:
-            self._push(line.decode("raw-unicode-escape"), 64 + 4 * len(line))
-        except UnicodeDecodeError:
-            raise _bad("a text in it cannot be decoded") from None
-
-    def _sized(self, layout: str) -> bytes:
-        size = self._number(layout)
-        if size > self._limits.string_bytes:
-            raise _too_large(f"a text of {size} bytes is in it")
-        self._spend(size)
-        return self._exactly(size)
-
-    def string(self, layout: str) -> None:
-        read = self._sized(layout)
-        try:
-            text = read.decode("utf-8", "surrogatepass")
-            # One sign beyond ASCII makes all of them two or four bytes wide.
-            self._push(text, 64 + (0 if text.isascii() else 4 * len(text)))
-        except UnicodeDecodeError:
-            raise _bad("a text in it cannot be decoded") from None
-
-    def raw_bytes(self, layout: str) -> None:
-        self._push(self._sized(layout), 64)
-
-    def list_to_mark(self) -> None:
-        values = self._to_mark()
-        self._push(values, CONTAINER_BYTES)
-
-    def tuple_to_mark(self) -> None:
-        values = self._to_mark()
-        self._push(tuple(values), CONTAINER_BYTES)
-
-    def tuple_of(self, count: int) -> None:
-        values = [self._pop() for _ in range(count)]
-        self._push(tuple(reversed(values)), CONTAINER_BYTES)
-
-    def append(self) -> None:
-        value = self._pop()
-        self._container(list).append(value)
-
-    def appends(self) -> None:
-        values = self._to_mark()
-        self._container(list).extend(values)
-
-    def _fill(self, target: dict[Any, Any], values: list[Any]) -> None:
-        if len(values) % 2:
-            raise _bad("a key of a dict has no value")
-        self._spend(ENTRY_BYTES * len(values) // 2)
-        for key, value in zip(values[::2], values[1::2], strict=True):
-            target[_key(key)] = value
-
-    def dict_to_mark(self) -> None:
-        values = self._to_mark()
-        made: dict[Any, Any] = {}
-        self._fill(made, values)
-        self._push(made, CONTAINER_BYTES)
-
-    def set_item(self) -> None:
-        value = self._pop()
-        key = self._pop()
-        self._fill(self._container(dict), [key, value])
-
-    def set_items(self) -> None:
-        values = self._to_mark()
-        self._fill(self._container(dict), values)
-
-    def add_items(self) -> None:
-        values = self._to_mark()
-        self._spend(ENTRY_BYTES * len(values))
-        self._container(set).update(map(_key, values))
-
-    def frozen_set(self) -> None:
-        values = self._to_mark()
-        self._push(frozenset(map(_key, values)), CONTAINER_BYTES + ENTRY_BYTES * len(values))
-
-    def put(self, where: int) -> None:
-        self._check_top()
-        if len(self._memo) >= self._limits.memo:
-            raise _too_large("it remembers too many of its values")
-        self._spend(ENTRY_BYTES)
-        self._memo[where] = self._stack[-1]
-
-    def put_next(self) -> None:
-        self.put(len(self._memo))
-
-    def get(self, where: int) -> None:
-        if where not in self._memo:
-            raise _bad("it refers to a value that it has not given")
-        self._stack.append(self._memo[where])
-
-    def text_place(self) -> int:
-        line = self._line()
-        if not line.isdigit() or len(line) > 12:
-            raise _bad("it refers to a value by something that is no number")
-        return int(line)
-
-    def place(self, size: int) -> int:
-        return int.from_bytes(self._exactly(size), "little")
+_SINGLES = "NONE NEWTRUE NEWFALSE INT LONG BININT BININT1 BININT2 LONG1 LONG4 FLOAT BINFLOAT"
+_TEXTS = "UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8"
+_CONTAINERS = "EMPTY_LIST LIST EMPTY_DICT DICT EMPTY_SET FROZENSET"
+_TUPLES = "TUPLE TUPLE1 TUPLE2 TUPLE3"
+_PUTS = "PUT BINPUT LONG_BINPUT MEMOIZE"
+_GETS = "GET BINGET LONG_BINGET"
+_REST = "PROTO FRAME MARK POP POP_MARK APPEND APPENDS EMPTY_TUPLE SETITEM SETITEMS ADDITEMS"
+_PLAIN = " ".join((_SINGLES, _TEXTS, _CONTAINERS, _TUPLES, _PUTS, _GETS, _REST))
 
 
-def _key(value: Any) -> Any:  # noqa: ANN401 - any plain value
-    """The value, if it may be a key: cheap to hash, however often it is used, and no cause of collisions."""
-    kind = type(value)
-    if kind is tuple:
-        if len(value) > LONGEST_KEY_TUPLE or any(type(part) is tuple for part in value):
-            raise _bad("a key in it is a tuple too large for one")
-        for part in value:
-            _key(part)
-    elif kind in (list, dict, set, frozenset):
-        raise _bad(f"a key in it is a {kind.__name__}")
-    elif kind is int and value.bit_length() > 64:
-        raise _bad("a key in it is a number of more than 64 bits")
-    return value
+def _code(name: str) -> int:
+    return ord(_OPCODES[name].code)
 
 
-_Step = Callable[[_Interpreter], None]
+def _table(*entries: tuple[str, int]) -> Numbers:
+    """A number for each byte that is one of the named opcodes; 0 for the others."""
+    table = np.zeros(256, np.int64)
+    for names, value in entries:
+        table[[_code(name) for name in names.split()]] = value
+    return table
 
 
-def _pushing(make: Callable[[], Any]) -> _Step:
-    return lambda machine: machine._push(make(), CONTAINER_BYTES if type(make()) in CONTAINERS else 0)
+def _argument(name: str) -> int:
+    """Its bytes; -1 for a line, below that for what has its own size in front."""
+    argument = _OPCODES[name].arg
+    return 0 if argument is None else argument.n
 
 
-_STEPS: dict[bytes, _Step] = {
-    b"\x80": _Interpreter.protocol,
-    b"\x95": _Interpreter.frame,
-    b"(": _Interpreter.mark,
-    b"0": _Interpreter.pop,
-    b"1": _Interpreter.pop_mark,
-    b"N": _pushing(lambda: None),
-    b"\x88": _pushing(lambda: True),
-    b"\x89": _pushing(lambda: False),
-    b"I": _Interpreter.text_integer,
-    b"L": _Interpreter.text_integer,
-    b"J": lambda machine: machine.number("<i"),
-    b"K": lambda machine: machine.number("<B"),
-    b"M": lambda machine: machine.number("<H"),
-    b"\x8a": lambda machine: machine.long("<B"),
-    b"\x8b": lambda machine: machine.long("<i"),
-    b"F": _Interpreter.text_float,
-    b"G": lambda machine: machine.number(">d"),
-    b"V": _Interpreter.text_string,
-    b"X": lambda machine: machine.string("<I"),
-    b"\x8c": lambda machine: machine.string("<B"),
-    b"\x8d": lambda machine: machine.string("<Q"),
-    b"B": lambda machine: machine.raw_bytes("<I"),
-    b"C": lambda machine: machine.raw_bytes("<B"),
-    b"\x8e": lambda machine: machine.raw_bytes("<Q"),
-    b"]": _pushing(list),
-    b"l": _Interpreter.list_to_mark,
-    b"a": _Interpreter.append,
-    b"e": _Interpreter.appends,
-    b")": _pushing(tuple),
-    b"t": _Interpreter.tuple_to_mark,
-    b"\x85": lambda machine: machine.tuple_of(1),
-    b"\x86": lambda machine: machine.tuple_of(2),
-    b"\x87": lambda machine: machine.tuple_of(3),
-    b"}": _pushing(dict),
-    b"d": _Interpreter.dict_to_mark,
-    b"s": _Interpreter.set_item,
-    b"u": _Interpreter.set_items,
-    b"\x8f": _pushing(set),
-    b"\x90": _Interpreter.add_items,
-    b"\x91": _Interpreter.frozen_set,
-    b"p": lambda machine: machine.put(machine.text_place()),
-    b"q": lambda machine: machine.put(machine.place(1)),
-    b"r": lambda machine: machine.put(machine.place(4)),
-    b"\x94": _Interpreter.put_next,
-    b"g": lambda machine: machine.get(machine.text_place()),
-    b"h": lambda machine: machine.get(machine.place(1)),
-    b"j": lambda machine: machine.get(machine.place(4)),
+_FIXED = _table(*((name, 1 + _argument(name)) for name in _PLAIN.split() if _argument(name) >= 0))
+_HAS_LINE = _table(*((name, 1) for name in _PLAIN.split() if _argument(name) == pickletools.UP_TO_NEWLINE))
+_SIZE_BYTES = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
+_SIZED = _table(*((name, _SIZE_BYTES.get(_argument(name), 0)) for name in _PLAIN.split()))
+_IS_SINGLE = _table((_SINGLES, 1))
+_IS_INTEGER = _table(("INT LONG LONG1 LONG4", 1))
+_IS_TUPLE = _table((_TUPLES, 1))
+_IS_PUT = _table((_PUTS, 1))
+_IS_GET = _table((_GETS, 1))
+_GET_BYTES = _table(("BINGET", 1), ("LONG_BINGET", 4))
+_PUT_BYTES = _table(("BINPUT", 1), ("LONG_BINPUT", 4))
+_IS_SHARED_SAFELY = _table((f"{_TEXTS} {_CONTAINERS} {_SINGLES}", 1))
+# Bytes that each takes at most: a value has places on the stack and in what holds it (64: half an entry of a dict that
+# has just grown), a container is noted once more when its depth is looked for.
+_COST = _table((_PLAIN, 16), (f"{_SINGLES} {_TEXTS} {_GETS} MARK", 64), (f"{_CONTAINERS} {_TUPLES}", 240), (_PUTS, 144))
+_TEXT_COST = 4
+"""For each byte of the pickle: one sign beyond Latin makes all of a text four bytes wide."""
 
 
-def _children(value: Any) -> Iterator[Any] | None:  # noqa: ANN401 - any plain value
-    # Keys and members of sets are scalars, or tuples of them: see `_key`.
-    if type(value) is dict:
-        return iter(value.values())
-    return iter(value) if type(value) in (list, tuple) else None
+class _Opcodes:
+    """What the opcodes of a pickle ask for, added up block by block and judged in the end."""
 
+    def __init__(self, data: Codes, size: int, limits: Limits) -> None:
+        self._data = data
+        self._size = size
+        self._limits = limits
+        self._cost = 0
+        self._odd = 0
+        self._puts = 0
+        self._put_kinds: set[bool] = set()
+        self._unshared = np.empty(0, np.int64)
+        """Indices of the memo that hold a tuple, as far as is known, whose hash may take long."""
+        self._before = np.zeros(_CARRIED, np.uint8)
 
-def _check_shape(data: Any, nesting: int) -> None:  # noqa: ANN401 - any plain value
-    """Refuse data that contains itself or is nested too deep: whoever walks it would not come back."""
-    depths: dict[int, int] = {}
-    """Of containers that are done: the levels below them. 0: still being walked."""
-    walk: list[tuple[Any, Iterable[Any], int]] = []
+    def check(self) -> None:
+        """Refuse a pickle that is not plain, or would take more than its size warrants."""
+        end = 0
+        for places, lengths in self._blocks():
+            codes = self._data[places]
+            self._check_sizes(codes, lengths)
+            self._check_memo(places, np.concatenate([self._before, codes]))
+            self._cost += int(_COST[codes].sum()) + _TEXT_COST * int(lengths.sum())
+            self._before = np.concatenate([self._before, codes])[-_CARRIED:]
+            end = int(places[-1] + lengths[-1])
+        allowed = min(self._limits.memory_bytes, self._limits.small_bytes + self._limits.built_per_byte * end)
+        if self._cost > allowed:
+            raise _too_large(f"it would take more than {show_bytes(allowed)}, far more than its own size")
+        if self._odd > MOST_ODD:
+            raise _not_plain(f"it has more than {MOST_ODD} nested tuples, frozen sets and very long integers")
 
-    def enter(value: Any) -> None:  # noqa: ANN401 - any plain value
-        children = _children(value)
-        if children is not None:
-            depths[id(value)] = 0
-            walk.append((value, children, 1))
-
-    enter(data)
-    while walk:
-        value, children, deepest = walk.pop()
-        for child in children:
-            if type(child) not in (list, tuple, dict):
+    def _blocks(self) -> Iterator[tuple[Numbers, Numbers]]:
+        """Where the opcodes of each block begin, and how long they are with their arguments; up to the end mark."""
+        begin = 0
+        while begin < self._size:
+            lengths = self._lengths(begin, min(begin + BLOCK_BYTES, self._size))
+            found = _followed(lengths)
+            last = begin + int(found[-1])
+            if lengths[found[-1]]:
+                yield begin + found, lengths[found]
+                begin = last + int(lengths[found[-1]])
                 continue
-            known = depths.get(id(child))
+            if len(found) > 1:
+                yield begin + found[:-1], lengths[found[:-1]]
+            _check_end(int(self._data[last]))
+            return
+        raise _bad("it ends before its end mark" if begin == self._size else "it ends in the middle of a value")
+
+    def _lengths(self, begin: int, end: int) -> Numbers:
+        """How long an opcode is with its argument, for each place of a block, did one begin there; 0: none may."""
+        codes = self._data[begin:end]
+        lengths = _FIXED[codes]
+        sizes = _SIZED[codes]
+        for count in (1, 4, 8):
+            places = np.flatnonzero(sizes == count)
+            sized = self._number(begin + places, count)
+            lengths[places] = np.where(sized < 0, _FAR, np.minimum(sized, _FAR) + 1 + count)
+        places = np.flatnonzero(_HAS_LINE[codes])
+        ends = np.flatnonzero(self._data[begin : min(end + LONGEST_LINE, self._size)] == ord("\n"))
+        ends = np.append(ends, _FAR)
+        lengths[places] = ends[np.searchsorted(ends, places)] + 1 - places
+        return lengths
+
+    def _number(self, places: Numbers, count: int) -> Numbers:
+        """The arguments of so many bytes of the opcodes at the places."""
+        number = np.zeros(len(places), np.int64)
+        for byte in range(count):
+            number |= self._data[places + 1 + byte].astype(np.int64) << 8 * byte
+        return number
+
+    def _check_sizes(self, codes: Codes, lengths: Numbers) -> None:
+        is_integer = _IS_INTEGER[codes].astype(bool)
+        integer, text = int(lengths[is_integer].max(initial=0)), int(lengths.max())
+        if text >= _FAR:
+            raise _bad("a line of it has no end, or is too long")
+        if integer > self._limits.integer_bytes:
+            raise _too_large(f"an integer of {integer} bytes is in it")
+        if text > self._limits.string_bytes:
+            raise _too_large(f"a text of {text} bytes is in it")
+        self._odd += int((is_integer & (lengths > LONGEST_KEY_BYTES + 2)).sum() + (codes == _code("FROZENSET")).sum())
+
+    def _check_memo(self, places: Numbers, codes: Codes) -> None:
+        """Indices grow by one, as pickle gives them; nothing refers to a tuple that may take long to hash."""
+        safe = _shared_safely(codes)
+        self._odd += int((_IS_TUPLE[codes[_CARRIED:]].astype(bool) & ~safe[_CARRIED:]).sum())
+        (puts,) = np.nonzero(_IS_PUT[codes[_CARRIED:]])
+        index = self._indices(places[puts], codes[_CARRIED:][puts])
+        if (index > self._puts + 1 + np.arange(len(puts))).any() or len(self._put_kinds) > 1:
+            raise _bad("what it remembers is not numbered in order")
+        self._puts += len(puts)
+        self._unshared = np.append(self._unshared, index[~safe[puts + _CARRIED - 1]])
+        if len(self._unshared):
+            (gets,) = np.nonzero(_IS_GET[codes[_CARRIED:]])
+            shared = np.isin(self._indices(places[gets], codes[_CARRIED:][gets]), self._unshared)
+            if shared.any():
+                raise _not_plain("it refers again to a tuple of more than numbers")
+
+    def _indices(self, places: Numbers, codes: Codes) -> Numbers:
+        """Of the memo, which the opcodes at the places give."""
+        index = self._puts + np.arange(len(places))
+        sizes = _PUT_BYTES[codes] + _GET_BYTES[codes]
+        for count in (1, 4):
+            index[sizes == count] = self._number(places[sizes == count], count)
+        for number in np.flatnonzero(_HAS_LINE[codes]):
+            line = bytes(self._data[places[number] + 1 : places[number] + 12]).partition(b"\n")[0]
+            if not line.isdigit():
+                raise _bad("it refers to a value by something that is no number")
+            index[number] = int(line)
+        self._put_kinds.update((codes[_IS_PUT[codes] > 0] == _code("MEMOIZE")).tolist())
+        return index
+
+
+def _check_end(code: int) -> None:
+    """Refuse an opcode that no length is known of, unless it is the end mark."""
+    if code == ord("."):
+        return
+    if code not in _NAMES:
+        raise _bad(f"byte {code:#04x} is no opcode")
+    raise _not_plain(f"its opcode {_NAMES[code]} wants to run code or build objects, which is refused")
+
+
+def _followed(lengths: Numbers) -> Numbers:
+    """The places from the first on, each as far behind the one before as that is long; a length of 0 is the last."""
+    size = len(lengths)
+    jump = np.append(np.minimum(np.arange(size) + lengths, size), size)
+    places = np.zeros(1, np.int64)
+    while places[-1] < size and lengths[places[-1]]:
+        # Twice as many each time: `jump` goes as many opcodes on as there are places.
+        places = np.concatenate([places, jump[places]])
+        jump = jump[jump]
+    last = int(np.searchsorted(places, places[-1]))
+    return places[: last if places[-1] == size else last + 1]
+
+
+def _shared_safely(codes: Codes) -> NDArray[np.bool_]:
+    """Whether each opcode leaves something whose hash is cheap however often it is asked for; false where unsure."""
+    safe = _IS_SHARED_SAFELY[codes].astype(bool)
+    is_single = _IS_SINGLE[codes].astype(bool)
+    of_singles = np.ones(len(codes), bool)
+    for count in (1, 2, 3):
+        of_singles[count:] &= is_single[:-count]
+        of_singles[:count] = False
+        safe |= of_singles & (codes == _code(f"TUPLE{count}"))
+    return safe
+
+
+def _check_depth(value: Any, most: int, left: int, levels: dict[int, int]) -> int:  # noqa: ANN401 - any container
+    """How many levels it has. Refuses what contains itself or is nested too deep: whoever walks it would not return.
+
+    `levels` are those of containers that have been walked, 0 while they are: what is shared is walked once.
+    """
+    if left == 0:
+        raise _not_plain(f"it is nested more than {most} deep")
+    levels[id(value)] = deepest = 0
+    # Keys and members of sets cannot hold lists or dicts.
+    for child in value.values() if type(value) is dict else value:
+        if type(child) in (list, tuple, dict):
+            known = levels.get(id(child))
             if known == 0:
-                raise FlopwiseError("a pickle that is not plain data", why="something in it contains itself")
-            if known is None:
-                walk.append((value, children, deepest))
-                enter(child)
-                break
-            deepest = max(deepest, known + 1)
-        else:
-            depths[id(value)] = deepest
-            if walk:
-                above, rest, so_far = walk.pop()
-                walk.append((above, rest, max(so_far, deepest + 1)))
-        if len(walk) > nesting or deepest > nesting:
-            raise FlopwiseError("a pickle that is not plain data", why=f"it is nested more than {nesting} deep")
+                raise _not_plain("something in it contains itself")
+            deepest = max(deepest, _check_depth(child, most, left - 1, levels) if known is None else known)
+            if deepest >= left:
+                raise _not_plain(f"it is nested more than {most} deep")
+    levels[id(value)] = deepest + 1
+    return deepest + 1

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.base.files import entry_kind
+from flopwise.base.files import entry_kind, schema_name
 from flopwise.profile.measure.sampling import CounterRecord, counters_values, read_counter_record
 from flopwise.profile.read import kineto, memory_snapshot, ncu, neuron_json, neuron_text, nsys, trainer_metrics
-from flopwise.profile.read.opening import Source, Tell, opened
+from flopwise.profile.read.opening import Tell, TraceFile, opened
 from flopwise.records.profile import Profile, Read
 from flopwise.store.runs import PROFILE, from_text
 
@@ -30,6 +30,14 @@ KINDS = (
 _FIRST_FIELDS = (b"name", b"format", b"origin", b"world", b"batch_sequences", b"sequence_tokens", b"peaks")
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What an object says that it is, and the profiles of one that has several."""
+
+    schema: str = ""
+    rows: tuple[Profile, ...] = ()
+
+
 class _Own:
     """Profiles that flopwise wrote."""
 
@@ -39,11 +47,13 @@ class _Own:
         return head.lstrip()[:1] in b"{[" and all(b'"%b"' % name in head for name in _FIRST_FIELDS)
 
     @staticmethod
-    def read_source(source: Source, name: str) -> Read:
+    def read_source(source: TraceFile, name: str) -> Read:
         content = source.read(MOST_PROFILE_BYTES)
         try:
             if content.lstrip()[:1] == b"[":
                 return Read(profiles=tuple(from_text(content, list[Profile])))
+            if from_text(content, _Kind).schema == schema_name("profile", several=True):
+                return Read(profiles=from_text(content, _Kind).rows)
             return Read(profiles=(from_text(content, Profile),))
         except FlopwiseError as error:
             raise error.within(name, hint="profile the run again: `flopwise train … --profile`") from None
@@ -52,7 +62,7 @@ class _Own:
 @dataclass(frozen=True, slots=True)
 class _Reader:
     looks_like: Callable[[bytes], bool]
-    read_source: Callable[[Source, str], Read]
+    read_source: Callable[[TraceFile, str], Read]
 
 
 def _reader(module: ModuleType | type[_Own]) -> _Reader:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.profile.read.opening import Source
+from flopwise.profile.read.opening import TraceFile
 from flopwise.records.profile import Profile, Read, Value
 
 LONGEST_LINE = 64 * 2**10
@@ -90,7 +90,7 @@ def _unit(name: str, *, whole: bool) -> str:
     return "count" if whole else "1"
 
 
-def text_lines(source: Source) -> Iterator[bytes]:
+def text_lines(source: TraceFile) -> Iterator[bytes]:
     """Lines without their ends; of one longer than LONGEST_LINE its beginning, one byte longer than that."""
     pending = b""
     while block := source.read(LONGEST_LINE):
@@ -140,7 +140,7 @@ def looks_like(head: bytes) -> bool:
     return re.search(rb"\*{5} \w{1,60} metrics \*{5}", head) is not None
 
 
-def read_source(source: Source, name: str) -> Read:
+def read_source(source: TraceFile, name: str) -> Read:
     """Profiles of a file: one of a JSON file, one for each run of a printed text."""
     if source.head(16).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
         profiles = [read_json(_whole(source, name), name)]
@@ -272,16 +272,21 @@ def _profile(
     if "samples_per_s" in values:
         notes = (*notes, RATES_NOTE)
     return Profile(
-        name=title, format="trainer", origin=(name,), values=values, train_metrics=metrics, notes=notes,
+        name=title,
+        format="trainer",
+        origin=(name,),
+        values=values,
+        train_metrics=metrics,
+        notes=notes,
         warnings=warnings,
-    )  # fmt: skip
+    )
 
 
 def _with(profile: Profile, warnings: Iterable[str]) -> Profile:
     return dataclasses.replace(profile, warnings=(*profile.warnings, *warnings))
 
 
-def _whole(source: Source, name: str) -> bytes:
+def _whole(source: TraceFile, name: str) -> bytes:
     content = source.read(MOST_JSON_BYTES + 1)
     if len(content) > MOST_JSON_BYTES:
         raise FlopwiseError(

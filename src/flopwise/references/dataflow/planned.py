@@ -2,63 +2,63 @@
 
 from __future__ import annotations
 
-from flopwise.base.errors import FlopwiseError
-from flopwise.base.units import parse_bytes, show_bytes
-from flopwise.plan.device.cuts import DeviceQuestion
+from flopwise.base.errors import DoesNotFit, FlopwiseError
+from flopwise.base.units import show_bytes
 from flopwise.plan.device.explain import notes
 from flopwise.plan.device.forecast import forecast
 from flopwise.records.plan import Planned
-from flopwise.references.dataflow.rule import Configuration, configure, to_plan, variant_of
+from flopwise.references.dataflow.rule import RuleChoice, configure, to_plan, variant_of
+from flopwise.references.dataflow.sizes import GIB
+from flopwise.setup.setup import CappedSetup
 from flopwise.work.op import Convention
 from flopwise.work.transformer import Transformer
 
 
-def ruled(question: DeviceQuestion, variant: str, *, convention: Convention = "causal") -> Planned:
+def ruled(setup: CappedSetup, variant: str, *, convention: Convention = "causal") -> Planned:
     """What the reference's rule chooses for the same caps, simulated as it runs."""
-    model = question.model
+    model = setup.model
     if not isinstance(model, Transformer):
         raise FlopwiseError(f"the rule dataflow is for transformers, not {model.name}", hint="--rule flopwise")
-    if question.batch_sequences is not None or question.clip:
-        given, options = ("clipping", "--clip") if question.clip else ("a batch", "--batch and --batch-tokens")
+    if setup.batch_sequences is not None or setup.clip:
+        given, options = ("clipping", "--clip") if setup.clip else ("a batch", "--batch and --batch-tokens")
         raise FlopwiseError(
             f"{given} beside --rule dataflow", why="the rule decides it itself", hint=f"without {options}"
         )
-    if (question.formats.name, question.optimizer) != ("bf16", "adamw"):
+    if (setup.formats.name, setup.optimizer) != ("bf16", "adamw"):
         raise FlopwiseError(
             "the rule dataflow plans AdamW with everything in bf16",
             why="it knows no other formats",
             hint="--precision bf16 --optimizer adamw",
         )
-    configuration = _configured(question, model, variant)
-    name = question.hardware_name or question.hardware.name
-    plan = to_plan(configuration, model, name, question.device_bytes, question.host_bytes)
+    configuration = _configured(setup, model, variant)
+    name = setup.hardware_name or setup.hardware.name
+    plan = to_plan(configuration, model, name, setup.device_cap_bytes, setup.host_cap_bytes)
     device, host = show_bytes(configuration.used_device_bytes), show_bytes(configuration.used_host_bytes)
     return Planned(
         model=model.name,
         plan=plan,
-        forecast=forecast(plan, model, question.hardware, convention=convention),
+        forecast=forecast(plan, model, setup.hardware, convention=convention),
         reasons={"rule": f"dataflow as of {variant_of(variant).date}; nothing was searched"},
         notes=(
-            *notes(model, question.hardware, question.sequence_tokens),
+            *notes(model, setup.hardware, setup.sequence_tokens),
             f"the rule itself counts {device} of device and {host} of host memory",
         ),
     )
 
 
-def _configured(question: DeviceQuestion, model: Transformer, variant: str) -> Configuration:
+def _configured(setup: CappedSetup, model: Transformer, variant: str) -> RuleChoice:
     try:
         return configure(
             model,
-            question.hardware,
-            sequence_tokens=question.sequence_tokens,
-            device_bytes=question.device_bytes,
-            host_bytes=question.host_bytes,
+            setup.hardware,
+            sequence_tokens=setup.sequence_tokens,
+            device_bytes=setup.device_cap_bytes,
+            host_bytes=setup.host_cap_bytes,
             variant=variant_of(variant),
         )
-    except FlopwiseError as error:
-        there = question.hardware.device.dram.size_bytes.value
-        wanted = error.hint.removeprefix("--device-mem ") if error.hint else ""
-        if error.hint and wanted != error.hint and parse_bytes(wanted) > there:
+    except DoesNotFit as error:
+        hinted = -(-(error.needed_bytes or 0) // GIB) * GIB
+        if error.place == "device" and hinted > setup.hardware.device.dram.size_bytes.value:
             # More than the device has is no hint.
             error.hint = "a shorter --seq, or --rule flopwise"
         raise

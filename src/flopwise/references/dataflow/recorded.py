@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.plan.device.forecast import times_of
 from flopwise.records.plan import Plan
 from flopwise.references.dataflow.rule import RECORDED, VARIANTS, configure, recorded_plan
@@ -57,11 +57,8 @@ def rule_accepts(run: OffloadRun, model: Transformer, hardware: Hardware) -> boo
             host_bytes=run.host_bytes,
             variant=VARIANTS[RECORDED],
         )
-    except FlopwiseError as error:
-        # 1 is "does not fit"; anything else is a mistake in the row.
-        if error.exit_code == 1:
-            return False
-        raise
+    except DoesNotFit:
+        return False
     return True
 
 

@@ -43,7 +43,7 @@ from flopwise.work.transformer import Transformer, check_positive
 __all__ = [
     "RECORDED",
     "VARIANTS",
-    "Configuration",
+    "RuleChoice",
     "Variant",
     "configure",
     "placement",
@@ -54,7 +54,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Configuration:
+class RuleChoice:
     """All that the rule decides."""
 
     variant: Variant
@@ -109,7 +109,7 @@ def configure(
     device_bytes: int,
     host_bytes: int,
     variant: Variant,
-) -> Configuration:
+) -> RuleChoice:
     """What the rule decides for a model and two caps; caps that it refuses are a `FlopwiseError` with exit code 1."""
     check_model(model)
     check_positive("a plan", sequence_tokens=sequence_tokens)
@@ -121,7 +121,7 @@ def configure(
     saves = _saves(model, hardware, variant, chunks, levels, host_bytes=host_bytes, slots=device.slots)
     rounds = _rounds(model, hardware, variant, chunks)
     placed = _leaving(saves, variant, chunks.per_sequence, chunks.per_round, device.slots).count("f")
-    return Configuration(
+    return RuleChoice(
         variant=variant,
         layers=model.layers,
         sequence_tokens=sequence_tokens,
@@ -150,7 +150,7 @@ def configure(
     )
 
 
-def placement(configuration: Configuration, layers: int, *, as_run: bool = False) -> tuple[str, ...]:
+def placement(configuration: RuleChoice, layers: int, *, as_run: bool = False) -> tuple[str, ...]:
     """The save level of every activation, for each layer a letter a chunk as `Plan.saves` has them.
 
     The last `activation_slots` stay (`F`). Of those that leave, `c` are the earliest chunks of sequences in all
@@ -193,7 +193,7 @@ def placement(configuration: Configuration, layers: int, *, as_run: bool = False
 
 
 def to_plan(
-    configuration: Configuration,
+    configuration: RuleChoice,
     model: Transformer,
     hardware_name: str,
     device_bytes: int,

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.base.units import show_bytes
 from flopwise.references.dataflow.variants import Variant
 from flopwise.setup.hardware import Hardware
@@ -279,15 +279,16 @@ def chunk_forward_flops(model: Transformer, *, sequences: int, tokens: int) -> i
 
 def refused(
     kind: Literal["device", "host"], cap_bytes: int, needed_bytes: int, what: str, hint: str | None = None
-) -> FlopwiseError:
+) -> DoesNotFit:
     """An error about a cap that the rule refuses."""
-    error = FlopwiseError(
+    return DoesNotFit(
         f"the rule `dataflow` refuses {show_bytes(cap_bytes)} of {kind} memory",
         why=f"it wants {show_bytes(needed_bytes)}, for {what}",
         hint=hint or f"--{kind}-mem {-(-needed_bytes // GIB)}GiB",
+        # With a hint of its own, more memory is no way out.
+        needed_bytes=None if hint else needed_bytes,
+        place=kind,
     )
-    error.exit_code = 1
-    return error
 
 
 def head_chunk_tokens(chunk_tokens: int, variant: Variant) -> int:

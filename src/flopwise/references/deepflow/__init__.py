@@ -36,28 +36,28 @@ from __future__ import annotations
 
 from flopwise.references.deepflow.configuration import (
     Configuration,
+    DeepflowParallel,
+    DeepflowTechnology,
     LanguageModel,
-    Parallel,
     Power,
     Split,
-    Technology,
     for_model,
 )
 from flopwise.references.deepflow.printout import printout, step_budget_line, step_budget_s, summary
 from flopwise.references.deepflow.published import PUBLISHED
-from flopwise.references.deepflow.step import Result, Times, run, step_s
+from flopwise.references.deepflow.step import DeepflowResult, DeepflowTimes, run, step_s
 from flopwise.references.deepflow.table import from_table
 
 __all__ = [
     "PUBLISHED",
     "Configuration",
+    "DeepflowParallel",
+    "DeepflowResult",
+    "DeepflowTechnology",
+    "DeepflowTimes",
     "LanguageModel",
-    "Parallel",
     "Power",
-    "Result",
     "Split",
-    "Technology",
-    "Times",
     "for_model",
     "from_table",
     "printout",

@@ -40,7 +40,7 @@ def _count(owner: str, name: str, value: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Technology:
+class DeepflowTechnology:
     """What an operation costs, what a bank and a stack hold and deliver, and what a kernel costs to start."""
 
     core_energy_per_flop_j: float
@@ -158,7 +158,7 @@ UNSPLIT = Split()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parallel:
+class DeepflowParallel:
     """Over how many devices the work is spread, and how."""
 
     data: int = 1
@@ -190,10 +190,10 @@ class Parallel:
 class Configuration:
     """Everything that the reference model reads."""
 
-    technology: Technology
+    technology: DeepflowTechnology
     power: Power
     model: LanguageModel
-    parallel: Parallel = field(default_factory=Parallel)
+    parallel: DeepflowParallel = field(default_factory=DeepflowParallel)
 
     def __post_init__(self) -> None:
         parallel, model = self.parallel, self.model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flopwise.references.deepflow.configuration import Configuration, Parallel
+from flopwise.references.deepflow.configuration import Configuration, DeepflowParallel
 
 USABLE = 0.7
 """Share of the arithmetic and of the DRAM bandwidth that kernels reach. L2 and shared memory are taken whole."""
@@ -60,7 +60,7 @@ def machine_of(configuration: Configuration) -> Machine:
     )
 
 
-def link_count(parallel: Parallel) -> int:
+def link_count(parallel: DeepflowParallel) -> int:
     """Links that the power of the network is divided by; 0 with a single device.
 
     The public revision that lies nearest counts so for a mesh, with the hidden layer's first dimension for all of the

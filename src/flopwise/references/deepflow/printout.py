@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.references.deepflow.configuration import SPLIT_TYPES, Parallel
+from flopwise.references.deepflow.configuration import SPLIT_TYPES, DeepflowParallel
 from flopwise.references.deepflow.events import (
     Event,
     Lookup,
@@ -19,7 +19,7 @@ from flopwise.references.deepflow.events import (
 )
 from flopwise.references.deepflow.machine import USABLE
 from flopwise.references.deepflow.memory import MemoryRequirement
-from flopwise.references.deepflow.step import Result
+from flopwise.references.deepflow.step import DeepflowResult
 
 MEBI, GIBI, TEBI = 2**20, 2**30, 2**40
 
@@ -38,12 +38,12 @@ _POINTWISE: dict[Place, tuple[str, str | None]] = {
 }
 
 
-def printout(result: Result) -> str:
+def printout(result: DeepflowResult) -> str:
     """The whole text, from the first kernel to `Time:`, as the reference prints it when asked for details."""
     return "".join(_event(event) for event in result.events) + _parts(result) + summary(result)
 
 
-def summary(result: Result) -> str:
+def summary(result: DeepflowResult) -> str:
     """The text from `#Parameters:` to `Time:`, which is all that the reference prints when not asked for details."""
     blocks = (
         f"#Parameters: {result.parameters / 1e9:.2f} Billion\n\n",
@@ -124,7 +124,7 @@ def _product(event: Product) -> str:
     return f"{first}: {event.straight_s:,}\n\n"
 
 
-def _parts(result: Result) -> str:
+def _parts(result: DeepflowResult) -> str:
     times, parallel = result.times, result.configuration.parallel
     named = {"hidden": parallel.hidden, "softmax": parallel.softmax, "embedding": parallel.embedding}
     dimensions = ", ".join(
@@ -140,7 +140,7 @@ def _parts(result: Result) -> str:
     )
 
 
-def _hardware(result: Result) -> str:
+def _hardware(result: DeepflowResult) -> str:
     machine = result.machine
     return (
         f"{'=' * 22}\nHardware Configuration\n{'=' * 22}\n"
@@ -154,7 +154,7 @@ def _hardware(result: Result) -> str:
     )
 
 
-def _memory(result: Result) -> str:
+def _memory(result: DeepflowResult) -> str:
     shard, device = result.data_shard, result.device
     rate = "Memory Overflow Rate (Total Memory Required per Data Shard / Memory capacity per node)"
     # The kinds of one device are printed as those of the whole shard, under the device's total.
@@ -187,7 +187,7 @@ def _by_kind(memory: MemoryRequirement, total_bytes: float) -> str:
     )
 
 
-def _strategy(parallel: Parallel) -> str:
+def _strategy(parallel: DeepflowParallel) -> str:
     hidden, softmax, projection = parallel.hidden, parallel.softmax, parallel.projection
     return (
         f"{'=' * 20}\nParallelism Strategy\n{'=' * 20}\n"

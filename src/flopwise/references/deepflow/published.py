@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flopwise.references.deepflow.configuration import Configuration, LanguageModel, Power, Technology
+from flopwise.references.deepflow.configuration import Configuration, DeepflowTechnology, LanguageModel, Power
 
 PUBLISHED = Configuration(
-    technology=Technology(
+    technology=DeepflowTechnology(
         core_energy_per_flop_j=119e-13,
         dram_energy_per_bit_j=6e-12,
         l2_energy_per_bit_j=5e-15,

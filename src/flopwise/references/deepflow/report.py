@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share, significant
-from flopwise.references.deepflow import Parallel, Result, Times
+from flopwise.references.deepflow import DeepflowParallel, DeepflowResult, DeepflowTimes
 from flopwise.references.deepflow.machine import USABLE
 from flopwise.references.deepflow.memory import MemoryRequirement
 from flopwise.report.document import Block, Document, Table, Words, beside_rows, facts, note_rows
@@ -60,11 +60,11 @@ class DeepflowRecord:
     """What one copy of the model needs, by part and by kind."""
     data_shard_overflow: float
     fits: bool
-    times: Times
+    times: DeepflowTimes
     notes: tuple[str, ...]
 
 
-def deepflow_record(result: Result, *, model: str, hardware: str) -> DeepflowRecord:
+def deepflow_record(result: DeepflowResult, *, model: str, hardware: str) -> DeepflowRecord:
     """The figures of a result under the names that predictions have."""
     configuration, machine, shape = result.configuration, result.machine, result.configuration.model
     shares = asdict(configuration.power)
@@ -107,7 +107,7 @@ def deepflow_record(result: Result, *, model: str, hardware: str) -> DeepflowRec
     )
 
 
-def _degrees(parallel: Parallel) -> dict[str, int]:
+def _degrees(parallel: DeepflowParallel) -> dict[str, int]:
     splits = {"hidden": parallel.hidden, "softmax": parallel.softmax, "embedding": parallel.embedding}
     return {
         "data": parallel.data,
@@ -121,7 +121,7 @@ def _parts(memory: MemoryRequirement) -> dict[str, int]:
     return {name: round(getattr(memory, name).total) for name in ("embedding", "hidden", "softmax", "projection")}
 
 
-def _notes(result: Result) -> tuple[str, ...]:
+def _notes(result: DeepflowResult) -> tuple[str, ...]:
     notes = [ODDITIES]
     if result.device_overflow > 1:
         notes.append(OVERFLOWS)

@@ -28,7 +28,7 @@ from flopwise.references.deepflow.memory import MemoryRequirement, data_shard_by
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Times:
+class DeepflowTimes:
     """Seconds of the parts."""
 
     cell_forward_s: float
@@ -50,12 +50,12 @@ class Times:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+class DeepflowResult:
     """What the reference model says about one step."""
 
     configuration: Configuration
     machine: Machine
-    times: Times
+    times: DeepflowTimes
     time_s: float
     parameters: int
     data_shard: MemoryRequirement
@@ -74,7 +74,7 @@ class Result:
         return self.device.total / self.machine.dram_bytes
 
 
-def run(configuration: Configuration) -> Result:
+def run(configuration: Configuration) -> DeepflowResult:
     """Predict one training step as the reference model of 2019 does."""
     kernels, model, parallel = Kernels(configuration), configuration.model, configuration.parallel
     machine = kernels.machine
@@ -95,7 +95,7 @@ def run(configuration: Configuration) -> Result:
     ]
     lookups = [kernels.embedding(backward=backward) for backward in (False, True)]
     shard_bytes = model.element_bytes * configuration.shard_sequences * model.hidden
-    times = Times(
+    times = DeepflowTimes(
         cell_forward_s=parts[0].seconds,
         cell_backward_s=parts[1].seconds,
         hidden_update_s=reduction.seconds + hidden.seconds,
@@ -108,7 +108,7 @@ def run(configuration: Configuration) -> Result:
         projection_backward_s=parts[5].seconds,
         message_s=shard_bytes / machine.network_bytes_per_s if parallel.layer > 1 else 0.0,
     )
-    return Result(
+    return DeepflowResult(
         configuration=configuration,
         machine=machine,
         times=times,
@@ -132,7 +132,7 @@ def parameter_count(configuration: Configuration) -> int:
     return model.vocab * model.hidden + hidden + model.hidden * model.projection + (model.hidden + 1) * model.vocab
 
 
-def _total_s(configuration: Configuration, times: Times) -> float:
+def _total_s(configuration: Configuration, times: DeepflowTimes) -> float:
     """Softmax, embedding, the softmax's update, and the recurrent layers as a wavefront over layers and time steps."""
     model, groups = configuration.model, configuration.parallel.hidden_layer
     layers, steps = model.layers, model.sequence_tokens

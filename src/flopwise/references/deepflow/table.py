@@ -14,11 +14,11 @@ from flopwise.base.errors import FlopwiseError, nearest, shown
 from flopwise.references.deepflow.configuration import (
     SPLIT_TYPES,
     Configuration,
+    DeepflowParallel,
+    DeepflowTechnology,
     LanguageModel,
-    Parallel,
     Power,
     Split,
-    Technology,
 )
 
 Section = Literal["technology", "power", "model", "parallel"]
@@ -122,10 +122,10 @@ def from_table(table: Mapping[str, Any], base: Configuration | None = None) -> C
     parts["parallel"] |= {part: _split(part, flat, base) for part in SPLIT_PARTS}
     _check_complete(parts)
     return Configuration(
-        technology=Technology(**parts["technology"]),
+        technology=DeepflowTechnology(**parts["technology"]),
         power=Power(**parts["power"]),
         model=LanguageModel(**parts["model"]),
-        parallel=Parallel(**parts["parallel"]),
+        parallel=DeepflowParallel(**parts["parallel"]),
     )
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.predict.choose import Request
 from flopwise.predict.step import step
 from flopwise.records.prediction import Prediction
 from flopwise.references import deepflow
 from flopwise.references.design.search import (
+    Ask,
     Design,
     Objective,
     Search,
@@ -24,7 +24,7 @@ from flopwise.references.design.search import (
 )
 from flopwise.references.design.technology import Budget, Shares, Technology, from_deepflow, hardware_from_technology
 from flopwise.setup.hardware import Hardware
-from flopwise.work.model import Model
+from flopwise.setup.setup import Setup
 
 PARTS = ("core", "shared", "l2", "dram")
 """What the power of a single device is divided among; its network would be idle."""
@@ -78,12 +78,11 @@ class DesignedDevice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class DesignQuestion:
     """What is built and what it is to run, by the physical method."""
 
-    model: Model
     blueprint: Blueprint
-    request: Request
+    ask: Ask
 
     def device(self, shares: Mapping[str, float]) -> Hardware:
         blueprint = self.blueprint
@@ -97,10 +96,10 @@ class Question:
 
     def fits(self, shares: Mapping[str, float]) -> bool:
         device = self.buildable(shares)
-        return device is not None and step(self.model, device, self.request).fits
+        return device is not None and step(self.ask(device)).fits
 
 
-def design_by_step(question: Question, search: Search, watch: Watch = _unwatched) -> DesignedDevice:
+def design_by_step(question: DesignQuestion, search: Search, watch: Watch = _unwatched) -> DesignedDevice:
     """The division of the power among `PARTS` on which the physical method's step is fastest."""
     blueprint = question.blueprint
     first = _divided({name: getattr(blueprint.shares, name) if blueprint.shares else 1.0 for name in PARTS}, search)
@@ -111,10 +110,9 @@ def design_by_step(question: Question, search: Search, watch: Watch = _unwatched
             f"the given shares buy too little memory for the step; the search began with {first['dram']:.1%} for DRAM"
         )
     objective = step_objective(
-        question.model,
+        question.ask,
         blueprint.technology,
         blueprint.budget,
-        question.request,
         area=blueprint.area,
         must_fit=holds,
     )
@@ -125,7 +123,7 @@ def design_by_step(question: Question, search: Search, watch: Watch = _unwatched
         start_shares=design.history[0].shares,
         start=question.buildable(design.history[0].shares),
         found=found,
-        prediction=step(question.model, found, question.request),
+        prediction=step(question.ask(found)),
         notes=(ALONE, *notes, ON_PAPER),
     )
 
@@ -158,7 +156,9 @@ def design_by_deepflow(
     )
 
 
-def _settle_memory(question: Question, first: Mapping[str, float], search: Search) -> tuple[Question, bool, list[str]]:
+def _settle_memory(
+    question: DesignQuestion, first: Mapping[str, float], search: Search
+) -> tuple[DesignQuestion, bool, list[str]]:
     """Whether any division holds the step; if none does, the question without regard to memory."""
     device = question.buildable(first) or question.buildable(_roomiest(search))
     if device is None:
@@ -168,21 +168,24 @@ def _settle_memory(question: Question, first: Mapping[str, float], search: Searc
             hint="another power, or other energies",
         )
     # Whatever is wrong with the model's side of the question is told here, not taken for a device that cannot be.
-    asked = step(question.model, device, question.request)
+    asked = step(question.ask(device))
     if question.fits(_roomiest(search)):
         return question, True, []
     micro, recompute = asked.batch_sequences, "none"
-    request = replace(question.request, micro_batch_sequences=micro, recompute="none")
+
+    def ask(device: Hardware) -> Setup:
+        return replace(question.ask(device), micro_batch_sequences=micro, recompute="none")
+
     state = asked.device_bytes
     needed = (state.weights + state.gradients + state.optimizer) / 2**30
     note = (
         f"no division of {question.blueprint.budget.power_w:g} W buys memory enough (the state alone is "
         f"{needed:,.1f} GiB): the step is timed as if it fitted, as by --micro {micro} --recompute {recompute}"
     )
-    return replace(question, request=request), False, [note]
+    return replace(question, ask=ask), False, [note]
 
 
-def _refusal(question: Question, shares: Mapping[str, float]) -> str | None:
+def _refusal(question: DesignQuestion, shares: Mapping[str, float]) -> str | None:
     try:
         question.device(shares)
     except FlopwiseError as error:
@@ -201,7 +204,7 @@ def _roomiest(search: Search) -> dict[str, float]:
     return {**rest, "dram": search.budget - sum(rest.values())}
 
 
-def _with_memory(question: Question, first: Mapping[str, float], search: Search) -> dict[str, float]:
+def _with_memory(question: DesignQuestion, first: Mapping[str, float], search: Search) -> dict[str, float]:
     """The division that holds the step nearest to `first` on the way to the one with the most DRAM."""
     most = _roomiest(search)
     too_little, enough = 0.0, 1.0

@@ -24,14 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
-from flopwise.predict.choose import Request
 from flopwise.predict.step import step
 from flopwise.references import deepflow
 from flopwise.references.design.technology import Budget, Shares, Technology, hardware_from_technology
-from flopwise.work.model import Model
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.setup import Setup
 
 Objective = Callable[[Mapping[str, float]], float]
 """Shares by name → seconds; infinite, or a FlopwiseError, for what cannot be built."""
+
+Ask = Callable[[Hardware], Setup]
+"""What is to run, on a device that is yet to be found."""
 
 Floats = NDArray[np.float64]
 
@@ -78,7 +81,7 @@ class Search:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class DesignTrial:
     """Where a descent stood after one iteration; iteration 0 is its start."""
 
     start: int
@@ -97,7 +100,7 @@ class Design:
     start_seconds: float
     """Of the shares that the search was given, divided by their sum; infinite when they cannot be built."""
     evaluations: int
-    history: tuple[Trial, ...]
+    history: tuple[DesignTrial, ...]
 
 
 def search_design(objective: Objective, start: Mapping[str, float], search: Search | None = None) -> Design:
@@ -108,7 +111,7 @@ def search_design(objective: Objective, start: Mapping[str, float], search: Sear
     evaluator = _Evaluator(objective, names)
     generator = np.random.default_rng(search.seed)
     origins = [first, *(generator.dirichlet(np.ones(len(names))) for _ in range(search.starts - 1))]
-    history: list[Trial] = []
+    history: list[DesignTrial] = []
     for number, origin in enumerate(origins):
         history += _descend(evaluator, _spend(origin, search), search, number)
     if not math.isfinite(evaluator.best_s):
@@ -138,15 +141,14 @@ def deepflow_objective(configuration: deepflow.Configuration) -> Objective:
 
 
 def step_objective(
-    model: Model,
+    ask: Ask,
     technology: Technology,
     budget: Budget,
-    request: Request | None = None,
     *,
     area: Shares | None = None,
     must_fit: bool = False,
 ) -> Objective:
-    """The physical method's time of a step of `model` on what the shares of power buy; None: the request's defaults.
+    """The physical method's time of a step on what the shares of power buy.
 
     `must_fit`: a device whose memory does not hold the step is no answer.
     """
@@ -154,7 +156,7 @@ def step_objective(
 
     def seconds(shares: Mapping[str, float]) -> float:
         _check_names(shares, known)
-        prediction = step(model, hardware_from_technology(technology, budget, Shares(**shares), area), request)
+        prediction = step(ask(hardware_from_technology(technology, budget, Shares(**shares), area)))
         return prediction.step_s if prediction.fits or not must_fit else math.inf
 
     return seconds
@@ -221,9 +223,9 @@ class _Evaluator:
         return {name: float(share) for name, share in zip(self.names, shares, strict=False)}
 
 
-def _descend(evaluate: _Evaluator, shares: Floats, search: Search, start: int) -> list[Trial]:
+def _descend(evaluate: _Evaluator, shares: Floats, search: Search, start: int) -> list[DesignTrial]:
     seconds = evaluate(shares)
-    history = [Trial(start=start, iteration=0, shares=evaluate.named(shares), seconds=seconds)]
+    history = [DesignTrial(start=start, iteration=0, shares=evaluate.named(shares), seconds=seconds)]
     velocity = np.zeros_like(shares)
     step_length, raise_by = search.step * search.budget, search.perturbation - 1.0
     for iteration in range(1, search.iterations + 1):
@@ -241,7 +243,7 @@ def _descend(evaluate: _Evaluator, shares: Floats, search: Search, start: int) -
         else:
             velocity = np.zeros_like(shares)
             step_length, raise_by = SHRINK * step_length, SHRINK * raise_by
-        history.append(Trial(start=start, iteration=iteration, shares=evaluate.named(shares), seconds=seconds))
+        history.append(DesignTrial(start=start, iteration=iteration, shares=evaluate.named(shares), seconds=seconds))
         if step_length < SMALLEST_STEP * search.budget:
             break
     return history

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.base.files import decode, read_table
-from flopwise.catalog.load import ROOT, load_hardware
+from flopwise.catalog.load import ROOT
 from flopwise.references.published import megatron, mpt, nanotron, vtrain
-from flopwise.references.published.rows import Row, column_names, read_rows
+from flopwise.references.published.rows import TableRow, column_names, read_rows
 from flopwise.references.validate.case import Case
 from flopwise.references.validate.protocol import Protocol
-from flopwise.setup.hardware import Hardware
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +24,7 @@ class Form:
     """In the catalogue."""
     columns: tuple[str, ...]
     """Those that are read; a file may have others."""
-    cases: Callable[[Sequence[Row]], tuple[Case, ...]]
+    cases: Callable[[Sequence[TableRow]], tuple[Case, ...]]
 
 
 _FORMS: dict[str, Form] = {
@@ -65,11 +64,6 @@ def read_cases(table: str, path: Path | None = None) -> tuple[Case, ...]:
             hint="the shipped tables show what a measured row looks like",
         )
     return cases
-
-
-def hardware_of(cases: Sequence[Case]) -> dict[str, Hardware]:
-    """The devices that cases name, each read once."""
-    return {name: load_hardware(name) for name in dict.fromkeys(case.hardware for case in cases)}
 
 
 @cache

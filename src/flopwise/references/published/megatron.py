@@ -29,10 +29,10 @@ from dataclasses import dataclass
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.references.published.gpt import gpt
-from flopwise.references.published.rows import Row, check_batch, placed
+from flopwise.references.published.rows import TableRow, check_batch, described, placed
 from flopwise.references.validate.case import Case
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.workload import Workload
+from flopwise.setup.setup import SettledSetup
 from flopwise.work.formats import POLICIES
 from flopwise.work.transformer import Transformer
 
@@ -84,17 +84,17 @@ SCHEMES = {"ptd": 0, "zero-3": 3}
 """The scheme's name → ZeRO stage."""
 
 
-def first_cases(rows: Sequence[Row]) -> tuple[Case, ...]:
+def first_cases(rows: Sequence[TableRow]) -> tuple[Case, ...]:
     """The rows of table 1 as set-ups."""
     return tuple(_first_case(row) for row in rows)
 
 
-def second_cases(rows: Sequence[Row]) -> tuple[Case, ...]:
+def second_cases(rows: Sequence[TableRow]) -> tuple[Case, ...]:
     """The rows of table 2 as set-ups, none of them for fitting."""
     return tuple(_second_case(row) for row in rows)
 
 
-def _first_case(row: Row) -> Case:
+def _first_case(row: TableRow) -> Case:
     with placed(row):
         size = row.text("model")
         set_up = SET_UPS.get(size.lower()) or _assumed(row)
@@ -110,7 +110,7 @@ def _first_case(row: Row) -> Case:
         return _case(row, size, model, parallel, micro_batch=set_up.micro_batch, tokens=tokens, fitted=True)
 
 
-def _assumed(row: Row) -> SetUp:
+def _assumed(row: TableRow) -> SetUp:
     """The set-up of another model: heads of 128 channels, tensor ranks before stages, one sequence at a time."""
     hidden, ranks = row.count("hidden"), row.count("model_parallel_size")
     tensor = min(ranks, SECOND_TENSOR)
@@ -121,7 +121,7 @@ def _assumed(row: Row) -> SetUp:
     return SetUp(heads=hidden // HEAD_CHANNELS, tensor=tensor, pipeline=ranks // tensor, micro_batch=1)
 
 
-def _second_case(row: Row) -> Case:
+def _second_case(row: TableRow) -> Case:
     with placed(row):
         size, hidden, layers, heads = row.meaning("params_b", SECOND_MODELS, kind="size in table 2")
         zero, ranks = row.meaning("scheme", SCHEMES, kind="scheme"), row.count("model_parallel_size")
@@ -134,7 +134,7 @@ def _second_case(row: Row) -> Case:
         return _case(row, size, model, parallel, micro_batch=micro_batch, tokens=model.context, fitted=False)
 
 
-def _data(row: Row, ranks: int) -> int:
+def _data(row: TableRow, ranks: int) -> int:
     """Data ranks: what the GPUs leave when a model takes `ranks` of them."""
     devices, printed = row.count("n_gpus"), row.count("model_parallel_size")
     if printed != ranks or devices % ranks:
@@ -147,7 +147,7 @@ def _data(row: Row, ranks: int) -> int:
 
 
 def _case(
-    row: Row, size: str, model: Transformer, parallel: Parallel, *, micro_batch: int, tokens: int, fitted: bool
+    row: TableRow, size: str, model: Transformer, parallel: Parallel, *, micro_batch: int, tokens: int, fitted: bool
 ) -> Case:
     batch = row.count("global_batch")
     check_batch(row, batch, parallel.data, "global_batch")
@@ -157,11 +157,11 @@ def _case(
         row=row.number,
         size=size,
         label=f"{parallel.devices} GPUs · dp{parallel.data} {split} · mb{micro_batch}",
-        model=model,
-        hardware=HARDWARE,
         stack=STACK,
-        parallel=parallel,
-        workload=Workload(
+        setup=SettledSetup(
+            model=model,
+            hardware=described(HARDWARE),
+            parallel=parallel,
             sequence_tokens=tokens,
             batch_sequences=batch,
             micro_batch_sequences=micro_batch,

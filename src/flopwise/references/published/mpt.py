@@ -30,10 +30,10 @@ from functools import cache
 
 from flopwise.base.errors import unknown_name
 from flopwise.catalog.load import load_model, model_names
-from flopwise.references.published.rows import Row, check_batch, placed
+from flopwise.references.published.rows import TableRow, check_batch, described, placed
 from flopwise.references.validate.case import Case
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.workload import Workload
+from flopwise.setup.setup import SettledSetup
 from flopwise.work.formats import Formats, parse_formats
 from flopwise.work.model import Model
 from flopwise.work.work import Recompute
@@ -51,12 +51,12 @@ SHARDING: dict[str, tuple[int, bool]] = {"full_shard": (3, True), "shard_grad_op
 """FSDP's name → ZeRO stage, and whether weights are dropped between forward and backward."""
 
 
-def mpt_cases(rows: Sequence[Row]) -> tuple[Case, ...]:
+def mpt_cases(rows: Sequence[TableRow]) -> tuple[Case, ...]:
     """The rows of an llm-foundry table as set-ups; constants are for the bf16 ones alone."""
     return tuple(_case(row) for row in rows)
 
 
-def _case(row: Row) -> Case:
+def _case(row: TableRow) -> Case:
     with placed(row):
         devices, micro_batch = row.count("n_gpus"), row.count("micro_batch")
         batch, sequence_tokens = row.count("global_batch"), row.count("seq_len")
@@ -67,11 +67,13 @@ def _case(row: Row) -> Case:
             row=row.number,
             size=row.text("model").lower(),
             label=_label(row, hardware),
-            model=_model(row),
-            hardware=hardware,
             stack=STACK,
-            parallel=Parallel(data=devices, zero=zero, reshard=reshard, offload_activations=row.truth("act_offload")),
-            workload=Workload(
+            setup=SettledSetup(
+                model=_model(row),
+                hardware=described(hardware),
+                parallel=Parallel(
+                    data=devices, zero=zero, reshard=reshard, offload_activations=row.truth("act_offload")
+                ),
                 sequence_tokens=sequence_tokens,
                 batch_sequences=batch,
                 micro_batch_sequences=micro_batch,
@@ -86,14 +88,14 @@ def _case(row: Row) -> Case:
         )
 
 
-def _label(row: Row, hardware: str) -> str:
+def _label(row: TableRow, hardware: str) -> str:
     words = [f"s{row.count('seq_len')}", f"{row.count('n_gpus')} {hardware}", f"mb{row.count('micro_batch')}"]
     words += ["fp8"] if row.text("precision").lower().endswith("fp8") else []
     words += ["ckpt"] if row.truth("act_ckpt") else []
     return " · ".join(words)
 
 
-def _model(row: Row) -> Model:
+def _model(row: TableRow) -> Model:
     sizes = [name.removeprefix("mpt-") for name in model_names() if name.startswith("mpt-")]
     size = row.text("model").lower()
     if size not in sizes:
@@ -106,13 +108,13 @@ def _shipped(size: str) -> Model:
     return load_model(f"mpt-{size}")
 
 
-def _formats(row: Row) -> Formats:
+def _formats(row: TableRow) -> Formats:
     policy = row.meaning("precision", PRECISIONS, kind="precision")
     gradients = row.meaning("mp_mode", GRADIENTS, kind="mixed-precision mode")
     return parse_formats(policy if gradients == "fp32" else f"{policy},gradients={gradients}")
 
 
-def _recompute(row: Row) -> Recompute:
+def _recompute(row: TableRow) -> Recompute:
     if not row.truth("act_ckpt"):
         return "none"
     return "input" if row.text("precision").lower().startswith("amp_") else "full"

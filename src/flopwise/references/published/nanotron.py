@@ -33,10 +33,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.references.published.rows import Row, placed
+from flopwise.references.published.rows import TableRow, described, placed
 from flopwise.references.validate.case import Case
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.workload import Workload
+from flopwise.setup.setup import SettledSetup
 from flopwise.work.formats import parse_formats
 from flopwise.work.transformer import Transformer
 
@@ -61,7 +61,7 @@ Shape = tuple[int, int, int]
 """Width, layers, heads: what tells the models apart in rows that never ran."""
 
 
-def nanotron_cases(rows: Sequence[Row]) -> tuple[Case, ...]:
+def nanotron_cases(rows: Sequence[TableRow]) -> tuple[Case, ...]:
     """The rows of a nanotron sweep as set-ups, those that ran out of memory among them."""
     details = _details(rows)
     rates = [row.number_of(LINK) for row in rows if row.has(LINK)]
@@ -69,11 +69,11 @@ def nanotron_cases(rows: Sequence[Row]) -> tuple[Case, ...]:
     return tuple(_case(row, details, slowest) for row in rows)
 
 
-def _shape(row: Row) -> Shape:
+def _shape(row: TableRow) -> Shape:
     return row.count("hidden_size"), row.count("num_layers"), row.count("num_heads")
 
 
-def _details(rows: Sequence[Row]) -> dict[Shape, tuple[int, bool]]:
+def _details(rows: Sequence[TableRow]) -> dict[Shape, tuple[int, bool]]:
     """Key-value heads and tying by shape, from the rows that print them: those that ran."""
     return {
         _shape(row): (row.count("num_kv_heads"), row.truth("tie_word_embeddings"))
@@ -82,12 +82,15 @@ def _details(rows: Sequence[Row]) -> dict[Shape, tuple[int, bool]]:
     }
 
 
-def _case(row: Row, details: Mapping[Shape, tuple[int, bool]], slowest: float) -> Case:
+def _case(row: TableRow, details: Mapping[Shape, tuple[int, bool]], slowest: float) -> Case:
     with placed(row):
         model, fits = _model(row, details), _fits(row)
         parallel = _parallel(row)
         micro_batch, steps = row.count("mbs"), row.count("batch_accum")
-        workload = Workload(
+        setup = SettledSetup(
+            model=model,
+            hardware=described(HARDWARE),
+            parallel=parallel,
             sequence_tokens=model.context,
             batch_sequences=parallel.data * micro_batch * steps,
             micro_batch_sequences=micro_batch,
@@ -102,23 +105,20 @@ def _case(row: Row, details: Mapping[Shape, tuple[int, bool]], slowest: float) -
             size=_size(row),
             label=f"dp{parallel.data} tp{parallel.tensor} pp{parallel.pipeline} zero{parallel.zero}"
             f" · mb{micro_batch} × {steps}",
-            model=model,
-            hardware=HARDWARE,
             stack=STACK,
-            parallel=parallel,
-            workload=workload,
-            step_s=workload.batch_tokens / tokens_per_s if tokens_per_s else None,
+            setup=setup,
+            step_s=setup.batch_tokens / tokens_per_s if tokens_per_s else None,
             fits=fits,
             fitted=not faulty,
             reserved_bytes=round(row.number_of("Mem Res (GB)") * 2**30) if row.has("Mem Res (GB)") else None,
         )
 
 
-def _size(row: Row) -> str:
+def _size(row: TableRow) -> str:
     return f"{row.number_of('num_params'):g}B"
 
 
-def _fits(row: Row) -> bool | None:
+def _fits(row: TableRow) -> bool | None:
     outcome = row.meaning("status", OUTCOMES, kind="status")
     if outcome and row.truth("oom_error"):
         return None
@@ -127,7 +127,7 @@ def _fits(row: Row) -> bool | None:
     return outcome
 
 
-def _parallel(row: Row) -> Parallel:
+def _parallel(row: TableRow) -> Parallel:
     tensor = row.count("tp")
     by_token = row.meaning("tp_mode", SEQUENCE_PARALLEL, kind="tensor-parallel mode")
     return Parallel(
@@ -140,7 +140,7 @@ def _parallel(row: Row) -> Parallel:
     )
 
 
-def _model(row: Row, details: Mapping[Shape, tuple[int, bool]]) -> Transformer:
+def _model(row: TableRow, details: Mapping[Shape, tuple[int, bool]]) -> Transformer:
     hidden, layers, heads = _shape(row)
     ffn = row.count("interm_dim")
     kv_heads, tied = details.get((hidden, layers, heads), (heads, ffn < TIED_BELOW_FFN))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import ROOT
-from flopwise.references.published.rows import Row, placed, read_rows
+from flopwise.references.published.rows import TableRow, placed, read_rows
 
 FILE = "offload_h100.csv"
 COLUMNS = (
@@ -78,7 +78,7 @@ def read_offload(path: Path | None = None) -> tuple[OffloadRun, ...]:
     return tuple(_run(row) for row in read_rows(ROOT / "tables" / FILE if path is None else path, COLUMNS))
 
 
-def _run(row: Row) -> OffloadRun:
+def _run(row: TableRow) -> OffloadRun:
     with placed(row):
         hardware, model = row.hardware("gpu"), row.meaning("model_b", MODELS, kind="model size (10⁹ parameters)")
         sequence_tokens = row.count("seqlen")
@@ -122,7 +122,7 @@ def _run(row: Row) -> OffloadRun:
         return run
 
 
-def _check(row: Row, run: OffloadRun) -> None:
+def _check(row: TableRow, run: OffloadRun) -> None:
     """Refuse numbers that contradict each other."""
     if run.n_full + run.n_attention + run.n_context != run.home_activations:
         raise row.wrong("host_acts", "is not the sum of its three levels", hint="n_full + n_inp_ctx_attn + n_inp_ctx")
@@ -135,11 +135,11 @@ def _check(row: Row, run: OffloadRun) -> None:
         )
 
 
-def _failed(row: Row) -> bool:
+def _failed(row: TableRow) -> bool:
     return not row.has("tok_s") or _zero(row, "tok_s")
 
 
-def _zero(row: Row, column: str) -> bool:
+def _zero(row: TableRow, column: str) -> bool:
     text = row.text(column)
     try:
         return float(text) == 0
@@ -148,12 +148,12 @@ def _zero(row: Row, column: str) -> bool:
         return False
 
 
-def _count(row: Row, column: str) -> int:
+def _count(row: TableRow, column: str) -> int:
     """A whole number that may be 0."""
     return 0 if _zero(row, column) else row.count(column)
 
 
-def _share(row: Row, column: str) -> float:
+def _share(row: TableRow, column: str) -> float:
     """A number from 0 to 1."""
     value = 0.0 if _zero(row, column) else row.number_of(column)
     if value > 1:
@@ -161,5 +161,5 @@ def _share(row: Row, column: str) -> float:
     return value
 
 
-def _gib(row: Row, column: str) -> int:
+def _gib(row: TableRow, column: str) -> int:
     return round(row.number_of(column) * GIB)

@@ -8,12 +8,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.files import read_text
-from flopwise.catalog.load import hardware_aliases, hardware_names
+from flopwise.catalog.load import hardware_aliases, hardware_names, load_hardware
+from flopwise.setup.hardware import Hardware
 
 LARGEST_NUMBER = 10**15
 """No cell that is read counts more than this; beyond it a number is a typing mistake."""
@@ -21,8 +23,14 @@ LARGEST_NUMBER = 10**15
 Meaning = TypeVar("Meaning")
 
 
+@cache
+def described(name: str) -> Hardware:
+    """A device of the catalogue, read once for all rows."""
+    return load_hardware(name)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class TableRow:
     """A line of a table: cells by the name of their column, and where they stand."""
 
     where: str
@@ -91,7 +99,7 @@ class Row:
 
 
 @contextmanager
-def placed(row: Row) -> Iterator[None]:
+def placed(row: TableRow) -> Iterator[None]:
     """Tell of any mistake found meanwhile which row it is in."""
     try:
         yield
@@ -99,13 +107,13 @@ def placed(row: Row) -> Iterator[None]:
         raise error.within(row.place) from None
 
 
-def check_batch(row: Row, batch: int, data: int, column: str) -> None:
+def check_batch(row: TableRow, batch: int, data: int, column: str) -> None:
     """Refuse a batch that the data ranks cannot share evenly."""
     if batch % data:
         raise row.wrong(column, f"is not a multiple of {data} data ranks", hint="each rank takes as many sequences")
 
 
-def read_rows(path: Path, columns: Sequence[str]) -> tuple[Row, ...]:
+def read_rows(path: Path, columns: Sequence[str]) -> tuple[TableRow, ...]:
     """The rows of a file that must have these columns, in any order and among others."""
     return parse_rows(_text(path, columns), str(path), columns)
 
@@ -116,7 +124,7 @@ def column_names(path: Path) -> tuple[str, ...]:
     return tuple(lines[0][1]) if lines else ()
 
 
-def parse_rows(text: str, where: str, columns: Sequence[str]) -> tuple[Row, ...]:
+def parse_rows(text: str, where: str, columns: Sequence[str]) -> tuple[TableRow, ...]:
     """The rows of a table's text; `where` names it in an error."""
     lines = _lines(text, where, columns)
     if not lines:
@@ -165,13 +173,13 @@ def _check_header(names: list[str], wanted: Sequence[str], where: str) -> None:
         raise FlopwiseError(f"{where} has the column {twice[0]} {names.count(twice[0])} times", hint="keep one of them")
 
 
-def _row(line: int, number: int, cells: list[str], names: list[str], where: str) -> Row:
+def _row(line: int, number: int, cells: list[str], names: list[str], where: str) -> TableRow:
     if len(cells) != len(names):
         raise FlopwiseError(
             f"{where}, line {line}: {len(cells)} cells where the header names {len(names)} columns",
             hint="look for a missing or an extra comma",
         )
-    return Row(where=where, line=line, number=number, cells=dict(zip(names, cells, strict=True)))
+    return TableRow(where=where, line=line, number=number, cells=dict(zip(names, cells, strict=True)))
 
 
 def _some(names: Iterable[str], limit: int = 60) -> str:

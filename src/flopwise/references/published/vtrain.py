@@ -32,10 +32,10 @@ from collections.abc import Sequence
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.references.published.gpt import gpt
-from flopwise.references.published.rows import Row, check_batch, placed
+from flopwise.references.published.rows import TableRow, check_batch, described, placed
 from flopwise.references.validate.case import Case
 from flopwise.setup.parallel import Parallel
-from flopwise.setup.workload import Workload
+from flopwise.setup.setup import SettledSetup
 from flopwise.work.formats import parse_formats
 from flopwise.work.transformer import Transformer
 
@@ -49,12 +49,12 @@ COLUMNS = (
 )
 
 
-def vtrain_cases(rows: Sequence[Row]) -> tuple[Case, ...]:
+def vtrain_cases(rows: Sequence[TableRow]) -> tuple[Case, ...]:
     """The rows of a vTrain table as set-ups."""
     return tuple(_case(row) for row in rows)
 
 
-def _case(row: Row) -> Case:
+def _case(row: TableRow) -> Case:
     with placed(row):
         parallel = Parallel(
             data=row.count("data parallelism"),
@@ -75,11 +75,11 @@ def _case(row: Row) -> Case:
             row=row.number,
             size=f"h{model.hidden}-l{model.layers}",
             label=f"dp{parallel.data} tp{parallel.tensor} pp{parallel.pipeline} · batch {batch} · mb{micro_batch}",
-            model=model,
-            hardware=HARDWARE,
             stack=STACK,
-            parallel=parallel,
-            workload=Workload(
+            setup=SettledSetup(
+                model=model,
+                hardware=described(HARDWARE),
+                parallel=parallel,
                 sequence_tokens=model.context,
                 batch_sequences=batch,
                 micro_batch_sequences=micro_batch,
@@ -92,7 +92,7 @@ def _case(row: Row) -> Case:
         )
 
 
-def _model(row: Row) -> Transformer:
+def _model(row: TableRow) -> Transformer:
     hidden, layers = row.count("hidden size"), row.count("# layers")
     return gpt(
         name=f"gpt-h{hidden}-l{layers}",

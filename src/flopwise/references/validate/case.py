@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flopwise.setup.parallel import Parallel
-from flopwise.setup.workload import Workload
-from flopwise.work.model import Model
+from flopwise.setup.setup import SettledSetup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,14 +17,10 @@ class Case:
     """The model's size: what is left out together."""
     label: str
     """The rest of the set-up in a few words, for people."""
-    model: Model
-    hardware: str
-    """Catalogue name."""
+    setup: SettledSetup
+    """As the kernels and the network allow it: without its stack, whose constants may be what is looked for."""
     stack: str
     """Catalogue name."""
-    parallel: Parallel
-    workload: Workload
-    """Its batch is that of all devices together."""
     step_s: float | None
     """Measured; None where it ran out of memory or was not measured."""
     fits: bool | None

@@ -39,7 +39,7 @@ MEMORY_ROUNDS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredStep:
     """Cases laid out for prediction, device by device."""
 
     groups: tuple[tuple[Hardware, Listed, tuple[int, ...]], ...]
@@ -65,19 +65,19 @@ class Measured:
         return found
 
 
-def measured(cases: Sequence[Case], hardware: Mapping[str, Hardware]) -> Measured:
-    """Lay cases out; `hardware` holds the devices that they name."""
+def measured(cases: Sequence[Case]) -> MeasuredStep:
+    """Lay cases out."""
     places: dict[str, list[int]] = {}
     for index, case in enumerate(cases):
-        places.setdefault(case.hardware, []).append(index)
+        places.setdefault(case.setup.hardware.name, []).append(index)
     groups = []
-    for name, mine in places.items():
-        set_ups = [(cases[index].model, cases[index].parallel, cases[index].workload) for index in mine]
-        groups.append((hardware[name], listed(set_ups, hardware[name]), tuple(mine)))
-    return Measured(tuple(groups), len(cases))
+    for mine in places.values():
+        setups = [cases[index].setup for index in mine]
+        groups.append((setups[0].hardware, listed(setups), tuple(mine)))
+    return MeasuredStep(tuple(groups), len(cases))
 
 
-def fitted(laid_out: Measured, stack: Stack, step_s: Floats, rows: Booleans, start: Mapping[str, float]) -> Stack:
+def fitted(laid_out: MeasuredStep, stack: Stack, step_s: Floats, rows: Booleans, start: Mapping[str, float]) -> Stack:
     """The stack with the constants of `start` fitted to the given rows of `step_s`."""
     names, truth = list(start), np.log(step_s[rows])
 
@@ -90,7 +90,7 @@ def fitted(laid_out: Measured, stack: Stack, step_s: Floats, rows: Booleans, sta
 
 
 def fitted_memory(
-    laid_out: Measured, stack: Stack, reserved_bytes: Floats, rows: Booleans, start: Mapping[str, float]
+    laid_out: MeasuredStep, stack: Stack, reserved_bytes: Floats, rows: Booleans, start: Mapping[str, float]
 ) -> Stack:
     """The stack with the one constant of `start` fitted to the memory that the given rows reserved."""
     ((name, value),) = start.items()

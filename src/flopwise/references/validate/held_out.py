@@ -6,7 +6,7 @@ other sizes, and then predict that size. A stack's shipped constants are the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,10 +15,9 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.predict.cluster.strategies import Booleans
 from flopwise.predict.kernels.calls import Floats
 from flopwise.references.validate.case import Case
-from flopwise.references.validate.fitting import Measured, fitted, fitted_memory, measured
+from flopwise.references.validate.fitting import MeasuredStep, fitted, fitted_memory, measured
 from flopwise.references.validate.protocol import Protocol
 from flopwise.references.validate.validation import Validation, validate
-from flopwise.setup.hardware import Hardware
 from flopwise.setup.stack import Stack
 
 Progress = Callable[[str, int, int], None]
@@ -36,14 +35,14 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class StackFit:
     """The rows that a protocol fits constants to, laid out for prediction."""
 
     protocol: Protocol
     stack: Stack
     cases: tuple[Case, ...]
-    timed: Measured
-    sized: Measured | None
+    timed: MeasuredStep
+    sized: MeasuredStep | None
     """The rows with reserved memory, where a constant is fitted to them."""
 
     @property
@@ -76,20 +75,18 @@ class Fit:
         return fitted_memory(self.sized, found, reserved, rows, self.protocol.memory)
 
 
-def fit_of(protocol: Protocol, cases: Sequence[Case], stack: Stack, hardware: Mapping[str, Hardware]) -> Fit:
+def fit_of(protocol: Protocol, cases: Sequence[Case], stack: Stack) -> StackFit:
     """Lay out the rows that may be fitted to."""
     mine = tuple(case for case in cases if case.fitted)
-    fit = Fit(protocol, stack, mine, measured([case for case in mine if case.step_s is not None], hardware), None)
+    fit = StackFit(protocol, stack, mine, measured([case for case in mine if case.step_s is not None]), None)
     if not protocol.memory or not fit.sized_cases:
         return fit
-    return replace(fit, sized=measured(fit.sized_cases, hardware))
+    return replace(fit, sized=measured(fit.sized_cases))
 
 
-def shipped_predictions(
-    cases: Sequence[Case], fitted_cases: Sequence[Case], stack: Stack, hardware: Mapping[str, Hardware]
-) -> Predicted:
+def shipped_predictions(cases: Sequence[Case], fitted_cases: Sequence[Case], stack: Stack) -> Predicted:
     """Predict with the stack as it is; `fitted_cases` are the rows that its constants were fitted to."""
-    laid_out = measured(cases, hardware)
+    laid_out = measured(cases)
     known = {case.size for case in fitted_cases if case.fitted}
     return Predicted(
         step_s=laid_out.seconds(stack),
@@ -98,11 +95,9 @@ def shipped_predictions(
     )
 
 
-def held_out_predictions(
-    fit: Fit, cases: Sequence[Case], hardware: Mapping[str, Hardware], progress: Progress | None = None
-) -> Predicted:
+def held_out_predictions(fit: StackFit, cases: Sequence[Case], progress: Progress | None = None) -> Predicted:
     """Predict every size with constants that were fitted to the others."""
-    laid_out = measured(cases, hardware)
+    laid_out = measured(cases)
     step_s, fits = np.full(len(cases), np.nan), np.zeros(len(cases), dtype=np.bool_)
     sizes = folds(fit.protocol, cases)
     for number, size in enumerate(sizes, start=1):

@@ -57,4 +57,4 @@ class Protocol:
 
     def counts(self, case: Case) -> bool:
         """Whether a row is part of the figures."""
-        return case.workload.formats.matrix not in self.aside
+        return case.setup.formats.matrix not in self.aside

@@ -150,7 +150,7 @@ def _row(
 def _throughput_rank(cases: Sequence[Case], rows: Sequence[ValidatedRow]) -> float | None:
     """Spearman's correlation of tokens per second and device, over the counted rows that have both times."""
     pairs = [
-        (case.workload.batch_tokens / case.parallel.devices / row.measured_s, row.measured_s / row.predicted_s)
+        (case.setup.batch_tokens / case.setup.parallel.devices / row.measured_s, row.measured_s / row.predicted_s)
         for case, row in zip(cases, rows, strict=True)
         if row.measured_s is not None and row.predicted_s is not None and row.counted
     ]

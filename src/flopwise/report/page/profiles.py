@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 
-from flopwise.profile.explain.comparing import Comparison, column_names
+from flopwise.profile.explain.comparing import ProfileComparison, column_names
 from flopwise.records.profile import METRIC, Profile, Verdict
 from flopwise.report.document import Table
 from flopwise.report.page.data import MemoryBar, PageData, RunDetail, cap_of, now, planned_bars, roofs_of, with_profile
@@ -17,7 +17,7 @@ from flopwise.report.words import safe, scaled, seconds
 from flopwise.store.results import Result
 
 
-def profiles_page(judged: Sequence[Judged], comparison: Comparison | None = None) -> PageData:
+def profiles_page(judged: Sequence[Judged], comparison: ProfileComparison | None = None) -> PageData:
     """One page for profiles, the comparison first where there is one."""
     profiles = [profile for profile, _ in judged]
     names = [safe(name) for name in column_names(profiles)]
@@ -131,7 +131,7 @@ def _memory(profile: Profile, cap: int | None) -> tuple[MemoryBar, ...]:
     return (bar,)
 
 
-def _tables(judged: Sequence[Judged], comparison: Comparison) -> tuple[Table, ...]:
+def _tables(judged: Sequence[Judged], comparison: ProfileComparison) -> tuple[Table, ...]:
     lengths = [replace(length_table(comparison), title="What does a shorter sequence buy?")]
     base = safe(comparison.names[comparison.baseline])
     return (

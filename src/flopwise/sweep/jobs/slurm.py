@@ -15,7 +15,6 @@ from flopwise.base.files import WRITABLE_HINT, entry_kind, read_bounded, write_w
 from flopwise.store.cells import (
     ENDED,
     FINISHED,
-    INTERRUPTED,
     Attempt,
     Cell,
     CellState,
@@ -60,6 +59,7 @@ __all__ = [
     "slurm_folder",
     "states",
     "submit",
+    "unsettled",
 ]
 
 JOBS = "jobs.json"
@@ -222,7 +222,7 @@ def states(store: Path, record: SweepRecord) -> dict[str, CellState]:
         elif not task.is_over:
             found[cell] = task.cell_state
         else:
-            made = [attempt for attempt in attempts if _is_of(attempt, task, job, record)]
+            made = [attempt for attempt in attempts if _is_of(attempt, task.id, job, record)]
             found[cell] = _ended_state(task, made, own)
     return found
 
@@ -291,11 +291,29 @@ def settle(store: Path, record: SweepRecord) -> list[Attempt]:
 
 
 def settle_here(store: Path, record: SweepRecord) -> list[Attempt]:
-    """As `settle`, for whoever reads results: nothing without jobs or without Slurm, and nothing within a job."""
+    """As `settle`, before a sweep runs here: nothing without jobs or without Slurm, and nothing within a job."""
+    return settle(store, record) if _can_settle() and read_jobs(store, record.name).jobs else []
+
+
+def _can_settle() -> bool:
     # A thousand tasks that each ask for all of them would be a burden to the controller.
-    if JOB_VARIABLE in os.environ or not is_installed() or not read_jobs(store, record.name).jobs:
-        return []
-    return settle(store, record)
+    return JOB_VARIABLE not in os.environ and is_installed()
+
+
+def unsettled(store: Path, record: SweepRecord) -> list[str]:
+    """Cells whose newest job has no end in the store yet, where `settle` could ask for it here: nobody is asked now."""
+    listed = read_jobs(store, record.name) if _can_settle() else JobList()
+    found = []
+    for cell in record.cells:
+        job = listed.newest(cell)
+        if job is None:
+            continue
+        attempts = read_attempts(store, cell)[0]
+        made = [attempt for attempt in attempts if _is_of(attempt, job.task(cell), job, record)]
+        is_over = made and all(attempt.ended is not None for attempt in made)
+        if not is_over and verdict(store, record, read_cell(store, cell), attempts) != "finished":
+            found.append(cell)
+    return found
 
 
 def _settle(store: Path, record: SweepRecord, listed: JobList, tasks: Mapping[str, Task]) -> list[Attempt]:
@@ -312,13 +330,14 @@ def _settle(store: Path, record: SweepRecord, listed: JobList, tasks: Mapping[st
 
 
 def _settle_cell(store: Path, record: SweepRecord, cell: str, task: Task, job: Job) -> list[Attempt]:
-    made = [attempt for attempt in read_attempts(store, cell)[0] if _is_of(attempt, task, job, record)]
+    made = [attempt for attempt in read_attempts(store, cell)[0] if _is_of(attempt, task.id, job, record)]
     state: CellState = "failed" if task.state == "COMPLETED" else task.cell_state
     output = slurm_folder(Path(), record.name) / f"{task.id}.out"
     reason = f"{task.reason}; its output is {output}"
-    if task.state in FROM_OUTSIDE or (state == "failed" and not made):
-        # Then the cell is tried again without being asked for.
-        reason = f"{INTERRUPTED}: {reason}"
+    # Then the cell is tried again without being asked for.
+    interrupted = task.state in FROM_OUTSIDE or (state == "failed" and not made)
+    if interrupted:
+        reason = f"interrupted: {reason}"
     written = []
     for attempt in made:
         # The run of one that has no end may have been done all the same.
@@ -326,8 +345,16 @@ def _settle_cell(store: Path, record: SweepRecord, cell: str, task: Task, job: J
         if found.state == "ok" and attempt.ended is None:
             written.append(found)
         elif _is_open(found, task):
-            ended = found.ended or now()
-            closed = replace(found, state=state, ended=ended, reason=reason, exit_code=task.exit_code, job=task.id)
+            closed = replace(
+                found,
+                state=state,
+                ended=found.ended or now(),
+                reason=reason,
+                interrupted=interrupted,
+                exit_code=task.exit_code,
+                job=task.id,
+                ended_by_job=True,
+            )
             write_attempt(store, closed)
             written.append(closed)
     if made or task.state == "COMPLETED":
@@ -344,8 +371,10 @@ def _settle_cell(store: Path, record: SweepRecord, cell: str, task: Task, job: J
         steps=record.steps,
         time_limit_s=record.time_limit_s,
         reason=reason,
+        interrupted=interrupted,
         exit_code=task.exit_code,
         job=task.id,
+        ended_by_job=True,
     )
     return [new_attempt(store, dead)]
 
@@ -354,13 +383,12 @@ def _is_open(attempt: Attempt, task: Task) -> bool:
     """Whether an attempt's file lacks an end, or has only that of a signal, of which Slurm can tell the reason."""
     if attempt.ended is None:
         return True
-    is_told = task.id in (attempt.reason or "")
-    return says_nothing(attempt) and not is_told and task.state not in ("COMPLETED", UNKNOWN)
+    return says_nothing(attempt) and not attempt.ended_by_job and task.state not in ("COMPLETED", UNKNOWN)
 
 
-def _is_of(attempt: Attempt, task: Task, job: Job, record: SweepRecord) -> bool:
+def _is_of(attempt: Attempt, task: str, job: Job, record: SweepRecord) -> bool:
     """Whether a job made an attempt: by its name, else by the sweep and the time."""
-    if attempt.job == task.id:
+    if attempt.job == task:
         return True
     begun, submitted = moment(attempt.started), moment(job.submitted)
     if begun is None or submitted is None or attempt.job is not None or attempt.sweep != record.name:

@@ -28,7 +28,7 @@ class Loss:
     """Where it is evaluated: right answers."""
 
 
-class Ends:
+class EmbeddingHead:
     """Embedding and head of a model."""
 
     def __init__(self, model: Transformer, work: Work, operators: Operators) -> None:
@@ -40,7 +40,7 @@ class Ends:
     # -- embedding ------------------------------------------------------------------------------------------------
 
     def embed(self, ids: Tensor, chunk: Chunk, weights: Weights, out: Tensor) -> None:
-        """Rows of the tables, summed, to the stream."""
+        """Rows of the tables, summed, to the residual stream."""
         if not self.model.embedding_norm:
             self._look_up(ids, chunk, weights, out)
             return
@@ -50,7 +50,7 @@ class Ends:
     def _embedded(self, ids: Tensor, chunk: Chunk, weights: Weights, out: Tensor | None) -> Values:
         values = Values(self.operators.arena, {} if out is None else {"input": out})
         shape = (ids.numel(), self.model.hidden)
-        self._look_up(ids, chunk, weights, values.room("embedded", shape, self.operators.compute))
+        self._look_up(ids, chunk, weights, values.allocate("embedded", shape, self.operators.compute))
         self.operators.forward(self.before[1], values, weights, chunk.rows, self.before[1].outputs)
         return values
 
@@ -67,7 +67,7 @@ class Ends:
         return "head.weight" if self.model.tied else "embedding.weight"
 
     def embed_backward(self, ids: Tensor, chunk: Chunk, weights: Weights, sums: Weights, gradient: Tensor) -> None:
-        """Add the stream's gradient to those of the tables."""
+        """Add the residual stream's gradient to those of the tables."""
         if self.model.embedding_norm:
             values = self._embedded(ids, chunk, weights, None)
             gradients = Gradients(self.operators.arena)
@@ -85,18 +85,25 @@ class Ends:
     # -- head -----------------------------------------------------------------------------------------------------
 
     def head(
-        self, stream: Tensor, labels: Tensor, weights: Weights, sums: Weights | None,
-        *, loss: Loss, room: Arena, scale: float,
-    ) -> None:  # fmt: skip
+        self,
+        residual: Tensor,
+        labels: Tensor,
+        weights: Weights,
+        sums: Weights | None,
+        *,
+        loss: Loss,
+        arena: Arena,
+        scale: float,
+    ) -> None:
         """From the last block's output to the loss and back to its gradient, written over it.
 
         Without `sums` nothing goes back: the loss and the right answers are counted.
         """
-        values = Values(room)
+        values = Values(arena)
         # The room is planned for the logits: what is made before them must not take a part of it.
         vocabulary = weights[f"{self._last_product}.weight"].shape[0]
-        values.reserve("logits", (stream.shape[0], vocabulary), self.operators.compute)
-        values["first" if self.classifies else self._entry] = stream
+        values.reserve("logits", (residual.shape[0], vocabulary), self.operators.compute)
+        values["first" if self.classifies else self._entry] = residual
         rows = Rows(labels)
         for op in self.behind:
             self.operators.forward(op, values, weights, rows, op.outputs)
@@ -106,7 +113,7 @@ class Ends:
             loss.correct.add_(((logits.argmax(-1) == labels) & with_loss).sum())
         dispatch.cross_entropy(logits, labels, scale=scale, loss=loss.total)
         if sums is not None:
-            self._head_backward(stream, values, Trained(weights, sums), rows)
+            self._head_backward(residual, values, Trained(weights, sums), rows)
         values.close()
 
     @property
@@ -117,7 +124,7 @@ class Ends:
     def _entry(self) -> str:
         return self.behind[0].inputs[0]
 
-    def _head_backward(self, stream: Tensor, values: Values, trained: Trained, rows: Rows) -> None:
+    def _head_backward(self, residual: Tensor, values: Values, trained: Trained, rows: Rows) -> None:
         gradients = Gradients(values.arena)
         gradients.put("logits", values["logits"])
         for op in reversed(self.behind):
@@ -125,5 +132,5 @@ class Ends:
             if op is self.behind[-1]:
                 values.drop(("logits",))
         name = "first" if self.classifies else self._entry
-        stream.copy_(gradients[name])
+        residual.copy_(gradients[name])
         gradients.drop(name)

@@ -14,25 +14,25 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from flopwise.base.errors import FlopwiseError
-from flopwise.records.program import ALIGNMENT_BYTES, OWNERS, Program
+from flopwise.base.errors import FlopwiseError, OutOfMemory
+from flopwise.records.program import ALIGNMENT_BYTES, OWNERS, Program, Role
 from flopwise.work.parameters import Place
 
 
-class Room:
+class Slabs:
     """Buffers of a program by their number, as bytes."""
 
-    def __init__(self, program: Program, device: torch.device, *, left_to_libraries: Mapping[str, int]) -> None:
+    def __init__(self, program: Program, device: torch.device, *, left_to_libraries: Mapping[Role, int]) -> None:
         self.program, self.device = program, device
         self.left_to_libraries = left_to_libraries
         self._size: dict[int, int] = {}
         for index, buffer in enumerate(program.buffers):
-            own = buffer.bytes - left_to_libraries.get(buffer.name, 0)
+            own = buffer.bytes - left_to_libraries.get(buffer.role, 0)
             self._size[index] = max(0, own)
         self.buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * len(program.buffers)
         self.device_slab = self._slab("device")
         self.host_slab = self._slab("host")
-        self._unpin: weakref.finalize[[int], Room] | None = None
+        self._unpin: weakref.finalize[[int], Slabs] | None = None
 
     def _slab(self, place: Place) -> Tensor:
         """One piece of memory for a place, cut into its buffers; what is borrowed lies over the activations."""
@@ -84,11 +84,9 @@ class Room:
         if self._unpin is not None:
             self._unpin()
 
-    def named(self, prefix: str) -> Iterator[tuple[int, Tensor]]:
-        """Buffers whose name begins so, in order."""
-        for index, buffer in enumerate(self.program.buffers):
-            if buffer.name.startswith(prefix):
-                yield index, self.buffers[index]
+    def with_role(self, role: Role) -> list[int]:
+        """The buffers of a role, in order."""
+        return [index for index, buffer in enumerate(self.program.buffers) if buffer.role == role]
 
 
 def _unpinned(address: int) -> None:
@@ -125,7 +123,7 @@ def _told(size: int, place: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, RuntimeError, OSError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
             raise
-        raise FlopwiseError(
+        raise OutOfMemory(
             f"{size / 2**30:.2f} GiB of {place} memory cannot be had",
             why="the plan takes all of its memory at the start, and there is not so much free now",
             hint=f"plan again with a smaller --{place}-mem, or end what else uses it",

@@ -5,34 +5,35 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flopwise.predict.choose import Request
     from flopwise.records.plan import Planned
     from flopwise.records.prediction import Interval, Prediction
     from flopwise.setup.hardware import Hardware
+    from flopwise.setup.setup import Setup
     from flopwise.work.model import Model
     from flopwise.work.op import Convention
 
 
-def predicted(model: Model, hardware: Hardware, request: Request, convention: Convention) -> Prediction:
+def predicted(setup: Setup, convention: Convention) -> Prediction:
     """Predict a step and say how far off such predictions are."""
     from dataclasses import replace
 
     from flopwise.predict import step
 
-    prediction = step(model, hardware, request, convention=convention)
-    return replace(prediction, interval=_interval(prediction, model, hardware, request))
+    prediction = step(setup, convention=convention)
+    return replace(prediction, interval=_interval(prediction, setup))
 
 
-def _interval(prediction: Prediction, model: Model, hardware: Hardware, request: Request) -> Interval | None:
+def _interval(prediction: Prediction, setup: Setup) -> Interval | None:
     from flopwise.catalog.load import load_evidence
     from flopwise.predict.interval import interval
     from flopwise.records.prediction import Interval
     from flopwise.work.lstm import Lstm
 
+    model = setup.model
     found = interval(
         [entry for entry in load_evidence() if entry.stack != STREAMED],
-        stack=_measured_stack(request),
-        architecture=hardware.device.architecture,
+        stack=_measured_stack(setup),
+        architecture=setup.hardware.device.architecture,
         parameters=prediction.n_params,
         sequence_tokens=prediction.sequence_tokens,
         devices=prediction.devices,
@@ -92,12 +93,12 @@ def streamed_interval(planned: Planned, model: Model, hardware: Hardware) -> Int
     )
 
 
-def _measured_stack(request: Request) -> str:
+def _measured_stack(setup: Setup) -> str:
     """The name that measurements go by: a file of one's own is another framework, whatever it is called."""
     from flopwise.catalog.load import load_stack, stack_names
     from flopwise.records.prediction import NO_STACK
 
-    stack = request.stack
+    stack = setup.stack
     if stack is None:
         return NO_STACK
     known = stack.name in stack_names() and load_stack(stack.name) == stack

@@ -1,0 +1,432 @@
+"""What `import flopwise as fw` offers: predict, plan, train, profiles and results, from Python.
+
+Models and hardware are taken by name, by the path of a file, or as descriptions; quantities as numbers or as people
+write them (`seq="8k"`, `device_mem="40GiB"`); what is left out is chosen, and the answer says why.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, overload
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.base.units import parse_devices, parse_sequences, parse_tokens
+from flopwise.catalog.load import load_model as _load_model
+from flopwise.door.asking import Quantity, memory, model_of, paths_of, read, setup_of
+from flopwise.door.python_words import in_python, options_of, reworded
+from flopwise.door.rows import Results
+from flopwise.profile.measure.this_machine import find_hardware
+
+if TYPE_CHECKING:
+    from flopwise.profile.explain.verdicts import Thresholds
+    from flopwise.records.cluster_plan import PlannedCluster
+    from flopwise.records.measurement import RunRecord
+    from flopwise.records.plan import Planned
+    from flopwise.records.prediction import Prediction
+    from flopwise.records.profile import Profile, Verdict
+    from flopwise.setup.hardware import Hardware
+    from flopwise.setup.parallel import Parallel
+    from flopwise.setup.stack import Stack
+    from flopwise.setup.training import Schedule, Task
+    from flopwise.setup.words import Fusion, Optimizer
+    from flopwise.train.events import Callback, Logger
+    from flopwise.work.formats import Formats
+    from flopwise.work.model import Model
+    from flopwise.work.op import AttentionKernel, Convention
+    from flopwise.work.work import Recompute
+
+__all__ = ["load_hardware", "load_model", "plan", "predict", "read_profile", "results", "train", "verdicts"]
+
+
+@in_python
+def load_model(model: str | Path, *, changes: Mapping[str, object] | None = None) -> Model:
+    """A model by catalogue name, or by the path of a TOML or of a Hugging Face config.json or its folder.
+
+    `changes` replace fields before the description is checked.
+
+    >>> fw.load_model("llama-3-8b", changes={"layers": 2}).name
+    'llama-3-8b+layers=2'
+    """
+    return _load_model(model, changes)
+
+
+@in_python
+def load_hardware(on: str | Path) -> Hardware:
+    """A device by catalogue name or alias, or by the path of a TOML; `this-machine` is what we run on.
+
+    >>> fw.load_hardware("h100").name
+    'h100-sxm'
+    """
+    return find_hardware(on)
+
+
+@in_python
+def predict(
+    model: str | Path | Model,
+    *,
+    on: str | Path | Hardware = "this-machine",
+    seq: Quantity | None = None,
+    batch: Quantity | None = None,
+    batch_tokens: Quantity | None = None,
+    micro: Quantity | None = None,
+    precision: str | Formats | None = None,
+    recompute: Recompute | None = None,
+    optimizer: Optimizer = "adamw",
+    attention: AttentionKernel | None = None,
+    fusion: Fusion | None = None,
+    convention: Convention = "causal",
+    device_mem: Quantity | None = None,
+    devices: Quantity | None = None,
+    parallel: str | Parallel | None = None,
+    stack: str | Path | Stack | None = None,
+    changes: Mapping[str, object] | None = None,
+) -> Prediction:
+    """Predict a training step: time with its interval, tokens/s, MFU, memory by owner, what binds each operator.
+
+    What is None is chosen, and `Prediction.chosen` says why. A set-up that does not fit is predicted too: `fits` tells.
+
+    >>> step = fw.predict("llama-3-8b", on="h100-sxm", seq="8k", batch=16)
+    >>> step.fits, step.devices, step.interval is not None
+    (True, 1, True)
+    >>> fw.predict("llama-3-8b", on="h100-sxm", devices=64, stack="torchtitan").fits
+    True
+    """
+    from flopwise.door.intervals import predicted
+
+    setup = setup_of(
+        model_of(model, changes),
+        on,
+        seq=seq,
+        batch=batch,
+        batch_tokens=batch_tokens,
+        precision=precision,
+        optimizer=optimizer,
+        micro=micro,
+        recompute=recompute,
+        attention=attention,
+        fusion=fusion,
+        device_mem=device_mem,
+        devices=devices,
+        parallel=parallel,
+        stack=stack,
+    )
+    return predicted(setup, convention)
+
+
+@overload
+def plan(
+    model: str | Path | Model,
+    *,
+    on: str | Path | Hardware = "this-machine",
+    devices: None = None,
+    seq: Quantity | None = None,
+    batch: Quantity | None = None,
+    batch_tokens: Quantity | None = None,
+    precision: str | Formats | None = None,
+    optimizer: Optimizer = "adamw",
+    convention: Convention = "causal",
+    device_mem: Quantity | None = None,
+    host_mem: Quantity | None = None,
+    clip: bool = False,
+    changes: Mapping[str, object] | None = None,
+    write: str | Path | None = None,
+) -> Planned: ...
+
+
+@overload
+def plan(
+    model: str | Path | Model,
+    *,
+    on: str | Path | Hardware = "this-machine",
+    devices: Quantity,
+    seq: Quantity | None = None,
+    batch: Quantity | None = None,
+    batch_tokens: Quantity | None = None,
+    precision: str | Formats | None = None,
+    optimizer: Optimizer = "adamw",
+    convention: Convention = "causal",
+    device_mem: Quantity | None = None,
+    micro: Quantity | None = None,
+    recompute: Recompute | None = None,
+    attention: AttentionKernel | None = None,
+    fusion: Fusion | None = None,
+    stack: str | Path | Stack | None = None,
+    offload: bool = False,
+    changes: Mapping[str, object] | None = None,
+    write: str | Path | None = None,
+) -> PlannedCluster: ...
+
+
+@in_python
+def plan(
+    model: str | Path | Model,
+    *,
+    on: str | Path | Hardware = "this-machine",
+    devices: Quantity | None = None,
+    seq: Quantity | None = None,
+    batch: Quantity | None = None,
+    batch_tokens: Quantity | None = None,
+    precision: str | Formats | None = None,
+    optimizer: Optimizer = "adamw",
+    convention: Convention = "causal",
+    device_mem: Quantity | None = None,
+    host_mem: Quantity | None = None,
+    clip: bool = False,
+    micro: Quantity | None = None,
+    recompute: Recompute | None = None,
+    attention: AttentionKernel | None = None,
+    fusion: Fusion | None = None,
+    stack: str | Path | Stack | None = None,
+    offload: bool = False,
+    changes: Mapping[str, object] | None = None,
+    write: str | Path | None = None,
+) -> Planned | PlannedCluster:
+    """Find the fastest set-up that fits; `DoesNotFit` is raised where nothing does.
+
+    Without `devices`: a schedule for one device that flopwise itself runs, under a cap on device and one on host memory
+    (`host_mem`, `clip`). With `devices`: the strategy for so many of them in a framework (`micro`, `recompute`,
+    `attention`, `fusion`, `stack`, `offload`). `write` names a file for the plan, which `train` takes as its model.
+
+    >>> one = fw.plan("llama-3-1b", on="h100-sxm", seq="8k", device_mem="40GiB", host_mem="110GiB")
+    >>> one.forecast.device_total <= 40 * 2**30
+    True
+    >>> many = fw.plan("llama-3-8b", on="h100-sxm", devices=64, seq="8k", batch=64)
+    >>> many.plan.devices, many.prediction.fits
+    (64, True)
+    """
+    frameworks = {
+        "micro": micro,
+        "recompute": recompute,
+        "attention": attention,
+        "fusion": fusion,
+        "stack": stack,
+        "offload": offload or None,
+    }
+    own = {"host-mem": host_mem, "clip": clip or None}
+    given = [name for name, value in (own if devices is not None else frameworks).items() if value is not None]
+    if given and devices is not None:
+        raise FlopwiseError(
+            f"--{given[0]} beside --gpus", why="it is for one device that flopwise itself runs", hint="one of them"
+        )
+    if given:
+        raise FlopwiseError(
+            f"--{given[0]} without --gpus", why="it is for set-ups that a framework runs", hint="--gpus 1, or more"
+        )
+    described = model_of(model, changes)
+    setup = setup_of(
+        described,
+        on,
+        seq=seq,
+        batch=batch,
+        batch_tokens=batch_tokens,
+        precision=precision,
+        optimizer=optimizer,
+        micro=micro,
+        recompute=recompute,
+        attention=attention,
+        fusion=fusion,
+        device_mem=device_mem,
+        host_mem=host_mem,
+        clip=clip,
+        stack=stack,
+    )
+    from flopwise.door import planning
+    from flopwise.plan.cluster.answer import answer
+
+    found: Planned | PlannedCluster
+    count = read(devices, "gpus", parse_devices)
+    if count is None:
+        one = planning.plan_under_caps(setup, convention=convention)
+        found = replace(one, notes=tuple(reworded(note, options_of(plan)) for note in one.notes))
+    else:
+        found = planning.planned_cluster(setup, answer(setup, count, offload=offload), convention=convention)
+    if write is not None:
+        planning.write_plan(Path(write), planning.for_file(found), described)
+    return found
+
+
+@in_python
+def train(
+    model: str | Path | Model | None = None,
+    *,
+    data: str | Path | Sequence[str | Path] = (),
+    eval_data: str | Path | Sequence[str | Path] = (),
+    tokenizer: str | Path | None = None,
+    task: Task | None = None,
+    text_column: str = "text",
+    label_column: str = "label",
+    padding: Literal["length", "longest"] = "length",
+    steps: int | None = None,
+    epochs: float | None = None,
+    seq: Quantity | None = None,
+    batch: Quantity | None = None,
+    micro: Quantity | None = None,
+    precision: str | None = None,
+    learning_rate: float | None = None,
+    warmup: int | None = None,
+    schedule: Schedule | None = None,
+    weight_decay: float | None = None,
+    beta1: float | None = None,
+    beta2: float | None = None,
+    clip: float | None = None,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+    device_mem: Quantity | None = None,
+    host_mem: Quantity | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    on: str | Path | None = None,
+    devices: int = 1,
+    weights: str | Path | None = None,
+    from_scratch: bool = False,
+    anywhere: bool = False,
+    deterministic: bool = False,
+    checkpoint: bool = True,
+    checkpoint_every: int | None = None,
+    keep: int = 2,
+    evaluate_every: int | None = None,
+    profile: bool = False,
+    profile_steps: int | None = None,
+    store: str | Path | None = None,
+    resume: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    loggers: Sequence[Logger] = (),
+) -> RunRecord:
+    """Train a model, measured beside what was predicted; the record is what the run's folder keeps.
+
+    `model` may be a plan's file too, and None is a small Llama that learns in about a minute. A callback is a
+    `flopwise.train.Callback`; a logger anything with `log(dict)`. Several devices need a process for each, which
+    `flopwise train`, torchrun or srun start.
+
+    >>> run = fw.train(steps=8, batch=4, seq=64, device="cpu", profile=True, store="runs")
+    >>> run.id, run.state
+    ('0001', 'done')
+    """
+    from flopwise.train.request import TrainRequest
+
+    with ExitStack() as until_done:
+        request = TrainRequest(
+            model=_model_file(model, until_done),
+            data=paths_of(data),
+            evaluation_data=paths_of(eval_data),
+            tokenizer=_text(tokenizer),
+            text_column=text_column,
+            label_column=label_column,
+            padding=padding,
+            task=task,
+            steps=steps,
+            epochs=epochs,
+            sequence_tokens=read(seq, "seq", parse_tokens),
+            batch_sequences=read(batch, "batch", parse_sequences),
+            micro_batch_sequences=read(micro, "micro", parse_sequences),
+            precision=precision,
+            learning_rate=learning_rate,
+            warmup_steps=warmup,
+            schedule=schedule,
+            weight_decay=weight_decay,
+            beta1=beta1,
+            beta2=beta2,
+            clip_norm=clip,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+            device_memory_bytes=memory(device_mem, "device"),
+            host_memory_bytes=memory(host_mem, "host"),
+            device=device,
+            on=_text(on),
+            devices=devices,
+            from_scratch=from_scratch,
+            weights=_text(weights),
+            anywhere=anywhere,
+            deterministic=deterministic,
+            checkpoint_every=checkpoint_every,
+            checkpoint=checkpoint,
+            keep_checkpoints=keep,
+            evaluate_every=evaluate_every,
+            profile=profile or profile_steps is not None,
+            profile_steps=profile_steps,
+            store=_text(store),
+            resume=_text(resume),
+        )
+        # torch comes with it.
+        from flopwise.train import run
+
+        return run(request, callbacks=callbacks, loggers=loggers)
+
+
+def _model_file(model: str | Path | Model | None, until_done: ExitStack) -> str | None:
+    """The name or the file of a model; a description is written to one, as the run's own plan then holds it."""
+    if model is None or isinstance(model, str | Path):
+        return _text(model)
+    from flopwise.base.files import to_toml, write_whole
+    from flopwise.catalog.load import model_table
+
+    path = Path(until_done.enter_context(tempfile.TemporaryDirectory())) / "model.toml"
+    write_whole(path, to_toml(model_table(model)))
+    return str(path)
+
+
+def _text(path: str | Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+@in_python
+def read_profile(path: str | Path, *, section: str | None = None) -> Profile:
+    """What a profiler wrote, or a run of flopwise's: a file or a folder. `section` names one of several profiles.
+
+    >>> fw.read_profile("runs/0001").format
+    'flopwise'
+    """
+    from flopwise.profile.explain.comparing import column_names, column_of
+    from flopwise.profile.read.reading import read_profiles
+
+    found = [profile for one in read_profiles([Path(path)]) for profile in one.profiles]
+    names = column_names(found)
+    if section is not None:
+        return found[column_of(names, section)]
+    if len(found) != 1:
+        raise FlopwiseError(
+            f"there are {len(found)} profiles in {path}", why=", ".join(names[:8]) or None, hint="--section NAME"
+        )
+    return found[0]
+
+
+@in_python
+def verdicts(profile: Profile, *, thresholds: Thresholds | None = None) -> tuple[Verdict, ...]:
+    """What limits a profiled run, the most time at stake first, each with its evidence and what to try.
+
+    >>> fw.verdicts(fw.read_profile("runs/0001"))
+    (...)
+    """
+    from flopwise.profile.explain.verdicts import verdicts as judged
+
+    return judged(profile, thresholds)
+
+
+@in_python
+def results(
+    store: str | Path | None = None, *, what: Sequence[str] = (), price: float | None = None, best: bool = False
+) -> Results:
+    """Rows of runs and sweeps of a store; None: the folder that FLOPWISE_STORE names, else `runs`.
+
+    `what` names runs (`0142`, `3-17`, `last`), sweeps or cells. `price` of a device's hour in dollars adds tokens per
+    dollar; `best` keeps the fastest of each model, hardware, devices, sequence and precision.
+
+    >>> fw.results("runs")
+    <Results: 1 row>
+    """
+    from flopwise.store.collecting import collect
+    from flopwise.store.results import checked, fastest, priced
+    from flopwise.store.runs import store_folder
+
+    folder = store_folder(_text(store))
+    if not folder.is_dir():
+        raise FlopwiseError(f"there is no store {folder}", hint="the folder of runs, as `flopwise train` made it")
+    found = collect(folder, what)
+    rows = [checked(row) for row in found.rows]
+    if price is not None:
+        rows = [priced(row, price) for row in rows]
+    problems = tuple(f"{problem.path}: {problem.why}" for problem in found.problems)
+    return Results(fastest(rows) if best else rows, problems=problems)

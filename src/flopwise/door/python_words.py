@@ -1,0 +1,131 @@
+"""Errors in Python's words: where the command line says `--micro 4`, a caller of a function reads `micro=4`.
+
+What stands in the messages is the command line's own form, an option and its value. An option is known by the signature
+of the function that was called, so nothing but the function's own keywords is reworded. Commands stand between
+backticks: those that the door has a function for become calls of it, others stay as they are.
+`tests/door/test_python_words.py` looks at every message there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from inspect import Parameter, signature
+from typing import ParamSpec, TypeVar
+
+from flopwise.base.errors import FlopwiseError
+
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
+
+KEYWORDS = {"gpus": "devices", "set": "changes"}
+"""Options that have another name in Python."""
+CONNECTIVES = ("or", "and", "with", "without", "beside", "is", "says", "goes", "out", "the", "fixes")
+"""What follows an option without being its value."""
+CALLED = ("predict", "plan", "train")
+"""Commands that are functions too."""
+LONG = {"-w": "--write"}
+BEFORE, AFTER = "(", ",;:.)"
+
+
+def in_python(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+    """The function, whose errors speak of its keywords."""
+
+    @wraps(function)
+    def called(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> Returned:
+        try:
+            return function(*arguments, **keywords)
+        except FlopwiseError as error:
+            options = options_of(function)
+            error.what = reworded(error.what, options)
+            error.why = error.why and reworded(error.why, options)
+            error.hint = error.hint and reworded(error.hint, options)
+            error.args = (error.what,)
+            raise
+
+    return called
+
+
+def options_of(function: Callable[..., object]) -> dict[str, str]:
+    """Option → the keyword that it is in Python; a flag's with the value that it stands for."""
+    options = {}
+    for keyword, parameter in signature(function).parameters.items():
+        option = next((typed for typed, name in KEYWORDS.items() if name == keyword), keyword).replace("_", "-")
+        if parameter.kind is not Parameter.KEYWORD_ONLY:
+            continue
+        if parameter.default is True:
+            options[f"--no-{option}"] = f"{keyword}=False"
+        else:
+            options[f"--{option}"] = f"{keyword}=True" if parameter.default is False else keyword
+    return options
+
+
+def reworded(text: str, options: dict[str, str]) -> str:
+    """A message with every option and its value as a keyword; commands between backticks stay."""
+    parts = text.split("`")
+    for place, part in enumerate(parts):
+        if place % 2 == 0 or part.startswith("--"):
+            parts[place] = _reworded(part, options)
+        elif part.startswith("flopwise "):
+            parts[place] = _call(part)
+    return "`".join(parts)
+
+
+def _call(command: str) -> str:
+    """`flopwise predict gpt2 --on h200` as `fw.predict("gpt2", on="h200")`; what the door cannot do stays."""
+    _, name, *words = command.split(" ")
+    if name not in CALLED:
+        return command
+    options = options_of(getattr(import_module("flopwise.door"), name))
+    told = []
+    while words:
+        word = LONG.get(words[0], words[0])
+        keyword = options.get(word)
+        if word.startswith("-") and (keyword is None or ("=" not in keyword and len(words) < 2)):
+            return command
+        del words[0]
+        if keyword is None:
+            told.append(_literal(word))
+        else:
+            told.append(keyword if "=" in keyword else f"{keyword}={_literal(words.pop(0))}")
+    return f"fw.{name}({', '.join(told)})"
+
+
+def _reworded(text: str, options: dict[str, str]) -> str:
+    words = text.split(" ")
+    told: list[str] = []
+    while words:
+        before, word, after = _parts(words.pop(0))
+        keyword = options.get(word)
+        if keyword is not None and not after and "=" not in keyword and words and _is_value(words[0]):
+            _, value, after = _parts(words.pop(0))
+            word = f"{keyword}={_literal(value)}"
+            while len(words) > 1 and words[0] == "|":
+                _, value, after = _parts(words[1])
+                word += f" | {_literal(value)}"
+                del words[:2]
+        else:
+            word = keyword or word
+        told.append(f"{before}{word}{after}")
+    return " ".join(told)
+
+
+def _parts(word: str) -> tuple[str, str, str]:
+    """The signs before a word, itself, and the signs after it."""
+    begun = word.lstrip(BEFORE)
+    core = begun.rstrip(AFTER)
+    return word[: len(word) - len(begun)], core, begun[len(core) :]
+
+
+def _is_value(word: str) -> bool:
+    return bool(word) and word not in CONNECTIVES and not word.startswith(("--", *BEFORE))
+
+
+def _literal(value: str) -> str:
+    """A number as it is, a word of capitals as what it stands for, everything else as a string."""
+    try:
+        float(value)
+    except ValueError:
+        return value if value == "…" or (value.isupper() and value.isalpha()) else f'"{value}"'
+    return value

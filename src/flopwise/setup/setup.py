@@ -1,0 +1,208 @@
+"""`Setup`: what is asked of a prediction, a plan or a training; `SettledSetup`: the same with nothing left open.
+
+Whatever has to agree between two of its fields is checked here, when one is made, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TypeVar, get_args
+
+from flopwise.base.errors import FlopwiseError, unknown_name
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.parallel import Parallel
+from flopwise.setup.stack import Stack
+from flopwise.setup.words import MOMENTS, Fusion, Optimizer
+from flopwise.work.formats import POLICIES, Formats
+from flopwise.work.model import Model
+from flopwise.work.op import AttentionKernel
+from flopwise.work.work import RECOMPUTE_POLICIES, Recompute
+
+Narrowed = TypeVar("Narrowed", bound="Setup")
+ONE_DEVICE = Parallel()
+DEFAULT_SEQUENCE_TOKENS = 8192
+
+COUNTS = ("sequence_tokens", "batch_sequences", "micro_batch_sequences", "device_cap_bytes")
+WORDS: dict[str, tuple[str | None, ...]] = {
+    "recompute": (*RECOMPUTE_POLICIES, None),
+    "attention": get_args(AttentionKernel),
+    "fusion": get_args(Fusion),
+    "optimizer": tuple(MOMENTS),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """One optimizer step over a batch of equal sequences; None where flopwise is to choose."""
+
+    model: Model
+    hardware: Hardware
+    hardware_name: str = ""
+    """As the user named it; nothing: by its own name."""
+    sequence_tokens: int | None = None
+    batch_sequences: int | None = None
+    """Of all devices together."""
+    micro_batch_sequences: int | None = None
+    """Sequences that a data rank runs at once, their gradients being summed; the last of them may have fewer."""
+    formats: Formats | None = None
+    recompute: Recompute | None = None
+    attention: AttentionKernel = "flash"
+    fusion: Fusion = "fused"
+    optimizer: Optimizer = "adamw"
+    parallel: Parallel = ONE_DEVICE
+    stack: Stack | None = None
+    """None: what the kernels and the network allow."""
+    device_cap_bytes: int | None = None
+    """Of each device; None: all it has but a reserve."""
+    host_cap_bytes: int | None = None
+    """None: most of what the hardware's description says that there is."""
+    clip: bool = False
+    """Gradients are clipped by their global norm, so that no update can come before the last of them."""
+
+    def __post_init__(self) -> None:
+        for name in COUNTS:
+            value = getattr(self, name)
+            if value is not None and (value.__class__ is not int or value < 1):
+                raise FlopwiseError(f"{name} must be a whole number of at least 1, got {value!r}", hint="None: auto")
+        for name, known in WORDS.items():
+            if getattr(self, name) not in known:
+                words = [word for word in known if word]
+                raise unknown_name(name, str(getattr(self, name)), words, hint=f"one of {', '.join(words)}")
+        if self.device_cap_bytes is not None:
+            check_device_cap(self.hardware, self.device_cap_bytes)
+        if self.batch_sequences is not None:
+            self._check_batch(self.batch_sequences, self.parallel.data)
+
+    def _check_batch(self, batch: int, ranks: int) -> None:
+        micro, mine = self.micro_batch_sequences, -(-batch // ranks)
+        if micro is not None and micro > batch:
+            raise FlopwiseError(
+                f"a micro-batch of {micro} is larger than the batch of {batch}",
+                why="a step runs the batch in micro-batches",
+                hint=f"--micro {batch} or less",
+            )
+        if batch < ranks:
+            raise FlopwiseError(
+                f"a batch of {batch:,} sequences is less than one for each of {ranks:,} data ranks",
+                why="a data rank without a sequence has nothing to do",
+                hint=f"--batch {ranks}, or fewer data ranks",
+            )
+        if micro is not None and micro > mine:
+            raise FlopwiseError(
+                f"a micro-batch of {micro:,} is larger than a data rank's {mine:,} of the batch's sequences",
+                why=f"each of {ranks:,} data ranks runs its own part in micro-batches",
+                hint=f"--micro {mine} or less",
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one device with everything on it and no framework in the way."""
+        return self.stack is None and self.parallel == ONE_DEVICE
+
+    def settle(
+        self, *, sequence_tokens: int, batch_sequences: int, micro: int, formats: Formats, recompute: Recompute
+    ) -> SettledSetup:
+        """The same with what it may leave open."""
+        return _narrow(
+            self,
+            SettledSetup,
+            sequence_tokens=sequence_tokens,
+            batch_sequences=batch_sequences,
+            micro_batch_sequences=micro,
+            formats=formats,
+            recompute=recompute,
+        )
+
+    def cap(self, *, sequence_tokens: int, formats: Formats, device: int, host: int) -> CappedSetup:
+        """The same with what a plan of one device has to know."""
+        return _narrow(
+            self,
+            CappedSetup,
+            sequence_tokens=sequence_tokens,
+            formats=formats,
+            device_cap_bytes=device,
+            host_cap_bytes=host,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettledSetup(Setup):
+    """A set-up that says all that a step's time and memory depend on."""
+
+    sequence_tokens: int
+    batch_sequences: int
+    micro_batch_sequences: int
+    formats: Formats
+    recompute: Recompute = "none"
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.batch_sequences * self.sequence_tokens
+
+    @property
+    def rank_sequences(self) -> int:
+        """Of the batch, what the fullest data rank has."""
+        return -(-self.batch_sequences // self.parallel.data)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches in a step of a data rank, the last one perhaps smaller."""
+        return -(-self.rank_sequences // self.micro_batch_sequences)
+
+    def micro_batches(self) -> tuple[tuple[int, int], ...]:
+        """(sequences, how many such) of the fullest data rank: 48 in elevens is four of 11 and one of 4."""
+        whole, rest = divmod(self.rank_sequences, self.micro_batch_sequences)
+        return ((self.micro_batch_sequences, whole), *(((rest, 1),) if rest else ()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CappedSetup(Setup):
+    """A set-up for one device, that a plan is looked for under two caps; its micro-batch is a round's sequences."""
+
+    sequence_tokens: int
+    formats: Formats = POLICIES["bf16"]
+    device_cap_bytes: int
+    host_cap_bytes: int = 0
+
+
+def _narrow(setup: Setup, kind: type[Narrowed], **settled: object) -> Narrowed:
+    return kind(**{**{name: getattr(setup, name) for name in FIELDS}, **settled})
+
+
+FIELDS = tuple(field.name for field in fields(Setup))
+
+
+def check_device_cap(hardware: Hardware, cap: int) -> None:
+    """Refuse a cap on device memory that is more than there is."""
+    there = int(hardware.device.dram.size_bytes.value)
+    if cap > there:
+        raise FlopwiseError(
+            f"a cap of {cap / 2**30:,.1f} GiB is more than {hardware.name} has",
+            why=f"it has {there / 2**30:,.1f} GiB of device memory",
+            hint="a smaller --device-mem, or leave it out to use all there is",
+        )
+
+
+def default_sequence(model: Model) -> int:
+    """Tokens of a sequence where nobody says: the model's own, unless that is very long."""
+    return min(model.context, DEFAULT_SEQUENCE_TOKENS)
+
+
+def batch_in_sequences(model: Model, *, sequences: int | None, tokens: int | None, sequence: int | None) -> int | None:
+    """A step's batch in sequences, be it given in those or in tokens; None where neither is."""
+    if tokens is None:
+        return sequences
+    if sequences is not None:
+        raise FlopwiseError(
+            "both a batch in sequences and one in tokens were given",
+            why="one follows from the other and the sequence length",
+            hint="keep --batch or --batch-tokens",
+        )
+    sequence = sequence or default_sequence(model)
+    if tokens % sequence:
+        whole = max(1, round(tokens / sequence))
+        raise FlopwiseError(
+            f"{tokens:,} tokens are not a whole number of sequences of {sequence:,}",
+            hint=f"--batch-tokens {whole * sequence}, or --batch {whole}",
+        )
+    return tokens // sequence

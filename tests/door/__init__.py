@@ -1,0 +1,1 @@
+"""The Python door: what `import flopwise as fw` offers."""
