@@ -67,6 +67,6 @@ def test_styles_are_colours_bold_or_nothing() -> None:
 
 def test_csv_has_its_fields_where_there_are_no_rows() -> None:
     assert to_csv(Document(fields=("a", "b"))) == "a,b\n"
-    rows = [{"a": "", "b": True}, {"a": None, "b": "=1"}]
+    rows: list[dict[str, object]] = [{"a": "", "b": True}, {"a": None, "b": "=1"}]
     assert to_csv(Document(rows=rows)) == "a,b\n,True\n,'=1\n"
     assert to_csv(Document(rows=rows, faithful=True)) == "a,b\r\n',true\r\n,'=1\r\n"
