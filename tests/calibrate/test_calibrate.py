@@ -25,12 +25,12 @@ from flopwise.calibrate.kernel_fit import (
 from flopwise.calibrate.report import CalibrationRecord, calibration_document
 from flopwise.calibrate.shapes import LENGTHS
 from flopwise.catalog.load import load_hardware, load_model
+from flopwise.cli.output import schema_json
 from flopwise.predict import Setup
 from flopwise.predict import step as predict_step
 from flopwise.records.calibration import Calibration, ProductRow
 from flopwise.setup.efficiency import Efficiency
 from flopwise.setup.hardware import Hardware
-from flopwise.store.runs import to_text
 from flopwise.work.formats import POLICIES
 from tests.support.calibrations import known_calibration
 from tests.support.printing import shown
@@ -239,5 +239,5 @@ def test_page_is_80_columns_wide(measured: Measured, monkeypatch: pytest.MonkeyP
     for words in ("large, to the matrix", "65,536", "host to device, both at once", "1,455 MHz", "684 W of 700 W"):
         assert words in text
     assert text.splitlines()[-1] == "written to card.toml; use it with --on card.toml"
-    table = json.loads(to_text(measured[3]))
+    table = json.loads(schema_json(measured[3], "calibration"))
     assert len(table["calibration"]["products"]) == len(measured[1].products)

@@ -38,7 +38,7 @@ def test_closed_error_stream(command: str, code: int) -> None:
 
 def test_a_reader_that_leaves_is_no_error() -> None:
     result = shell("$FLOPWISE ls models -o json | head -c 1")
-    assert (result.stdout, result.stderr) == (b"[", b"")
+    assert (result.stdout, result.stderr) == (b"{", b"")
 
 
 def test_a_terminal_without_utf_8() -> None:

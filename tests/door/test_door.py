@@ -141,7 +141,7 @@ def test_profiles_and_results_are_read(tmp_path: Path) -> None:
     rows = fw.results(tmp_path)
     assert [row.run for row in rows] == [record.id]
     assert rows.to_csv().count("\r\n") == 2
-    assert "<td>ok</td>" in rows._repr_html_()
+    assert ">ok</td>" in rows._repr_html_()
     assert str(rows).count("\n") == 3
     with pytest.raises(fw.FlopwiseError, match="there is no store"):
         fw.results(tmp_path / "nowhere")

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_hardware, load_model
+from flopwise.cli.output import schema_json
 from flopwise.predict import Setup, step
 from flopwise.records.prediction import Prediction
 from flopwise.report.document import to_csv, to_markdown
 from flopwise.report.predictions import predictions_document
 from flopwise.setup.parallel import Parallel, parse_parallel
 from flopwise.setup.stack import Constant, Stack
-from flopwise.store.runs import to_text
 from flopwise.work.formats import POLICIES
 
 SLOW = Stack(
@@ -126,7 +126,7 @@ def test_what_is_left_open_is_chosen_to_fit() -> None:
 
 def test_outputs_hold_the_cluster() -> None:
     prediction = _prediction("dp2 tp4 pp2 zero1 sp")
-    record = json.loads(to_text(prediction))
+    record = json.loads(schema_json(prediction, "prediction"))
     assert record["devices"] == 16
     assert record["parallel"]["tensor"] == 4
     assert [stage["layers"] for stage in record["stages"]] == [16, 16]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.cli.output import schema_json
 from flopwise.profile.explain.comparing import FigureRow, HostWait, ProfileComparison, column_names, column_of, compare
 from flopwise.profile.explain.verdicts import Thresholds, verdicts
 from flopwise.profile.read import neuron_text
@@ -28,7 +29,7 @@ from flopwise.report.profile_comparison import (
     sentences,
     split_rows,
 )
-from flopwise.store.runs import from_text, to_text
+from flopwise.store.runs import from_text
 from tests.report.test_profile_report import HOSTILE, a_profile, hostile_profile
 from tests.support.printing import printed
 
@@ -243,7 +244,7 @@ def test_csv_has_a_row_for_each_known_figure() -> None:
 
 def test_json_decodes_to_the_comparison() -> None:
     comparison = compare([*documents("batch_sizes.md"), hostile_profile()])
-    text = to_text(comparison_record(comparison))
+    text = schema_json(comparison_record(comparison), "profile-comparison")
     assert from_text(text, ProfileComparison) == comparison
     assert json.loads(text)["sentences"] == sentences(comparison)
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flopwise.cli.output import schema_json
 from flopwise.references.published import TABLES, protocol_of, read_cases
 from flopwise.references.validate.case import Case
 from flopwise.references.validate.held_out import folds
@@ -29,7 +30,6 @@ from flopwise.references.validate.validation import (
     validate,
 )
 from flopwise.report.document import to_csv, to_markdown
-from flopwise.store.runs import to_text
 from tests.support.printing import shown
 
 JSON_KEYS = {
@@ -217,13 +217,15 @@ def test_a_page_without_any_error() -> None:
     assert "0 of 4 rows compared" in page
     assert "3 measured without a prediction" in " ".join(page.split())
     assert "median" not in page
-    assert json.loads(to_text(validation_record(nothing)))["median_error"] is None
+    assert json.loads(schema_json(validation_record(nothing), "validation"))["median_error"] is None
 
 
 def test_json_has_the_agreed_keys() -> None:
-    with_memory = json.loads(to_text(validation_record(validated("nanotron"))))
+    with_memory = json.loads(schema_json(validation_record(validated("nanotron")), "validation"))
     assert set(with_memory) == {*JSON_KEYS, "oom_accuracy"}
-    without = json.loads(to_text(validation_record(validate("vtrain", four_cases(), [1.0] * 4, protocol="p"))))
+    without = json.loads(
+        schema_json(validation_record(validate("vtrain", four_cases(), [1.0] * 4, protocol="p")), "validation")
+    )
     assert set(without) == JSON_KEYS
     assert set(without["rows"][0]) == {field.name for field in fields(ValidatedRow)}
     assert with_memory["n"] == sum(row["error"] is not None for row in with_memory["rows"])

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flopwise.cli.output import schema_json
 from flopwise.records.plan import Cell, Forecast, Plan, Planned, Residency
 from flopwise.report.cap_grids import best_cell, caps_figure, draw_caps, grid_document, grid_record
 from flopwise.report.document import to_csv, to_markdown
-from flopwise.store.runs import to_text
 from flopwise.work.parameters import ENDS
 from tests.support import printing
 
@@ -100,7 +100,7 @@ def grid_csv(cells: list[Cell]) -> str:
 
 
 def grid_json(cells: list[Cell]) -> str:
-    return to_text(grid_record(cells))
+    return schema_json(grid_record(cells), "capped-plan")
 
 
 def grid_markdown(cells: list[Cell]) -> str:
@@ -273,7 +273,8 @@ def test_any_grid_is_whole(cells: list[Cell], width: int) -> None:
     text = shown(plain, width)
     assert all(len(line) <= width for line in text.splitlines())
     assert text[: text.index("tok/s over MFU")].count(" %") == sum(cell.planned is not None for cell in cells)
-    assert len(json.loads(grid_json(cells))) == len(list(csv.DictReader(io.StringIO(grid_csv(cells))))) == len(cells)
+    rows = list(csv.DictReader(io.StringIO(grid_csv(cells))))
+    assert len(json.loads(grid_json(cells))["rows"]) == len(rows) == len(cells)
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

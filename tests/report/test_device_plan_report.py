@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flopwise.base.units import show_bytes
+from flopwise.cli.output import schema_json
 from flopwise.records.plan import Forecast, Help, Plan, Planned, Residency
 from flopwise.records.prediction import Interval
 from flopwise.report.device_plans import (
@@ -26,7 +27,6 @@ from flopwise.report.device_plans import (
 )
 from flopwise.report.document import to_csv, to_markdown
 from flopwise.report.tables import style_of
-from flopwise.store.runs import to_text
 from flopwise.work.parameters import ENDS, End
 from tests.support.printing import shown
 
@@ -302,7 +302,7 @@ def test_reasons_name_their_values() -> None:
 
 def test_json_has_the_names_that_others_read() -> None:
     planned = some_planned()
-    record = json.loads(to_text(device_plan_record(planned)))
+    record = json.loads(schema_json(device_plan_record(planned), "device-plan"))
     assert record["model"] == "llama-3-8b"
     assert record["hardware"] == "h200"
     assert (record["param_blocks"], record["resident_param_blocks"]) == (21, 19)
@@ -423,7 +423,7 @@ def test_any_memory_adds_up(planned: Planned) -> None:
             assert row[column] == (show_bytes(size) if size else "-")
         total = sum(sizes.values())
         assert rows[-1][column] == (show_bytes(total) if total else "-")
-    record = json.loads(to_text(device_plan_record(planned)))
+    record = json.loads(schema_json(device_plan_record(planned), "device-plan"))
     assert record["device_bytes"] == sum(planned.forecast.device_bytes.values())
     saved = (*record["host_saved"].values(), *record["device_saved"].values())
     assert sum(saved) == planned.plan.layers * planned.plan.chunks_per_round

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flopwise.cli.output import schema_json
 from flopwise.records.profile import Profile, Verdict
 from flopwise.report.document import Block, Document, to_csv, to_markdown, to_page
 from flopwise.report.profiles import profiles_document, profiles_record
 from flopwise.report.results import results_document
 from flopwise.store.results import Result
-from flopwise.store.runs import to_text
 
 Judged = Sequence[tuple[Profile, Sequence[Verdict]]]
 
@@ -29,7 +29,7 @@ def results_markdown(rows: Sequence[Result], columns: Sequence[str] | None = Non
 
 
 def results_json(rows: Sequence[Result]) -> str:
-    return to_text(rows)
+    return schema_json(rows, "result")
 
 
 def profiles_markdown(judged: Judged) -> str:
@@ -41,4 +41,4 @@ def profiles_csv(judged: Judged) -> str:
 
 
 def profiles_json(judged: Judged) -> str:
-    return to_text(profiles_record(judged))
+    return schema_json(profiles_record(judged), "profile")
