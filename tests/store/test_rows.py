@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.cli import catalogue
+from flopwise.cli import output
 from flopwise.store import rows
 from flopwise.store.results import result_of_run
 from flopwise.store.rows import RunRow, read_profile, run_rows, write_row
@@ -254,7 +254,7 @@ def test_runs_are_listed_the_same_without_their_rows(store: Path, monkeypatch: p
     for name in run_names(store):
         (store / name / ROW).unlink()
     assert [answered(words) for words in every] == first
-    monkeypatch.setattr(catalogue, "MOST_STYLED", 1)
+    monkeypatch.setattr(output, "MOST_STYLED", 1)
     assert answered(["ls", "runs", "--store", str(store)])[1].splitlines()[1].startswith("0001  done")
 
 
@@ -271,7 +271,7 @@ def test_sweeps_are_listed_with_their_cells_by_state(store: Path) -> None:
     code, out, _ = answered(words)
     assert code == 0
     assert out.splitlines()[1].startswith("nightly      5  2 planned, 2 ok, 1 oom")
-    entry = json.loads(answered([*words, "-o", "json"])[1])[0]
+    entry = json.loads(answered([*words, "-o", "json"])[1])["rows"][0]
     assert (entry["cells"], entry["ok"], entry["oom"], entry["planned"], entry["repeats"]) == (5, 2, 1, 2, 2)
     assert answered([*words, "-o", "csv"])[1].startswith("sweep,cells,planned,running,ok,")
     (store / "sweeps" / "broken.json").write_text("{")

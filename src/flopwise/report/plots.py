@@ -441,7 +441,9 @@ def save(figure: Figure, path: Path, title: str | None = None) -> None:
         warnings.simplefilter("ignore", UserWarning)
         figure.savefig(stream, format=suffix[1:], metadata={**unsaid, **({"Title": title} if title else {})})
     if suffix == ".svg":
-        write_whole(path, re.sub(f'<g id="{TOLD}([^"]*)">', r"<g><title>\1</title>", stream.getvalue().decode()))
+        # Words with a quotation mark stand in apostrophes.
+        told = re.compile(rf"<g id=([\"']){TOLD}(.*?)\1>", re.DOTALL)
+        write_whole(path, told.sub(r"<g><title>\2</title>", stream.getvalue().decode()))
     else:
         _write_bytes(path, stream.getvalue())
 
