@@ -21,7 +21,7 @@ import flopwise.train
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import to_toml
 from flopwise.catalog.load import load_model, plan_table
-from flopwise.cli.train_progress import LiveProgress, PlainProgress, start_lines, watching
+from flopwise.cli.train_progress import LiveTraining, PlainTraining, start_lines, watching
 from flopwise.engine import spawning
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.measurement import RunRecord
@@ -403,7 +403,7 @@ def test_the_start_of_a_run_that_goes_on() -> None:
 def rows_said(step_s: float, steps: int, capsys: pytest.CaptureFixture[str]) -> list[int]:
     """Steps that have a row in a log, where each step takes so long."""
     now = [0.0]
-    shown = PlainProgress(clock=lambda: now[0])
+    shown = PlainTraining(clock=lambda: now[0])
     shown.on_start(a_start(training=Training(steps=steps)))
     capsys.readouterr()
     for number in range(1, steps + 1):
@@ -427,7 +427,7 @@ def test_a_reader_of_the_log_that_leaves_does_not_end_the_training(monkeypatch: 
             raise BrokenPipeError
 
     monkeypatch.setattr(sys, "stderr", Gone())
-    shown = PlainProgress()
+    shown = PlainTraining()
     shown.on_start(a_start())
     shown.on_step(a_step())
 
@@ -441,7 +441,7 @@ class Terminal(io.StringIO):
 def test_a_terminal_has_one_row_that_is_renewed(columns: int) -> None:
     file, now = Terminal(), [0.0]
     console = Console(file=file, force_terminal=True, width=columns, color_system=None, legacy_windows=False)
-    live = LiveProgress(console, clock=lambda: now[0])
+    live = LiveTraining(console, clock=lambda: now[0])
     live.on_start(a_start())
     for number in (1, 2, 3):
         now[0] += 17.5
@@ -473,7 +473,7 @@ def test_a_terminal_is_watched_live(trainer: Trainer, monkeypatch: pytest.Monkey
     if colourless:
         monkeypatch.setenv("NO_COLOR", "1")
     with watching() as callback:
-        assert isinstance(callback, LiveProgress)
+        assert isinstance(callback, LiveTraining)
         trainer(TrainRequest(), callbacks=[callback])
     text = file.getvalue()
     assert "5/5" in text

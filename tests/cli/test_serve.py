@@ -303,7 +303,7 @@ def test_new_runs_change_the_data_and_nothing_else_does(tmp_path: Path) -> None:
     now = [0.0]
     live = Live(tmp_path / "runs", clock=lambda: now[0])
 
-    def data() -> serving.Answer:
+    def data() -> serving.PageAnswer:
         now[0] += 3
         found = live.answer("/data.json")
         assert found is not None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_evidence, stack_names
-from flopwise.predict.interval import WORDS, Interval, beyond, interval
+from flopwise.predict.interval import WORDS, SupportedInterval, beyond, interval
 from flopwise.records.evidence import Evidence, Span
 from flopwise.references.published import read_cases
 
@@ -37,7 +37,7 @@ ENTRY = Evidence(
 )
 
 
-def asked(entries: list[Evidence], **changes: object) -> Interval:
+def asked(entries: list[Evidence], **changes: object) -> SupportedInterval:
     values: dict[str, object] = {
         "stack": "framework",
         "architecture": "Hopper",
@@ -53,11 +53,11 @@ def asked(entries: list[Evidence], **changes: object) -> Interval:
     return found
 
 
-def bounds(found: Interval) -> list[float]:
+def bounds(found: SupportedInterval) -> list[float]:
     return [found.low, found.high]
 
 
-def width(found: Interval) -> float:
+def width(found: SupportedInterval) -> float:
     return math.log(found.high / found.low)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flopwise.predict.cluster.timeline import Streams, played, started
+from flopwise.predict.cluster.timeline import StreamTimes, played, started
 from flopwise.predict.kernels.calls import Floats
 
 
@@ -74,7 +74,7 @@ def run(
     def arrays(seconds: list[float]) -> list[Floats]:
         return [np.array([value]) for value in seconds]
 
-    start = Streams(np.array([free_at[0]]), np.array([free_at[1]]))
+    start = StreamTimes(np.array([free_at[0]]), np.array([free_at[1]]))
     found = played(start, arrays(kernels), arrays(gathers), arrays(reductions), prefetch)
     assert found.end[0] == max(found.kernels[0], found.collectives[0])
     return float(found.kernels[0]), float(found.collectives[0])

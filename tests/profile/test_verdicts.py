@@ -16,7 +16,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.profile.explain.invariants import broken
 from flopwise.profile.explain.verdicts import Thresholds, matrix_fill, spill_share, thresholds_of, verdicts
 from flopwise.profile.read.reading import read_profiles
-from flopwise.records.profile import METRIC, METRICS, MemoryUse, Peaks, Profile, Spent, Value, Verdict
+from flopwise.records.profile import METRIC, METRICS, MemoryUse, Peaks, Profile, SourcedValue, Spent, Verdict
 
 NEURON = Path(__file__).parents[1] / "data" / "neuron"
 EXPECTED = json.loads((NEURON / "expected_verdicts.json").read_text())
@@ -105,7 +105,10 @@ def test_the_most_time_at_stake_comes_first(sections: dict[str, Profile]) -> Non
 
 def profile_of(**values: float) -> Profile:
     return Profile(
-        name="made", format="flopwise", peaks=PEAKS, values={name: Value(v, "measured") for name, v in values.items()}
+        name="made",
+        format="flopwise",
+        peaks=PEAKS,
+        values={name: SourcedValue(v, "measured") for name, v in values.items()},
     )
 
 
@@ -244,9 +247,9 @@ def test_memory_and_classes_have_to_add_up() -> None:
 
 
 def test_rounding_of_what_was_printed_breaks_no_rule() -> None:
-    values = {"mfu": Value(0.1045, "ingested", 5e-5), "hfu": Value(0.10445, "ingested", 5e-5)}
+    values = {"mfu": SourcedValue(0.1045, "ingested", 5e-5), "hfu": SourcedValue(0.10445, "ingested", 5e-5)}
     assert broken(Profile(name="printed", format="neuron-text", values=values)) == ()
-    exact = {name: Value(value.value, "ingested") for name, value in values.items()}
+    exact = {name: SourcedValue(value.value, "ingested") for name, value in values.items()}
     assert [row.rule for row in broken(Profile(name="exact", format="neuron-text", values=exact))] == ["mfu <= hfu"]
 
 

@@ -146,3 +146,14 @@ def test_files_and_functions_stay_small() -> None:
                     # The door's keywords are typed one by one, a line each: there the body counts.
                     begin = node.body[0].lineno if path.parent.name == "door" else node.lineno
                     assert (node.end_lineno or 0) - begin < 80, f"{path}: {node.name}"
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    import ast
+
+    places: dict[str, list[str]] = {}
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(path.name)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flopwise.cli.output import schema_json
-from flopwise.records.plan import Cell, Forecast, Plan, Planned, Residency
+from flopwise.records.plan import CapCell, Forecast, Plan, Planned, Residency
 from flopwise.report.cap_grids import best_cell, caps_figure, draw_caps, grid_document, grid_record
 from flopwise.report.document import to_csv, to_markdown
 from flopwise.work.parameters import ENDS
@@ -69,14 +69,14 @@ def planned_at(device_bytes: int, host_bytes: int, tokens_per_s: float) -> Plann
     return Planned(model="llama-3-8b", plan=plan, forecast=forecast, reasons={})
 
 
-def some_cells(columns: int, rows: int) -> list[Cell]:
+def some_cells(columns: int, rows: int) -> list[CapCell]:
     """Speed grows with either cap and levels off; the smallest caps hold nothing."""
     cells = []
     for row in range(rows):
         for column in range(columns):
             device, host = 8 * (column + 1) * GIB, 32 * (row + 1) * GIB
             if columns > 1 and column + row < 2:
-                cell = Cell(
+                cell = CapCell(
                     device_memory_bytes=device,
                     host_memory_bytes=host,
                     why_not=f"the smallest plan needs {17 - row}.3 GiB of device memory",
@@ -86,24 +86,24 @@ def some_cells(columns: int, rows: int) -> list[Cell]:
             else:
                 speed = min(11_300.0, 4_000 + 1_100 * column + 700 * row)
                 planned = planned_at(device, host, speed)
-                cell = Cell(device_memory_bytes=device, host_memory_bytes=host, planned=planned)
+                cell = CapCell(device_memory_bytes=device, host_memory_bytes=host, planned=planned)
             cells.append(cell)
     return cells
 
 
-def shown(cells: list[Cell], width: int) -> str:
+def shown(cells: list[CapCell], width: int) -> str:
     return printing.shown(grid_document(cells, "llama-3-8b · NVIDIA H200 · sequence 8,192"), width)
 
 
-def grid_csv(cells: list[Cell]) -> str:
+def grid_csv(cells: list[CapCell]) -> str:
     return to_csv(grid_document(cells, ""))
 
 
-def grid_json(cells: list[Cell]) -> str:
+def grid_json(cells: list[CapCell]) -> str:
     return schema_json(grid_record(cells), "capped-plan")
 
 
-def grid_markdown(cells: list[Cell]) -> str:
+def grid_markdown(cells: list[CapCell]) -> str:
     return to_markdown(grid_document(cells, ""))
 
 
@@ -137,7 +137,7 @@ def test_a_page_says_why_nothing_fits() -> None:
 
 def test_of_equal_ones_the_best_is_the_smallest() -> None:
     cells = [
-        Cell(
+        CapCell(
             device_memory_bytes=device * GIB,
             host_memory_bytes=host * GIB,
             planned=planned_at(device * GIB, host * GIB, speed),
@@ -146,7 +146,7 @@ def test_of_equal_ones_the_best_is_the_smallest() -> None:
     ]
     best = best_cell(cells)
     assert best is cells[2]
-    assert best_cell([Cell(device_memory_bytes=1, host_memory_bytes=1)]) is None
+    assert best_cell([CapCell(device_memory_bytes=1, host_memory_bytes=1)]) is None
 
 
 def test_csv_parses_back() -> None:
@@ -198,7 +198,7 @@ def test_markdown_is_a_grid() -> None:
 # -- the heatmap ----------------------------------------------------------------------------------------------------
 
 
-def drawn(cells: list[Cell], title: str, folder: Path) -> str:
+def drawn(cells: list[CapCell], title: str, folder: Path) -> str:
     """The SVG of a grid."""
     draw_caps(cells, title, folder / "caps.svg")
     return (folder / "caps.svg").read_text(encoding="utf-8")
@@ -240,7 +240,7 @@ def test_a_heatmap_needs_nothing_else(tmp_path: Path) -> None:
 
 def test_small_differences_stay_small() -> None:
     cells = [
-        Cell(
+        CapCell(
             device_memory_bytes=device * GIB,
             host_memory_bytes=0,
             planned=planned_at(device * GIB, 0, 10_000.0 + device),
@@ -253,7 +253,7 @@ def test_small_differences_stay_small() -> None:
 
 
 @st.composite
-def any_cells(draw: st.DrawFn) -> list[Cell]:
+def any_cells(draw: st.DrawFn) -> list[CapCell]:
     pairs = draw(st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=30))
     scale = draw(st.sampled_from([2**20, 1000**3, GIB, 2**40]))
     cells = []
@@ -262,13 +262,13 @@ def any_cells(draw: st.DrawFn) -> list[Cell]:
         speed = draw(st.none() | st.floats(1e-3, 1e7))
         why_not = "" if speed else draw(st.text(st.characters(exclude_categories=("C", "Z")), max_size=30))
         planned = planned_at(*caps, speed) if speed else None
-        cells.append(Cell(device_memory_bytes=caps[0], host_memory_bytes=caps[1], planned=planned, why_not=why_not))
+        cells.append(CapCell(device_memory_bytes=caps[0], host_memory_bytes=caps[1], planned=planned, why_not=why_not))
     return cells
 
 
 @settings(max_examples=60, deadline=None)
 @given(cells=any_cells(), width=st.sampled_from([80, 120]))
-def test_any_grid_is_whole(cells: list[Cell], width: int) -> None:
+def test_any_grid_is_whole(cells: list[CapCell], width: int) -> None:
     plain = [replace(cell, why_not="too large") for cell in cells]
     text = shown(plain, width)
     assert all(len(line) <= width for line in text.splitlines())
@@ -279,7 +279,7 @@ def test_any_grid_is_whole(cells: list[Cell], width: int) -> None:
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cells=any_cells(), title=st.text(max_size=200).map(lambda text: f"> {text}"))
-def test_any_heatmap_is_whole(cells: list[Cell], title: str, tmp_path: Path) -> None:
+def test_any_heatmap_is_whole(cells: list[CapCell], title: str, tmp_path: Path) -> None:
     root = ET.fromstring(drawn(cells, title, tmp_path))  # noqa: S314 - written a line ago
     told = [text.text or "" for text in root.iter(f"{SVG}title")]
     assert sum(words.startswith("device ") for words in told) == len(cells)

@@ -12,7 +12,7 @@ import pytest
 
 from flopwise.profile.explain.comparing import compare
 from flopwise.profile.explain.verdicts import verdicts
-from flopwise.records.profile import METRICS, MemoryUse, Profile, Value
+from flopwise.records.profile import METRICS, MemoryUse, Profile, SourcedValue
 from flopwise.report.page.page import page_html
 from flopwise.report.page.profiles import profiles_page
 from tests.profile.test_profile_comparison import documents
@@ -144,7 +144,7 @@ def test_names_never_become_markup() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0, 1e300])
 def test_figures_that_cannot_be_right_leave_the_page_whole(value: float) -> None:
     profile = a_profile(
-        values={metric.name: Value(value, "measured") for metric in METRICS},
+        values={metric.name: SourcedValue(value, "measured") for metric in METRICS},
         memory=(MemoryUse(owner="other", bytes=value),),
         memory_total_bytes=value,
         memory_over_time=((0.0, value), (1.0, value), (value, 1.0)),

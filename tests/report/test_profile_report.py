@@ -22,9 +22,9 @@ from flopwise.records.profile import (
     MemoryUse,
     Peaks,
     Profile,
+    SourcedValue,
     Spent,
     TaskTime,
-    Value,
     Verdict,
     known,
 )
@@ -232,7 +232,7 @@ def test_peaks_and_origin_are_told() -> None:
 def test_figures_that_cannot_be_right_are_shown_in_every_form(value: float) -> None:
     spent = Spent(name="x", kind="gemm", seconds=value, count=value, flops=value, bytes=value)
     profile = a_profile(
-        values={metric.name: Value(value, "measured") for metric in METRICS},
+        values={metric.name: SourcedValue(value, "measured") for metric in METRICS},
         classes=(spent,),
         kernels=(spent,),
         memory=(MemoryUse(owner="other", bytes=value),),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flopwise.profile.explain.verdicts import verdicts
-from flopwise.records.profile import METRICS, Clue, MemoryUse, Peaks, Profile, Unit, Value, Verdict, known
+from flopwise.records.profile import METRICS, Clue, MemoryUse, Peaks, Profile, SourcedValue, Unit, Verdict, known
 from flopwise.report.profile_words import (
     CLAUSES,
     FEWEST_WORDS,
@@ -229,7 +229,7 @@ def test_why_has_the_length_of_a_paragraph(values: dict[str, float], has_peaks: 
         name=name,
         format="kineto",
         peaks=peaks,
-        values={each: Value(value, "measured") for each, value in values.items()},
+        values={each: SourcedValue(value, "measured") for each, value in values.items()},
     )
     text = why_paragraph(profile, verdicts(profile))
     assert FEWEST_WORDS <= len(text.split()) <= MOST_WORDS

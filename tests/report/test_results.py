@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from flopwise.catalog.load import load_model, model_table
-from flopwise.records.profile import Profile, Value
+from flopwise.records.profile import Profile, SourcedValue
 from flopwise.references.published.benchmark_tables import markdown_tables
 from flopwise.references.published.results import read_results
 from flopwise.report.results import (
@@ -45,7 +45,7 @@ DOCUMENT = Path(__file__).parents[1] / "data" / "mpt_tables.md"
 
 def a_profile(**changes: Any) -> Profile:
     values = {"power_w": 650.0, "power_limit_w": 700.0, "clock_mean_hz": 1.755e9, "energy_j": 11_000.0}
-    known = {name: Value(value=value, source="measured") for name, value in values.items()}
+    known = {name: SourcedValue(value=value, source="measured") for name, value in values.items()}
     return replace(Profile(name="0142", format="flopwise", steps=4, values=known), **changes)
 
 

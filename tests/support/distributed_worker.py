@@ -29,7 +29,7 @@ from flopwise.engine.launch import Group, leave, rank_of
 from flopwise.engine.modules import ReferenceModel
 from flopwise.engine.sharded.distributed import DistributedExecutor
 from flopwise.engine.weights.checkpoint import CheckpointState, load, save
-from flopwise.records.cluster_plan import ClusterPlan, Expected
+from flopwise.records.cluster_plan import ClusterExpected, ClusterPlan
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.training import Training
 from flopwise.work.formats import parse_formats
@@ -62,7 +62,7 @@ PLAN = ClusterPlan(
     optimizer="adamw",
     stack="kernels",
     parallel=Parallel(data=2, zero=3),
-    expected=Expected(step_s=1.0, tokens_per_s=1.0, mfu=0.1, device_bytes=1 << 20),
+    expected=ClusterExpected(step_s=1.0, tokens_per_s=1.0, mfu=0.1, device_bytes=1 << 20),
 )
 
 

@@ -10,7 +10,7 @@ import typer
 from flopwise.cli.output import progress_bar, say, show
 
 if TYPE_CHECKING:
-    from flopwise.records.plan import Cell, Plan, Planned
+    from flopwise.records.plan import CapCell, Plan, Planned
     from flopwise.setup.hardware import Hardware
     from flopwise.setup.setup import CappedSetup, Setup
     from flopwise.work.model import Model
@@ -204,7 +204,7 @@ def _grid(setups: list[CappedSetup], words: DeviceWords, convention: Convention,
 
     if words.heatmap:
         check_picture(Path(words.heatmap))
-    cells: list[Cell] = []
+    cells: list[CapCell] = []
     with progress_bar("caps") as tell:
         for number, setup in enumerate(setups):
             cells.append(_cell(setup, words, convention))
@@ -221,13 +221,13 @@ def _grid(setups: list[CappedSetup], words: DeviceWords, convention: Convention,
         raise typer.Exit(1)
 
 
-def _cell(setup: CappedSetup, words: DeviceWords, convention: Convention) -> Cell:
+def _cell(setup: CappedSetup, words: DeviceWords, convention: Convention) -> CapCell:
     from dataclasses import replace
 
     from flopwise.base.errors import DoesNotFit
-    from flopwise.records.plan import Cell
+    from flopwise.records.plan import CapCell
 
-    cell = Cell(device_memory_bytes=setup.device_cap_bytes, host_memory_bytes=setup.host_cap_bytes)
+    cell = CapCell(device_memory_bytes=setup.device_cap_bytes, host_memory_bytes=setup.host_cap_bytes)
     try:
         return replace(cell, planned=_planned(setup, words, convention, helps=False))
     except DoesNotFit as error:

@@ -102,7 +102,7 @@ class Strategy(TypedDict):
     lost: dict[str, float]
 
 
-class Change(TypedDict):
+class FigureChange(TypedDict):
     """The best way of a changed question; null where there is none."""
 
     devices: int
@@ -118,7 +118,7 @@ class ClusterPlanAnswer(TypedDict):
 
     prediction: Prediction
     strategies: list[Strategy]
-    what_if: list[Change]
+    what_if: list[FigureChange]
     evaluated: int
     fitting: int
     timed: int

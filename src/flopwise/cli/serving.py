@@ -53,7 +53,7 @@ def tell(line: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PageAnswer:
     """What a request is answered with."""
 
     body: bytes
@@ -74,7 +74,7 @@ class _Seen:
     rows: list[Result]
     created: str
     """When they came to be as they are: while nothing changes, nothing of the page does."""
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, PageAnswer] = field(default_factory=dict)
 
 
 class Live:
@@ -89,7 +89,7 @@ class Live:
         self._read_at = 0.0
         self._told: set[str] = set()
 
-    def answer(self, path: str) -> Answer | None:
+    def answer(self, path: str) -> PageAnswer | None:
         """What stands at a path; None: nothing does."""
         run = RUN.fullmatch(path)
         if run is not None:
@@ -146,44 +146,44 @@ class Live:
         short = title if len(title) <= 60 else f"…{title[-59:]}"
         return PageData(title=short, created=seen.created, rows=seen.rows, live=True)
 
-    def _run(self, name: str) -> Answer | None:
+    def _run(self, name: str) -> PageAnswer | None:
         from flopwise.cli.run_details import detail_of
         from flopwise.report.page.data import detail_json
         from flopwise.store.runs import run_names
 
         # The name is taken from the store's own list, never from the request.
         found = next((known for known in run_names(self.store) if known == name), None)
-        return None if found is None else Answer(detail_json(detail_of(self.store / found, tell)).encode(), JSON)
+        return None if found is None else PageAnswer(detail_json(detail_of(self.store / found, tell)).encode(), JSON)
 
 
-def _page(live: Live, seen: _Seen) -> Answer:
+def _page(live: Live, seen: _Seen) -> PageAnswer:
     from flopwise.report.page.page import LIBRARIES, SCRIPTS, asset, page_html, policy
 
     scripts = [asset(name).replace("\r\n", "\n") for name in (*LIBRARIES, *SCRIPTS)]
     rules = f"{policy(scripts, live=True)}; frame-ancestors 'none'"
-    return Answer(page_html(live.page(seen)).encode(), HTML, rules)
+    return PageAnswer(page_html(live.page(seen)).encode(), HTML, rules)
 
 
-def _data(live: Live, seen: _Seen) -> Answer:
+def _data(live: Live, seen: _Seen) -> PageAnswer:
     from flopwise.report.page.data import page_json
 
-    return Answer(page_json(live.page(seen)).encode(), JSON)
+    return PageAnswer(page_json(live.page(seen)).encode(), JSON)
 
 
-def _csv(_: Live, seen: _Seen) -> Answer:
+def _csv(_: Live, seen: _Seen) -> PageAnswer:
     from flopwise.report.results_files import results_csv
 
-    return Answer(results_csv(seen.rows).encode(), CSV)
+    return PageAnswer(results_csv(seen.rows).encode(), CSV)
 
 
-def _markdown(_: Live, seen: _Seen) -> Answer:
+def _markdown(_: Live, seen: _Seen) -> PageAnswer:
     from flopwise.report.document import to_markdown
     from flopwise.report.results import results_document
 
-    return Answer(to_markdown(results_document(seen.rows)).encode(), MARKDOWN)
+    return PageAnswer(to_markdown(results_document(seen.rows)).encode(), MARKDOWN)
 
 
-ROUTES: dict[str, Callable[[Live, _Seen], Answer]] = {
+ROUTES: dict[str, Callable[[Live, _Seen], PageAnswer]] = {
     "/": _page,
     "/data.json": _data,
     "/results.csv": _csv,
@@ -237,7 +237,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._respond(self._answered())
 
-    def _answered(self) -> Answer:
+    def _answered(self) -> PageAnswer:
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or hosts[0].strip().lower() not in self.server.host_names:
             return _refusal(HTTPStatus.FORBIDDEN, "this server is called localhost, and by no other name")
@@ -253,7 +253,7 @@ class Handler(BaseHTTPRequestHandler):
             return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the answer could not be made; the terminal says why")
         return found or _refusal(HTTPStatus.NOT_FOUND, "there is nothing of that name")
 
-    def _respond(self, answer: Answer) -> None:
+    def _respond(self, answer: PageAnswer) -> None:
         wanted = self.headers.get("If-None-Match", "") if answer.status == HTTPStatus.OK else ""
         known = {word.strip().removeprefix("W/") for word in wanted.split(",")}
         is_known = answer.status == HTTPStatus.OK and bool(known & {answer.etag, "*"})
@@ -284,7 +284,7 @@ class Handler(BaseHTTPRequestHandler):
         """Requests are not told of; what goes wrong is."""
 
 
-def _headers(answer: Answer) -> tuple[tuple[str, str], ...]:
+def _headers(answer: PageAnswer) -> tuple[tuple[str, str], ...]:
     fixed = (
         ("Content-Security-Policy", answer.policy),
         ("X-Content-Type-Options", "nosniff"),
@@ -297,9 +297,9 @@ def _headers(answer: Answer) -> tuple[tuple[str, str], ...]:
     return (*fixed, ("ETag", answer.etag)) if answer.status == HTTPStatus.OK else fixed
 
 
-def _refusal(status: HTTPStatus, sentence: str) -> Answer:
+def _refusal(status: HTTPStatus, sentence: str) -> PageAnswer:
     allowed = (("Allow", "GET, HEAD"),) if status == HTTPStatus.METHOD_NOT_ALLOWED else ()
-    return Answer(f"{sentence}\n".encode(), TEXT, status=status, headers=allowed)
+    return PageAnswer(f"{sentence}\n".encode(), TEXT, status=status, headers=allowed)
 
 
 # -- from words to a server ------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def _sweep(context: typer.Context, words: dict[str, Any]) -> None:
         raise typer.Exit(1)
 
 
-def _tell_unread(asked: _Sweep, wanted: Sequence[str]) -> bool:
+def _tell_unread(asked: _AskedSweep, wanted: Sequence[str]) -> bool:
     """Tell of cells that cannot be read, and whether there are any; a sweep that runs here tells of them itself."""
     unread = [cell for cell in wanted if cell in asked.problems]
     for cell in unread:
@@ -144,7 +144,7 @@ def _tell_unread(asked: _Sweep, wanted: Sequence[str]) -> bool:
     return bool(unread)
 
 
-def _launch(asked: _Sweep, store: Path, wanted: Sequence[str], where: str, words: Mapping[str, Any]) -> None:
+def _launch(asked: _AskedSweep, store: Path, wanted: Sequence[str], where: str, words: Mapping[str, Any]) -> None:
     from flopwise.cli import sweep_launch
 
     meant = sweep_launch.Wanted(ids=wanted, cells=asked.chosen(wanted), named=wanted if words["only"] else ())
@@ -187,7 +187,7 @@ def _option(name: str) -> str:
 # -- what was asked for ----------------------------------------------------------------------------------------------
 
 
-class _Sweep:
+class _AskedSweep:
     """A sweep's record and its cells, be they new or from the store."""
 
     record: SweepRecord
@@ -224,7 +224,7 @@ class _Sweep:
         raise NotImplementedError
 
 
-class _Asked(_Sweep):
+class _Asked(_AskedSweep):
     """A new sweep, from words: expanded and predicted, with nothing written yet."""
 
     def __init__(self, context: typer.Context, words: Mapping[str, Any]) -> None:
@@ -296,7 +296,7 @@ class _Asked(_Sweep):
             _write_skipped(store, record, skipped, why)
 
 
-class _Stored(_Sweep):
+class _Stored(_AskedSweep):
     """A sweep of the store."""
 
     def __init__(self, store: Path, name: str, time_limit: str) -> None:

@@ -32,9 +32,9 @@ REFRESHES_PER_S = 4
 def watching() -> Iterator[Callback]:
     """A callback that shows a training to whoever looks at stderr."""
     if not sys.stderr.isatty():
-        yield PlainProgress()
+        yield PlainTraining()
         return
-    live = LiveProgress(Console(stderr=True, highlight=False, markup=False, emoji=False))
+    live = LiveTraining(Console(stderr=True, highlight=False, markup=False, emoji=False))
     try:
         yield live
     finally:
@@ -73,7 +73,7 @@ def start_lines(started: Started, width: int) -> list[str]:
     return lines
 
 
-class _Shown(Callback):
+class _ShownTraining(Callback):
     """What both ways of showing have in common; `say` brings a line to stderr."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class _Shown(Callback):
         self.say(f"note: {note}")
 
 
-class PlainProgress(_Shown):
+class PlainTraining(_ShownTraining):
     """For a file or a pipe: a header, the first rows, and then a row now and then."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -150,7 +150,7 @@ class PlainProgress(_Shown):
         return apart and self.clock() - self.row_s >= ROW_EVERY_S
 
 
-class LiveProgress(_Shown):
+class LiveTraining(_ShownTraining):
     """For a terminal: the last step below the header, and a bar with the time that is left."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:

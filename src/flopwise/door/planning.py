@@ -13,7 +13,7 @@ from flopwise.door.intervals import predicted, streamed_interval
 from flopwise.plan.device.explain import planned
 from flopwise.plan.program.sizes import sizes_of
 from flopwise.predict.choose import capacity_bytes, check_link, default_host_bytes, settle_sizes
-from flopwise.records.cluster_plan import Answer, ClusterPlan, Expected, PlannedCluster
+from flopwise.records.cluster_plan import Answer, ClusterExpected, ClusterPlan, PlannedCluster
 from flopwise.records.plan import MOST_PAIRS, Plan, Planned
 from flopwise.setup.setup import CappedSetup, Setup
 from flopwise.work.model import Model
@@ -119,7 +119,7 @@ def planned_cluster(setup: Setup, found: Answer, *, convention: Convention) -> P
         optimizer=prediction.optimizer,
         stack=prediction.stack,
         parallel=prediction.parallel,
-        expected=Expected(
+        expected=ClusterExpected(
             step_s=prediction.step_s,
             tokens_per_s=prediction.tokens_per_s,
             mfu=prediction.mfu,

@@ -48,7 +48,7 @@ WORDS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
+class SupportedInterval:
     """Where a measured step is expected: 8 of 10 of them inside the data."""
 
     low: float
@@ -74,7 +74,7 @@ def interval(
     zero: int = 0,
     features: Sequence[str] = (),
     micro_tokens: int | None = None,
-) -> Interval | None:
+) -> SupportedInterval | None:
     """The interval of a set-up, by the rule above; None where there is no evidence at all."""
     entries = _of_stack(evidence, stack, several=devices > 1, split=tensor > 1 or pipeline > 1)
     unseen = () if entries else (f"stack {stack}",)
@@ -99,7 +99,7 @@ def interval(
     low = math.log(min(1.0, *(1.0 + entry.low for entry, _ in nearest)))
     high = math.log(max(1.0, *(1.0 + entry.high for entry, _ in nearest)))
     more = (stretch - 1.0) * (high - low) / 2
-    return Interval(
+    return SupportedInterval(
         low=math.exp(max(-WIDEST, low - more)),
         high=math.exp(min(WIDEST, high + more)),
         basis=tuple(dict.fromkeys(entry.table for entry, _ in nearest)),

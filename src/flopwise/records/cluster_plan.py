@@ -21,7 +21,7 @@ WRITTEN_BY = "`flopwise plan … -w plan.toml` writes one"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Expected:
+class ClusterExpected:
     """What the plan promises, by prediction."""
 
     step_s: float
@@ -48,7 +48,7 @@ class ClusterPlan:
     optimizer: Optimizer
     stack: str
     parallel: Parallel
-    expected: Expected | None = None
+    expected: ClusterExpected | None = None
     """None where the devices are not described well enough to be predicted, such as processes on one CPU."""
     device_memory_bytes: int | None = None
     """The cap that it was made for; None: all of the device."""

@@ -329,7 +329,7 @@ class Planned(Shown):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class CapCell:
     """One pair of caps of a grid; without a plan where nothing fits."""
 
     device_memory_bytes: int

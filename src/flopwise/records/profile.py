@@ -32,7 +32,7 @@ ProfileFormat = Literal["neuron-text", "neuron-json", "kineto", "nsys", "ncu", "
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class SourcedValue:
     """A number and where it comes from."""
 
     value: float
@@ -236,7 +236,7 @@ class Profile(Shown):
     steps: int | None = None
     """That were profiled; None: not known, and nothing is divided by them."""
     peaks: Peaks | None = None
-    values: dict[str, Value] = field(default_factory=dict)
+    values: dict[str, SourcedValue] = field(default_factory=dict)
     """By the names of `METRICS`."""
     classes: tuple[Spent, ...] = ()
     """Busy time by class."""
@@ -294,9 +294,9 @@ class Profile(Shown):
         return {"profile": self.name, "format": self.format, **told}
 
 
-def known(source: ValueSource, values: Iterable[tuple[str, float | None]]) -> dict[str, Value]:
+def known(source: ValueSource, values: Iterable[tuple[str, float | None]]) -> dict[str, SourcedValue]:
     """Values of one source by name; those that are None are left out."""
-    return {name: Value(float(value), source) for name, value in values if value is not None}
+    return {name: SourcedValue(float(value), source) for name, value in values if value is not None}
 
 
 VerdictKind = Literal[

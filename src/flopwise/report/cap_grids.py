@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flopwise.base.units import BINARY_UNITS, show_bytes, show_seconds, show_share, significant
-from flopwise.records.plan import Cell, Planned
+from flopwise.records.plan import CapCell, Planned
 from flopwise.report.device_plans import SAME, main_values
 from flopwise.report.document import Block, Document, Table, Words, beside_rows
 from flopwise.report.plots import Square, draw_squares, empty_figure, save
@@ -27,7 +27,7 @@ Caps = tuple[int, int]
 """Device and host memory."""
 
 
-def best_cell(cells: Sequence[Cell]) -> Cell | None:
+def best_cell(cells: Sequence[CapCell]) -> CapCell | None:
     """The fastest; of those that are as fast, the one with the least device memory, then the least host memory."""
     speeds = [_speed(cell) for cell in cells if cell.planned]
     if not speeds:
@@ -36,11 +36,11 @@ def best_cell(cells: Sequence[Cell]) -> Cell | None:
     return min(as_fast, key=lambda cell: (cell.device_memory_bytes, cell.host_memory_bytes))
 
 
-def _speed(cell: Cell) -> float:
+def _speed(cell: CapCell) -> float:
     return cell.planned.forecast.tokens_per_s if cell.planned else 0.0
 
 
-def _axes(cells: Sequence[Cell]) -> tuple[list[int], list[int], dict[Caps, Cell]]:
+def _axes(cells: Sequence[CapCell]) -> tuple[list[int], list[int], dict[Caps, CapCell]]:
     """Device caps, host caps, and the cell of each pair."""
     placed = {(cell.device_memory_bytes, cell.host_memory_bytes): cell for cell in cells}
     return sorted({device for device, _ in placed}), sorted({host for _, host in placed}), placed
@@ -49,7 +49,7 @@ def _axes(cells: Sequence[Cell]) -> tuple[list[int], list[int], dict[Caps, Cell]
 # -- the grid -------------------------------------------------------------------------------------------------------
 
 
-def grid_document(cells: Sequence[Cell], title: str) -> Document:
+def grid_document(cells: Sequence[CapCell], title: str) -> Document:
     """Tokens per second over MFU for each pair of caps, and what the signs mean."""
     notes = [note for cell in cells if cell.planned for note in cell.planned.notes]
     return Document(
@@ -57,7 +57,7 @@ def grid_document(cells: Sequence[Cell], title: str) -> Document:
     )
 
 
-def _blocks(cells: Sequence[Cell], title: str) -> Iterator[Block]:
+def _blocks(cells: Sequence[CapCell], title: str) -> Iterator[Block]:
     best = best_cell(cells)
     devices, hosts, placed = _axes(cells)
     yield Words(f"{title}\nrows: host memory · columns: device memory")
@@ -79,7 +79,7 @@ def _blocks(cells: Sequence[Cell], title: str) -> Iterator[Block]:
         yield Words(f"hint: something fits from device {', '.join(words)}", "cyan")
 
 
-def _lines(cell: Cell | None, best: Cell | None) -> str:
+def _lines(cell: CapCell | None, best: CapCell | None) -> str:
     """The two lines of a cell."""
     if cell is None:
         return ""
@@ -89,7 +89,7 @@ def _lines(cell: Cell | None, best: Cell | None) -> str:
     return Styled(f"{BEST} {speed}\nbest {share}", "bold green") if cell is best else f"{speed}\n{share}"
 
 
-def _legend(cells: Sequence[Cell], best: Cell | None) -> Iterator[str]:
+def _legend(cells: Sequence[CapCell], best: CapCell | None) -> Iterator[str]:
     yield "tok/s over MFU"
     batches = {cell.planned.plan.tokens_per_step for cell in cells if cell.planned}
     if len(batches) > 1:
@@ -103,7 +103,7 @@ def _legend(cells: Sequence[Cell], best: Cell | None) -> Iterator[str]:
         yield f"{NO_FIT} no fit: nothing fits these caps ({missing:,} of {len(cells):,})"
 
 
-def _caps_words(cell: Cell) -> str:
+def _caps_words(cell: CapCell) -> str:
     return f"device {show_bytes(cell.device_memory_bytes)}, host {show_bytes(cell.host_memory_bytes)}"
 
 
@@ -117,7 +117,7 @@ VALUES = (
 """What a row says of a cell's plan."""
 
 
-def _rows(cells: Sequence[Cell]) -> Iterator[dict[str, object]]:
+def _rows(cells: Sequence[CapCell]) -> Iterator[dict[str, object]]:
     """One row a pair of caps, full precision; empty where nothing fits."""
     best = best_cell(cells)
     for cell in cells:
@@ -125,7 +125,7 @@ def _rows(cells: Sequence[Cell]) -> Iterator[dict[str, object]]:
         yield {**_record(cell, best), **{name: values.get(name) for name in VALUES}}
 
 
-def _record(cell: Cell, best: Cell | None) -> dict[str, object]:
+def _record(cell: CapCell, best: CapCell | None) -> dict[str, object]:
     return {
         "device_memory_bytes": cell.device_memory_bytes,
         "host_memory_bytes": cell.host_memory_bytes,
@@ -136,7 +136,7 @@ def _record(cell: Cell, best: Cell | None) -> dict[str, object]:
     }
 
 
-def grid_record(cells: Sequence[Cell]) -> list[dict[str, object]]:
+def grid_record(cells: Sequence[CapCell]) -> list[dict[str, object]]:
     """One record a pair of caps; `plan` holds the main values of its plan, or null."""
     best = best_cell(cells)
     return [
@@ -151,7 +151,7 @@ PLAN_COLUMNS = (
 )
 
 
-def _tables(cells: Sequence[Cell]) -> Iterator[Block]:
+def _tables(cells: Sequence[CapCell]) -> Iterator[Block]:
     """Rows are host caps, columns device caps, tok/s and MFU in each cell; below it each plan in a row."""
     best = best_cell(cells)
     devices, hosts, placed = _axes(cells)
@@ -181,7 +181,7 @@ def _plan_row(planned: Planned) -> list[str]:
     ]
 
 
-def _cell_words(cell: Cell | None, best: Cell | None) -> str:
+def _cell_words(cell: CapCell | None, best: CapCell | None) -> str:
     if cell is None:
         return "–"
     if cell.planned is None:
@@ -196,12 +196,12 @@ LEAST_SPAN = 0.1
 """The colours cover at least this share of the fastest: smaller differences should not look like large ones."""
 
 
-def draw_caps(cells: Sequence[Cell], title: str, path: Path) -> None:
+def draw_caps(cells: Sequence[CapCell], title: str, path: Path) -> None:
     """Write the grid as a picture, PNG or SVG by the file's name."""
     save(caps_figure(cells, title), path, title=printable(title))
 
 
-def caps_figure(cells: Sequence[Cell], title: str) -> Figure:
+def caps_figure(cells: Sequence[CapCell], title: str) -> Figure:
     """Device caps to the right, host caps upwards, tok/s as colour and number, more of it where one points."""
     best = best_cell(cells)
     devices, hosts, placed = _axes(cells)
@@ -226,7 +226,7 @@ def caps_figure(cells: Sequence[Cell], title: str) -> Figure:
     return figure
 
 
-def _square(cell: Cell | None, best: Cell | None) -> Square | None:
+def _square(cell: CapCell | None, best: CapCell | None) -> Square | None:
     if cell is None:
         return None
     if cell.planned is None:
@@ -239,7 +239,7 @@ def _square(cell: Cell | None, best: Cell | None) -> Square | None:
     return Square(value=forecast.tokens_per_s, words=words, told=f"{_caps_words(cell)}: {told}", framed=cell is best)
 
 
-def _keys(cells: Sequence[Cell]) -> Iterator[str]:
+def _keys(cells: Sequence[CapCell]) -> Iterator[str]:
     if any(cell.planned for cell in cells):
         yield f"{BEST} best: {BEST_WORDS}"
     if any(cell.planned is None for cell in cells):

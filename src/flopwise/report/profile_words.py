@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from flopwise.records.profile import METRIC, Clue, Profile, Unit, Value, Verdict, VerdictKind
+from flopwise.records.profile import METRIC, Clue, Profile, SourcedValue, Unit, Verdict, VerdictKind
 from flopwise.report.words import about, listed, plain, safe, scaled, seconds
 
 SLOWED = 0.1
@@ -20,7 +20,7 @@ MOST_WARNINGS, LONGEST_WARNING = 3, 200
 # -- figures and names -----------------------------------------------------------------------------------------------
 
 
-def value_words(name: str, value: Value) -> str:
+def value_words(name: str, value: SourcedValue) -> str:
     """One of a profile's values, by its name."""
     return scaled(value.value, METRIC[name].unit)
 

@@ -48,7 +48,7 @@ class Collected:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldCell:
     """A cell with its attempts: each with its run, and as that ended where nobody has written down how it did."""
 
     cell: Cell
@@ -82,7 +82,7 @@ class _Store:
         self.folder = folder
         self.problems: list[Problem] = []
         self.sweeps: list[SweepRecord] = []
-        self._cells: dict[str, _Held | Problem] = {}
+        self._cells: dict[str, _HeldCell | Problem] = {}
         self._runs: dict[str, RunRow] = {}
 
     # -- what is read --------------------------------------------------------------------------------------------
@@ -105,12 +105,12 @@ class _Store:
             self.problems.append(Problem(self.folder / run.name, run.problem))
         self._runs[run.name] = run
 
-    def cell(self, name: str) -> _Held | Problem:
+    def cell(self, name: str) -> _HeldCell | Problem:
         if name not in self._cells:
             self._cells[name] = self._read_cell(name)
         return self._cells[name]
 
-    def _read_cell(self, name: str) -> _Held | Problem:
+    def _read_cell(self, name: str) -> _HeldCell | Problem:
         if not CELL_NAME.fullmatch(name):
             return Problem(self.folder / CELLS, f"{shown(name)} is no cell")
         try:
@@ -123,7 +123,7 @@ class _Store:
             self.problems.append(problem)
             return problem
         self.problems += problems
-        return _Held(cell, tuple(map(self._as_its_run, attempts)), is_whole=not problems)
+        return _HeldCell(cell, tuple(map(self._as_its_run, attempts)), is_whole=not problems)
 
     def _as_its_run(self, attempt: Attempt) -> Attempt:
         """An attempt whose end nobody has written down yet is as its run is: it goes on, or its process is gone."""
@@ -138,24 +138,24 @@ class _Store:
         return replace(attempt, run=name)
 
     @cached_property
-    def all_cells(self) -> list[_Held]:
+    def all_cells(self) -> list[_HeldCell]:
         found = (self.cell(name) for name in cell_names(self.folder))
-        return [held for held in found if isinstance(held, _Held)]
+        return [held for held in found if isinstance(held, _HeldCell)]
 
-    def attempt_of(self, run: RunRow) -> tuple[_Held, Attempt] | None:
+    def attempt_of(self, run: RunRow) -> tuple[_HeldCell, Attempt] | None:
         """The attempt that a run is; of one that cannot tell, the attempt that names it."""
         if run.problem is not None:
             return self._attempts_by_run.get(run.name)
         if run.result.cell is None or run.result.attempt is None:
             return None
         held = self.cell(run.result.cell) if entry_kind(self.folder / CELLS / run.result.cell) == "folder" else None
-        if not isinstance(held, _Held):
+        if not isinstance(held, _HeldCell):
             return None
         own = (attempt for attempt in held.attempts if attempt.number == run.result.attempt)
         return next(((held, replace(attempt, run=run.name)) for attempt in own), None)
 
     @cached_property
-    def _attempts_by_run(self) -> dict[str, tuple[_Held, Attempt]]:
+    def _attempts_by_run(self) -> dict[str, tuple[_HeldCell, Attempt]]:
         return {
             attempt.run: (held, attempt)
             for held in self.all_cells
@@ -197,7 +197,7 @@ class _Store:
             left_out = skipped_cells(sweep, {})
             for cell in sweep.cells:
                 held = self._cells.get(cell)
-                if isinstance(held, _Held) and held.is_whole and not held.standing:
+                if isinstance(held, _HeldCell) and held.is_whole and not held.standing:
                     row = _untried(held.cell, left_out.get(cell))
                     if cell not in found or row.state == "planned":
                         found[cell] = row

@@ -171,7 +171,7 @@ def run_attempt(
         own = {ATTEMPT_VARIABLE: f"{attempt.cell}/{attempt.number}"}
         # Appended to, so that it can be cut short while the process writes.
         with append_to(log) as errors:
-            kept = Kept(words, _environment({**(environment or {}), **own}), errors, grace_s)
+            kept = KeptOutput(words, _environment({**(environment or {}), **own}), errors, grace_s)
             try:
                 attempt = replace(attempt, pid=kept.process.pid)
                 write_attempt(store, attempt)
@@ -230,7 +230,7 @@ def _environment(changes: Mapping[str, str]) -> dict[str, str]:
     return {**ours, **search_path(), **changes}
 
 
-class Kept:
+class KeptOutput:
     """A command under a keeper, which ends it when the line to us is gone."""
 
     def __init__(self, command: list[str], environment: dict[str, str], errors: IO[bytes], grace_s: float) -> None:
@@ -291,7 +291,7 @@ class _Watch:
         cut(self.log, LONGEST_LOG_BYTES)
 
 
-def _watched(kept: Kept, limit_s: float | None, stop: Asking, watch: _Watch) -> Ending:
+def _watched(kept: KeptOutput, limit_s: float | None, stop: Asking, watch: _Watch) -> Ending:
     begun = time.monotonic()
     while True:
         try:

@@ -13,8 +13,7 @@ from flopwise.predict import step as predicted_step
 from flopwise.predict.choose import PLAIN, capacity_bytes, default_host_bytes, usual_formats
 from flopwise.predict.cluster.costing import peak_bytes
 from flopwise.predict.cluster.strategies import listed
-from flopwise.records.cluster_plan import ClusterPlan
-from flopwise.records.cluster_plan import Expected as ClusterExpected
+from flopwise.records.cluster_plan import ClusterExpected, ClusterPlan
 from flopwise.records.plan import Forecast, Plan
 from flopwise.records.prediction import NO_STACK
 from flopwise.setup.hardware import Hardware

@@ -30,7 +30,7 @@ from flopwise.profile.read.opening import opened
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.measurement import Measurement, MemoryRow, StepRecord
 from flopwise.records.plan import Plan
-from flopwise.records.profile import MemoryOwner, MemoryUse, Peaks, Profile, Spent, TaskTime, Value, known
+from flopwise.records.profile import MemoryOwner, MemoryUse, Peaks, Profile, SourcedValue, Spent, TaskTime, known
 from flopwise.records.program import Program, task_name
 from flopwise.records.simulation import Simulation
 from flopwise.setup.hardware import Hardware
@@ -272,7 +272,7 @@ class RunProfiler(Callback):
             yield f"of the step's {len(self.executor.program.tasks):,} tasks the first {MOST_TASKS:,} are kept"
 
 
-def _rates(measurement: Measurement, peaks: Peaks | None) -> dict[str, Value]:
+def _rates(measurement: Measurement, peaks: Peaks | None) -> dict[str, SourcedValue]:
     """Those of the training itself, which leave the traced steps out."""
     devices = measurement.devices
     ridge = peaks.flops / peaks.bandwidth if peaks and peaks.bandwidth else None
@@ -289,7 +289,7 @@ def _rates(measurement: Measurement, peaks: Peaks | None) -> dict[str, Value]:
     return counted | known("measured", [*rates, ("samples_per_s", samples_per_s)])
 
 
-def _intensity(values: dict[str, Value], peaks: Peaks | None, span_s: float) -> dict[str, Value]:
+def _intensity(values: dict[str, SourcedValue], peaks: Peaks | None, span_s: float) -> dict[str, SourcedValue]:
     """FLOPs a byte, where the use of the bandwidth was counted."""
     use, flops = values.get("mbu"), values.get("hardware_flops")
     if use is None or flops is None or peaks is None or not peaks.bandwidth or use.value <= 0:

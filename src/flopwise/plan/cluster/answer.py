@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from flopwise.base.errors import DoesNotFit, FlopwiseError
-from flopwise.plan.cluster.search import Found, fastest
+from flopwise.plan.cluster.search import FoundStrategies, fastest
 from flopwise.predict.choose import capacity_bytes, default_batch
 from flopwise.records.cluster_plan import Answer, Loser, WhatIf
 from flopwise.setup.parallel import Parallel
@@ -23,7 +23,7 @@ Steps = Callable[[str, int, int], None]
 def answer(setup: Setup, devices: int, *, offload: bool = False, tell: Steps | None = None) -> Answer:
     """Search, compare and ask what would change; FlopwiseError (exit code 1) when nothing fits."""
 
-    def search(name: str, setup: Setup, devices: int) -> Found:
+    def search(name: str, setup: Setup, devices: int) -> FoundStrategies:
         progress = None if tell is None else lambda done, of: tell(name, done, of)
         return fastest(setup, devices, offload=offload, progress=progress)
 
@@ -57,7 +57,7 @@ def answer(setup: Setup, devices: int, *, offload: bool = False, tell: Steps | N
     )
 
 
-def nothing_fits(setup: Setup, devices: int, found: Found, *, offload: bool) -> DoesNotFit:
+def nothing_fits(setup: Setup, devices: int, found: FoundStrategies, *, offload: bool) -> DoesNotFit:
     """What to say when no strategy fits: the least that is needed, and what would help."""
     least = found.smallest
     gib = 2**30
@@ -78,7 +78,7 @@ def shape(parallel: Parallel) -> tuple[int, int, int, int]:
     return parallel.tensor, parallel.context, parallel.expert, parallel.pipeline
 
 
-def _losers(found: Found) -> list[Loser]:
+def _losers(found: FoundStrategies) -> list[Loser]:
     """The best of every other shape, from the fastest on."""
     best, seen, losers = found.options[0], {shape(found.options[0].setup.parallel)}, []
     for option in found.options[1:]:

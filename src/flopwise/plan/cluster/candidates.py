@@ -52,7 +52,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class CandidateBatch:
     """The strategies of one layout, with what is needed to name any of them."""
 
     layout: Layout
@@ -136,7 +136,7 @@ def batch_of(
     *,
     policies: tuple[Recompute, ...],
     micro: int | None,
-) -> Batch:
+) -> CandidateBatch:
     """All strategies of a layout: its spreads with every recompute policy and micro-batch."""
     places, policy, sizes = [], [], []
     for place, spread in enumerate(every):
@@ -156,7 +156,7 @@ def batch_of(
     setups = [replace(base, recompute=name) for name in policies]
     listed = _listed(spread_over, setups, layout, policy=policy_index, micro=micro_index)
     own = _own_split(listed)
-    return Batch(
+    return CandidateBatch(
         layout,
         every,
         spread_index[own],

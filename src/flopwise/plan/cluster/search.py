@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.plan.cluster.candidates import Batch, batch_of, layouts, parallel_of, spreads
+from flopwise.plan.cluster.candidates import CandidateBatch, batch_of, layouts, parallel_of, spreads
 from flopwise.predict.choose import PLAIN, capacity_bytes, check_link, recompute_policies, settle_sizes
 from flopwise.predict.cluster.collectives import check_reach
 from flopwise.predict.cluster.costing import Evaluation, evaluate, least_seconds, peak_bytes
@@ -34,7 +34,7 @@ KEPT = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class FoundStrategies:
     """The answer: strategies from the fastest on, one for each way of spreading the model."""
 
     options: tuple[Option, ...]
@@ -52,7 +52,7 @@ Progress = Callable[[int, int], None]
 """Told how many layouts of how many are done."""
 
 
-def fastest(setup: Setup, devices: int, *, offload: bool = False, progress: Progress | None = None) -> Found:
+def fastest(setup: Setup, devices: int, *, offload: bool = False, progress: Progress | None = None) -> FoundStrategies:
     """Try every strategy for so many devices; with `offload`, state and activations may go to host memory."""
     model, hardware = setup.model, setup.hardware
     check_reach(hardware.name, hardware.networks, devices)
@@ -82,7 +82,7 @@ def fastest(setup: Setup, devices: int, *, offload: bool = False, progress: Prog
         raise _nothing_legal(base, devices)
     kept = [option for option in options if option.step_s <= WITHIN * best_s]
     kept.sort(key=lambda option: option.step_s)
-    return Found(options=tuple(kept), evaluated=evaluated, fitting=fitting, timed=timed, smallest=least)
+    return FoundStrategies(options=tuple(kept), evaluated=evaluated, fitting=fitting, timed=timed, smallest=least)
 
 
 def _nothing_legal(base: SettledSetup, devices: int) -> FlopwiseError:
@@ -93,7 +93,7 @@ def _nothing_legal(base: SettledSetup, devices: int) -> FlopwiseError:
     )
 
 
-def _try_batch(base: SettledSetup, batch: Batch, best_s: float) -> Found:
+def _try_batch(base: SettledSetup, batch: CandidateBatch, best_s: float) -> FoundStrategies:
     """The best strategies of one layout, as far as they may be near `best_s`, the best of those before."""
     hardware, stack = base.hardware, base.stack or PLAIN
     everything = np.arange(len(batch))
@@ -114,16 +114,16 @@ def _try_batch(base: SettledSetup, batch: Batch, best_s: float) -> Found:
     shown = np.append(best, int(np.argmin(memory)))
     found = evaluate(_rows(batch, shown), hardware, stack)
     options = [_option(base, batch, row, found, place) for place, row in enumerate(shown.tolist())]
-    return Found(
+    return FoundStrategies(
         options=tuple(options[:-1]), evaluated=len(batch), fitting=int(fits.size), timed=timed, smallest=options[-1]
     )
 
 
-def _rows(batch: Batch, rows: NDArray[np.intp]) -> Listed:
+def _rows(batch: CandidateBatch, rows: NDArray[np.intp]) -> Listed:
     return Listed(batch.listed.strategies.taken(rows), batch.listed.table)
 
 
-def _best_of_each(batch: Batch, step_s: Floats, fits: NDArray[np.intp]) -> NDArray[np.intp]:
+def _best_of_each(batch: CandidateBatch, step_s: Floats, fits: NDArray[np.intp]) -> NDArray[np.intp]:
     """Of each spread the fastest recompute and micro-batch; ties go to what was listed first."""
     order = fits[np.argsort(step_s[fits], kind="stable")]
     _, first = np.unique(batch.spread[order], return_index=True)
@@ -138,7 +138,7 @@ def _slices(listed: Listed, rows: NDArray[np.intp]) -> list[Listed]:
     return [Listed(listed.strategies.taken(part), listed.table) for part in _pieces_of(rows)]
 
 
-def _option(base: SettledSetup, batch: Batch, row: int, found: Evaluation, place: int) -> Option:
+def _option(base: SettledSetup, batch: CandidateBatch, row: int, found: Evaluation, place: int) -> Option:
     return Option(
         setup=replace(
             base,

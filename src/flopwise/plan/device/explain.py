@@ -8,7 +8,7 @@ from flopwise.base.units import show_bytes, show_count, show_seconds, show_share
 from flopwise.plan.device.estimate import Shape, can_update_on_host
 from flopwise.plan.device.forecast import forecast, recompute_s
 from flopwise.plan.device.memory import plan_bytes
-from flopwise.plan.device.search import OVERHEAD, Found, best_estimate, fastest_plan
+from flopwise.plan.device.search import OVERHEAD, FoundPlan, best_estimate, fastest_plan
 from flopwise.plan.device.smallest import does_not_fit
 from flopwise.plan.program.sizes import working_bytes
 from flopwise.predict.simulate.tasks import TaskSeconds
@@ -42,7 +42,7 @@ def planned(
     )
 
 
-def what_helps(found: Found, setup: CappedSetup) -> tuple[Help, ...]:
+def what_helps(found: FoundPlan, setup: CappedSetup) -> tuple[Help, ...]:
     """More of each memory, with the batch as it is; by estimates, which differ less than they are off."""
     plan = found.plan
     same = replace(setup, batch_sequences=plan.rounds_per_step * plan.sequences_per_round)
@@ -81,7 +81,7 @@ def notes(model: Model, hardware: Hardware, sequence_tokens: int) -> tuple[str, 
     return tuple(found)
 
 
-def reasons(found: Found, setup: CappedSetup) -> dict[str, str]:
+def reasons(found: FoundPlan, setup: CappedSetup) -> dict[str, str]:
     """Derived value → why it has that value, in words."""
     plan, shape = found.plan, found.candidate.shape
     given = setup.batch_sequences is not None

@@ -64,7 +64,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPlan:
     """The best plan, and how it was found."""
 
     plan: Plan
@@ -80,7 +80,7 @@ class Found:
         return (self.times.step_s + LINK_WEIGHT * copies) / self.plan.tokens_per_step
 
 
-def fastest_plan(setup: CappedSetup) -> Found | None:
+def fastest_plan(setup: CappedSetup) -> FoundPlan | None:
     """The fastest plan that fits both caps; None: nothing does."""
     search = _Search(setup)
     for near in (search.near_the_best, search.tight):
@@ -102,7 +102,7 @@ class _Search:
     def __init__(self, setup: CappedSetup) -> None:
         self.setup = setup
         self.estimated = 0
-        self.found: dict[Plan, Found] = {}
+        self.found: dict[Plan, FoundPlan] = {}
         self.tasks = 0
         self._like: dict[int, Shape] = {}
 
@@ -179,7 +179,7 @@ class _Search:
 
     # -- simulations ----------------------------------------------------------------------------------------------
 
-    def simulated(self, near: Sequence[Candidate]) -> Found | None:
+    def simulated(self, near: Sequence[Candidate]) -> FoundPlan | None:
         """Simulate the most promising, and of those within the overhead of the fastest take the smallest batch."""
         close = [candidate for candidate in near if candidate.token_s <= near[0].token_s * (1 + OVERHEAD)]
         fewest = min(candidate.step_tokens for candidate in close)
@@ -202,7 +202,7 @@ class _Search:
         best = smallest_near_the_fastest(list(self.found.values()))
         return replace(best, estimated=self.estimated, simulated=len(self.found))
 
-    def _play(self, candidate: Candidate) -> Found | None:
+    def _play(self, candidate: Candidate) -> FoundPlan | None:
         """Simulate a choice that fits, unless it has been."""
         setup = self.setup
         plan = fitting_plan(candidate, setup.hardware, setup.device_cap_bytes, setup.host_cap_bytes)
@@ -213,11 +213,11 @@ class _Search:
             return self.found.get(plan)
         if plan not in self.found:
             times = times_of(plan, self.setup.model, self.setup.hardware, candidate.shape.costs)
-            self.found[plan] = Found(plan, times, candidate)
+            self.found[plan] = FoundPlan(plan, times, candidate)
             self.tasks += cost
         return self.found[plan]
 
-    def _improve(self, best: Found, most_tasks: float) -> None:
+    def _improve(self, best: FoundPlan, most_tasks: float) -> None:
         """Change one figure at a time for as long as the simulation says that it helps, and tasks are left."""
         moved = True
         while moved:
@@ -239,7 +239,7 @@ class _Search:
         return most.get(name, float(shape.plan.layers))
 
 
-def smallest_near_the_fastest(found: Sequence[Found]) -> Found:
+def smallest_near_the_fastest(found: Sequence[FoundPlan]) -> FoundPlan:
     """The fastest of those with the fewest tokens a step that are within the overhead of the fastest of all."""
     quickest = min(one.token_s for one in found)
     near = [one for one in found if one.token_s <= quickest * (1 + OVERHEAD)]

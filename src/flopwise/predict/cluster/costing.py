@@ -17,7 +17,7 @@ from flopwise.predict.cluster.pieces import ATTENTION, BLOCK, EMBEDDING, HEAD, P
 from flopwise.predict.cluster.pipeline import pipeline_seconds
 from flopwise.predict.cluster.stages import StageBytes, StageShape, stage_bytes, stage_parameters, stage_shapes
 from flopwise.predict.cluster.strategies import Integers, Listed, Strategies
-from flopwise.predict.cluster.timeline import Streams, played, started
+from flopwise.predict.cluster.timeline import StreamTimes, played, started
 from flopwise.predict.cluster.transfers import Transfers, transfers
 from flopwise.predict.kernels.bandwidth import streaming_times
 from flopwise.predict.kernels.calls import Floats, Phase
@@ -246,13 +246,13 @@ class _Group:
     order: list[int]
     prefetch: int
 
-    def forward(self) -> Streams:
+    def forward(self) -> StreamTimes:
         kernels = [self.one.forward[part, self.mine] for part in self.order]
         none = [np.zeros(self.mine.size)] * len(self.order)
         gathers = [self.moved.gather[part, self.mine] for part in self.order]
         return played(started(none[0]), kernels, gathers, none, self.prefetch)
 
-    def backward(self, start: Streams, reductions: Floats) -> Streams:
+    def backward(self, start: StreamTimes, reductions: Floats) -> StreamTimes:
         order = self.order[::-1]
         kernels = [self.one.backward[part, self.mine] for part in order]
         gathers = [self.moved.gather_again[part, self.mine] for part in order]

@@ -22,7 +22,7 @@ from flopwise.predict.kernels.calls import Floats
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
+class StreamTimes:
     """When each stream is free."""
 
     kernels: Floats
@@ -34,12 +34,12 @@ class Streams:
 
 
 def played(
-    start: Streams,
+    start: StreamTimes,
     kernels: Sequence[Floats],
     gathers: Sequence[Floats],
     reductions: Sequence[Floats],
     prefetch: int,
-) -> Streams:
+) -> StreamTimes:
     """Play one pass over the layers, in the order given; each sequence has one array a layer.
 
     A layer without a gather or a reduction has zeros there.
@@ -62,9 +62,9 @@ def played(
         # A layer without a gather waits for nothing, however late the collectives are.
         done = np.where(gathers[index] > 0, np.maximum(done, gathered[index]), done) + kernels[index]
         busy = np.where(reductions[index] > 0, np.maximum(busy, done) + reductions[index], busy)
-    return Streams(done, busy)
+    return StreamTimes(done, busy)
 
 
-def started(like: Floats) -> Streams:
+def started(like: Floats) -> StreamTimes:
     """Both streams free at zero."""
-    return Streams(np.zeros_like(like), np.zeros_like(like))
+    return StreamTimes(np.zeros_like(like), np.zeros_like(like))

@@ -15,7 +15,7 @@ import numpy as np
 
 from flopwise.profile.explain import intervals
 from flopwise.profile.explain.activity import Activity, Numbers
-from flopwise.records.profile import KERNEL_CLASSES, Spent, Value, ValueSource, known
+from flopwise.records.profile import KERNEL_CLASSES, SourcedValue, Spent, ValueSource, known
 
 SHOWN_KERNELS = 40
 _NS = 1e-9
@@ -30,7 +30,7 @@ _MOST_UNKNOWN_IDLE = 0.01
 class Summary:
     """Parts of a `Profile`, of one step where the number of steps was given."""
 
-    values: dict[str, Value]
+    values: dict[str, SourcedValue]
     classes: tuple[Spent, ...]
     """Those that occur, in the order of `KERNEL_CLASSES`; they add up to `device_busy_s`."""
     kernels: tuple[Spent, ...]

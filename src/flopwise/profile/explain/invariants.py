@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from flopwise.records.profile import METRIC, Profile, Value
+from flopwise.records.profile import METRIC, Profile, SourcedValue
 
 MEASURED_SLACK = 0.02
 """Of figures that were sampled or estimated at different moments; those of one file have none but their rounding."""
@@ -140,7 +140,7 @@ def _sums(profile: Profile) -> Iterator[Broken]:
         )
 
 
-def _of(name: str, value: Value) -> Term:
+def _of(name: str, value: SourcedValue) -> Term:
     return Term(name, value.value, value.half_ulp, value.source in {"measured", "modelled"})
 
 

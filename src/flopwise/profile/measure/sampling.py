@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from .nvml import REASONS, THROTTLED, GpmSample, Nvml, NvmlDevice, open_nvml, visible_device
 
 if TYPE_CHECKING:
-    from flopwise.records.profile import Value
+    from flopwise.records.profile import SourcedValue
 
 ENERGY_WINDOW_S = 1.0
 """The energy counter of a GPU moves in steps of tens of milliseconds: shorter windows say too little."""
@@ -324,7 +324,7 @@ def sampler_for(device_type: str, index: int | str = 0, *, every_s: float = 0.1,
     return NoSampler() if device is None else Sampler(device, every_s)
 
 
-def counters_values(counters: Counters, span_s: float, *, steps: int | None = None) -> dict[str, Value]:
+def counters_values(counters: Counters, span_s: float, *, steps: int | None = None) -> dict[str, SourcedValue]:
     """Counters under the names of `METRICS`, for a profile in which a step spans `span_s` on the device.
 
     `steps` of the window divide its energy and its seconds, of which the counters' shares are; without them the energy

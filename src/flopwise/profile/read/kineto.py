@@ -23,7 +23,7 @@ from flopwise.profile.read.kineto_columns import Columns, MemoryColumns, Window
 from flopwise.profile.read.kineto_devices import named_device, number_format_of, peaks_of
 from flopwise.profile.read.kineto_operators import OperatorTable, operators_of_device, operators_of_host
 from flopwise.profile.read.opening import TraceFile
-from flopwise.records.profile import KernelClass, MemoryUse, Peaks, Profile, Read, Spent, Value, known
+from flopwise.records.profile import KernelClass, MemoryUse, Peaks, Profile, Read, SourcedValue, Spent, known
 
 _SIGNS = re.compile(rb'"traceEvents"\s*:|\{\s*"(?:ph|cat)"\s*:\s*"|"ph"\s*:\s*"[A-Za-z]"')
 _SYSTEM_KEYS = {
@@ -80,7 +80,7 @@ def ranks_together(profiles: Sequence[Profile]) -> Profile:
     first = profiles[0]
     shared = [name for name in first.values if all(name in profile.values for profile in profiles)]
     means = {
-        name: Value(fmean(profile.values[name].value for profile in profiles), first.values[name].source)
+        name: SourcedValue(fmean(profile.values[name].value for profile in profiles), first.values[name].source)
         for name in shared
     }
     spreads = [_spread(name, profiles) for name in _SPREAD if name in means]
@@ -181,7 +181,7 @@ def _steps(found: dict[int, Window]) -> tuple[list[Window], Window | None]:
     return steps, (steps[0][0], max(end for _, end in steps)) if steps else None
 
 
-def _wall(steps: list[Window], span_s: float | None) -> tuple[dict[str, Value], list[str]]:
+def _wall(steps: list[Window], span_s: float | None) -> tuple[dict[str, SourcedValue], list[str]]:
     """A step as the host sees it, where the host waits for the device; else a note."""
     if not steps:
         return {}, []
@@ -270,7 +270,7 @@ def _host_profile(columns: Columns, name: str, *, alone: bool) -> Profile:
     )
 
 
-def _flops(table: OperatorTable, peaks: Peaks | None, span: Value | None) -> dict[str, Value]:
+def _flops(table: OperatorTable, peaks: Peaks | None, span: SourcedValue | None) -> dict[str, SourcedValue]:
     hfu = None
     if table.flops is not None and peaks is not None and span is not None and span.value > 0:
         hfu = table.flops / (span.value * peaks.flops)

@@ -21,7 +21,7 @@ from flopwise.profile.explain.activity_summary import thinned
 from flopwise.profile.explain.kernel_classes import class_of
 from flopwise.profile.read.kineto_devices import peaks_of
 from flopwise.profile.read.opening import TraceFile, buffered
-from flopwise.records.profile import KERNEL_CLASSES, KernelClass, Profile, Read, Spent, Value
+from flopwise.records.profile import KERNEL_CLASSES, KernelClass, Profile, Read, SourcedValue, Spent
 
 LONGEST_LINE = 2**20
 MOST_NAMES = 200_000
@@ -287,16 +287,16 @@ def number_in(text: str) -> float | None:
 
 def _profile(name: str, sums: _Sums, *, origin: str, warnings: tuple[str, ...]) -> Profile:
     timed = next((metric for metric in _DURATION if sums.given[metric]), None)
-    values = {"kernel_count": Value(float(sums.launches), "ingested")}
+    values = {"kernel_count": SourcedValue(float(sums.launches), "ingested")}
     for value_name, metric in {"hbm_read_bytes": _READ, "hbm_write_bytes": _WRITTEN}.items():
         if sums.given[metric]:
-            values[value_name] = Value(sums.metrics[metric], "ingested")
+            values[value_name] = SourcedValue(sums.metrics[metric], "ingested")
     if sums.tensor_flops is not None:
-        values["hardware_flops"] = Value(sums.tensor_flops, "ingested")
+        values["hardware_flops"] = SourcedValue(sums.tensor_flops, "ingested")
     if sums.weights[_TENSOR_ACTIVE]:
-        values["matrix_active_s"] = Value(sums.weighted[_TENSOR_ACTIVE], "ingested")
+        values["matrix_active_s"] = SourcedValue(sums.weighted[_TENSOR_ACTIVE], "ingested")
     if sums.weights[_OCCUPANCY]:
-        values["occupancy"] = Value(sums.weighted[_OCCUPANCY] / sums.weights[_OCCUPANCY], "ingested")
+        values["occupancy"] = SourcedValue(sums.weighted[_OCCUPANCY] / sums.weights[_OCCUPANCY], "ingested")
     notes, told = [REPLAY_NOTE], list(warnings)
     for metric in _LOCAL:
         if sums.metrics[metric]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from flopwise.profile.read.trainer_metrics import RATES_NOTE, TrainMetric, trainer_values
-from flopwise.records.profile import MemoryOwner, MemoryUse, Peaks, Profile, ProfileFormat, Value
+from flopwise.records.profile import MemoryOwner, MemoryUse, Peaks, Profile, ProfileFormat, SourcedValue
 
 # One NeuronCore-v2, half of a Trainium1: a matrix unit of 128 x 128 at 2.8 GHz, other engines at 1.4 GHz, half of the
 # chip's 820 GB/s and 32 GiB. The row peak_flops_bandwidth_ratio (223.78 FLOP/B) is the ratio of the first two.
@@ -348,15 +348,15 @@ def _number(summary: Mapping[str, NeuronRow], name: str) -> float | None:
     return row.value if row is not None and not isinstance(row.value, str) else None
 
 
-def _ingested(row: NeuronRow) -> Value | None:
+def _ingested(row: NeuronRow) -> SourcedValue | None:
     if isinstance(row.value, str):
         return None
     scale = 0.01 if row.unit == "%" else 1.0
-    return Value(row.value * scale, "ingested", (row.half_ulp or 0.0) * scale)
+    return SourcedValue(row.value * scale, "ingested", (row.half_ulp or 0.0) * scale)
 
 
-def _values(summary: Mapping[str, NeuronRow], *, is_core_v2: bool, warnings: list[str]) -> dict[str, Value]:
-    values: dict[str, Value] = {}
+def _values(summary: Mapping[str, NeuronRow], *, is_core_v2: bool, warnings: list[str]) -> dict[str, SourcedValue]:
+    values: dict[str, SourcedValue] = {}
     if (span := _span(summary, is_core_v2=is_core_v2)) is not None:
         values["device_span_s"] = span
     for ours, theirs in _INGESTED:
@@ -365,25 +365,25 @@ def _values(summary: Mapping[str, NeuronRow], *, is_core_v2: bool, warnings: lis
             values[ours] = value
     counts = [_number(summary, f"{engine}_engine_instruction_count") for engine in _ENGINES]
     if None not in counts:
-        values["kernel_count"] = Value(float(sum(count or 0 for count in counts)), "counted")
+        values["kernel_count"] = SourcedValue(float(sum(count or 0 for count in counts)), "counted")
     busy = values.get("device_busy_s")
     if span is not None and busy is not None and busy.value <= span.value:
-        values["idle_s"] = Value(span.value - busy.value, "counted", span.half_ulp + busy.half_ulp)
+        values["idle_s"] = SourcedValue(span.value - busy.value, "counted", span.half_ulp + busy.half_ulp)
     packets = list(_packet_sizes(summary))
     if sent := sum(count for count, _, _ in packets):
         moved, uncertain = sum(size for _, size, _ in packets), sum(half for _, _, half in packets)
-        values["copy_packet_bytes"] = Value(moved / sent, "counted", uncertain / sent)
+        values["copy_packet_bytes"] = SourcedValue(moved / sent, "counted", uncertain / sent)
     return values | _throttling(summary, warnings)
 
 
-def _span(summary: Mapping[str, NeuronRow], *, is_core_v2: bool) -> Value | None:
+def _span(summary: Mapping[str, NeuronRow], *, is_core_v2: bool) -> SourcedValue | None:
     """Cycles over the clock where that agrees with the time that is printed: it has more digits."""
     total = summary.get("total_time")
     printed = None if total is None else _ingested(total)
     cycles = _number(summary, "neuroncore_cycle_count")
     if not is_core_v2 or not cycles:
         return printed
-    counted = Value(cycles / CORE_V2_CLOCK_HZ, "counted", 0.5 / CORE_V2_CLOCK_HZ)
+    counted = SourcedValue(cycles / CORE_V2_CLOCK_HZ, "counted", 0.5 / CORE_V2_CLOCK_HZ)
     if printed is None:
         return counted
     near = abs(counted.value - printed.value) <= printed.half_ulp * 1.001 + counted.half_ulp
@@ -398,16 +398,16 @@ def _packet_sizes(summary: Mapping[str, NeuronRow]) -> Iterator[tuple[float, flo
             yield count, size.value, size.half_ulp or 0.0
 
 
-def _throttling(summary: Mapping[str, NeuronRow], warnings: list[str]) -> dict[str, Value]:
-    values: dict[str, Value] = {}
+def _throttling(summary: Mapping[str, NeuronRow], warnings: list[str]) -> dict[str, SourcedValue]:
+    values: dict[str, SourcedValue] = {}
     limited = next((_ingested(row) for name, row in summary.items() if _THROTTLED.match(name)), None)
     total = _number(summary, "total_time")
     if limited is not None and total:
-        values["throttle_share"] = Value(limited.value / total, "counted", limited.half_ulp / total)
+        values["throttle_share"] = SourcedValue(limited.value / total, "counted", limited.half_ulp / total)
     limit = next((_ingested(row) for name, row in summary.items() if _LIMIT.match(name)), None)
     if limit is not None:
         values["util_limit"] = limit
-    losses: list[Value] = []
+    losses: list[SourcedValue] = []
     for name, row in summary.items():
         if (found := _ACTIVITY.match(name)) is None or (share := _ingested(row)) is None:
             continue
@@ -419,8 +419,10 @@ def _throttling(summary: Mapping[str, NeuronRow], warnings: list[str]) -> dict[s
             warnings.append(f"{limit_name} is {of_activity.value * 100:g} %, which no limit can be: not counted")
             continue
         cut = 1 - of_activity.value
-        losses.append(Value(share.value * cut, "counted", share.half_ulp * cut + share.value * of_activity.half_ulp))
+        losses.append(
+            SourcedValue(share.value * cut, "counted", share.half_ulp * cut + share.value * of_activity.half_ulp)
+        )
     if losses:
         lost = sum(loss.value for loss in losses)
-        values["throttle_loss"] = Value(lost, "counted", sum(loss.half_ulp for loss in losses))
+        values["throttle_loss"] = SourcedValue(lost, "counted", sum(loss.half_ulp for loss in losses))
     return values

@@ -29,7 +29,7 @@ from flopwise.profile.explain.activity_summary import rows, summarised
 from flopwise.profile.explain.kernel_classes import class_of
 from flopwise.profile.read.kineto_devices import number_format_of, peaks_of
 from flopwise.profile.read.opening import Tell
-from flopwise.records.profile import Profile, Read, Value
+from flopwise.records.profile import Profile, Read, SourcedValue
 
 MAGIC = b"SQLite format 3\0"
 ROWS_AT_A_TIME = 20_000
@@ -388,7 +388,7 @@ def _profile(name: str, trace: _Trace, gpu: int, steps: list[_Steps], database: 
     )
 
 
-def _wall(steps: _Steps | None, span_s: float) -> tuple[dict[str, Value], list[str]]:
+def _wall(steps: _Steps | None, span_s: float) -> tuple[dict[str, SourcedValue], list[str]]:
     """A step's time as the host has it, where it is one, and what there is to say of the steps."""
     if steps is None:
         return {}, ["no NVTX ranges named like steps are in it: figures are those of the whole recording"]
@@ -401,7 +401,7 @@ def _wall(steps: _Steps | None, span_s: float) -> tuple[dict[str, Value], list[s
     if wall_s < span_s:
         notes.append("the host was through with its ranges before the device was: they are no step's wall time")
         return {}, notes
-    return {"step_wall_s": Value(wall_s, "ingested")}, notes
+    return {"step_wall_s": SourcedValue(wall_s, "ingested")}, notes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -446,21 +446,21 @@ def _sampled(database: _Database, gpu: int, window: tuple[int, int]) -> dict[str
     return {name: sums[name] / counts[name] for name in counts}
 
 
-def _counters(means: dict[str, float], span_s: float, bandwidth: float | None) -> dict[str, Value]:
+def _counters(means: dict[str, float], span_s: float, bandwidth: float | None) -> dict[str, SourcedValue]:
     """What the samples say of a step."""
     shares = {name: mean / 100 for name, mean in means.items() if name != "clock" and mean <= 100}
-    values: dict[str, Value] = {}
+    values: dict[str, SourcedValue] = {}
     if clock := means.get("clock"):
-        values["clock_mean_hz"] = Value(clock * 1e6 if clock < 1e5 else clock, "ingested")
+        values["clock_mean_hz"] = SourcedValue(clock * 1e6 if clock < 1e5 else clock, "ingested")
     if "matrix" in shares:
-        values["matrix_active_s"] = Value(shares["matrix"] * span_s, "ingested")
+        values["matrix_active_s"] = SourcedValue(shares["matrix"] * span_s, "ingested")
     if "units" in shares:
-        values["unit_share"] = Value(shares["units"], "ingested")
+        values["unit_share"] = SourcedValue(shares["units"], "ingested")
     if "read" in shares and "write" in shares:
-        values["mbu"] = Value(shares["read"] + shares["write"], "ingested")
+        values["mbu"] = SourcedValue(shares["read"] + shares["write"], "ingested")
     for name, share in (("hbm_read_bytes", shares.get("read")), ("hbm_write_bytes", shares.get("write"))):
         if share is not None and bandwidth is not None:
-            values[name] = Value(share * bandwidth * span_s, "modelled")
+            values[name] = SourcedValue(share * bandwidth * span_s, "modelled")
     return values
 
 

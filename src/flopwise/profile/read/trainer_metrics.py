@@ -17,7 +17,7 @@ import msgspec
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.profile.read.opening import TraceFile
-from flopwise.records.profile import Profile, Read, Value
+from flopwise.records.profile import Profile, Read, SourcedValue
 
 LONGEST_LINE = 64 * 2**10
 """Bytes of a line that are looked at."""
@@ -107,7 +107,7 @@ def clean_line(line: bytes) -> str:
     return text if text.isprintable() else "".join(sign if sign.isprintable() else " " for sign in text)
 
 
-def step_wall(metrics: Mapping[str, float | str]) -> Value | None:
+def step_wall(metrics: Mapping[str, float | str]) -> SourcedValue | None:
     """Seconds of a step: runtime over steps, these counted from the rate that is printed beside it."""
     rate = metrics.get("train_steps_per_second")
     if not isinstance(rate, int | float) or not 0 < rate < math.inf:
@@ -117,18 +117,18 @@ def step_wall(metrics: Mapping[str, float | str]) -> Value | None:
         steps = round(min(rate * runtime, 1e15))
         # The rate has three decimals and the runtime two that are cut: enough to tell the whole number of steps?
         if steps >= 1 and runtime * 0.0005 + rate * 0.01 < 0.5:
-            return Value(runtime / steps, "counted", 0.01 / steps)
-    return Value(1 / rate, "counted", min(0.0005 / rate, 1.0) / rate)
+            return SourcedValue(runtime / steps, "counted", 0.01 / steps)
+    return SourcedValue(1 / rate, "counted", min(0.0005 / rate, 1.0) / rate)
 
 
-def trainer_values(metrics: Mapping[str, float | str]) -> dict[str, Value]:
+def trainer_values(metrics: Mapping[str, float | str]) -> dict[str, SourcedValue]:
     """What the trainer's figures say under our names."""
     values = {}
     if (wall := step_wall(metrics)) is not None:
         values["step_wall_s"] = wall
     rate = metrics.get("train_samples_per_second")
     if isinstance(rate, int | float) and 0 < rate < math.inf:
-        values["samples_per_s"] = Value(float(rate), "ingested", 0.0005)
+        values["samples_per_s"] = SourcedValue(float(rate), "ingested", 0.0005)
     return values
 
 

@@ -43,7 +43,7 @@ class Export:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class ExportedBatch:
     """How a step's sequences are dealt out: sequences = micro × accumulation × data, always."""
 
     sequences: int
@@ -118,7 +118,7 @@ def _without_place(plan: AnyPlan) -> str:
     return "names the framework whose speed was predicted, not a setting"
 
 
-def header(ledger: Ledger, model: Model, version: str, batch: Batch) -> list[str]:
+def header(ledger: Ledger, model: Model, version: str, batch: ExportedBatch) -> list[str]:
     """The first lines of an export: what it is of, for which version, its batch, and what is left."""
     lines = [
         f"{ledger.target} configuration, written by flopwise export from a plan for {model.name}",
@@ -151,12 +151,12 @@ def check_plan(plan: AnyPlan, model: Model) -> None:
         )
 
 
-def batch_of(plan: AnyPlan, ledger: Ledger) -> Batch:
+def batch_of(plan: AnyPlan, ledger: Ledger) -> ExportedBatch:
     """The step's batch in equal parts; micro-batches that do not divide it are made smaller, and that is said."""
     if isinstance(plan, Plan):
         micro = max(1, plan.chunk_tokens // plan.sequence_tokens)
         total = plan.rounds_per_step * plan.sequences_per_round
-        return Batch(sequences=total, micro=micro, accumulation=total // micro, data=1)
+        return ExportedBatch(sequences=total, micro=micro, accumulation=total // micro, data=1)
     data = plan.parallel.data
     if plan.batch_sequences % data:
         raise ledger.refused(
@@ -172,7 +172,7 @@ def batch_of(plan: AnyPlan, ledger: Ledger) -> Batch:
             "micro_batch_sequences",
             f"{plan.micro_batch_sequences} do not divide the {mine} sequences of a rank; {micro} are written",
         )
-    return Batch(sequences=plan.batch_sequences, micro=micro, accumulation=mine // micro, data=data)
+    return ExportedBatch(sequences=plan.batch_sequences, micro=micro, accumulation=mine // micro, data=data)
 
 
 def formats_of(plan: AnyPlan) -> Formats:

@@ -10,8 +10,8 @@ from flopwise.records.plan import Plan
 from flopwise.report.export.ledger import (
     MODEL,
     AnyPlan,
-    Batch,
     Export,
+    ExportedBatch,
     Ledger,
     batch_of,
     comment,
@@ -130,7 +130,7 @@ def _whole_layers() -> Arguments:
     return {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1}
 
 
-def _parallel(parallel: Parallel, model: Transformer, ledger: Ledger, batch: Batch) -> Arguments:
+def _parallel(parallel: Parallel, model: Transformer, ledger: Ledger, batch: ExportedBatch) -> Arguments:
     arguments: Arguments = {
         "--tensor-model-parallel-size": parallel.tensor,
         "--pipeline-model-parallel-size": parallel.pipeline,
@@ -152,7 +152,7 @@ def _parallel(parallel: Parallel, model: Transformer, ledger: Ledger, batch: Bat
     return arguments | _stages(parallel, model, ledger, batch) | _sharding(parallel, ledger)
 
 
-def _stages(parallel: Parallel, model: Transformer, ledger: Ledger, batch: Batch) -> Arguments:
+def _stages(parallel: Parallel, model: Transformer, ledger: Ledger, batch: ExportedBatch) -> Arguments:
     if parallel.pipeline == 1:
         ledger.carry("no pipeline", "parallel.schedule", "parallel.chunks", "parallel.balance")
         return {}

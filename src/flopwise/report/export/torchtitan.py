@@ -13,8 +13,8 @@ from flopwise.records.plan import Plan
 from flopwise.report.export.ledger import (
     MODEL,
     AnyPlan,
-    Batch,
     Export,
+    ExportedBatch,
     Ledger,
     batch_of,
     comment,
@@ -132,7 +132,7 @@ def _precision(plan: AnyPlan, ledger: Ledger, tables: Tables) -> None:
     ledger.rule("precision", "training.dtype and training.mixed_precision_param", why)
 
 
-def _cluster(plan: ClusterPlan, ledger: Ledger, tables: Tables, batch: Batch) -> None:
+def _cluster(plan: ClusterPlan, ledger: Ledger, tables: Tables, batch: ExportedBatch) -> None:
     ledger.carry("the product of the degrees: NGPU", "devices")
     staged = plan.parallel.pipeline > 1
     tables["training"] |= {
@@ -171,7 +171,7 @@ def _recompute(plan: ClusterPlan, ledger: Ledger) -> dict[str, Any]:
     return {"mode": "selective", "selective_ac_option": "op"}
 
 
-def _parallelism(parallel: Parallel, model: Transformer, ledger: Ledger, batch: Batch) -> dict[str, Any]:
+def _parallelism(parallel: Parallel, model: Transformer, ledger: Ledger, batch: ExportedBatch) -> dict[str, Any]:
     copies, shards = _mesh(parallel, ledger)
     table: dict[str, Any] = {
         "data_parallel_replicate_degree": copies,
@@ -235,7 +235,7 @@ def _sharding(parallel: Parallel, ledger: Ledger) -> dict[str, Any]:
     return {"fsdp_reshard_after_forward": "always" if parallel.zero == 3 and parallel.reshard else "never"}
 
 
-def _stages(parallel: Parallel, model: Transformer, ledger: Ledger, batch: Batch) -> dict[str, Any]:
+def _stages(parallel: Parallel, model: Transformer, ledger: Ledger, batch: ExportedBatch) -> dict[str, Any]:
     if parallel.pipeline == 1:
         ledger.carry("no pipeline", "parallel.schedule", "parallel.chunks", "parallel.balance")
         return {}
@@ -255,7 +255,7 @@ def _stages(parallel: Parallel, model: Transformer, ledger: Ledger, batch: Batch
     return table
 
 
-def _one_device(plan: Plan, ledger: Ledger, tables: Tables, batch: Batch) -> None:
+def _one_device(plan: Plan, ledger: Ledger, tables: Tables, batch: ExportedBatch) -> None:
     moving = [kind for kind in ("weights", "gradients", "optimizer_state") if not state_stays(plan, kind)]
     if moving:
         raise ledger.refused(

@@ -65,7 +65,7 @@ class Tasks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Operators:
+class OperatorRows:
     """What took the time, the longest first, a list for each of their fields."""
 
     name: tuple[str, ...]
@@ -120,7 +120,7 @@ class RunDetail:
     is_profiled: bool = False
     memory: tuple[MemoryBar, ...] = ()
     tasks: Tasks | None = None
-    operators: Operators | None = None
+    operators: OperatorRows | None = None
     roofs: tuple[Roof, ...] = ()
     device: str | None = None
     span_s: float | None = None
@@ -382,13 +382,13 @@ def _nanoseconds(span: Span | None, side: int, begin: float) -> int | None:
     return None if span is None else round((span[side] - begin) * 1e9)
 
 
-def _operators(spent: Sequence[Spent]) -> Operators | None:
+def _operators(spent: Sequence[Spent]) -> OperatorRows | None:
     sound = [each for each in spent if isfinite(each.seconds) and each.seconds > 0]
     kept = sound[:MOST_OPERATORS]
     if not kept:
         return None
     more = len(sound) - len(kept)
-    return Operators(
+    return OperatorRows(
         name=tuple(safe(each.name) for each in kept),
         kind=tuple(each.kind for each in kept),
         seconds=tuple(each.seconds for each in kept),

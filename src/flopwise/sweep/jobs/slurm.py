@@ -35,7 +35,7 @@ from flopwise.store.sweeps import (
     write_attempt,
 )
 from flopwise.sweep.attempts import settled
-from flopwise.sweep.jobs.slurm_queue import UNKNOWN, Task, ask, is_installed, sbatch
+from flopwise.sweep.jobs.slurm_queue import UNKNOWN, QueuedTask, ask, is_installed, sbatch
 from flopwise.sweep.jobs.slurm_scripts import (
     JOB_VARIABLE,
     PREFIX_VARIABLE,
@@ -233,7 +233,7 @@ def reasons(store: Path, record: SweepRecord) -> dict[str, str]:
     return {cell: task.reason for cell, task in tasks.items() if task.is_over and task.state != "COMPLETED"}
 
 
-def _ended_state(task: Task, made: Sequence[Attempt], own: CellState) -> CellState:
+def _ended_state(task: QueuedTask, made: Sequence[Attempt], own: CellState) -> CellState:
     """Of a cell whose job is over: its attempts' word where the job made some and each of them has one."""
     if made and all(attempt.ended is not None for attempt in made) and not says_nothing(made[-1]):
         return own
@@ -259,7 +259,7 @@ def _own_state(store: Path, record: SweepRecord, cell: Cell, attempts: Sequence[
     return "failed" if others and says_nothing(others[-1]) else "planned"
 
 
-def _tasks(listed: JobList, cells: Iterable[str]) -> dict[str, Task]:
+def _tasks(listed: JobList, cells: Iterable[str]) -> dict[str, QueuedTask]:
     """The newest task of each cell that was submitted, as Slurm has it now."""
     newest = {cell: job for cell in cells if (job := listed.newest(cell)) is not None}
     if not newest:
@@ -272,10 +272,10 @@ def _tasks(listed: JobList, cells: Iterable[str]) -> dict[str, Task]:
     return tasks
 
 
-def _unlisted(name: str, job: Job) -> Task:
+def _unlisted(name: str, job: Job) -> QueuedTask:
     submitted = moment(job.submitted)
     is_new = submitted is not None and (_now() - submitted).total_seconds() < FORGOTTEN_AFTER_S
-    return Task(id=name, state="PENDING" if is_new else UNKNOWN)
+    return QueuedTask(id=name, state="PENDING" if is_new else UNKNOWN)
 
 
 # -- closing what is left open ---------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def unsettled(store: Path, record: SweepRecord) -> list[str]:
     return found
 
 
-def _settle(store: Path, record: SweepRecord, listed: JobList, tasks: Mapping[str, Task]) -> list[Attempt]:
+def _settle(store: Path, record: SweepRecord, listed: JobList, tasks: Mapping[str, QueuedTask]) -> list[Attempt]:
     written: list[Attempt] = []
     for cell, task in tasks.items():
         job = listed.newest(cell)
@@ -329,7 +329,7 @@ def _settle(store: Path, record: SweepRecord, listed: JobList, tasks: Mapping[st
     return written
 
 
-def _settle_cell(store: Path, record: SweepRecord, cell: str, task: Task, job: Job) -> list[Attempt]:
+def _settle_cell(store: Path, record: SweepRecord, cell: str, task: QueuedTask, job: Job) -> list[Attempt]:
     made = [attempt for attempt in read_attempts(store, cell)[0] if _is_of(attempt, task.id, job, record)]
     state: CellState = "failed" if task.state == "COMPLETED" else task.cell_state
     output = slurm_folder(Path(), record.name) / f"{task.id}.out"
@@ -379,7 +379,7 @@ def _settle_cell(store: Path, record: SweepRecord, cell: str, task: Task, job: J
     return [new_attempt(store, dead)]
 
 
-def _is_open(attempt: Attempt, task: Task) -> bool:
+def _is_open(attempt: Attempt, task: QueuedTask) -> bool:
     """Whether an attempt's file lacks an end, or has only that of a signal, of which Slurm can tell the reason."""
     if attempt.ended is None:
         return True

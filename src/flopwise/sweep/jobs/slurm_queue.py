@@ -46,7 +46,7 @@ UNKNOWN = "UNKNOWN"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class QueuedTask:
     """A job, or one task of an array, as Slurm has it."""
 
     id: str
@@ -116,7 +116,7 @@ def is_installed() -> bool:
     return any(shutil.which(name) is not None for name in ("sacct", "squeue"))
 
 
-def ask(jobs: Sequence[str]) -> dict[str, Task]:
+def ask(jobs: Sequence[str]) -> dict[str, QueuedTask]:
     """What is known of these jobs, by the names of their tasks; one that is left out is unknown to Slurm.
 
     Raises a FlopwiseError where neither sacct nor squeue answers: that says nothing about any job.
@@ -125,7 +125,7 @@ def ask(jobs: Sequence[str]) -> dict[str, Task]:
         return {}
     listed = ",".join(jobs)
     accounts = _run(["sacct", "-n", "-P", "-X", f"--format={SACCT_FORMAT}", "-j", listed])
-    known: dict[str, Task] = {}
+    known: dict[str, QueuedTask] = {}
     if accounts is not None and accounts.returncode == 0:
         known = parse_sacct(accounts.stdout)
     # Accounting hears of a new job a little later than the controller, or is not kept at all.
@@ -181,13 +181,13 @@ def _last_line(text: str) -> str:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def parse_sacct(text: str) -> dict[str, Task]:
+def parse_sacct(text: str) -> dict[str, QueuedTask]:
     """Lines of JobID|State|ExitCode|Elapsed; steps and lines of another shape are left out."""
     tasks = {}
     for fields in _fields(text, 4):
         name, state, code, elapsed = fields
         for task in task_ids(name):
-            tasks[task] = Task(
+            tasks[task] = QueuedTask(
                 id=task,
                 state=_word(state),
                 told=state.strip(),
@@ -197,14 +197,14 @@ def parse_sacct(text: str) -> dict[str, Task]:
     return tasks
 
 
-def parse_squeue(text: str) -> dict[str, Task]:
+def parse_squeue(text: str) -> dict[str, QueuedTask]:
     """Lines of id|state|reason|time, one for each task."""
     tasks = {}
     for name, state, why, elapsed in _fields(text, 4):
         reason = why.strip()
         told = state.strip() if reason in ("", "None") else f"{state.strip()} ({reason})"
         for task in task_ids(name):
-            tasks[task] = Task(id=task, state=_word(state), told=told, elapsed_s=elapsed_seconds(elapsed))
+            tasks[task] = QueuedTask(id=task, state=_word(state), told=told, elapsed_s=elapsed_seconds(elapsed))
     return tasks
 
 
