@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from flopwise.predict.kernels.calls import Floats
 
 GPIPE, ONE_FORWARD, INTERLEAVED = 0, 1, 2
-"""Indices of the schedules, in the order of `core.parallel.SCHEDULES`."""
+"""Indices of the schedules, in the order of `setup.parallel.SCHEDULES`."""
 
 
 def pipeline_seconds(
