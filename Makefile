@@ -63,7 +63,7 @@ check: $(VENV)/.dev  ## format, lint, types, import rules, quick tests: passes o
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n 2 -m "not slow" -q
 
-tiny: $(VENV)/.dev  ## a few quick tests of every package, in under 20 s
+tiny: $(VENV)/.dev  ## a few quick tests of most rooms, in under 20 s
 	$(BIN)/python -m pytest -n 2 -m "not slow" -q $(TINY)
 
 format: $(VENV)/.dev  ## rewrite the sources in the house format

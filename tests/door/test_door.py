@@ -6,6 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,28 @@ def test_signatures_are_those_of_the_functions() -> None:
 
     for name in ("predict", "plan", "train"):
         assert inspect.signature(getattr(fw, name)) == inspect.signature(getattr(door, name))
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda: fw.predict(5), "5 is no model"),  # type: ignore[arg-type]
+        (lambda: fw.predict("gpt2", on=None), "null is no hardware"),  # type: ignore[arg-type]
+        (lambda: fw.predict("gpt2", on="h200", changes=["layers=3"]), "changes are a mapping"),  # type: ignore[arg-type]
+        (lambda: fw.verdicts("x"), "'x' is no profile"),  # type: ignore[arg-type]
+    ],
+)
+def test_objects_of_another_kind_are_refused_in_words(call: Callable[[], object], what: str) -> None:
+    with pytest.raises(fw.FlopwiseError, match=what) as raised:
+        call()
+    assert raised.value.hint
+
+
+def test_an_interval_of_which_nothing_is_known_is_told_as_such() -> None:
+    printed = str(fw.predict("gpt2", on="h200", devices=8, parallel="tp4"))
+    assert "nothing of this kind has been measured" in printed
+    assert "dp2 tp4" in printed
+
+
+def test_help_is_that_of_the_function() -> None:
+    assert (fw.predict.__doc__ or "").startswith("Predict a training step")

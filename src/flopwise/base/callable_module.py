@@ -16,6 +16,11 @@ class CallableModule(ModuleType):
         return _function(self)(*arguments, **keywords)
 
     @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        # What `help` and notebooks show: of the function that people call, not of the package.
+        return _function(self).__doc__
+
+    @property
     def __signature__(self) -> Signature:
         return signature(_function(self))
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.units import parse_devices, parse_sequences, parse_tokens
 from flopwise.catalog.load import load_model as _load_model
 from flopwise.door.asking import Quantity, memory, model_of, paths_of, read, setup_of
@@ -401,7 +401,10 @@ def verdicts(profile: Profile, *, thresholds: Thresholds | None = None) -> tuple
     (...)
     """
     from flopwise.profile.explain.verdicts import verdicts as judged
+    from flopwise.records.profile import Profile
 
+    if not isinstance(profile, Profile):
+        raise FlopwiseError(f"{shown(profile)} is no profile", hint='fw.read_profile("trace.json")')
     return judged(profile, thresholds)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.units import parse_bytes, parse_devices, parse_sequences, parse_tokens
 from flopwise.catalog.load import load_model, load_stack
 from flopwise.profile.measure.this_machine import find_hardware
@@ -17,8 +17,10 @@ from flopwise.setup.setup import Setup, batch_in_sequences
 from flopwise.setup.stack import Stack
 from flopwise.setup.words import Fusion, Optimizer
 from flopwise.work.formats import Formats, parse_formats
+from flopwise.work.lstm import Lstm
 from flopwise.work.model import Model
 from flopwise.work.op import AttentionKernel
+from flopwise.work.transformer import Transformer
 from flopwise.work.work import Recompute
 
 Quantity = int | str
@@ -30,18 +32,30 @@ LEAST_MEMORY_BYTES = 2**20
 
 def model_of(model: str | Path | Model, changes: Mapping[str, object] | None = None) -> Model:
     """A model by name, path or description; changes are made to what is loaded."""
+    if changes is not None and not isinstance(changes, Mapping):
+        raise FlopwiseError("changes are a mapping of fields to values", hint='changes={"layers": 2}')
     if isinstance(model, str | Path):
         return load_model(model, changes)
     if changes:
         raise FlopwiseError(
             "changes beside a description", why="they are for what is loaded", hint="dataclasses.replace(model, …)"
         )
+    if not isinstance(model, Transformer | Lstm):
+        raise FlopwiseError(
+            f"{shown(model)} is no model", why="a name, a path or a description is", hint='fw.load_model("llama-3-8b")'
+        )
     return model
 
 
 def hardware_of(on: str | Path | Hardware) -> Hardware:
     """Hardware by name, path or description."""
-    return find_hardware(on) if isinstance(on, str | Path) else on
+    if isinstance(on, str | Path):
+        return find_hardware(on)
+    if not isinstance(on, Hardware):
+        raise FlopwiseError(
+            f"{shown(on)} is no hardware", why="a name, a path or a description is", hint='fw.load_hardware("h200")'
+        )
+    return on
 
 
 def name_of(on: str | Path | Hardware) -> str:

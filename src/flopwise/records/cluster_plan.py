@@ -141,4 +141,4 @@ class PlannedCluster(Shown):
     @property
     def figures(self) -> dict[str, str]:
         others = f"{self.answer.evaluated:,} strategies, {self.answer.fitting:,} fit"
-        return self.prediction.figures | {"strategy": self.plan.parallel.label, "the best of": others}
+        return self.prediction.figures | {"the best of": others}

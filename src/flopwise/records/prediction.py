@@ -37,6 +37,10 @@ class StagePrediction:
     device_bytes: DeviceBytes
 
 
+NOTHING_KNOWN = 10.0
+"""An interval that reaches so many times the step says nothing."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
     """Where a measured step may lie, from the errors of predictions of its kind."""
@@ -48,10 +52,15 @@ class Interval:
     outside: tuple[str, ...] = ()
     """In what the case lies outside the data, each of which has widened the interval."""
 
-    @property
-    def words(self) -> str:
-        """Between what and what."""
-        return f"{show_seconds(self.low_s)} to {show_seconds(self.high_s)}"
+    def is_known(self, step_s: float) -> bool:
+        """Whether the data say anything of a step that is predicted to take so long."""
+        return self.low_s > 0 and self.high_s <= (1 + NOTHING_KNOWN) * step_s
+
+    def figures(self, step_s: float) -> dict[str, str]:
+        """Between what and what, by whose errors, and where those do not reach."""
+        words = f"{show_seconds(self.low_s)} to {show_seconds(self.high_s)} (by {self.basis})"
+        known = words if self.is_known(step_s) else "nothing of this kind has been measured"
+        return {"interval": known} | ({"beyond the data": ", ".join(self.outside)} if self.outside else {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,9 +143,11 @@ class Prediction(Shown):
     def figures(self) -> dict[str, str]:
         several = f"{self.devices:,} × " if self.devices > 1 else ""
         memory = f"{show_bytes(self.device_bytes.total)} of {show_bytes(self.device_capacity_bytes)}"
-        interval = {"interval": f"{self.interval.words} (by {self.interval.basis})"} if self.interval else {}
+        interval = self.interval.figures(self.step_s) if self.interval else {}
+        strategy = {"strategy": f"{self.parallel.label}, stack {self.stack}"} if self.devices > 1 else {}
         return {
             "model": f"{self.model} on {several}{self.hardware}",
+            **strategy,
             "step": show_seconds(self.step_s),
             **interval,
             "tokens/s": significant(self.tokens_per_s),

@@ -10,7 +10,7 @@ from flopwise.records.plan import Help, Plan, Planned, Residency
 from flopwise.records.prediction import Interval
 from flopwise.records.program import OWNERS
 from flopwise.report.document import Block, Document, Table, Words, beside_rows, facts, note_rows
-from flopwise.report.predictions import NOTHING_KNOWN, OPTIMIZER_TITLES, TIGHT, outside_words
+from flopwise.report.predictions import OPTIMIZER_TITLES, TIGHT, outside_words
 from flopwise.report.tables import Styled
 from flopwise.report.words import counted, listed, signed_share, size_words
 from flopwise.setup.words import MOMENTS
@@ -256,7 +256,7 @@ def interval_words(interval: Interval | None, step_s: float) -> tuple[str, str]:
     """Behind a speed, how far measured ones may be off (` ± 3 %`); and whose errors say so."""
     if interval is None:
         return "", ""
-    if interval.low_s <= 0 or interval.high_s > (1 + NOTHING_KNOWN) * step_s:
+    if not interval.is_known(step_s):
         return "", "nothing of this kind has been measured"
     # Outward, so that the words never promise more than the interval. The slowest step is the lowest speed.
     below = max(0, math.ceil(100 * (1 - step_s / interval.high_s)))

@@ -29,8 +29,6 @@ PART_WORDS = {
     "step": "once a step",
 }
 """Parts of a step in words."""
-NOTHING_KNOWN = 10.0
-"""An interval that reaches so many times the step says nothing."""
 TIGHT = 0.05
 """A total with less than this share of the cap to spare is tight."""
 
@@ -199,7 +197,7 @@ def interval_words(prediction: Prediction) -> str:
     if interval is None:
         return ""
     low, high = interval.low_s / prediction.step_s - 1, interval.high_s / prediction.step_s - 1
-    if high > NOTHING_KNOWN:
+    if not interval.is_known(prediction.step_s):
         return "; nothing of this kind has been measured"
     return f"; 8 of 10 measured steps lie {signed_share(low, 0)} to {signed_share(high, 0)} ({interval.basis})"
 
