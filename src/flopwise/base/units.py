@@ -88,6 +88,23 @@ LONGEST_LIST = 64
 _RANGE = re.compile(r"(.+?)-(.+?)([+*])(.+)")
 
 
+LEAST_CAP_BYTES = 2**20
+"""Less than this is a forgotten unit: no device is that small."""
+
+
+def check_cap(size: int, text: str, place: Literal["device", "host"]) -> int:
+    """A cap on memory, unless it is too little to be meant; no host memory at all may be."""
+    if size >= LEAST_CAP_BYTES or (place == "host" and not size):
+        return size
+    words = text.replace(",", " ").split()
+    forgotten = size and any(word.isdecimal() and int(word) == size for word in words)
+    raise FlopwiseError(
+        f"{size:,} bytes are no {place}'s memory",
+        why="a number without a unit counts bytes" if forgotten else f"at least {LEAST_CAP_BYTES:,} are",
+        hint=f"--{place}-mem {size if forgotten else 40}GiB",
+    )
+
+
 def parse_byte_list(text: str) -> list[int]:
     """Several sizes: `16,24,40GiB`, `64-192+32GiB` (from, to, by so much more) or `16-128*2GiB` (times).
 

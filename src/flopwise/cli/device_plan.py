@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -101,27 +101,22 @@ def _setups(setup: Setup, words: DeviceWords) -> list[CappedSetup]:
 
     devices = listed("device-mem", words.device_mem, capacity_bytes(setup))
     for cap in devices:
-        _check_cap("device-mem", cap, words.device_mem)
+        _check_cap("device", cap, words.device_mem)
         check_device_cap(setup.hardware, cap)
     hosts = listed("host-mem", words.host_mem, default_host_bytes(setup.hardware))
     for cap in hosts:
-        _check_cap("host-mem", cap, words.host_mem)
+        _check_cap("host", cap, words.host_mem)
     return [_capped(setup, words, device, host) for host in hosts for device in devices]
 
 
-def _check_cap(option: str, cap: int, text: str) -> None:
-    """Refuse what is too little to be meant; no host memory at all may be meant."""
+def _check_cap(place: Literal["device", "host"], cap: int, text: str) -> None:
     from flopwise.base.errors import FlopwiseError
-    from flopwise.cli.options import LEAST_DEVICE_BYTES
+    from flopwise.base.units import check_cap
 
-    if cap >= LEAST_DEVICE_BYTES or (not cap and option == "host-mem"):
-        return
-    unit_forgotten = str(cap) in text.replace(",", " ").split() and cap
-    raise FlopwiseError(
-        f"--{option}: {cap:,} bytes are no {option.removesuffix('-mem')}'s memory",
-        why="a number without a unit counts bytes" if unit_forgotten else f"at least {LEAST_DEVICE_BYTES:,} are",
-        hint=f"--{option} {cap if unit_forgotten else 40}GiB",
-    )
+    try:
+        check_cap(cap, text, place)
+    except FlopwiseError as error:
+        raise error.within(f"--{place}-mem") from None
 
 
 def check_one_name(text: str, what: str) -> None:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     Ask = Callable[[Model, Hardware], Setup]
 
-LEAST_DEVICE_BYTES = 2**20
-"""Less than this is a forgotten unit: no device is that small."""
 MOST_DIGITS = 18
 Found = TypeVar("Found")
 FORMS = ("table", "md", "csv", "json")
@@ -257,18 +255,9 @@ def _parallel(gpus: str, words: str) -> Parallel:
 
 
 def _device_bytes(text: str) -> int:
-    from flopwise.base.errors import FlopwiseError
-    from flopwise.base.units import parse_bytes
+    from flopwise.base.units import check_cap, parse_bytes
 
-    size = parse_bytes(text)
-    if size < LEAST_DEVICE_BYTES:
-        unit_forgotten = text.strip().isdecimal() and size
-        raise FlopwiseError(
-            f"{size:,} bytes are no device's memory",
-            why="a number without a unit counts bytes" if unit_forgotten else f"at least {LEAST_DEVICE_BYTES:,} are",
-            hint=f"--device-mem {size if unit_forgotten else 40}GiB",
-        )
-    return size
+    return check_cap(parse_bytes(text), text, "device")
 
 
 def changes_of(texts: list[str]) -> dict[str, Any]:

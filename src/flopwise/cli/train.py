@@ -10,7 +10,6 @@ import typer
 
 from flopwise.cli import train_options as options
 from flopwise.cli.options import (
-    LEAST_DEVICE_BYTES,
     BatchOption,
     DeviceMemoryOption,
     MicroOption,
@@ -218,22 +217,10 @@ def _precision(text: str) -> str:
 
 
 def _memory(place: Literal["device", "host"]) -> Callable[[str], int]:
-    """Reads a cap; no host memory at all may be meant."""
-    from flopwise.base.errors import FlopwiseError
-    from flopwise.base.units import parse_bytes
+    """Reads a cap."""
+    from flopwise.base.units import check_cap, parse_bytes
 
-    def read(text: str) -> int:
-        size = parse_bytes(text)
-        if size >= LEAST_DEVICE_BYTES or (place == "host" and not size):
-            return size
-        forgotten = text.strip().isdecimal() and size
-        raise FlopwiseError(
-            f"{size:,} bytes are no {place}'s memory",
-            why="a number without a unit counts bytes" if forgotten else f"at least {LEAST_DEVICE_BYTES:,} are",
-            hint=f"--{place}-mem {size if forgotten else 40}GiB",
-        )
-
-    return read
+    return lambda text: check_cap(parse_bytes(text), text, place)
 
 
 def _check(context: typer.Context, request: TrainRequest) -> None:

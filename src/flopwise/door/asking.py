@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.base.units import parse_bytes, parse_devices, parse_sequences, parse_tokens
+from flopwise.base.units import check_cap, parse_bytes, parse_devices, parse_sequences, parse_tokens
 from flopwise.catalog.load import load_model, load_stack
 from flopwise.profile.measure.this_machine import find_hardware
 from flopwise.records.prediction import NO_STACK
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.parallel import Parallel, parse_parallel
+from flopwise.setup.parallel import Parallel, parse_parallel, sharded
 from flopwise.setup.setup import Setup, batch_in_sequences
 from flopwise.setup.stack import Stack
 from flopwise.setup.words import Fusion, Optimizer
@@ -26,8 +26,6 @@ from flopwise.work.work import Recompute
 Quantity = int | str
 """A number, or one as the command line takes it: 8192 or "8k", 2**30 or "1GiB"."""
 Read = TypeVar("Read")
-LEAST_MEMORY_BYTES = 2**20
-"""Less than this is a forgotten unit: no device is that small."""
 
 
 def model_of(model: str | Path | Model, changes: Mapping[str, object] | None = None) -> Model:
@@ -75,15 +73,7 @@ def read(value: Quantity | None, option: str, parse: Callable[[Quantity], Read])
 
 def memory(value: Quantity | None, place: Literal["device", "host"]) -> int | None:
     """A cap on memory; no host memory at all may be meant."""
-    size = read(value, f"{place}-mem", parse_bytes)
-    if size is None or size >= LEAST_MEMORY_BYTES or (place == "host" and not size):
-        return size
-    forgotten = size and str(value).strip().isdecimal()
-    raise FlopwiseError(
-        f"--{place}-mem: {size:,} bytes are no {place}'s memory",
-        why="a number without a unit counts bytes" if forgotten else f"at least {LEAST_MEMORY_BYTES:,} are",
-        hint=f"--{place}-mem {size if forgotten else 40}GiB",
-    )
+    return read(value, f"{place}-mem", lambda given: check_cap(parse_bytes(given), str(given), place))
 
 
 def setup_of(
@@ -146,7 +136,7 @@ def _parallel(devices: int | None, parallel: str | Parallel | None) -> Parallel:
         return parallel
     if parallel is not None:
         return parse_parallel(parallel, devices)
-    return Parallel(data=devices, zero=3) if devices is not None and devices > 1 else Parallel()
+    return sharded(devices or 1)
 
 
 def paths_of(given: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
