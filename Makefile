@@ -12,6 +12,9 @@ TINY := $(addprefix tests/,base/test_units.py work/test_bytes.py setup/test_para
 	store/test_statistics.py predict/test_step.py plan/test_levels.py profile/test_verdicts.py profile/test_intervals.py \
 	engine/test_arena.py report/test_cap_grids.py train/test_commit.py sweep/test_sweep_grid.py cli/test_cli_runs.py)
 
+# Neighbours stay together, since they share what was set up for them; who has nothing left takes from the other.
+SPREAD := -n 2 --dist worksteal
+
 .PHONY: demo test check tiny format bench fuzz lock clean help
 .DEFAULT_GOAL := help
 
@@ -54,17 +57,17 @@ demo: $(VENV)/.train  ## predictions, plans, a small model trained and profiled 
 	$(BIN)/python -m benchmarks.demo
 
 test: $(VENV)/.dev $(VENV)/.system  ## every test, on two processes; as root on Debian installs Chromium and Slurm for them
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest $(SPREAD)
 
 check: $(VENV)/.dev  ## format, lint, types, import rules, quick tests: passes on every commit
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 2 -m "not slow" -q
+	$(BIN)/python -m pytest $(SPREAD) -m "not slow" -q
 
 tiny: $(VENV)/.dev  ## a few quick tests of most rooms, in under 20 s
-	$(BIN)/python -m pytest -n 2 -m "not slow" -q $(TINY)
+	$(BIN)/python -m pytest $(SPREAD) -m "not slow" -q $(TINY)
 
 format: $(VENV)/.dev  ## rewrite the sources in the house format
 	$(BIN)/ruff format .

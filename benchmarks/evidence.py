@@ -19,15 +19,14 @@ from benchmarks.steps import compared
 from benchmarks.torchtitan import torchtitan_cases, torchtitan_fit
 from flopwise.base.files import to_toml, write_whole
 from flopwise.catalog.load import ROOT, load_hardware, load_model, load_stack
-from flopwise.predict.choose import PLAIN
+from flopwise.predict.cluster.costing import PLAIN
 from flopwise.records.evidence import Evidence, EvidenceBook, Span
-from flopwise.records.prediction import NO_STACK
 from flopwise.references.dataflow.recorded import repeated_steps
 from flopwise.references.published import protocol_of, read_cases
 from flopwise.references.published.offload import read_offload
-from flopwise.references.validate.case import Case
-from flopwise.references.validate.fitting import measured
-from flopwise.references.validate.held_out import fit_of, held_out_predictions
+from flopwise.references.validate.fitting import fit_of, held_out_predictions, lay_out
+from flopwise.references.validate.protocol import Case
+from flopwise.setup.stack import NO_STACK
 from flopwise.work.describe import describe
 from flopwise.work.transformer import Transformer
 
@@ -69,7 +68,7 @@ def table_evidence(table: str) -> tuple[Evidence, ...]:
 def kernels_evidence(table: str) -> tuple[Evidence, ...]:
     """One shipped table predicted as if no framework were in the way."""
     cases = [replace(case, stack=NO_STACK) for case in read_cases(table) if case.fitted and case.step_s]
-    predicted = measured(cases).seconds(PLAIN).tolist()
+    predicted = lay_out(cases).seconds(PLAIN).tolist()
     return evidence_of(table, cases, predicted, measured=True, how="predicted without any framework's constants")
 
 

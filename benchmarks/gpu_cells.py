@@ -18,7 +18,7 @@ from flopwise.catalog.load import THIS_MACHINE, load_model
 from flopwise.engine.batch import Batch
 from flopwise.engine.formats import TYPES
 from flopwise.engine.streaming.executor import StreamingExecutor
-from flopwise.plan.device.explain import planned
+from flopwise.plan.device.explain import make_plan
 from flopwise.plan.program.compile import compile_plan
 from flopwise.profile.measure.sampling import Counters, sampler_for
 from flopwise.profile.measure.this_machine import find_hardware
@@ -284,7 +284,7 @@ def _planned(cell: Cell, model: Transformer, hardware: Hardware) -> Planned:
         formats=parse_formats(cell.precision),
         batch_sequences=cell.batch_sequences,
     )
-    return planned(question, helps=False)
+    return make_plan(question, helps=False)
 
 
 def _executor(plan: Plan, program: Program, model: Transformer, device: str) -> StreamingExecutor:

@@ -34,7 +34,7 @@ from flopwise.engine.modules import ReferenceModel, build
 from flopwise.engine.streaming.executor import StreamingExecutor
 from flopwise.engine.streaming.updates import numbers_by_part
 from flopwise.engine.weights.initial import initial_values
-from flopwise.plan.device.explain import planned
+from flopwise.plan.device.explain import make_plan
 from flopwise.plan.program.compile import compile_plan
 from flopwise.records.plan import Plan
 from flopwise.setup.setup import CappedSetup
@@ -221,7 +221,7 @@ def _plan(case: Case, precision: str) -> Plan:
         batch_sequences=case.batch_sequences,
     )
     try:
-        return planned(question, helps=False).plan
+        return make_plan(question, helps=False).plan
     except FlopwiseError as error:
         hint = "a larger --device-gib" if (error.hint or "").startswith("--device-mem") else error.hint
         raise FlopwiseError(error.what, why=error.why, hint=hint) from None

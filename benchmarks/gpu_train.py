@@ -22,7 +22,7 @@ from benchmarks.gpu_cells import draw_weights
 from flopwise.catalog.load import load_hardware, load_model
 from flopwise.engine.batch import Batch
 from flopwise.engine.streaming.executor import StreamingExecutor
-from flopwise.plan.device.explain import planned
+from flopwise.plan.device.explain import make_plan
 from flopwise.plan.program.compile import compile_plan
 from flopwise.records.program import Stream
 from flopwise.setup.setup import CappedSetup
@@ -119,7 +119,7 @@ def _run(case: Case) -> Row:
         formats=parse_formats(case.precision),
         batch_sequences=case.batch_sequences,
     )
-    found = planned(question, helps=False)
+    found = make_plan(question, helps=False)
     program = compile_plan(found.plan, model)
     training = Training(steps=case.steps, learning_rate=1e-4)
     torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ from benchmarks.torchtitan import torchtitan_fit
 from flopwise.base.files import read_text, write_whole
 from flopwise.catalog.load import ROOT, load_stack
 from flopwise.references.published import protocol_of, read_cases
-from flopwise.references.validate.held_out import fit_of
+from flopwise.references.validate.fitting import fit_of
 from flopwise.setup.stack import Stack
 
 FITTED_TABLES = ("mpt", "vtrain", "nanotron", "megatron")

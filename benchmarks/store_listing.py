@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from flopwise.records.measurement import RunRecord
-from flopwise.store.cells import Attempt, Cell, Settings, SweepRecord, cell_id
+from flopwise.setup.written import CellSetup, cell_id
+from flopwise.store.cells import Attempt, Cell, SweepRecord
 from flopwise.store.collecting import collect
 from flopwise.store.rows import row_of, run_rows
 from flopwise.store.runs import RECORD, ROW, read_record, run_names, to_text
@@ -102,7 +103,7 @@ def _add_cells(store: Path) -> None:
     cells = []
     for number, name in enumerate(run_names(store), 1):
         record = read_record(store / name)
-        settings = Settings(
+        settings = CellSetup(
             model=record.model,
             hardware=record.hardware or "this-cpu",
             devices=1,

@@ -15,11 +15,10 @@ import csv
 from pathlib import Path
 
 from flopwise.catalog.load import load_model, load_stack
-from flopwise.references.published.rows import described
-from flopwise.references.validate.case import Case
-from flopwise.references.validate.held_out import StackFit, fit_of, held_out_predictions
-from flopwise.references.validate.protocol import Protocol
-from flopwise.setup.parallel import sharded
+from flopwise.references.published.rows import load_device
+from flopwise.references.validate.fitting import StackFit, fit_of, held_out_predictions
+from flopwise.references.validate.protocol import Case, Protocol
+from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import SettledSetup
 from flopwise.work.formats import parse_formats
 from flopwise.work.model import Model
@@ -56,8 +55,8 @@ def _case(number: int, row: dict[str, str]) -> Case:
         stack="torchtitan",
         setup=SettledSetup(
             model=_model(row["model"]),
-            hardware=described(row["hardware"]),
-            parallel=sharded(gpus),
+            hardware=load_device(row["hardware"]),
+            parallel=shard_all(gpus),
             sequence_tokens=tokens,
             batch_sequences=gpus * micro_batch,
             micro_batch_sequences=micro_batch,

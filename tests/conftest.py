@@ -1,24 +1,34 @@
 """Shared by all tests: one thread for each worker, since the workers already take every core; no timed examples.
 
+Files that take long come first, so that no worker is left with one; what takes long is no part of `make check`.
+
 On CI the random examples are the same in every run, so that a red run can be repeated; elsewhere they are fresh.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Generator
+from functools import cache
 
 import pytest
+import typer.main
 from hypothesis import settings
+
+from tests.support.cpu_seconds import function_of, read_seconds
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 # Where a test does take two threads, one that waits leaves its core to the other workers; without this it spins on it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Built anew for each of thousands of lines, the commands and their options would take more time than most answers.
+typer.main.get_command = cache(typer.main.get_command)
 
 settings.register_profile("flopwise", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("flopwise")
@@ -39,6 +49,28 @@ def pytest_configure() -> None:
     # Tests that stop a training by SIGINT would see it go on to its end.
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+QUICK_S = 0.7
+"""Test functions that take longer, all their cases together, are left out of `make check`."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seconds = read_seconds()
+    of_file = defaultdict[str, float](float)
+    for name, taken in seconds.items():
+        of_file[name.partition("::")[0]] += taken
+    for item in items:
+        if seconds.get(function_of(item), 0.0) > QUICK_S:
+            item.add_marker("slow")
+    items.sort(key=lambda item: -of_file[item.nodeid.partition("::")[0]])
+
+
+def pytest_collection_finish() -> None:
+    # Eight thousand tests and torch are a million objects: looking through them again and again took a tenth of all.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

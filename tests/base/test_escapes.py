@@ -61,8 +61,21 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.write_text(json.dumps(table))
         spoil(folder / run / PROFILE, "format", "kind", "source", "owner")
     for path in [*(folder / CELLS).glob("*/*.json"), *(folder / SWEEPS).glob("*.json")]:
-        spoil(path, "id", "cell", "cells", "run", "state", "method", "task", "device", "sweep", "batch_sequences",
-              "micro_batch_sequences", "architecture")  # fmt: skip
+        spoil(
+            path,
+            "id",
+            "cell",
+            "cells",
+            "run",
+            "state",
+            "method",
+            "task",
+            "device",
+            "sweep",
+            "batch_sequences",
+            "micro_batch_sequences",
+            "architecture",
+        )
     return folder
 
 

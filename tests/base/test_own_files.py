@@ -31,7 +31,7 @@ __all__ = ("hardware", "place")
 def a_step(number: int) -> StepRecord:
     return StepRecord(
         step=number, loss=1.0, learning_rate=0.1, step_s=1.0, tokens=8, samples=1, tokens_per_s=8.0, mfu=None
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture

@@ -80,8 +80,9 @@ def test_the_fastest_kernel_of_each_pass_counts() -> None:
     times = {
         ("attention", "forward", "one"): [3.0, 1.0, 2.0],
         ("attention", "forward", "other"): [1.5, 1.5, 9.0],
-        ("attention", "backward", "one"): [4.0], ("attention", "backward", "other"): [5.0],
-    }  # fmt: skip
+        ("attention", "backward", "one"): [4.0],
+        ("attention", "backward", "other"): [5.0],
+    }
     assert fastest(times) == {("attention", "forward"): ("other", 1.5), ("attention", "backward"): ("one", 4.0)}
 
 
@@ -131,7 +132,7 @@ def test_kernels_by_class_and_gaps() -> None:
         {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 0.0, "dur": 100.0},
         {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0.0, "dur": 500.0},
         {"ph": "i", "cat": "kernel", "name": "no span", "ts": 0.0},
-    ]  # fmt: skip
+    ]
     rows = kernel_rows("8k", device_events(trace))
     by_level = {(row.level, row.name): row for row in rows}
     assert by_level["span", "from the first to the last"].total_s == pytest.approx(100e-6)
@@ -299,9 +300,11 @@ def test_a_process_begins_nothing_behind_a_failure(tmp_path: Path, monkeypatch: 
 def test_memory_is_given_back_between_two_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     for place, name in (
-        (torch._C, "_cuda_clearCublasWorkspaces"), (torch._C, "_host_emptyCache"), (torch.cuda, "empty_cache"),
+        (torch._C, "_cuda_clearCublasWorkspaces"),
+        (torch._C, "_host_emptyCache"),
+        (torch.cuda, "empty_cache"),
         (torch.cuda, "reset_peak_memory_stats"),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(place, name, lambda name=name: called.append(name), raising=False)
     gpu._free("cpu")
     assert called == []
@@ -316,7 +319,7 @@ def test_memory_is_given_back_between_two_jobs(monkeypatch: pytest.MonkeyPatch) 
     ("words", "told"),
     [
         pytest.param("--cell nope", "no cell is called 'nope'", id="cell"),
-        pytest.param("--cells tiny,tyni", "did you mean tiny", id="cells"),
+        pytest.param("--cells tiny,tinny", "did you mean tiny", id="cells"),
         pytest.param("--peer nope", "no peer is called 'nope'", id="peer"),
         pytest.param("--ceiling nope", "no ceiling is called 'nope'", id="ceiling"),
         pytest.param("--hardware nope", "no hardware is called 'nope'", id="hardware"),
@@ -329,7 +332,7 @@ def test_memory_is_given_back_between_two_jobs(monkeypatch: pytest.MonkeyPatch) 
         pytest.param("--output {broken}", "it is a file, not a folder", id="output-a-file"),
         pytest.param("--output /proc/x", "cannot write into /proc/x", id="output-nowhere"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_told_before_any_process_and_makes_no_folder(
     words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,10 +399,21 @@ def test_small_words_and_names() -> None:
 
 def test_the_last_table_is_narrow_whatever_it_holds() -> None:
     row = {
-        "outcome": "ok", "tokens_per_s": 55_090.4, "tokens_per_s_low": 54_900.0, "tokens_per_s_high": 55_200.0,
-        "ceiling_share": 0.953, "mfu": 0.61, "hfu": 0.65, "peak_allocated_bytes": 131 * 2**30, "peak_per_cap": 0.998,
-        "predicted_per_measured": 1.023, "waited_s": 12.5, "submit_s": 11.25, "clock_mhz": 1455.2, "power_w": 684.0,
-    }  # fmt: skip
+        "outcome": "ok",
+        "tokens_per_s": 55_090.4,
+        "tokens_per_s_low": 54_900.0,
+        "tokens_per_s_high": 55_200.0,
+        "ceiling_share": 0.953,
+        "mfu": 0.61,
+        "hfu": 0.65,
+        "peak_allocated_bytes": 131 * 2**30,
+        "peak_per_cap": 0.998,
+        "predicted_per_measured": 1.023,
+        "waited_s": 12.5,
+        "submit_s": 11.25,
+        "clock_mhz": 1455.2,
+        "power_w": 684.0,
+    }
     bad = {"outcome": "out of memory", "why": "OutOfMemoryError: " + "x" * 200}
     progress = Progress(
         ceilings={"fp8-8b-256k": Ideal(12_340.0, 67.5, 13.5)},

@@ -80,7 +80,7 @@ def test_the_table_says_whose_mean_it_ends_with_and_fits_a_terminal() -> None:
         pytest.param("--ways bf16,fp9", "no way is called 'fp9'", id="way"),
         pytest.param("--ways ,", "nothing to train", id="no-way"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_told_in_words_before_anything_is_written(
     words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

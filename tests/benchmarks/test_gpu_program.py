@@ -35,9 +35,15 @@ def setting() -> Setting:
     """Five layers of a small model in two rounds: all state but one block passes, and all activations leave."""
     model = small_model("qwen3-0.6b", 5)
     plan = plain_plan(
-        model, chunks=2, letter="f", rounds_per_step=2, activation_slots=3,
-        weights=PASSING, gradients=PASSING, optimizer_state=PASSING,
-    )  # fmt: skip
+        model,
+        chunks=2,
+        letter="f",
+        rounds_per_step=2,
+        activation_slots=3,
+        weights=PASSING,
+        gradients=PASSING,
+        optimizer_state=PASSING,
+    )
     program = compile_plan(plan, model)
     return Setting(Case(64, 1, 2), program, TaskSeconds(plan, model, load_hardware("h200")).of(program))
 

@@ -78,8 +78,12 @@ def test_rows_that_cannot_be_written_are_printed(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf", "banana", ""])
 def test_a_ceiling_that_is_no_rate_is_none(rate: str, tmp_path: Path) -> None:
     good: Row = {
-        "ceiling": "8b-8k", "op": WHOLE, "card": "mine", "tokens_per_s": 12_000.0, "products_us_per_token": 65.0,
+        "ceiling": "8b-8k",
+        "op": WHOLE,
+        "card": "mine",
+        "tokens_per_s": 12_000.0,
+        "products_us_per_token": 65.0,
         "attention_us_per_token": 15.0,
-    }  # fmt: skip
+    }
     append_rows(tmp_path / "ceilings.csv", [good, {**good, "tokens_per_s": rate}])
     assert measured_ceilings(tmp_path, "mine")["8b-8k"].tokens_per_s == 12_000.0

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.kernel_rows import load_gemms
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import to_toml
-from flopwise.calibrate.calibrated import calibrated
+from flopwise.calibrate.calibrated import calibrate_hardware
 from flopwise.calibrate.kernel_fit import (
     attention_seconds,
     by_length,
@@ -134,7 +134,7 @@ def test_rows_of_an_h200_give_what_its_file_says() -> None:
 def measured() -> tuple[Hardware, Calibration, Efficiency, CalibrationRecord]:
     truth = known_efficiency(5)
     calibration = known_calibration(H200, truth, noise=0.01)
-    hardware, fitted = calibrated(H200, calibration, name="h200-measured", date="2026-01-02")
+    hardware, fitted = calibrate_hardware(H200, calibration, name="h200-measured", date="2026-01-02")
     record = CalibrationRecord(file="card.toml", hardware=hardware, held_out=fitted, calibration=calibration)
     return hardware, calibration, truth, record
 
@@ -171,7 +171,7 @@ def test_quacks_products_have_activations_in_them(
 ) -> None:
     calibration = measured[1]
     versions = {**calibration.versions, "products": products}
-    found, _ = calibrated(H200, replace(calibration, versions=versions), name="mine", date="2026-11-16")
+    found, _ = calibrate_hardware(H200, replace(calibration, versions=versions), name="mine", date="2026-11-16")
     path = tmp_path / "mine.toml"
     path.write_text(to_toml(found), encoding="utf-8")
     assert load_hardware(path).efficiency.gemm.activates is activates
@@ -186,7 +186,7 @@ def test_every_measured_number_says_how(measured: Measured) -> None:
         for words in ("2026-01-02", "torch 2.11.0", "CUDA 13.0", "driver 580.95.05", "1455 MHz", "684 W", "held out"):
             assert words in source.note
     assert "129 in bf16, 24 in fp8" in str(hardware.sources[efficiency.gemm.source].note)
-    assert {key for _, key in hardware.cited()} == set(hardware.sources)
+    assert {key for _, key in hardware.list_sources()} == set(hardware.sources)
 
 
 def set_up(hardware: Hardware, formats: str) -> Setup:
@@ -218,7 +218,7 @@ def test_a_borrowed_peak_is_called_so(measured: Measured) -> None:
     calibration = replace(measured[1], device_name="NVIDIA Z9000", units=120, streams=(), attentions=(), copies=())
     calibration = replace(calibration, products=calibration.products[:12])
     base = load_hardware("h100-sxm")
-    hardware, fitted = calibrated(base, calibration, name="nvidia-z9000-measured", date="2026-01-02", like=True)
+    hardware, fitted = calibrate_hardware(base, calibration, name="nvidia-z9000-measured", date="2026-01-02", like=True)
     assert hardware.title == "NVIDIA Z9000, measured"
     assert hardware.device.units.value == 120
     peak = hardware.device.peak_flops["bf16"]

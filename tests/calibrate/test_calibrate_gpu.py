@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from flopwise.calibrate import calibrating, kernel_clock
-from flopwise.calibrate.attention_calls import attention_calls
-from flopwise.calibrate.calibrated import calibrated
+from flopwise.calibrate.calibrated import calibrate_hardware
 from flopwise.calibrate.calibrating import calibrate_device
+from flopwise.calibrate.kernel_calls import attention_calls, product_calls
 from flopwise.calibrate.kernel_clock import CudaClock
-from flopwise.calibrate.product_calls import product_calls
 from flopwise.calibrate.shapes import AttentionShape, ProductShape, Schedule, gpu_schedule
 from flopwise.catalog.load import load_hardware
 from flopwise.profile.measure.nvml import open_nvml
@@ -132,7 +131,7 @@ def test_everything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.samples[-1].clock_hz, found.samples[-1].power_w) == (1485e6, 650.0)
     assert torch.get_float32_matmul_precision() == precision
     assert found.notes == () and len(told) == told[0][2]
-    described(found)
+    load_device(found)
 
 
 @pytest.mark.usefixtures("card")
@@ -149,7 +148,7 @@ def test_what_a_card_refuses_is_left_out_and_told(monkeypatch: pytest.MonkeyPatc
     # Of the streams, those of the larger size do not fit what is free.
     assert {row.bytes for row in found.streams} == {2 * 2**12, 3 * 2**12}
     assert any(note.startswith("some streams were left out: 0.0 GiB") for note in found.notes)
-    hardware = described(found)
+    hardware = load_device(found)
     assert hardware.efficiency.gemm.by_format is not None and "fp8" not in hardware.efficiency.gemm.by_format
     assert hardware.efficiency.attention == load_hardware("h200").efficiency.attention
 
@@ -180,10 +179,10 @@ def test_kernels_are_compiled_before_the_card_is_hot(monkeypatch: pytest.MonkeyP
     assert found.versions["products"] == "quack" and "fp32" in order
 
 
-def described(found: Calibration) -> Any:
+def load_device(found: Calibration) -> Any:
     """The file of a card that was measured; each format's rate is what a CPU's is, far below the peak."""
     slow = replace(found, products=tuple(replace(row, seconds=1e-6) for row in found.products))
-    hardware, _ = calibrated(load_hardware("h200"), slow, name="card", date="2026-01-02")
+    hardware, _ = calibrate_hardware(load_hardware("h200"), slow, name="card", date="2026-01-02")
     note = str(hardware.sources["measured-products"].note)
     assert "12 in bf16" in note and "1485 MHz and 650 W" in note
     assert all(f"; {left_out}" in note for left_out in found.notes)

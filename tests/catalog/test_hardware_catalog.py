@@ -194,7 +194,7 @@ def test_usual_names_are_aliases(alias: str, name: str) -> None:
 
 
 def test_every_source_is_cited_and_says_enough(hardware: Hardware) -> None:
-    assert {key for _, key in hardware.cited()} == set(hardware.sources)
+    assert {key for _, key in hardware.list_sources()} == set(hardware.sources)
     for key, source in hardware.sources.items():
         assert source.title, key
         # What the maker does not print needs a word on where it comes from.

@@ -18,10 +18,9 @@ from typer.testing import CliRunner, Result
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.calibrate import calibrating
-from flopwise.calibrate.attention_calls import attention_calls
 from flopwise.calibrate.calibrating import calibrate_device, stream_call
+from flopwise.calibrate.kernel_calls import attention_calls, product_calls
 from flopwise.calibrate.kernel_clock import CpuClock
-from flopwise.calibrate.product_calls import product_calls
 from flopwise.calibrate.shapes import KINDS, AttentionShape, Schedule, cpu_schedule
 from flopwise.catalog.load import load_hardware
 from flopwise.cli import app
@@ -290,7 +289,7 @@ def test_the_products_that_are_timed_are_the_engines(monkeypatch: pytest.MonkeyP
         asked.add((device, dtype))
         return SlowProducts(arena)
 
-    monkeypatch.setattr("flopwise.calibrate.product_calls.products_for", slow)
+    monkeypatch.setattr("flopwise.calibrate.kernel_calls.products_for", slow)
     monkeypatch.setattr(SlowProducts, "seen", set())
     table = json.loads(run("--device", "cpu", "--quick", "--output", "json").stdout)["calibration"]
     assert all(row["seconds"] >= SlowProducts.SECONDS for row in table["products"])

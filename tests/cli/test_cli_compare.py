@@ -13,7 +13,7 @@ from rich.cells import cell_len
 
 from flopwise.records.measurement import RunRecord
 from flopwise.report.results_files import results_csv
-from flopwise.report.run_comparison import Measured, compared, quantiles_of
+from flopwise.report.run_comparison import Measured, compare_runs, quantiles_of
 from flopwise.store.cells import SweepRecord
 from flopwise.store.collecting import collect
 from flopwise.store.runs import VARIABLE, read_record, write_record
@@ -264,7 +264,7 @@ def test_the_words_rest_on_the_steps() -> None:
         [Measured(row=row, sample=quantiles_of(row)) for row in collect(Path(side)).rows]
         for side in ("before", "after")
     ]
-    found = compared(sides[0], sides[1], names=("a", "b"), threshold=0.03)
+    found = compare_runs(sides[0], sides[1], names=("a", "b"), threshold=0.03)
     samples = [[quantiles_of(side[0].row)] for side in sides]
     expected = change([sample for sample in samples[0] if sample], [sample for sample in samples[1] if sample])
     assert found.cells[0].change is not None

@@ -21,8 +21,7 @@ from flopwise.catalog.load import ROOT, load_model
 from flopwise.cli.design import parse_watts
 from flopwise.predict import Setup
 from flopwise.references.deepflow import PUBLISHED
-from flopwise.references.design.device import PARTS, DesignQuestion, blueprint_of, design_by_step
-from flopwise.references.design.search import Search
+from flopwise.references.design.search import PARTS, DesignQuestion, Search, blueprint_of, design_by_step
 from tests.cli.test_cli_deepflow import told
 from tests.cli.test_cli_fuzz import answered
 
@@ -261,7 +260,7 @@ def test_a_bar_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = pty.openpty()
     result = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, timeout=60, check=False
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, timeout=300, check=False
     )
     os.close(theirs)
     shown = os.read(ours, 2**16)

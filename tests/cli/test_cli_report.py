@@ -16,11 +16,12 @@ from rich.cells import cell_len
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_model, model_table
-from flopwise.cli.report import collect, gathered
+from flopwise.cli.report import collect, gather_rows
 from flopwise.references.published.benchmark_tables import markdown_tables
 from flopwise.references.published.results import read_results
 from flopwise.report.results_files import read_results_csv, results_csv
-from flopwise.store.cells import Attempt, Cell, Settings, SweepRecord, cell_id
+from flopwise.setup.written import CellSetup, cell_id
+from flopwise.store.cells import Attempt, Cell, SweepRecord
 from flopwise.store.results import FIELDS, fastest
 from flopwise.store.runs import VARIABLE, new_run, write_record
 from flopwise.store.sweeps import new_attempt, write_cell, write_sweep
@@ -29,7 +30,7 @@ from tests.report.test_training_report import a_measurement, a_record
 from tests.support.result_rows import OOM_REASON, a_result, lost, mixed
 
 DOCUMENT = str(Path(__file__).parents[1] / "data" / "mpt_tables.md")
-OOM = Settings(
+OOM = CellSetup(
     model=model_table(load_model("gpt2")),
     hardware="h200",
     devices=1,
@@ -135,7 +136,7 @@ def test_an_empty_store_is_told_with_a_way_out(empty_folder: None) -> None:
 
 def test_every_form_holds_every_row(store: Path) -> None:
     del store
-    rows = gathered((), "")
+    rows = gather_rows((), "")
     assert read_results_csv(said(["-o", "csv"])) == rows
     found = json.loads(said(["-o", "json"]))["rows"]
     assert [item["state"] for item in found] == ["ok", "ok", "unreadable", "oom"]
@@ -150,7 +151,7 @@ def test_forms_go_to_files(store: Path) -> None:
         code, out, err = answered(["report", "-o", form, "-w", f"out.{form}"])
         assert (code, out) == (0, "")
         assert f"wrote out.{form}" in err
-    assert read_results(Path("out.csv")) == read_results(Path("out.json")) == gathered((), "")
+    assert read_results(Path("out.csv")) == read_results(Path("out.json")) == gather_rows((), "")
     assert "\x1b" not in Path("out.table").read_text()
 
 
@@ -268,7 +269,7 @@ def test_collect_writes_both_files_whole(store: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.splitlines() == ["out/deep/results.csv", "out/deep/results.md"]
     assert sorted(path.name for path in Path("out/deep").iterdir()) == ["results.csv", "results.md"]
     rows = read_results(Path("out/deep/results.csv"))
-    assert rows == gathered((), str(store), "2")
+    assert rows == gather_rows((), str(store), "2")
     assert sum(len(table.rows) for table in markdown_tables(Path("out/deep/results.md").read_text())) == len(rows)
     with pytest.raises(FlopwiseError, match="cannot write to"):
         collect(into="out/deep/results.csv/x", store=str(store))

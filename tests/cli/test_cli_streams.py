@@ -16,7 +16,7 @@ from flopwise.catalog.load import load_hardware
 def shell(line: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
     """A line of shell in which $FLOPWISE is the command."""
     environment = {"PATH": "/usr/bin:/bin", "COLUMNS": "120", "FLOPWISE": f"{sys.executable} -m flopwise", **variables}
-    return subprocess.run(["/bin/bash", "-c", line], capture_output=True, timeout=60, check=False, env=environment)
+    return subprocess.run(["/bin/bash", "-c", line], capture_output=True, timeout=300, check=False, env=environment)
 
 
 @pytest.mark.parametrize("command", ["--help", "ls models", "ls models -o csv", "predict gpt2 --on h200", "env"])
@@ -56,7 +56,7 @@ def test_an_interrupt_while_importing_says_nothing() -> None:
         "sys.meta_path.insert(0, Interrupt())\n"
         "from flopwise.cli import main\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300, check=False)
     assert (result.returncode, result.stderr) == (130, b"")
 
 
@@ -107,9 +107,9 @@ def test_python_has_the_same_names() -> None:
         "print(flopwise.predict('gpt2', on='h200').model)\n"
         "try:\n    flopwise.load_model('gpt5')\nexcept flopwise.FlopwiseError as error:\n    print(error.hint)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("gpt2\n`flopwise ls models`")
+    assert result.stdout.startswith("gpt2\n`flopwise.catalog.load.model_names()`")
 
 
 def test_hardware_from_python(tmp_path: Path) -> None:

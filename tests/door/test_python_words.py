@@ -12,7 +12,7 @@ import pytest
 import flopwise
 from flopwise import door
 from flopwise.cli import app
-from flopwise.door.python_words import CONNECTIVES, KEYWORDS, options_of, reworded
+from flopwise.door.python_words import CONNECTIVES, KEYWORDS, options_of, reword
 
 SOURCES = Path(flopwise.__file__).parent
 FUNCTIONS = tuple(getattr(door, name) for name in door.__all__)
@@ -72,8 +72,8 @@ def test_what_follows_an_option_is_its_value_or_a_connective() -> None:
 def test_connectives_and_values_are_all_in_use() -> None:
     seen = {word for _, word, _ in followers()}
     assert sorted(VALUES - seen) == []
-    # `plan` says "--micro without --gpus" of whichever option it is.
-    assert sorted(set(CONNECTIVES) - seen) == ["without"]
+    # `plan` says "--micro without --gpus" of whichever option it is, and `one_of` that it cannot be such a word.
+    assert sorted(set(CONNECTIVES) - seen) == ["cannot", "without"]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,13 @@ def test_connectives_and_values_are_all_in_use() -> None:
         ("`flopwise plan … --gpus 8 -w plan.toml`", '`fw.plan(…, devices=8, write="plan.toml")`'),
         ("`flopwise predict gpt2 --on h100-sxm`", '`fw.predict("gpt2", on="h100-sxm")`'),
         ("`flopwise predict gpt2 --method deepflow`", "`flopwise predict gpt2 --method deepflow`"),
-        ("`flopwise ls models`, or `flopwise train`", "`flopwise ls models`, or `fw.train()`"),
+        ("`flopwise ls models`, or `flopwise train`", "`flopwise.catalog.load.model_names()`, or `fw.train()`"),
+        ("`flopwise ls runs --store here` lists them", '`fw.results(store="here")` lists them'),
+        ("`flopwise report`, or `flopwise report -o csv`", "`fw.results()`, or `flopwise report -o csv`"),
+        (
+            "`flopwise show gpt2`, `flopwise show h200`, `flopwise show NAME`",
+            '`fw.load_model("gpt2")`, `fw.load_hardware("h200")`, `flopwise show NAME`',
+        ),
         ("(--stochastic-rounding, --host-mem)", "(stochastic_rounding=True, host_mem)"),
         ("a run with --no-checkpoint", "a run with checkpoint=False"),
         ("--learning-rate 0.0001, or --clip 1.0", "learning_rate=0.0001, or clip=1.0"),
@@ -97,7 +103,7 @@ def test_connectives_and_values_are_all_in_use() -> None:
     ],
 )
 def test_options_become_keywords(text: str, expected: str) -> None:
-    assert reworded(text, options_of(door.train) | {"--batch-tokens": "batch_tokens"}) == expected
+    assert reword(text, options_of(door.train) | {"--batch-tokens": "batch_tokens"}) == expected
 
 
 LEFT_TO_THE_COMMAND_LINE = {

@@ -400,9 +400,13 @@ def test_bad_numbers_are_found_in_every_piece_and_kind(tmp_path: Path, monkeypat
             numbers[where] = math.nan
             state = replace(a_state(1), not_finite=("eval_loss",))
             path = save(
-                tmp_path, weights={**fine, "a": numbers.to(dtype).view(30, 30).t()}, optimizer={}, state=state,
-                config=None, keep=1,
-            )  # fmt: skip
+                tmp_path,
+                weights={**fine, "a": numbers.to(dtype).view(30, 30).t()},
+                optimizer={},
+                state=state,
+                config=None,
+                keep=1,
+            )
             assert load(path).state.not_finite == ("a", "eval_loss")
 
 

@@ -207,6 +207,6 @@ def test_savers_that_overlap_take_turns(tmp_path: Path) -> None:
 def test_a_saver_that_never_ends_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOCK_WAIT_S", 0.05)
     save_step(tmp_path, 1)
-    with module._locked(tmp_path / "checkpoints"), pytest.raises(FlopwiseError, match="another process has been"):
+    with module._lock(tmp_path / "checkpoints"), pytest.raises(FlopwiseError, match="another process has been"):
         save_step(tmp_path, 2)
     save_step(tmp_path, 2)

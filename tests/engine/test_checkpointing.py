@@ -62,7 +62,7 @@ def output_projection(model: Transformer, tokens: int, batch: int) -> int:
 
 @pytest.mark.parametrize("kernel", ["flash", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_checkpoint_executes_what_input_counts(family: str, kernel: AttentionKernel, data: st.DataObject) -> None:
     """torch's default, with early stop, against `input`.
@@ -79,7 +79,7 @@ def test_checkpoint_executes_what_input_counts(family: str, kernel: AttentionKer
 
 @pytest.mark.parametrize("kernel", ["flash", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_checkpoint_to_the_end_executes_what_full_counts(
     family: str, kernel: AttentionKernel, data: st.DataObject

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.batch import Batch
-from flopwise.engine.data import ClassificationData, open_classification_data
+from flopwise.engine.data import ClassificationData, DataRequest, open_classification_data
 from tests.support.data_files import END, LINES, csv_file, json_lines, quick_disk, request, word_tokenizer
 
 __all__ = ["quick_disk"]
@@ -192,3 +192,15 @@ def test_the_description_is_plain_json(tmp_path: Path) -> None:
     assert json.loads(json.dumps(described)) == described
     assert described["labels"] == ["0", "1", "2"]
     assert described["samples"] == 23 == described["sequences"] + described["evaluation_sequences"]
+
+
+def test_the_mean_of_training_samples_leaves_padding_out(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\n" + "".join(f"{'a' * (2 + 3 * (row % 4))},{row % 2}\n" for row in range(40)))
+    data = open_classification_data(
+        DataRequest(sources=(str(path),), sequence_tokens=64, vocab=300, cache=tmp_path / "cache", evaluation_share=0.0)
+    )
+    batch = data.batch(0, 40)
+    assert batch.lengths is not None
+    assert data.mean_tokens == pytest.approx(batch.lengths.mean())
+    assert sum(tokens * count for tokens, count in batch.lengths_counted()) == batch.tokens

@@ -134,8 +134,13 @@ def test_norms_of_sums_and_norms_made_again(rows: int, width: int, dtype: torch.
         statistics = torch.empty((rows,) if rms else (rows, 2), device=DEVICE)
         form.norm_forward(
             *(source, weight, bias),
-            epsilon=1e-5, rms=rms, out=out, statistics=statistics, other=other, total=total,
-        )  # fmt: skip
+            epsilon=1e-5,
+            rms=rms,
+            out=out,
+            statistics=statistics,
+            other=other,
+            total=total,
+        )
         alone = torch.empty_like(out)
         form.norm_forward(total, weight, bias, epsilon=1e-5, rms=rms, out=alone, statistics=statistics, total=copied)
         assert torch.equal(total, torch.add(source, other))
@@ -144,16 +149,26 @@ def test_norms_of_sums_and_norms_made_again(rows: int, width: int, dtype: torch.
         for place in (0, 1):
             summed = [source.clone(), other.clone()]
             form.norm_forward(
-                *(summed[0], weight, bias), epsilon=1e-5, rms=rms, out=summed[place], statistics=statistics,
-                other=summed[1], total=copied,
-            )  # fmt: skip
+                *(summed[0], weight, bias),
+                epsilon=1e-5,
+                rms=rms,
+                out=summed[place],
+                statistics=statistics,
+                other=summed[1],
+                total=copied,
+            )
             assert torch.equal(summed[place], out) and torch.equal(copied, total), "in the place of what is summed"
         sums, below, above = torch.zeros(2, width, device=DEVICE), torch.ones_like(source), gradient.clone()
         form.norm_backward(
             *(above, total, weight, statistics),
-            rms=rms, out=below, weight_gradient=sums[0], bias_gradient=None if rms else sums[1],
-            accumulate=True, recompute=True, bias=bias,
-        )  # fmt: skip
+            rms=rms,
+            out=below,
+            weight_gradient=sums[0],
+            bias_gradient=None if rms else sums[1],
+            accumulate=True,
+            recompute=True,
+            bias=bias,
+        )
         close(above, out, 0.0 if form is fused else 1.0)
         results.append([out, below, sums])
     for expected, found in zip(*results, strict=True):

@@ -17,7 +17,7 @@ from flopwise.engine.data import DataRequest, open_language_data
 from flopwise.engine.kernels import fp8
 from flopwise.engine.streaming.executor import StreamingExecutor
 from flopwise.engine.weights.initial import initial_values
-from flopwise.plan import CappedSetup, compile_plan, planned
+from flopwise.plan import CappedSetup, compile_plan, make_plan
 from flopwise.plan.program.sizes import sizes_of
 from flopwise.records.plan import Plan
 from flopwise.setup.training import Training
@@ -221,7 +221,7 @@ def test_a_plan_under_a_cap_holds_it(cap_mib: int) -> None:
         batch_sequences=4,
         formats=parse_formats("fp8"),
     )
-    plan = planned(question, helps=False).plan
+    plan = make_plan(question, helps=False).plan
     executor = StreamingExecutor(plan, compile_plan(plan, model), model, Training(steps=1), device=CPU)
     executor.clear_moments()
     executor.set_weights(weights_of(model))

@@ -16,9 +16,18 @@ from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Transformer
 
 MODEL = Transformer(
-    name="small", title="small", source="test", layers=3, hidden=48, heads=4, kv_heads=2, ffn=80, vocab=131, context=32,
+    name="small",
+    title="small",
+    source="test",
+    layers=3,
+    hidden=48,
+    heads=4,
+    kv_heads=2,
+    ffn=80,
+    vocab=131,
+    context=32,
     qkv_bias=True,
-)  # fmt: skip
+)
 PARAMETERS = parameters_of(MODEL, 32)
 
 

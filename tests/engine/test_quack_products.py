@@ -15,7 +15,7 @@ from flopwise.engine.kernels import plain_gated, quack, quack_gated  # noqa: E40
 from flopwise.engine.kernels.plain_gated import split_pairs  # noqa: E402
 from flopwise.engine.streaming import quack_products  # noqa: E402
 from flopwise.engine.streaming.arena import Arena  # noqa: E402
-from flopwise.engine.streaming.gated import joined_pairs, largest_error  # noqa: E402
+from flopwise.engine.streaming.gated import join_pairs, largest_error  # noqa: E402
 from flopwise.engine.streaming.products import Products  # noqa: E402
 from flopwise.engine.streaming.quack_products import QuackProducts, are_right, gated_kernels, products_for  # noqa: E402
 from flopwise.work.formats import parse_formats  # noqa: E402
@@ -81,10 +81,10 @@ def test_pairs_are_split_and_joined_where_they_lie() -> None:
     for tensor in (wide, wide[:, 4:12], wide[1:2]):
         gate, up = split_pairs(tensor)
         assert torch.equal(gate, tensor[:, ::2]) and torch.equal(up, tensor[:, 1::2])
-        joined = joined_pairs(gate, up)
+        joined = join_pairs(gate, up)
         assert torch.equal(joined, tensor) and joined.data_ptr() == tensor.data_ptr()
     with pytest.raises(AssertionError, match="pairs"):
-        joined_pairs(wide[:, :10], wide[:, 10:])
+        join_pairs(wide[:, :10], wide[:, 10:])
 
 
 class Wrong:
@@ -285,10 +285,16 @@ def test_products_that_lie_awkwardly_stay_with_torch(
 @pytest.mark.parametrize(
     ("depth", "columns", "tile"),
     [
-        (4096, 6144, quack.ALTERNATING), (4096, 4096, quack.ALTERNATING), (14336, 4096, quack.TOGETHER),
-        (4096, 128256, quack.ALTERNATING_WIDE), (6144, 4096, quack.ALTERNATING), (128256, 4096, quack.TOGETHER),
-        (16384, 4096, quack.TOGETHER), (16384, 14336, quack.ALTERNATING), (28672, 4096, quack.TOGETHER),
+        (4096, 6144, quack.ALTERNATING),
+        (4096, 4096, quack.ALTERNATING),
+        (14336, 4096, quack.TOGETHER),
+        (4096, 128256, quack.ALTERNATING_WIDE),
+        (6144, 4096, quack.ALTERNATING),
+        (128256, 4096, quack.TOGETHER),
+        (16384, 4096, quack.TOGETHER),
+        (16384, 14336, quack.ALTERNATING),
+        (28672, 4096, quack.TOGETHER),
     ],
-)  # fmt: skip
+)
 def test_the_tiles_of_llama_3_8b(depth: int, columns: int, tile: quack.QuackTile) -> None:
     assert quack.tile_for(torch.empty(depth, columns, device="meta")) == tile

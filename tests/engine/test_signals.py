@@ -48,7 +48,7 @@ def test_the_first_signal_asks_and_the_loop_ends_well(number: signal.Signals) ->
     with child(LOOP.format(after="")) as process:
         assert line(process) == "ready"
         process.send_signal(number)
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=120)
     assert output.split() == [number.name, "saved"]
     assert process.returncode == 0 and errors == ""
 
@@ -61,7 +61,7 @@ def test_the_second_signal_ends_at_once(first: signal.Signals, second: signal.Si
         process.send_signal(first)
         assert line(process) == first.name
         process.send_signal(second)
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=120)
     assert process.returncode == -second and output == "" and errors == ""
 
 
@@ -73,7 +73,7 @@ def test_the_second_signal_does_not_wait_for_python() -> None:
         process.send_signal(signal.SIGTERM)
         assert line(process) == "SIGTERM"
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == -signal.SIGINT
+        assert process.wait(timeout=120) == -signal.SIGINT
 
 
 def test_signals_that_come_together_ask_once() -> None:
@@ -86,7 +86,7 @@ def test_signals_that_come_together_ask_once() -> None:
         print(stop.asked)
     """
     with child(body) as process:
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and output.strip() in ("SIGINT", "SIGTERM")
 
 

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from flopwise.engine.batch import NO_LABEL, Batch  # noqa: E402
 from flopwise.engine.kernels import plain_gated  # noqa: E402
 from flopwise.engine.streaming.gated import GatedKernels  # noqa: E402
-from flopwise.engine.streaming.values import joined_columns  # noqa: E402
+from flopwise.engine.streaming.values import join_columns  # noqa: E402
 from flopwise.records.plan import Plan, Residency  # noqa: E402
 from flopwise.records.program import ALIGNMENT_BYTES  # noqa: E402
 from flopwise.work.fusion import has_plain_swiglu  # noqa: E402
@@ -42,9 +42,14 @@ HEAD_CHUNKS = (1, 7, 1000)
 
 
 def assert_equal_gradients(
-    model: Transformer, plan: Plan, batch: Batch, seed: int = 0,
-    *, packs: bool | None = None, gated: GatedKernels | None = None,
-) -> None:  # fmt: skip
+    model: Transformer,
+    plan: Plan,
+    batch: Batch,
+    seed: int = 0,
+    *,
+    packs: bool | None = None,
+    gated: GatedKernels | None = None,
+) -> None:
     module = random_module(model, seed=seed)
     loss, expected = reference_gradients(module, batch)
     executor = executor_for(plan, model, parameters(module), packs=packs, gated=gated)
@@ -101,7 +106,7 @@ def test_results_of_one_product_lie_beside_each_other_where_they_are_kept() -> N
     saved, tokens = executor.player.saved, 2 * TOKENS
     buffer = torch.zeros(sum(field.bytes for field in saved.fields("full", tokens).values()), dtype=torch.uint8)
     views = saved.views(buffer, "full", tokens)
-    together = joined_columns([views["gate"], views["up"]])
+    together = join_columns([views["gate"], views["up"]])
     assert together is not None
     for number, view in enumerate(views.values()):
         view.fill_(number)
@@ -132,11 +137,12 @@ RESIDENCIES: dict[str, dict[str, Any]] = {
         "rounds_per_step": 3,
     },
     "all pass to the end": {
-        **dict.fromkeys(("weights", "gradients", "optimizer_state"), NOTHING_STAYS), "update_when": "end",
+        **dict.fromkeys(("weights", "gradients", "optimizer_state"), NOTHING_STAYS),
+        "update_when": "end",
     },
     "updated on the host": {"update_place": "host", "weights": NOTHING_STAYS, "rounds_per_step": 2},
     "copied to the host": {"host_copies": True, "weights": Residency(blocks=1, passing=1, ends=ENDS)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES)

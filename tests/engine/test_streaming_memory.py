@@ -19,7 +19,7 @@ from flopwise.base.errors import FlopwiseError  # noqa: E402
 from flopwise.catalog.load import load_hardware  # noqa: E402
 from flopwise.engine.streaming.executor import StreamingExecutor  # noqa: E402
 from flopwise.engine.streaming.layout import SavedTensors, fields_in_order, moment_fields  # noqa: E402
-from flopwise.plan import CappedSetup, compile_plan, planned  # noqa: E402
+from flopwise.plan import CappedSetup, compile_plan, make_plan  # noqa: E402
 from flopwise.plan.device.memory import plan_bytes  # noqa: E402
 from flopwise.plan.program.sizes import level_bytes, sizes_of  # noqa: E402
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES  # noqa: E402
@@ -257,7 +257,7 @@ def test_a_plan_found_under_a_cap_never_takes_more(cap_mib: int) -> None:
         batch_sequences=2,
     )
     try:
-        found = planned(question, helps=False)
+        found = make_plan(question, helps=False)
     except FlopwiseError as error:
         pytest.fail(f"{error.what}: {error.why}")
     assert found.plan.device_memory_bytes == cap_mib * MIB

@@ -45,16 +45,38 @@ tied = true
 """
 CONFIGS: tuple[dict[str, Any], ...] = (
     {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu",
-        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                         "original_max_position_embeddings": 64},
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
     },
     {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320, "n_positions": 128},
-    {"model_type": "bert", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-     "num_attention_heads": 4, "vocab_size": 320, "max_position_embeddings": 128, "type_vocab_size": 2},
-)  # fmt: skip
+    {
+        "model_type": "bert",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 320,
+        "max_position_embeddings": 128,
+        "type_vocab_size": 2,
+    },
+)
 SWEEP = """[axes]
 model = "gpt2,bert-base"
 on = ["h200"]
@@ -70,11 +92,25 @@ WORDS = (
     "plan llama-3-8b --on h100-sxm --gpus 8 --seq 4k --batch-tokens 1M --offload -o csv",
     "sweep --model gpt2 --on h200 --seq 512,1k --batch 8,16 --gpus 1,2 --dry-run",
     "sweep --model mpt-125m --on h200,a100 --seq 512-2k*2 --predict -o csv",
-    "ls models", "ls hardware -o json", "ls stacks", "ls runs", "ls sweeps", "show llama-3-8b", "show h200 -o json",
-    "profile show nothing.json --against 3", "why nothing", "report --price 3 --sort mfu", "compare a b",
-    "export plan.toml --to torchtitan", "design gpt2 --power 300W", "validate nanotron", "env -o json",
-    "train tiny.toml --steps 1 --batch 2 --device gpu", "train --resume 7 --steps 3", "serve --port 99999999",
-)  # fmt: skip
+    "ls models",
+    "ls hardware -o json",
+    "ls stacks",
+    "ls runs",
+    "ls sweeps",
+    "show llama-3-8b",
+    "show h200 -o json",
+    "profile show nothing.json --against 3",
+    "why nothing",
+    "report --price 3 --sort mfu",
+    "compare a b",
+    "export plan.toml --to torchtitan",
+    "design gpt2 --power 300W",
+    "validate nanotron",
+    "env -o json",
+    "train tiny.toml --steps 1 --batch 2 --device gpu",
+    "train --resume 7 --steps 3",
+    "serve --port 99999999",
+)
 TRAIN_LINE = "train tiny.toml --device cpu --seq 16 --batch 2 --precision fp32 --store runs"
 TRAIN = TRAIN_LINE.split()
 

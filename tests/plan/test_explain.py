@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from flopwise.base.units import parse_bytes
-from flopwise.plan.device.explain import planned, what_helps
+from flopwise.plan.device.explain import make_plan, what_helps
 from flopwise.plan.device.search import fastest_plan
 from flopwise.plan.device.smallest import Least, least_device, least_host
 from flopwise.records.plan import Planned
@@ -42,7 +42,7 @@ QUESTIONS = {
 
 @cache
 def explained(name: str) -> Planned:
-    return planned(QUESTIONS[name])
+    return make_plan(QUESTIONS[name])
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
@@ -107,11 +107,11 @@ def test_the_least_memory_is_enough_and_little_less_is_not(place: str, asked: Ca
 
 
 CASES = {
-    "llama-3-8b": "llama-3-8b --on h100-sxm --seq 8k --device-mem 3GiB --host-mem 64GiB",
-    "no host": "llama-3-8b --on h100-sxm --seq 8k --device-mem 24GiB",
-    "mixture": "mixtral-8x7b --on h100-sxm --seq 4k --device-mem 6GiB --host-mem 500GiB",
+    "llama-3-8b": "llama-3-8b --set layers=8 --on h100-sxm --seq 8k --device-mem 3GiB --host-mem 20GiB",
+    "no host": "llama-3-8b --set layers=8 --on h100-sxm --seq 8k --device-mem 10GiB",
+    "mixture": "mixtral-8x7b --set layers=8 --on h100-sxm --seq 4k --device-mem 6GiB --host-mem 150GiB",
     "classifier": "bert-base --on a100-80gb --device-mem 60MiB --host-mem 4GiB",
-    "short of host": "llama-3-8b --on h100-sxm --seq 64k --device-mem 24GiB --host-mem 40GiB",
+    "short of host": "llama-3-8b --set layers=8 --on h100-sxm --seq 64k --device-mem 13GiB --host-mem 10GiB",
     "clipped, by batch": "gpt2 --on rtx-4090 --device-mem 100MiB --host-mem 2GiB --clip --batch 48",
     "mixed": "llama-3-1b --on h100-sxm --seq 4k --precision bf16-mixed --device-mem 1GiB --host-mem 64GiB",
 }

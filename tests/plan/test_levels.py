@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flopwise.catalog.load import load_hardware
-from flopwise.plan.device.levels import Curve, chosen_levels, curve_of
+from flopwise.plan.device.levels import Curve, choose_levels, curve_of
 from flopwise.plan.program.sizes import Sizes, level_bytes
 from flopwise.predict.simulate.tasks import TaskSeconds
 from flopwise.records.plan import LETTERS, Plan, spread
@@ -77,7 +77,7 @@ def test_no_assignment_is_better_by_more_than_one_rise(
     largest = max((rise.seconds for rise in curve.rises), default=0.0)
     for share in shares:
         budget = sequences * (curve.least_bytes + share * (curve.most_bytes - curve.least_bytes))
-        rows = chosen_levels(curve, sequences, budget)
+        rows = choose_levels(curve, sequences, budget)
         assert [len(row) for row in rows] == [len(tables)] * sequences
         taken, found = totals(rows, tables)
         assert taken <= budget * (1 + 1e-12)
@@ -109,7 +109,7 @@ def zip_pairs(curve: Curve) -> list[tuple[tuple[float, float], tuple[float, floa
 def test_more_bytes_never_cost_seconds(case: tuple[Curve, list[Table], int], one: float, other: float) -> None:
     curve, tables, sequences = case
     low, high = (
-        totals(chosen_levels(curve, sequences, sequences * share * curve.most_bytes), tables)
+        totals(choose_levels(curve, sequences, sequences * share * curve.most_bytes), tables)
         for share in sorted((one, other))
     )
     assert high[1] <= low[1] + 1e-9
@@ -118,9 +118,9 @@ def test_more_bytes_never_cost_seconds(case: tuple[Curve, list[Table], int], one
 @given(cases())
 def test_the_ends_of_the_budget_are_all_or_the_least(case: tuple[Curve, list[Table], int]) -> None:
     curve, _, sequences = case
-    assert chosen_levels(curve, sequences, sequences * curve.most_bytes) == [["f"] * len(curve.least)] * sequences
-    assert chosen_levels(curve, sequences, 0.0) == [list(curve.least)] * sequences
-    assert chosen_levels(curve, 0, 1e9) == []
+    assert choose_levels(curve, sequences, sequences * curve.most_bytes) == [["f"] * len(curve.least)] * sequences
+    assert choose_levels(curve, sequences, 0.0) == [list(curve.least)] * sequences
+    assert choose_levels(curve, 0, 1e9) == []
 
 
 def real_curve(name: str, parts: int, tokens: int) -> tuple[Curve, Plan, Sizes]:
@@ -140,7 +140,7 @@ def test_models_keep_the_least_first_and_everything_last(name: str, parts: int) 
     assert curve.least_bytes == least
     for share in np.linspace(0, 1, 7):
         budget = 8 * (least + float(share) * (whole - least))
-        rows = chosen_levels(curve, 8, budget)
+        rows = choose_levels(curve, 8, budget)
         taken = sum(
             level_bytes(sizes, LETTERS[letter], plan.tokens_of(part)) for row in rows for part, letter in enumerate(row)
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Literal
 
 import numpy as np
 import pytest
 
 from flopwise.catalog.load import load_hardware, load_model
-from flopwise.plan.device.explain import planned
+from flopwise.plan.device.explain import make_plan
 from flopwise.plan.device.forecast import times_of
 from flopwise.plan.program.compile import compile_plan
 from flopwise.plan.program.ordering import starts_by_need
@@ -23,6 +24,7 @@ from flopwise.work.formats import parse_formats
 GIB = 2**30
 
 
+@cache
 def plan_of(device_gib: float, host_gib: float, *, layers: int = 6, sequence: int = 2048, batch: int = 16) -> Plan:
     question = CappedSetup(
         model=replace(load_model("llama-3-1b"), layers=layers),
@@ -33,7 +35,7 @@ def plan_of(device_gib: float, host_gib: float, *, layers: int = 6, sequence: in
         formats=parse_formats("bf16"),
         batch_sequences=batch,
     )
-    return planned(question, helps=False).plan
+    return make_plan(question, helps=False).plan
 
 
 def program_of(plan: Plan, layers: int = 6) -> Program:
@@ -110,7 +112,7 @@ def test_what_the_head_needs_does_not_keep_the_first_layers_waiting() -> None:
         formats=parse_formats("bf16"),
         batch_sequences=16,
     )
-    plan = planned(question, helps=False).plan
+    plan = make_plan(question, helps=False).plan
     assert "head" not in plan.weights.ends
     by_need, at_once = (
         times_of(replace(plan, fetch=fetch), model, hardware).step_s for fetch in ("by need", "at once")
@@ -136,7 +138,7 @@ def test_rounds_that_are_not_played_take_as_long_as_if_they_were(
     plan = replace(plan, rounds_per_step=13)
     costs = TaskSeconds(plan, model, hardware)
     program = compile_plan(plan, model)
-    played = simulate(program, costs.of(program), hardware.link)
+    played = simulate(program, costs.of(program), hardware.link, peaks=False)
     found = times_of(plan, model, hardware, costs)
     assert found.step_s == pytest.approx(played.step_s, rel=0.01)
     assert found.compute_s == pytest.approx(played.busy["compute"])

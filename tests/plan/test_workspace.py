@@ -34,9 +34,17 @@ def test_no_temporary_lies_beside_the_workspace(family: str, proportions: str) -
     tiny = TINY[family]
     learned = tiny.positions == "learned"
     model = replace(
-        tiny, hidden=hidden, heads=heads, kv_heads=heads if learned else kv_heads, head_dim=head_dim, ffn=ffn,
-        layers=2, vocab=97, context=256, position_rows=256 if learned else tiny.position_rows,
-    )  # fmt: skip
+        tiny,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads if learned else kv_heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        layers=2,
+        vocab=97,
+        context=256,
+        position_rows=256 if learned else tiny.position_rows,
+    )
     beside = {}
     ways: list[tuple[bool, GatedKernels | None]] = [(False, None)] if model.qk_norm else [(False, None), (True, None)]
     if has_plain_swiglu(model):
@@ -51,9 +59,14 @@ def test_no_temporary_lies_beside_the_workspace(family: str, proportions: str) -
                     )
                 else:
                     plan = cut_plan(
-                        model, sequence=2 * TOKENS, chunk=TOKENS, letters=letter, attention=cut, precision=precision,
+                        model,
+                        sequence=2 * TOKENS,
+                        chunk=TOKENS,
+                        letters=letter,
+                        attention=cut,
+                        precision=precision,
                         head_chunk_tokens=16,
-                    )  # fmt: skip
+                    )
                 executor = executor_for(plan, model, {}, Training(steps=1), packs=packs, gated=gated)
                 generator = torch.Generator().manual_seed(0)
                 executor.set_weights(

@@ -44,7 +44,6 @@ def calls_of(
         policy=policy,
         fusion="fused",
         optimizer=optimizer,
-        accumulate=True,
     )
 
 
@@ -242,12 +241,12 @@ def test_head_keeps_out_of_fp8_alone(name: str, formats: str, block: str, head: 
 # 1024 each. Qwen3 has a norm over each head, whose backward reads the keys and queries before it.
 PACKED: list[tuple[str, Recompute, int, int]] = [
     ("llama-3-8b", "none", 0, 0),
-    ("llama-3-8b", "everything", 0, 0),
+    ("llama-3-8b", "pointwise", 0, 0),
     ("llama-3-8b", "attention", 4096, 2 * 14_336),
     ("llama-3-8b", "context", 4096, 2 * 14_336),
     ("llama-3-8b", "input", 4096 + 2 * 1024, 2 * 14_336),
     ("llama-3-8b", "full", 4096 + 2 * 1024, 2 * 14_336),
-    ("qwen3-8b", "everything", 0, 0),
+    ("qwen3-8b", "pointwise", 0, 0),
     ("qwen3-8b", "attention", 4096 + 1024, 2 * 12_288),
     ("qwen3-8b", "context", 4096 + 1024, 2 * 12_288),
     ("qwen3-8b", "input", 4096 + 2 * 1024, 2 * 12_288),
@@ -282,12 +281,12 @@ def test_eager_attention_makes_only_its_scores_again_where_its_result_is_kept(fa
 @pytest.mark.parametrize(
     ("kernel", "policy", "share"),
     [
-        ("flash", "everything", 0),
+        ("flash", "pointwise", 0),
         ("flash", "attention", 0),
         ("flash", "context", 1),
         ("flash", "input", 1),
         ("flash", "full", 1),
-        ("eager", "everything", 0),
+        ("eager", "pointwise", 0),
         ("eager", "context", 1),
         ("eager", "input", 1),
         ("eager", "full", 1),

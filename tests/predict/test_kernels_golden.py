@@ -25,7 +25,7 @@ from benchmarks.kernel_rows import (
     predict_streams,
 )
 from benchmarks.kernels import gemm_errors, held_out_gemms
-from flopwise.calibrate.calibrated import calibrated
+from flopwise.calibrate.calibrated import calibrate_hardware
 from flopwise.catalog.load import load_hardware
 from flopwise.records.calibration import Calibration
 
@@ -141,7 +141,7 @@ def test_one_by_one_sources_get_a_constant_and_no_more(key: tuple[str, str]) -> 
 def test_the_h200s_products_and_streams_are_those_of_its_calibration() -> None:
     rows = json.loads((Path(__file__).parents[2] / "benchmarks/data/calibration_h200.json").read_text(encoding="utf-8"))
     h200 = load_hardware("h200")
-    found, _ = calibrated(h200, msgspec.convert(rows, Calibration), name="h200", date="2026-11-16")
+    found, _ = calibrate_hardware(h200, msgspec.convert(rows, Calibration), name="h200", date="2026-11-16")
     assert found.efficiency.gemm == h200.efficiency.gemm
     assert found.efficiency.memory == h200.efficiency.memory
     assert found.efficiency.launch_s == h200.efficiency.launch_s

@@ -14,13 +14,14 @@ from flopwise.catalog.load import load_hardware, load_model
 from flopwise.predict.cluster.pieces import BLOCK, HEAD, taken
 from flopwise.predict.cluster.stages import FIRST, LAST, SECOND, StageBytes, StageShape, stage_bytes, stage_shapes
 from flopwise.predict.cluster.strategies import listed, state_bytes
-from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, device_bytes, logits_bytes
+from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, device_bytes
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.setup import SettledSetup
 from flopwise.setup.stack import Stack
 from flopwise.work.describe import describe
 from flopwise.work.exchange import parameters_by_part
 from flopwise.work.formats import POLICIES
+from flopwise.work.held import logits_bytes
 from flopwise.work.model import Model
 from flopwise.work.traffic import block_saved_bytes
 from flopwise.work.work import RECOMPUTE_POLICIES, Recompute
@@ -235,7 +236,7 @@ def test_activations_of_the_micro_batches_in_flight(parallel: Parallel, held: tu
     stages = [stage(LLAMA, parallel, work, which) for which in (FIRST, SECOND, LAST)]
     assert [found.activations[0] for found in stages] == pytest.approx(expected, rel=1e-12)
     # All forwards first: every micro-batch's logits wait for their backward.
-    logits = 2 * logits_bytes(description, work.formats, "fused")
+    logits = 2 * logits_bytes(description, work.formats, fused=True)
     assert [found.logits[0] for found in stages] == [0, 0, logits * at_head]
 
 

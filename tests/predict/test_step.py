@@ -185,7 +185,7 @@ def test_auto_takes_the_fastest_that_fits(name: str, device: str, tokens: int) -
 
 def test_auto_takes_the_largest_micro_batch_that_fits() -> None:
     model, hardware = load_model("llama-3-8b"), load_hardware("h100-sxm")
-    chosen, _ = choose(Setup(model=model, hardware=hardware, batch_sequences=64))
+    chosen, _ = choose([Setup(model=model, hardware=hardware, batch_sequences=64)])[0]
     capacity = usable_bytes(hardware)
     assert device_bytes(chosen).total <= capacity
     larger = replace(chosen, micro_batch_sequences=chosen.micro_batch_sequences + 1)
@@ -224,7 +224,7 @@ def test_a_batch_in_tokens_is_one_in_sequences() -> None:
     assert batch_in_sequences(model, sequences=3, tokens=None, sequence=None) == 3
     assert batch_in_sequences(model, sequences=None, tokens=4096, sequence=512) == 8
     # Where nobody says how long a sequence is, it is as long as a step would take it.
-    chosen, _ = choose(replace(SMALL, sequence_tokens=None))
+    chosen, _ = choose([replace(SMALL, sequence_tokens=None)])[0]
     tokens = 4 * chosen.sequence_tokens
     assert batch_in_sequences(model, sequences=None, tokens=tokens, sequence=None) == 4
     with pytest.raises(FlopwiseError, match="both a batch"):

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flopwise.profile.explain.activity import Activity, ActivityBuilder
-from flopwise.profile.explain.activity_summary import SHOWN_KERNELS, Summary, summarised
+from flopwise.profile.explain.activity import SHOWN_KERNELS, Activity, ActivityBuilder, Summary, summarize
 from flopwise.records.profile import KERNEL_CLASSES, KernelClass
 
 Row = tuple[KernelClass, int, int, int]
@@ -20,7 +19,7 @@ def _activity(*rows: Row) -> Activity:
     builder = ActivityBuilder()
     for kind, start, end, launch in rows:
         builder.add(f"a {kind}", kind, start, end, launch_ns=launch, moved_bytes=100 if kind == "copy" else -1)
-    return builder.built()
+    return builder.build()
 
 
 def _ns(summary: Summary, name: str) -> float:
@@ -29,7 +28,7 @@ def _ns(summary: Summary, name: str) -> float:
 
 def test_copies_and_collectives_beside_computation() -> None:
     #  gemm  ####------      copy  --######--      comm  -----#####
-    summary = summarised(_activity(("gemm", 0, 4, 0), ("copy", 2, 8, 0), ("communication", 5, 10, 0)))
+    summary = summarize(_activity(("gemm", 0, 4, 0), ("copy", 2, 8, 0), ("communication", 5, 10, 0)))
     assert _ns(summary, "device_span_s") == 10
     assert _ns(summary, "device_busy_s") == 10
     assert _ns(summary, "idle_s") == 0
@@ -38,14 +37,16 @@ def test_copies_and_collectives_beside_computation() -> None:
     assert _ns(summary, "copy_exposed_s") == 1
     assert _ns(summary, "comm_exposed_s") == 5
     assert {spent.kind: round(spent.seconds * 1e9, 6) for spent in summary.classes} == {
-        "gemm": 4, "communication": 5, "copy": 1,
-    }  # fmt: skip
+        "gemm": 4,
+        "communication": 5,
+        "copy": 1,
+    }
     assert summary.values["copy_bytes"].value == 100
     assert "comm_bytes" not in summary.values
 
 
 def test_overlaps_count_once_when_active_and_each_when_added_up() -> None:
-    summary = summarised(_activity(("communication", 0, 10, 0), ("communication", 5, 15, 0)))
+    summary = summarize(_activity(("communication", 0, 10, 0), ("communication", 5, 15, 0)))
     assert _ns(summary, "comm_active_s") == 15
     assert _ns(summary, "comm_time_s") == 20
     assert summary.values["comm_count"].value == 2
@@ -63,7 +64,7 @@ def test_overlaps_count_once_when_active_and_each_when_added_up() -> None:
     ],
 )
 def test_causes_of_idle_time(before: KernelClass, launch: int, host: int, copy: int, communication: int) -> None:
-    summary = summarised(_activity((before, 0, 10, 0), ("pointwise", 20, 30, launch)))
+    summary = summarize(_activity((before, 0, 10, 0), ("pointwise", 20, 30, launch)))
     assert _ns(summary, "idle_s") == 10
     assert _ns(summary, "idle_host_s") == host
     assert _ns(summary, "idle_copy_s") == copy
@@ -71,18 +72,18 @@ def test_causes_of_idle_time(before: KernelClass, launch: int, host: int, copy: 
 
 
 def test_a_copy_that_ends_a_gap_did_not_wait_for_one() -> None:
-    summary = summarised(_activity(("copy", 0, 10, 0), ("copy", 20, 30, 5)))
+    summary = summarize(_activity(("copy", 0, 10, 0), ("copy", 20, 30, 5)))
     assert _ns(summary, "idle_copy_s") == 0
 
 
 def test_unknown_launches_leave_causes_unknown() -> None:
-    summary = summarised(_activity(("gemm", 0, 10, -1), ("gemm", 20, 30, -1)))
+    summary = summarize(_activity(("gemm", 0, 10, -1), ("gemm", 20, 30, -1)))
     assert _ns(summary, "idle_s") == 10
     assert "idle_host_s" not in summary.values
 
 
 def test_a_window_is_the_span() -> None:
-    summary = summarised(_activity(("gemm", 0, 10, 0), ("norm", 15, 40, 0)), window_ns=(5, 30), steps=5)
+    summary = summarize(_activity(("gemm", 0, 10, 0), ("norm", 15, 40, 0)), window_ns=(5, 30), steps=5)
     assert _ns(summary, "device_span_s") == 5
     assert _ns(summary, "device_busy_s") == 4
     assert {spent.kind: round(spent.seconds * 1e9, 6) for spent in summary.classes} == {"gemm": 1, "norm": 3}
@@ -90,7 +91,7 @@ def test_a_window_is_the_span() -> None:
 
 
 def test_nothing_at_all() -> None:
-    summary = summarised(_activity())
+    summary = summarize(_activity())
     assert _ns(summary, "device_busy_s") == 0
     assert summary.classes == summary.kernels == ()
     assert "idle_host_s" not in summary.values
@@ -100,7 +101,7 @@ def test_kernels_beyond_the_shown_are_one_row() -> None:
     builder = ActivityBuilder()
     for number in range(SHOWN_KERNELS + 5):
         builder.add(f"kernel {number}", "gemm", 0, 1000 - number)
-    kernels = summarised(builder.built()).kernels
+    kernels = summarize(builder.build()).kernels
     assert len(kernels) == SHOWN_KERNELS + 1
     assert kernels[0].name == "kernel 0"
     assert kernels[-1].name == "(5 others)"
@@ -119,7 +120,7 @@ ROWS = st.lists(
 @example([("gemm", 0, 4, 0), ("copy", 2, 8, 0), ("communication", 5, 10, 0)])
 @settings(max_examples=50, deadline=None)
 def test_sums_agree_with_counting(rows: list[Row]) -> None:
-    summary = summarised(_activity(*rows))
+    summary = summarize(_activity(*rows))
     busy = {moment for _, start, end, _ in rows for moment in range(start, end)}
     computing = {m for kind, start, end, _ in rows if kind not in ("copy", "communication") for m in range(start, end)}
     talking, copying = (

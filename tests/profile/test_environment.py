@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flopwise.profile.measure.environment import driver_version, environment
+from flopwise.profile.measure.this_machine import driver_version, environment
 
 
 def a_program(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

@@ -41,7 +41,7 @@ def test_set_arithmetic(left_pairs: list[Pair], right_pairs: list[Pair]) -> None
     _assert_merged(left)
     assert _covered(left) == left_moments
     assert intervals.total(left) == len(left_moments)
-    both = intervals.joined(left, right)
+    both = intervals.join(left, right)
     _assert_merged(both)
     assert _covered(both) == left_moments | right_moments
 
@@ -59,7 +59,7 @@ def test_a_window_and_what_is_free_in_it(pairs: list[Pair], begin: int, length: 
     free = intervals.complement(intervals.union(*_arrays(pairs)), window)
     _assert_merged(free)
     assert _covered(free) == inside - _moments(pairs)
-    assert _covered(intervals.clipped(*_arrays(pairs), window)) == inside & _moments(pairs)
+    assert _covered(intervals.clip(*_arrays(pairs), window)) == inside & _moments(pairs)
 
 
 @given(st.lists(st.tuples(st.integers(-20, 30), st.integers(-20, 30), st.integers(0, 3)), max_size=12))
@@ -70,7 +70,7 @@ def test_time_is_charged_to_the_lowest_class(rows: list[tuple[int, int, int]]) -
         for moment in range(start, end):
             lowest[moment] = min(lowest.get(moment, number), number)
     starts, ends = _arrays((start, end) for start, end, _ in rows)
-    charged = intervals.charged(starts, ends, np.array([row[2] for row in rows], np.int64), 4)
+    charged = intervals.charge(starts, ends, np.array([row[2] for row in rows], np.int64), 4)
     assert charged.tolist() == [list(lowest.values()).count(number) for number in range(4)]
     assert int(charged.sum()) == intervals.total(intervals.union(starts, ends))
 
@@ -80,7 +80,7 @@ def test_a_million_rows_in_one_go() -> None:
     starts = chance.integers(0, 10**12, 10**6)
     ends = starts + chance.integers(0, 10**6, 10**6)
     classes = chance.integers(0, 8, 10**6)
-    assert int(intervals.charged(starts, ends, classes, 8).sum()) == intervals.total(intervals.union(starts, ends))
+    assert int(intervals.charge(starts, ends, classes, 8).sum()) == intervals.total(intervals.union(starts, ends))
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9)), min_size=1, max_size=60), st.integers(3, 20))

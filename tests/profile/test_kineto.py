@@ -39,14 +39,29 @@ def test_a_gpu_trace() -> None:
     assert found.device == "NVIDIA H100 80GB HBM3"
     assert found.warnings == ()
     expected = {
-        "step_wall_s": 100, "device_span_s": 65, "device_busy_s": 57.5, "idle_s": 7.5, "idle_host_s": 3,
-        "idle_copy_s": 2.5, "idle_communication_s": 2, "comm_active_s": 12.5, "comm_exposed_s": 10,
-        "copy_active_s": 10, "copy_exposed_s": 7.5, "matrix_active_s": 25, "vector_active_s": 15,
-    }  # fmt: skip
+        "step_wall_s": 100,
+        "device_span_s": 65,
+        "device_busy_s": 57.5,
+        "idle_s": 7.5,
+        "idle_host_s": 3,
+        "idle_copy_s": 2.5,
+        "idle_communication_s": 2,
+        "comm_active_s": 12.5,
+        "comm_exposed_s": 10,
+        "copy_active_s": 10,
+        "copy_exposed_s": 7.5,
+        "matrix_active_s": 25,
+        "vector_active_s": 15,
+    }
     assert {name: microseconds(found, name) for name in expected} == expected
     assert {spent.name: round(spent.seconds * 1e6, 3) for spent in found.classes} == {
-        "gemm": 25, "norm": 5, "pointwise": 5, "optimizer": 5, "communication": 10, "copy": 7.5,
-    }  # fmt: skip
+        "gemm": 25,
+        "norm": 5,
+        "pointwise": 5,
+        "optimizer": 5,
+        "communication": 10,
+        "copy": 7.5,
+    }
     counts = {"kernel_count": 3, "matrix_count": 1, "comm_count": 0.5, "copy_count": 0.5, "copy_bytes": 2048}
     assert {name: found.get(name) for name in counts} == counts
     assert found.get("comm_bytes") == 1000
@@ -123,11 +138,13 @@ def test_the_number_format_in_a_kernels_name(name: str, number_format: str) -> N
 
 
 def test_products_are_counted_once_with_shapes_or_without() -> None:
-    trace = {"traceEvents": [
-        an_event("cpu_op", "aten::linear", 0, 10, **shapes(1, (4, 8), (16, 8), (16,))),
-        an_event("cpu_op", "aten::addmm", 2, 9, **shapes(2, (16,), (4, 8), (8, 16))),
-        an_event("cpu_op", "aten::mm", 12, 19, **shapes(3, (4, 8), (8, 16))),
-    ]}  # fmt: skip
+    trace = {
+        "traceEvents": [
+            an_event("cpu_op", "aten::linear", 0, 10, **shapes(1, (4, 8), (16, 8), (16,))),
+            an_event("cpu_op", "aten::addmm", 2, 9, **shapes(2, (16,), (4, 8), (8, 16))),
+            an_event("cpu_op", "aten::mm", 12, 19, **shapes(3, (4, 8), (8, 16))),
+        ]
+    }
     assert only(trace).get("matrix_count") == 2
     for event in trace["traceEvents"]:
         del event["args"]["Input Dims"]
@@ -283,10 +300,16 @@ def _recorded() -> tuple[bytes, dict[str, tuple[float, int]]]:
         written.append(path.read_bytes())
         sums.update({row.key: (row.self_cpu_time_total, row.count) for row in done.key_averages()})
 
-    with tempfile.TemporaryDirectory() as folder, profile(
-        activities=[ProfilerActivity.CPU], schedule=schedule(wait=1, warmup=1, active=2), on_trace_ready=take,
-        record_shapes=True, profile_memory=True,
-    ) as profiler:  # fmt: skip
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        profile(
+            activities=[ProfilerActivity.CPU],
+            schedule=schedule(wait=1, warmup=1, active=2),
+            on_trace_ready=take,
+            record_shapes=True,
+            profile_memory=True,
+        ) as profiler,
+    ):
         for _ in range(4):
             model(torch.randn(8, 16)).square().mean().backward()
             query = torch.randn(1, 2, 8, 4)

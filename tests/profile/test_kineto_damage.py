@@ -102,8 +102,9 @@ def test_names_are_kept_once_and_not_without_end(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kineto_columns, "_MOST_NAME_BYTES", 700)
     found = only(trace)
     assert {spent.name: spent.count for spent in found.kernels} == {
-        **{f"{n}" * 100: 1 for n in range(5)}, kineto_columns.OTHER_NAMES: 4,
-    }  # fmt: skip
+        **{f"{n}" * 100: 1 for n in range(5)},
+        kineto_columns.OTHER_NAMES: 4,
+    }
 
 
 def test_an_optimizer_that_took_no_time_is_none() -> None:

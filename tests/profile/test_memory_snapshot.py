@@ -51,9 +51,18 @@ def block(size: int, state: str, frames: list[dict[str, Any]], requested: int | 
 def segment(blocks: list[dict[str, Any]], device: int = 0) -> dict[str, Any]:
     total = sum(entry["size"] for entry in blocks)
     return {
-        "device": device, "address": 2**40, "total_size": total, "allocated_size": 0, "active_size": 0, "stream": 0,
-        "segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": False, "frames": [], "blocks": blocks,
-    }  # fmt: skip
+        "device": device,
+        "address": 2**40,
+        "total_size": total,
+        "allocated_size": 0,
+        "active_size": 0,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": blocks,
+    }
 
 
 def event(action: str, size: int, time_us: int, **more: int) -> dict[str, Any]:
@@ -103,8 +112,13 @@ def test_owners_and_fragmentation_add_up_to_what_is_reserved(written: bytes) -> 
     (profile,) = profiles(written)
     assert profile.format == "memory-snapshot"
     assert {use.owner: use.bytes / MIB for use in profile.memory} == {
-        "parameters": 10, "optimizer": 20, "activations": 8, "gradients": 4, "other": 2, "fragmentation": 6,
-    }  # fmt: skip
+        "parameters": 10,
+        "optimizer": 20,
+        "activations": 8,
+        "gradients": 4,
+        "other": 2,
+        "fragmentation": 6,
+    }
     assert profile.memory_total_bytes == 50 * MIB == sum(use.bytes for use in profile.memory)
     assert profile.system["allocator.PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
@@ -112,8 +126,11 @@ def test_owners_and_fragmentation_add_up_to_what_is_reserved(written: bytes) -> 
 def test_memory_over_time_ends_at_what_is_in_use(written: bytes) -> None:
     (profile,) = profiles(written)
     assert profile.memory_over_time == (
-        (0.0, 13.0 * MIB), (0.0, 43.0 * MIB), (1.0, 103.0 * MIB), (2.0, 43.0 * MIB),
-    )  # fmt: skip
+        (0.0, 13.0 * MIB),
+        (0.0, 43.0 * MIB),
+        (1.0, 103.0 * MIB),
+        (2.0, 43.0 * MIB),
+    )
     assert any("103 MiB after 1.00 s" in note for note in profile.notes)
     assert any("held: 90.0 MiB" in note for note in profile.notes)
 
@@ -217,10 +234,16 @@ def test_times_far_apart_do_not_wrap_around() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        pickle.dumps({"other": 1}), pickle.dumps(3), b'{"segments": [', b'{"segments": [], "device_traces": []}',
-        b"[" * 100_000, b'{"segments": 1}', pickle.dumps(io.BytesIO()), pickle.dumps({"segments": [OSError()]}),
+        pickle.dumps({"other": 1}),
+        pickle.dumps(3),
+        b'{"segments": [',
+        b'{"segments": [], "device_traces": []}',
+        b"[" * 100_000,
+        b'{"segments": 1}',
+        pickle.dumps(io.BytesIO()),
+        pickle.dumps({"segments": [OSError()]}),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_snapshot_is_an_error_in_words(data: bytes) -> None:
     with pytest.raises(FlopwiseError):
         read_source(TraceFile("snapshot.pickle", iter([data])), "run")
@@ -265,11 +288,15 @@ def test_any_value_anywhere_raises_nothing_but_our_error(data: st.DataObject) ->
     place = data.draw(
         st.sampled_from(
             [
-                whole, whole["segments"][0], whole["segments"][0]["blocks"][0], whole["device_traces"][0][1],
-                whole["segments"][0]["blocks"][1]["frames"][0], whole["device_traces"][0][6],
+                whole,
+                whole["segments"][0],
+                whole["segments"][0]["blocks"][0],
+                whole["device_traces"][0][1],
+                whole["segments"][0]["blocks"][1]["frames"][0],
+                whole["device_traces"][0][6],
             ]
         )
-    )  # fmt: skip
+    )
     place[data.draw(st.sampled_from(sorted(place)))] = data.draw(JUNK)
     try:
         read_source(TraceFile("snapshot", iter([pickle.dumps(whole)])), "run")

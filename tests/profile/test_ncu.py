@@ -71,11 +71,16 @@ def written(header: list[str], rows: list[dict[str, Any]]) -> str:
 def long_form(launches: list[tuple[str, dict[str, tuple[str, str]]]]) -> str:
     header = [*LEAD, "Device", "CC", "Section Name", "Metric Name", "Metric Unit", "Metric Value"]
     rows = [
-        {**lead(number, kernel), "Section Name": "Command line profiler metrics", "Metric Name": metric,
-         "Metric Unit": unit, "Metric Value": value}
+        {
+            **lead(number, kernel),
+            "Section Name": "Command line profiler metrics",
+            "Metric Name": metric,
+            "Metric Unit": unit,
+            "Metric Value": value,
+        }
         for number, (kernel, metrics) in enumerate(launches)
         for metric, (unit, value) in metrics.items()
-    ]  # fmt: skip
+    ]
     return written(header, rows)
 
 
@@ -212,11 +217,24 @@ def test_an_instruction_counted_twice_counts_once(reverse: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1,234,567", 1234567), ("1,234.5", 1234.5), ("1.5", 1.5), ("9,00", 9), ("1.234,5", 1234.5),
-        ("1.234.567", 1234567), ("1\u202f234,5", 1234.5), ("12 (3; 4; 5)", 12), ("0", 0), ("", None),
-        ("n/a", None), ("nan", None), ("inf", None), ("-1", None), ("1e400", None), ("9" * 100, None),
+        ("1,234,567", 1234567),
+        ("1,234.5", 1234.5),
+        ("1.5", 1.5),
+        ("9,00", 9),
+        ("1.234,5", 1234.5),
+        ("1.234.567", 1234567),
+        ("1\u202f234,5", 1234.5),
+        ("12 (3; 4; 5)", 12),
+        ("0", 0),
+        ("", None),
+        ("n/a", None),
+        ("nan", None),
+        ("inf", None),
+        ("-1", None),
+        ("1e400", None),
+        ("9" * 100, None),
     ],
-)  # fmt: skip
+)
 def test_numbers_as_they_are_printed(text: str, value: float | None) -> None:
     assert number_in(text) == value
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flopwise.profile.explain.nesting import Nesting, nested
+from flopwise.profile.explain.nesting import Nesting, nest
 
 Call = tuple[int, int, int]
 """Thread, start, end."""
@@ -15,7 +15,7 @@ Call = tuple[int, int, int]
 def _nested(calls: list[Call], marked: set[int]) -> Nesting:
     columns = np.array(calls, np.int64).reshape(-1, 3)
     flags = np.array([row in marked for row in range(len(calls))], np.bool_)
-    return nested(columns[:, 0], columns[:, 1], columns[:, 2], flags)
+    return nest(columns[:, 0], columns[:, 1], columns[:, 2], flags)
 
 
 def _segments(found: Nesting) -> set[tuple[int, int, int]]:
@@ -26,8 +26,15 @@ def _segments(found: Nesting) -> set[tuple[int, int, int]]:
 def test_a_caller_has_the_time_between_its_calls() -> None:
     found = _nested([(0, 0, 100), (0, 10, 30), (0, 15, 20), (0, 50, 60), (1, 0, 5)], {2})
     assert _segments(found) == {
-        (0, 0, 10), (0, 30, 50), (0, 60, 100), (1, 10, 15), (1, 20, 30), (2, 15, 20), (3, 50, 60), (4, 0, 5),
-    }  # fmt: skip
+        (0, 0, 10),
+        (0, 30, 50),
+        (0, 60, 100),
+        (1, 10, 15),
+        (1, 20, 30),
+        (2, 15, 20),
+        (3, 50, 60),
+        (4, 0, 5),
+    }
     assert found.calls_marked.tolist() == [True, True, False, False, False]
     assert found.worker.tolist() == [-1, -1, 2, -1, -1]
 

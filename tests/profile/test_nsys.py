@@ -81,20 +81,29 @@ def export(path: Path, *, device: int = 0, pid: int = PID) -> Path:
 def add_activity(database: sqlite3.Connection, *, device: int, pid: int, moved_ms: int = 0) -> None:
     process = pid << 24
     insert(
-        database, "CUPTI_ACTIVITY_KIND_KERNEL",
-        [((start + moved_ms) * MS, (end + moved_ms) * MS, device, 1, stream, number, process, name, 4, 1, 128)
-         for start, end, stream, number, name in KERNELS],
-    )  # fmt: skip
+        database,
+        "CUPTI_ACTIVITY_KIND_KERNEL",
+        [
+            ((start + moved_ms) * MS, (end + moved_ms) * MS, device, 1, stream, number, process, name, 4, 1, 128)
+            for start, end, stream, number, name in KERNELS
+        ],
+    )
     insert(
-        database, "CUPTI_ACTIVITY_KIND_MEMCPY",
-        [((start + moved_ms) * MS, (end + moved_ms) * MS, device, stream, number, process, size, kind)
-         for start, end, stream, number, size, kind in COPIES],
-    )  # fmt: skip
+        database,
+        "CUPTI_ACTIVITY_KIND_MEMCPY",
+        [
+            ((start + moved_ms) * MS, (end + moved_ms) * MS, device, stream, number, process, size, kind)
+            for start, end, stream, number, size, kind in COPIES
+        ],
+    )
     insert(
-        database, "CUPTI_ACTIVITY_KIND_RUNTIME",
-        [((start + moved_ms) * MS, (start + moved_ms + 1) * MS, process | 5, number, 9)
-         for number, start in LAUNCHES.items()],
-    )  # fmt: skip
+        database,
+        "CUPTI_ACTIVITY_KIND_RUNTIME",
+        [
+            ((start + moved_ms) * MS, (start + moved_ms + 1) * MS, process | 5, number, 9)
+            for number, start in LAUNCHES.items()
+        ],
+    )
 
 
 def changed(path: Path, script: str) -> Path:
@@ -119,10 +128,18 @@ def test_times_of_a_known_recording(tmp_path: Path) -> None:
     assert looks_like(path.read_bytes()[:100])
     profile = profile_of(path)
     expected = {
-        "device_span_s": 100, "device_busy_s": 85, "idle_s": 15, "idle_host_s": 10, "idle_communication_s": 5,
-        "idle_copy_s": 0, "comm_active_s": 20, "comm_exposed_s": 15, "copy_active_s": 20, "copy_exposed_s": 10,
+        "device_span_s": 100,
+        "device_busy_s": 85,
+        "idle_s": 15,
+        "idle_host_s": 10,
+        "idle_communication_s": 5,
+        "idle_copy_s": 0,
+        "comm_active_s": 20,
+        "comm_exposed_s": 15,
+        "copy_active_s": 20,
+        "copy_exposed_s": 10,
         "matrix_active_s": 50,
-    }  # fmt: skip
+    }
     assert {name: milliseconds(profile, name) for name in expected} == pytest.approx(expected)
     assert profile.get("copy_bytes") == 4_000_000
     assert profile.get("kernel_count") == 4
@@ -165,9 +182,7 @@ def test_steps_are_ranges_named_like_them(tmp_path: Path) -> None:
             (0, 99, 59, "Optimizer.step#AdamW.step", None, THREAD, 0),
             (10, None, 34, "step 9", None, THREAD, 0),
         ]
-        insert(
-            database, "NVTX_EVENTS", [(a * MS, b and b * MS, *rest) for a, b, *rest in ranges]
-        )  # fmt: skip
+        insert(database, "NVTX_EVENTS", [(a * MS, b and b * MS, *rest) for a, b, *rest in ranges])
     profile = profile_of(path)
     assert profile.steps == 2
     assert milliseconds(profile, "step_wall_s") == pytest.approx(50)
@@ -195,11 +210,20 @@ def test_what_is_launched_in_a_step_belongs_to_it_whenever_it_runs(tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "is_step"),
     [
-        ("ProfilerStep#3", True), ("iteration 12", True), ("Iter_4", True), ("train_step", True), ("step[7]", True),
-        ("global_step: 9", True), ("STEP", True), ("optimizer step", False), ("backward", False), ("steps away", False),
-        ("multistep", False), ("", False),
+        ("ProfilerStep#3", True),
+        ("iteration 12", True),
+        ("Iter_4", True),
+        ("train_step", True),
+        ("step[7]", True),
+        ("global_step: 9", True),
+        ("STEP", True),
+        ("optimizer step", False),
+        ("backward", False),
+        ("steps away", False),
+        ("multistep", False),
+        ("", False),
     ],
-)  # fmt: skip
+)
 def test_names_of_steps(name: str, is_step: bool, tmp_path: Path) -> None:
     path = changed(export(tmp_path / "report.sqlite"), NVTX)
     with closing(sqlite3.connect(path)) as database, database:
@@ -230,9 +254,13 @@ def test_sampled_counters(tmp_path: Path) -> None:
     path = changed(export(tmp_path / "report.sqlite"), METRICS)
     kind = 0x0101_0000_0000_0000  # its lowest byte is the GPU's number
     names = [
-        "Tensor Active [Throughput %]", "DRAM Read Bandwidth [Throughput %]", "DRAM Write Bandwidth [Throughput %]",
-        "SMs Active [Throughput %]", "GPC Clock Frequency [MHz]", "Tensor Active / FP16 Active [Throughput %]",
-    ]  # fmt: skip
+        "Tensor Active [Throughput %]",
+        "DRAM Read Bandwidth [Throughput %]",
+        "DRAM Write Bandwidth [Throughput %]",
+        "SMs Active [Throughput %]",
+        "GPC Clock Frequency [MHz]",
+        "Tensor Active / FP16 Active [Throughput %]",
+    ]
     with closing(sqlite3.connect(path)) as database, database:
         insert(database, "TARGET_INFO_GPU_METRICS", [(kind, number, name) for number, name in enumerate(names)])
         # The same numbers mean something else for another type, here another GPU.
@@ -240,9 +268,10 @@ def test_sampled_counters(tmp_path: Path) -> None:
         samples = [(at * MS, (20 if at < 50 else 40, 30, 10, 80, 1500, 99)) for at in range(5, 100, 10)]
         samples.append((500 * MS, (100, 100, 100, 100, 9999, 100)))  # after the end
         insert(
-            database, "GPU_METRICS",
+            database,
+            "GPU_METRICS",
             [(at, kind, number, value) for at, values in samples for number, value in enumerate(values)],
-        )  # fmt: skip
+        )
         insert(database, "GPU_METRICS", [(50 * MS, kind + 1, 3, 100)])
     profile = profile_of(path)
     assert milliseconds(profile, "matrix_active_s") == pytest.approx(30)

@@ -99,7 +99,7 @@ def test_a_pickle_that_runs_a_command_is_refused_and_runs_nothing(protocol: int,
     evil = pickle.dumps({"segments": [_Runs(f"touch {witness}")]}, protocol)
     with pytest.raises(FlopwiseError, match="not plain data") as caught:
         read(evil)
-    assert "GLOBAL" in str(caught.value)
+    assert "system, which is refused" in str(caught.value)
     assert not witness.exists()
     pickle.loads(evil)  # noqa: S301 - our own bytes: they do run where nothing stops them
     assert witness.exists()
@@ -113,29 +113,33 @@ def test_objects_are_refused(protocol: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "name"),
+    "code",
     [
-        (b"cos\nsystem\n.", "GLOBAL"),
-        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "STACK_GLOBAL"),
-        (b"(S'ls'\nios\nsystem\n.", "STRING"),
-        (b"(ios\nsystem\n.", "INST"),
-        (b"(No.", "OBJ"),
-        (b")N\x81.", "NEWOBJ"),
-        (b")NN\x92.", "NEWOBJ_EX"),
-        (b"N)R.", "REDUCE"),
-        (b"NNb.", "BUILD"),
-        (b"Pone\n.", "PERSID"),
-        (b"NQ.", "BINPERSID"),
-        (b"\x82\x01.", "EXT1"),
-        (b"\x83\x01\x00.", "EXT2"),
-        (b"\x84\x01\x00\x00\x00.", "EXT4"),
-        (b"\x97.", "NEXT_BUFFER"),
+        b"cos\nsystem\n.",
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93.",
+        b"(S'touch %b'\nios\nsystem\n.",
+        b"(ios\nsystem\n.",
+        b"(No.",
+        b")N\x81.",
+        b")NN\x92.",
+        b"N)R.",
+        b"]}X\x01\x00\x00\x00aNsb.",
+        b"Pone\n.",
+        b"NQ.",
+        b"\x82\x01.",
+        b"\x83\x01\x00.",
+        b"\x84\x01\x00\x00\x00.",
+        b"\x97.",
+    ],
+    ids=[
+        *("GLOBAL", "STACK_GLOBAL", "STRING and INST", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "REDUCE", "BUILD"),
+        *("PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER"),
     ],
 )
-def test_every_opcode_that_could_build_something_is_named(code: bytes, name: str) -> None:
-    with pytest.raises(FlopwiseError, match="not plain data") as caught:
-        read(code)
-    assert f"opcode {name} " in str(caught.value)
+def test_every_opcode_that_could_build_something_is_refused(code: bytes, tmp_path: Path) -> None:
+    with pytest.raises(FlopwiseError):
+        read(code.replace(b"%b", bytes(tmp_path / "ran")))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_what_contains_itself_is_refused() -> None:
@@ -182,7 +186,6 @@ def test_doubling_by_reference_costs_no_time() -> None:
         b"\x8e" + b"\xff" * 8,  # bytes without end
         b"I" + b"9" * 100_000 + b"\n.",
         b"}N" + b"\x85" * 50_000 + b"Ns.",  # a deep tuple as a key
-        b"N" + b"\x85" * 12_000 + b"0N.",  # deep tuples that are thrown away
         b"}\x8f(K\x01\x90Ns.",  # a set as a key
         b"}]Ns.",  # a list as a key
         b"(Kad.",  # a key without a value
@@ -203,13 +206,11 @@ def test_bad_bytes_are_an_error_in_words(code: bytes) -> None:
 
 
 def test_memory_is_bounded() -> None:
-    with pytest.raises(FlopwiseError, match="too large"):
-        read(pickle.dumps(list(range(10_000))), memory_bytes=100_000)
-    with pytest.raises(FlopwiseError, match="too large"):
-        read(pickle.dumps("x" * 1000), string_bytes=999)
-    with pytest.raises(FlopwiseError, match="too large"):
-        read(pickle.dumps([[] for _ in range(100)]), memory_bytes=10_000)
-    with pytest.raises(FlopwiseError, match="too large"):
+    with pytest.raises(FlopwiseError, match="it would take more than"):
+        read(pickle.dumps(list(range(1_000_000))), memory_bytes=2**20)
+    with pytest.raises(FlopwiseError, match="it would take more than"):
+        read(pickle.dumps("x" * 2**24), memory_bytes=2**20)
+    with pytest.raises(FlopwiseError, match="it has more than"):
         read(pickle.dumps("x" * 1000), file_bytes=999)
 
 
@@ -217,30 +218,19 @@ def test_memory_is_bounded() -> None:
     "code",
     [
         b"]r\xff\xff\xff\x7f.",  # the memo would take 32 GiB
-        b"]r\x00\x00\x01\x00.",
         b"]p4000000000\n.",
-        b"]q\x02.",
-        b"]\x94]q\x01.",  # counted and numbered
     ],
 )
-def test_indices_of_the_memo_follow_each_other(code: bytes) -> None:
-    with pytest.raises(FlopwiseError, match="not numbered in order"):
+def test_an_index_of_the_memo_takes_no_more_than_is_allowed(code: bytes) -> None:
+    with pytest.raises(FlopwiseError, match="it would take more than"):
         read(code)
 
 
-HARD_TUPLES = {
-    "a tuple of tuples": b"N\x85\x85\x94h\x00\x86.",
-    "behind a mark": b"(NNNNt\x94h\x00\x86.",
-    "left by what is popped": b"N\x85\x85N0\x94h\x00\x86.",
-    "left by nothing appended": b"N\x85\x85(e\x94h\x00\x86.",
-    "across a frame": b"N\x85\x85\x95\x00\x00\x00\x00\x00\x00\x00\x00\x94h\x00\x86.",
-}
-
-
-@pytest.mark.parametrize("code", HARD_TUPLES.values(), ids=HARD_TUPLES)
-def test_tuples_whose_hash_may_take_for_ever_are_not_shared(code: bytes) -> None:
-    with pytest.raises(FlopwiseError, match="refers again to a tuple"):
-        read(code)
+def test_a_hash_that_takes_for_ever_is_ended() -> None:
+    """Sixty tuples, each twice in the next, as the key of a dict: 2**60 hashes."""
+    chained = b"}N\x85\x94" + b"".join(b"0h%ch%c\x86\x94" % (i, i) for i in range(60)) + b"Ns."
+    with pytest.raises(FlopwiseError, match="was ended by signal"):
+        read(chained, small_s=1)
 
 
 def test_tuples_of_numbers_are_shared() -> None:
@@ -249,13 +239,14 @@ def test_tuples_of_numbers_are_shared() -> None:
     assert found[0]["segment_pool_id"] is found[1]["segment_pool_id"]
 
 
-def test_keys_that_collide_are_refused() -> None:
+def test_keys_that_collide_take_no_longer_than_is_allowed() -> None:
     """Multiples of the prime that hashes are taken by: each is looked for behind all the others."""
     data = {n * (2**61 - 1) << 40: None for n in range(1, 12)}
     assert read(pickle.dumps(data)) == data
-    many = pickle.dumps([n * (2**61 - 1) << 40 for n in range(1, 11_000)])
-    with pytest.raises(FlopwiseError, match="not plain data"):
-        read(many)
+    keys = (n * (2**61 - 1) << 40 for n in range(1, 60_000))
+    many = b"}(" + b"".join(b"\x8a\x12%bN" % key.to_bytes(18, "little", signed=True) for key in keys) + b"u."
+    with pytest.raises(FlopwiseError, match="was ended by signal"):
+        read(many, small_s=1)
 
 
 def test_opcodes_are_found_across_blocks() -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flopwise.profile.measure.outside import is_abandoned
+from flopwise.profile.measure.outside import is_abandoned, read_told, reason
 from flopwise.profile.measure.start_up.sitecustomize import TOLD, tell
-from flopwise.profile.measure.told import read_told, reason
 from tests.support.odd_programs import PROGRAMS, differences, prepare, run
 
 NAMES = [
@@ -136,11 +135,14 @@ def test_ranks_that_are_profiled_each_on_its_own_meet_in_one_folder(tmp_path: Pa
     words = [sys.executable, "-P", "-m", "flopwise", "profile", "run", "--folder", "prof", "--"]
     ranks = [
         subprocess.Popen(
-            [*words, sys.executable, "-c", MEETS], cwd=tmp_path, env={**os.environ, "RANK": str(rank)},
-            stderr=subprocess.PIPE, text=True,
+            [*words, sys.executable, "-c", MEETS],
+            cwd=tmp_path,
+            env={**os.environ, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     for rank in ranks:
         said = rank.communicate(timeout=300)[1]
         assert rank.returncode == 0, said

@@ -48,9 +48,12 @@ def own_times(events: list[dict[str, Any]]) -> list[tuple[dict[str, Any], float]
         within = [
             other
             for other in all_calls
-            if other is not event and other["tid"] == event["tid"] and begin <= other["ts"] and other["ts"] < end
+            if other is not event
+            and other["tid"] == event["tid"]
+            and begin <= other["ts"]
+            and other["ts"] < end
             and (other["ts"], -other["dur"]) > (begin, -event["dur"])
-        ]  # fmt: skip
+        ]
         outermost, until = 0.0, begin
         for other in sorted(within, key=lambda other: (other["ts"], -other["dur"])):
             last = min(end, other["ts"] + other["dur"])

@@ -202,10 +202,21 @@ def test_the_page_on_verdicts_names_every_threshold_and_its_value() -> None:
 # -- what must hold ---------------------------------------------------------------------------------------------------
 
 SOUND = {
-    "step_wall_s": 1.0, "device_span_s": 0.9, "device_busy_s": 0.8, "idle_s": 0.1, "mfu": 0.4, "hfu": 0.5,
-    "matrix_active_s": 0.6, "mbu": 0.5, "mbu_min": 0.1, "mfu_roof": 0.8, "copy_time_s": 0.3, "copy_active_s": 0.2,
-    "copy_exposed_s": 0.1, "util_limit": 0.9,
-}  # fmt: skip
+    "step_wall_s": 1.0,
+    "device_span_s": 0.9,
+    "device_busy_s": 0.8,
+    "idle_s": 0.1,
+    "mfu": 0.4,
+    "hfu": 0.5,
+    "matrix_active_s": 0.6,
+    "mbu": 0.5,
+    "mbu_min": 0.1,
+    "mfu_roof": 0.8,
+    "copy_time_s": 0.3,
+    "copy_active_s": 0.2,
+    "copy_exposed_s": 0.1,
+    "util_limit": 0.9,
+}
 BREAKING = [
     ({"mfu": 0.55, "mfu_roof": 1.1}, "mfu <= hfu"),
     ({"hfu": 0.8}, "hfu <= matrix_active_s / device_span_s"),

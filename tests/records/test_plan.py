@@ -13,8 +13,8 @@ from flopwise.plan import fastest
 from flopwise.plan.cluster.answer import answer
 from flopwise.plan.cluster.candidates import batch_of, layouts, parallel_of, spreads
 from flopwise.predict import step
-from flopwise.predict.choose import PLAIN, settle_sizes
-from flopwise.predict.cluster.costing import evaluate, least_seconds
+from flopwise.predict.choose import settle_sizes
+from flopwise.predict.cluster.costing import PLAIN, evaluate, least_seconds
 from flopwise.predict.cluster.strategies import listed
 from flopwise.predict.kernels.memory import usable_bytes
 from flopwise.setup.hardware import Hardware
@@ -74,9 +74,9 @@ def _every_parallel(model: Model, devices: int, batch: int, tokens: int) -> list
     return found
 
 
-def _tried(model: Model, parallel: Parallel, hardware: Hardware, batch: int) -> list[tuple[float, bool]]:
-    """Seconds and verdict of a set-up with every micro-batch and every recompute policy, each asked for by itself."""
-    mine = -(-batch // parallel.data)
+def _tried(model: Model, every: list[Parallel], hardware: Hardware, batch: int) -> list[tuple[float, bool]]:
+    """Seconds and verdict of all set-ups with every micro-batch and every recompute policy."""
+    shares = {parallel: -(-batch // parallel.data) for parallel in every}
     setups = [
         SettledSetup(
             model=model,
@@ -88,12 +88,11 @@ def _tried(model: Model, parallel: Parallel, hardware: Hardware, batch: int) -> 
             formats=POLICIES["bf16-mixed"],
             recompute=policy,
         )
+        for parallel, mine in shares.items()
         for micro in range(1, mine + 1)
         for policy in RECOMPUTE_POLICIES
         if parallel.chunks == 1 or -(-mine // micro) % parallel.pipeline == 0
     ]
-    if not setups:
-        return []
     found = evaluate(listed(setups), hardware, PLAIN)
     return list(zip(found.step_s.tolist(), (found.device_bytes <= usable_bytes(hardware)).tolist(), strict=True))
 
@@ -112,7 +111,7 @@ def test_the_best_is_that_of_trying_all(changes: dict[str, object], device: str,
     model, hardware = _small(**changes), load_hardware(device)
     found = fastest(_setup(model, hardware, batch), devices)
     every = _every_parallel(model, devices, batch, 1024)
-    tried = [one for parallel in every for one in _tried(model, parallel, hardware, batch)]
+    tried = _tried(model, every, hardware, batch)
     best = min(seconds for seconds, fits in tried if fits)
     assert len(tried) >= found.evaluated > 50
     assert found.options[0].step_s == pytest.approx(best, rel=1e-3)
@@ -121,8 +120,10 @@ def test_the_best_is_that_of_trying_all(changes: dict[str, object], device: str,
 
 def test_an_option_is_what_a_prediction_of_it_says() -> None:
     model, hardware = _small(), load_hardware("h100-sxm")
-    for option in fastest(_setup(model, hardware, 24), 16).options[:12]:
-        prediction = step(option.setup)
+    setup = _setup(model, hardware, 24)
+    for option in fastest(setup, 16).options[:12]:
+        asked = {name: getattr(option, name) for name in ("parallel", "recompute", "micro_batch_sequences")}
+        prediction = step(replace(setup, **asked))
         assert prediction.step_s == pytest.approx(option.step_s, rel=1e-9)
         assert prediction.device_bytes.total == pytest.approx(option.device_bytes, rel=1e-6)
         assert prediction.fits
@@ -153,7 +154,7 @@ def test_options_fit_and_rise_and_differ() -> None:
     times = [option.step_s for option in found.options]
     assert times == sorted(times)
     assert all(option.device_bytes <= cap for option in found.options)
-    assert len({option.setup.parallel for option in found.options}) == len(found.options)
+    assert len({option.parallel for option in found.options}) == len(found.options)
 
 
 def test_less_memory_is_never_faster_and_offload_never_slower() -> None:
@@ -174,7 +175,7 @@ def test_the_losers_say_where_they_lose() -> None:
     assert more.devices == 16
     assert half.capacity_bytes == more.capacity_bytes // 2
     assert more.option is not None
-    assert more.option.setup.parallel.devices == 16
+    assert more.option.parallel.devices == 16
     assert half.speed is not None
     assert half.speed <= 1
 

@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.catalog.load import load_hardware, load_model
 from flopwise.records.plan import Plan, Residency
-from flopwise.references.dataflow.rule import (
-    RECORDED,
-    VARIANTS,
-    RuleChoice,
-    configure,
-    placement,
-    recorded_plan,
-    to_plan,
-    variant_of,
-)
+from flopwise.references.dataflow.recorded import recorded_plan
+from flopwise.references.dataflow.rule import RuleChoice, configure, placement, to_plan
 from flopwise.references.dataflow.sizes import (
     attention_workspace_bytes,
     block_bytes,
@@ -34,6 +26,7 @@ from flopwise.references.dataflow.sizes import (
     link_bytes_per_s,
     parameters,
 )
+from flopwise.references.dataflow.variants import RECORDED, VARIANTS, variant_of
 from flopwise.references.published.offload import OffloadRun, read_offload
 from flopwise.setup.hardware import Hardware
 from flopwise.work.parameters import ENDS
@@ -207,20 +200,7 @@ def test_no_other_variant_gives_all_recorded_runs(variant: str) -> None:
 
 
 def plan_of(run: OffloadRun, *, as_run: bool = True) -> Plan:
-    return recorded_plan(
-        shape(run.model),
-        machine(run.hardware),
-        sequence_tokens=run.sequence_tokens,
-        device_bytes=run.device_bytes,
-        host_bytes=run.host_bytes,
-        chunk_tokens=run.chunk_tokens,
-        rounds=run.rounds,
-        slots=run.slots,
-        full=run.n_full,
-        attention=run.n_attention,
-        context=run.n_context,
-        as_run=as_run,
-    )
+    return recorded_plan(run, shape(run.model), machine(run.hardware), as_run=as_run)
 
 
 def test_recorded_plans() -> None:

@@ -10,9 +10,16 @@ import pytest
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_stack
 from flopwise.references.published import protocol_of, read_cases
-from flopwise.references.validate.case import Case
-from flopwise.references.validate.fitting import fitted, fitted_memory, measured
-from flopwise.references.validate.held_out import fit_of, folds, held_out_predictions, shipped_predictions
+from flopwise.references.validate.fitting import (
+    fit_memory,
+    fit_of,
+    fit_stack,
+    folds,
+    held_out_predictions,
+    lay_out,
+    shipped_predictions,
+)
+from flopwise.references.validate.protocol import Case
 from flopwise.setup.stack import Stack
 
 PLAIN = Stack(name="plain", title="plain", source="made up")
@@ -26,47 +33,47 @@ def some_cases() -> list[Case]:
 
 
 def test_known_constants_come_back() -> None:
-    laid_out = measured(some_cases())
+    laid_out = lay_out(some_cases())
     seconds = laid_out.seconds(PLAIN.with_values(KNOWN))
-    found = fitted(laid_out, PLAIN, seconds, np.ones(laid_out.count, dtype=np.bool_), START)
+    found = fit_stack(laid_out, PLAIN, seconds, np.ones(laid_out.count, dtype=np.bool_), START)
     for name, value in KNOWN.items():
         assert found.value(name) == pytest.approx(value, rel=1e-3)
 
 
 def test_a_few_odd_rows_change_little() -> None:
-    laid_out = measured(some_cases())
+    laid_out = lay_out(some_cases())
     seconds = laid_out.seconds(PLAIN.with_values(KNOWN))
     seconds[[3, 11, 20]] *= np.array([5.0, 0.3, 2.0])
-    found = fitted(laid_out, PLAIN, seconds, np.ones(laid_out.count, dtype=np.bool_), START)
+    found = fit_stack(laid_out, PLAIN, seconds, np.ones(laid_out.count, dtype=np.bool_), START)
     for name, value in KNOWN.items():
         assert found.value(name) == pytest.approx(value, rel=3e-2)
 
 
 def test_rows_that_are_left_out_have_no_say_and_fits_repeat() -> None:
-    laid_out = measured(some_cases())
+    laid_out = lay_out(some_cases())
     seconds = laid_out.seconds(PLAIN.with_values(KNOWN)) * np.linspace(0.9, 1.1, laid_out.count)
     rows = np.arange(laid_out.count) % 3 > 0
-    first = fitted(laid_out, PLAIN, seconds, rows, START)
+    first = fit_stack(laid_out, PLAIN, seconds, rows, START)
     seconds[~rows] = np.nan
-    assert fitted(laid_out, PLAIN, seconds, rows, START) == first
+    assert fit_stack(laid_out, PLAIN, seconds, rows, START) == first
 
 
 def test_a_constant_that_no_row_tells_of_stays_where_it_started() -> None:
     cases = [case for case in some_cases() if case.setup.hardware.name == "a100-80gb"]
-    laid_out = measured(cases)
+    laid_out = lay_out(cases)
     seconds = laid_out.seconds(PLAIN.with_values({"products": 1.4}))
     start = {"products": 1.0, "attention.Hopper": 3.0}
-    found = fitted(laid_out, PLAIN, seconds, np.ones(len(cases), dtype=np.bool_), start)
+    found = fit_stack(laid_out, PLAIN, seconds, np.ones(len(cases), dtype=np.bool_), start)
     assert found.constants["products"].value == pytest.approx(1.4, rel=1e-3)
     assert found.constants["attention.Hopper"].value == pytest.approx(3.0)
 
 
 def test_memorys_constant_comes_back() -> None:
     cases = [case for case in read_cases("nanotron") if case.reserved_bytes][::4]
-    laid_out = measured(cases)
+    laid_out = lay_out(cases)
     reserved = laid_out.device_bytes(PLAIN.with_values({"activations": 1.9}))
     reserved[::10] *= 1.5
-    found = fitted_memory(laid_out, PLAIN, reserved, np.ones(len(cases), dtype=np.bool_), {"activations": 1.5})
+    found = fit_memory(laid_out, PLAIN, reserved, np.ones(len(cases), dtype=np.bool_), {"activations": 1.5})
     assert found.value("activations") == pytest.approx(1.9, rel=1e-3)
 
 
@@ -90,7 +97,7 @@ def test_each_size_is_predicted_by_the_fit_to_the_others_and_progress_is_told() 
     assert told == [("18B", 1, 2), ("39B", 2, 2)]
     assert found.held_out.all()
     for index, size in enumerate(("18B", "39B")):
-        alone = measured(cases[3 + index : 4 + index]).seconds(fit.without(size))
+        alone = lay_out(cases[3 + index : 4 + index]).seconds(fit.without(size))
         assert found.step_s[index] == pytest.approx(float(alone[0]))
 
 

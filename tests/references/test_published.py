@@ -16,7 +16,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import ROOT, hardware_names
 from flopwise.references.published import TABLES, megatron, mpt, nanotron, protocol_of, read_cases, table_of, vtrain
 from flopwise.references.published.rows import parse_rows
-from flopwise.references.validate.case import Case
+from flopwise.references.validate.protocol import Case
 from flopwise.setup.stack import NEUTRAL
 from flopwise.work.describe import describe
 from flopwise.work.transformer import Transformer

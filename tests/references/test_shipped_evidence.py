@@ -28,7 +28,7 @@ from flopwise.cli import app
 from flopwise.records.evidence import Evidence
 from flopwise.references.dataflow import recorded
 from flopwise.references.published.offload import OffloadRun, read_offload
-from flopwise.references.validate.held_out import StackFit
+from flopwise.references.validate.fitting import StackFit
 from flopwise.references.validate.validation import errors_by_size
 from flopwise.setup.stack import Stack
 from flopwise.work.transformer import Transformer

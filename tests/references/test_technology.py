@@ -65,7 +65,7 @@ def test_the_reference_machine_comes_out_the_same() -> None:
 
 def test_every_number_names_where_it_comes_from() -> None:
     hardware = hardware_from_technology(TECHNOLOGY, BUDGET, POWER)
-    kinds = {where: hardware.sources[key].kind for where, key in hardware.cited()}
+    kinds = {where: hardware.sources[key].kind for where, key in hardware.list_sources()}
     assert {kind for where, kind in kinds.items() if not where.startswith("efficiency")} == {"derived"}
     assert {kind for where, kind in kinds.items() if where.startswith("efficiency")} == {"estimated"}
     assert [network.bandwidth_bytes_per_s.value for network in hardware.networks] == [pytest.approx(0.5e12)]

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from flopwise.cli.output import schema_json
 from flopwise.references.published import TABLES, protocol_of, read_cases
-from flopwise.references.validate.case import Case
-from flopwise.references.validate.held_out import folds
+from flopwise.references.validate.fitting import folds
+from flopwise.references.validate.protocol import Case
 from flopwise.references.validate.report import (
     validation_document,
     validation_record,

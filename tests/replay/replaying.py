@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import json
 import os
@@ -228,6 +229,17 @@ def _leaves_of(name: str, text: str) -> list[object] | None:
         return None
 
 
+def _by_column(text: str) -> str:
+    """A table of columns with names in the order of these: where a column stands is no figure."""
+    if not re.match(r"[a-z]\w*(,[a-z]\w*)+\r?\n", text):
+        return text
+    head, *rows = csv.reader(io.StringIO(text))
+    if any(len(row) != len(head) for row in rows):
+        return text
+    order = sorted(range(len(head)), key=head.__getitem__)
+    return "\n".join(" ; ".join(row[place] for place in order) for row in (head, *rows))
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -237,7 +249,7 @@ def figures(name: str, text: str) -> list[str] | Counter[str]:
     leaves = _leaves_of(name, text)
     if leaves is not None:
         return Counter(repr(value) for value in leaves if _is_number(value))
-    found = [" ".join(figure.split()) for figure in FIGURE.findall(text)]
+    found = [" ".join(figure.split()) for figure in FIGURE.findall(_by_column(text))]
     return Counter(found) if text.startswith("<page>") else found
 
 
@@ -247,7 +259,7 @@ def words(name: str, text: str) -> str:
     if leaves is not None:
         keys = re.findall(r'"[^"\\]+"(?=\s*:)|^[\w.]+(?= = )', text, re.MULTILINE)
         return " ".join(sorted([*keys, *(str(value) for value in leaves if not _is_number(value))]))
-    return " ".join(re.sub(r"[─━│|\-]{2,}|[|│]", " ", FIGURE.sub("#", text)).split())
+    return " ".join(re.sub(r"[─━│|\-]{2,}|[|│]", " ", FIGURE.sub("#", _by_column(text))).split())
 
 
 def lost_figures(before: Said, after: Said) -> list[str]:

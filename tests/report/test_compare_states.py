@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flopwise.report.results_files import results_csv
-from flopwise.report.run_comparison import Measured, compared, comparison_document, percent_words, quantiles_of
+from flopwise.report.run_comparison import Measured, compare_runs, comparison_document, percent_words, quantiles_of
 from flopwise.store.cells import SweepRecord
 from flopwise.store.collecting import collect
 from flopwise.store.results import Result
@@ -31,7 +31,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def verdict(before: list[Result], after: list[Result], *, allow_missing: bool = False) -> tuple[str, bool]:
     sides = [[Measured(row=row, sample=quantiles_of(row)) for row in rows] for rows in (before, after)]
-    found = compared(sides[0], sides[1], names=("a", "b"), threshold=0.03, allow_missing=allow_missing)
+    found = compare_runs(sides[0], sides[1], names=("a", "b"), threshold=0.03, allow_missing=allow_missing)
     return found.cells[0].verdict, found.is_worse
 
 
@@ -63,16 +63,23 @@ def test_a_row_that_claims_more_than_its_peak_is_worse() -> None:
 
 @pytest.mark.parametrize(
     ("before", "after", "word"),
-    [("ok ok ok", "ok ok oom", "worse"), ("ok oom", "ok oom", "same"), ("ok oom", "ok ok", "unclear"),
-     ("ok ok", "ok ok running", "same"), ("ok ok", "ok", "unclear")],
+    [
+        ("ok ok ok", "ok ok oom", "worse"),
+        ("ok oom", "ok oom", "same"),
+        ("ok oom", "ok ok", "unclear"),
+        ("ok ok", "ok ok running", "same"),
+        ("ok ok", "ok", "unclear"),
+    ],
     ids=["fails more often", "as often", "less often", "not over yet", "fewer of them"],
-)  # fmt: skip
+)
 def test_the_share_of_repeats_that_went_well(before: str, after: str, word: str) -> None:
     sides = [
-        [a_result(repeat=place) if state == "ok" else lost(state, None, repeat=place)
-         for place, state in enumerate(states.split(), 1)]
+        [
+            a_result(repeat=place) if state == "ok" else lost(state, None, repeat=place)
+            for place, state in enumerate(states.split(), 1)
+        ]
         for states in (before, after)
-    ]  # fmt: skip
+    ]
     found, fails = verdict(sides[0], sides[1])
     assert (found, fails) == (word, word == "worse")
 
@@ -149,7 +156,7 @@ def test_a_narrow_table_keeps_what_tells_rows_apart() -> None:
             for batch in (16, 32)
         )
     ]
-    lines = printed(comparison_document(compared(rows, rows, names=("a", "b"), threshold=0.03)), 80)
+    lines = printed(comparison_document(compare_runs(rows, rows, names=("a", "b"), threshold=0.03)), 80)
     header = next(line for line in lines if "verdict" in line)
     assert "batch" in header and "model" not in header
     assert max(map(len, lines)) <= 80

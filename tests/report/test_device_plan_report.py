@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from flopwise.base.units import show_bytes
 from flopwise.cli.output import schema_json
+from flopwise.records.outcome import Interval
 from flopwise.records.plan import Forecast, Help, Plan, Planned, Residency
-from flopwise.records.prediction import Interval
 from flopwise.report.device_plans import (
     device_plan_document,
     device_plan_record,

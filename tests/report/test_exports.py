@@ -269,7 +269,7 @@ def test_torchtitan_precisions(precision: str, dtype: str, param: str, is_whole:
     [
         ("none", {"mode": "none"}),
         ("selective", {"mode": "none"}),
-        ("everything", {"mode": "selective", "selective_ac_option": "op"}),
+        ("pointwise", {"mode": "selective", "selective_ac_option": "op"}),
         ("input", {"mode": "full", "early_stop": True}),
         ("full", {"mode": "full", "early_stop": False}),
     ],
@@ -450,7 +450,7 @@ THREE_LAYERS = one_device(saves=("F",) * 3, activation_slots=3, **STATE)
         ("megatron", THREE_LAYERS, "layers"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
+)
 def test_what_would_be_another_training_is_refused(target: str, plan: AnyPlan, word: str) -> None:
     with pytest.raises(FlopwiseError) as caught:
         export_plan(plan, MODEL, target)

@@ -56,7 +56,7 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(120_000)
         found = Opened(page)
         page.on("console", lambda message: found.problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: found.problems.append(str(error)))
@@ -387,7 +387,9 @@ def test_served_it_follows_the_store_and_keeps_what_was_chosen(opened: Any, serv
     eventually(page, "document.querySelectorAll('#table tr[data-place]').length === 10")
     assert page.locator("#run-title").inner_text() == "Run 0003" and page.input_value("#filter-state") == "ok"
     assert "updated" in page.locator("#updated").inner_text()
-    page.wait_for_timeout(3200)
-    assert any(path == "/data.json" and tag == '"12"' for path, tag in served.asked)
+    end = time.monotonic() + 120.0
+    while ("/data.json", '"12"') not in served.asked:
+        assert time.monotonic() < end, "it does not ask again"
+        page.wait_for_timeout(50)
     assert found.problems == [] and all(each.startswith((url, "data:")) for each in found.requests)
     assert json.loads(detail_json(sweep.details["0003"]))["run"] == "0003"

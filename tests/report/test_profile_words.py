@@ -12,19 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flopwise.profile.explain.verdicts import verdicts
+from flopwise.profile.explain.verdicts import CLAUSES, LIMITS, verdicts
 from flopwise.records.profile import METRICS, Clue, MemoryUse, Peaks, Profile, SourcedValue, Unit, Verdict, known
 from flopwise.report.profile_words import (
-    CLAUSES,
     FEWEST_WORDS,
     MOST_WORDS,
-    TITLES,
     clause,
     title,
     why_paragraph,
 )
-from flopwise.report.tables import folded
-from flopwise.report.words import BINARY, about, change_words, safe, scaled, shortened
+from flopwise.report.tables import fold_words
+from flopwise.report.words import BINARY, about, change_words, safe, scale_figure, shorten
 from tests.report.test_profile_report import HOSTILE, a_profile, hostile_profile
 
 NEURON = Path(__file__).parents[1] / "data" / "neuron"
@@ -49,7 +47,7 @@ def test_figures_are_printed_as_the_documents_print_them() -> None:
     assert len(figures) > 700
     for raw, value, unit in figures:
         bare = raw.replace("*", "").strip().replace("flops/byte", "FLOP/B")
-        assert scaled(value, unit).replace(",", "") == re.sub(r"FLOPS$", "FLOP", bare), (raw, value)
+        assert scale_figure(value, unit).replace(",", "") == re.sub(r"FLOPS$", "FLOP", bare), (raw, value)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +74,13 @@ def test_figures_are_printed_as_the_documents_print_them() -> None:
     ],
 )
 def test_scaled(value: float, unit: Unit, words: str) -> None:
-    assert scaled(value, unit) == words
+    assert scale_figure(value, unit) == words
 
 
 @settings(max_examples=50)
 @given(st.floats(1, 1e18))
 def test_bytes_are_within_the_last_digit(size: float) -> None:
-    number, unit = scaled(size, "B").split(" ")
+    number, unit = scale_figure(size, "B").split(" ")
     scale = 1024.0 ** BINARY.index(unit)
     assert float(number) < 1024
     assert abs(float(number) * scale - size) <= 0.00051 * scale
@@ -103,7 +101,7 @@ def test_names_are_cut_and_harmless() -> None:
     assert safe("a\nb\x1b[0m") == "a b?[0m"
     assert len(safe("x" * 10**6)) == 60
     assert len(safe("\n" * 500 + "x" * 500)) <= 60
-    first, second = (shortened(f"a long name that ends in {number}", 18) for number in (16, 32))
+    first, second = (shorten(f"a long name that ends in {number}", 18) for number in (16, 32))
     assert first != second
     assert len(first) == 18
 
@@ -145,7 +143,7 @@ def limited_profiles() -> list[Profile]:
 
 def test_every_figure_of_the_rules_has_a_clause_and_every_limit_a_title() -> None:
     found = [verdict for profile in limited_profiles() for verdict in verdicts(profile)]
-    assert {verdict.kind for verdict in found} >= set(TITLES) - {"invalid"}
+    assert {verdict.kind for verdict in found} >= set(LIMITS) - {"invalid"}
     told = {evidence.what for verdict in found if verdict.kind != "invalid" for evidence in verdict.evidence}
     assert told == set(CLAUSES)
     assert all(title(verdict) for verdict in found)
@@ -203,7 +201,7 @@ def test_why_does_not_deny_a_limit_that_holds() -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_no_line_begins_with_a_unit(width: int) -> None:
-    lines = folded(why_paragraph(batch_16(), verdicts(batch_16())), width)
+    lines = fold_words(why_paragraph(batch_16(), verdicts(batch_16())), width)
     assert " ".join(lines) == why_paragraph(batch_16(), verdicts(batch_16()))
     assert max(map(len, lines)) <= width
     assert not any(re.match(r"(%|ms|s|FLOP/B)\b|%", line) for line in lines)

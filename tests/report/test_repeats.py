@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from flopwise.report.repeats import lines_of, plus_minus
-from flopwise.report.results import results_document
+from flopwise.report.results import lines_of, plus_minus, results_document
 from flopwise.report.results_files import read_results_csv, results_csv
 from flopwise.store.results import Result
 from tests.support.printing import printed, results_markdown
@@ -23,10 +22,18 @@ RATES = (420_900.0, 421_300.0, 421_600.0)
 def three() -> list[Result]:
     """Of one cell, whose steps are steady enough to say nothing of their own."""
     return [
-        a_result(run=f"000{place}", attempt=place, repeat=place, tokens_per_s=rate, tokens_per_s_p20=rate * 0.9999,
-                 tokens_per_s_p80=rate * 1.0001, device_bytes=place * 2**30, mfu=0.4 + place / 100)
+        a_result(
+            run=f"000{place}",
+            attempt=place,
+            repeat=place,
+            tokens_per_s=rate,
+            tokens_per_s_p20=rate * 0.9999,
+            tokens_per_s_p80=rate * 1.0001,
+            device_bytes=place * 2**30,
+            mfu=0.4 + place / 100,
+        )
         for place, rate in enumerate(RATES, 1)
-    ]  # fmt: skip
+    ]
 
 
 def test_repeats_are_one_line() -> None:

@@ -8,7 +8,7 @@ import io
 import pytest
 
 from flopwise.report.document import to_csv, to_markdown
-from flopwise.report.run_comparison import Measured, compared, comparison_document, quantiles_of
+from flopwise.report.run_comparison import Measured, compare_runs, comparison_document, quantiles_of
 from flopwise.report.tables import csv_text, csv_word, markdown_table, markdown_text
 from tests.support.printing import results_markdown
 from tests.support.result_rows import a_result
@@ -41,7 +41,7 @@ def test_markdown_stays_text() -> None:
 def test_names_in_reports_of_results_and_of_two_sides(name: str) -> None:
     rows = [a_result(model=name, hardware=name, card=name, commit=None), a_result(model=name, hardware=name, card="x")]
     sides = [[Measured(row=row, sample=quantiles_of(row))] for row in rows]
-    found = compared(sides[0], sides[1], names=(name, "after"), threshold=0.03)
+    found = compare_runs(sides[0], sides[1], names=(name, "after"), threshold=0.03)
     for text in (results_markdown(rows), to_markdown(comparison_document(found))):
         for sign in ("<img", "![x](", " `rm`", "\n# two", "| a|b"):
             assert sign not in text
@@ -50,4 +50,4 @@ def test_names_in_reports_of_results_and_of_two_sides(name: str) -> None:
 def test_a_formula_in_a_comparison() -> None:
     row = a_result(model="=cmd()")
     side = [Measured(row=row, sample=quantiles_of(row))]
-    assert ",'=cmd()," in to_csv(comparison_document(compared(side, side, names=("a", "b"), threshold=0.03)))
+    assert ",'=cmd()," in to_csv(comparison_document(compare_runs(side, side, names=("a", "b"), threshold=0.03)))

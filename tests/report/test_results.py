@@ -25,7 +25,8 @@ from flopwise.report.results import (
     results_document,
     spread_words,
 )
-from flopwise.store.cells import Attempt, Cell, Foreseen, Settings, cell_id
+from flopwise.setup.written import CellSetup, cell_id
+from flopwise.store.cells import Attempt, Cell, CellOutcome
 from flopwise.store.results import (
     FIELDS,
     Result,
@@ -134,6 +135,13 @@ def test_a_prediction_stands_though_the_measurement_has_none() -> None:
     assert row.prediction_error == pytest.approx(1.0)
 
 
+def test_what_a_plan_promises_of_other_hardware_is_no_prediction() -> None:
+    measured = a_measurement(predicted_step_s=None, predicted_tokens_per_s=None)
+    plan = {"hardware": "b200", "expected": {"step_s": 17.0, "tokens_per_s": 2 * measured.tokens_per_s}}
+    row = result_of_run(a_record(measurement=measured, plan=plan))
+    assert (row.predicted_step_s, row.predicted_tokens_per_s, row.prediction_error) == (None, None, None)
+
+
 def test_several_devices_share_the_rate() -> None:
     measured = a_measurement(devices=8, batch_sequences=52, micro_batch_sequences=3)
     row = result_of_run(a_record(measurement=measured, plan={"devices": 8, "parallel": {"zero": 3}}), a_profile())
@@ -160,7 +168,7 @@ def test_what_is_made_again_in_words(plan: dict[str, Any], words: str | None) ->
 
 # -- rows of cells ---------------------------------------------------------------------------------------------------
 
-SETTINGS = Settings(
+SETTINGS = CellSetup(
     model=model_table(load_model("gpt2")),
     hardware="h200",
     devices=2,
@@ -169,7 +177,7 @@ SETTINGS = Settings(
     micro_batch_sequences="auto",
     precision="bf16",
 )
-FORESEEN = Foreseen(
+FORESEEN = CellOutcome(
     fits=True, method="plan", micro_batch_sequences=4, step_s=0.5, tokens_per_s=32_768.0, bound="memory"
 )
 

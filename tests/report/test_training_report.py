@@ -17,7 +17,7 @@ from flopwise.records.measurement import Measurement, MemoryRow, RunRecord, Step
 from flopwise.report import runs
 from flopwise.report.document import Table, facts
 from flopwise.report.runs import curve, data_parts, plan_parts, run_document, runs_document, training_parts
-from flopwise.report.tables import wrapped
+from flopwise.report.tables import wrap_parts
 from flopwise.report.training import (
     end_document,
     evaluation_words,
@@ -352,7 +352,7 @@ def test_one_step_is_too_few_to_measure() -> None:
 
 @given(st.lists(st.text("ab c×", min_size=1, max_size=60), max_size=6), st.integers(20, 90), st.integers(0, 9))
 def test_lines_are_never_too_long_and_lose_nothing(parts: list[str], width: int, indent: int) -> None:
-    lines = wrapped(parts, width, indent=indent)
+    lines = wrap_parts(parts, width, indent=indent)
     assert all(cell_len(line) <= width for line in lines)
     whole = re.sub(r"[\s·]", "", "".join(lines))
     assert whole == re.sub(r"[\s·]", "", "".join(parts))

@@ -309,7 +309,7 @@ def test_context_ranks_keep_a_part_of_everything() -> None:
     ("parallel_residual", "policy", "reductions", "again"),
     [
         (False, "none", 2, 0),
-        (False, "everything", 2, 0),
+        (False, "pointwise", 2, 0),
         # The feed-forward product is the block's last, which nothing in its backward reads.
         (False, "input", 2, 1),
         (False, "full", 2, 2),

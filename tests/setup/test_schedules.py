@@ -57,11 +57,18 @@ def test_rates_are_those_of_torch(
 @pytest.mark.parametrize(
     ("schedule", "step", "share"),
     [
-        ("constant", 0, 0.1), ("constant", 9, 1.0), ("constant", 99, 1.0),
-        ("linear", 4, 0.5), ("linear", 10, 1.0), ("linear", 55, 0.5), ("linear", 100, 0.0),
-        ("cosine", 10, 1.0), ("cosine", 55, 0.55), ("cosine", 100, 0.1),
+        ("constant", 0, 0.1),
+        ("constant", 9, 1.0),
+        ("constant", 99, 1.0),
+        ("linear", 4, 0.5),
+        ("linear", 10, 1.0),
+        ("linear", 55, 0.5),
+        ("linear", 100, 0.0),
+        ("cosine", 10, 1.0),
+        ("cosine", 55, 0.55),
+        ("cosine", 100, 0.1),
     ],
-)  # fmt: skip
+)
 def test_rates_by_hand(schedule: Schedule, step: int, share: float) -> None:
     training = Training(steps=100, warmup_steps=10, schedule=schedule, learning_rate=2.0)
     assert training.rate_at(step) == pytest.approx(2.0 * share)

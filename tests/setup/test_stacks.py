@@ -21,7 +21,7 @@ from flopwise.catalog.load import (
     stack_names,
 )
 from flopwise.references.published import TABLES, protocol_of
-from flopwise.references.validate.held_out import held_out_predictions
+from flopwise.references.validate.fitting import held_out_predictions
 from flopwise.setup.stack import MOST_CONSTANTS, NEUTRAL, Constant, Stack
 
 

@@ -84,6 +84,13 @@ def test_names_of_nothing(plain: Path, name: str, words: str) -> None:
     assert caught.value.hint
 
 
+def test_nothing_is_offered_of_a_store_without_runs(tmp_path: Path) -> None:
+    with pytest.raises(FlopwiseError) as caught:
+        collect(tmp_path, ["nightly"])
+    assert "last" not in str(caught.value)
+    assert f"there are none in {tmp_path}" in str(caught.value)
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(st.text(max_size=12) | st.from_regex(r"[0-9a-f./-]{1,14}", fullmatch=True))
 def test_any_word_is_answered(plain: Path, name: str) -> None:

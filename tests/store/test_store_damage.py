@@ -83,7 +83,8 @@ def change(table: Any, place: tuple[Any, ...], value: object) -> None:
     if isinstance(table, dict) and value is DELETED:
         table.pop(place[-1], None)
     elif isinstance(table, dict) or _has(table, place[-1]):
-        table[place[-1]] = None if value is DELETED else value
+        # A copy: a later change within it would change what it was drawn from, or put a value into itself.
+        table[place[-1]] = None if value is DELETED else copy.deepcopy(value)
 
 
 def _has(table: Any, key: Any) -> bool:
@@ -110,7 +111,7 @@ def every_road(store: Path) -> None:
     for route in ROUTES:
         assert Live(store).answer(route) is not None
     sides = [compare._side(name, str(store)) for name in ("1", "2")]
-    found = run_comparison.compared(*sides, names=("1", "2"), threshold=0.03)
+    found = run_comparison.compare_runs(*sides, names=("1", "2"), threshold=0.03)
     document.to_page(run_comparison.comparison_document(found), 100)
     document.to_markdown(run_comparison.comparison_document(found))
     to_text(run_comparison.comparison_record(found))
@@ -130,13 +131,20 @@ def test_no_change_of_a_record_ends_a_road(data: st.DataObject, store: Path, rec
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_no_change_of_a_row_ends_a_road(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    store = make_store(tmp_path_factory.mktemp("rows") / "runs", 2, steps=8)
-    row = json.loads((store / "0001" / ROW).read_text())
+def test_no_change_of_a_row_ends_a_road(data: st.DataObject, rows: tuple[Path, dict[str, Any]]) -> None:
+    store, row = rows
+    changed = copy.deepcopy(row)
     for _ in range(data.draw(st.integers(1, 3))):
-        change(row, data.draw(st.sampled_from(list(places(row)))), data.draw(st.sampled_from(VALUES)))
-    (store / "0001" / ROW).write_text(json.dumps(row))
+        change(changed, data.draw(st.sampled_from(list(places(row)))), data.draw(st.sampled_from(VALUES)))
+    (store / "0001" / ROW).write_text(json.dumps(changed))
     every_road(store)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A store and the row of its first run, as it was written."""
+    store = make_store(tmp_path / "runs", 2, steps=8)
+    return store, json.loads((store / "0001" / ROW).read_text())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.store.cells import Attempt, Foreseen, Settings, SweepRecord, cell_id, says_nothing, standing
+from flopwise.setup.written import CellSetup, cell_id
+from flopwise.store.cells import Attempt, CellOutcome, SweepRecord, says_nothing, standing
 from flopwise.store.sweeps import (
     CELL,
     CELLS,
@@ -54,9 +55,14 @@ def now(seconds_ago: float = 0.0) -> str:
 
 def an_attempt(number: int = 1, repeat: int = 1, state: str = "ok", **changes: Any) -> Attempt:
     plain = Attempt(
-        number=number, cell="0" * 12, repeat=repeat, state="ok", started="2026-11-15T12:00:00+01:00",
-        ended="2026-11-15T12:00:09+01:00", steps=3,
-    )  # fmt: skip
+        number=number,
+        cell="0" * 12,
+        repeat=repeat,
+        state="ok",
+        started="2026-11-15T12:00:00+01:00",
+        ended="2026-11-15T12:00:09+01:00",
+        steps=3,
+    )
     return replace(plain, state=state, **changes)  # type: ignore[arg-type]
 
 
@@ -64,7 +70,7 @@ def an_attempt(number: int = 1, repeat: int = 1, state: str = "ok", **changes: A
 
 
 def test_a_cell_is_read_back_equal(tmp_path: Path) -> None:
-    foreseen = Foreseen(fits=True, method="plan", step_s=0.25, device_bytes=2**40 + 1, reason="[bold]ä")
+    foreseen = CellOutcome(fits=True, method="plan", step_s=0.25, device_bytes=2**40 + 1, reason="[bold]ä")
     cell = a_cell(tmp_path, foreseen=foreseen, batch_sequences="auto")
     assert read_cell(tmp_path, cell.id) == cell
     assert list_cells(tmp_path) == ([cell], [])
@@ -82,11 +88,19 @@ def test_a_cells_name_is_its_shape_and_not_its_words() -> None:
 def test_every_field_of_the_settings_makes_another_cell() -> None:
     plain = a_cell().settings
     changed: dict[str, Any] = {
-        "hardware": "h200", "devices": 2, "sequence_tokens": 65, "batch_sequences": "auto",
-        "micro_batch_sequences": "auto", "precision": "bf16", "optimizer": "sgd", "task": "classification",
-        "device_memory_bytes": 1, "host_memory_bytes": 1, "model": {"name": "other"},
-    }  # fmt: skip
-    assert set(changed) == set(Settings.__dataclass_fields__)
+        "hardware": "h200",
+        "devices": 2,
+        "sequence_tokens": 65,
+        "batch_sequences": "auto",
+        "micro_batch_sequences": "auto",
+        "precision": "bf16",
+        "optimizer": "sgd",
+        "task": "classification",
+        "device_memory_bytes": 1,
+        "host_memory_bytes": 1,
+        "model": {"name": "other"},
+    }
+    assert set(changed) == set(CellSetup.__dataclass_fields__)
     names = {cell_id(replace(plain, **{name: value})) for name, value in changed.items()}
     assert len(names) == len(changed) and cell_id(plain) not in names
 
@@ -326,11 +340,21 @@ def test_a_sweep_is_read_back_equal_and_found_by_its_name(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("last", "runs"), ("LAST", "runs"), ("3", "runs"), ("0142", "runs"), ("3-17", "runs"),
-        ("0123456789ab", "a cell"), ("a.csv", "a file"), ("a.json", "a file"), ("a.MD", "a file"),
-        ("a.markdown", "a file"), ("a.txt", "a file"), ("a.html", "a file"), ("a.toml", "a file"),
+        ("last", "runs"),
+        ("LAST", "runs"),
+        ("3", "runs"),
+        ("0142", "runs"),
+        ("3-17", "runs"),
+        ("0123456789ab", "a cell"),
+        ("a.csv", "a file"),
+        ("a.json", "a file"),
+        ("a.MD", "a file"),
+        ("a.markdown", "a file"),
+        ("a.txt", "a file"),
+        ("a.html", "a file"),
+        ("a.toml", "a file"),
     ],
-)  # fmt: skip
+)
 def test_a_sweep_is_not_called_what_stands_for_something_else(tmp_path: Path, name: str, why: str) -> None:
     with pytest.raises(FlopwiseError, match="cannot be called") as told:
         write_sweep(tmp_path, replace(a_sweep(), name=name))
@@ -362,7 +386,13 @@ def test_what_took_too_long_is_tried_again_with_more_time(
     cell = a_cell(tmp_path)
     record = SweepRecord(name="x", created="", cells=(cell.id,), steps=3, time_limit_s=limit_s)
     tried = Attempt(
-        number=1, cell=cell.id, repeat=1, state="timeout", started="2026-01-01T00:00:00+00:00", steps=3,
-        time_limit_s=earlier_s, reason="not done in time",
-    )  # fmt: skip
+        number=1,
+        cell=cell.id,
+        repeat=1,
+        state="timeout",
+        started="2026-01-01T00:00:00+00:00",
+        steps=3,
+        time_limit_s=earlier_s,
+        reason="not done in time",
+    )
     assert verdict(tmp_path, record, cell, [tried]) == expected

@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_overloads
 
@@ -94,7 +95,16 @@ def _cell(text: str, *, code: bool = False) -> str:
 
 
 def fields(kind: type) -> Iterator[tuple[str, str, str]]:
-    """Public fields, properties and methods of a record, each with its type and what is said of it."""
+    """Public fields, properties and methods of a record and of what it extends, each as the last of them says it."""
+    found: dict[str, tuple[str, str]] = {}
+    for one in reversed(kind.__mro__):
+        for name, annotation, doc in _own_fields(one) if one is kind or is_dataclass(one) else ():
+            found[name] = annotation, doc or found.get(name, ("", ""))[1]
+    for name, (annotation, doc) in found.items():
+        yield name, annotation, doc
+
+
+def _own_fields(kind: type) -> Iterator[tuple[str, str, str]]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef)
     for node, following in zip(tree.body, [*tree.body[1:], ast.Pass()], strict=True):

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from flopwise.catalog.load import load_hardware, load_model
-from flopwise.predict.cluster.costing import Evaluation, evaluate
+from flopwise.predict.cluster.costing import Costed, evaluate
 from flopwise.predict.cluster.pieces import BLOCK, EMBEDDING, HEAD
 from flopwise.predict.cluster.strategies import listed
 from flopwise.predict.kernels.calls import Phase
@@ -109,7 +109,7 @@ def placed(work: SettledSetup, model: Model, parallel: Parallel, hardware: Hardw
 
 def evaluated(
     model: Model | str, parallel: Parallel, work: SettledSetup, hardware: Hardware, framework: Stack = NEUTRAL
-) -> Evaluation:
+) -> Costed:
     """One set-up."""
     model = load_model(model) if isinstance(model, str) else model
     return evaluate(listed([placed(work, model, parallel, hardware)]), hardware, framework)

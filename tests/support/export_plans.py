@@ -7,7 +7,8 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from flopwise.records.cluster_plan import ClusterExpected, ClusterPlan
+from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.records.outcome import Outcome
 from flopwise.records.plan import Plan, Residency
 from flopwise.setup.parallel import BALANCES, SCHEDULES, Parallel, why_illegal
 from flopwise.setup.words import MOMENTS, Fusion
@@ -40,7 +41,7 @@ def cluster(parallel: Parallel | None = None, **changes: Any) -> ClusterPlan:
         "optimizer": "adamw",
         "stack": "kernels",
         "parallel": parallel,
-        "expected": ClusterExpected(step_s=1.0, tokens_per_s=1e5, mfu=0.5, device_bytes=2**34),
+        "expected": Outcome(step_s=1.0, tokens_per_s=1e5, mfu=0.5, device_bytes=2**34),
     }
     return ClusterPlan(**settled | changes)
 

@@ -67,8 +67,8 @@ def look(event, arguments):
 if os.environ.get("RANK", "0") == "0" and ("RANK" in os.environ or os.environ["KILL_POINTS_RANKS"] == "1"):
     sys.addaudithook(look)
 """
-GONE_S = 5.0
-"""In which nothing of a killed training is left."""
+GONE_S = 60.0
+"""In which nothing of a killed training is left; a moment is usual, but not on a busy machine."""
 LONGEST_S = 600.0
 
 

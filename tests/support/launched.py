@@ -25,8 +25,9 @@ def note(name, text=""):
 """
 LAUNCH = """
 import signal, sys
-# A runner in the background may have left it ignored.
+# A runner in the background may have left one ignored, `nohup` the other.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from flopwise.engine.spawning import spawn
 sys.exit(spawn(sys.argv[1:2], int(sys.argv[2]), module="small_rank"))
 """

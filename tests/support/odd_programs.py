@@ -69,9 +69,15 @@ def run(program: Program, folder: Path, profile: Path | None = None) -> Ran:
         command = [sys.executable, "-P", "-m", "flopwise", "profile", "run", *wanted, "--", *command]
     environment = os.environ | {"PYTHONPATH": str(folder / "site"), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
     process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
-    )  # fmt: skip
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     with process:
         assert process.stdout is not None
         before = ""

@@ -39,25 +39,60 @@ def record(number: int, device_cap: int, host_cap: int, tokens_per_s: float, *, 
     batch, sequence = 24, 8192
     step_s = batch * sequence / tokens_per_s
     measurement = Measurement(
-        model="llama-3-8b", hardware="h200", devices=1, sequence_tokens=sequence, batch_sequences=batch,
-        micro_batch_sequences=2, batch_tokens=batch * sequence, precision="bf16", optimizer="adamw",
-        n_params=8_030_261_248, steps=18, step_s=step_s, step_s_p20=step_s * 0.995, step_s_p80=step_s * 1.006,
-        tokens_per_s=tokens_per_s, tokens_per_s_p20=tokens_per_s * 0.994, tokens_per_s_p80=tokens_per_s * 1.005,
-        model_flops=int(5.2e4 * 1e6 * batch * sequence), hardware_flops=int(5.5e4 * 1e6 * batch * sequence),
-        convention="causal", mfu=tokens_per_s * 5.2e10 / 989e12, hfu=tokens_per_s * 5.5e10 / 989e12,
-        peak_flops=989e12, peak_format="bf16", first_loss=3.1, last_loss=2.9, memory=memory_rows(device_cap),
-        predicted_step_s=step_s / (1 + error), predicted_tokens_per_s=tokens_per_s * (1 + error),
-    )  # fmt: skip
+        model="llama-3-8b",
+        hardware="h200",
+        devices=1,
+        sequence_tokens=sequence,
+        batch_sequences=batch,
+        micro_batch_sequences=2,
+        batch_tokens=batch * sequence,
+        precision="bf16",
+        optimizer="adamw",
+        n_params=8_030_261_248,
+        steps=18,
+        step_s=step_s,
+        step_s_p20=step_s * 0.995,
+        step_s_p80=step_s * 1.006,
+        tokens_per_s=tokens_per_s,
+        tokens_per_s_p20=tokens_per_s * 0.994,
+        tokens_per_s_p80=tokens_per_s * 1.005,
+        model_flops=int(5.2e4 * 1e6 * batch * sequence),
+        hardware_flops=int(5.5e4 * 1e6 * batch * sequence),
+        convention="causal",
+        mfu=tokens_per_s * 5.2e10 / 989e12,
+        hfu=tokens_per_s * 5.5e10 / 989e12,
+        peak_flops=989e12,
+        peak_format="bf16",
+        first_loss=3.1,
+        last_loss=2.9,
+        memory=memory_rows(device_cap),
+        predicted_step_s=step_s / (1 + error),
+        predicted_tokens_per_s=tokens_per_s * (1 + error),
+    )
     return RunRecord(
-        id=f"{number:04d}", state="done", started=f"2026-02-28T{10 + number // 60:02d}:{number % 60:02d}:00+00:00",
-        ended="2026-02-28T23:00:00+00:00", model={"name": "llama-3-8b"}, task="language",
-        training=Training(steps=20), data={}, steps_done=20, measurement=measurement,
-        plan={"hardware": "h200", "sequence_tokens": sequence, "batch_sequences": batch, "precision": "bf16",
-              "optimizer": "adamw", "device_memory_bytes": device_cap * GIB, "host_memory_bytes": host_cap * GIB,
-              "saves": ["F", "F", "I", "I"]},
+        id=f"{number:04d}",
+        state="done",
+        started=f"2026-02-28T{10 + number // 60:02d}:{number % 60:02d}:00+00:00",
+        ended="2026-02-28T23:00:00+00:00",
+        model={"name": "llama-3-8b"},
+        task="language",
+        training=Training(steps=20),
+        data={},
+        steps_done=20,
+        measurement=measurement,
+        plan={
+            "hardware": "h200",
+            "sequence_tokens": sequence,
+            "batch_sequences": batch,
+            "precision": "bf16",
+            "optimizer": "adamw",
+            "device_memory_bytes": device_cap * GIB,
+            "host_memory_bytes": host_cap * GIB,
+            "saves": ["F", "F", "I", "I"],
+        },
         environment={"flopwise": "0.1.0", "torch": "2.11.0", "gpu": "NVIDIA H200"},
         request={"device_memory_bytes": device_cap * GIB, "host_memory_bytes": host_cap * GIB},
-    )  # fmt: skip
+    )
 
 
 def tasks(layers: int = LAYERS) -> tuple[TaskTime, ...]:
@@ -80,64 +115,114 @@ def tasks(layers: int = LAYERS) -> tuple[TaskTime, ...]:
         found.append((f"optimize {layer}", "host", now + 0.9, now + 1.3))
         now += 0.63
     return tuple(
-        TaskTime(name=name, stream=stream, predicted_start_s=start, predicted_end_s=end,
-                 measured_start_s=start * 1.02 + 0.01, measured_end_s=end * 1.025 + 0.01)
+        TaskTime(
+            name=name,
+            stream=stream,
+            predicted_start_s=start,
+            predicted_end_s=end,
+            measured_start_s=start * 1.02 + 0.01,
+            measured_end_s=end * 1.025 + 0.01,
+        )
         for name, stream, start, end in found
-    )  # fmt: skip
+    )
 
 
 CLASSES: tuple[tuple[KernelClass, float], ...] = (
-    ("gemm", 8.9), ("attention", 3.2), ("norm", 0.5), ("pointwise", 1.2), ("optimizer", 0.3), ("copy", 0.5),
-)  # fmt: skip
+    ("gemm", 8.9),
+    ("attention", 3.2),
+    ("norm", 0.5),
+    ("pointwise", 1.2),
+    ("optimizer", 0.3),
+    ("copy", 0.5),
+)
 OPERATORS: tuple[tuple[str, KernelClass, float, float | None, float | None], ...] = (
-    ("aten::mm", "gemm", 7.9, 5.2e15, 2.1e12), ("flash_attention_backward", "attention", 2.1, 8.9e14, 3.5e11),
-    ("flash_attention", "attention", 0.9, 4.2e14, 2.0e11), ("aten::rms_norm", "norm", 0.5, 9e11, 1.8e12),
-    ("swiglu", "pointwise", 0.7, 1.1e12, 2.6e12), ("aten::cross_entropy", "other", 0.4, 4e11, 2e11),
-    ("adamw", "optimizer", 0.3, 2.4e11, 1.1e12), ("aten::add_", "pointwise", 0.25, None, None),
+    ("aten::mm", "gemm", 7.9, 5.2e15, 2.1e12),
+    ("flash_attention_backward", "attention", 2.1, 8.9e14, 3.5e11),
+    ("flash_attention", "attention", 0.9, 4.2e14, 2.0e11),
+    ("aten::rms_norm", "norm", 0.5, 9e11, 1.8e12),
+    ("swiglu", "pointwise", 0.7, 1.1e12, 2.6e12),
+    ("aten::cross_entropy", "other", 0.4, 4e11, 2e11),
+    ("adamw", "optimizer", 0.3, 2.4e11, 1.1e12),
+    ("aten::add_", "pointwise", 0.25, None, None),
     ("Memcpy HtoD", "copy", 0.2, None, 1.2e11),
-)  # fmt: skip
+)
 
 
 def profile(name: str = "run 0001") -> Profile:
     """A profile with classes, engines, operators, tasks and traffic."""
     return Profile(
-        name=name, format="flopwise", device="NVIDIA H200", steps=3, batch_sequences=24, sequence_tokens=8192,
-        precision="bf16", peaks=Peaks(flops=989e12, bandwidth=4.8e12, number_format="bf16", source="datasheet"),
-        values=known("measured", (
-            ("step_wall_s", 15.6), ("device_span_s", 15.4), ("device_busy_s", 14.6), ("idle_s", 0.8),
-            ("idle_host_s", 0.2), ("idle_copy_s", 0.6), ("matrix_active_s", 11.2), ("copy_active_s", 9.1),
-            ("copy_bytes", 4.2e11), ("copy_exposed_s", 0.35), ("hbm_read_bytes", 2.4e13), ("hbm_write_bytes", 9e12),
-            ("mbu", 0.44), ("mfu", 0.588), ("hfu", 0.609), ("power_w", 640.0), ("clock_mean_hz", 1.71e9),
-        )),
+        name=name,
+        format="flopwise",
+        device="NVIDIA H200",
+        steps=3,
+        batch_sequences=24,
+        sequence_tokens=8192,
+        precision="bf16",
+        peaks=Peaks(flops=989e12, bandwidth=4.8e12, number_format="bf16", source="datasheet"),
+        values=known(
+            "measured",
+            (
+                ("step_wall_s", 15.6),
+                ("device_span_s", 15.4),
+                ("device_busy_s", 14.6),
+                ("idle_s", 0.8),
+                ("idle_host_s", 0.2),
+                ("idle_copy_s", 0.6),
+                ("matrix_active_s", 11.2),
+                ("copy_active_s", 9.1),
+                ("copy_bytes", 4.2e11),
+                ("copy_exposed_s", 0.35),
+                ("hbm_read_bytes", 2.4e13),
+                ("hbm_write_bytes", 9e12),
+                ("mbu", 0.44),
+                ("mfu", 0.588),
+                ("hfu", 0.609),
+                ("power_w", 640.0),
+                ("clock_mean_hz", 1.71e9),
+            ),
+        ),
         classes=tuple(Spent(name=kind, kind=kind, seconds=seconds, count=100) for kind, seconds in CLASSES),
         operators=tuple(
             Spent(name=name, kind=kind, seconds=seconds, count=100, flops=flops, bytes=size)
             for name, kind, seconds, flops, size in OPERATORS
         ),
-        tasks=tasks(), notes=("times of tasks are those of steps that were not traced",),
-    )  # fmt: skip
+        tasks=tasks(),
+        notes=("times of tasks are those of steps that were not traced",),
+    )
 
 
 VERDICTS = (
     Verdict(
-        kind="compute_bound", share=0.27, advice="a faster format for products, such as fp8",
+        kind="compute_bound",
+        share=0.27,
+        advice="a faster format for products, such as fp8",
         evidence=(Clue(what="the matrix unit's active time", value=0.727, unit="share", bound=0.7, relation=">"),),
     ),
     Verdict(
-        kind="data_movement_bound", share=0.04, advice="more device memory, so that fewer blocks pass",
+        kind="data_movement_bound",
+        share=0.04,
+        advice="more device memory, so that fewer blocks pass",
         evidence=(Clue(what="copies with no computation beside them", value=0.023, unit="share"),),
     ),
-)  # fmt: skip
+)
 
 
 def steps(count: int = 20, step_s: float = 17.4) -> list[StepRecord]:
     """The first two are slow; the others wobble."""
     return [
-        StepRecord(step=step, loss=3.4 - 0.5 * (1 - 0.9**step), learning_rate=1e-4,
-                   step_s=step_s * (1.6 if step < 3 else 1 + 0.008 * (step % 3)), tokens=196_608, samples=24,
-                   tokens_per_s=11_200.0, mfu=0.58, predicted_s=step_s)
+        StepRecord(
+            step=step,
+            loss=3.4 - 0.5 * (1 - 0.9**step),
+            learning_rate=1e-4,
+            step_s=step_s * (1.6 if step < 3 else 1 + 0.008 * (step % 3)),
+            tokens=196_608,
+            samples=24,
+            tokens_per_s=11_200.0,
+            mfu=0.58,
+            predicted_s=step_s,
+        )
         for step in range(1, count + 1)
-    ]  # fmt: skip
+    ]
 
 
 def sweep_rows() -> tuple[list[Result], dict[str, RunDetail]]:
@@ -168,8 +253,18 @@ def sweep_rows() -> tuple[list[Result], dict[str, RunDetail]]:
 
 def blank(row: Result) -> Result:
     """A row of a run that was not measured."""
-    return replace(row, tokens_per_s=None, step_s=None, mfu=None, hfu=None, prediction_error=None, device_bytes=None,
-                   host_bytes=None, last_loss=None, bound=None)  # fmt: skip
+    return replace(
+        row,
+        tokens_per_s=None,
+        step_s=None,
+        mfu=None,
+        hfu=None,
+        prediction_error=None,
+        device_bytes=None,
+        host_bytes=None,
+        last_loss=None,
+        bound=None,
+    )
 
 
 def sweep_page(title: str = "llama-3-8b under memory caps") -> PageData:
@@ -186,15 +281,29 @@ def many_rows(count: int) -> list[Result]:
         predicted = speed * (1 + ((number * 31) % 41 - 20) / 137)
         found.append(
             replace(
-                template, run=f"{number:04d}", cell=f"{number:012x}", model=f"mpt-{125 * (1 + number % 7)}m",
-                state=("ok", "ok", "ok", "ok", "oom")[number % 5], sequence_tokens=512 * 2 ** (number % 8),
-                tokens_per_s=speed, tokens_per_s_p20=speed * 0.991, tokens_per_s_p80=speed * 1.013,
-                step_s=1e5 / speed, step_s_p20=0.99e5 / speed, step_s_p80=1.01e5 / speed, mfu=speed / 31_001,
-                hfu=speed / 29_003, predicted_tokens_per_s=predicted, prediction_error=predicted / speed - 1,
-                predicted_step_s=1e5 / predicted, samples_per_s=speed / 8191, last_loss=2 + speed / 9001,
-                tokens_per_s_per_device=speed, device_bytes=number * 1_234_567,
+                template,
+                run=f"{number:04d}",
+                cell=f"{number:012x}",
+                model=f"mpt-{125 * (1 + number % 7)}m",
+                state=("ok", "ok", "ok", "ok", "oom")[number % 5],
+                sequence_tokens=512 * 2 ** (number % 8),
+                tokens_per_s=speed,
+                tokens_per_s_p20=speed * 0.991,
+                tokens_per_s_p80=speed * 1.013,
+                step_s=1e5 / speed,
+                step_s_p20=0.99e5 / speed,
+                step_s_p80=1.01e5 / speed,
+                mfu=speed / 31_001,
+                hfu=speed / 29_003,
+                predicted_tokens_per_s=predicted,
+                prediction_error=predicted / speed - 1,
+                predicted_step_s=1e5 / predicted,
+                samples_per_s=speed / 8191,
+                last_loss=2 + speed / 9001,
+                tokens_per_s_per_device=speed,
+                device_bytes=number * 1_234_567,
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -236,21 +345,35 @@ def holey_details(rows: Sequence[Result], seed: int) -> dict[str, RunDetail]:
     for name in sorted({row.run for row in rows if row.run}):
         whole = profile(f"run {name}")
         spans = [
-            TaskTime(name="x 1", stream=chance.choice(("compute", "copy-in", "other")),
-                     predicted_start_s=chance.choice(odd), predicted_end_s=chance.choice(odd),
-                     measured_start_s=chance.choice(odd), measured_end_s=chance.choice(odd))
+            TaskTime(
+                name="x 1",
+                stream=chance.choice(("compute", "copy-in", "other")),
+                predicted_start_s=chance.choice(odd),
+                predicted_end_s=chance.choice(odd),
+                measured_start_s=chance.choice(odd),
+                measured_end_s=chance.choice(odd),
+            )
             for _ in range(chance.randrange(5))
-        ]  # fmt: skip
+        ]
         operators = tuple(
-            Spent(name="o" * chance.randrange(90), kind="gemm", seconds=chance.choice((0.0, 1e-9, 3.0)), count=1.0,
-                  flops=chance.choice((*odd, 1e12)), bytes=chance.choice((*odd, 1e9)))
+            Spent(
+                name="o" * chance.randrange(90),
+                kind="gemm",
+                seconds=chance.choice((0.0, 1e-9, 3.0)),
+                count=1.0,
+                flops=chance.choice((*odd, 1e12)),
+                bytes=chance.choice((*odd, 1e9)),
+            )
             for _ in range(chance.randrange(4))
-        )  # fmt: skip
+        )
         part = replace(
-            whole, tasks=tuple(spans), operators=operators, classes=chance.choice(((), whole.classes)),
+            whole,
+            tasks=tuple(spans),
+            operators=operators,
+            classes=chance.choice(((), whole.classes)),
             peaks=chance.choice((None, whole.peaks, Peaks(flops=1e9, bandwidth=None, number_format="", source=""))),
             values={key: found for key, found in whole.values.items() if chance.random() < 0.5},
-        )  # fmt: skip
+        )
         run = replace(record(1, 40, 128, 11_000.0), id=name)
         assert run.measurement is not None
         sizes = (0, -5, 10**13)

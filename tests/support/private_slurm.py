@@ -127,7 +127,7 @@ def _end_jobs(environment: dict[str, str]) -> None:
 def _said(command: Sequence[str], environment: dict[str, str]) -> str:
     program = shutil.which(command[0], path=PATH) or command[0]
     answer = subprocess.run(
-        [program, *command[1:]], env=environment, capture_output=True, text=True, timeout=20, check=False
+        [program, *command[1:]], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     return answer.stdout.strip()
 

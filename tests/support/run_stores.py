@@ -17,7 +17,8 @@ from flopwise.profile.explain.verdicts import first_verdict
 from flopwise.records.measurement import Measurement, MemoryRow, RunRecord, StepRecord
 from flopwise.records.profile import Peaks, Profile, Spent, known
 from flopwise.setup.training import Training
-from flopwise.store.cells import Attempt, Cell, CellState, Foreseen, Settings, SweepRecord, cell_id
+from flopwise.setup.written import CellSetup, cell_id
+from flopwise.store.cells import Attempt, Cell, CellOutcome, CellState, SweepRecord
 from flopwise.store.rows import write_row
 from flopwise.store.runs import PROFILE, RECORD, StepLog, new_run, read_record, to_text, write_record
 from flopwise.store.sweeps import new_attempt, write_attempt, write_cell, write_sweep
@@ -39,9 +40,14 @@ WARM_UP = (1.6, 1.15)
 
 
 def noisy_steps(
-    count: int, step_s: float = 0.5, *, noise: float = 0.004, correlation: float = 0.5, outliers: float = 0.01,
+    count: int,
+    step_s: float = 0.5,
+    *,
+    noise: float = 0.004,
+    correlation: float = 0.5,
+    outliers: float = 0.01,
     seed: int = 0,
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     """Step times like a GPU's: neighbours alike, a few far longer, the first ones slow."""
     generator = np.random.default_rng(seed)
     draws = generator.normal(0.0, 1.0, count)
@@ -132,9 +138,9 @@ def a_record(
     return replace(record, cell=record.cell or cell_id(settings_of(record, measurement)))
 
 
-def settings_of(record: RunRecord, measurement: Measurement) -> Settings:
+def settings_of(record: RunRecord, measurement: Measurement) -> CellSetup:
     """The set-up that a run of `a_record` is of."""
-    return Settings(
+    return CellSetup(
         model=record.model,
         hardware=measurement.hardware,
         devices=measurement.devices,
@@ -183,10 +189,16 @@ def write_run(
             loss, rate = 10.9 - 6.7 * number / len(seconds), batch / step_s
             log.append(
                 StepRecord(
-                    step=number, loss=loss, learning_rate=3e-4, step_s=step_s, tokens=batch, samples=16,
-                    tokens_per_s=rate, mfu=0.4,
+                    step=number,
+                    loss=loss,
+                    learning_rate=3e-4,
+                    step_s=step_s,
+                    tokens=batch,
+                    samples=16,
+                    tokens_per_s=rate,
+                    mfu=0.4,
                 )
-            )  # fmt: skip
+            )
     return record
 
 
@@ -202,11 +214,18 @@ def a_cell(record: RunRecord | None = None, **changes: Any) -> Cell:
     of = record or a_record()
     measured = of.measurement
     assert measured is not None
-    settings: Settings = replace(settings_of(of, measured), **changes)
-    foreseen = Foreseen(
-        fits=True, method="plan", step_s=0.49, tokens_per_s=33_437.0, device_bytes=10 * GIB, host_bytes=2 * GIB,
-        batch_sequences=16, micro_batch_sequences=8, bound="compute",
-    )  # fmt: skip
+    settings: CellSetup = replace(settings_of(of, measured), **changes)
+    foreseen = CellOutcome(
+        fits=True,
+        method="plan",
+        step_s=0.49,
+        tokens_per_s=33_437.0,
+        device_bytes=10 * GIB,
+        host_bytes=2 * GIB,
+        batch_sequences=16,
+        micro_batch_sequences=8,
+        bound="compute",
+    )
     return Cell(id=cell_id(settings), settings=settings, foreseen=foreseen)
 
 

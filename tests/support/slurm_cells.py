@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from flopwise.store.cells import Attempt, Cell, Foreseen, Settings, SweepRecord, cell_id
+from flopwise.setup.written import CellSetup, cell_id
+from flopwise.store.cells import Attempt, Cell, CellOutcome, SweepRecord
 from flopwise.store.sweeps import new_attempt, write_cell, write_sweep
 
 STARTED = "2026-01-02T03:04:05+00:00"
@@ -27,8 +28,8 @@ def cell(
         "micro_batch_sequences": 4,
         "precision": "bf16",
     }
-    settings = Settings(**(values | changes))
-    foreseen = Foreseen(fits=fits, method="plan", attempt_s=attempt_s)
+    settings = CellSetup(**(values | changes))
+    foreseen = CellOutcome(fits=fits, method="plan", attempt_s=attempt_s)
     return Cell(id=cell_id(settings), settings=settings, foreseen=foreseen)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flopwise.catalog.load import model_table
-from flopwise.store.cells import Cell, Foreseen, Settings, SweepRecord, cell_id
+from flopwise.setup.written import CellSetup, cell_id
+from flopwise.store.cells import Cell, CellOutcome, SweepRecord
 from flopwise.store.runs import to_text
 from flopwise.store.sweeps import write_cell
 from flopwise.sweep.attempts import Trial
@@ -118,9 +119,9 @@ elif kind in ("sleep", "stubborn", "family"):
 """
 
 
-def a_cell(store: Path | None = None, *, foreseen: Foreseen | None = None, **changes: Any) -> Cell:
+def a_cell(store: Path | None = None, *, foreseen: CellOutcome | None = None, **changes: Any) -> Cell:
     """A cell of the small model on this CPU, written where a store is given."""
-    plain = Settings(
+    plain = CellSetup(
         model=model_table(MPT),
         hardware="this-cpu",
         devices=1,

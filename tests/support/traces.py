@@ -19,9 +19,15 @@ BASE = 3_913_618_802_000.0
 
 def an_event(category: str, name: str, start: float, end: float, **arguments: Any) -> Json:
     return {
-        "ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1,
-        "ts": BASE + start, "dur": end - start, "args": arguments,
-    }  # fmt: skip
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 1,
+        "tid": 1,
+        "ts": BASE + start,
+        "dur": end - start,
+        "args": arguments,
+    }
 
 
 def ran(name: str, start: float, end: float, *, launch: float, number: int, **arguments: Any) -> list[Json]:
@@ -58,9 +64,19 @@ def gpu_trace() -> Json:
         *ran("spin_kernel", -90, -80, launch=-95, number=99),
         *ran("nvjet_tst_128x64", 10, 30, launch=2, number=1),
         *ran("void vectorized_elementwise_kernel<4>", 30, 40, launch=12, number=2),
-        *ran("ncclDevKernel_AllReduce_Sum_bf16", 35, 60, launch=13, number=3, stream=9, **{
-            "Collective name": "allreduce", "In msg nelems": 1000, "dtype": "BFloat16",
-        }),
+        *ran(
+            "ncclDevKernel_AllReduce_Sum_bf16",
+            35,
+            60,
+            launch=13,
+            number=3,
+            stream=9,
+            **{
+                "Collective name": "allreduce",
+                "In msg nelems": 1000,
+                "dtype": "BFloat16",
+            },
+        ),
         *ran("layer_norm_kernel", 70, 80, launch=66, number=4),
         *ran("Memcpy HtoD (Pinned -> Device)", 75, 95, launch=20, number=5, stream=11, bytes=4096),
         *ran("nvjet_tst_128x64", 100, 130, launch=90, number=6),
@@ -69,7 +85,7 @@ def gpu_trace() -> Json:
         memory(1, 1000, 4000),
         memory(50, 3000, 4000),
         memory(60, 2000, 4000),
-    ]  # fmt: skip
+    ]
     return {
         "schemaVersion": 1,
         "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3", "totalGlobalMem": 85_015_855_104}],

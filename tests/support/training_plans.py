@@ -110,10 +110,16 @@ def random_batch(
 
 
 def executor_for(
-    plan: Plan, model: Transformer, weights: dict[str, torch.Tensor], training: Training = GRADIENTS,
-    *, device: torch.device = CPU, deterministic: bool = False, packs: bool | None = None,
+    plan: Plan,
+    model: Transformer,
+    weights: dict[str, torch.Tensor],
+    training: Training = GRADIENTS,
+    *,
+    device: torch.device = CPU,
+    deterministic: bool = False,
+    packs: bool | None = None,
     gated: GatedKernels | None = None,
-) -> StreamingExecutor:  # fmt: skip
+) -> StreamingExecutor:
     """An executor with these weights."""
     program = compile_plan(plan, model)
     executor = StreamingExecutor(

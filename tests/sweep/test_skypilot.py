@@ -47,7 +47,7 @@ def test_the_run_goes_through_every_cell(tmp_path: Path) -> None:
     python.write_text("\n".join(lines) + "\n")
     python.chmod(0o755)
     task = read(cells, SkyOptions(store=tmp_path, python=str(python)))
-    ended = subprocess.run(["/bin/bash", "-c", task["run"]], env={"HOME": str(tmp_path)}, timeout=20, check=False)
+    ended = subprocess.run(["/bin/bash", "-c", task["run"]], env={"HOME": str(tmp_path)}, timeout=120, check=False)
     assert ended.returncode == 1
     expected = [
         f"-P -m flopwise sweep --resume night --only {one.id} --store {tmp_path}/flopwise-store" for one in cells

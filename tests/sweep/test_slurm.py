@@ -131,7 +131,7 @@ def test_odd_paths_arrive_whole(tmp_path: Path, folder: str) -> None:
     path = tmp_path / "script.sh"
     path.write_text(script.text)
     environment = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
-    subprocess.run(["/bin/bash", str(path)], check=True, env=environment, timeout=20)
+    subprocess.run(["/bin/bash", str(path)], check=True, env=environment, timeout=120)
     words = [
         "-P",
         "-m",

@@ -60,7 +60,7 @@ def until(is_so: Callable[[], bool], what: str) -> None:
 
 
 def said(*words: str) -> str:
-    return subprocess.run(words, timeout=20, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(words, timeout=120, check=True, capture_output=True, text=True).stdout
 
 
 def outputs(store: Path, record: SweepRecord) -> dict[str, str]:

@@ -88,8 +88,9 @@ def test_a_command_leaves_open_what_is_open(tmp_path: Path) -> None:
     assert not {"--batch", "--micro", "--device-mem", "--host-mem", "--tokenizer", "--profile"} & set(words)
     words = train_command(
         Trial(cell=cell, sweep=a_sweep(cell), repeat=0, steps=2, batch_sequences=22, micro_batch_sequences=11),
-        Path("/s"), Path("/m"),
-    )  # fmt: skip
+        Path("/s"),
+        Path("/m"),
+    )
     assert (options(words)["--batch"], options(words)["--micro"]) == ("22", "11")
 
 
@@ -287,9 +288,11 @@ def test_ranks_of_another_launch_are_not_handed_down(tmp_path: Path, monkeypatch
         "import os; raise SystemExit('saw ' + ' '.join(k for k in os.environ if k in ('RANK', 'SLURM_PROCID', 'X')))"
     )
     attempt = run_attempt(
-        tmp_path, a_trial(tmp_path),
-        command=lambda *_: [sys.executable, "-c", script], environment={"X": "1"},
-    )  # fmt: skip
+        tmp_path,
+        a_trial(tmp_path),
+        command=lambda *_: [sys.executable, "-c", script],
+        environment={"X": "1"},
+    )
     assert (attempt.reason, attempt.job) == ("saw X", "12_3")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from flopwise.base.files import to_toml
 from flopwise.base.units import AUTO
 from flopwise.catalog.load import load_hardware, load_model, model_names, model_table
 from flopwise.setup.hardware import Hardware
-from flopwise.store.cells import Settings, cell_id
+from flopwise.setup.written import CellSetup, cell_id
 from flopwise.sweep.grid import AXES, MOST_CELLS, Grid, expand, joined, label, read_axes, values_of
 from flopwise.sweep.sweep_file import SweepFile, all_axes, parse_duration, read_sweep_file
 
@@ -25,7 +24,7 @@ GIB = 2**30
 HERE: dict[str, Hardware] = {"h100-sxm": H100, "h100": H100, "a100-40gb": load_hardware("a100-40gb")}
 
 
-def cells(**words: Any) -> tuple[Settings, ...]:
+def cells(**words: Any) -> tuple[CellSetup, ...]:
     return expand(read_axes({"model": "mpt-125m", "on": "h100-sxm", **words}), HERE).settings
 
 
@@ -152,8 +151,11 @@ def test_cells_come_in_a_fixed_order_and_once() -> None:
     assert len({cell_id(cell) for cell in found}) == 16
     first = found[0]
     assert (first.model_name, first.sequence_tokens, first.batch_sequences, first.precision) == (
-        "mpt-350m", 2048, 8, "fp32",
-    )  # fmt: skip
+        "mpt-350m",
+        2048,
+        8,
+        "fp32",
+    )
     assert [cell.precision for cell in found[:2]] == ["fp32", "bf16"]
 
 
@@ -164,10 +166,15 @@ def test_two_names_of_one_device_are_one_cell() -> None:
 
 def test_what_is_left_open() -> None:
     (cell,) = cells(model="llama-3-8b")
-    assert cell == Settings(
-        model=model_table(load_model("llama-3-8b")), hardware="h100-sxm", devices=1, sequence_tokens=8192,
-        batch_sequences=AUTO, micro_batch_sequences=AUTO, precision="bf16",
-    )  # fmt: skip
+    assert cell == CellSetup(
+        model=model_table(load_model("llama-3-8b")),
+        hardware="h100-sxm",
+        devices=1,
+        sequence_tokens=8192,
+        batch_sequences=AUTO,
+        micro_batch_sequences=AUTO,
+        precision="bf16",
+    )
 
 
 def test_on_a_cpu_what_is_left_open_is_as_training_has_it() -> None:
@@ -220,12 +227,11 @@ def test_positions_that_grow_with_the_sequence_do() -> None:
 
 
 def test_a_million_cells_are_refused_before_they_are_made() -> None:
-    begun = time.process_time()
+    # Were they made, this would take minutes and all memory.
     error = told(seq="1-1000+1", batch="1-1000+1")
     assert "1,000,000 cells" in error.what
     assert "1,000 seq × 1,000 batch" in (error.why or "")
     assert "10,000,000 cells" in told(set=["layers=1-1000+1"], seq="1-10000+1").what
-    assert time.process_time() - begun < 3.0
 
 
 def test_a_label_says_all_that_tells_cells_apart() -> None:
@@ -278,8 +284,11 @@ def test_a_file_is_a_grid_with_further_cells_and_some_left_out(tmp_path: Path) -
     ]
     assert grid.skipped == {cell_id(grid.settings[place]): "measured last week" for place in (4, 5)}
     assert read_sweep_file(tmp_path / "sweep.toml").run == {
-        "steps": "5", "time_limit": "10m", "profile": False, "data": ["corpus"],
-    }  # fmt: skip
+        "steps": "5",
+        "time_limit": "10m",
+        "profile": False,
+        "data": ["corpus"],
+    }
 
 
 def test_flags_override_a_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from flopwise.base.units import AUTO
 from flopwise.cli.sweep_progress import LiveProgress, PlainProgress, TimeLeft, cell_words, ended_words, watching
-from flopwise.store.cells import Cell, Foreseen
+from flopwise.store.cells import Cell, CellOutcome
 from flopwise.sweep.predicting import sweep_seconds
 from flopwise.sweep.running import AttemptEnded, CellBegun, CellEnded, CellSkipped, Event, Noticed, SweepEnded
 from tests.store.test_sweep_store import an_attempt
@@ -20,7 +20,7 @@ from tests.support.sweep_stand_in import a_cell
 
 
 def cells_of(count: int = 4, attempt_s: float | None = 10.0) -> list[Cell]:
-    foreseen = Foreseen(fits=True, method="plan", attempt_s=attempt_s)
+    foreseen = CellOutcome(fits=True, method="plan", attempt_s=attempt_s)
     return [a_cell(sequence_tokens=1024 * (number + 1), foreseen=foreseen) for number in range(count)]
 
 
@@ -57,11 +57,11 @@ def test_repeats_and_looking_are_counted_and_what_cannot_fit_is_not() -> None:
     assert TimeLeft([cell], repeats=3).seconds() == 30.0
     auto = replace(cell, settings=replace(cell.settings, batch_sequences=AUTO, micro_batch_sequences=AUTO))
     assert TimeLeft([auto], repeats=1).seconds() == 40.0
-    assert TimeLeft([replace(cell, foreseen=Foreseen(fits=False, method="plan"))]).seconds() == 0.0
+    assert TimeLeft([replace(cell, foreseen=CellOutcome(fits=False, method="plan"))]).seconds() == 0.0
 
 
 def test_looking_takes_few_steps_and_both_say_the_same() -> None:
-    foreseen = Foreseen(fits=True, method="plan", step_s=2.0, attempt_s=15.0 + 20 * 2.0)
+    foreseen = CellOutcome(fits=True, method="plan", step_s=2.0, attempt_s=15.0 + 20 * 2.0)
     auto = a_cell(foreseen=foreseen, batch_sequences=AUTO, micro_batch_sequences=AUTO)
     left = TimeLeft([auto], repeats=2, steps=20)
     # Twice 55 s, and three short ones of 15 s and two steps.

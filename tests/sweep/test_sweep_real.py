@@ -19,7 +19,7 @@ from flopwise.catalog.load import model_table
 from flopwise.profile.measure.this_machine import find_hardware
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import Setup
-from flopwise.store.cells import Attempt, Cell, Foreseen, SweepRecord, standing
+from flopwise.store.cells import Attempt, Cell, CellOutcome, SweepRecord, standing
 from flopwise.store.results import Result, result_of_cell, result_of_run
 from flopwise.store.rows import read_profile, read_row, row_of
 from flopwise.store.runs import ROW, read_record
@@ -129,16 +129,16 @@ def test_a_sweep_that_is_killed_and_crashes_has_the_same_rows(
     record = prepared(tmp_path, cells)
     # The sweep is killed while its third cell trains: with it goes all that it has started.
     with sweeping(tmp_path) as sweep:
-        worker = until(lambda: workers(tmp_path, cells) if len(ended(tmp_path, cells)) >= 2 else [], 60)[0]
+        worker = until(lambda: workers(tmp_path, cells) if len(ended(tmp_path, cells)) >= 2 else [], 300)[0]
         session = os.getsid(worker)
         time.sleep(1.5)
         sweep.kill()
-    until(lambda: not alive(session) and not workers(tmp_path, cells), 30)
+    until(lambda: not alive(session) and not workers(tmp_path, cells), 300)
     before = ended(tmp_path, cells)
     # The next one goes on, and one of its processes crashes.
     with sweeping(tmp_path) as sweep:
-        os.kill(until(lambda: workers(tmp_path, cells), 60)[0], signal.SIGSEGV)
-        assert sweep.wait(120) == 0
+        os.kill(until(lambda: workers(tmp_path, cells), 300)[0], signal.SIGSEGV)
+        assert sweep.wait(600) == 0
     failed = [attempt for attempt in ended(tmp_path, cells) if attempt.state == "failed"]
     assert [(attempt.reason, attempt.exit_code) for attempt in failed] == [("SIGSEGV", -signal.SIGSEGV)]
     # What failed is tried once more, and nothing else is.
@@ -156,7 +156,7 @@ def test_two_sweeps_at_once_measure_every_cell_once(tmp_path: Path) -> None:
     prepared(tmp_path, cells[:3], "first")
     prepared(tmp_path, cells[:0:-1], "second")
     with sweeping(tmp_path, "first") as first, sweeping(tmp_path, "second") as second:
-        assert (first.wait(120), second.wait(120)) == (0, 0)
+        assert (first.wait(600), second.wait(600)) == (0, 0)
     found = {cell.id: read_attempts(tmp_path, cell.id)[0] for cell in cells}
     assert [[attempt.state for attempt in attempts] for attempts in found.values()] == [["ok"]] * 4
     assert done_runs(tmp_path) == len(list_runs(tmp_path)) == 4
@@ -196,7 +196,7 @@ def test_the_largest_micro_batch_is_found_for_real(tmp_path: Path) -> None:
         batch_sequences=AUTO,
         micro_batch_sequences=AUTO,
         device_memory_bytes=low,
-        foreseen=Foreseen(fits=True, method="plan", micro_batch_sequences=12),
+        foreseen=CellOutcome(fits=True, method="plan", micro_batch_sequences=12),
     )
     (attempt,) = run_sweep(tmp_path, prepared(tmp_path, [cell]))
     assert (attempt.state, attempt.micro_batch_sequences, attempt.batch_sequences) == ("ok", 11, 11)

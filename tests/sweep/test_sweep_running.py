@@ -19,7 +19,7 @@ import pytest
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import AUTO
-from flopwise.store.cells import Attempt, Cell, Foreseen
+from flopwise.store.cells import Attempt, Cell, CellOutcome
 from flopwise.store.sweeps import CELL, CELLS, LOCK, cell_folder, claimed, new_attempt, read_attempts
 from flopwise.sweep.attempts import Trial
 from flopwise.sweep.auto_batch import LOOKING_STEPS
@@ -167,7 +167,7 @@ def test_more_steps_are_another_measurement_and_fewer_are_none(tmp_path: Path) -
 
 
 def test_what_is_foreseen_not_to_fit_needs_no_process(tmp_path: Path) -> None:
-    foreseen = Foreseen(fits=False, method="plan", device_bytes=3 * 2**30, reason="no plan fits")
+    foreseen = CellOutcome(fits=False, method="plan", device_bytes=3 * 2**30, reason="no plan fits")
     capped = a_cell(tmp_path, foreseen=foreseen, device_memory_bytes=2**30)
     open_ = a_cell(tmp_path, foreseen=foreseen)
     several = a_cell(tmp_path, foreseen=replace(foreseen, method="predict"), devices=2)
@@ -192,7 +192,7 @@ def looked(store: Path, cell: Cell) -> list[tuple[int | None, str]]:
 
 @pytest.mark.parametrize(("fits", "guess"), [(1, 4), (11, None), (11, 11), (7, 11), (64, 60)])
 def test_the_largest_micro_batch_is_found(tmp_path: Path, fits: int, guess: int | None) -> None:
-    foreseen = None if guess is None else Foreseen(fits=True, method="plan", micro_batch_sequences=guess)
+    foreseen = None if guess is None else CellOutcome(fits=True, method="plan", micro_batch_sequences=guess)
     cell = a_cell(
         tmp_path, batch_sequences=AUTO, micro_batch_sequences=AUTO, sequence_tokens=4096, devices=2, foreseen=foreseen
     )
@@ -369,8 +369,12 @@ def test_a_measurement_whose_run_is_gone_is_made_again(tmp_path: Path) -> None:
     attempts, events = swept(tmp_path, cells)
     assert [attempt.number for attempt in attempts] == [2, 1]
     assert Counter(kinds(events)) == {
-        "CellBegun": 1, "AttemptEnded": 1, "CellEnded": 1, "CellSkipped": 1, "SweepEnded": 1,
-    }  # fmt: skip
+        "CellBegun": 1,
+        "AttemptEnded": 1,
+        "CellEnded": 1,
+        "CellSkipped": 1,
+        "SweepEnded": 1,
+    }
 
 
 def test_an_attempt_on_another_machine_is_left_alone(tmp_path: Path) -> None:

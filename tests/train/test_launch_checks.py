@@ -221,7 +221,7 @@ def test_a_cap_on_each_device_is_heeded(spawned: Spawned, monkeypatch: pytest.Mo
     assert spawned == [2]
     spawned.clear()
     on_device(monkeypatch, H200)
-    err = refused(spawned, "llama-3-8b --data text.txt --tokenizer none.json --gpus 2 --device-mem 4GiB", code=1)
+    err = refused(spawned, "llama-3-8b --data text.txt --gpus 2 --device-mem 4GiB", code=1)
     assert "no plan fits llama-3-8b on 2 × h200 in 4.00 GiB" in err
 
 

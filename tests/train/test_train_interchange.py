@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import warnings
@@ -18,6 +17,7 @@ from flopwise.engine.weights import checkpoint
 from flopwise.engine.weights.huggingface import from_huggingface
 from flopwise.store.runs import find_run, read_steps
 from flopwise.train.running import run
+from tests.cli.test_cli_fuzz import answered
 from tests.support.tiny_models import parameters, random_ids, transformers_class
 from tests.train.test_train_run import ENCODER, TINY, asked, hardware, place
 
@@ -57,19 +57,22 @@ def test_transformers_reads_a_checkpoint_and_we_read_it_back(place: Path, name: 
 
 
 @pytest.mark.slow
-def test_two_ranks_follow_one_and_their_checkpoint_goes_on_with_one(tmp_path: Path) -> None:
+def test_two_ranks_follow_one_and_their_checkpoint_goes_on_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tiny.toml").write_text(to_toml(model_table(TINY)), encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    store = ("--store", str(tmp_path / "runs"))
 
     def trained(*words: str) -> None:
-        command = [sys.executable, "-m", "flopwise", "train", *words, "--store", str(tmp_path / "runs")]
-        result = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert result.returncode == 0, result.stderr
+        code, _, told = answered(["train", *words, *store])
+        assert code == 0, told
 
     common = ("--device", "cpu", "--seq", "32", "--batch", "5", "--schedule", "constant", "--warmup", "0")
-    trained("tiny.toml", "--gpus", "2", "--steps", "4", *common)
+    ranks = [sys.executable, "-m", "flopwise", "train", "tiny.toml", "--gpus", "2", "--steps", "4", *common, *store]
+    subprocess.run(ranks, check=True, timeout=600, capture_output=True)
     trained("--resume", "last", "--gpus", "1", "--steps", "7")
     trained("tiny.toml", "--steps", "7", *common)
     two, one = (read_steps(find_run(tmp_path / "runs", name)) for name in ("1", "2"))

@@ -11,7 +11,7 @@ import pytest
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import to_toml
-from flopwise.calibrate.calibrated import calibrated
+from flopwise.calibrate.calibrated import calibrate_hardware
 from flopwise.catalog.load import load_hardware, load_plan, model_table, plan_table
 from flopwise.profile.measure import this_machine
 from flopwise.records.measurement import RunRecord
@@ -148,10 +148,10 @@ def test_a_plan_that_holds_more_than_it_may_is_refused(folder: Path) -> None:
     assert caught.value.hint and "device_memory_bytes" in caught.value.hint
     assert isinstance(plan, Plan)
     here = load_hardware("mine.toml")
-    held = given_plan(replace(plan, host_memory_bytes=10), TINY, here, None)
-    preparing._within_caps(replace(held, host_bytes=10), TINY, here, anywhere=False)
+    held, expected = given_plan(replace(plan, host_memory_bytes=10), TINY, here, None)
+    preparing._within_caps((held, replace(expected, host_bytes=10)), TINY, here, anywhere=False)
     with pytest.raises(FlopwiseError, match=r"of host memory, and its own cap is 10\.0 B"):
-        preparing._within_caps(replace(held, host_bytes=11), TINY, here, anywhere=False)
+        preparing._within_caps((held, replace(expected, host_bytes=11)), TINY, here, anywhere=False)
     assert trained(model="p.toml", sequence_tokens=None).state == "done"
 
 
@@ -191,7 +191,7 @@ def write_calibrated(base: str, device_name: str, memory_bytes: int, *, like: bo
     timed = replace(timed, products=timed.products[:12], attentions=(), streams=timed.streams[:4])
     units = 100 if like else int(hardware.device.units.value)
     timed = replace(timed, device_name=device_name, units=units, memory_bytes=memory_bytes)
-    found, _ = calibrated(hardware, timed, name="measured", date="2026-01-01", like=like)
+    found, _ = calibrate_hardware(hardware, timed, name="measured", date="2026-01-01", like=like)
     Path("measured.toml").write_text(to_toml(found), encoding="utf-8")
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import to_toml
-from flopwise.catalog.load import model_table
+from flopwise.catalog.load import load_model, model_table
 from flopwise.engine.weights import checkpoint
 from flopwise.profile.measure.this_machine import this_cpu
 from flopwise.records.measurement import RunRecord, StepRecord
@@ -30,6 +30,7 @@ from flopwise.train import preparing as preparing_module
 from flopwise.train import resuming as resuming_module
 from flopwise.train import running as running_module
 from flopwise.train.running import run
+from flopwise.work.describe import describe
 from flopwise.work.transformer import Transformer
 from tests.support.listing import list_runs
 
@@ -386,7 +387,10 @@ def test_padding_is_not_counted_as_work_or_speed(place: Path) -> None:
     whole, longest = run(**request), run(**request, padding="longest")
     assert whole.measurement is not None
     assert longest.measurement is not None
-    assert longest.measurement.model_flops < whole.measurement.model_flops / 2
+    # Whatever is filled up, a model is asked for its tokens alone.
+    assert longest.measurement.model_flops == whole.measurement.model_flops
+    padded = describe(load_model(str(place / "encoder.toml")), 128).model_flops("causal")
+    assert whole.measurement.model_flops < whole.measurement.batch_sequences * padded / 2
     assert longest.metrics["total_flos"] < whole.metrics["total_flos"]  # type: ignore[operator]
     steps = read_steps(find_run(place / "runs", whole.id))
     assert all(step.tokens < 8 * 128 for step in steps)
@@ -396,7 +400,7 @@ def test_padding_is_not_counted_as_work_or_speed(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("padding", "tokens"), [("length", 16), ("longest", 128)])
+@pytest.mark.parametrize(("padding", "tokens"), [("length", 16), ("longest", 32)])
 def test_a_small_encoder_beats_the_majority_class(place: Path, padding: str, tokens: int) -> None:
     record = run(
         model=str(place / "encoder.toml"),
@@ -462,7 +466,7 @@ def test_killed_twenty_times_it_ends_as_if_never_killed(place: Path) -> None:
     }
     arguments = asked(place, **changes)
     begun = time.monotonic()
-    assert not _killed_after(120.0, arguments)
+    assert not _killed_after(600.0, arguments)
     whole_s = time.monotonic() - begun
     store = place / "runs"
     whole = find_run(store, "1")

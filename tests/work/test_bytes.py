@@ -8,10 +8,11 @@ from fractions import Fraction
 import pytest
 
 from flopwise.catalog.load import load_hardware
-from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, device_bytes, temporary_bytes
+from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, device_bytes
 from flopwise.setup.setup import SettledSetup
 from flopwise.work.describe import describe
 from flopwise.work.formats import POLICIES, Formats, parse_formats
+from flopwise.work.held import temporary_bytes
 from flopwise.work.lstm import Lstm
 from flopwise.work.op import Gemm
 from flopwise.work.traffic import backward_traffic, cast_bytes, forward_traffic, least_bytes
@@ -102,7 +103,7 @@ def test_products_and_attention_by_hand() -> None:
     [
         ("none", 0),
         # both norms' results and the inner product
-        ("everything", 2 * D + F),
+        ("pointwise", 2 * D + F),
         # and the queries, the middle of the block, gate and up
         ("attention", 2 * D + F + D + D + 2 * F),
         # and attention's result with its statistic

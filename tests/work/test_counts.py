@@ -63,14 +63,14 @@ def test_total_flos_line(sequences: int, tokens: int, printed: str) -> None:
 SAVE_LEVELS = [
     ("llama-3-8b", "context", 12_296),
     ("llama-3-8b", "attention", 20_616),
-    ("llama-3-8b", "everything", 94_344),
+    ("llama-3-8b", "pointwise", 94_344),
     ("llama-3-8b", "input", 8_192),
     ("llama-3-1b", "context", 6_152),
     ("llama-3-1b", "attention", 10_376),
-    ("llama-3-1b", "everything", 51_336),
+    ("llama-3-1b", "pointwise", 51_336),
     ("dataflow-32b", "context", 14_344),
     ("dataflow-32b", "attention", 24_744),
-    ("dataflow-32b", "everything", 155_816),
+    ("dataflow-32b", "pointwise", 155_816),
 ]
 
 
@@ -126,7 +126,7 @@ def test_hardware_units_with_and_without_checkpointing() -> None:
     work = describe(load_model("mpt-7b"), 2048)
     assert units(work, "none") == (Fraction(7, 2), Fraction(3), Fraction(3))
     assert units(work, "full") == (Fraction(9, 2), Fraction(4), Fraction(3))
-    assert units(work, "everything") == (Fraction(7, 2), Fraction(3), Fraction(3))
+    assert units(work, "pointwise") == (Fraction(7, 2), Fraction(3), Fraction(3))
     attention, products, head = units(work, "input")
     assert (attention, head) == (Fraction(9, 2), Fraction(3))
     # All but the last product of the feed-forward, 4·d² of a block's 12·d².

@@ -8,10 +8,14 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Iterable
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
+
+Word = TypeVar("Word", bound=str)
 
 LONGEST_SHOWN = 60
 """Characters of a value that an error repeats."""
+ALIKE = 0.65
+"""Share of two words' letters that agree where one was meant for the other: at a half, `muon` would be `lion`."""
 
 
 class FlopwiseError(ValueError):
@@ -37,9 +41,9 @@ class FlopwiseError(ValueError):
         """The same mistake, told with the place (a file, a field) that it was found in; `hint` if it has none."""
         # A description checks itself under its own name, which may be the place already.
         what = self.what if self.what.startswith(f"{where}: ") else f"{where}: {self.what}"
-        return self.reworded(what, why=self.why, hint=self.hint or hint)
+        return self.reword(what, why=self.why, hint=self.hint or hint)
 
-    def reworded(self, what: str, *, why: str | None, hint: str | None) -> Self:
+    def reword(self, what: str, *, why: str | None, hint: str | None) -> Self:
         """The same mistake, of the same kind, in other words."""
         told = copy.copy(self)
         told.args = (what,)
@@ -86,7 +90,7 @@ def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
     names = list(known)
     typed = name.lower()[:LONGEST_SHOWN]
     longer = sorted((known_name for known_name in names if typed and known_name.startswith(typed)), key=len)
-    close = difflib.get_close_matches(typed, names, n=limit, cutoff=0.5)
+    close = difflib.get_close_matches(typed, names, n=limit, cutoff=ALIKE)
     inside = [known_name for known_name in names if typed and typed in known_name]
     return list(dict.fromkeys([*longer, *close, *inside]))[:limit]
 
@@ -100,6 +104,19 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, hint: str) -> Fl
         return FlopwiseError(what, why=f"did you mean {' or '.join(close)}?", hint=hint)
     listed = ", ".join(names[:8]) + (f", … ({len(names)} in all)" if len(names) > 8 else "")
     return FlopwiseError(what, why=f"known: {listed}", hint=hint)
+
+
+def one_of(value: str, choices: Iterable[Word], what: str) -> Word:
+    """The word, in small letters, if it is among the choices."""
+    known = {str(choice): choice for choice in choices}
+    word = str(value).lower()
+    if word not in known:
+        raise FlopwiseError(
+            f"{what} cannot be {shown(value)}",
+            why=f"it is one of {', '.join(known)}",
+            hint=f"{what} {next(iter([*nearest(word, known), *known]))}",
+        )
+    return known[word]
 
 
 class OutOfMemory(FlopwiseError):  # noqa: N818 - as torch and the system call it

@@ -12,6 +12,7 @@ import tempfile
 import tomllib
 import types
 import typing
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -69,7 +70,7 @@ def entry_kind(path: Path) -> Literal["file", "folder", "other", "nothing"]:
     return "file" if stat.S_ISREG(mode) else "other"
 
 
-def opened_file(path: Path | str) -> BinaryIO:
+def open_file(path: Path | str) -> BinaryIO:
     """A regular file, or a link to one, open for reading; never waits for what a pipe or a device has.
 
     Raises OSError where there is none or it may not be read, and for what is no file a FlopwiseError that does not
@@ -85,8 +86,8 @@ def opened_file(path: Path | str) -> BinaryIO:
 
 
 def read_bounded(path: Path | str, most_bytes: int) -> bytes:
-    """All of a regular file of at most so many bytes; raises as `opened_file`, and for a larger one."""
-    with opened_file(path) as stream:
+    """All of a regular file of at most so many bytes; raises as `open_file`, and for a larger one."""
+    with open_file(path) as stream:
         # Room for all that may come costs more than to read the kilobytes that most files are: 45 µs for 64 MiB.
         first = min(most_bytes, SMALL_FILE_BYTES) + 1
         content: bytes | None = stream.read(first)
@@ -108,7 +109,7 @@ def read_text(path: Path) -> str:
         raise FlopwiseError(f"there is no file {path}", hint="check the path, or name a catalogue entry") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise FlopwiseError(f"{_named(path)} cannot be read", why=reason, hint=READABLE_HINT) from None
+        raise FlopwiseError(f"{_shorten_path(path)} cannot be read", why=reason, hint=READABLE_HINT) from None
     if content is None:
         kind = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
         raise FlopwiseError(f"{path} is {kind}, not a file", hint=READABLE_HINT)
@@ -134,7 +135,7 @@ def _first_bytes(path: Path, limit: int) -> bytes:
     return content
 
 
-def _named(path: Path) -> str:
+def _shorten_path(path: Path) -> str:
     """A path for an error, cut where it is beyond reading."""
     text = str(path)
     return text if len(text) <= LONGEST_PATH and text.isprintable() else shown(text)
@@ -242,7 +243,7 @@ def check_keys(value: object, kind: object, where: str) -> None:
         for key, item in value.items():
             check_keys(item, arguments[1], f"{where}: {key}")
     elif dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
-        hints = typing.get_type_hints(kind)
+        hints = _hints(kind)
         for key, item in value.items():
             if key not in hints:
                 close = nearest(str(key), hints)
@@ -251,6 +252,12 @@ def check_keys(value: object, kind: object, where: str) -> None:
                     f"{where}: there is no field {key!r}", why=why, hint="`flopwise show NAME` prints every field"
                 )
             check_keys(item, hints[key], f"{where}: {key}")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Annotations are texts, and evaluating them takes longer than all else of reading a description."""
+    return typing.get_type_hints(kind)
 
 
 def plain(value: object) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from typing import Final, Literal
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, TypeVar
 
-from flopwise.base.errors import FlopwiseError, shown
+from flopwise.base.errors import FlopwiseError, Word, one_of, shown
 
 BINARY_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 DECIMAL_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
@@ -22,30 +22,75 @@ LARGEST_COUNT = 2**53
 """Beyond this a float no longer holds every whole number; no batch is that large."""
 
 MOST_DEVICES = 10**6
+MOST_DIGITS = 18
 MOST_VALUES = 100_000
 """Of one list: nobody waits for more."""
 Auto = Literal["auto"]
 AUTO: Final = "auto"
 """A value that is left to flopwise."""
+Quantity = int | str
+"""A number, or one as the command line takes it: 8192 or "8k", 2**30 or "1GiB"."""
+Given = TypeVar("Given", bound=Quantity)
+Parsed = TypeVar("Parsed")
+
+
+def read_option(value: Given | None, option: str, parse: Callable[[Given], Parsed]) -> Parsed | None:
+    """An option's value, None where it is left to flopwise; a mistake in it is told with the option's name."""
+    if value is None or str(value).lower() == AUTO:
+        return None
+    try:
+        return parse(value)
+    except FlopwiseError as error:
+        raise error.within(f"--{option}") from None
+
+
+def read_word(value: str | None, known: Sequence[Word], option: str) -> Word | None:
+    """One of the known words, None where it is left to flopwise."""
+    choices: list[str] = [AUTO, *known]
+    word = one_of(AUTO if value is None else value, choices, f"--{option}")
+    return next((one for one in known if one == word), None)
+
+
+def parse_cap(place: Literal["device", "host"]) -> Callable[[Quantity], int]:
+    """Reads a cap on memory; no host memory at all may be meant."""
+    return lambda given: check_cap(parse_bytes(given), str(given), place)
+
+
+def parse_count(least: int, example: str) -> Callable[[str], int]:
+    """Reads whole numbers from `least` on: 100, 1_000."""
+
+    def parse(text: str) -> int:
+        if "," in text:
+            raise one_expected(text, "a whole number")
+        plain = text.strip().replace("_", "")
+        if not (plain.isascii() and plain.isdecimal()) or len(plain) > MOST_DIGITS or int(plain) < least:
+            raise FlopwiseError(
+                f"cannot be {shown(text)}", why=f"a whole number of at least {least} is expected", hint=example
+            )
+        return int(plain)
+
+    return parse
+
 
 _WHOLE = r"(?:\d{1,3}(?:_\d{3})+|\d+)"
 """Digits, in groups of three where they are grouped."""
 _QUANTITY = re.compile(rf"\s*([+-]?(?:{_WHOLE}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*", re.ASCII)
 
 
-def _split(text: str, what: str, example: str) -> tuple[float, str]:
+def _split(given: str | float, what: str, example: str) -> tuple[float, str]:
+    text = str(given)
     match = _QUANTITY.fullmatch(text)
     if match is None:
         if "," in text:
             raise one_expected(text, what)
         raise FlopwiseError(
-            f"cannot read {shown(text)} as {what}", why="a number with a unit is expected", hint=example
+            f"cannot read {shown(given)} as {what}", why="a number with a unit is expected", hint=example
         )
     number = float(match[1].replace("_", ""))
     if not math.isfinite(number):
-        raise FlopwiseError(f"{text!r} is too large", hint=example)
+        raise FlopwiseError(f"{given!r} is too large", hint=example)
     if number < 0:
-        raise FlopwiseError(f"{what} cannot be negative, got {text!r}", hint=example)
+        raise FlopwiseError(f"{what} cannot be negative, got {given!r}", hint=example)
     return number, match[2]
 
 
@@ -62,7 +107,7 @@ def one_expected(text: str, what: str) -> FlopwiseError:
 def parse_bytes(text: str | float) -> int:
     """Bytes from `40GiB`, `80 GB`, `1.5e12` or a plain number."""
     example = "for instance 40GiB (2^30 bytes each) or 40GB (10^9)"
-    number, unit = _split(str(text), "a size in bytes", example)
+    number, unit = _split(text, "a size in bytes", example)
     units = {name.lower(): size for name, size in (*BINARY_UNITS.items(), *DECIMAL_UNITS.items())}
     if re.fullmatch(r"[KMGTP]i?b", unit):
         raise FlopwiseError(
@@ -162,13 +207,13 @@ def parse_devices(text: str | int) -> int:
         raise one_expected(plain, "a number of devices")
     if not (plain.isascii() and plain.isdecimal()) or len(plain) > 9 or not 1 <= int(plain) <= MOST_DEVICES:
         raise FlopwiseError(
-            f"{shown(plain)} is no number of devices", why=f"whole devices, from 1 to {MOST_DEVICES:,}", hint="--gpus 8"
+            f"{shown(text)} is no number of devices", why=f"whole devices, from 1 to {MOST_DEVICES:,}", hint="--gpus 8"
         )
     return int(plain)
 
 
 def _parse_whole(text: str | int, what: str, example: str) -> int:
-    number, unit = _split(str(text), what, example)
+    number, unit = _split(text, what, example)
     units = {name.lower(): size for name, size in TOKEN_UNITS.items()}
     if unit.lower() not in units:
         raise FlopwiseError(f"cannot read {text!r} as {what}", why=f"{unit!r} is not k, M or G", hint=example)

@@ -15,7 +15,7 @@ PRODUCTS, ATTENTION, STREAMS = "measured-products", "measured-attention", "measu
 COPIES, UPDATE, MACHINE, LIKE = "measured-copies", "measured-update", "measured-machine", "like"
 
 
-def calibrated(
+def calibrate_hardware(
     base: Hardware, calibration: Calibration, *, name: str, date: str, like: bool = False
 ) -> tuple[Hardware, Fitted]:
     """`base` with what was timed in place of what it said, and how well the constants foretell held-out shapes.
@@ -47,7 +47,7 @@ def calibrated(
         host=_host(base, calibration),
         sources=sources,
     )
-    cited = {key for _, key in hardware.cited()}
+    cited = {key for _, key in hardware.list_sources()}
     return replace(hardware, sources={key: source for key, source in sources.items() if key in cited}), fitted
 
 
@@ -132,7 +132,7 @@ def _sources(base: Hardware, calibration: Calibration, fitted: Fitted, date: str
         PRODUCTS: source(
             "Matrix products",
             f"`flopwise calibrate`, {circumstances}; {len(calibration.products)} products, {counts}, warm; "
-            f"{errors_text(fitted.products)}{_kept_up(calibration)}{left_out}",
+            f"{errors_text(fitted.products)}{_describe_sustained(calibration)}{left_out}",
         ),
         ATTENTION: source(
             "Attention",
@@ -181,7 +181,7 @@ def sensors_text(calibration: Calibration) -> str:
     return f", {' and '.join(words)} in the median" if words else ""
 
 
-def _kept_up(calibration: Calibration) -> str:
+def _describe_sustained(calibration: Calibration) -> str:
     rate = calibration.kept_up_flops_per_s
     return "" if rate is None else f"; one of 8192 a side kept up {rate / 1e12:.0f} TFLOP/s"
 

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from math import ceil
 from typing import Literal, TypeVar
@@ -29,6 +30,7 @@ from flopwise.calibrate.shapes import (
 )
 from flopwise.profile.measure.this_machine import cpu_title, last_level_cache_bytes, memory_bytes
 from flopwise.records.calibration import (
+    AttentionDirection,
     AttentionMaker,
     AttentionRow,
     Calibration,
@@ -162,7 +164,7 @@ class _Calibration:
                 continue
             torch.set_float32_matmul_precision("high" if shape.number_format == "tf32" else "highest")
             try:
-                row = self._tried(f"{shape.number_format} products", partial(self._product, shape))
+                row = self._try(f"{shape.number_format} products", partial(self._product, shape))
             finally:
                 torch.set_float32_matmul_precision(before)
             rows += [] if row is None else [row]
@@ -180,28 +182,13 @@ class _Calibration:
         seconds = self.clock.seconds([call.run for call in calls], self.schedule.row_s)
         if shape.number_format == self.first:
             self.product_kernels.update(call.kernel for call in calls)
-        return ProductRow(
-            number_format=shape.number_format,
-            kind=shape.kind,
-            rows=shape.rows,
-            depth=shape.depth,
-            columns=shape.columns,
-            output_bytes=width,
-            seconds=seconds,
-        )
+        return ProductRow(**asdict(shape), output_bytes=width, seconds=seconds)
 
     def _product_call(self, shape: ProductShape) -> ProductCall:
         """A product as the engine makes it, over tensors of its own."""
         if shape.number_format == "fp8":
             return ProductCall(run=_fp8_call(shape.rows, shape.depth, shape.columns), kernel="torch")
-        return self._make_product(
-            kind=shape.kind,
-            rows=shape.rows,
-            depth=shape.depth,
-            columns=shape.columns,
-            number_format=shape.number_format,
-            device=self.device,
-        )
+        return self._make_product(**asdict(shape), device=self.device)
 
     def attentions(self, shapes: Iterable[AttentionShape], make: AttentionMaker) -> tuple[list[AttentionRow], set[str]]:
         """Attention, and the kernels that ran it."""
@@ -209,29 +196,29 @@ class _Calibration:
         kernels: set[str] = set()
         for shape in shapes:
             self._step("attention")
-            found = self._tried("attention", partial(self._attention, shape, make, kernels))
+            found = self._try("attention", partial(self._attention, shape, make, kernels))
             self._step("attention")
             rows += found or []
         return rows, kernels
 
     def _attention(self, shape: AttentionShape, make: AttentionMaker, kernels: set[str]) -> list[AttentionRow]:
-        sizes = {
-            "sequences": shape.sequences,
-            "tokens": shape.tokens,
-            "heads": shape.heads,
-            "kv_heads": shape.kv_heads,
-            "head_dim": shape.head_dim,
-        }
+        sizes = asdict(shape)
         elements = shape.sequences * shape.tokens * shape.head_dim * (8 * shape.heads + 6 * shape.kv_heads)
         self._check_room(elements * WIDTH_BYTES[self.first])
         calls = make(**sizes, number_format=self.first, device=self.device)
         kernels.add(calls.kernel)
-        budget = self.schedule.row_s
-        forward_s = self.clock.seconds([calls.forward], budget)
-        backward_s = self.clock.seconds([calls.backward], budget)
+        directions: dict[AttentionDirection, Callable[[], object]] = {
+            "forward": calls.forward,
+            "backward": calls.backward,
+        }
         return [
-            AttentionRow(**sizes, number_format=self.first, direction="forward", seconds=forward_s),
-            AttentionRow(**sizes, number_format=self.first, direction="backward", seconds=backward_s),
+            AttentionRow(
+                **sizes,
+                number_format=self.first,
+                direction=direction,
+                seconds=self.clock.seconds([call], self.schedule.row_s),
+            )
+            for direction, call in directions.items()
         ]
 
     def streams(self) -> list[StreamRow]:
@@ -239,7 +226,7 @@ class _Calibration:
         rows: list[StreamRow] = []
         for size, (kernel, tensors) in itertools.product(self.schedule.stream_bytes, (("copy", 2), ("add", 3))):
             self._step("memory")
-            found = self._tried("streams", partial(self._stream, size, kernel, tensors))
+            found = self._try("streams", partial(self._stream, size, kernel, tensors))
             rows += [] if found is None else [found]
         return rows
 
@@ -254,7 +241,7 @@ class _Calibration:
         self._step("copies")
         if self.device == "cpu":
             return [], None
-        found = self._tried("copies", lambda: _copies(self.schedule), always=True)
+        found = self._try("copies", lambda: _copies(self.schedule), always=True)
         return ([], None) if found is None else found
 
     def launch(self) -> tuple[float, float]:
@@ -268,7 +255,7 @@ class _Calibration:
 
     # -- the way there --------------------------------------------------------------------------------------------
 
-    def _tried(self, what: str, measure: Callable[[], Row], *, always: bool = False) -> Row | None:
+    def _try(self, what: str, measure: Callable[[], Row], *, always: bool = False) -> Row | None:
         """A row, or None with a note: time ran out, or torch refuses."""
         if not always and time.perf_counter() - self._began > self.schedule.most_s:
             self._note(f"some {what} were left out: the time was up")

@@ -16,6 +16,7 @@ import torch
 
 from flopwise.profile.measure.nvml import NvmlDevice, open_nvml, visible_device
 from flopwise.records.calibration import Sample
+from flopwise.work.op import product_flops
 
 Calls = Sequence[Callable[[], object]]
 
@@ -89,11 +90,11 @@ class CudaClock:
         self._sensors = sensors
         side = LOAD_SIDE
         self._load = tuple(torch.randn(side, side, device=device, dtype=number_format) for _ in range(3))
-        self._load_s = 2.0 * side**3 / 1e14
+        self._load_s = product_flops(side, side, side) / 1e14
         for _ in range(3):
             self._multiply(1)
         torch.cuda.synchronize()
-        self._load_s = self._elapsed(lambda: self._multiply(8)) / 8
+        self._load_s = self._time(lambda: self._multiply(8)) / 8
 
     def settle(self, least_s: float, most_s: float) -> float | None:
         """Products back to back until the clock no longer falls; their FLOP/s over one more second."""
@@ -108,8 +109,8 @@ class CudaClock:
             clocks += [] if clock is None else [clock]
             torch.cuda.synchronize()
         times = max(4, ceil(KEPT_UP_S / self._load_s))
-        self._load_s = self._elapsed(lambda: self._multiply(times)) / times
-        return 2.0 * LOAD_SIDE**3 / self._load_s
+        self._load_s = self._time(lambda: self._multiply(times)) / times
+        return product_flops(LOAD_SIDE, LOAD_SIDE, LOAD_SIDE) / self._load_s
 
     def heat(self) -> None:
         """Queue products for the time that making tensors takes."""
@@ -130,7 +131,7 @@ class CudaClock:
             submitted[0] = (time.perf_counter() - began) / len(few)
 
         # Without a lead this may be the host's time; it only says how many calls a round has.
-        rough_s = self._elapsed(run_few) / len(few)
+        rough_s = self._time(run_few) / len(few)
         count = min(max(1, int(budget_s / ROUNDS / max(rough_s, 1e-7))), MOST_QUEUED)
         lead_s = min(max(LEAST_LOAD_S, 1.5 * count * submitted[0]), LONGEST_LEAD_S)
         found: list[float] = []
@@ -176,7 +177,7 @@ class CudaClock:
         for _ in range(times):
             torch.mm(left, right, out=out)
 
-    def _elapsed(self, run: Callable[[], object]) -> float:
+    def _time(self, run: Callable[[], object]) -> float:
         start, end = _event(), _event()
         start.record()
         run()

@@ -62,7 +62,7 @@ def fit_efficiency(device: Device, start: Efficiency, calibration: Calibration) 
 
     The device's peaks are what shares are of, and must hold for every format that was timed.
     """
-    efficiency = replace(start, launch_s=_rounded(calibration.launch_s))
+    efficiency = replace(start, launch_s=_round(calibration.launch_s))
     streams, products, attentions = calibration.streams, calibration.products, calibration.attentions
     if streams:
         efficiency = replace(efficiency, memory=fit_streams(device, efficiency, streams))
@@ -74,32 +74,32 @@ def fit_efficiency(device: Device, start: Efficiency, calibration: Calibration) 
     whole = efficiency
     lengths = sorted({float(row.tokens) for row in attentions})
 
-    def products_fitted(rows: Sequence[ProductRow]) -> Efficiency:
+    def refit_products(rows: Sequence[ProductRow]) -> Efficiency:
         return replace(whole, gemm=fit_products(device, based, rows, first))
 
-    def attention_fitted(rows: Sequence[AttentionRow]) -> Efficiency:
+    def refit_attention(rows: Sequence[AttentionRow]) -> Efficiency:
         return replace(whole, attention=fit_attention(device, whole, rows, lengths))
 
-    def streams_fitted(rows: Sequence[StreamRow]) -> Efficiency:
+    def refit_streams(rows: Sequence[StreamRow]) -> Efficiency:
         return replace(whole, memory=fit_streams(device, based, rows))
 
     fitted = Fitted(
         products=held_out(
             [row for row in products if row.number_format == first],
             lambda row: sorted((row.rows, row.depth, row.columns)),
-            products_fitted,
+            refit_products,
             lambda rows, found: product_seconds(device, found, rows),
         ),
         attention=held_out(
             attentions,
             lambda row: (row.tokens, row.heads, row.sequences),
-            attention_fitted,
+            refit_attention,
             lambda rows, found: attention_seconds(device, found, rows),
         ),
         streams=held_out(
             streams,
             lambda row: (row.bytes,),
-            streams_fitted,
+            refit_streams,
             lambda rows, found: stream_seconds(device, found, rows),
             least=LEAST_STREAMS,
         ),
@@ -173,8 +173,8 @@ def fit_streams(device: Device, start: Efficiency, rows: Sequence[StreamRow]) ->
     seconds, moved = _column(row.seconds for row in rows), _column(row.bytes for row in rows)
     beyond = np.maximum(seconds - start.launch_s, 0.1 * seconds)
     # Relative errors: each row is divided by what it took.
-    slope, offset = np.linalg.lstsq(np.stack([moved, np.ones_like(moved)], axis=1) / beyond[:, None],
-                                    np.ones_like(moved), rcond=None)[0].tolist()  # fmt: skip
+    columns = np.stack([moved, np.ones_like(moved)], axis=1) / beyond[:, None]
+    slope, offset = np.linalg.lstsq(columns, np.ones_like(moved), rcond=None)[0].tolist()
     if offset < 0 or slope <= 0 or len(np.unique(moved)) < 2:
         slope, offset = float(np.median(beyond / moved)), 0.0
     share = min(1.0 / (slope * bandwidth.value), LARGEST_SHARE)
@@ -193,13 +193,13 @@ def fit_products(device: Device, start: Efficiency, rows: Sequence[ProductRow], 
         candidate = with_gemm_constants(plain, constants)
         return _distance(product_seconds(device, candidate, own), measured, weights)
 
-    found = minimise(
-        loss, np.array([*KERNEL_BOUNDS, SUSTAINED_BOUNDS]), members=MEMBERS, generations=GENERATIONS
-    )  # fmt: skip
+    bounds = np.array([*KERNEL_BOUNDS, SUSTAINED_BOUNDS])
+    found = minimise(loss, bounds, members=MEMBERS, generations=GENERATIONS)
     fitted = with_gemm_constants(plain, found)
     others = sorted({row.number_format for row in rows} - {first})
-    shares = {name: _share_of_format(device, fitted, [row for row in rows if row.number_format == name])
-              for name in others}  # fmt: skip
+    shares = {
+        name: _share_of_format(device, fitted, [row for row in rows if row.number_format == name]) for name in others
+    }
     return replace(fitted.gemm, by_format=shares or None)
 
 
@@ -253,7 +253,7 @@ def _met(device: Device, efficiency: Efficiency, rows: Sequence[AttentionRow]) -
             points = getattr(efficiency.attention, direction)
             predicted = attention_seconds(device, efficiency, list(full.values()))
             factor = {tokens: seconds / full[tokens].seconds for tokens, seconds in zip(full, predicted, strict=True)}
-            moved = tuple((tokens, _clipped(share * float(factor.get(tokens, 1.0)))) for tokens, share in points)
+            moved = tuple((tokens, _clip(share * float(factor.get(tokens, 1.0)))) for tokens, share in points)
             changes: dict[str, Any] = {direction: moved}
             efficiency = replace(efficiency, attention=replace(efficiency.attention, **changes))
     return efficiency.attention
@@ -302,7 +302,7 @@ def with_attention_constants(
 
 def by_length(top: float, begin: float, lengths: Sequence[float] = LENGTHS) -> tuple[tuple[float, float], ...]:
     """The share of each length, from that of endless ones and the keys that a tile's start and end cost."""
-    return tuple((length, _clipped(top / (1.0 + 2.0 * begin / length), 3)) for length in lengths)
+    return tuple((length, _clip(top / (1.0 + 2.0 * begin / length), 3)) for length in lengths)
 
 
 # -- searching and testing -------------------------------------------------------------------------------------------
@@ -362,9 +362,9 @@ def _column(values: Iterable[float]) -> Floats:
     return np.array([float(value) for value in values])
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def _clipped(share: float, digits: int = 4) -> float:
+def _clip(share: float, digits: int = 4) -> float:
     return round(min(max(share, LEAST_SHARE), LARGEST_SHARE), digits)

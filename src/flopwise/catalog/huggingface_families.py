@@ -108,7 +108,7 @@ def _number(*keys: str, absent: float) -> Rule:
     return lambda settings: settings.number(*keys, absent=absent)
 
 
-def _fixed(value: object) -> Rule:
+def _fix(value: object) -> Rule:
     return lambda _: value
 
 
@@ -215,12 +215,12 @@ USUAL_SIZES: dict[str, Rule] = {
 }
 
 GPT_LIKE: dict[str, Rule] = {
-    "norm": _fixed("layer"),
-    "norm_bias": _fixed(True),
-    "gated": _fixed(False),
-    "qkv_bias": _fixed(True),
-    "output_bias": _fixed(True),
-    "ffn_bias": _fixed(True),
+    "norm": _fix("layer"),
+    "norm_bias": _fix(True),
+    "gated": _fix(False),
+    "qkv_bias": _fix(True),
+    "output_bias": _fix(True),
+    "ffn_bias": _fix(True),
 }
 
 
@@ -329,7 +329,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         title="Qwen2",
         bare=("Qwen2Model",),
-        rules={**_llama_like(context=32768, kv_heads=32), "window": _qwen_window, "qkv_bias": _fixed(True)},
+        rules={**_llama_like(context=32768, kv_heads=32), "window": _qwen_window, "qkv_bias": _fix(True)},
     ),
     "qwen3": Family(
         title="Qwen3",
@@ -340,7 +340,7 @@ FAMILIES: dict[str, Family] = {
             "window": _qwen_window,
             "qkv_bias": _flag("attention_bias", absent=False),
             "output_bias": _flag("attention_bias", absent=False),
-            "qk_norm": _fixed(True),
+            "qk_norm": _fix(True),
         },
     ),
     "gpt2": Family(
@@ -357,7 +357,7 @@ FAMILIES: dict[str, Family] = {
             "ffn": _gpt2_ffn,
             "vocab": _size("vocab_size"),
             "context": _size("max_position_embeddings", "n_positions", absent=1024),
-            "positions": _fixed("learned"),
+            "positions": _fix("learned"),
             "position_rows": _size("max_position_embeddings", "n_positions", absent=1024),
             "activation": _activation("activation_function", absent="gelu_new"),
             "norm_epsilon": _number("layer_norm_epsilon", absent=1e-5),
@@ -403,7 +403,7 @@ FAMILIES: dict[str, Family] = {
             "context": _size("max_seq_len", absent=2048),
             "positions": _mpt_positions,
             "position_rows": _mpt_position_rows,
-            "activation": _fixed("gelu"),
+            "activation": _fix("gelu"),
             "norm_epsilon": _number("layer_norm_epsilon", absent=1e-5),
             "norm_bias": _mpt_bias,
             "qkv_bias": _mpt_bias,
@@ -425,13 +425,13 @@ FAMILIES: dict[str, Family] = {
             **GPT_LIKE,
             "context": _size("max_position_embeddings", absent=512),
             "causal": lambda settings: settings.flag("is_decoder", absent=False),
-            "positions": _fixed("learned"),
+            "positions": _fix("learned"),
             "position_rows": _size("max_position_embeddings", absent=512),
             "activation": _activation("hidden_act", absent="gelu"),
-            "norm_place": _fixed("post"),
-            "embedding_norm": _fixed(True),
-            "final_norm": _fixed(False),
-            "head_bias": _fixed(True),
+            "norm_place": _fix("post"),
+            "embedding_norm": _fix(True),
+            "final_norm": _fix(False),
+            "head_bias": _fix(True),
             "token_types": _size("type_vocab_size", absent=2),
             "norm_epsilon": _number("layer_norm_eps", absent=1e-12),
         },

@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.files import decode, entry_kind, plain, read_table
-from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.evidence import Evidence, EvidenceBook
-from flopwise.records.plan import Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.stack import Stack
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import ARCHITECTURES, Model
 from flopwise.work.transformer import Transformer
+
+if TYPE_CHECKING:
+    from flopwise.records.cluster_plan import ClusterPlan
+    from flopwise.records.plan import Plan
 
 ROOT = Path(__file__).parent
 THIS_MACHINE = "this-machine"
@@ -95,7 +97,7 @@ def load_hardware(name: str | Path) -> Hardware:
     if isinstance(name, str):
         lowered = name.lower()
         if lowered in hardware_names():
-            return decode(read_table(ROOT / "hardware" / f"{lowered}.toml"), Hardware, lowered)
+            return _catalogued_hardware(lowered)
         if not _is_path(name):
             aliases = hardware_aliases()
             if lowered not in aliases:
@@ -112,6 +114,12 @@ def load_hardware(name: str | Path) -> Hardware:
     if any(key in table for key in ("technology", "tech_param", "power_breakdown")):
         raise _not_built(str(path))
     return decode(table, Hardware, str(path))
+
+
+@cache
+def _catalogued_hardware(name: str) -> Hardware:
+    """Read once: every cell of a sweep asks for it."""
+    return decode(read_table(ROOT / "hardware" / f"{name}.toml"), Hardware, name)
 
 
 def hardware_place(name: str) -> str:
@@ -146,16 +154,16 @@ def _hardware_file(path: Path) -> Path:
     if kind == "folder" and entry_kind(path / "config.json") == "nothing":
         raise FlopwiseError(
             f"{path} is a folder, not hardware",
-            why=_meant(str(path)) or "hardware is a name of the catalogue or a TOML file",
+            why=_guess_file(str(path)) or "hardware is a name of the catalogue or a TOML file",
             hint="`flopwise ls hardware`, or the file that `flopwise calibrate` has written",
         )
-    meant = _meant(str(path)) if kind == "nothing" else None
+    meant = _guess_file(str(path)) if kind == "nothing" else None
     if meant:
         raise FlopwiseError(f"there is no file {path}", why=meant, hint=f"--on {path}.toml")
     return description_file(path)
 
 
-def _meant(name: str) -> str | None:
+def _guess_file(name: str) -> str | None:
     """The file that is probably meant, where only its ending was left out."""
     return f"did you mean {name}.toml?" if entry_kind(Path(f"{name}.toml")) == "file" else None
 
@@ -177,7 +185,7 @@ def _no_hardware(name: str) -> FlopwiseError:
         )
     if name.lower() in technology_names():
         return _not_built(name.lower())
-    meant = _meant(name)
+    meant = _guess_file(name)
     if meant:
         return FlopwiseError(f"no hardware is called {shown(name)}", why=meant, hint=f"--on {name}.toml")
     return unknown_name(
@@ -311,9 +319,14 @@ def load_plan(path: Path) -> tuple[Plan | ClusterPlan, Model]:
             hint="`flopwise plan … -w plan.toml`",
         )
     model = _decode_model(described, str(path), None)
+    # Here: of those who look names up, few have a plan.
     if "parallel" in table:
-        return decode(table, ClusterPlan, str(path)), model
-    return decode(table, Plan, str(path)), model
+        from flopwise.records.cluster_plan import ClusterPlan
+
+        return replace(decode(table, ClusterPlan, str(path)), model=model.name), model
+    from flopwise.records.plan import Plan
+
+    return replace(decode(table, Plan, str(path)), model=model.name), model
 
 
 def model_table(model: Model) -> dict[str, Any]:
@@ -343,7 +356,7 @@ def _decode_model(table: dict[str, Any], where: str, changes: Mapping[str, Any] 
         raise _no_description(table, where)
     fields = {key: value for key, value in table.items() if key != "architecture"}
     model = decode({**fields, **(changes or {})}, ARCHITECTURES[architecture], where)
-    return _renamed(model, changes or {})
+    return _rename(model, changes or {})
 
 
 def _no_description(table: dict[str, Any], where: str) -> FlopwiseError:
@@ -367,7 +380,7 @@ def _no_description(table: dict[str, Any], where: str) -> FlopwiseError:
     )
 
 
-def _renamed(model: Model, changes: Mapping[str, Any]) -> Model:
+def _rename(model: Model, changes: Mapping[str, Any]) -> Model:
     """`llama-3-8b+layers=2`: a changed model must not pass for the one that it was made from."""
     told = {key: value for key, value in changes.items() if key not in ("title", "source", "note")}
     if not told or "name" in told:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="flopwise",
+    cls=once.AsGivenGroup,
     help="How fast can this model train on this hardware, will it fit, and where does the time go?",
     no_args_is_help=True,
     add_completion=False,
@@ -47,7 +48,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 
-# In the order of the help page.
+# The help page lists groups of commands (`profile`) after all others, else in this order.
 app.command()(predict.predict)
 app.command()(plan.plan)
 app.command()(train.train)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flopwise.cli.options import one_of, told
+from flopwise.base.errors import FlopwiseError, one_of, shown
+from flopwise.cli.options import tell_warnings
 from flopwise.cli.output import say, show
 
 if TYPE_CHECKING:
@@ -49,24 +50,21 @@ def calibrate(
     form = one_of(output, FORMS, "--output")
     wanted = one_of(device, ("auto", "cuda", "cpu"), "--device")
     if write in FORMS:
-        from flopwise.base.errors import FlopwiseError
-
         raise FlopwiseError(f"-o names the file, and {write} is a form", hint=f"--output {write}")
     _check_name(name)
     _check_torch()
     if write:
         _check_file(write, force=force)
     with _interrupts_told():
-        record = _measured(wanted, name, write, like, quick=quick, force=force)
+        record = _measure(wanted, name, write, like, quick=quick, force=force)
     show(calibration_document(record), record, form, schema="calibration")
 
 
-def _measured(wanted: str, name: str, write: str, like: str, *, quick: bool, force: bool) -> CalibrationRecord:
+def _measure(wanted: str, name: str, write: str, like: str, *, quick: bool, force: bool) -> CalibrationRecord:
     """Time the device, and write what was found."""
     from datetime import datetime
 
-    from flopwise.calibrate.attention_calls import attention_calls
-    from flopwise.calibrate.product_calls import product_calls
+    from flopwise.calibrate.kernel_calls import attention_calls, product_calls
     from flopwise.engine.devices import choose_device
 
     chosen = choose_device(wanted)
@@ -75,7 +73,7 @@ def _measured(wanted: str, name: str, write: str, like: str, *, quick: bool, for
     write = write or f"{name}.toml"
     target = _check_file(write, force=force)
 
-    from flopwise.calibrate.calibrated import calibrated
+    from flopwise.calibrate.calibrated import calibrate_hardware
     from flopwise.calibrate.calibrating import calibrate_device
     from flopwise.calibrate.report import CalibrationRecord
     from flopwise.cli.output import progress_bar
@@ -90,7 +88,7 @@ def _measured(wanted: str, name: str, write: str, like: str, *, quick: bool, for
             tell=tell,
         )
     today = datetime.now().astimezone().date().isoformat()
-    hardware, fitted = calibrated(base, measured, name=name, date=today, like=bool(like))
+    hardware, fitted = calibrate_hardware(base, measured, name=name, date=today, like=bool(like))
     _write(target, hardware)
     return CalibrationRecord(file=write, hardware=hardware, held_out=fitted, calibration=measured)
 
@@ -107,7 +105,6 @@ def _interrupts_told() -> Iterator[None]:
 
 def _write(target: Path, hardware: Hardware) -> None:
     """Write the file; where that fails after all, what was measured goes to the terminal instead of being lost."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.base.files import to_toml, write_whole
 
     text = to_toml(hardware)
@@ -121,7 +118,6 @@ def _write(target: Path, hardware: Hardware) -> None:
 def _check_name(name: str) -> None:
     import re
 
-    from flopwise.base.errors import FlopwiseError, shown
     from flopwise.catalog.load import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names
 
     if name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name):
@@ -141,8 +137,6 @@ def _check_name(name: str) -> None:
 def _check_torch() -> None:
     from importlib.util import find_spec
 
-    from flopwise.base.errors import FlopwiseError
-
     if find_spec("torch") is None:
         raise FlopwiseError(
             "measuring needs torch, which is not installed",
@@ -154,8 +148,6 @@ def _check_torch() -> None:
 def _check_file(write: str, *, force: bool) -> Path:
     """Before anything is measured: where the file goes, and that nothing is lost there."""
     from pathlib import Path
-
-    from flopwise.base.errors import FlopwiseError
 
     if not write.endswith(".toml"):
         raise FlopwiseError(
@@ -178,8 +170,6 @@ def _check_writable(path: Path) -> None:
     import tempfile
     from pathlib import Path
 
-    from flopwise.base.errors import FlopwiseError, shown
-
     try:
         target = path.resolve()
         if target.is_dir():
@@ -199,7 +189,6 @@ def _check_writable(path: Path) -> None:
 
 def _base(device: str, like: str) -> tuple[Hardware, str]:
     """The description that it starts from, and what the device itself is called."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.catalog.load import load_hardware
     from flopwise.engine.devices import device_facts
     from flopwise.profile.measure.this_machine import catalogue_name, name_key, this_cpu
@@ -207,7 +196,7 @@ def _base(device: str, like: str) -> tuple[Hardware, str]:
     if device == "cpu":
         if like:
             raise FlopwiseError("--like is for GPUs", why="a CPU's peaks are measured", hint="leave --like out")
-        return told(this_cpu), "this-cpu"
+        return tell_warnings(this_cpu), "this-cpu"
     title = device_facts("cuda")["device_name"]
     if like:
         base = load_hardware(like)

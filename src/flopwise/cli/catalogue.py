@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flopwise.base.errors import FlopwiseError, one_of
 from flopwise.cli import output as output_of
-from flopwise.cli.options import FORMS, hardware_named, one_of
+from flopwise.cli.options import FORMS, StoreOption, find_hardware
 from flopwise.cli.output import say
-from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,12 +70,12 @@ def show(
         return
     _refuse_store(store, f"flopwise show {name}")
     form = one_of(output, ("auto", "toml", "json"), "--output")
-    what, table, as_written = _described(name)
+    what, table, as_written = _describe(name)
     text = output_of.schema_json(table, what) if form == "json" else as_written or to_toml(table)
     output_of.put(text, write)
 
 
-def _described(name: str) -> tuple[str, dict[str, Any], str | None]:
+def _describe(name: str) -> tuple[str, dict[str, Any], str | None]:
     """What a name describes, its table, and its text where that holds comments."""
     from flopwise.base.files import plain, read_table, read_text
     from flopwise.catalog.load import (
@@ -92,7 +92,7 @@ def _described(name: str) -> tuple[str, dict[str, Any], str | None]:
     if name.lower() in technology_names():
         path = technology_file(name)
         return "technology", read_table(path), read_text(path)
-    found = hardware_named(name) if name.lower() in (THIS_CPU, THIS_MACHINE) else load_description(name)
+    found = find_hardware(name) if name.lower() in (THIS_CPU, THIS_MACHINE) else load_description(name)
     if isinstance(found, Hardware | Stack):
         return "hardware" if isinstance(found, Hardware) else "stack", plain(found), None
     return "model", model_table(found), None
@@ -102,8 +102,6 @@ def _described(name: str) -> tuple[str, dict[str, Any], str | None]:
 
 
 def _refuse_store(store: str, command: str) -> None:
-    from flopwise.base.errors import FlopwiseError
-
     if store:
         raise FlopwiseError(f"--store beside `{command}`", why="only runs are in a store", hint="`flopwise ls runs`")
 
@@ -119,7 +117,6 @@ def _list_runs(store: str, form: str) -> None:
 
 
 def _list_sweeps(store: str, form: str) -> None:
-    from flopwise.base.errors import FlopwiseError
     from flopwise.report.runs import sweep_entry, sweeps_document
     from flopwise.store.runs import store_folder
     from flopwise.store.sweeps import read_attempts, read_sweep, sweep_names
@@ -148,7 +145,6 @@ def _run_entry(run: RunRow, folder: Path) -> dict[str, Any]:
 
 
 def _last_step(folder: Path) -> StepRecord | None:
-    from flopwise.base.errors import FlopwiseError
     from flopwise.store.runs import last_step
 
     try:
@@ -160,7 +156,6 @@ def _last_step(folder: Path) -> StepRecord | None:
 
 def _steps(folder: Path) -> list[StepRecord]:
     """The steps of a run; none, and a note, where they cannot be read."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.store.runs import read_steps
 
     try:
@@ -188,7 +183,6 @@ def _run_folder(name: str, store: str) -> Path | None:
 
 
 def _show_run(folder: Path, output: str, write: str) -> None:
-    from flopwise.base.errors import FlopwiseError
     from flopwise.report.runs import run_document
     from flopwise.store.runs import read_record
 

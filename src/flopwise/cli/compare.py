@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flopwise.cli.options import FORMS, OutputOption, one_of
+from flopwise.base.errors import FlopwiseError, one_of, shown
+from flopwise.cli.options import FORMS, OutputOption, StoreOption
 from flopwise.cli.output import say, show
-from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
     from flopwise.report.run_comparison import Measured
@@ -38,7 +38,6 @@ def compare(
     Exit code 1 when a cell is slower: the change is at least the threshold and its whole 95 % interval above 0; or
     when one that ran fails now, fails more often, or was not measured again.
     """
-    from flopwise.base.errors import FlopwiseError
     from flopwise.report import run_comparison as report
 
     form = one_of(output, FORMS, "--output")
@@ -47,7 +46,7 @@ def compare(
     for word, side in zip((before, after), sides, strict=True):
         if not side:
             raise FlopwiseError(f"there is nothing to compare in {word}", hint="`flopwise ls runs`, `flopwise sweep`")
-    found = report.compared(sides[0], sides[1], names=(before, after), threshold=limit, allow_missing=allow_missing)
+    found = report.compare_runs(sides[0], sides[1], names=(before, after), threshold=limit, allow_missing=allow_missing)
     if all(None in (cell.before_state, cell.after_state) for cell in found.cells):
         raise FlopwiseError(
             f"{before} and {after} have no cell in common",
@@ -60,8 +59,6 @@ def compare(
 
 
 def _share(text: str) -> float:
-    from flopwise.base.errors import FlopwiseError, shown
-
     plain = text.strip().replace(" ", "")
     try:
         value = float(plain.removesuffix("%")) / (100 if plain.endswith("%") else 1)
@@ -125,7 +122,6 @@ def _rows(store: Path, names: list[str]) -> list[Result]:
 
 def _sample(store: Path, row: Result) -> Sample | None:
     """The times of a run's steps that count; what its row knows where they cannot be read."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.report.run_comparison import quantiles_of
     from flopwise.store.runs import RUN_NAME, read_record, read_steps
     from flopwise.store.statistics import steady_seconds

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from flopwise.cli.options import Found, changes_of, is_given, names, value_of
+from flopwise.base.errors import FlopwiseError
+from flopwise.base.units import parse_sequences, parse_tokens, read_option
+from flopwise.cli.options import Found, parse_changes, split_names
 from flopwise.cli.output import one_or_all, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from typing import Any
+    from collections.abc import Callable, Iterable
 
-    from flopwise.base.errors import FlopwiseError
+    from flopwise.cli.predict import PredictOptions
     from flopwise.references.deepflow import Configuration, DeepflowResult
     from flopwise.work.lstm import Lstm
 
@@ -24,25 +25,24 @@ APPLYING = ("model", "on", "seq", "batch", "change", "method", "print_out", "out
 """Options of `predict` that the reference has a notion of."""
 
 
-def predict_deepflow(context: typer.Context, form: str) -> None:
+def predict_deepflow(options: PredictOptions, form: str) -> None:
     """`flopwise predict --method deepflow`, with the options of the command that apply to it."""
     from flopwise.references.deepflow import for_model, printout
     from flopwise.references.deepflow.report import deepflow_document, deepflow_record
 
-    words = context.params
-    refuse_options(context, (option for option in words if option not in APPLYING))
-    if words["print_out"] and is_given(context, "output"):
+    refuse_options(option for option in options.given if option not in APPLYING)
+    if options.print_out and options.is_given("output"):
         raise _two_forms()
-    batch, sequence = batch_and_sequence(words)
-    models = [recurrent_model(name, words["change"]) for name in names(words["model"], "a model")]
-    places = names(words["on"], "a technology (--on)") if is_given(context, "on") else [PUBLISHED_TECHNOLOGY]
+    batch, sequence = read_batch_and_sequence(options.batch, options.seq)
+    models = [recurrent_model(name, options.change) for name in split_names(options.model, "a model")]
+    places = split_names(options.on, "a technology (--on)") if options.is_given("on") else [PUBLISHED_TECHNOLOGY]
     results = []
     for place in places:
         configuration = configuration_of(place)
         for model in models:
             asked = for_model(configuration, model, batch_sequences=batch, sequence_tokens=sequence)
             results.append((in_range(partial(run_finite, asked), place), model.name, place))
-    if words["print_out"]:
+    if options.print_out:
         if len(results) > 1:
             raise _one_print_out()
         typer.echo(printout(results[0][0]), nl=False)
@@ -51,20 +51,17 @@ def predict_deepflow(context: typer.Context, form: str) -> None:
     show(deepflow_document(records), one_or_all(records), form, schema="deepflow-prediction")
 
 
-def batch_and_sequence(words: Mapping[str, Any]) -> tuple[int | None, int | None]:
+def read_batch_and_sequence(batch: str, seq: str) -> tuple[int | None, int | None]:
     """`--batch` and `--seq`; None where they are left open."""
-    from flopwise.base.units import parse_sequences, parse_tokens
-
-    return value_of(words, "batch", parse_sequences), value_of(words, "seq", parse_tokens)
+    return read_option(batch, "batch", parse_sequences), read_option(seq, "seq", parse_tokens)
 
 
 def recurrent_model(name: str, changes: list[str] | None) -> Lstm:
     """The model of that name, which has to be a recurrent one."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.catalog.load import load_model
     from flopwise.work.lstm import Lstm
 
-    model = load_model(name, changes_of(changes or []))
+    model = load_model(name, parse_changes(changes))
     if not isinstance(model, Lstm):
         raise FlopwiseError(
             f"--method deepflow cannot predict {model.name}",
@@ -76,7 +73,6 @@ def recurrent_model(name: str, changes: list[str] | None) -> Lstm:
 
 def configuration_of(name: str) -> Configuration:
     """The configuration of a file, or of a technology of the catalogue; what it lacks is the published one's."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.base.files import read_table
     from flopwise.catalog.load import technology_file
     from flopwise.references.deepflow import PUBLISHED, from_table
@@ -114,8 +110,6 @@ def run_finite(configuration: Configuration) -> DeepflowResult:
 
 def in_range(compute: Callable[[], Found], where: str) -> Found:
     """What is computed; numbers that no float holds are the file's mistake."""
-    from flopwise.base.errors import FlopwiseError
-
     try:
         return compute()
     except ArithmeticError as error:
@@ -126,24 +120,19 @@ def in_range(compute: Callable[[], Found], where: str) -> Found:
         ) from None
 
 
-def refuse_options(context: typer.Context, options: Iterable[str]) -> None:
+def refuse_options(given: Iterable[str]) -> None:
     """An option that would be passed over is a mistake."""
-    from flopwise.base.errors import FlopwiseError
-
-    for option in options:
-        if is_given(context, option):
-            flag = f"--{option.replace('_', '-')}"
-            raise FlopwiseError(
-                f"{flag} means nothing to --method deepflow",
-                why="the reference's formulas have no such setting: its file gives all but --batch, --seq and --set",
-                hint=f"leave {flag} out, or --method physical",
-            )
+    for option in given:
+        flag = f"--{option.replace('_', '-')}"
+        raise FlopwiseError(
+            f"{flag} means nothing to --method deepflow",
+            why="the reference's formulas have no such setting: its file gives all but --batch, --seq and --set",
+            hint=f"leave {flag} out, or --method physical",
+        )
 
 
 def refuse_print_out() -> FlopwiseError:
     """The answer to `--print-out` by the physical method."""
-    from flopwise.base.errors import FlopwiseError
-
     return FlopwiseError(
         "--print-out belongs to --method deepflow",
         why="it is the print-out of that analytical model",
@@ -152,16 +141,12 @@ def refuse_print_out() -> FlopwiseError:
 
 
 def _two_forms() -> FlopwiseError:
-    from flopwise.base.errors import FlopwiseError
-
     return FlopwiseError(
         "--print-out and --output were both given", why="the print-out is a form of its own", hint="keep one of them"
     )
 
 
 def _one_print_out() -> FlopwiseError:
-    from flopwise.base.errors import FlopwiseError
-
     return FlopwiseError(
         "--print-out prints one prediction",
         why="the reference's text does not say which model it is about",
@@ -177,8 +162,6 @@ def _is_device(name: str) -> bool:
 
 
 def _no_technology(name: str) -> FlopwiseError:
-    from flopwise.base.errors import FlopwiseError
-
     return FlopwiseError(
         f"--method deepflow cannot predict on {name}",
         why="it makes its hardware of technology and shares of power, and this is a finished device",

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from flopwise.cli.options import one_of, told
+from flopwise.base.errors import one_of
+from flopwise.cli.options import tell_warnings
 from flopwise.cli.output import show
 
 
@@ -14,11 +15,11 @@ def env(
     output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
 ) -> None:
     """Print what this machine is and which versions are installed: what an issue report should carry."""
-    from flopwise.profile.measure.environment import environment
+    from flopwise.profile.measure.this_machine import environment
     from flopwise.report.document import Document, Table
 
     form = one_of(output, ("table", "json"), "--output")
-    facts = told(environment)
+    facts = tell_warnings(environment)
     rows = [(key, "-" if value is None else str(value)) for key, value in facts.items()]
     show(
         Document(blocks=[Table(columns=("", " "), rows=rows, left=("", " "), headed=False)]),

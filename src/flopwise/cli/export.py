@@ -24,12 +24,12 @@ def export(plan: PlanArgument, to: ToOption, write: WriteOption = "") -> None:
     from flopwise.base.files import write_whole
     from flopwise.catalog.load import load_plan
     from flopwise.cli.options import check_target
-    from flopwise.report.export.by_name import FILES, VERSIONS, export_plan
+    from flopwise.report.export.by_name import TARGETS, export_plan
     from flopwise.report.export.ledger import BEYOND
 
     target = to.strip().lower()
     if write:
-        example = FILES.get(target, "train.toml")
+        example = TARGETS[target].file if target in TARGETS else "train.toml"
         check_target(write, example=example, inputs=(plan,))
     made = export_plan(*load_plan(Path(plan)), target)
     notes = "".join(f"  {name}: {why}\n" for name, why in made.left.items())
@@ -45,5 +45,5 @@ def export(plan: PlanArgument, to: ToOption, write: WriteOption = "") -> None:
     say(f"{counts}:\n{notes}".rstrip("\n"))
     if write:
         beside = Path(f"{write}{NOTES}")
-        write_whole(beside, f"field names of {VERSIONS[target]}\n{BEYOND}\n{counts}:\n{notes}")
+        write_whole(beside, f"field names of {TARGETS[target].version}\n{BEYOND}\n{counts}:\n{notes}")
         say(f"wrote {beside}")

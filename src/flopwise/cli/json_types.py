@@ -9,8 +9,9 @@ import msgspec
 from flopwise.calibrate.report import CalibrationRecord
 from flopwise.profile.explain.comparing import ProfileComparison
 from flopwise.records.measurement import RunRecord
+from flopwise.records.outcome import Interval
 from flopwise.records.plan import Forecast, Help, Plan
-from flopwise.records.prediction import Interval, Prediction
+from flopwise.records.prediction import Prediction
 from flopwise.records.profile import Profile, Verdict
 from flopwise.references.deepflow.report import DeepflowRecord
 from flopwise.references.design.report import DesignRecord
@@ -325,6 +326,3 @@ PRINTED: dict[str, tuple[str, ...]] = {
     "env": ("environment",),
 }
 """Command → kinds of objects that its `-o json` prints; `-list`: with `rows`."""
-
-WITH_WORDS = ("run", "profile", "profile-comparison", "result", "run-comparison", "run-entry", "sweep-entry")
-"""Kinds in which a number may be one of "nan", "inf" and "-inf", which JSON has no numbers for."""

@@ -5,17 +5,47 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+from flopwise.base.errors import DoesNotFit, FlopwiseError
 
 if TYPE_CHECKING:
-    from flopwise.base.errors import DoesNotFit
+    from collections.abc import Sequence
+
+
+class AsGivenGroup(TyperGroup):
+    """Commands, none of whose values typer has pydantic check."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own context type moves about
+        _take_as_given(self.get_params(ctx))
+        return super().parse_args(ctx, args)
+
+
+class _AsGiven:
+    """Stands where typer would have pydantic check a value: all our options are words, and words are what is given.
+
+    Importing pydantic and building its validators would be a fifth of the CPU time that `predict` takes.
+    """
+
+    @staticmethod
+    def coerce(value: Any, param: Any, ctx: Any) -> Any:  # noqa: ANN401 - whatever typer hands on
+        del ctx
+        if not (param.multiple or param.nargs == -1):
+            return value
+        return () if value is None else list(value)
+
+
+def _take_as_given(parameters: Sequence[object]) -> None:
+    for parameter in parameters:
+        vars(parameter)["_runtime_param"] = _AsGiven
 
 
 class OnceCommand(TyperCommand):
     """A command that refuses an option which is there twice; flags, and options that collect values, may be."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own context type moves about
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - as above
         seen = set()
+        _take_as_given(self.get_params(ctx))
         try:
             given = self.make_parser(ctx).parse_args(args=list(args))[2]
         except Exception as error:
@@ -31,8 +61,6 @@ class OnceCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - as above
-        from flopwise.base.errors import DoesNotFit
-
         try:
             return super().invoke(ctx)
         except DoesNotFit as error:
@@ -51,6 +79,4 @@ def _print_no_fit(error: DoesNotFit) -> None:
 
 
 def _refuse(option: str) -> None:
-    from flopwise.base.errors import FlopwiseError
-
     raise FlopwiseError(f"{option} is given twice", why="one of its values would be lost", hint=f"keep one {option}")

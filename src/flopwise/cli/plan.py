@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flopwise.cli.device_plan import (
-    ClipOption,
-    DeviceWords,
-    HeatmapOption,
-    HostMemoryOption,
-    RuleOption,
-    TraceOption,
-    check_one_cap,
-    check_one_name,
-    plan_one_device,
-)
+from flopwise.base.errors import FlopwiseError, one_of
+from flopwise.base.units import parse_devices, read_option
 from flopwise.cli.options import (
     FORMS,
     AttentionOption,
@@ -25,26 +16,25 @@ from flopwise.cli.options import (
     BatchTokensOption,
     ConventionOption,
     FusionOption,
-    GpusOption,
     MicroOption,
+    ModelArgument,
     OptimizerOption,
+    Options,
     OutputOption,
     PrecisionOption,
     RecomputeOption,
     SequenceOption,
     SetOption,
     StackOption,
-    changes_of,
     check_target,
-    hardware_named,
-    is_given,
-    one_of,
-    requested,
-    value_of,
+    find_hardware,
+    parse_changes,
+    takes_options,
 )
 from flopwise.cli.output import progress_bar, say, show
 
 if TYPE_CHECKING:
+    from flopwise.cli.predict import PredictOptions
     from flopwise.records.cluster_plan import Answer, ClusterPlan
     from flopwise.records.plan import Plan
     from flopwise.records.prediction import Prediction
@@ -54,97 +44,124 @@ if TYPE_CHECKING:
     from flopwise.work.op import Convention
 
 
-PlanDeviceMemoryOption = Annotated[
-    str, typer.Option(help="Cap on device memory: 40GiB; several as 16,24,40GiB. Default: all but a reserve of 1 GiB.")
-]
-
-
-def plan(
-    context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Catalogue name, config.json or its folder, or a TOML.")],
-    on: Annotated[str, typer.Option(help="Hardware: catalogue name or TOML; this-machine.")] = "this-machine",
-    gpus: GpusOption = "auto",
-    seq: SequenceOption = "auto",
-    batch: BatchOption = "auto",
-    batch_tokens: BatchTokensOption = "auto",
-    micro: MicroOption = "auto",
-    precision: PrecisionOption = "auto",
-    recompute: RecomputeOption = "auto",
-    optimizer: OptimizerOption = "adamw",
-    attention: AttentionOption = "auto",
-    fusion: FusionOption = "auto",
-    convention: ConventionOption = "causal",
-    device_mem: PlanDeviceMemoryOption = "auto",
-    host_mem: HostMemoryOption = "auto",
-    clip: ClipOption = False,
-    rule: RuleOption = "flopwise",
-    stack: StackOption = "kernels",
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Options):
+    model: ModelArgument
+    on: Annotated[str, typer.Option(help="Hardware: catalogue name or TOML; this-machine.")] = "this-machine"
+    gpus: Annotated[str, typer.Option(help="Devices: 8, 64, 4096.")] = "auto"
+    seq: SequenceOption = "auto"
+    batch: BatchOption = "auto"
+    batch_tokens: BatchTokensOption = "auto"
+    micro: MicroOption = "auto"
+    precision: PrecisionOption = "auto"
+    recompute: RecomputeOption = "auto"
+    optimizer: OptimizerOption = "adamw"
+    attention: AttentionOption = "auto"
+    fusion: FusionOption = "auto"
+    convention: ConventionOption = "causal"
+    device_mem: Annotated[
+        str,
+        typer.Option(help="Cap on device memory: 40GiB; several as 16,24,40GiB. Default: all but a reserve of 1 GiB."),
+    ] = "auto"
+    host_mem: Annotated[
+        str, typer.Option(help="Cap on host memory: 110GiB. Default: most of what the hardware file says there is.")
+    ] = "auto"
+    clip: Annotated[
+        bool, typer.Option("--clip", help="Clip gradients by their global norm: the update waits for all of them.")
+    ] = False
+    rule: Annotated[
+        str,
+        typer.Option(
+            help="flopwise; dataflow: the rule of that offload trainer, also of a date: dataflow-jul11, -jul17, "
+            "-jul20, -jul23, -jul31, -sep19, -head (dataflow alone: jul20, its recorded runs)."
+        ),
+    ] = "flopwise"
+    stack: StackOption = "kernels"
     offload: Annotated[
         bool, typer.Option("--offload", help="Optimizer state and activations may go to host memory.")
-    ] = False,
-    change: SetOption = None,
-    write: Annotated[str, typer.Option("--write", "-w", help="Write the plan to this TOML file.")] = "",
-    trace: TraceOption = "",
-    heatmap: HeatmapOption = "",
-    output: OutputOption = "table",
-) -> None:
+    ] = False
+    change: SetOption = None
+    write: Annotated[str, typer.Option("--write", "-w", help="Write the plan to this TOML file.")] = ""
+    trace: Annotated[str, typer.Option(help="Write the simulated step as a Chrome trace (Perfetto opens it).")] = ""
+    heatmap: Annotated[str, typer.Option(help="Write a grid of caps as an SVG picture.")] = ""
+    output: OutputOption = "table"
+
+
+@takes_options
+def plan(options: PlanOptions) -> None:
     """Find the fastest set-up that fits.
 
     One device: chunks, residency, save levels and rounds under a device and a host cap, simulated before anything runs.
     Several: the strategy among all combinations of the usual degrees, and why the next ones lose.
     """
-    words = dict(locals())
     from pathlib import Path
 
-    from flopwise.base.units import parse_devices
     from flopwise.catalog.load import load_model
-    from flopwise.door.planning import planned_cluster, write_plan
+    from flopwise.cli.device_plan import check_one_cap, check_one_name, plan_one_device
+    from flopwise.door.planning import plan_cluster, write_plan
     from flopwise.report.plans import plan_document, plan_record
     from flopwise.work.op import CONVENTIONS
 
-    form = one_of(output, FORMS, "--output")
-    counting = one_of(convention, CONVENTIONS, "--convention")
-    # Several caps are read later, where one device is planned.
-    ask = requested({**words, "device_mem": "auto"})
-    check_one_name(model, "model")
-    check_one_name(on, "device")
-    described = load_model(model, changes_of(change or []))
-    machine = hardware_named(on)
-    for option, example in TARGETS.items():
-        if words[option]:
-            check_target(words[option], f"--{option}", example, inputs=(model, on))
-    devices = value_of(words, "gpus", parse_devices) or 1
-    if _is_streamed(context, described, devices):
-        chosen = DeviceWords(**{field.name: words[field.name] for field in fields(DeviceWords)})
-        plan_one_device(ask(described, machine), chosen, convention=counting, form=form)
+    form = one_of(options.output, FORMS, "--output")
+    counting = one_of(options.convention, CONVENTIONS, "--convention")
+    check_one_name(options.model, "model")
+    check_one_name(options.on, "device")
+    model = load_model(options.model, parse_changes(options.change))
+    machine = find_hardware(options.on)
+    targets = (("--write", options.write, "plan.toml"), ("--trace", options.trace, "step.json"))
+    for option, path, example in (*targets, ("--heatmap", options.heatmap, "caps.svg")):
+        if path:
+            check_target(path, option, example, inputs=(options.model, options.on))
+    devices = read_option(options.gpus, "gpus", parse_devices) or 1
+    if _is_streamed(options, model, devices):
+        # Of caps there may be several.
+        plan_one_device(_setup(options, model, machine, "auto"), options, convention=counting, form=form)
         return
-    check_one_cap(device_mem)
+    check_one_cap(options.device_mem)
     # How the devices share the work is what is looked for.
-    setup = replace(requested({**words, "gpus": "auto"})(described, machine), hardware_name=on)
-    answer = _planned(setup, devices, offload=offload)
-    found = planned_cluster(setup, answer, convention=counting)
+    setup = _setup(options, model, machine, options.device_mem)
+    answer = _search(setup, devices, offload=options.offload)
+    found = plan_cluster(setup, answer, convention=counting)
     document = plan_document(found.prediction, answer, machine.title)
     show(document, plan_record(found.prediction, answer), form, schema="cluster-plan")
-    if write:
-        write_plan(Path(write), found.plan, described)
-        say(f"wrote {write}")
+    if options.write:
+        write_plan(Path(options.write), found.plan, model)
+        say(f"wrote {options.write}")
 
 
-TARGETS = {"write": "plan.toml", "trace": "step.json", "heatmap": "caps.svg"}
-"""Options that name a file to write, and an example of one."""
+def _setup(options: PlanOptions, model: Model, hardware: Hardware, device_mem: str) -> Setup:
+    from flopwise.door.asking import setup_of
+
+    return setup_of(
+        model,
+        hardware,
+        name=options.on,
+        seq=options.seq,
+        batch=options.batch,
+        batch_tokens=options.batch_tokens,
+        micro=options.micro,
+        precision=options.precision,
+        recompute=options.recompute,
+        optimizer=options.optimizer,
+        attention=options.attention,
+        fusion=options.fusion,
+        device_mem=device_mem,
+        clip=options.clip,
+        stack=options.stack,
+    )
+
 
 OF_FRAMEWORKS = ("micro", "recompute", "attention", "fusion", "stack", "offload")
 """Options of set-ups that a framework runs."""
 OF_ONE_DEVICE = ("host_mem", "clip", "rule", "trace", "heatmap")
 
 
-def _is_streamed(context: typer.Context, model: Model, devices: int) -> bool:
+def _is_streamed(options: PlanOptions, model: Model, devices: int) -> bool:
     """Whether one device is planned, chunk by chunk; with a framework's options it is a strategy as for several."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.work.transformer import Transformer
 
-    frameworks = [name for name in OF_FRAMEWORKS if is_given(context, name)]
-    own = [name for name in OF_ONE_DEVICE if is_given(context, name)]
+    frameworks = [name for name in OF_FRAMEWORKS if options.is_given(name)]
+    own = [name for name in OF_ONE_DEVICE if options.is_given(name)]
     several = devices > 1
     if own and (several or frameworks):
         other = "--gpus" if several else f"--{frameworks[0]}"
@@ -157,7 +174,7 @@ def _is_streamed(context: typer.Context, model: Model, devices: int) -> bool:
     return bool(own) or (isinstance(model, Transformer) and not several and not frameworks)
 
 
-def _planned(setup: Setup, devices: int, *, offload: bool) -> Answer:
+def _search(setup: Setup, devices: int, *, offload: bool) -> Answer:
     import time
 
     from flopwise.base.units import show_seconds
@@ -174,30 +191,29 @@ def _planned(setup: Setup, devices: int, *, offload: bool) -> Answer:
 PLAN_LEAVES_OPEN = ("model", "output", "convention")
 
 
-def plan_in(context: typer.Context, name: str) -> tuple[Plan | ClusterPlan, Model]:
+def load_plan_alone(options: PredictOptions) -> tuple[Plan | ClusterPlan, Model]:
     """The plan of a file, for `flopwise predict plan.toml`, beside which nothing else may be said."""
     from pathlib import Path
 
-    from flopwise.base.errors import FlopwiseError
     from flopwise.catalog.load import load_plan
 
-    given = [option for option in context.params if option not in PLAN_LEAVES_OPEN and is_given(context, option)]
+    given = [option for option in options.given if option not in PLAN_LEAVES_OPEN]
     if given:
         option = {"change": "set"}.get(given[0], given[0].replace("_", "-"))
         raise FlopwiseError(
-            f"--{option} beside {name}",
+            f"--{option} beside {options.model}",
             why="a plan says all of it",
             hint="the plan alone, or the model's name with options",
         )
-    return load_plan(Path(name))
+    return load_plan(Path(options.model))
 
 
 def predict_cluster_plan(plan: ClusterPlan, model: Model, convention: Convention) -> tuple[Prediction, Hardware]:
     """A plan for several devices, predicted once more by the flopwise of today."""
     from flopwise.catalog.load import load_stack
-    from flopwise.door.intervals import predicted
-    from flopwise.records.prediction import NO_STACK
+    from flopwise.door.intervals import predict_step
+    from flopwise.setup.stack import NO_STACK
 
     stack = None if plan.stack == NO_STACK else load_stack(plan.stack)
-    machine = hardware_named(plan.hardware)
-    return predicted(plan.setup(model, machine, stack), convention), machine
+    machine = find_hardware(plan.hardware)
+    return predict_step(plan.setup(model, machine, stack), convention), machine

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flopwise.base.errors import FlopwiseError, one_of
+from flopwise.base.units import parse_counts, parse_devices, parse_tokens, read_option
 from flopwise.cli.options import (
     FORMS,
     METHODS,
-    MOST_SET_UPS,
     AttentionOption,
-    BatchListOption,
-    BatchTokensListOption,
     ConventionOption,
     DeviceMemoryOption,
     FusionOption,
-    GpusListOption,
     MethodOption,
-    MicroListOption,
-    ModelArgument,
-    OnOption,
     OptimizerOption,
+    Options,
     OutputOption,
-    ParallelOption,
     PrecisionOption,
     RecomputeOption,
-    SequenceListOption,
     SetOption,
     StackOption,
-    changes_of,
-    hardware_named,
-    is_given,
-    names,
-    one_of,
-    set_ups,
-    too_many_set_ups,
+    find_hardware,
+    parse_changes,
+    split_names,
+    takes_options,
 )
 from flopwise.cli.output import one_or_all, show
 
@@ -43,78 +36,152 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flopwise.records.prediction import Prediction
+    from flopwise.setup.hardware import Hardware
     from flopwise.setup.setup import Setup
+    from flopwise.work.model import Model
     from flopwise.work.op import Convention
 
 
 AUTO_PARALLEL = "auto: everything sharded over all devices, as FSDP does; `flopwise plan` looks for better"
+SEVERAL = "several with commas or as 1-8*2."
+MOST_SET_UPS = 1000
+"""More than that is a sweep, which predicts thousands at once."""
 
 
-def predict(
-    context: typer.Context,
-    model: ModelArgument,
-    on: OnOption = "this-machine",
-    seq: SequenceListOption = "auto",
-    batch: BatchListOption = "auto",
-    batch_tokens: BatchTokensListOption = "auto",
-    micro: MicroListOption = "auto",
-    precision: PrecisionOption = "auto",
-    recompute: RecomputeOption = "auto",
-    optimizer: OptimizerOption = "adamw",
-    attention: AttentionOption = "auto",
-    fusion: FusionOption = "auto",
-    convention: ConventionOption = "causal",
-    device_mem: DeviceMemoryOption = "auto",
-    gpus: GpusListOption = "auto",
-    parallel: ParallelOption = "auto",
-    stack: StackOption = "kernels",
-    change: SetOption = None,
-    method: MethodOption = "physical",
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions(Options):
+    model: Annotated[
+        str,
+        typer.Argument(help="Catalogue name, config.json or its folder, or a TOML, several with commas; or a plan."),
+    ]
+    on: Annotated[
+        str, typer.Option(help="Hardware: catalogue name or TOML, several with commas; this-machine, this-cpu.")
+    ] = "this-machine"
+    seq: Annotated[str, typer.Option(help=f"Tokens of a sequence: 8192, 8k; {SEVERAL}")] = "auto"
+    batch: Annotated[str, typer.Option(help=f"Sequences of a step, over all micro-batches; {SEVERAL}")] = "auto"
+    batch_tokens: Annotated[str, typer.Option(help=f"The same in tokens: 512k, 2M; {SEVERAL}")] = "auto"
+    micro: Annotated[str, typer.Option(help=f"Sequences that run at once; {SEVERAL}")] = "auto"
+    precision: PrecisionOption = "auto"
+    recompute: RecomputeOption = "auto"
+    optimizer: OptimizerOption = "adamw"
+    attention: AttentionOption = "auto"
+    fusion: FusionOption = "auto"
+    convention: ConventionOption = "causal"
+    device_mem: DeviceMemoryOption = "auto"
+    gpus: Annotated[str, typer.Option(help=f"Devices: 8, 64; {SEVERAL}")] = "auto"
+    parallel: Annotated[
+        str,
+        typer.Option(
+            help="How several devices share the work, as `flopwise plan` prints it: dp2 tp8 pp4 cp2 ep2 zero3 shard8 "
+            "sp kept prefetch2 balanced chunks2 gpipe optimizer-on-host activations-on-host."
+        ),
+    ] = "auto"
+    stack: StackOption = "kernels"
+    change: SetOption = None
+    method: MethodOption = "physical"
     print_out: Annotated[
         bool, typer.Option("--print-out", help="With --method deepflow: its own print-out, line by line, and stop.")
-    ] = False,
-    output: OutputOption = "table",
+    ] = False
+    output: OutputOption = "table"
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print every setting and where it came from, and stop.")
-    ] = False,
-) -> None:
+    ] = False
+
+
+@takes_options
+def predict(options: PredictOptions) -> None:
     """Predict a training step: time, tokens per second, MFU, HFU, memory by owner, what binds each operator."""
     from flopwise.catalog.load import is_plan, load_model
     from flopwise.cli.deepflow import predict_deepflow, refuse_print_out
-    from flopwise.door.intervals import predicted
+    from flopwise.door.intervals import predict_steps
     from flopwise.work.op import CONVENTIONS
 
-    form = one_of(output, FORMS, "--output")
-    if one_of(method, METHODS, "--method") == "deepflow":
-        predict_deepflow(context, form)
+    form = one_of(options.output, FORMS, "--output")
+    if one_of(options.method, METHODS, "--method") == "deepflow":
+        predict_deepflow(options, form)
         return
-    if print_out:
+    if options.print_out:
         raise refuse_print_out()
-    counting = one_of(convention, CONVENTIONS, "--convention")
-    if is_plan(model):
-        _show_plan(context, model, counting, form)
+    counting = one_of(options.convention, CONVENTIONS, "--convention")
+    if is_plan(options.model):
+        _show_plan(options, counting, form)
         return
-    asks = set_ups(locals())
-    changes = changes_of(change or [])
-    models = [load_model(name, changes) for name in names(model, "a model")]
-    machines = [hardware_named(name) for name in names(on, "a device (--on)")]
-    count = len(models) * len(machines) * len(asks)
+    cases = _expand(options)
+    changes = parse_changes(options.change)
+    models = [load_model(name, changes) for name in split_names(options.model, "a model")]
+    machines = [find_hardware(name) for name in split_names(options.on, "a device (--on)")]
+    _check_count(len(models) * len(machines) * len(cases))
+    setups = [_setup(case, model, machine) for model in models for machine in machines for case in cases]
+    if options.show_config:
+        _print_settings([_settings(options, setup) for setup in setups], form)
+        return
+    _print_predictions(predict_steps(setups, counting), {machine.name: machine.title for machine in machines}, form)
+
+
+def _setup(options: PredictOptions, model: Model, hardware: Hardware) -> Setup:
+    from flopwise.door.asking import setup_of
+
+    return setup_of(
+        model,
+        hardware,
+        name=hardware.name,
+        seq=options.seq,
+        batch=options.batch,
+        batch_tokens=options.batch_tokens,
+        micro=options.micro,
+        precision=options.precision,
+        recompute=options.recompute,
+        optimizer=options.optimizer,
+        attention=options.attention,
+        fusion=options.fusion,
+        device_mem=options.device_mem,
+        devices=options.gpus,
+        parallel=options.parallel,
+        stack=options.stack,
+    )
+
+
+def _expand(options: PredictOptions) -> list[PredictOptions]:
+    """The options of each set-up: every combination of the numbers that are lists or ranges."""
+    from itertools import product
+
+    lists = (
+        _split_counts(options.gpus, "gpus", "64,256"),
+        _split_counts(options.seq, "seq", "2k,8k"),
+        _split_counts(options.batch, "batch", "64,256"),
+        _split_counts(options.batch_tokens, "batch-tokens", "512k,2M"),
+        _split_counts(options.micro, "micro", "1,2,4"),
+    )
+    _check_count(prod(map(len, lists)))
+    return [
+        replace(options, gpus=gpus, seq=seq, batch=batch, batch_tokens=tokens, micro=micro)
+        for gpus, seq, batch, tokens, micro in product(*lists)
+    ]
+
+
+def _split_counts(text: str, option: str, example: str) -> list[str]:
+    """The values of an option, each as it would be typed alone."""
+    if not any(sign in text.strip()[1:] for sign in ",*+-"):
+        return [text]
+    parse = parse_devices if option == "gpus" else parse_tokens
+    found = read_option(text, option, lambda text: parse_counts(text, parse, example, auto=option != "gpus"))
+    return list(dict.fromkeys(str(value) for value in found or ()))
+
+
+def _check_count(count: int) -> None:
+    """Refuse more of them than a person reads."""
     if count > MOST_SET_UPS:
-        raise too_many_set_ups(count)
-    setups = [ask(one, machine) for one in models for machine in machines for ask in asks]
-    if show_config:
-        _print_settings([_settings(context, setup) for setup in setups], form)
-        return
-    predictions = [predicted(setup, counting) for setup in setups]
-    _print_predictions(predictions, {machine.name: machine.title for machine in machines}, form)
+        raise FlopwiseError(
+            f"{count:,} set-ups", why=f"`predict` shows up to {MOST_SET_UPS:,}", hint="`flopwise sweep --predict`"
+        )
 
 
-def _show_plan(context: typer.Context, name: str, convention: Convention, form: str) -> None:
+def _show_plan(options: PredictOptions, convention: Convention, form: str) -> None:
     from flopwise.cli.device_plan import show_plan_file
-    from flopwise.cli.plan import plan_in, predict_cluster_plan
+    from flopwise.cli.plan import load_plan_alone, predict_cluster_plan
     from flopwise.records.plan import Plan
 
-    plan, model = plan_in(context, name)
+    plan, model = load_plan_alone(options)
     if isinstance(plan, Plan):
         show_plan_file(plan, model, convention, form)
         return
@@ -131,27 +198,27 @@ def _print_predictions(predictions: list[Prediction], titles: dict[str, str], fo
 # -- every setting and where it came from ----------------------------------------------------------------------------
 
 
-def _settings(context: typer.Context, asked: Setup) -> dict[str, dict[str, Any]]:
+def _settings(options: PredictOptions, asked: Setup) -> dict[str, dict[str, Any]]:
     """Setting → its value and its origin: the argument, a flag, a default, or `auto` and the reason."""
     from flopwise.predict.choose import capacity_bytes, choose
 
-    setup, reasons = choose(asked)
+    setup, reasons = choose([asked])[0]
 
     def origin(option: str, setting: str = "") -> str:
         if setting in reasons:
             return f"auto: {reasons[setting]}"
-        return "flag" if is_given(context, option) else "default"
+        return "flag" if options.is_given(option) else "default"
 
-    batch = "batch" if context.params["batch_tokens"].lower() == "auto" else "batch_tokens"
+    batch = "batch" if options.batch_tokens.lower() == "auto" else "batch_tokens"
     settings: dict[str, tuple[object, str]] = {
         "model": (setup.model.name, "argument"),
         "hardware": (setup.hardware.name, origin("on")),
         "devices": (setup.parallel.devices, origin("gpus")),
         "parallel": (
             setup.parallel.label,
-            origin("parallel") if setup.parallel.devices == 1 or is_given(context, "parallel") else AUTO_PARALLEL,
+            origin("parallel") if setup.parallel.devices == 1 or options.is_given("parallel") else AUTO_PARALLEL,
         ),
-        "stack": (setup.stack.name if setup.stack else context.params["stack"].lower(), origin("stack")),
+        "stack": (setup.stack.name if setup.stack else options.stack.lower(), origin("stack")),
         "sequence_tokens": (setup.sequence_tokens, origin("seq", "sequence_tokens")),
         "batch_sequences": (setup.batch_sequences, origin(batch, "batch_sequences")),
         "micro_batch_sequences": (setup.micro_batch_sequences, origin("micro", "micro_batch_sequences")),
@@ -164,8 +231,8 @@ def _settings(context: typer.Context, asked: Setup) -> dict[str, dict[str, Any]]
         "optimizer": (setup.optimizer, origin("optimizer")),
         "attention": (setup.attention, origin("attention")),
         "fusion": (setup.fusion, origin("fusion")),
-        "convention": (context.params["convention"].lower(), origin("convention")),
-        "set": (changes_of(context.params["change"] or []), origin("change")),
+        "convention": (options.convention.lower(), origin("convention")),
+        "set": (parse_changes(options.change), origin("change")),
     }
     return {name: {"value": value, "from": where} for name, (value, where) in settings.items()}
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flopwise.base.errors import FlopwiseError, nearest, one_of, shown
 from flopwise.cli import output as output_of
-from flopwise.cli.options import FORMS, one_of
+from flopwise.cli.once import AsGivenGroup
+from flopwise.cli.options import FORMS, StoreOption
 from flopwise.cli.output import progress_bar, say
-from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="profile",
+    cls=AsGivenGroup,
     help="Where the time and memory of a run went: profiles of flopwise and of other tools.",
     no_args_is_help=True,
     add_completion=False,
@@ -62,7 +64,7 @@ def show(
 ) -> None:
     """Print profiles: figures by group, time by kernel, memory by owner, and what limits the run."""
     from flopwise.report.page.profiles import profiles_page
-    from flopwise.report.profiles import profiles_document, profiles_record, warned
+    from flopwise.report.profiles import profiles_document, profiles_record, warn_of_parts
 
     form = one_of(output, SHOW_FORMS, "--output")
     thresholds = _thresholds(threshold)
@@ -73,11 +75,11 @@ def show(
         _write_trace(profiles, trace)
     if form == "native":
         output_of.put(_native(reads, section), write)
-        for line in warned(profiles):
+        for line in warn_of_parts(profiles):
             say(line)
         return
-    judged = judged_by(profiles, thresholds)
-    document = replace(profiles_document(judged), page=lambda: profiles_page(judged, _compared(profiles)))
+    judged = judge(profiles, thresholds)
+    document = replace(profiles_document(judged), page=lambda: profiles_page(judged, _compare(profiles)))
     output_of.show(document, profiles_record(judged), form, schema="profile", write=write)
 
 
@@ -92,7 +94,6 @@ def compare(
     write: WriteOption = "",
 ) -> None:
     """Print profiles side by side, what changes first, and lines through device time over the batch."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.profile.explain.comparing import compare as compared
     from flopwise.report.page.profiles import profiles_page
     from flopwise.report.profile_comparison import comparison_document, comparison_record
@@ -108,7 +109,7 @@ def compare(
             hint="name a second file or run; `flopwise profile show` prints one",
         )
     found = compared(profiles, baseline=baseline or None, thresholds=thresholds)
-    document = replace(comparison_document(found), page=lambda: profiles_page(judged_by(profiles, thresholds), found))
+    document = replace(comparison_document(found), page=lambda: profiles_page(judge(profiles, thresholds), found))
     output_of.show(document, comparison_record(found), form, schema="profile-comparison", write=write)
 
 
@@ -124,7 +125,7 @@ def why(
     from flopwise.report.profile_words import why_paragraph
 
     profiles = _sections(_profiles(_read([name], store)), section)
-    judged = judged_by(profiles, _thresholds(threshold))
+    judged = judge(profiles, _thresholds(threshold))
     document = Document(blocks=[Words(why_paragraph(*each)) for each in judged])
     output_of.show_page(to_page(document, output_of.width()))
 
@@ -134,7 +135,6 @@ def why(
 
 def _path(name: str, store: str) -> Path:
     """A file or a folder of that name, else the folder of the run that is called so."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.base.files import entry_kind
     from flopwise.store.runs import LAST, find_run, store_folder
 
@@ -156,8 +156,6 @@ def _path(name: str, store: str) -> Path:
 
 def _near(path: Path) -> list[str]:
     """Names beside a path that is not there, which may have been meant."""
-    from flopwise.base.errors import nearest
-
     try:
         beside = [entry.name for entry in path.parent.iterdir()]
     except (OSError, ValueError):
@@ -174,8 +172,6 @@ def _read(names: Sequence[str], store: str) -> tuple[Read, ...]:
 
 
 def _profiles(reads: Sequence[Read]) -> list[Profile]:
-    from flopwise.base.errors import FlopwiseError
-
     found = [profile for read in reads for profile in read.profiles]
     if not found:
         raise FlopwiseError("there is no profile in what was named", hint="look at the file, or name another")
@@ -193,7 +189,6 @@ def _sections(profiles: list[Profile], wanted: Sequence[str] | None) -> list[Pro
 
 
 def _thresholds(words: Sequence[str] | None) -> Thresholds:
-    from flopwise.base.errors import FlopwiseError, shown
     from flopwise.profile.explain.verdicts import thresholds_of
 
     values: dict[str, float] = {}
@@ -209,13 +204,13 @@ def _thresholds(words: Sequence[str] | None) -> Thresholds:
     return thresholds_of(values)
 
 
-def judged_by(profiles: Sequence[Profile], thresholds: Thresholds | None = None) -> list[Judged]:
+def judge(profiles: Sequence[Profile], thresholds: Thresholds | None = None) -> list[Judged]:
     from flopwise.profile.explain.verdicts import verdicts
 
     return [(profile, verdicts(profile, thresholds)) for profile in profiles]
 
 
-def _compared(profiles: Sequence[Profile]) -> ProfileComparison | None:
+def _compare(profiles: Sequence[Profile]) -> ProfileComparison | None:
     from flopwise.profile.explain.comparing import compare as compared
 
     return compared(profiles) if len(profiles) > 1 else None
@@ -226,7 +221,6 @@ def _compared(profiles: Sequence[Profile]) -> ProfileComparison | None:
 
 def _native(reads: Sequence[Read], section: Sequence[str] | None) -> str:
     """Documents in the layout of the tool that wrote them; only Neuron's is kept."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.report.neuron import neuron_document
 
     if section:
@@ -244,7 +238,6 @@ def _native(reads: Sequence[Read], section: Sequence[str] | None) -> str:
 
 
 def _write_trace(profiles: Sequence[Profile], trace: str) -> None:
-    from flopwise.base.errors import FlopwiseError
     from flopwise.base.files import write_whole
     from flopwise.report.profile_timeline import profile_trace
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from flopwise.cli.options import counted, value_of
+from flopwise.base.errors import FlopwiseError
+from flopwise.base.units import parse_count, read_option
 
 if TYPE_CHECKING:
     from flopwise.profile.measure.outside import ProgramOutcome
@@ -42,8 +43,8 @@ def run(
     from flopwise.base.files import entry_kind
     from flopwise.profile.measure.outside import is_abandoned, run_outside
 
-    words = {"steps": steps, "warm_up": warm_up}
-    traced, before = (value_of(words, name, counted(1, f"--{name.replace('_', '-')} 5")) or 1 for name in words)
+    traced = read_option(steps, "steps", parse_count(1, "--steps 5")) or 1
+    before = read_option(warm_up, "warm-up", parse_count(1, "--warm-up 5")) or 1
     place = Path(folder) if folder else _free_folder()
     is_new = entry_kind(place) == "nothing" or is_abandoned(place)
     outcome = run_outside(command, place, warm_up=before, steps=traced)
@@ -66,8 +67,6 @@ def _end_as(outcome: ProgramOutcome) -> NoReturn:
 
 def _tell(outcome: ProgramOutcome, folder: Path, steps: int, *, is_new: bool) -> None:
     """The profile, or why there is none."""
-    from flopwise.base.errors import FlopwiseError
-
     try:
         if outcome.traces:
             _say(_page(folder, steps))
@@ -97,7 +96,7 @@ def _page(folder: Path, steps: int) -> str:
     """What the profile says, written beside its trace; and what to do next."""
     from flopwise.base.files import write_whole
     from flopwise.cli.output import page_text, progress_bar, width
-    from flopwise.cli.profile import judged_by
+    from flopwise.cli.profile import judge
     from flopwise.profile.read.reading import read_profiles
     from flopwise.report.document import to_page
     from flopwise.report.profiles import profiles_document
@@ -106,7 +105,7 @@ def _page(folder: Path, steps: int) -> str:
     with progress_bar("reading") as tell:
         profiles = [profile for read in read_profiles([folder], tell) for profile in read.profiles]
     write_whole(folder / PROFILE, to_text(profiles) + "\n")
-    lines = [page_text(to_page(profiles_document(judged_by(profiles)), width()), in_file=True)]
+    lines = [page_text(to_page(profiles_document(judge(profiles)), width()), in_file=True)]
     if any(profile.steps is not None and profile.steps < steps for profile in profiles):
         lines.append(f"note: the program ended before {steps} steps were traced")
     return "\n".join([*lines, f"wrote {folder}   next: flopwise profile why {folder}"])

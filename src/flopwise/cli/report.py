@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flopwise.cli.options import FORMS, names, one_of
+from flopwise.base.errors import FlopwiseError, one_of, shown, unknown_name
+from flopwise.cli.options import FORMS, StoreOption, split_names
 from flopwise.cli.output import keep_inputs, say, show
-from flopwise.cli.train_options import StoreOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,13 +78,19 @@ def report(
     chosen = _columns(columns, form)
     _check_picture(plot, x, y, value)
     keep_inputs([name for name in named if _is_file(name)], write, plot)
-    rows = _chosen(gathered(named, store, price), state, model, best=best)
-    rows = _sorted(rows, sort)
+    rows = _filter_rows(gather_rows(named, store, price), state, model, best=best)
+    rows = _sort_rows(rows, sort)
     if plot:
         from flopwise.report.plots import plot as draw
 
-        kind = one_of("heatmap" if y else "scaling", ("heatmap", "scaling"), "--plot")
-        draw(rows, kind, Path(plot), x=x or "sequence", y=y or "batch", value=value or "tokens_per_s")
+        draw(
+            rows,
+            "heatmap" if y else "scaling",
+            Path(plot),
+            x=x or "sequence",
+            y=y or "batch",
+            value=value or "tokens_per_s",
+        )
         say(f"wrote {plot}")
     document = results_document(rows, chosen)
     document = replace(document, page=lambda: _page_data(rows, named, store))
@@ -99,7 +105,6 @@ def collect(
     store: StoreOption = "",
 ) -> None:
     """Write results.csv, at full precision, and results.md, for people, into a folder."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.base.files import WRITABLE_HINT, write_whole
     from flopwise.report.document import to_csv, to_markdown
     from flopwise.report.results import results_document
@@ -107,7 +112,7 @@ def collect(
     folder, named = Path(into), tuple(what or ())
     targets = [str(folder / name) for name in (CSV_NAME, MARKDOWN_NAME)]
     keep_inputs([name for name in named if _is_file(name)], *targets)
-    rows = gathered(named, store, price)
+    rows = gather_rows(named, store, price)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
@@ -123,9 +128,8 @@ def collect(
 # -- from words to rows ----------------------------------------------------------------------------------------------
 
 
-def gathered(named: Sequence[str], store: str, price: str = "") -> list[Result]:
+def gather_rows(named: Sequence[str], store: str, price: str = "") -> list[Result]:
     """Rows of the files and of the store's runs and sweeps that were named; of the whole store where none was."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.references.published.results import read_results
     from flopwise.store.collecting import collect as collected
     from flopwise.store.results import checked, priced
@@ -154,7 +158,6 @@ def gathered(named: Sequence[str], store: str, price: str = "") -> list[Result]:
 
 def tell_unsettled(store: Path, names: Sequence[str], tell: Callable[[str], None] = say) -> None:
     """Of these sweeps, of all where none is named: say that jobs may have ended of which nobody has written it down."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.store.sweeps import read_sweep, sweep_names
     from flopwise.sweep.jobs.slurm import unsettled
 
@@ -182,8 +185,6 @@ def _is_file(name: str) -> bool:
 
 
 def _price(text: str) -> float | None:
-    from flopwise.base.errors import FlopwiseError, shown
-
     if not text:
         return None
     try:
@@ -198,7 +199,6 @@ def _price(text: str) -> float | None:
 
 
 def _columns(text: str, form: str) -> list[str] | None:
-    from flopwise.base.errors import FlopwiseError
     from flopwise.report.results_files import check_fields
 
     if not text:
@@ -207,34 +207,31 @@ def _columns(text: str, form: str) -> list[str] | None:
         raise FlopwiseError(
             "--columns beside -o html", why="the page has all of them", hint="leave --columns out, or -o md"
         )
-    chosen = names(text, "a column")
+    chosen = split_names(text, "a column")
     check_fields(chosen, "--columns")
     return chosen
 
 
 def _check_picture(plot: str, *options: str) -> None:
-    from flopwise.base.errors import FlopwiseError
-
     if not plot and any(options):
         raise FlopwiseError(
             "--x, --y and --value are for a picture", why="no file is named for one", hint="--plot results.svg"
         )
 
 
-def _chosen(rows: list[Result], state: str, model: str, *, best: bool) -> list[Result]:
+def _filter_rows(rows: list[Result], state: str, model: str, *, best: bool) -> list[Result]:
     """Rows that the options leave; an error where none is."""
     from fnmatch import fnmatchcase
 
-    from flopwise.base.errors import FlopwiseError, unknown_name
     from flopwise.store.results import fastest
 
     kept = rows
     if state:
-        states = [one_of(word, STATES, "--state") for word in names(state, "a state")]
+        states = [one_of(word, STATES, "--state") for word in split_names(state, "a state")]
         kept = [row for row in kept if row.state in states]
     if model:
         known = sorted({row.model for row in rows if row.model})
-        patterns = [pattern.lower() for pattern in names(model, "a model")]
+        patterns = [pattern.lower() for pattern in split_names(model, "a model")]
         for pattern in patterns:
             if not any(fnmatchcase(name.lower(), pattern) for name in known):
                 raise unknown_name("model among the results", pattern, known, hint="--model 'mpt-*' takes several")
@@ -250,7 +247,7 @@ def _chosen(rows: list[Result], state: str, model: str, *, best: bool) -> list[R
     return kept
 
 
-def _sorted(rows: list[Result], sort: str) -> list[Result]:
+def _sort_rows(rows: list[Result], sort: str) -> list[Result]:
     """Numbers from the largest to the smallest, words from A to Z, a plus sign the other way; unknown ones last."""
     from flopwise.report.results_files import check_fields, kinds
 

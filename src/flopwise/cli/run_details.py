@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flopwise.base.errors import FlopwiseError
+
 if TYPE_CHECKING:
     from flopwise.records.measurement import StepRecord
     from flopwise.records.profile import Profile
@@ -19,7 +21,6 @@ Tell = Callable[[str], None]
 
 def detail_of(folder: Path, tell: Tell) -> RunDetail:
     """A run's details; of one that cannot be read, why. `tell` hears of parts that are left out."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.profile.explain.verdicts import verdicts
     from flopwise.report.page.data import RunDetail, run_detail
     from flopwise.store.rows import UNREADABLE
@@ -45,7 +46,6 @@ def _profile(folder: Path, tell: Tell) -> Profile | None:
 
 
 def _steps(folder: Path, tell: Tell) -> list[StepRecord]:
-    from flopwise.base.errors import FlopwiseError
     from flopwise.base.files import entry_kind
     from flopwise.store.runs import STEPS, read_steps
 

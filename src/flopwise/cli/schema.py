@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from flopwise.base.errors import unknown_name
+
 
 def schema(
     command: Annotated[list[str], typer.Argument(help="The command: predict, plan, report, profile show.")],
@@ -18,7 +20,6 @@ def schema(
 
 def schema_of(command: str) -> dict[str, Any]:
     """A schema with a branch for each kind of object that the command prints."""
-    from flopwise.base.errors import unknown_name
     from flopwise.cli.json_types import PRINTED
 
     if command not in PRINTED:
@@ -29,19 +30,19 @@ def schema_of(command: str) -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"flopwise {command} -o json",
         "anyOf": branches,
-        "$defs": definitions,
+        "$defs": _with_words(definitions),
     }
 
 
 def _branch(printed: str, definitions: dict[str, Any]) -> dict[str, Any]:
     """The schema of one kind; the types that it is made of go to the definitions."""
     from flopwise.base.files import schema_name
-    from flopwise.cli.json_types import ALTERNATIVES, KINDS, WITH_WORDS
+    from flopwise.cli.json_types import ALTERNATIVES, KINDS
 
     kind = printed.removesuffix("-list")
     several = kind != printed
     wanted, found = _components(KINDS[kind])
-    definitions |= {name: _with_words(item) if kind in WITH_WORDS else item for name, item in found.items()}
+    definitions |= found
     record = wanted[0] if len(wanted) == 1 else {"allOf": list(wanted)}
     if kind in ALTERNATIVES:
         alternatives, found = _components(ALTERNATIVES[kind])

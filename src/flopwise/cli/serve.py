@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from flopwise.cli.train_options import StoreOption
+from flopwise.base.errors import FlopwiseError
+from flopwise.cli.options import StoreOption
 
 PORT = 8642
 
@@ -17,13 +18,12 @@ def serve(
     store: StoreOption = "",
 ) -> None:
     """Serve the page of all runs, which follows the store, on this machine alone."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.base.files import entry_kind
-    from flopwise.cli.options import counted, value_of
+    from flopwise.base.units import parse_count, read_option
     from flopwise.cli.serving import Live, listening, run_server, tell
     from flopwise.store.runs import VARIABLE, store_folder
 
-    number = value_of({"port": port}, "port", counted(0, f"--port {PORT}"))
+    number = read_option(port, "port", parse_count(0, f"--port {PORT}"))
     wanted = PORT if number is None else number
     if wanted >= 2**16:
         raise FlopwiseError(f"--port {wanted} does not exist", why="the last one is 65535", hint=f"--port {PORT}")

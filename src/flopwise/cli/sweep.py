@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from flopwise.cli import sweep_options as options
-from flopwise.cli.options import FORMS, counted, hardware_named, is_given, one_of, value_of
+from flopwise.base.errors import FlopwiseError, one_of, unknown_name
+from flopwise.base.units import parse_count, read_option
+from flopwise.cli.options import FORMS, find_hardware, split_names, takes_options
 from flopwise.cli.output import progress_bar, say, show
+from flopwise.cli.sweep_options import LAUNCHERS, SweepOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from flopwise.report.sweeps import Preview
@@ -21,116 +23,44 @@ if TYPE_CHECKING:
     from flopwise.sweep.sweep_file import SweepFile
 
 DEFAULT_STEPS = 20
-AXIS_OPTIONS = {
-    "model": "model",
-    "set": "change",
-    "on": "on",
-    "gpus": "gpus",
-    "seq": "seq",
-    "batch": "batch",
-    "batch_tokens": "batch_tokens",
-    "micro": "micro",
-    "precision": "precision",
-    "device_mem": "device_mem",
-    "host_mem": "host_mem",
-}
-"""Axis → the parameter that its option is."""
 OF_SLURM = ("partition", "account", "gpu_type", "gpus_per_node", "sbatch", "activate")
 OF_SKYPILOT = ("accelerator", "infra", "spot", "bucket")
 RESUME_LEAVES_OPEN = (
-    "resume",
-    "settle",
-    "retry",
-    "force",
-    "only",
-    "slots",
-    "store",
-    "output",
-    "dry_run",
-    "launcher",
-    "time_limit",
+    *("resume", "settle", "retry", "force", "only", "slots", "store", "output", "dry_run", "launcher", "time_limit"),
     *OF_SLURM,
     *OF_SKYPILOT,
 )
 
 
-def sweep(
-    context: typer.Context,
-    file: options.FileArgument = "",
-    model: options.ModelOption = "",
-    on: options.OnOption = "",
-    gpus: options.GpusOption = "",
-    seq: options.SequenceOption = "",
-    batch: options.BatchOption = "",
-    batch_tokens: options.BatchTokensOption = "",
-    micro: options.MicroOption = "",
-    precision: options.PrecisionOption = "",
-    device_mem: options.DeviceMemoryOption = "",
-    host_mem: options.HostMemoryOption = "",
-    change: options.SetOption = None,
-    steps: options.StepsOption = "",
-    repeat: options.RepeatOption = "",
-    time_limit: options.TimeLimitOption = "",
-    predict: options.PredictOption = False,
-    dry_run: options.DryRunOption = False,
-    resume: options.ResumeOption = "",
-    settle: options.SettleOption = False,
-    retry: options.RetryOption = False,
-    force: options.ForceOption = False,
-    name: options.NameOption = "",
-    only: options.OnlyOption = "",
-    slots: options.SlotsOption = "",
-    no_profile: options.NoProfileOption = False,
-    device: options.DeviceOption = "",
-    data: options.DataOption = None,
-    tokenizer: options.TokenizerOption = "",
-    seed: options.SeedOption = "",
-    launcher: options.LauncherOption = "local",
-    partition: options.PartitionOption = "",
-    account: options.AccountOption = "",
-    gpu_type: options.GpuTypeOption = "",
-    gpus_per_node: options.GpusPerNodeOption = "",
-    sbatch: options.SbatchOption = None,
-    activate: options.ActivateOption = "",
-    accelerator: options.AcceleratorOption = "",
-    infra: options.InfraOption = "",
-    spot: options.SpotOption = False,
-    bucket: options.BucketOption = "",
-    store: options.StoreOption = "",
-    output: options.OutputOption = "table",
-) -> None:
+@takes_options
+def sweep(options: SweepOptions) -> None:
     """Run a grid of models, sequences, batches, precisions and caps, each cell predicted first.
 
     Several values with commas, ranges as 512-8k*2 (times 2) and 1-16+5 (5 more). A sweep that was stopped goes on with
     --resume; what is finished is not done again.
     """
-    _sweep(context, dict(locals()))
-
-
-def _sweep(context: typer.Context, words: dict[str, Any]) -> None:
-    """What was typed, done."""
-    from flopwise.cli.sweep_launch import at_once, settle_jobs
+    from flopwise.cli.sweep_launch import read_slots, settle_jobs
     from flopwise.report.sweeps import preview_document, preview_results
     from flopwise.store.runs import store_folder
 
-    form = one_of(words["output"], FORMS, "--output")
-    where = one_of(words["launcher"], options.LAUNCHERS, "--launcher")
-    _check(context, where)
+    form = one_of(options.output, FORMS, "--output")
+    where = one_of(options.launcher, LAUNCHERS, "--launcher")
+    _check(options, where)
     # Before anything is written.
-    at_once(words)
-    folder = store_folder(words["store"])
-    if words["settle"]:
-        settle_jobs(folder, words["resume"])
+    read_slots(options)
+    folder = store_folder(options.store)
+    if options.settle:
+        settle_jobs(folder, options.resume)
         return
-    asked = _Stored(folder, words["resume"], words["time_limit"]) if words["resume"] else _Asked(context, words)
-    wanted = _only(words["only"], asked.record, asked.skipped)
-    if words["predict"] or words["dry_run"]:
+    asked = _Stored(folder, options.resume, options.time_limit) if options.resume else _Asked(options)
+    wanted = _pick_cells(options.only, asked.record, asked.skipped)
+    if options.predict or options.dry_run:
         where = ""
     unread = _tell_unread(asked, wanted) if where != "local" else False
     if where:
-        _launch(asked, folder, wanted, where, words)
+        _launch(asked, folder, wanted, where, options)
     else:
-        preview = asked.preview(wanted, is_run=not words["predict"], slots=words["slots"])
+        preview = asked.preview(wanted, options)
         show(preview_document(preview), preview_results(preview), form, schema="result")
     if unread:
         raise typer.Exit(1)
@@ -144,22 +74,20 @@ def _tell_unread(asked: _AskedSweep, wanted: Sequence[str]) -> bool:
     return bool(unread)
 
 
-def _launch(asked: _AskedSweep, store: Path, wanted: Sequence[str], where: str, words: Mapping[str, Any]) -> None:
+def _launch(asked: _AskedSweep, store: Path, wanted: Sequence[str], where: str, options: SweepOptions) -> None:
     from flopwise.cli import sweep_launch
 
-    meant = sweep_launch.Wanted(ids=wanted, cells=asked.chosen(wanted), named=wanted if words["only"] else ())
+    meant = sweep_launch.Wanted(ids=wanted, cells=asked.pick(wanted), named=wanted if options.only else ())
     if where == "local":
         sweep_launch.check_here(asked.record, meant.cells)
-    asked.write(store, force=words["force"])
+    asked.write(store, force=options.force)
     launch = {"local": sweep_launch.run, "slurm": sweep_launch.submit, "skypilot": sweep_launch.write_tasks}[where]
-    launch(store, asked.record, meant, words)
+    launch(store, asked.record, meant, options)
 
 
-def _check(context: typer.Context, launcher: str) -> None:
+def _check(options: SweepOptions, launcher: str) -> None:
     """Refuse what cannot be meant together."""
-    from flopwise.base.errors import FlopwiseError
-
-    given = [name for name in context.params if is_given(context, name)]
+    given = options.given
     for kind, names in (("slurm", OF_SLURM), ("skypilot", OF_SKYPILOT)):
         for name in names:
             if name in given and launcher != kind:
@@ -172,11 +100,11 @@ def _check(context: typer.Context, launcher: str) -> None:
         raise FlopwiseError("--settle is for a stored sweep", hint="--resume NAME --settle")
     beside = [name for name in given if name not in RESUME_LEAVES_OPEN]
     if "resume" in given and beside:
-        what = f"the file {context.params['file']}" if beside[0] == "file" else _option(beside[0])
+        what = f"the file {options.file}" if beside[0] == "file" else _option(beside[0])
         raise FlopwiseError(
             f"{what} beside --resume",
             why="the sweep that is resumed says it",
-            hint=f"--resume {context.params['resume']} alone; --retry, --force, --only and --slots go with it",
+            hint=f"--resume {options.resume} alone; --retry, --force, --only and --slots go with it",
         )
 
 
@@ -197,13 +125,13 @@ class _AskedSweep:
     problems: Mapping[str, str]
     """Cell → why it cannot be read."""
 
-    def chosen(self, wanted: Sequence[str]) -> list[Cell]:
+    def pick(self, wanted: Sequence[str]) -> list[Cell]:
         return [cell for cell in self.cells if cell.id in wanted]
 
-    def preview(self, wanted: Sequence[str], *, is_run: bool, slots: str = "") -> Preview:
+    def preview(self, wanted: Sequence[str], options: SweepOptions) -> Preview:
         from dataclasses import replace
 
-        from flopwise.cli.sweep_launch import at_once
+        from flopwise.cli.sweep_launch import read_slots
         from flopwise.report.sweeps import Preview
         from flopwise.sweep.predicting import sweep_seconds
         from flopwise.sweep.slots import slots_for
@@ -215,8 +143,8 @@ class _AskedSweep:
             if cell.id in {*wanted, *self.skipped}
         ]
         record, total_s = self.record, None
-        if is_run:
-            share = slots_for(record, [cell.settings for cell in cells], at_once({"slots": slots})).share
+        if not options.predict:
+            share = slots_for(record, [cell.settings for cell in cells], read_slots(options)).share
             total_s = sweep_seconds(cells, steps=record.steps, repeats=record.repeats, share=share)
         return Preview(cells=cells, skipped=self.skipped, titles=self.titles, total_s=total_s)
 
@@ -227,22 +155,23 @@ class _AskedSweep:
 class _Asked(_AskedSweep):
     """A new sweep, from words: expanded and predicted, with nothing written yet."""
 
-    def __init__(self, context: typer.Context, words: Mapping[str, Any]) -> None:
-        from flopwise.store.cells import Cell, cell_id
+    def __init__(self, options: SweepOptions) -> None:
+        from flopwise.setup.written import cell_id
+        from flopwise.store.cells import Cell
         from flopwise.store.sweeps import SKIPPED
 
-        file = _file(words["file"])
-        flags = {axis: words[name] for axis, name in AXIS_OPTIONS.items() if words[name]}
-        run = _run_words(context, words, file)
+        file = _read_file(options.file)
+        flags = _read_axes(options)
+        run = _read_run(options, file)
         request = {**{axis: _plain(given) for axis, given in {**file.grid, **flags}.items()}, **_further(file)}
         self.hardware: dict[str, Hardware] = {}
         grid = self._grid(file, flags, run)
-        settings = _settings_of_run(run)
+        settings = _parse_run(run)
         self.skipped, self.problems = grid.skipped, {}
         # The rules' words need not be those of the cells: what they came to is kept.
         request[SKIPPED] = dict(grid.skipped)
         ids = [cell_id(one) for one in grid.settings]
-        foreseen = self._foreseen(grid, ids, settings["steps"], to_run=not words["predict"])
+        foreseen = self._foreseen(grid, ids, settings["steps"], to_run=not options.predict)
         self.cells = [
             Cell(id=number, settings=one, foreseen=foreseen.get(number))
             for number, one in zip(ids, grid.settings, strict=True)
@@ -256,7 +185,7 @@ class _Asked(_AskedSweep):
 
         here = THIS_CPU if run.get("device") == "cpu" else THIS_MACHINE
         every = all_axes(file, flags if "on" in flags or "on" in file.grid else {"on": here, **flags})
-        named = {name: hardware_named(name) for axes in every for name in axes.on}
+        named = {name: find_hardware(name) for axes in every for name in axes.on}
         self.hardware = {hardware_word(name, machine): machine for name, machine in named.items()}
         self.titles = {name: machine.title for name, machine in self.hardware.items()}
         return joined([expand(axes, named, file.skip) for axes in every])
@@ -273,7 +202,6 @@ class _Asked(_AskedSweep):
         """The cells and the record; a sweep of that name with other cells is replaced only by force."""
         from dataclasses import replace
 
-        from flopwise.base.errors import FlopwiseError
         from flopwise.store.sweeps import list_cells, read_sweep, sweep_names, write_cell, write_sweep
 
         record = self.record
@@ -303,13 +231,12 @@ class _Stored(_AskedSweep):
         """With the time limit that was typed, if any, instead of its own."""
         from dataclasses import replace
 
-        from flopwise.base.errors import FlopwiseError
         from flopwise.store.sweeps import read_attempts, read_cell, read_sweep, skipped_cells
         from flopwise.sweep.sweep_file import parse_duration
 
         self.record = read_sweep(store, name)
         if time_limit:
-            limit_s = value_of({"time_limit": time_limit}, "time_limit", parse_duration)
+            limit_s = read_option(time_limit, "time-limit", parse_duration)
             self.record = replace(self.record, time_limit_s=limit_s)
         self.cells, self.problems, self.titles = [], {}, {}
         for cell in self.record.cells:
@@ -327,7 +254,7 @@ class _Stored(_AskedSweep):
         write_sweep(store, self.record)
 
 
-def _file(path: str) -> SweepFile:
+def _read_file(path: str) -> SweepFile:
     from pathlib import Path
 
     from flopwise.sweep.sweep_file import SweepFile, read_sweep_file
@@ -348,26 +275,47 @@ def _further(file: SweepFile) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
-RUN_OPTIONS = ("steps", "repeat", "time_limit", "data", "tokenizer", "seed", "device", "name")
+def _read_axes(options: SweepOptions) -> dict[str, str | list[str]]:
+    """Axis → the values that were typed for it."""
+    axes = {
+        "model": options.model,
+        "set": options.change,
+        "on": options.on,
+        "gpus": options.gpus,
+        "seq": options.seq,
+        "batch": options.batch,
+        "batch_tokens": options.batch_tokens,
+        "micro": options.micro,
+        "precision": options.precision,
+        "device_mem": options.device_mem,
+        "host_mem": options.host_mem,
+    }
+    return {axis: typed for axis, typed in axes.items() if typed}
 
 
-def _run_words(context: typer.Context, words: Mapping[str, Any], file: SweepFile) -> dict[str, Any]:
+def _read_run(options: SweepOptions, file: SweepFile) -> dict[str, Any]:
     """How it is run: what was typed, else what the file says."""
-    given = {name: words[name] for name in RUN_OPTIONS if words[name]}
-    found = {**file.run, **given}
-    if is_given(context, "no_profile"):
-        found["profile"] = False
-    return found
+    typed = {
+        "steps": options.steps,
+        "repeat": options.repeat,
+        "time_limit": options.time_limit,
+        "data": options.data,
+        "tokenizer": options.tokenizer,
+        "seed": options.seed,
+        "device": options.device,
+        "name": options.name,
+    }
+    found = {**file.run, **{name: value for name, value in typed.items() if value}}
+    return {**found, "profile": False} if options.no_profile else found
 
 
-def _settings_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_run(run: Mapping[str, Any]) -> dict[str, Any]:
     from pathlib import Path
 
-    from flopwise.base.errors import FlopwiseError
     from flopwise.sweep.sweep_file import parse_duration
 
-    def read(name: str, parse: Any, default: Any) -> Any:  # noqa: ANN401 - as its parser says
-        return value_of(run, name, parse) if name in run else default
+    def read(name: str, parse: Callable[[str], int]) -> int | None:
+        return read_option(run.get(name), name, parse)
 
     missing = [
         source for source in (*run.get("data", ()), run.get("tokenizer")) if source and not Path(source).exists()
@@ -375,15 +323,15 @@ def _settings_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         raise FlopwiseError(f"there is no file {missing[0]}", hint="check the path of --data and --tokenizer")
     return {
-        "steps": read("steps", counted(1, "--steps 20"), DEFAULT_STEPS) or DEFAULT_STEPS,
-        "repeats": read("repeat", counted(1, "--repeat 3"), 1) or 1,
-        "time_limit_s": read("time_limit", parse_duration, None),
+        "steps": read("steps", parse_count(1, "--steps 20")) or DEFAULT_STEPS,
+        "repeats": read("repeat", parse_count(1, "--repeat 3")) or 1,
+        "time_limit_s": read_option(run.get("time_limit"), "time-limit", parse_duration),
         "profile": run.get("profile", True),
         "device": one_of(run.get("device", "auto"), ("auto", "cpu", "cuda"), "--device"),
         # Whole paths: a resumed sweep may be started from another folder.
         "data": tuple(str(Path(source).resolve()) for source in run.get("data", ())),
         "tokenizer": str(Path(run["tokenizer"]).resolve()) if run.get("tokenizer") else None,
-        "seed": read("seed", counted(0, "--seed 0"), 0) or 0,
+        "seed": read("seed", parse_count(0, "--seed 0")) or 0,
     }
 
 
@@ -401,14 +349,11 @@ def _record(name: str, ids: Sequence[str], settings: Mapping[str, Any], request:
     return SweepRecord(name=name, created=now(), cells=tuple(ids), request=request, **settings)
 
 
-def _only(text: str, record: SweepRecord, skipped: Mapping[str, str]) -> list[str]:
+def _pick_cells(text: str, record: SweepRecord, skipped: Mapping[str, str]) -> list[str]:
     """The cells that are meant: those that are named, else all that are not skipped."""
-    from flopwise.base.errors import unknown_name
-    from flopwise.cli.options import names
-
     if not text:
         return [cell for cell in record.cells if cell not in skipped]
-    named = names(text, "a cell (--only)")
+    named = split_names(text, "a cell (--only)")
     for cell in named:
         if cell not in record.cells:
             raise unknown_name("cell of this sweep", cell, record.cells, hint="--dry-run lists them")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.cli.options import counted, value_of
+from flopwise.base.units import parse_count, read_option
 from flopwise.cli.output import say, show
+from flopwise.cli.sweep_options import SweepOptions
 from flopwise.store.cells import Attempt, Cell, SweepRecord
 from flopwise.store.results import Result
 
@@ -38,12 +38,12 @@ def check_here(record: SweepRecord, cells: Sequence[Cell]) -> None:
     check_hardware(settings, record, slots_for(record, settings, None))
 
 
-def at_once(words: Mapping[str, Any]) -> int | None:
+def read_slots(options: SweepOptions) -> int | None:
     """What --slots says."""
-    return value_of(words, "slots", counted(1, "--slots 2")) if words["slots"] else None
+    return read_option(options.slots or None, "slots", parse_count(1, "--slots 2"))
 
 
-def run(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any]) -> None:
+def run(store: Path, record: SweepRecord, asked: Wanted, options: SweepOptions) -> None:
     """Run what is not finished, show how it goes on, and print the results.
 
     The exit code is 1 where attempts failed, and where a cell was left to an attempt on another machine.
@@ -53,7 +53,7 @@ def run(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any
     from flopwise.sweep.running import run_sweep
     from flopwise.sweep.slots import slots_for
 
-    slots, wanted, cells = at_once(words), asked.ids, asked.cells
+    slots, wanted, cells = read_slots(options), asked.ids, asked.cells
     share = slots_for(record, [cell.settings for cell in cells], slots).share
     say(f"sweep {record.name} in {store}")
     try:
@@ -68,18 +68,18 @@ def run(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any
                 attempts = run_sweep(
                     store,
                     record,
-                    force=words["force"],
-                    retry=words["retry"],
+                    force=options.force,
+                    retry=options.retry,
                     slots=slots,
                     only=wanted,
                     named=asked.named,
                     tell=tell,
                 )
     except (KeyboardInterrupt, SystemExit) as end:
-        say(f"interrupted   go on with: flopwise sweep --resume {record.name}{_store_words(words)}")
+        say(f"interrupted   go on with: flopwise sweep --resume {record.name}{_store_words(options)}")
         code = end.code if isinstance(end, SystemExit) and isinstance(end.code, int) else 130
         raise typer.Exit(code) from None
-    _print_results(store, record.name, wanted if words["only"] else record.cells, words["output"].lower())
+    _print_results(store, record.name, wanted if options.only else record.cells, options.output.lower())
     elsewhere = [attempt for attempt in attempts if attempt.state == "running"]
     for attempt in elsewhere:
         say(
@@ -88,11 +88,11 @@ def run(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any
         )
     bad = [attempt for attempt in attempts if attempt.state in ("failed", "timeout")]
     if bad:
-        again = f"flopwise sweep --resume {record.name} --retry{_store_words(words)}"
+        again = f"flopwise sweep --resume {record.name} --retry{_store_words(options)}"
         say(f"{len({one.cell for one in bad}):,} of {len(wanted):,} cells failed or took too long   next: {again}")
     if bad or elsewhere:
         raise typer.Exit(1)
-    say(f"next: flopwise report {record.name} -o html{_store_words(words)}")
+    say(f"next: flopwise report {record.name} -o html{_store_words(options)}")
 
 
 def settle_jobs(store: Path, name: str) -> None:
@@ -106,24 +106,24 @@ def settle_jobs(store: Path, name: str) -> None:
     say(f"ends written down: {len(written):,}   next: flopwise report {name} --store {shlex.quote(str(store))}")
 
 
-def _store_words(words: Mapping[str, Any]) -> str:
-    return f" --store {shlex.quote(words['store'])}" if words["store"] else ""
+def _store_words(options: SweepOptions) -> str:
+    return f" --store {shlex.quote(options.store)}" if options.store else ""
 
 
-def submit(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any]) -> None:
+def submit(store: Path, record: SweepRecord, asked: Wanted, options: SweepOptions) -> None:
     """Hand the cells to Slurm, and tell its jobs."""
     from flopwise.sweep.jobs import slurm
 
-    nodes = value_of(words, "gpus_per_node", counted(1, "--gpus-per-node 8")) if words["gpus_per_node"] else None
+    nodes = read_option(options.gpus_per_node or None, "gpus-per-node", parse_count(1, "--gpus-per-node 8"))
     site = slurm.SlurmOptions(
-        partition=words["partition"] or None,
-        account=words["account"] or None,
-        gpu_type=words["gpu_type"] or None,
+        partition=options.partition or None,
+        account=options.account or None,
+        gpu_type=options.gpu_type or None,
         gpus_per_node=nodes or slurm.SlurmOptions().gpus_per_node,
-        extra=tuple(words["sbatch"] or ()),
-        activate=words["activate"] or None,
-        at_once=at_once(words),
-        flags=(*(("--force",) if words["force"] else ()), *(("--retry",) if words["retry"] else ())),
+        extra=tuple(options.sbatch or ()),
+        activate=options.activate or None,
+        at_once=read_slots(options),
+        flags=(*(("--force",) if options.force else ()), *(("--retry",) if options.retry else ())),
     )
     found = slurm.submit(store, record, site, cells=asked.cells, named=asked.named)
     for job in found.jobs:
@@ -139,11 +139,11 @@ def submit(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, 
     for some, why in left_out:
         if some:
             say(f"cells that {why}: {len(some):,}")
-    again = f"flopwise sweep --resume {record.name} --settle{_store_words(words)}"
-    say(f"next: {again}, then flopwise report {record.name}{_store_words(words)}")
+    again = f"flopwise sweep --resume {record.name} --settle{_store_words(options)}"
+    say(f"next: {again}, then flopwise report {record.name}{_store_words(options)}")
 
 
-def write_tasks(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[str, Any]) -> None:
+def write_tasks(store: Path, record: SweepRecord, asked: Wanted, options: SweepOptions) -> None:
     """Write a task for SkyPilot beside the sweep, for each hardware and number of devices."""
     from flopwise.base.files import write_whole
     from flopwise.store.sweeps import SWEEPS
@@ -151,10 +151,10 @@ def write_tasks(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[
 
     chosen = SkyOptions(
         store=store,
-        accelerator=words["accelerator"] or None,
-        infra=words["infra"] or None,
-        use_spot=words["spot"],
-        bucket=words["bucket"] or None,
+        accelerator=options.accelerator or None,
+        infra=options.infra or None,
+        use_spot=options.spot,
+        bucket=options.bucket or None,
     )
     for name, text in render_all(record, asked.cells, chosen).items():
         write_whole(store / SWEEPS / name, text)
@@ -163,8 +163,8 @@ def write_tasks(store: Path, record: SweepRecord, asked: Wanted, words: Mapping[
 
 
 def _print_results(store: Path, name: str, cells: Sequence[str], form: str) -> None:
-    from flopwise.cli.report import gathered
+    from flopwise.cli.report import gather_rows
     from flopwise.report.results import results_document
 
-    rows: list[Result] = [row for row in gathered((name,), str(store)) if row.cell in cells]
+    rows: list[Result] = [row for row in gather_rows((name,), str(store)) if row.cell in cells]
     show(results_document(rows), rows, form, schema="result")

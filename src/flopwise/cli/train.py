@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import typer
 
-from flopwise.cli import train_options as options
-from flopwise.cli.options import (
-    BatchOption,
-    DeviceMemoryOption,
-    MicroOption,
-    SequenceOption,
-    counted,
-    is_given,
-    one_of,
-    value_of,
-)
+from flopwise.base.errors import FlopwiseError, one_of, shown
+from flopwise.base.units import parse_cap, parse_count, parse_sequences, parse_tokens, read_option, read_word
+from flopwise.cli.options import takes_options
 from flopwise.cli.output import show
+from flopwise.cli.train_options import TrainOptions
 
 if TYPE_CHECKING:
     from flopwise.records.measurement import RunRecord
@@ -29,60 +22,18 @@ PACKAGES = ("torch", "safetensors", "tokenizers")
 """What the extra `train` brings."""
 
 
-def train(
-    context: typer.Context,
-    model: options.ModelArgument = "",
-    data: options.DataOption = None,
-    eval_data: options.EvaluationDataOption = None,
-    tokenizer: options.TokenizerOption = "",
-    task: options.TaskOption = "auto",
-    text_column: options.TextColumnOption = "text",
-    label_column: options.LabelColumnOption = "label",
-    padding: options.PaddingOption = "length",
-    steps: options.StepsOption = "auto",
-    epochs: options.EpochsOption = "auto",
-    seq: SequenceOption = "auto",
-    batch: BatchOption = "auto",
-    micro: MicroOption = "auto",
-    precision: options.PrecisionOption = "auto",
-    learning_rate: options.LearningRateOption = "auto",
-    warmup: options.WarmupOption = "auto",
-    schedule: options.ScheduleOption = "auto",
-    weight_decay: options.WeightDecayOption = "auto",
-    beta1: options.Beta1Option = "auto",
-    beta2: options.Beta2Option = "auto",
-    clip: options.ClipOption = "auto",
-    stochastic_rounding: options.StochasticRoundingOption = False,
-    seed: options.SeedOption = "0",
-    device_mem: DeviceMemoryOption = "auto",
-    host_mem: options.HostMemoryOption = "auto",
-    device: options.DeviceOption = "auto",
-    on: options.OnOption = "",
-    gpus: options.DevicesOption = "auto",
-    weights: options.WeightsOption = "",
-    from_scratch: options.FromScratchOption = False,
-    anywhere: options.AnywhereOption = False,
-    deterministic: options.DeterministicOption = False,
-    checkpoint_every: options.CheckpointEveryOption = "auto",
-    no_checkpoint: options.NoCheckpointOption = False,
-    keep: options.KeepOption = "2",
-    evaluate_every: options.EvaluateEveryOption = "auto",
-    profile: options.ProfileOption = False,
-    profile_steps: options.ProfileStepsOption = "auto",
-    store: options.StoreOption = "",
-    resume: options.ResumeOption = "",
-    output: options.OutputOption = "table",
-) -> None:
+@takes_options
+def train(options: TrainOptions) -> None:
     """Train a model, measured beside what was predicted.
 
     Without arguments: a small Llama on the sources of Python's library, in about a minute.
     """
-    words = dict(locals())
     _join_launcher()
-    form = one_of(output, ("table", "json"), "--output")
-    with _failures_told(store):
-        request = train_request(context, words)
+    form = one_of(options.output, ("table", "json"), "--output")
+    with _telling_failures(options.store):
+        request = make_request(options)
         check_packages()
+        _check_data(request)
         _spawn_ranks(request)
         record = _run(request)
     if _speaks():
@@ -91,7 +42,7 @@ def train(
 
 
 @contextmanager
-def _failures_told(store: str) -> Iterator[None]:
+def _telling_failures(store: str) -> Iterator[None]:
     """Where a sweep has begun this process, it is told why it fails."""
     try:
         yield
@@ -111,88 +62,94 @@ RESUME_LEAVES_OPEN = (
     *("resume", "steps", "epochs", "checkpoint_every", "keep", "evaluate_every", "store", "output", "gpus", "profile"),
     *("profile_steps", "on", "anywhere"),
 )
+SETTINGS = (
+    *("task", "learning_rate", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "clip_norm"),
+    *("stochastic_rounding", "seed"),
+)
+"""Fields that the request has in common with the optimizer's settings."""
 PLAN_SAYS = ("seq", "micro", "precision", "device_mem", "host_mem")
 
 
-def train_request(context: typer.Context, words: dict[str, Any]) -> TrainRequest:
+def _check_data(request: TrainRequest) -> None:
+    """Before torch is imported: what is wrong with files is told at once."""
+    from flopwise.train.data_checks import check_data
+
+    check_data(request)
+
+
+def make_request(options: TrainOptions) -> TrainRequest:
     """What was typed, checked as far as that needs neither data nor device; `auto` leaves a choice to flopwise."""
-    from flopwise.base.errors import FlopwiseError
-    from flopwise.base.units import parse_sequences, parse_tokens
+    from flopwise.setup.training import SCHEDULES, TASKS
     from flopwise.train.request import TrainRequest
 
     for name in ("resume", "weights", "on", "store", "tokenizer"):
-        if is_given(context, name) and not words[name].strip():
+        if options.is_given(name) and not getattr(options, name).strip():
             raise FlopwiseError(f"--{name} is empty", why="a variable was not set?", hint=f"leave --{name} out")
-    devices = value_of(words, "gpus", counted(1, "--gpus 8"))
+    devices = read_option(options.gpus, "gpus", parse_count(1, "--gpus 8"))
     request = TrainRequest(
-        model=words["model"] or None,
-        data=tuple(words["data"] or ()),
-        evaluation_data=tuple(words["eval_data"] or ()),
-        tokenizer=words["tokenizer"] or None,
-        text_column=words["text_column"],
-        label_column=words["label_column"],
-        padding=one_of(words["padding"], ("length", "longest"), "--padding"),
-        steps=value_of(words, "steps", counted(1, "--steps 100")),
-        epochs=value_of(words, "epochs", _number("--epochs 3")),
-        sequence_tokens=value_of(words, "seq", parse_tokens),
-        batch_sequences=value_of(words, "batch", parse_sequences),
-        micro_batch_sequences=value_of(words, "micro", parse_sequences),
-        precision=value_of(words, "precision", _precision),
-        **_settings(words),
-        device_memory_bytes=value_of(words, "device_mem", _memory("device")),
-        host_memory_bytes=value_of(words, "host_mem", _memory("host")),
-        device=one_of(words["device"], ("auto", "cpu", "cuda"), "--device"),
-        on=words["on"] or None,
+        model=options.model or None,
+        data=tuple(options.data or ()),
+        evaluation_data=tuple(options.eval_data or ()),
+        tokenizer=options.tokenizer or None,
+        text_column=options.text_column,
+        label_column=options.label_column,
+        padding=one_of(options.padding, ("length", "longest"), "--padding"),
+        steps=read_option(options.steps, "steps", parse_count(1, "--steps 100")),
+        epochs=read_option(options.epochs, "epochs", _parse_number("--epochs 3")),
+        sequence_tokens=read_option(options.seq, "seq", parse_tokens),
+        batch_sequences=read_option(options.batch, "batch", parse_sequences),
+        micro_batch_sequences=read_option(options.micro, "micro", parse_sequences),
+        precision=read_option(options.precision, "precision", _check_precision),
+        task=read_word(options.task, TASKS, "task"),
+        learning_rate=read_option(options.learning_rate, "learning-rate", _parse_number("--learning-rate 3e-4")),
+        warmup_steps=read_option(options.warmup, "warmup", parse_count(0, "--warmup 10")),
+        schedule=read_word(options.schedule, SCHEDULES, "schedule"),
+        weight_decay=read_option(options.weight_decay, "weight-decay", _parse_number("--weight-decay 0.1")),
+        beta1=read_option(options.beta1, "beta1", _parse_number("--beta1 0.9")),
+        beta2=read_option(options.beta2, "beta2", _parse_number("--beta2 0.95")),
+        clip_norm=read_option(options.clip, "clip", _parse_number("--clip 1.0")),
+        stochastic_rounding=options.stochastic_rounding,
+        seed=read_option(options.seed, "seed", parse_count(0, "--seed 0")) or 0,
+        device_memory_bytes=read_option(options.device_mem, "device-mem", parse_cap("device")),
+        host_memory_bytes=read_option(options.host_mem, "host-mem", parse_cap("host")),
+        device=one_of(options.device, ("auto", "cpu", "cuda"), "--device"),
+        on=options.on or None,
         devices=devices or 1,
-        from_scratch=words["from_scratch"],
-        weights=words["weights"] or None,
-        anywhere=words["anywhere"],
-        deterministic=words["deterministic"],
-        checkpoint_every=value_of(words, "checkpoint_every", counted(1, "--checkpoint-every 100")),
-        checkpoint=not words["no_checkpoint"],
-        keep_checkpoints=value_of(words, "keep", counted(1, "--keep 2")) or TrainRequest().keep_checkpoints,
-        evaluate_every=value_of(words, "evaluate_every", counted(1, "--evaluate-every 100")),
-        profile=words["profile"] or is_given(context, "profile_steps"),
-        profile_steps=value_of(words, "profile_steps", counted(1, "--profile-steps 3")),
-        store=words["store"] or None,
-        resume=words["resume"] or None,
+        from_scratch=options.from_scratch,
+        weights=options.weights or None,
+        anywhere=options.anywhere,
+        deterministic=options.deterministic,
+        checkpoint_every=read_option(
+            options.checkpoint_every, "checkpoint-every", parse_count(1, "--checkpoint-every 100")
+        ),
+        checkpoint=not options.no_checkpoint,
+        keep_checkpoints=read_option(options.keep, "keep", parse_count(1, "--keep 2"))
+        or TrainRequest().keep_checkpoints,
+        evaluate_every=read_option(options.evaluate_every, "evaluate-every", parse_count(1, "--evaluate-every 100")),
+        profile=options.profile or options.is_given("profile_steps"),
+        profile_steps=read_option(options.profile_steps, "profile-steps", parse_count(1, "--profile-steps 3")),
+        store=options.store or None,
+        resume=options.resume or None,
     )
-    _check(context, request)
-    settled = _with_devices(context, request)
+    _check_settings(request)
+    _check(options, request)
+    settled = _with_devices(options, request)
     if settled.devices > 1:
         _check_several(settled)
     return settled
 
 
-def _settings(words: dict[str, Any]) -> dict[str, Any]:
-    """Those of the optimizer, which check themselves."""
-    from dataclasses import asdict
+def _check_settings(request: TrainRequest) -> None:
+    """Those of the optimizer check themselves."""
+    from flopwise.setup.training import Training
 
-    from flopwise.setup.training import SCHEDULES, TASKS, Training
-
-    task = one_of(words["task"], ("auto", *TASKS), "--task")
-    schedule = one_of(words["schedule"], ("auto", *SCHEDULES), "--schedule")
-    given = {
-        "task": None if task == "auto" else task,
-        "learning_rate": value_of(words, "learning_rate", _number("--learning-rate 3e-4")),
-        "warmup_steps": value_of(words, "warmup", counted(0, "--warmup 10")),
-        "schedule": None if schedule == "auto" else schedule,
-        "weight_decay": value_of(words, "weight_decay", _number("--weight-decay 0.1")),
-        "beta1": value_of(words, "beta1", _number("--beta1 0.9")),
-        "beta2": value_of(words, "beta2", _number("--beta2 0.95")),
-        "clip_norm": value_of(words, "clip", _number("--clip 1.0")),
-        "stochastic_rounding": words["stochastic_rounding"],
-        "seed": value_of(words, "seed", counted(0, "--seed 0")) or 0,
-    }
-    checked = asdict(Training(steps=1, **{name: value for name, value in given.items() if value is not None}))
-    return {name: None if value is None else checked[name] for name, value in given.items()}
+    given = {name: getattr(request, name) for name in SETTINGS}
+    Training(steps=1, **{name: value for name, value in given.items() if value is not None})
 
 
-def _number(example: str) -> Callable[[str], float]:
+def _parse_number(example: str) -> Callable[[str], float]:
     """Reads numbers that are not negative: 3e-4, 0.1."""
     from math import isfinite
-
-    from flopwise.base.errors import FlopwiseError, shown
 
     def read(text: str) -> float:
         try:
@@ -208,7 +165,7 @@ def _number(example: str) -> Callable[[str], float]:
     return read
 
 
-def _precision(text: str) -> str:
+def _check_precision(text: str) -> str:
     """As typed, if it can be read."""
     from flopwise.work.formats import parse_formats
 
@@ -216,19 +173,11 @@ def _precision(text: str) -> str:
     return text
 
 
-def _memory(place: Literal["device", "host"]) -> Callable[[str], int]:
-    """Reads a cap."""
-    from flopwise.base.units import check_cap, parse_bytes
-
-    return lambda text: check_cap(parse_bytes(text), text, place)
-
-
-def _check(context: typer.Context, request: TrainRequest) -> None:
+def _check(options: TrainOptions, request: TrainRequest) -> None:
     """Refuse what cannot be meant together."""
-    from flopwise.base.errors import FlopwiseError
 
     if request.resume:
-        _check_resume(context)
+        _check_resume(options)
     if request.steps is not None and request.epochs is not None:
         raise FlopwiseError("--steps beside --epochs", why="each says how long it goes on", hint="one of them")
     if request.checkpoint_every is not None and not request.checkpoint:
@@ -250,13 +199,12 @@ def _check(context: typer.Context, request: TrainRequest) -> None:
         )
 
 
-def _check_resume(context: typer.Context) -> None:
-    from flopwise.base.errors import FlopwiseError
+def _check_resume(options: TrainOptions) -> None:
 
-    given = [name for name in context.params if name not in RESUME_LEAVES_OPEN and is_given(context, name)]
+    given = [name for name in options.given if name not in RESUME_LEAVES_OPEN]
     if given:
         name = given[0]
-        told = f"the model {context.params[name]}" if name == "model" else _option(name)
+        told = f"the model {options.model}" if name == "model" else _option(name)
         raise FlopwiseError(
             f"{told} beside --resume",
             why="the run that is resumed says it",
@@ -268,17 +216,15 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _with_devices(context: typer.Context, request: TrainRequest) -> TrainRequest:
+def _with_devices(options: TrainOptions, request: TrainRequest) -> TrainRequest:
     """The request with as many devices as its plan, or the run that it resumes, is for; and nothing beside a plan."""
     from dataclasses import replace
     from pathlib import Path
 
-    from flopwise.base.errors import FlopwiseError
     from flopwise.catalog.load import is_plan, load_plan
-    from flopwise.records.cluster_plan import ClusterPlan
     from flopwise.store.runs import find_run, read_record, store_folder
 
-    if request.resume and is_given(context, "gpus"):
+    if request.resume and options.is_given("gpus"):
         return request
     if request.resume:
         run = read_record(find_run(store_folder(request.store), request.resume))
@@ -287,15 +233,15 @@ def _with_devices(context: typer.Context, request: TrainRequest) -> TrainRequest
     if request.model is None or not is_plan(request.model):
         return request
     plan, _ = load_plan(Path(request.model))
-    devices = plan.devices if isinstance(plan, ClusterPlan) else 1
-    said = [name for name in (*PLAN_SAYS, *(("batch",) if devices > 1 else ())) if is_given(context, name)]
+    devices = plan.devices
+    said = [name for name in (*PLAN_SAYS, *(("batch",) if devices > 1 else ())) if options.is_given(name)]
     if said:
         raise FlopwiseError(
             f"{_option(said[0])} beside {request.model}",
             why="the plan says it",
             hint=f"the plan alone, or `flopwise plan … {_option(said[0])} … -w plan.toml` for another one",
         )
-    if is_given(context, "gpus") and request.devices != devices:
+    if options.is_given("gpus") and request.devices != devices:
         raise FlopwiseError(
             f"--gpus {request.devices} beside a plan for {devices}",
             why="what each device holds follows from how many there are",
@@ -329,8 +275,6 @@ def _check_several(request: TrainRequest) -> None:
 
 def check_packages() -> None:
     from importlib.util import find_spec
-
-    from flopwise.base.errors import FlopwiseError
 
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from flopwise.cli.output import progress_bar, say, width
 from flopwise.records.measurement import RunRecord, StepRecord
-from flopwise.report.tables import wrapped
+from flopwise.report.tables import wrap_parts
 from flopwise.report.training import StepTable, evaluation_words, step_table
 from flopwise.report.words import clock_words, rate_words, seconds_words, size_words
 from flopwise.train.events import Callback, Started
@@ -43,31 +43,32 @@ def watching() -> Iterator[Callback]:
 
 def start_lines(started: Started, width: int) -> list[str]:
     """What is run and where, what was checked, what is expected."""
-    devices = f"{started.devices} × " if started.devices > 1 else ""
-    batch = f"batch {started.batch_sequences:,} = {started.batch_tokens:,} tokens"
-    lines = wrapped(
+    expected = started.expected
+    count, batch, sequence = expected.devices or 1, expected.batch_sequences or 0, expected.sequence_tokens or 0
+    devices = f"{count} × " if count > 1 else ""
+    lines = wrap_parts(
         [
             f"run {started.run}",
-            started.model,
+            expected.model or "",
             f"{devices}{started.hardware}",
-            f"sequence {started.sequence_tokens:,}",
-            batch,
+            f"sequence {sequence:,}",
+            f"batch {batch:,} = {batch * sequence:,} tokens",
             f"{started.training.steps:,} steps",
         ],
         width,
     )
     if started.checks:
         marked = [f"✓ {check}" for check in started.checks]
-        lines += wrapped([f"checks   {marked[0]}", *marked[1:]], width, separator="   ", indent=9)
+        lines += wrap_parts([f"checks   {marked[0]}", *marked[1:]], width, separator="   ", indent=9)
     planned = {
-        "step": started.predicted_step_s and seconds_words(started.predicted_step_s),
-        "speed": started.predicted_tokens_per_s and f"{rate_words(started.predicted_tokens_per_s)} tok/s",
-        "device": started.planned_device_bytes and size_words(started.planned_device_bytes),
-        "host": started.planned_host_bytes and size_words(started.planned_host_bytes),
+        "step": expected.step_s and seconds_words(expected.step_s),
+        "speed": expected.tokens_per_s and f"{rate_words(expected.tokens_per_s)} tok/s",
+        "device": expected.device_total and size_words(expected.device_total),
+        "host": expected.host_total and size_words(expected.host_total),
     }
     known = [f"{name} {words}" for name, words in planned.items() if words]
     if known:
-        lines += wrapped([f"planned  {known[0]}", *known[1:]], width, indent=9)
+        lines += wrap_parts([f"planned  {known[0]}", *known[1:]], width, indent=9)
     if started.first_step:
         lines.append(f"goes on after step {started.first_step:,}")
     return lines
@@ -101,8 +102,8 @@ class _ShownTraining(Callback):
                 first,
                 steps=self.started.training.steps,
                 width=self.columns(),
-                device_bytes=self.started.planned_device_bytes,
-                host_bytes=self.started.planned_host_bytes,
+                device_bytes=self.started.expected.device_total,
+                host_bytes=self.started.expected.host_total,
             )
         return self.table
 

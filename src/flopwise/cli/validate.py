@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flopwise.cli.options import FORMS, OutputOption, one_of
+from flopwise.base.errors import FlopwiseError, one_of
+from flopwise.cli.options import FORMS, OutputOption
 from flopwise.cli.output import progress_bar, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from flopwise.references.validate.case import Case
-    from flopwise.references.validate.protocol import Protocol
+    from flopwise.references.validate.protocol import Case, Protocol
     from flopwise.references.validate.validation import Validation
     from flopwise.setup.hardware import Hardware
 
@@ -46,7 +46,7 @@ def validate(
     if name == CONFORMANCE:
         found = _conformance(path)
     elif name == RECORDED:
-        found = _recorded(path, apart=apart)
+        found = _validate_recorded(path, apart=apart)
     else:
         found = _validation(name, path, apart=apart)
     show(validation_document(found, every_row=all_rows), validation_record(found), form, schema="validation")
@@ -65,8 +65,7 @@ def _conformance(path: Path | None) -> Validation:
     return conformance(rows)
 
 
-def _recorded(path: Path | None, *, apart: bool) -> Validation:
-    from flopwise.base.errors import FlopwiseError
+def _validate_recorded(path: Path | None, *, apart: bool) -> Validation:
     from flopwise.catalog.load import load_hardware, load_model
     from flopwise.references.dataflow.recorded import validate_recorded
     from flopwise.references.published.offload import read_offload
@@ -90,7 +89,7 @@ def _recorded(path: Path | None, *, apart: bool) -> Validation:
 def _validation(name: str, path: Path | None, *, apart: bool) -> Validation:
     from flopwise.catalog.load import load_stack
     from flopwise.references.published import protocol_of, read_cases, table_of
-    from flopwise.references.validate.held_out import fit_of, held_out_predictions, shipped_predictions, validated
+    from flopwise.references.validate.fitting import fit_of, held_out_predictions, shipped_predictions, validate_table
 
     protocol = protocol_of(table_of(name, path))
     cases, shipped = read_cases(name, path), read_cases(protocol.fitted_table)
@@ -100,16 +99,15 @@ def _validation(name: str, path: Path | None, *, apart: bool) -> Validation:
     stack = load_stack(protocol.stack)
     if not apart:
         predicted = shipped_predictions(cases, shipped, stack)
-        return validated(protocol, cases, predicted, words=_shipped_words(protocol, cases, shipped, path))
+        return validate_table(protocol, cases, predicted, words=_shipped_words(protocol, cases, shipped, path))
     fit = fit_of(protocol, cases if own else shipped, stack)
     with progress_bar("sizes held out") as progress:
         predicted = held_out_predictions(fit, cases, progress)
-    return validated(protocol, cases, predicted, words=_held_out_words(protocol, path if own else None))
+    return validate_table(protocol, cases, predicted, words=_held_out_words(protocol, path if own else None))
 
 
 def _check(case: Case) -> None:
     """Refuse a row that cannot be predicted: its model cannot be split so, or no network reaches all its devices."""
-    from flopwise.base.errors import FlopwiseError
     from flopwise.predict.cluster.collectives import check_reach
 
     setup = case.setup

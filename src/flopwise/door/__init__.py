@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.base.units import parse_devices, parse_sequences, parse_tokens
+from flopwise.base.units import Quantity, parse_cap, parse_devices, parse_sequences, parse_tokens, read_option
 from flopwise.catalog.load import load_model as _load_model
-from flopwise.door.asking import Quantity, memory, model_of, paths_of, read, setup_of
-from flopwise.door.python_words import in_python, options_of, reworded
-from flopwise.door.rows import Results
+from flopwise.door.asking import hardware_of, model_of, name_of, paths_of, setup_of
+from flopwise.door.python_words import in_python, options_of, reword
 from flopwise.profile.measure.this_machine import find_hardware
 
 if TYPE_CHECKING:
+    from flopwise.door.rows import Results
     from flopwise.profile.explain.verdicts import Thresholds
     from flopwise.records.cluster_plan import PlannedCluster
     from flopwise.records.measurement import RunRecord
@@ -95,11 +95,12 @@ def predict(
     >>> fw.predict("llama-3-8b", on="h100-sxm", devices=64, stack="torchtitan").fits
     True
     """
-    from flopwise.door.intervals import predicted
+    from flopwise.door.intervals import predict_step
 
     setup = setup_of(
         model_of(model, changes),
-        on,
+        hardware_of(on),
+        name=name_of(on),
         seq=seq,
         batch=batch,
         batch_tokens=batch_tokens,
@@ -114,7 +115,7 @@ def predict(
         parallel=parallel,
         stack=stack,
     )
-    return predicted(setup, convention)
+    return predict_step(setup, convention)
 
 
 @overload
@@ -219,7 +220,8 @@ def plan(
     described = model_of(model, changes)
     setup = setup_of(
         described,
-        on,
+        hardware_of(on),
+        name=name_of(on),
         seq=seq,
         batch=batch,
         batch_tokens=batch_tokens,
@@ -238,12 +240,12 @@ def plan(
     from flopwise.plan.cluster.answer import answer
 
     found: Planned | PlannedCluster
-    count = read(devices, "gpus", parse_devices)
+    count = read_option(devices, "gpus", parse_devices)
     if count is None:
         one = planning.plan_under_caps(setup, convention=convention)
-        found = replace(one, notes=tuple(reworded(note, options_of(plan)) for note in one.notes))
+        found = replace(one, notes=tuple(reword(note, options_of(plan)) for note in one.notes))
     else:
-        found = planning.planned_cluster(setup, answer(setup, count, offload=offload), convention=convention)
+        found = planning.plan_cluster(setup, answer(setup, count, offload=offload), convention=convention)
     if write is not None:
         planning.write_plan(Path(write), planning.for_file(found), described)
     return found
@@ -319,9 +321,9 @@ def train(
             task=task,
             steps=steps,
             epochs=epochs,
-            sequence_tokens=read(seq, "seq", parse_tokens),
-            batch_sequences=read(batch, "batch", parse_sequences),
-            micro_batch_sequences=read(micro, "micro", parse_sequences),
+            sequence_tokens=read_option(seq, "seq", parse_tokens),
+            batch_sequences=read_option(batch, "batch", parse_sequences),
+            micro_batch_sequences=read_option(micro, "micro", parse_sequences),
             precision=precision,
             learning_rate=learning_rate,
             warmup_steps=warmup,
@@ -332,8 +334,8 @@ def train(
             clip_norm=clip,
             stochastic_rounding=stochastic_rounding,
             seed=seed,
-            device_memory_bytes=memory(device_mem, "device"),
-            host_memory_bytes=memory(host_mem, "host"),
+            device_memory_bytes=read_option(device_mem, "device-mem", parse_cap("device")),
+            host_memory_bytes=read_option(host_mem, "host-mem", parse_cap("host")),
             device=device,
             on=_text(on),
             devices=devices,
@@ -350,6 +352,9 @@ def train(
             store=_text(store),
             resume=_text(resume),
         )
+        from flopwise.train.data_checks import check_data
+
+        check_data(request)
         # torch comes with it.
         from flopwise.train import run
 
@@ -420,14 +425,19 @@ def results(
     >>> fw.results("runs")
     <Results: 1 row>
     """
+    from flopwise.door.rows import Results
     from flopwise.store.collecting import collect
     from flopwise.store.results import checked, fastest, priced
     from flopwise.store.runs import store_folder
+    from flopwise.store.sweeps import sweep_names
 
     folder = store_folder(_text(store))
+    hint = "the folder of runs, as `flopwise train` made it"
     if not folder.is_dir():
-        raise FlopwiseError(f"there is no store {folder}", hint="the folder of runs, as `flopwise train` made it")
+        raise FlopwiseError(f"there is no store {folder}", hint=hint)
     found = collect(folder, what)
+    if not found.rows and not found.problems and any(folder.iterdir()) and not sweep_names(folder):
+        raise FlopwiseError(f"{folder} is no store", why="there are files in it, but no run and no sweep", hint=hint)
     rows = [checked(row) for row in found.rows]
     if price is not None:
         rows = [priced(row, price) for row in rows]

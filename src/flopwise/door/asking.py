@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
 
-from flopwise.base.errors import FlopwiseError, shown
-from flopwise.base.units import check_cap, parse_bytes, parse_devices, parse_sequences, parse_tokens
+from flopwise.base.errors import FlopwiseError, one_of, shown
+from flopwise.base.units import (
+    Quantity,
+    parse_cap,
+    parse_devices,
+    parse_sequences,
+    parse_tokens,
+    read_option,
+    read_word,
+)
 from flopwise.catalog.load import load_model, load_stack
 from flopwise.profile.measure.this_machine import find_hardware
-from flopwise.records.prediction import NO_STACK
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.parallel import Parallel, parse_parallel, sharded
+from flopwise.setup.parallel import Parallel, parse_parallel, shard_all
 from flopwise.setup.setup import Setup, batch_in_sequences
-from flopwise.setup.stack import Stack
-from flopwise.setup.words import Fusion, Optimizer
+from flopwise.setup.stack import NO_STACK, Stack
+from flopwise.setup.words import FUSIONS, MOMENTS
 from flopwise.work.formats import Formats, parse_formats
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import Model
-from flopwise.work.op import AttentionKernel
+from flopwise.work.op import ATTENTION_KERNELS
 from flopwise.work.transformer import Transformer
-from flopwise.work.work import Recompute
-
-Quantity = int | str
-"""A number, or one as the command line takes it: 8192 or "8k", 2**30 or "1GiB"."""
-Read = TypeVar("Read")
+from flopwise.work.work import RECOMPUTE_POLICIES
 
 
 def model_of(model: str | Path | Model, changes: Mapping[str, object] | None = None) -> Model:
@@ -61,34 +63,20 @@ def name_of(on: str | Path | Hardware) -> str:
     return str(on) if isinstance(on, str | Path) else on.name
 
 
-def read(value: Quantity | None, option: str, parse: Callable[[Quantity], Read]) -> Read | None:
-    """A quantity, None where it is left to flopwise; a mistake in it is told with the option's name."""
-    if value is None or value == "auto":
-        return None
-    try:
-        return parse(value)
-    except FlopwiseError as error:
-        raise error.within(f"--{option}") from None
-
-
-def memory(value: Quantity | None, place: Literal["device", "host"]) -> int | None:
-    """A cap on memory; no host memory at all may be meant."""
-    return read(value, f"{place}-mem", lambda given: check_cap(parse_bytes(given), str(given), place))
-
-
 def setup_of(
     model: Model,
-    on: str | Path | Hardware,
+    hardware: Hardware,
     *,
-    seq: Quantity | None,
-    batch: Quantity | None,
-    batch_tokens: Quantity | None,
-    precision: str | Formats | None,
-    optimizer: Optimizer,
+    name: str,
+    seq: Quantity | None = None,
+    batch: Quantity | None = None,
+    batch_tokens: Quantity | None = None,
+    precision: str | Formats | None = None,
+    optimizer: str = "adamw",
     micro: Quantity | None = None,
-    recompute: Recompute | None = None,
-    attention: AttentionKernel | None = None,
-    fusion: Fusion | None = None,
+    recompute: str | None = None,
+    attention: str | None = None,
+    fusion: str | None = None,
     device_mem: Quantity | None = None,
     host_mem: Quantity | None = None,
     clip: bool = False,
@@ -96,36 +84,37 @@ def setup_of(
     parallel: str | Parallel | None = None,
     stack: str | Path | Stack | None = None,
 ) -> Setup:
-    """What `predict` and `plan` are asked; None leaves a choice to flopwise."""
+    """What `predict` and `plan` are asked, on hardware of that `name`; None and `auto` leave a choice to flopwise."""
     framework = _stack(stack)
-    sequence = read(seq, "seq", parse_tokens)
+    sequence = read_option(seq, "seq", parse_tokens)
     return Setup(
         model=model,
-        hardware=hardware_of(on),
-        hardware_name=name_of(on),
+        hardware=hardware,
+        hardware_name=name,
         sequence_tokens=sequence,
         batch_sequences=batch_in_sequences(
             model,
-            sequences=read(batch, "batch", parse_sequences),
-            tokens=read(batch_tokens, "batch-tokens", parse_tokens),
+            sequences=read_option(batch, "batch", parse_sequences),
+            tokens=read_option(batch_tokens, "batch-tokens", parse_tokens),
             sequence=sequence,
         ),
-        micro_batch_sequences=read(micro, "micro", parse_sequences),
-        formats=parse_formats(precision) if isinstance(precision, str) else precision,
-        recompute=recompute,
-        attention=attention or (framework.attention_kernel if framework else "flash"),
-        fusion=fusion or (framework.fusion if framework else "fused"),
-        optimizer=optimizer,
-        device_cap_bytes=memory(device_mem, "device"),
-        host_cap_bytes=memory(host_mem, "host"),
+        micro_batch_sequences=read_option(micro, "micro", parse_sequences),
+        formats=precision if isinstance(precision, Formats) else read_option(precision, "precision", parse_formats),
+        recompute=read_word(recompute, RECOMPUTE_POLICIES, "recompute"),
+        attention=read_word(attention, ATTENTION_KERNELS, "attention")
+        or (framework.attention_kernel if framework else "flash"),
+        fusion=read_word(fusion, FUSIONS, "fusion") or (framework.fusion if framework else "fused"),
+        optimizer=one_of(optimizer, MOMENTS, "--optimizer"),
+        device_cap_bytes=read_option(device_mem, "device-mem", parse_cap("device")),
+        host_cap_bytes=read_option(host_mem, "host-mem", parse_cap("host")),
         clip=clip,
-        parallel=_parallel(read(devices, "gpus", parse_devices), parallel),
+        parallel=_parallel(read_option(devices, "gpus", parse_devices), parallel),
         stack=framework,
     )
 
 
 def _stack(stack: str | Path | Stack | None) -> Stack | None:
-    if stack is None or stack == NO_STACK:
+    if stack is None or str(stack).lower() == NO_STACK:
         return None
     return stack if isinstance(stack, Stack) else load_stack(stack)
 
@@ -134,9 +123,7 @@ def _parallel(devices: int | None, parallel: str | Parallel | None) -> Parallel:
     """How devices share the work; without words they shard everything, as FSDP does."""
     if isinstance(parallel, Parallel):
         return parallel
-    if parallel is not None:
-        return parse_parallel(parallel, devices)
-    return sharded(devices or 1)
+    return read_option(parallel, "parallel", lambda words: parse_parallel(words, devices)) or shard_all(devices or 1)
 
 
 def paths_of(given: str | Path | Sequence[str | Path]) -> tuple[str, ...]:

@@ -9,11 +9,11 @@ from pathlib import Path
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import to_toml, write_whole
 from flopwise.catalog.load import catalogue_word, hardware_place, plan_table
-from flopwise.door.intervals import predicted, streamed_interval
-from flopwise.plan.device.explain import planned
+from flopwise.door.intervals import add_interval, predict_step
+from flopwise.plan.device.explain import make_plan
 from flopwise.plan.program.sizes import sizes_of
-from flopwise.predict.choose import capacity_bytes, check_link, default_host_bytes, settle_sizes
-from flopwise.records.cluster_plan import Answer, ClusterExpected, ClusterPlan, PlannedCluster
+from flopwise.predict.choose import capacity_bytes, check_link, default_batch, default_host_bytes, settle_sizes
+from flopwise.records.cluster_plan import Answer, ClusterPlan, PlannedCluster, plan_of
 from flopwise.records.plan import MOST_PAIRS, Plan, Planned
 from flopwise.setup.setup import CappedSetup, Setup
 from flopwise.work.model import Model
@@ -59,11 +59,11 @@ def plan_device(
 ) -> Planned:
     """The fastest plan with its interval, and with what is to be known of the host's memory."""
     sizes_of(setup.model, setup.sequence_tokens, setup.formats, setup.optimizer)
-    found = planned(setup, convention=convention, helps=helps) if rule is None else rule(setup)
+    found = make_plan(setup, convention=convention, helps=helps) if rule is None else rule(setup)
     note = _host_note(setup, given=host_given)
     if note is not None:
         found = replace(found, notes=(*found.notes, note))
-    return replace(found, interval=streamed_interval(found, setup.model, setup.hardware))
+    return add_interval(found, setup.model, setup.hardware)
 
 
 def _host_note(setup: CappedSetup, *, given: bool) -> str | None:
@@ -96,37 +96,21 @@ def plan_under_caps(setup: Setup, *, convention: Convention) -> Planned:
 # -- many devices ----------------------------------------------------------------------------------------------------
 
 
-def planned_cluster(setup: Setup, found: Answer, *, convention: Convention) -> PlannedCluster:
+def plan_cluster(setup: Setup, found: Answer, *, convention: Convention) -> PlannedCluster:
     """The best strategy as a full prediction, with its operators, stages, interval and notes; and as a plan."""
-    best = found.best.setup
+    best = found.best
     fixed = replace(
         setup,
+        batch_sequences=best.batch_sequences,
         parallel=best.parallel,
         recompute=best.recompute,
         micro_batch_sequences=best.micro_batch_sequences,
     )
-    prediction = predicted(fixed, convention)
-    plan = ClusterPlan(
-        hardware=hardware_place(setup.hardware_name),
-        devices=prediction.devices,
-        sequence_tokens=prediction.sequence_tokens,
-        batch_sequences=prediction.batch_sequences,
-        micro_batch_sequences=prediction.micro_batch_sequences,
-        precision=prediction.precision,
-        recompute=prediction.recompute,
-        attention=setup.attention,
-        fusion=prediction.fusion,
-        optimizer=prediction.optimizer,
-        stack=prediction.stack,
-        parallel=prediction.parallel,
-        expected=ClusterExpected(
-            step_s=prediction.step_s,
-            tokens_per_s=prediction.tokens_per_s,
-            mfu=prediction.mfu,
-            device_bytes=prediction.device_bytes.total,
-        ),
-        device_memory_bytes=setup.device_cap_bytes,
-    )
+    prediction = predict_step(fixed, convention)
+    if setup.batch_sequences is None:
+        _, why = default_batch(setup.model, prediction.sequence_tokens, prediction.devices)
+        prediction = replace(prediction, chosen=prediction.chosen | {"batch_sequences": why})
+    plan = plan_of(prediction, hardware_place(setup.hardware_name), setup.device_cap_bytes)
     return PlannedCluster(prediction=prediction, plan=plan, answer=found)
 
 

@@ -21,10 +21,12 @@ Returned = TypeVar("Returned")
 
 KEYWORDS = {"gpus": "devices", "set": "changes"}
 """Options that have another name in Python."""
-CONNECTIVES = ("or", "and", "with", "without", "beside", "is", "says", "goes", "out", "the", "fixes")
+CATALOGUE = {"models": "model", "hardware": "hardware", "stacks": "stack"}
+CONNECTIVES = ("or", "and", "cannot", "with", "without", "beside", "is", "says", "goes", "out", "the", "fixes")
 """What follows an option without being its value."""
-CALLED = ("predict", "plan", "train")
+CALLED = {"predict": "predict", "plan": "plan", "train": "train", "report": "results", "ls runs": "results"}
 """Commands that are functions too."""
+LISTED = {f"ls {what}": f"flopwise.catalog.load.{one}_names()" for what, one in CATALOGUE.items()}
 LONG = {"-w": "--write"}
 BEFORE, AFTER = "(", ",;:.)"
 
@@ -38,9 +40,9 @@ def in_python(function: Callable[Arguments, Returned]) -> Callable[Arguments, Re
             return function(*arguments, **keywords)
         except FlopwiseError as error:
             options = options_of(function)
-            error.what = reworded(error.what, options)
-            error.why = error.why and reworded(error.why, options)
-            error.hint = error.hint and reworded(error.hint, options)
+            error.what = reword(error.what, options)
+            error.why = error.why and reword(error.why, options)
+            error.hint = error.hint and reword(error.hint, options)
             error.args = (error.what,)
             raise
 
@@ -61,12 +63,12 @@ def options_of(function: Callable[..., object]) -> dict[str, str]:
     return options
 
 
-def reworded(text: str, options: dict[str, str]) -> str:
+def reword(text: str, options: dict[str, str]) -> str:
     """A message with every option and its value as a keyword; commands between backticks stay."""
     parts = text.split("`")
     for place, part in enumerate(parts):
         if place % 2 == 0 or part.startswith("--"):
-            parts[place] = _reworded(part, options)
+            parts[place] = _reword_part(part, options)
         elif part.startswith("flopwise "):
             parts[place] = _call(part)
     return "`".join(parts)
@@ -74,10 +76,17 @@ def reworded(text: str, options: dict[str, str]) -> str:
 
 def _call(command: str) -> str:
     """`flopwise predict gpt2 --on h200` as `fw.predict("gpt2", on="h200")`; what the door cannot do stays."""
-    _, name, *words = command.split(" ")
-    if name not in CALLED:
-        return command
+    _, first, *words = command.split(" ")
+    if first == "show" and len(words) == 1:
+        return _load(words[0]) or command
+    if first == "ls" and words:
+        first = f"ls {words.pop(0)}"
+    name = CALLED.get(first)
+    if name is None:
+        return LISTED.get(first, command)
     options = options_of(getattr(import_module("flopwise.door"), name))
+    if name == "results":
+        options["--store"] = "store"
     told = []
     while words:
         word = LONG.get(words[0], words[0])
@@ -92,7 +101,15 @@ def _call(command: str) -> str:
     return f"fw.{name}({', '.join(told)})"
 
 
-def _reworded(text: str, options: dict[str, str]) -> str:
+def _load(name: str) -> str | None:
+    """The call that loads what the catalogue has under a name."""
+    from flopwise.catalog.load import hardware_names, model_names
+
+    kinds = {"model": model_names(), "hardware": hardware_names()}
+    return next((f'fw.load_{kind}("{name}")' for kind, names in kinds.items() if name in names), None)
+
+
+def _reword_part(text: str, options: dict[str, str]) -> str:
     words = text.split(" ")
     told: list[str] = []
     while words:

@@ -37,6 +37,12 @@ class Batch:
         """Tokens, or samples of a classifier, that have a loss."""
         return int((self.labels != NO_LABEL).sum())
 
+    def lengths_counted(self) -> list[tuple[int, int]]:
+        """(tokens, sequences that have so many)."""
+        if self.lengths is None:
+            return [(int(self.ids.shape[1]), self.sequences)]
+        return list(zip(*(each.tolist() for each in np.unique(self.lengths, return_counts=True)), strict=True))
+
     def part(self, first: int, last: int) -> Batch:
         """Some of the sequences."""
         lengths = None if self.lengths is None else self.lengths[first:last]

@@ -158,6 +158,11 @@ class PlainBlock(nn.Module):
         return result
 
 
+def _table(rows: int, width: int) -> nn.Embedding:
+    """Without first values: to draw them on the device `meta`, torch would import its compiler, for two seconds."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+
+
 class ReferenceModel(nn.Module):
     """The whole network; `sequence_tokens` sizes a learned position table whose rows the description leaves open."""
 
@@ -167,10 +172,10 @@ class ReferenceModel(nn.Module):
         model.check_sequence(sequence_tokens)
         self.model = model
         hidden = model.hidden
-        self.embedding = None if model.tied else nn.Embedding(model.vocab, hidden)
+        self.embedding = None if model.tied else _table(model.vocab, hidden)
         learned = model.positions == "learned"
-        self.positions = nn.Embedding(model.position_rows or sequence_tokens, hidden) if learned else None
-        self.token_types = nn.Embedding(model.token_types, hidden) if model.token_types else None
+        self.positions = _table(model.position_rows or sequence_tokens, hidden) if learned else None
+        self.token_types = _table(model.token_types, hidden) if model.token_types else None
         self.embedding_norm = Norm(model, hidden) if model.embedding_norm else None
         self.layers = nn.ModuleList(PlainBlock(model) for _ in range(model.layers))
         if model.head == "classifier":

@@ -51,7 +51,7 @@ def spawn(argv: Sequence[str], ranks: int, *, module: str = "flopwise", grace_s:
     children: list[_Child] = []
     command = python_words(module, *argv)
     with (
-        _received() as signals,
+        _receive_signals() as signals,
         tempfile.TemporaryDirectory() as folder,
         _Warden() as keeps_watch,
         _listening() as listener,
@@ -62,7 +62,7 @@ def spawn(argv: Sequence[str], ranks: int, *, module: str = "flopwise", grace_s:
                 keeps_watch.watch(children[-1].process.pid)
             # Where rank 0 is gone, nobody should wait at its door.
             listener.close()
-            return _watched(children, signals, grace_s)
+            return _wait_for_all(children, signals, grace_s)
         finally:
             for child in children:
                 child.end()
@@ -124,7 +124,7 @@ class _Child:
             process_group=0,
         )
 
-    def ended(self) -> int | None:
+    def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs. What it has left behind is ended as well."""
         # Until it is waited for, its number is nobody else's.
         if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -190,7 +190,7 @@ def _listening() -> Iterator[socket.socket]:
         yield listener
 
 
-def _watched(children: Sequence[_Child], signals: list[int], grace_s: float) -> int:
+def _wait_for_all(children: Sequence[_Child], signals: list[int], grace_s: float) -> int:
     """Wait for all; once one has failed or left, for the others no longer than they are given."""
     running = list(children)
     failed: list[_Child] = []
@@ -205,7 +205,7 @@ def _watched(children: Sequence[_Child], signals: list[int], grace_s: float) -> 
             for child in running:
                 child.process.send_signal(number)
         for child in list(running):
-            result = child.ended()
+            result = child.poll()
             if result is None:
                 continue
             running.remove(child)
@@ -233,7 +233,7 @@ def _watched(children: Sequence[_Child], signals: list[int], grace_s: float) -> 
 
 
 @contextmanager
-def _received() -> Iterator[list[int]]:
+def _receive_signals() -> Iterator[list[int]]:
     """Signals that came, in order, while it is entered. One that was ignored before stays so, here and in children."""
     came: list[int] = []
 

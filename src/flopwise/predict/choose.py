@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.predict.cluster.collectives import check_reach
-from flopwise.predict.cluster.costing import evaluate
-from flopwise.predict.cluster.strategies import listed
-from flopwise.predict.kernels.costs import peak_flops, setup_costs
+from flopwise.predict.cluster.costing import cost_laid_out, evaluate, peak_bytes
+from flopwise.predict.kernels.calls import Floats
+from flopwise.predict.kernels.costs import cost_together, peak_flops
 from flopwise.predict.kernels.memory import device_bytes, memory_line, usable_bytes
-from flopwise.records.prediction import NO_STACK
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import DEFAULT_SEQUENCE_TOKENS, SettledSetup, Setup, default_sequence
-from flopwise.setup.stack import Stack
 from flopwise.work.formats import POLICIES, Formats
 from flopwise.work.model import Model
 from flopwise.work.op import AttentionKernel
@@ -32,21 +33,66 @@ def auto_policies(kernel: AttentionKernel) -> tuple[Recompute, ...]:
     return tuple(policy for policy in RECOMPUTE_POLICIES if policy not in left_out)
 
 
-PLAIN = Stack(name=NO_STACK, title="what the kernels and the network allow", source="no framework in the way")
-
 DEFAULT_BATCH_TOKENS = 2**19
 """Half a million tokens: enough that the optimizer's share is what it is in real pre-training."""
 DEFAULT_CLASSIFIER_SEQUENCES = 32
 
 
-def choose(setup: Setup) -> tuple[SettledSetup, dict[str, str]]:
-    """Settle what is open: the usual number format, the fastest recompute and micro-batch that fit.
+class ChosenSetup(NamedTuple):
+    """A set-up with nothing left open, and why: setting → why it has its value, for those that were."""
 
-    Beside it: setting → why it has its value, for those that were left open.
-    """
-    base, reasons = settle_sizes(setup)
-    fit = _fit if setup.is_plain else _fit_cluster
-    return fit(base, setup, reasons), reasons
+    setup: SettledSetup
+    reasons: dict[str, str]
+
+
+def choose(asked: Sequence[Setup]) -> list[ChosenSetup]:
+    """Settle what set-ups leave open: the usual number format, the fastest recompute and micro-batch that fit."""
+    settled = [settle_sizes(setup) for setup in asked]
+    tried = [_candidates(base, setup) for (base, _), setup in zip(settled, asked, strict=True)]
+    is_open = [setup.recompute is None or setup.micro_batch_sequences is None for setup in asked]
+    seconds, taken = _cost([one for some, so in zip(tried, is_open, strict=True) if so for one in some])
+    found, begin = [], 0
+    for setup, (_, reasons), some, so in zip(asked, settled, tried, is_open, strict=True):
+        best = 0
+        if so:
+            rows = slice(begin, begin := begin + len(some))
+            fits = taken[rows] <= capacity_bytes(setup)
+            # Of equally fast ones the first recomputes the least.
+            best = int(np.lexsort((seconds[rows], np.where(fits, 0.0, taken[rows])))[0])
+            reasons.update(_reasons(setup, some[best], fits=bool(fits[best])))
+        found.append(ChosenSetup(some[best], reasons))
+    return found
+
+
+def _cost(setups: Sequence[SettledSetup]) -> tuple[Floats, Floats]:
+    """Seconds of a step and bytes of the fullest device, of each set-up."""
+    seconds, taken = np.zeros(len(setups)), np.zeros(len(setups))
+    plain = [place for place, setup in enumerate(setups) if setup.is_plain]
+    for rows, costs in cost_together([setups[place] for place in plain], SettledSetup.micro_batches):
+        seconds[np.array(plain)[rows]] = costs.seconds.sum(axis=(1, 2))
+    taken[plain] = [device_bytes(setups[place]).total for place in plain]
+    others = [place for place, setup in enumerate(setups) if not setup.is_plain]
+    for rows, _, costed in cost_laid_out([setups[place] for place in others], evaluate):
+        mine = np.array(others)[rows]
+        seconds[mine], taken[mine] = costed.step_s, costed.device_bytes
+    return seconds, taken
+
+
+def _reasons(setup: Setup, chosen: SettledSetup, *, fits: bool) -> dict[str, str]:
+    """Why recompute and micro-batch are what they are, where they were left open."""
+    found = {}
+    if setup.recompute is None:
+        found["recompute"] = "the fastest that fits" if fits else "nothing fits; this takes the least memory"
+    if setup.micro_batch_sequences is None:
+        if not setup.is_plain:
+            words = "the fastest that fits" if fits else "nothing fits; this takes the least"
+        elif not fits:
+            words = "the smallest there is"
+        else:
+            whole = chosen.micro_batch_sequences == chosen.batch_sequences
+            words = "the whole batch" if whole else "the largest that fits"
+        found["micro_batch_sequences"] = words
+    return found
 
 
 def settle_sizes(setup: Setup) -> tuple[SettledSetup, dict[str, str]]:
@@ -56,7 +102,7 @@ def settle_sizes(setup: Setup) -> tuple[SettledSetup, dict[str, str]]:
         # Before anything else asks, so that an error names what was asked for, not what attention multiplies in.
         peak_flops(setup.hardware, setup.formats.matrix)
     else:
-        reasons["precision"] = f"the first of bf16, fp16 and fp32 that {setup.hardware.name} has a peak for"
+        reasons["precision"] = f"the first of bf16, fp16-mixed and fp32 that {setup.hardware.name} has a peak for"
     sequence, batch = setup.sequence_tokens or _sequence(setup.model, reasons), setup.batch_sequences
     if batch is None:
         batch, reasons["batch_sequences"] = default_batch(setup.model, sequence, setup.parallel.data)
@@ -110,45 +156,42 @@ def recompute_policies(setup: Setup) -> tuple[Recompute, ...]:
     return (setup.recompute,) if setup.recompute else auto_policies(setup.attention)
 
 
-def _fit(base: SettledSetup, setup: Setup, reasons: dict[str, str]) -> SettledSetup:
-    """The fastest of the recompute policies, each with the largest micro-batch that fits."""
-    capacity = capacity_bytes(setup)
-    found = []
+def memory_lines(asked: Sequence[Setup]) -> list[list[tuple[int, int]]]:
+    """Bytes of the fullest device with one sequence at once, and of each further one, by policy of each set-up."""
+    found, tried = [], []
+    for setup in asked:
+        base, _ = settle_sizes(replace(setup, batch_sequences=2 * setup.parallel.data, micro_batch_sequences=None))
+        policies = recompute_policies(setup)
+        found.append([memory_line(base, policy) for policy in policies] if setup.is_plain else [])
+        if not setup.is_plain:
+            tried += [replace(base, recompute=policy, micro_batch_sequences=n) for policy in policies for n in (1, 2)]
+    taken = np.zeros(len(tried))
+    for rows, _, some in cost_laid_out(tried, peak_bytes):
+        taken[rows] = some
+    pairs = iter([(ceil(one), ceil(two) - ceil(one)) for one, two in taken.reshape(-1, 2).tolist()])
+    return [
+        lines or [next(pairs) for _ in recompute_policies(setup)] for lines, setup in zip(found, asked, strict=True)
+    ]
+
+
+def _candidates(base: SettledSetup, setup: Setup) -> list[SettledSetup]:
+    """What to choose from."""
+    if not setup.is_plain:
+        return _spread_candidates(base, setup)
+    capacity, found = capacity_bytes(setup), []
     for policy in recompute_policies(setup):
-        tried = replace(base, recompute=policy)
+        one, each = memory_line(base, policy)
+        micro = base.micro_batch_sequences
         if setup.micro_batch_sequences is None:
-            tried = replace(tried, micro_batch_sequences=max(1, largest_micro_batch(tried, capacity)))
-        if device_bytes(tried).total <= capacity:
-            found.append(tried)
-    fits = bool(found)
-    chosen = found[0] if fits else tried
-    if len(found) > 1:
-        # Of equally fast ones the first recomputes the least.
-        chosen = min(found, key=lambda one: float(setup_costs(one).seconds.sum()))
-    if setup.recompute is None:
-        reasons["recompute"] = "the fastest that fits" if fits else "nothing fits; this takes the least memory"
-    if setup.micro_batch_sequences is None:
-        whole = chosen.micro_batch_sequences == chosen.batch_sequences
-        largest = "the whole batch" if whole else "the largest that fits"
-        reasons["micro_batch_sequences"] = largest if fits else "the smallest there is"
-    return chosen
+            # The largest that fits is the fastest, or nearly.
+            micro = max(1, min(base.batch_sequences, 1 + (capacity - one) // each))
+        last = policy, micro
+        if one + (micro - 1) * each <= capacity:
+            found.append(last)
+    return [replace(base, recompute=policy, micro_batch_sequences=micro) for policy, micro in found or [last]]
 
 
-def _fit_cluster(base: SettledSetup, setup: Setup, reasons: dict[str, str]) -> SettledSetup:
-    """The fastest recompute and micro-batch that fit the fullest device."""
-    candidates = spread_candidates(base, setup)
-    found = evaluate(listed(candidates), setup.hardware, setup.stack or PLAIN)
-    fits = found.device_bytes <= capacity_bytes(setup)
-    order = np.lexsort((found.step_s, np.where(fits, 0.0, found.device_bytes)))
-    some = bool(fits.any())
-    if setup.recompute is None:
-        reasons["recompute"] = "the fastest that fits" if some else "nothing fits; this takes the least memory"
-    if setup.micro_batch_sequences is None:
-        reasons["micro_batch_sequences"] = "the fastest that fits" if some else "nothing fits; this takes the least"
-    return candidates[int(order[0])]
-
-
-def spread_candidates(base: SettledSetup, setup: Setup) -> list[SettledSetup]:
+def _spread_candidates(base: SettledSetup, setup: Setup) -> list[SettledSetup]:
     """Every recompute policy with every micro-batch worth a look, where the model and the networks allow the split."""
     parallel, mine = base.parallel, base.rank_sequences
     parallel.check(base.model, base.sequence_tokens)
@@ -183,9 +226,3 @@ def micro_batch_sizes(most: int) -> list[int]:
     """Micro-batches worth a look: powers of two, three times such, and all at once."""
     doubled = [2**power for power in range(most.bit_length())]
     return sorted({*doubled, *(size * 3 // 2 for size in doubled if size > 1 and size * 3 // 2 <= most), most})
-
-
-def largest_micro_batch(setup: SettledSetup, capacity: int) -> int:
-    """The most sequences that fit at once, 0 if not even one does."""
-    one, each = memory_line(setup)
-    return min(setup.batch_sequences, 1 + (capacity - one) // each) if one <= capacity else 0

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flopwise.records.evidence import Evidence, Span
-from flopwise.records.prediction import NO_STACK
+from flopwise.setup.stack import NO_STACK
 
 OWN_STACK = "flopwise"
 """Not measured yet; its constants are neutral, so that it is predicted as the kernels are."""

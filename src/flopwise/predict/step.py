@@ -1,25 +1,27 @@
-"""One training step: the operators in order, each with its time, its share and what binds it."""
+"""Training steps: time, memory, what binds them, and their operators in order. One set-up is a list of one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from fractions import Fraction
+from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from flopwise.base.errors import unknown_name
-from flopwise.predict.choose import PLAIN, capacity_bytes, choose
-from flopwise.predict.cluster.step import cluster_step
-from flopwise.predict.kernels.calls import Phase, calls_of
-from flopwise.predict.kernels.costs import BOUND_NAMES, CAUSES, peak_flops, setup_costs
+from flopwise.predict.choose import ChosenSetup, capacity_bytes, choose
+from flopwise.predict.cluster.costing import PLAIN, cost_laid_out, evaluate
+from flopwise.predict.cluster.step import most_host_bytes, slowest_stage, stage_tables
+from flopwise.predict.kernels.costs import cost_together, peak_flops
 from flopwise.predict.kernels.memory import device_bytes
-from flopwise.records.prediction import NO_STACK, DeviceBytes, OpPrediction, Prediction, StagePrediction
+from flopwise.predict.operators import add_up
+from flopwise.records.prediction import DeviceBytes, OpPrediction, Prediction, StagePrediction
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import SettledSetup, Setup
+from flopwise.setup.stack import NO_STACK
 from flopwise.work.describe import describe
-from flopwise.work.model import beyond_context
-from flopwise.work.op import CONVENTIONS, Convention
-from flopwise.work.traffic import least_bytes
+from flopwise.work.model import Model, beyond_context
+from flopwise.work.op import CONVENTIONS, AttentionKernel, Convention
+from flopwise.work.work import Recompute
 
 PALM_NOTE_MFU = 0.75
 """Above this, `palm` shares say more about the convention than about the device."""
@@ -27,19 +29,96 @@ PALM_NOTE_MFU = 0.75
 
 def step(asked: Setup, *, convention: Convention = "causal") -> Prediction:
     """Predict one optimizer step; what the set-up leaves open is chosen, and noted."""
+    return steps([asked], convention=convention)[0]
+
+
+def steps(asked: Sequence[Setup], *, convention: Convention = "causal", operators: bool = True) -> list[Prediction]:
+    """Predict a step of each set-up, what they have in common being costed once.
+
+    A kernel's sizes are linear in the micro-batch, so that every micro-batch of a model, sequence, format and recompute
+    policy is costed in one go; set-ups on several devices are laid out as the arrays that `plan` searches. Without
+    `operators` their tables stay empty, which makes thousands of predictions several times faster.
+    """
     if convention not in CONVENTIONS:
         raise unknown_name("convention", str(convention), CONVENTIONS, hint=f"one of {', '.join(CONVENTIONS)}")
-    setup, reasons = choose(asked)
-    model, hardware = setup.model, setup.hardware
-    work = describe(model, setup.sequence_tokens, setup.attention)
-    made = _made(setup, convention)
-    model_flops = setup.batch_sequences * work.model_flops(convention)
-    hardware_flops = setup.batch_sequences * work.total_hardware_flops(convention, setup.recompute)
-    devices = setup.parallel.devices
-    peak = peak_flops(hardware, setup.formats.matrix)
-    mfu = model_flops / (made.step_s * peak * devices)
-    capacity = capacity_bytes(setup)
-    by_bound = {op.bound: sum(other.time_s for other in made.ops if other.bound == op.bound) for op in made.ops}
+    chosen = dict(enumerate(choose(asked)))
+    plain = {place: choice for place, choice in chosen.items() if choice.setup.is_plain}
+    several = {place: choice for place, choice in chosen.items() if place not in plain}
+    found = _on_one(plain, convention, operators) | _on_several(several, convention, operators)
+    return [found[place] for place in chosen]
+
+
+def _on_one(chosen: dict[int, ChosenSetup], convention: Convention, operators: bool) -> dict[int, Prediction]:
+    """On one device with everything on it: the operators are all that takes time."""
+    places, found = list(chosen), {}
+    for rows, costs in cost_together([choice.setup for choice in chosen.values()], SettledSetup.micro_batches):
+        table = add_up(costs, costs.seconds.sum(axis=(1, 2)))
+        ops = table.tables(convention) if operators else [()] * len(rows)
+        for mine, (place, step_s) in enumerate(zip(rows, table.added_s.tolist(), strict=True)):
+            choice = chosen[places[place]]
+            found[places[place]] = _prediction(
+                choice,
+                convention,
+                step_s=step_s,
+                bound=table.bound(mine),
+                device_bytes=device_bytes(choice.setup),
+                ops=ops[mine],
+            )
+    return found
+
+
+def _on_several(chosen: dict[int, ChosenSetup], convention: Convention, operators: bool) -> dict[int, Prediction]:
+    """On several devices, or behind a framework: the slowest stage's operators, and what they wait for."""
+    places, found = np.array(list(chosen), dtype=np.intp), {}
+    setups = [choice.setup for choice in chosen.values()]
+    for group, laid_out, costed in cost_laid_out(setups, evaluate):
+        stack = setups[group[0]].stack or PLAIN
+        stages, on_host = stage_tables(laid_out, costed, stack), most_host_bytes(laid_out, costed, stack)
+        for rows, costs in cost_together([setups[place] for place in group], _whole_micro_batch):
+            mine = np.array(rows)
+            parts = {name: values[mine] for name, values in costed.parts.items()}
+            table = add_up(slowest_stage(costs, costed, mine), costed.step_s[mine], parts)
+            ops = table.tables(convention) if operators else [()] * len(rows)
+            for index, row in enumerate(rows):
+                place = int(places[group[row]])
+                found[place] = _prediction(
+                    chosen[place],
+                    convention,
+                    step_s=float(costed.step_s[row]),
+                    bound=table.bound(index),
+                    # Of the fullest stage.
+                    device_bytes=max((stage.device_bytes for stage in stages[row]), key=lambda memory: memory.total),
+                    ops=ops[index],
+                    stages=stages[row],
+                    host_bytes=on_host[row],
+                    parts={name: float(values[index]) for name, values in parts.items()},
+                )
+    return found
+
+
+def _whole_micro_batch(setup: SettledSetup) -> tuple[tuple[int, int], ...]:
+    return ((setup.micro_batch_sequences, 1),)
+
+
+def _prediction(
+    choice: ChosenSetup,
+    convention: Convention,
+    *,
+    step_s: float,
+    bound: str,
+    device_bytes: DeviceBytes,
+    ops: tuple[OpPrediction, ...],
+    stages: tuple[StagePrediction, ...] = (),
+    host_bytes: int = 0,
+    parts: dict[str, float] | None = None,
+) -> Prediction:
+    setup = choice.setup
+    model, hardware, devices = setup.model, setup.hardware, setup.parallel.devices
+    counts = _counts(model, setup.sequence_tokens, setup.attention, setup.recompute, convention)
+    n_params, n_active_params, model_flops, hardware_flops = counts
+    model_flops, hardware_flops = setup.batch_sequences * model_flops, setup.batch_sequences * hardware_flops
+    peak, capacity = peak_flops(hardware, setup.formats.matrix), capacity_bytes(setup)
+    mfu = model_flops / (step_s * peak * devices)
     return Prediction(
         model=model.name,
         hardware=hardware.name,
@@ -53,100 +132,42 @@ def step(asked: Setup, *, convention: Convention = "causal") -> Prediction:
         attention=setup.attention,
         fusion=setup.fusion,
         optimizer=setup.optimizer,
-        n_params=work.parameters,
-        n_active_params=work.active_parameters,
+        n_params=n_params,
+        n_active_params=n_active_params,
         model_flops=model_flops,
         hardware_flops=hardware_flops,
         convention=convention,
-        step_s=made.step_s,
-        tokens_per_s=setup.batch_tokens / made.step_s,
+        step_s=step_s,
+        tokens_per_s=setup.batch_tokens / step_s,
         mfu=mfu,
-        hfu=hardware_flops / (made.step_s * peak * devices),
+        hfu=hardware_flops / (step_s * peak * devices),
         peak_flops=peak,
         peak_format=setup.formats.matrix,
         peak_source=_source_kind(hardware, hardware.device.peak_flops[setup.formats.matrix].source),
-        bound=max(by_bound, key=lambda name: by_bound[name]),
-        device_bytes=made.device_bytes,
+        bound=bound,
+        device_bytes=device_bytes,
         device_capacity_bytes=capacity,
-        fits=made.device_bytes.total <= capacity,
-        ops=made.ops,
+        fits=device_bytes.total <= capacity,
+        ops=ops,
         devices=devices,
         parallel=setup.parallel,
         stack=setup.stack.name if setup.stack else NO_STACK,
-        stages=made.stages,
-        host_bytes=made.host_bytes,
-        parts=made.parts,
-        chosen=reasons,
+        stages=stages,
+        host_bytes=host_bytes,
+        parts=parts or {},
+        chosen=choice.reasons,
         notes=_notes(setup, mfu, convention),
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Made:
-    """Time and memory, from the one or the other way of costing."""
-
-    step_s: float
-    ops: tuple[OpPrediction, ...]
-    device_bytes: DeviceBytes
-    parts: dict[str, float] = field(default_factory=dict)
-    stages: tuple[StagePrediction, ...] = ()
-    host_bytes: int = 0
-
-
-def _made(setup: SettledSetup, convention: Convention) -> _Made:
-    if setup.is_plain:
-        ops = _operators(setup, convention)
-        return _Made(step_s=sum(op.time_s for op in ops), ops=ops, device_bytes=device_bytes(setup))
-    found = cluster_step(setup, setup.stack or PLAIN, convention)
-    return _Made(
-        step_s=found.step_s,
-        ops=found.ops,
-        device_bytes=found.device_bytes,
-        parts=found.parts,
-        stages=found.stages,
-        host_bytes=found.host_bytes,
-    )
-
-
-def _operators(setup: SettledSetup, convention: Convention) -> tuple[OpPrediction, ...]:
-    work = describe(setup.model, setup.sequence_tokens, setup.attention)
-    calls = calls_of(setup)
-    sizes = setup.micro_batches()
-    costs = setup_costs(setup)
-    seconds = costs.seconds
-    step_s = float(seconds.sum())
-    again = work.recomputed(setup.recompute)
-    found = []
-    for index, name in enumerate(calls.names):
-        mine = costs.op == index
-        flops = model_flops = 0
-        moved = least = round(float(costs.bytes[mine].sum()))
-        if index < len(work.ops):
-            op, share = work.ops[index], again.get(name, Fraction(0))
-            flops = work.hardware_flops(op, convention, share)
-            model_flops = 3 * work.forward_flops(op, convention)
-            least = sum(count * least_bytes(work, op, setup.formats, size, share) for size, count in sizes)
-        causes = [float(seconds[mine][costs.cause[mine] == cause].sum()) for cause in range(len(CAUSES))]
-        by_phase = [float(seconds[mine & (costs.phase == phase)].sum()) for phase in Phase]
-        time_s = float(seconds[mine].sum())
-        found.append(
-            OpPrediction(
-                name=name,
-                kind=calls.kinds[index],
-                flops=setup.batch_sequences * flops,
-                model_flops=setup.batch_sequences * model_flops,
-                bytes=moved,
-                least_bytes=least,
-                time_s=time_s,
-                share=time_s / step_s,
-                bound=BOUND_NAMES[CAUSES[int(np.argmax(causes))]],
-                forward_s=by_phase[Phase.FORWARD],
-                backward_s=by_phase[Phase.BACKWARD],
-                recompute_s=by_phase[Phase.RECOMPUTE],
-                update_s=by_phase[Phase.UPDATE],
-            )
-        )
-    return tuple(found)
+@lru_cache(maxsize=1024)
+def _counts(
+    model: Model, sequence_tokens: int, attention: AttentionKernel, policy: Recompute, convention: Convention
+) -> tuple[int, int, int, int]:
+    """Parameters, those of them that a token uses, and FLOPs of one sequence: the model's and the hardware's."""
+    work = describe(model, sequence_tokens, attention)
+    flops = work.model_flops(convention), work.total_hardware_flops(convention, policy)
+    return work.parameters, work.active_parameters, *flops
 
 
 def _source_kind(hardware: Hardware, key: str) -> str:

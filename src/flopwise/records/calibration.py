@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from flopwise.work.op import attention_flops
+from flopwise.work.op import attention_elements, attention_flops, product_flops
 
 ProductKind = Literal["forward", "to_source", "to_matrix"]
 """A layer's product, the one to its input's gradient, and the one that is added to its matrix' gradient."""
@@ -35,7 +35,7 @@ class ProductRow:
 
     @property
     def flops_per_s(self) -> float:
-        return 2.0 * self.rows * self.depth * self.columns / self.seconds
+        return product_flops(self.rows, self.depth, self.columns) / self.seconds
 
     @property
     def is_large(self) -> bool:
@@ -63,9 +63,9 @@ class AttentionRow:
 
     @property
     def moved_elements(self) -> float:
-        """Of queries, keys, values and results: once forward, two times and a half backward."""
-        once = 2.0 * self.sequences * self.tokens * self.head_dim * (self.heads + self.kv_heads)
-        return once if self.direction == "forward" else 2.5 * once
+        """Of queries, keys, values and results."""
+        tokens, heads = self.sequences * self.tokens, self.heads + self.kv_heads
+        return float(attention_elements(self.direction, tokens, heads, self.head_dim))
 
     @property
     def flops_per_s(self) -> float:

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.shown import Shown
+from flopwise.records.outcome import WRITTEN_BY, Outcome, check_expected
 from flopwise.records.prediction import Prediction
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.setup import SettledSetup
 from flopwise.setup.stack import Stack
 from flopwise.setup.words import Fusion, Optimizer
-from flopwise.work.formats import parse_formats
+from flopwise.setup.written import WrittenStrategy, read_setup
 from flopwise.work.model import Model
 from flopwise.work.op import AttentionKernel
 from flopwise.work.work import Recompute
 
-WRITTEN_BY = "`flopwise plan … -w plan.toml` writes one"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterExpected:
-    """What the plan promises, by prediction."""
-
-    step_s: float
-    tokens_per_s: float
-    mfu: float
-    device_bytes: int
-    """Of the fullest device."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterPlan:
+class ClusterPlan(WrittenStrategy):
     """What `plan.toml` holds beside the model's description."""
 
     hardware: str
-    """Catalogue name or the file that was named."""
     devices: int
     sequence_tokens: int
     batch_sequences: int
@@ -48,12 +35,13 @@ class ClusterPlan:
     optimizer: Optimizer
     stack: str
     parallel: Parallel
-    expected: ClusterExpected | None = None
+    expected: Outcome | None = None
     """None where the devices are not described well enough to be predicted, such as processes on one CPU."""
     device_memory_bytes: int | None = None
     """The cap that it was made for; None: all of the device."""
 
     def __post_init__(self) -> None:
+        check_expected(self.expected)
         for name in ("sequence_tokens", "batch_sequences", "micro_batch_sequences"):
             if getattr(self, name) < 1:
                 raise FlopwiseError(f"{name} of a plan must be at least 1, got {getattr(self, name)}", hint=WRITTEN_BY)
@@ -66,29 +54,24 @@ class ClusterPlan:
 
     def setup(self, model: Model, hardware: Hardware, stack: Stack | None = None) -> SettledSetup:
         """What it is a plan of; `stack`: what its name stands for, None where no framework is in the way."""
-        return SettledSetup(
-            model=model,
-            hardware=hardware,
-            hardware_name=self.hardware,
-            sequence_tokens=self.sequence_tokens,
-            batch_sequences=self.batch_sequences,
-            micro_batch_sequences=self.micro_batch_sequences,
-            formats=parse_formats(self.precision),
-            recompute=self.recompute,
-            attention=self.attention,
-            fusion=self.fusion,
-            optimizer=self.optimizer,
-            parallel=self.parallel,
-            stack=stack,
-            device_cap_bytes=self.device_memory_bytes,
-        )
+        return read_setup(self, SettledSetup, model, hardware, hardware_name=self.hardware, stack=stack)
+
+
+def plan_of(prediction: Prediction, hardware: str, device_memory_bytes: int | None) -> ClusterPlan:
+    """The plan of what was predicted; `hardware`: the name by which its file is to find it."""
+    words = {field.name: getattr(prediction, field.name) for field in fields(WrittenStrategy)}
+    # What a framework keeps on the host is no part of its plan.
+    expected = replace(prediction.expected, host_bytes=None)
+    return ClusterPlan(**words | {"hardware": hardware}, expected=expected, device_memory_bytes=device_memory_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """A strategy with what it takes."""
+class FoundStrategy(Outcome):
+    """What is known of a strategy by which a search tells it from others."""
 
-    setup: SettledSetup
+    micro_batch_sequences: int
+    recompute: Recompute
+    parallel: Parallel
     step_s: float
     device_bytes: int
     parts: dict[str, float]
@@ -98,7 +81,7 @@ class Option:
 class Loser:
     """A strategy that lost, and where."""
 
-    option: Option
+    option: FoundStrategy
     slower: float
     """Share of the best's time that it takes longer."""
     lost: dict[str, float]
@@ -111,7 +94,7 @@ class WhatIf:
 
     devices: int
     capacity_bytes: int
-    option: Option | None
+    option: FoundStrategy | None
     """None: nothing fits, or nothing legal."""
     speed: float | None
     """Tokens per second over those of the answer."""
@@ -121,7 +104,7 @@ class WhatIf:
 class Answer:
     """The best, the rest, and how many were tried."""
 
-    best: Option
+    best: FoundStrategy
     losers: tuple[Loser, ...]
     what_if: tuple[WhatIf, ...]
     evaluated: int

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.shown import Shown
 from flopwise.base.units import show_seconds, show_share, significant
+from flopwise.records.outcome import Outcome
 from flopwise.setup.training import Task, Training
 from flopwise.work.op import Convention
 from flopwise.work.parameters import Place
@@ -63,8 +64,8 @@ class MemoryRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measurement:
-    """A training that ran. Names shared with `Prediction` and `Forecast` mean the same."""
+class Measurement(Outcome):
+    """A training that ran."""
 
     model: str
     hardware: str
@@ -88,10 +89,6 @@ class Measurement:
     model_flops: int
     hardware_flops: int
     convention: Convention
-    mfu: float | None
-    hfu: float | None
-    peak_flops: float | None
-    peak_format: str | None
     first_loss: float
     last_loss: float
     memory: tuple[MemoryRow, ...]
@@ -108,6 +105,20 @@ class Measurement:
     def total_bytes(self, place: Place, *, planned: bool = False) -> int:
         """Of all owners together."""
         return sum(row.planned_bytes if planned else row.measured_bytes for row in self.memory if row.place == place)
+
+    @property
+    def device_total(self) -> int | None:
+        return measured_bytes(self.memory, "device")
+
+    @property
+    def host_total(self) -> int | None:
+        return measured_bytes(self.memory, "host")
+
+
+def measured_bytes(memory: tuple[MemoryRow, ...], place: Place) -> int | None:
+    """None where nobody has looked at the place: that is not 0 bytes."""
+    found = [row.measured_bytes for row in memory if row.place == place]
+    return sum(found) if found else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -10,20 +10,20 @@ at a save level.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.shown import Shown
 from flopwise.base.units import show_bytes, show_seconds, show_share, significant
-from flopwise.records.prediction import Interval
+from flopwise.records.outcome import WRITTEN_BY, Interval, Outcome, check_expected
 from flopwise.setup.words import Optimizer
+from flopwise.setup.written import WrittenSetup
 from flopwise.work.formats import parse_formats
 from flopwise.work.op import Convention, SaveLevel
 from flopwise.work.parameters import End, Place
 from flopwise.work.work import Recompute
-
-WRITTEN_BY = "`flopwise plan … -w plan.toml` writes one"
 
 OWN_RULE = "flopwise"
 """The name of plans that flopwise's own search has found."""
@@ -47,7 +47,7 @@ LEVELS: dict[str, SaveLevel] = {
 LETTERS: dict[str, str] = {name[0]: name for name in LEVELS}
 """`f`, `a`, `c`, `i`: one letter a (layer, chunk) in a plan's `saves`; small ones leave, capital ones stay."""
 
-POLICY: dict[str, Recompute] = {"full": "everything", "attention": "attention", "context": "context", "input": "input"}
+POLICY: dict[str, Recompute] = {"full": "pointwise", "attention": "attention", "context": "context", "input": "input"}
 """What is made again in backward at each level, as `Work.recomputed` calls it."""
 
 
@@ -87,32 +87,16 @@ def spread(count: int, places: int) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Expected:
-    """What the plan promises, by simulation."""
-
-    step_s: float
-    tokens_per_s: float
-    mfu: float
-    hfu: float
-    device_bytes: int
-    host_bytes: int
-
-    def __post_init__(self) -> None:
-        for name in ("step_s", "tokens_per_s", "mfu", "hfu"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise FlopwiseError(f"{name} of a plan must be above 0, got {getattr(self, name)}", hint=WRITTEN_BY)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Plan(WrittenSetup):
     """One device, two memory caps, and the set-up that keeps it busy. `plan.toml` holds it beside the model."""
 
     hardware: str
-    """Catalogue name or the file that was named."""
+    sequence_tokens: int
+    precision: str
+    optimizer: Optimizer = "adamw"
     device_memory_bytes: int
     """The cap on device memory that it was made for."""
     host_memory_bytes: int
-    sequence_tokens: int
     chunk_tokens: int
     """A multiple of the sequence, or at most as long; the last chunk of a sequence may be shorter."""
     chunks_per_round: int
@@ -128,8 +112,6 @@ class Plan:
     """Room on the device for so many (layer, chunk) at level `full`: those at work, on the way, and those that stay."""
     saves: tuple[str, ...]
     """For each layer a letter a chunk: f(ull), a(ttention), c(ontext), i(nput); capital: stays on the device."""
-    precision: str
-    optimizer: Optimizer = "adamw"
     update_place: Place = "device"
     update_when: Literal["backward", "end"] = "backward"
     """Right after a layer's last backward, or when all gradients are there, as clipping by their norm needs it."""
@@ -137,10 +119,19 @@ class Plan:
     """Which of the loads that could begin goes first: the one that is needed first, or the one that could first."""
     host_copies: bool = False
     """Whether the host keeps a copy of what stays on the device too, as the rule `dataflow` does."""
+    replay: bool = False
+    """Whether a step is captured once and replayed, so that the host hands over one graph instead of every kernel."""
     rule: str = OWN_RULE
-    expected: Expected | None = None
+    expected: Outcome | None = None
 
     def __post_init__(self) -> None:
+        check_expected(self.expected)
+        if self.replay and self.update_place == "host":
+            raise FlopwiseError(
+                "a plan cannot replay steps that update on the host",
+                why="what is replayed is the device's work alone",
+                hint=WRITTEN_BY,
+            )
         for name in ("sequence_tokens", "chunk_tokens", "chunks_per_round", "rounds_per_step", "head_chunk_tokens"):
             if getattr(self, name) < 1:
                 raise FlopwiseError(f"{name} of a plan must be at least 1, got {getattr(self, name)}", hint=WRITTEN_BY)
@@ -195,6 +186,23 @@ class Plan:
             )
 
     @property
+    def devices(self) -> int:
+        return 1
+
+    @property
+    def batch_sequences(self) -> int:
+        return self.rounds_per_step * self.sequences_per_round
+
+    @property
+    def micro_batch_sequences(self) -> int:
+        return self.sequences_per_round
+
+    @property
+    def recompute(self) -> str:
+        """`none`, or how many (layer, chunk) are kept at which level: `saves 24 full, 8 input`."""
+        return save_words(self.saves)
+
+    @property
     def layers(self) -> int:
         return len(self.saves)
 
@@ -229,15 +237,31 @@ class Plan:
         return {name: letters[letter.upper() if place == "device" else letter] for letter, name in LETTERS.items()}
 
 
+def save_words(saves: Iterable[str]) -> str:
+    """What backward makes again, by what a plan saves."""
+    letters = Counter("".join(saves).lower())
+    if set(letters) <= {"f"}:
+        return "none"
+    return f"saves {', '.join(f'{letters[letter]} {level}' for letter, level in LETTERS.items() if letters[letter])}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Forecast:
+class Forecast(Outcome):
     """A plan played against a hardware description."""
 
     step_s: float
     tokens_per_s: float
     mfu: float
     hfu: float
+    model_flops: int
+    hardware_flops: int
+    convention: Convention
     peak_flops: float
+    peak_format: str
+    bound: str
+    device_bytes: dict[str, int]
+    """Room by owner: it is taken at the start and kept."""
+    host_bytes: dict[str, int]
     ceiling_share: float
     """Time of the model's own matrix products and attention at the kernels' rates, by the step's time."""
     compute_s: float
@@ -253,15 +277,6 @@ class Forecast:
     """Over the link in a step."""
     link_share: float
     """Of the step, the time in which the busier direction of the link is in use."""
-    bound: str
-    device_bytes: dict[str, int]
-    """Room by owner: it is taken at the start and kept."""
-    host_bytes: dict[str, int]
-    model_flops: int
-    hardware_flops: int
-    convention: Convention
-    peak_format: str
-    """Number format of `peak_flops`."""
 
     @property
     def device_total(self) -> int:
@@ -270,18 +285,6 @@ class Forecast:
     @property
     def host_total(self) -> int:
         return sum(self.host_bytes.values())
-
-    @property
-    def expected(self) -> Expected:
-        """What a plan's file promises of it."""
-        return Expected(
-            step_s=self.step_s,
-            tokens_per_s=self.tokens_per_s,
-            mfu=self.mfu,
-            hfu=self.hfu,
-            device_bytes=self.device_total,
-            host_bytes=self.host_total,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""`Prediction`: what a step will take, with everything it was divided by."""
+"""`Prediction`: an `Outcome` with the operators and stages that it adds up from."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 
 from flopwise.base.shown import Shown
 from flopwise.base.units import show_bytes, show_seconds, show_share, significant
+from flopwise.records.outcome import Outcome
 from flopwise.setup.parallel import Parallel
+from flopwise.setup.stack import NO_STACK
 from flopwise.setup.words import Fusion, Optimizer
 from flopwise.work.op import Convention
 from flopwise.work.work import Recompute
-
-NO_STACK = "kernels"
-"""The name for what the kernels and the network allow, no framework in the way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,32 +34,6 @@ class StagePrediction:
     stage: int
     layers: int
     device_bytes: DeviceBytes
-
-
-NOTHING_KNOWN = 10.0
-"""An interval that reaches so many times the step says nothing."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """Where a measured step may lie, from the errors of predictions of its kind."""
-
-    low_s: float
-    high_s: float
-    basis: str
-    """Whose errors they are."""
-    outside: tuple[str, ...] = ()
-    """In what the case lies outside the data, each of which has widened the interval."""
-
-    def is_known(self, step_s: float) -> bool:
-        """Whether the data say anything of a step that is predicted to take so long."""
-        return self.low_s > 0 and self.high_s <= (1 + NOTHING_KNOWN) * step_s
-
-    def figures(self, step_s: float) -> dict[str, str]:
-        """Between what and what, by whose errors, and where those do not reach."""
-        words = f"{show_seconds(self.low_s)} to {show_seconds(self.high_s)} (by {self.basis})"
-        known = words if self.is_known(step_s) else "nothing of this kind has been measured"
-        return {"interval": known} | ({"beyond the data": ", ".join(self.outside)} if self.outside else {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,11 +62,12 @@ class OpPrediction:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Prediction(Shown):
-    """A training step of a model, on one device or many."""
+class Prediction(Shown, Outcome):
+    """A training step of a model, on one device or many, by the rates of its kernels and networks."""
 
     model: str
     hardware: str
+    devices: int = 1
     sequence_tokens: int
     batch_sequences: int
     micro_batch_sequences: int
@@ -104,40 +78,41 @@ class Prediction(Shown):
     attention: str
     fusion: Fusion
     optimizer: Optimizer
+    stack: str = NO_STACK
+    parallel: Parallel = field(default_factory=Parallel)
     n_params: int
     n_active_params: int
-    model_flops: int
-    hardware_flops: int
-    convention: Convention
     step_s: float
     tokens_per_s: float
     mfu: float
     hfu: float
+    model_flops: int
+    hardware_flops: int
+    convention: Convention
     peak_flops: float
+    """Of one device."""
     peak_format: str
     peak_source: str
     bound: str
-    device_bytes: DeviceBytes
+    fits: bool
+    device_bytes: DeviceBytes  # type: ignore[assignment] # by owner and in all, which is no dict
     """Of one device, on the fullest stage."""
     device_capacity_bytes: int
     """The user's cap, or the device's memory less a reserve for driver and allocator."""
-    fits: bool
-    ops: tuple[OpPrediction, ...]
-    """Their times add up to the step's, with what is not an operator (communication, waiting) at the end."""
-    devices: int = 1
-    parallel: Parallel = field(default_factory=Parallel)
-    stack: str = NO_STACK
-    stages: tuple[StagePrediction, ...] = ()
-    """One for each pipeline stage; none on a single device."""
     host_bytes: int = 0
     """What one device keeps in host memory, on the stage that keeps the most there."""
     parts: dict[str, float] = field(default_factory=dict)
-    """What the seconds of a step over several devices are made of: kernels by class, exposed communication, …"""
-    interval: Interval | None = None
+    notes: tuple[str, ...] = ()
+    ops: tuple[OpPrediction, ...]
+    """Their times add up to the step's, with what is not an operator (communication, waiting) at the end."""
+    stages: tuple[StagePrediction, ...] = ()
+    """One for each pipeline stage; none on a single device."""
     chosen: dict[str, str] = field(default_factory=dict)
     """Settings that were left open → why they have the value they have."""
-    notes: tuple[str, ...] = ()
-    """What a reader should know before trusting the figures."""
+
+    @property
+    def device_total(self) -> int:
+        return self.device_bytes.total
 
     @property
     def figures(self) -> dict[str, str]:

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share, significant
+from flopwise.records.outcome import Interval
 from flopwise.records.plan import Help, Plan, Planned, Residency
-from flopwise.records.prediction import Interval
 from flopwise.records.program import OWNERS
 from flopwise.report.document import Block, Document, Table, Words, beside_rows, facts, note_rows
 from flopwise.report.predictions import OPTIMIZER_TITLES, TIGHT, outside_words
 from flopwise.report.tables import Styled
-from flopwise.report.words import counted, listed, signed_share, size_words
+from flopwise.report.words import count_nouns, list_words, signed_share, size_words
 from flopwise.setup.words import MOMENTS
 from flopwise.work.formats import parse_formats
 from flopwise.work.parameters import ENDS
@@ -133,10 +133,10 @@ def residency_words(residency: Residency, layers: int) -> str:
     words = []
     if staying:
         one = len(staying) == 1 and blocks <= 1
-        words.append(f"{listed(staying)} {'stays' if one else 'stay'}")
+        words.append(f"{list_words(staying)} {'stays' if one else 'stay'}")
     if rest and residency.passing:
-        others = f"{rest}" if blocks else counted(rest, "block")
-        words.append(f"{others} pass{'es' if rest == 1 else ''} through {counted(residency.passing, 'slot')}")
+        others = f"{rest}" if blocks else count_nouns(rest, "block")
+        words.append(f"{others} pass{'es' if rest == 1 else ''} through {count_nouns(residency.passing, 'slot')}")
     return ", ".join(words)
 
 
@@ -144,7 +144,7 @@ def _slot_words(plan: Plan) -> str:
     """Room for activations, and how many (layer, chunk) stay in it."""
     saved = plan.saved("device")
     staying = sum(saved.values())
-    words = f"{counted(plan.activation_slots, 'slot')} for (layer, chunk)"
+    words = f"{count_nouns(plan.activation_slots, 'slot')} for (layer, chunk)"
     if not staying:
         return f"{words}, none stays"
     less = staying - saved["full"]
@@ -173,7 +173,7 @@ def _others_words(residency: Residency, layers: int) -> str:
     """What is on the host because it does not stay on the device."""
     rest = layers - residency.blocks
     words = [f"the other {rest}" if residency.blocks else f"all {layers}"] if rest else []
-    return listed([*words, *(end for end in ENDS if end not in residency.ends)])
+    return list_words([*words, *(end for end in ENDS if end not in residency.ends)])
 
 
 def moment_words(plan: Plan) -> str:
@@ -197,7 +197,7 @@ def _answer(planned: Planned) -> Table:
     rate = f"{significant(forecast.tokens_per_s)} tok/s{spread}"
     ceiling = f"{show_share(forecast.ceiling_share)} of the kernels' own ceiling (matrix products and attention alone)"
     peak = f"{show_count(forecast.peak_flops)}FLOP/s dense {forecast.peak_format}"
-    searched = f"{counted(planned.searched, 'plan')}, {planned.simulated:,} of them simulated"
+    searched = f"{count_nouns(planned.searched, 'plan')}, {planned.simulated:,} of them simulated"
     return facts(
         [
             ("schedule", _schedule(planned.plan)),
@@ -221,15 +221,16 @@ def _schedule(plan: Plan) -> str:
     if plan.chunks_per_sequence > 1:
         part = f" ({plan.chunks_per_sequence} make a sequence)"
     else:
-        part = f" ({counted(max(1, plan.chunk_tokens // plan.sequence_tokens), 'sequence')})"
+        part = f" ({count_nouns(max(1, plan.chunk_tokens // plan.sequence_tokens), 'sequence')})"
     attention = "over a whole sequence at once" if plan.attention == "sequence" else "by chunk"
     if plan.chunks_per_sequence == 1:
         attention = "over whole sequences"
     when = {"backward": "right after a layer's last backward", "end": "when all gradients are there"}
     return (
-        f"chunk {plan.chunk_tokens:,} tokens{part} · {counted(plan.chunks_per_round, 'chunk')} a round"
-        f" · {counted(plan.rounds_per_step, 'round')} a step = {plan.tokens_per_step:,} tokens\n"
+        f"chunk {plan.chunk_tokens:,} tokens{part} · {count_nouns(plan.chunks_per_round, 'chunk')} a round"
+        f" · {count_nouns(plan.rounds_per_step, 'round')} a step = {plan.tokens_per_step:,} tokens\n"
         f"attention {attention} · update on the {plan.update_place}, {when[plan.update_when]}"
+        f"{' · steps replayed' if plan.replay else ''}"
     )
 
 
@@ -249,7 +250,7 @@ def _step(planned: Planned) -> str:
         if seconds > 0
     ]
     whole = f"{show_seconds(forecast.step_s)} = {' + '.join(parts)}"
-    return f"{whole}\n{listed(spent)} of it" if spent else whole
+    return f"{whole}\n{list_words(spent)} of it" if spent else whole
 
 
 def interval_words(interval: Interval | None, step_s: float) -> tuple[str, str]:
@@ -289,7 +290,7 @@ def _more(found: Help, plan: Plan) -> str:
         "host": found.host_memory_bytes - plan.host_memory_bytes,
     }
     words = [f"{'+' if more > 0 else '−'}{show_bytes(abs(more))} {place}" for place, more in changes.items() if more]
-    return listed(words) or "the same memory"
+    return list_words(words) or "the same memory"
 
 
 def _gain(gain: float) -> str:
@@ -303,15 +304,16 @@ def value_words(plan: Plan, name: str) -> str:
     leave, stay = sum(plan.saved("host").values()), sum(plan.saved("device").values())
     words = {
         "chunk_tokens": f"chunk of {plan.chunk_tokens:,} tokens",
-        "chunks_per_round": f"{counted(plan.chunks_per_round, 'chunk')} a round",
-        "rounds_per_step": f"{counted(plan.rounds_per_step, 'round')} a step",
+        "chunks_per_round": f"{count_nouns(plan.chunks_per_round, 'chunk')} a round",
+        "rounds_per_step": f"{count_nouns(plan.rounds_per_step, 'round')} a step",
         "head_chunk_tokens": f"head, {plan.head_chunk_tokens:,} tokens at a time",
         "tokens_per_step": f"{plan.tokens_per_step:,} tokens a step",
         "attention": f"attention by {plan.attention}",
-        "activation_slots": counted(plan.activation_slots, "activation slot"),
+        "activation_slots": count_nouns(plan.activation_slots, "activation slot"),
         "saves": f"saves, {leave:,} leave, {stay:,} stay",
         "update_place": f"update on the {plan.update_place}",
         "update_when": f"update {when}",
+        "replay": "steps replayed",
         "precision": f"precision {plan.precision}",
         "sequence_tokens": f"sequence {plan.sequence_tokens:,}",
         "weights": f"weights, {stays['weights']}",
@@ -326,7 +328,7 @@ def value_words(plan: Plan, name: str) -> str:
 OF_PLAN = (
     *("hardware", "rule", "precision", "optimizer", "device_memory_bytes", "host_memory_bytes", "sequence_tokens"),
     *("chunk_tokens", "chunks_per_round", "rounds_per_step", "head_chunk_tokens", "tokens_per_step"),
-    *("attention", "update_place", "update_when", "activation_slots"),
+    *("attention", "update_place", "update_when", "replay", "activation_slots"),
 )
 OF_FORECAST = ("step_s", "tokens_per_s", "mfu", "hfu", "ceiling_share", "bound")
 MORE_OF_FORECAST = (

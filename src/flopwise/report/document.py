@@ -18,17 +18,17 @@ from rich.text import Text
 from flopwise.report.tables import (
     GAP,
     Styled,
-    bound,
+    bind_units,
     column_widths,
     csv_text,
     fitting_columns,
-    folded,
+    fold_words,
     markdown_table,
     markdown_text,
     style_of,
     text_table,
 )
-from flopwise.report.words import UNKNOWN, shortened, visible
+from flopwise.report.words import UNKNOWN, shorten, visible
 
 if TYPE_CHECKING:
     from flopwise.report.page.data import PageData
@@ -158,24 +158,24 @@ def to_page(document: Document, width: int) -> list[Text]:
     """All blocks, `width` columns wide, with an empty line between two."""
     parts: list[Text] = []
     for block in document.blocks:
-        parts += [*([Text("")] if parts else []), *_shown(block, width)]
+        parts += [*([Text("")] if parts else []), *_render_block(block, width)]
     return parts
 
 
-def _shown(block: Block, width: int) -> Iterator[Text]:
+def _render_block(block: Block, width: int) -> Iterator[Text]:
     if isinstance(block, Heading):
-        yield _lines(folded(block.text, width, indent=2), "bold")
+        yield _lines(fold_words(block.text, width, indent=2), "bold")
         return
     if block.title:
         style = block.style if isinstance(block, Items) else ""
         yield _lines([block.title], f"bold {style}".strip())
     if isinstance(block, Table):
         yield from _tables(block, width)
-        yield from [_lines(folded(block.note, width), style_of(block.note) or "dim")] if block.note else []
+        yield from [_lines(fold_words(block.note, width), style_of(block.note) or "dim")] if block.note else []
     elif isinstance(block, Items):
         yield _lines([line for item in block.items for line in _item(item, width)])
     else:
-        lines = folded(block.text, width, indent=block.indent) if isinstance(block, Words) else block.lines
+        lines = fold_words(block.text, width, indent=block.indent) if isinstance(block, Words) else block.lines
         yield _lines(lines, block.style if isinstance(block, Words) else "")
 
 
@@ -188,10 +188,10 @@ def _item(item: str, width: int) -> Iterator[str]:
     """A mark and the item; its further lines are indented."""
     first, *others = item.split("\n")
     mark = "" if re.match(r"\d+\. ", first) else "- "
-    lines = folded(first, width - 2, indent=2) or [""]
+    lines = fold_words(first, width - 2, indent=2) or [""]
     yield from (f"{mark}{line}" if not number else line for number, line in enumerate(lines))
     for other in others:
-        yield from (f"   {line}" for line in folded(other, width - 3, indent=2))
+        yield from (f"   {line}" for line in fold_words(other, width - 3, indent=2))
 
 
 def _tables(table: Table, width: int) -> Iterator[Text]:
@@ -206,7 +206,7 @@ def _tables(table: Table, width: int) -> Iterator[Text]:
     _share_room(table, widths, width)
     places = {name: place for place, name in enumerate(table.columns)}
     for number, band in enumerate(_bands(widths, width) if table.banded else [kept]):
-        rows, styles = _expanded(table, [(places[name], name, widths[name]) for name in band])
+        rows, styles = _expand(table, [(places[name], name, widths[name]) for name in band])
         yield from [Text("")] if number else []
         yield text_table(band, rows, table.left, styles=styles, headed=table.headed)
 
@@ -223,7 +223,7 @@ def _share_room(table: Table, widths: dict[str, int], width: int) -> None:
     room = width - sum(size + GAP for name, size in widths.items() if name not in places) - GAP * (len(places) - 1)
     if not places or sum(widths[name] for name in places) <= room:
         return
-    words = {name: [re.split("[ \n]", bound(row[place])) for row in table.rows] for name, place in places.items()}
+    words = {name: [re.split("[ \n]", bind_units(row[place])) for row in table.rows] for name, place in places.items()}
     least = {name: max(cell_len(word) for cell in cells for word in cell) for name, cells in words.items()}
     for level in range(max(widths[name] for name in places), 0, -1):
         shared = {name: min(widths[name], max(level, least[name])) for name in places}
@@ -249,7 +249,7 @@ def _bands(widths: Mapping[str, int], width: int) -> list[list[str]]:
     return bands
 
 
-def _expanded(table: Table, places: Sequence[tuple[int, str, int]]) -> tuple[list[list[str]], list[str]]:
+def _expand(table: Table, places: Sequence[tuple[int, str, int]]) -> tuple[list[list[str]], list[str]]:
     """A row for each line of the cells, and its style."""
     rows: list[list[str]] = []
     styles: list[str] = []
@@ -265,9 +265,9 @@ def _expanded(table: Table, places: Sequence[tuple[int, str, int]]) -> tuple[lis
 
 def _cell_lines(cell: str, name: str, width: int, table: Table) -> list[str]:
     if name in table.folded:
-        lines = folded(cell, width)
+        lines = fold_words(cell, width)
     elif name in table.cut and cell_len(cell) > width:
-        lines = [shortened(cell, width) if table.cut_within else set_cell_size(cell, width - 1).rstrip() + "…"]
+        lines = [shorten(cell, width) if table.cut_within else set_cell_size(cell, width - 1).rstrip() + "…"]
     elif "\n" in cell and table.banded:
         lines = cell.split("\n")
     else:
@@ -323,29 +323,29 @@ def to_html(document: Document) -> str:
 
 def _html(block: Block) -> Iterator[str]:
     if isinstance(block, Heading):
-        yield f"<h3>{_escaped(block.text)}</h3>"
+        yield f"<h3>{_escape(block.text)}</h3>"
         return
     if block.title:
-        yield f"<h4>{_escaped(block.title)}</h4>"
+        yield f"<h4>{_escape(block.title)}</h4>"
     if isinstance(block, Table):
         yield _html_table(block)
-        yield from [f"<p>{_escaped(block.note)}</p>"] if block.note else []
+        yield from [f"<p>{_escape(block.note)}</p>"] if block.note else []
     elif isinstance(block, Items):
-        yield f"<ul>{''.join(f'<li>{_escaped(item)}</li>' for item in block.items)}</ul>"
+        yield f"<ul>{''.join(f'<li>{_escape(item)}</li>' for item in block.items)}</ul>"
     elif isinstance(block, Figure):
-        yield f"<pre>{_escaped(chr(10).join(block.lines))}</pre>"
+        yield f"<pre>{_escape(chr(10).join(block.lines))}</pre>"
     else:
-        yield f"<p{_css(block.style)}>{_escaped(block.text).replace(chr(10), '<br>')}</p>"
+        yield f"<p{_css(block.style)}>{_escape(block.text).replace(chr(10), '<br>')}</p>"
 
 
 def _html_table(table: Table) -> str:
     sides = ["text-align:left" if name in table.left else "text-align:right" for name in table.columns]
     styles = table.styles or [""] * len(table.rows)
-    head = "".join(f'<th style="{side}">{_escaped(name)}</th>' for name, side in zip(table.columns, sides, strict=True))
+    head = "".join(f'<th style="{side}">{_escape(name)}</th>' for name, side in zip(table.columns, sides, strict=True))
     rows = []
     for row, style in zip(table.rows, styles, strict=True):
         cells = zip(row, sides, strict=True)
-        inner = "".join(f"<td{_css(style_of(cell) or style, side)}>{_escaped(cell)}</td>" for cell, side in cells)
+        inner = "".join(f"<td{_css(style_of(cell) or style, side)}>{_escape(cell)}</td>" for cell, side in cells)
         rows.append(f"<tr>{inner}</tr>")
     return f"<table>{f'<tr>{head}</tr>' if table.headed else ''}{''.join(rows)}</table>"
 
@@ -359,5 +359,5 @@ def _css(style: str, *more: str) -> str:
     return f' style="{";".join([*rules, *more])}"' if rules or more else ""
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return escape(visible(text))

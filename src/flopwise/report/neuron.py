@@ -100,7 +100,7 @@ def _value(name: str, row: NeuronRow) -> str:
         case "B":
             text = _bytes(value, half_ulp)
         case "FLOP":
-            text = _scaled(value, half_ulp, FLOP_UNITS, 1000)
+            text = _scale(value, half_ulp, FLOP_UNITS, 1000)
         case "s":
             unit, scale = next((unit, scale) for least, unit, scale in _TIME_STEPS if value >= least)
             text = f"{_digits(value / scale, DECIMALS['s'], half_ulp / scale)} **{unit}**"
@@ -128,10 +128,10 @@ def _percent(percent: float, half_ulp: float) -> str:
 
 
 def _bytes(value: float, half_ulp: float) -> str:
-    return _scaled(value, half_ulp, BYTE_UNITS, 1024)
+    return _scale(value, half_ulp, BYTE_UNITS, 1024)
 
 
-def _scaled(value: float, half_ulp: float, units: Mapping[str, float], step: float) -> str:
+def _scale(value: float, half_ulp: float, units: Mapping[str, float], step: float) -> str:
     """In the largest unit of which it is at least one."""
     text = ""
     for unit, scale in units.items():

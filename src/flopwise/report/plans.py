@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from flopwise.base.units import show_bytes, show_seconds, show_share
-from flopwise.records.cluster_plan import Answer, Loser, Option, WhatIf
+from flopwise.records.cluster_plan import Answer, FoundStrategy, Loser, WhatIf
 from flopwise.records.prediction import Prediction
 from flopwise.report.document import Block, Document, Table, facts
 from flopwise.report.predictions import interval_words, reason_rows, set_up_blocks, speed_words
@@ -30,7 +30,8 @@ def plan_document(prediction: Prediction, answer: Answer, title: str) -> Documen
 def _blocks(prediction: Prediction, answer: Answer, title: str, strategies: Table) -> Iterator[Block]:
     yield from set_up_blocks(prediction, title)
     what_if = [
-        ("what if", f"{_question(change, prediction)}: {_changed(change, answer.best)}") for change in answer.what_if
+        ("what if", f"{_question(change, prediction)}: {_change_words(change, answer.best)}")
+        for change in answer.what_if
     ]
     yield facts(
         [
@@ -51,18 +52,16 @@ def _question(change: WhatIf, prediction: Prediction) -> str:
     return f"half the memory ({show_bytes(change.capacity_bytes)})"
 
 
-def _changed(change: WhatIf, best: Option) -> str:
+def _change_words(change: WhatIf, best: FoundStrategy) -> str:
     if change.option is None or change.speed is None:
         return "nothing fits"
     found, gain = change.option, change.speed - 1
     words = [f"{signed_share(gain)} speed" if abs(gain) > SAME else "no change of speed"]
-    words.append(
-        "the same strategy" if found.setup.parallel == best.setup.parallel else f"with {found.setup.parallel.label}"
-    )
-    if found.setup.micro_batch_sequences != best.setup.micro_batch_sequences:
-        words.append(f"micro-batch {found.setup.micro_batch_sequences:,}")
-    if found.setup.recompute != best.setup.recompute:
-        words.append(f"recompute {found.setup.recompute}")
+    words.append("the same strategy" if found.parallel == best.parallel else f"with {found.parallel.label}")
+    if found.micro_batch_sequences != best.micro_batch_sequences:
+        words.append(f"micro-batch {found.micro_batch_sequences:,}")
+    if found.recompute != best.recompute:
+        words.append(f"recompute {found.recompute}")
     return ", ".join(words)
 
 
@@ -70,9 +69,9 @@ def _strategies(answer: Answer) -> Table:
     """The best and those that lose."""
     rows = [
         [
-            row.option.setup.parallel.label,
-            f"{row.option.setup.micro_batch_sequences:,}",
-            row.option.setup.recompute,
+            row.option.parallel.label,
+            f"{row.option.micro_batch_sequences:,}",
+            row.option.recompute,
             show_bytes(row.option.device_bytes),
             show_seconds(row.option.step_s),
             signed_share(row.slower) if row.slower else "",
@@ -104,7 +103,7 @@ def where_lost(lost: Mapping[str, float]) -> str:
 
 def _flat(row: Loser) -> dict[str, object]:
     """One strategy, full precision."""
-    parallel, record = row.option.setup.parallel, _record(row)
+    parallel, record = row.option.parallel, _record(row)
     parts = {f"lost_{name}": share for name, share in row.lost.items()}
     plain = {key: value for key, value in record.items() if key not in ("parallel", "lost")}
     return {"strategy": parallel.label, **asdict(parallel), **plain, **parts}
@@ -112,9 +111,9 @@ def _flat(row: Loser) -> dict[str, object]:
 
 def _record(row: Loser) -> dict[str, object]:
     return {
-        "parallel": row.option.setup.parallel,
-        "micro_batch_sequences": row.option.setup.micro_batch_sequences,
-        "recompute": row.option.setup.recompute,
+        "parallel": row.option.parallel,
+        "micro_batch_sequences": row.option.micro_batch_sequences,
+        "recompute": row.option.recompute,
         "device_bytes": row.option.device_bytes,
         "step_s": row.option.step_s,
         "slower": row.slower,
@@ -127,9 +126,9 @@ def _change_record(change: WhatIf) -> dict[str, object]:
     return {
         "devices": change.devices,
         "capacity_bytes": change.capacity_bytes,
-        "parallel": option.setup.parallel if option else None,
-        "micro_batch_sequences": option.setup.micro_batch_sequences if option else None,
-        "recompute": option.setup.recompute if option else None,
+        "parallel": option.parallel if option else None,
+        "micro_batch_sequences": option.micro_batch_sequences if option else None,
+        "recompute": option.recompute if option else None,
         "speed": change.speed,
     }
 

@@ -146,7 +146,7 @@ class Point:
     state: str = "ok"
 
 
-def _measured(row: Result, value: Axis) -> float | None:
+def _read_value(row: Result, value: Axis) -> float | None:
     found: float | None = getattr(row, value.field)
     usable = row.state == "ok" and found is not None and math.isfinite(found) and found >= 0
     return found if usable else None
@@ -163,7 +163,7 @@ def points(rows: Sequence[Result], place: Callable[[Result], object], value: Axi
 def _point(rows: Sequence[Result], value: Axis) -> Point:
     cells: dict[object, list[Result]] = {}
     for number, row in enumerate(rows):
-        if _measured(row, value) is not None:
+        if _read_value(row, value) is not None:
             cells.setdefault(row.cell or number, []).append(row)
     found = [_median(group, value) for group in cells.values()]
     if found:
@@ -173,7 +173,7 @@ def _point(rows: Sequence[Result], value: Axis) -> Point:
 
 
 def _median(rows: Sequence[Result], value: Axis) -> Point:
-    figures = [figure for row in rows if (figure := _measured(row, value)) is not None]
+    figures = [figure for row in rows if (figure := _read_value(row, value)) is not None]
     middle = statistics.median(figures)
     lows, highs = [], []
     for row, figure in zip(rows, figures, strict=True):
@@ -207,10 +207,10 @@ def _titles(setups: Sequence[Setup]) -> tuple[str, list[str]]:
     """What all have in common, and what each has of its own."""
     common = [part[0] if len(set(part)) == 1 else None for part in zip(*setups, strict=True)]
     own = [[part for part, shared in zip(setup, common, strict=True) if part != shared] for setup in setups]
-    return _joined(common), [_joined(parts) for parts in own]
+    return _join(common), [_join(parts) for parts in own]
 
 
-def _joined(parts: Sequence[str | None]) -> str:
+def _join(parts: Sequence[str | None]) -> str:
     words = [printable(part) for part in parts if part]
     short = [word if len(word) <= LONGEST_NAME else f"{word[: LONGEST_NAME - 1]}…" for word in words]
     # Between two dollars matplotlib reads a formula.
@@ -225,7 +225,7 @@ def _heatmap(rows: Sequence[Result], across: Axis, up: Axis, value: Axis) -> Fig
     panels: dict[Setup, list[Result]] = {}
     for row in placed:
         panels.setdefault(_setup(row), []).append(row)
-    if not panels or not any(_measured(row, value) is not None or row.state in ASIDE for row in placed):
+    if not panels or not any(_read_value(row, value) is not None or row.state in ASIDE for row in placed):
         raise _nothing((across, up), value)
     if len(panels) > MOST_PANELS:
         raise FlopwiseError(

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share, significant
-from flopwise.records.prediction import DeviceBytes, Interval, Prediction, StagePrediction
+from flopwise.records.outcome import Interval
+from flopwise.records.prediction import DeviceBytes, Prediction, StagePrediction
 from flopwise.report.document import Block, Document, Table, Words, beside_rows, facts, note_rows
 from flopwise.report.tables import Styled
 from flopwise.report.words import UNKNOWN, signed_share
@@ -38,7 +39,7 @@ def predictions_document(predictions: Sequence[Prediction], titles: Mapping[str,
     one = predictions[0] if len(predictions) == 1 else None
     notes = [note for prediction in predictions for note in prediction.notes]
     return Document(
-        blocks=_blocks(one, titles[one.hardware]) if one else _compared(predictions),
+        blocks=_blocks(one, titles[one.hardware]) if one else _compare(predictions),
         tables=_tables(predictions),
         rows=map(flat_row, predictions),
         told=beside_rows(notes, *(() if one else ("table",))),
@@ -84,10 +85,10 @@ def speed_words(prediction: Prediction) -> str:
 def reason_rows(prediction: Prediction) -> list[tuple[str, str]]:
     """What the interval leaves out, what `auto` stood for, and notes."""
     outside = outside_words(prediction.interval) if prediction.interval and prediction.interval.outside else ""
-    return [("outside", outside), ("chosen", _chosen(prediction)), *note_rows(prediction.notes)]
+    return [("outside", outside), ("chosen", _choice_words(prediction)), *note_rows(prediction.notes)]
 
 
-def _chosen(prediction: Prediction) -> str:
+def _choice_words(prediction: Prediction) -> str:
     """What `auto` stood for, and why."""
     shown = {
         "precision": f"precision {prediction.precision}",
@@ -231,7 +232,7 @@ SAID_ONCE = {"model": "", "hardware": "", "devices": "", "precision": "", "seq":
 """What stands above the table where it is the same in every row."""
 
 
-def _compared(predictions: Sequence[Prediction]) -> Iterator[Block]:
+def _compare(predictions: Sequence[Prediction]) -> Iterator[Block]:
     """Several predictions in a table; what is the same in every row is said once, above it."""
     cells = {name: [words(one) for one in predictions] for name, words in COMPARED.items()}
     varied = [name for name, column in cells.items() if len(set(column)) > 1]

@@ -17,9 +17,9 @@ from flopwise.report.words import (
     count_words,
     printable,
     safe,
-    scaled,
+    scale_figure,
     seconds,
-    shortened,
+    shorten,
 )
 
 SAME = 5e-4
@@ -34,7 +34,7 @@ def comparison_document(comparison: ProfileComparison) -> Document:
     warnings = [f"warning: {safe(name)}: {warning_words(told)}" for name, told in comparison.warnings.items()]
     return Document(
         blocks=_blocks(comparison, _changes(comparison), "yellow"),
-        tables=_blocks(comparison, joined_changes(comparison), ""),
+        tables=_blocks(comparison, join_changes(comparison), ""),
         rows=_rows(comparison),
         fields=FIELDS,
         told={"csv": warnings},
@@ -54,7 +54,7 @@ def _blocks(comparison: ProfileComparison, changes: Table, style: str) -> Iterat
         yield Words(same)
     if comparison.lengths:
         yield length_table(comparison)
-    for line in warned(comparison):
+    for line in warn_of_parts(comparison):
         yield Words(line, style)
     if len(comparison.names) > 1:
         yield Words(f"Changes are relative to {safe(comparison.names[comparison.baseline])}.", "dim")
@@ -71,7 +71,7 @@ def sentences(comparison: ProfileComparison) -> list[str]:
     return told
 
 
-def warned(comparison: ProfileComparison) -> list[str]:
+def warn_of_parts(comparison: ProfileComparison) -> list[str]:
     """Of which profiles only a part is there."""
     return [f"Warning: {safe(name)}: {warning_words(told)}." for name, told in comparison.warnings.items()]
 
@@ -128,21 +128,21 @@ def same_words(comparison: ProfileComparison) -> str:
     told = []
     for row in split_rows(comparison)[1]:
         value = row.cells[comparison.baseline].value
-        told.append(f"{safe(row.name)} {UNKNOWN if value is None else scaled(value, row.unit)}")
+        told.append(f"{safe(row.name)} {UNKNOWN if value is None else scale_figure(value, row.unit)}")
     return f"The same in all: {', '.join(told)}." if told else ""
 
 
 def cell_words(row: FigureRow, column: int) -> tuple[str, str]:
     """A figure and its change."""
     cell = row.cells[column]
-    return (UNKNOWN, "") if cell.value is None else (scaled(cell.value, row.unit), change_words(cell.change))
+    return (UNKNOWN, "") if cell.value is None else (scale_figure(cell.value, row.unit), change_words(cell.change))
 
 
 def titles(comparison: ProfileComparison, longest: int = LONGEST_COLUMN) -> list[str]:
     """What stands above the columns; no two alike even when they are cut."""
-    found = [shortened(name, longest) for name in comparison.names]
+    found = [shorten(name, longest) for name in comparison.names]
     return [
-        title if found.count(title) == 1 else f"{number}: {shortened(title, longest - 4)}"
+        title if found.count(title) == 1 else f"{number}: {shorten(title, longest - 4)}"
         for number, title in enumerate(found, 1)
     ]
 
@@ -157,10 +157,10 @@ def _changes(comparison: ProfileComparison) -> Table:
     return Table(columns=["figure", *(heads[number] for number in order)], rows=cells, left={"figure"}, banded=True)
 
 
-def joined_changes(comparison: ProfileComparison) -> Table:
+def join_changes(comparison: ProfileComparison) -> Table:
     """A column for each profile, figure and change in one cell."""
     rows, places = split_rows(comparison)[0], range(len(comparison.names))
-    cells = [[safe(row.name, 400), *(_joined(row, number) for number in places)] for row in rows]
+    cells = [[safe(row.name, 400), *(_join(row, number) for number in places)] for row in rows]
     return Table(columns=["figure", *titles(comparison, 60)], rows=cells, left={"figure"})
 
 
@@ -171,7 +171,7 @@ def _column(rows: Sequence[FigureRow], number: int) -> list[str]:
     return [f"{figure.rjust(widths[0])}{change}" for (figure, _), change in zip(pairs, beside, strict=True)]
 
 
-def _joined(row: FigureRow, column: int) -> str:
+def _join(row: FigureRow, column: int) -> str:
     figure, change = cell_words(row, column)
     return f"{figure} ({change})" if change and change != "=" else figure
 

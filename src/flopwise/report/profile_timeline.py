@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
 
 from flopwise.records.profile import Profile, TaskTime
 from flopwise.report.document import Table
-from flopwise.report.trace import microseconds
+from flopwise.report.trace import Event, row_names, span, trace_text
 from flopwise.report.words import UNKNOWN, change_words, safe, seconds
 
 MOST_TASKS = 8
@@ -38,17 +35,17 @@ Span = tuple[float, float]
 """Start and end."""
 
 
-def predicted(task: TaskTime) -> Span | None:
+def predicted_span(task: TaskTime) -> Span | None:
     """As it was predicted; None where that is not known, or cannot be."""
-    return _known(task.predicted_start_s, task.predicted_end_s)
+    return _span(task.predicted_start_s, task.predicted_end_s)
 
 
-def measured(task: TaskTime) -> Span | None:
+def measured_span(task: TaskTime) -> Span | None:
     """As it ran; None where that is not known, or cannot be."""
-    return _known(task.measured_start_s, task.measured_end_s)
+    return _span(task.measured_start_s, task.measured_end_s)
 
 
-def _known(start: float | None, end: float | None) -> Span | None:
+def _span(start: float | None, end: float | None) -> Span | None:
     if start is None or end is None or not -LONGEST_S < start <= end < LONGEST_S:
         return None
     return start, end
@@ -56,7 +53,7 @@ def _known(start: float | None, end: float | None) -> Span | None:
 
 def durations(task: TaskTime) -> Both:
     """How long a task takes."""
-    return Both(*(None if span is None else span[1] - span[0] for span in (predicted(task), measured(task))))
+    return Both(*(None if span is None else span[1] - span[0] for span in (predicted_span(task), measured_span(task))))
 
 
 def kind_of(task: TaskTime) -> str:
@@ -126,44 +123,23 @@ def task_tables(profile: Profile) -> list[Table]:
 
 # -- a trace ---------------------------------------------------------------------------------------------------------
 
-PROCESSES = ("predicted", "measured")
+PROCESSES: dict[str, Callable[[TaskTime], Span | None]] = {"predicted": predicted_span, "measured": measured_span}
 
 
 def profile_trace(profile: Profile) -> str:
     """The step in Chrome's trace format: two processes, predicted and measured, with a row for each stream."""
-    streams = list(dict.fromkeys(task.stream for task in profile.tasks))
-    events = [*_named(streams), *_events(profile.tasks, streams)]
-    encode = msgspec.json.encode
-    lines = ",\n".join(encode(event).decode() for event in events)
-    title = encode({"title": safe(profile.name)}).decode()
-    return f'{{"displayTimeUnit": "ms", "otherData": {title}, "traceEvents": [\n{lines}\n]}}\n'
+    return trace_text(safe(profile.name), _events(profile.tasks))
 
 
-def _named(streams: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _events(tasks: Sequence[TaskTime]) -> Iterator[Event]:
+    streams = list(dict.fromkeys(task.stream for task in tasks))
+    titles = [safe(stream).replace("-", " ") for stream in streams]
     for process, name in enumerate(PROCESSES, 1):
-        yield {"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": name}}
-        yield {"name": "process_sort_index", "ph": "M", "pid": process, "tid": 0, "args": {"sort_index": process}}
-        for number, stream in enumerate(streams, 1):
-            row = {"ph": "M", "pid": process, "tid": number}
-            yield {"name": "thread_name", **row, "args": {"name": safe(stream).replace("-", " ")}}
-            yield {"name": "thread_sort_index", **row, "args": {"sort_index": number}}
-
-
-def _events(tasks: Sequence[TaskTime], streams: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for process, times in enumerate((predicted, measured), 1):
+        yield from row_names(process, name, titles)
+    for process, times in enumerate(PROCESSES.values(), 1):
+        spans = [(task, when) for task in tasks if (when := times(task)) is not None]
         # Each begins at 0, so that the two can be laid above each other.
-        begin = min((when[0] for task in tasks if (when := times(task)) is not None), default=0.0)
-        for task in tasks:
-            when = times(task)
-            if when is None:
-                continue
-            start_ns, end_ns = round((when[0] - begin) * 1e9), round((when[1] - begin) * 1e9)
-            yield {
-                "name": safe(task.name),
-                "cat": safe(kind_of(task)),
-                "ph": "X",
-                "pid": process,
-                "tid": streams.index(task.stream) + 1,
-                "ts": microseconds(start_ns),
-                "dur": microseconds(max(0, end_ns - start_ns)),
-            }
+        begin = min((start for _, (start, _) in spans), default=0.0)
+        for task, (start, end) in spans:
+            row = streams.index(task.stream) + 1
+            yield span(safe(task.name), safe(kind_of(task)), start - begin, end - begin, process=process, row=row)

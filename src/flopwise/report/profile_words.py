@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import isfinite
 
-from flopwise.records.profile import METRIC, Clue, Profile, SourcedValue, Unit, Verdict, VerdictKind
-from flopwise.report.words import about, listed, plain, safe, scaled, seconds
+from flopwise.profile.explain.verdicts import CLAUSES, LIMITS
+from flopwise.records.profile import METRIC, Clue, Profile, SourcedValue, Unit, Verdict
+from flopwise.report.words import about, list_words, plain, safe, scale_figure, seconds
 
 SLOWED = 0.1
 """Traced steps that take so much longer are told apart from others."""
@@ -22,7 +22,7 @@ MOST_WARNINGS, LONGEST_WARNING = 3, 200
 
 def value_words(name: str, value: SourcedValue) -> str:
     """One of a profile's values, by its name."""
-    return scaled(value.value, METRIC[name].unit)
+    return scale_figure(value.value, METRIC[name].unit)
 
 
 def name_words(profile: Profile) -> str:
@@ -40,60 +40,12 @@ def warning_words(warnings: Sequence[str]) -> str:
 # -- verdicts --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Title:
-    """What a verdict is called, and what a run does that has it."""
-
-    title: str
-    predicate: str
-
-
-TITLES: dict[VerdictKind, Title] = {
-    "host_bound": Title("host-bound", "is host-bound"),
-    "memory_bound": Title("memory-bound", "is bound by device memory"),
-    "data_movement_bound": Title("data-movement-bound", "is bound by data movement"),
-    "spill_bound": Title("spills", "spills on-chip memory"),
-    "layout_overhead": Title("layout overhead", "changes layouts"),
-    "matrix_underfilled": Title("matrix unit underfilled", "leaves the matrix unit underfilled"),
-    "communication_bound": Title("communication-bound", "is bound by communication"),
-    "throttled": Title("throttled", "is throttled"),
-    "compute_bound": Title("compute-bound", "is bound by computation"),
-    "capacity": Title("memory nearly full", "has little device memory to spare"),
-    "invalid": Title("invalid value", "has a figure that cannot be right"),
-}
-
-CLAUSES = {
-    "the device's share of the step's wall time": "the device is busy {} of the step's wall time",
-    "the device's time without anything handed to it": "for {} of its time the device has been handed nothing",
-    "device-memory bandwidth in use": "{} of the device-memory bandwidth is in use",
-    "FLOPs a byte, of the ridge's": "it computes {}",
-    "copies with no computation beside them": "copies with no computation beside them take {} of the device's time",
-    "copy engines' activity": "copy engines have work for {} of the device's time",
-    "mean size of what is moved at a time": "{} are moved at a time on average",
-    "reads of what had overflowed on-chip memory": "{} of the bytes read had overflowed on-chip memory",
-    "executed FLOPs that only change a layout": "{} of the executed FLOPs only change a layout",
-    "the peak reached while the matrix unit is active": "{} of the peak is reached while the matrix unit is active",
-    "collectives with no computation beside them": (
-        "collectives with no computation beside them take {} of the device's time"
-    ),
-    "collectives, hidden or not": "collectives run for {} of the device's time",
-    "throughput that hardware limits took": "hardware limits took {} of the throughput",
-    "mean clock": "the mean clock is {}",
-    "boost clock": "the highest clock is {}",
-    "mean power": "the mean power is {}",
-    "the matrix unit's active time": "the matrix unit is active {} of the device's time",
-    "MFU over the MFU that memory allows": "the MFU is {} of what memory allows",
-    "the device's memory taken": "{} of the device's memory is taken",
-    "memory taken that is in pieces nobody can use": "{} of the memory taken is in pieces that nobody can use",
-}
-"""Figures that the rules name, as a clause; any other is told as `what: figure`."""
-
 RELATIONS = {"<": "under", "<=": "no more than", ">": "over", ">=": "no less than"}
 
 
 def title(verdict: Verdict) -> str:
     """Its name; of an invalid figure also the rule that is broken."""
-    found = TITLES[verdict.kind].title
+    found = LIMITS[verdict.kind].title
     return f"{found}: {safe(verdict.detail)}" if verdict.kind == "invalid" and verdict.detail else found
 
 
@@ -108,17 +60,17 @@ def clause(evidence: Clue, *, bounded: bool = True) -> str:
 
 
 def _figure(value: float, unit: Unit) -> str:
-    return about(value) if unit == "share" and isfinite(value) else scaled(value, unit)
+    return about(value) if unit == "share" and isfinite(value) else scale_figure(value, unit)
 
 
 def evidence_words(verdict: Verdict) -> str:
     """All that a verdict rests on."""
     if verdict.kind == "invalid":
-        return "; ".join(_found(each) for each in verdict.evidence)
+        return "; ".join(_evidence_words(each) for each in verdict.evidence)
     return "; ".join(clause(each) for each in verdict.evidence)
 
 
-def _found(evidence: Clue) -> str:
+def _evidence_words(evidence: Clue) -> str:
     # Enough digits to tell apart what differs by a per cent.
     beside = "" if evidence.bound is None else f" beside {evidence.bound:.5g}"
     return f"found {evidence.value:.5g}{beside}"
@@ -217,7 +169,7 @@ def _first_limit(profile: Profile, limits: Sequence[Verdict]) -> str:
         return "No rule finds a limit in the figures that are there."
     first = limits[0]
     at_stake = f" Up to {about(first.share)} of {_whole(profile)} is at stake." if first.share is not None else ""
-    return f"Most of all it {TITLES[first.kind].predicate}: {clause(first.evidence[0])}.{at_stake}"
+    return f"Most of all it {LIMITS[first.kind].predicate}: {clause(first.evidence[0])}.{at_stake}"
 
 
 def _other_limits(limits: Sequence[Verdict]) -> str:
@@ -227,7 +179,7 @@ def _other_limits(limits: Sequence[Verdict]) -> str:
         at_stake = f"up to {about(verdict.share)}" if verdict.share is not None else ""
         reasons = [at_stake, "" if number else clause(verdict.evidence[0], bounded=False)]
         beside = "; ".join(reason for reason in reasons if reason)
-        told.append(f"it {TITLES[verdict.kind].predicate}" + (f" ({beside})" if beside else ""))
+        told.append(f"it {LIMITS[verdict.kind].predicate}" + (f" ({beside})" if beside else ""))
     return f"Next, {', then '.join(told)}." if told else ""
 
 
@@ -239,8 +191,8 @@ def _idle_bandwidth(profile: Profile, limits: Sequence[Verdict]) -> str:
     if any(verdict.kind == "memory_bound" for verdict in limits):
         return ""
     return (
-        f"Its {scaled(intensity, 'FLOP/B')} lie below the ridge of {plain(ridge, 2)}, but only {about(use)} of the "
-        "memory bandwidth is used: this is not the limit."
+        f"Its {scale_figure(intensity, 'FLOP/B')} lie below the ridge of {plain(ridge, 2)}, but only {about(use)} of "
+        "the memory bandwidth is used: this is not the limit."
     )
 
 
@@ -279,7 +231,7 @@ def _more(profile: Profile) -> Iterator[str]:
     if profile.peaks is None:
         unknown.append("the device's peaks")
     if unknown:
-        yield f"Not known: {listed(unknown)}; limits that show in them cannot be told from this profile."
+        yield f"Not known: {list_words(unknown)}; limits that show in them cannot be told from this profile."
     if profile.kernels:
         longest = profile.kernels[0]
         yield f"The longest kernel is {safe(longest.name, 40)} with {seconds(longest.seconds)}."

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from flopwise.profile.explain.comparing import column_names, shares_of, train_unit
+from flopwise.profile.explain.verdicts import LIMITS
 from flopwise.records.profile import KERNEL_CLASSES, METRIC, METRICS, Peaks, Profile, Spent, ValueSource, Verdict
 from flopwise.report.document import Block, Document, Figure, Heading, Items, Table, Words
 from flopwise.report.profile_timeline import durations, task_tables
 from flopwise.report.profile_words import (
-    TITLES,
     evidence_words,
     name_words,
     stake_words,
@@ -28,13 +28,13 @@ from flopwise.report.words import (
     BEYOND_READING,
     UNKNOWN,
     about,
+    count_nouns,
     count_words,
-    counted,
     digits,
     percent,
     printable,
     safe,
-    scaled,
+    scale_figure,
     seconds,
 )
 
@@ -62,7 +62,7 @@ def profiles_document(judged: Sequence[Judged]) -> Document:
         rows=_rows(judged),
         fields=FIELDS,
         told={
-            "csv": warned([profile for profile, _ in judged]),
+            "csv": warn_of_parts([profile for profile, _ in judged]),
             "table": [] if one else ["note: --section NAME shows one of them whole"],
         },
     )
@@ -82,7 +82,7 @@ def profiles_record(judged: Sequence[Judged]) -> object:
     return records[0] if len(records) == 1 else records
 
 
-def warned(profiles: Sequence[Profile]) -> list[str]:
+def warn_of_parts(profiles: Sequence[Profile]) -> list[str]:
     """Talk beside a form that has no room for it: which figures are those of a part."""
     return [
         f"warning: {name_words(profile)}: {warning_words(profile.warnings)}" for profile in profiles if profile.warnings
@@ -175,7 +175,7 @@ def heading_parts(profile: Profile) -> list[str]:
         world = "" if profile.world is None else f"{'of ' if rank else ''}{profile.world:,} devices"
         parts.append(f"{rank} {world}".strip())
     if profile.steps is not None:
-        parts.append(counted(profile.steps, "step"))
+        parts.append(count_nouns(profile.steps, "step"))
     for noun, count in (("batch", profile.batch_sequences), ("sequence", profile.sequence_tokens)):
         parts += [f"{noun} {count:,}"] if count is not None else []
     return [*parts, safe(profile.precision, 20)] if profile.precision else parts
@@ -185,7 +185,7 @@ def limits_words(verdicts: Sequence[Verdict], most: int = 3) -> str:
     """The first limits with what is at stake: `host-bound 57 %, spills 25 %`."""
     told = [verdict for verdict in verdicts if verdict.kind != "invalid"][:most]
     beside = {verdict.kind: "" if verdict.share is None else f" {about(verdict.share)}" for verdict in told}
-    return ", ".join(f"{TITLES[verdict.kind].title}{beside[verdict.kind]}" for verdict in told)
+    return ", ".join(f"{LIMITS[verdict.kind].title}{beside[verdict.kind]}" for verdict in told)
 
 
 def usual_source(profile: Profile) -> ValueSource:
@@ -304,7 +304,7 @@ def _spent_row(spent: Spent, peaks: Peaks | None, whole: float | None) -> list[s
         spent.kind,
         seconds(spent.seconds),
         about(spent.seconds / whole) if whole else UNKNOWN,
-        scaled(spent.count, "count"),
+        scale_figure(spent.count, "count"),
         reached_words(spent, peaks),
         UNKNOWN if roof is None or not spent.seconds else about(roof / spent.seconds),
         UNKNOWN if lost is None else seconds(lost),
@@ -349,19 +349,19 @@ def _memory_blocks(profile: Profile) -> Iterator[Block]:
     if bars := curve(profile.memory_over_time):
         peak = max(size for _, size in profile.memory_over_time)
         last = profile.memory_over_time[-1][0] - profile.memory_over_time[0][0]
-        yield Figure([bars], title=f"memory over {seconds(last)}, peak {scaled(peak, 'B')}")
+        yield Figure([bars], title=f"memory over {seconds(last)}, peak {scale_figure(peak, 'B')}")
 
 
 def _memory_tables(profile: Profile) -> Iterator[Table]:
     if profile.memory or profile.memory_total_bytes is not None:
         yield _owner_table(profile)
     if any(use.name for use in profile.memory):
-        rows = [[use.owner, safe(use.name), scaled(use.bytes, "B")] for use in profile.memory]
+        rows = [[use.owner, safe(use.name), scale_figure(use.bytes, "B")] for use in profile.memory]
         heading = "device memory as the tool names it"
         yield Table(title=heading, columns=("owner", "name", "size"), rows=rows, left={"owner", "name"})
     if profile.memory_planned:
         rows = [
-            [row.place, safe(row.owner), scaled(row.planned_bytes, "B"), scaled(row.measured_bytes, "B")]
+            [row.place, safe(row.owner), scale_figure(row.planned_bytes, "B"), scale_figure(row.measured_bytes, "B")]
             for row in profile.memory_planned
         ]
         columns = ("what", "owner", "planned", "measured")
@@ -373,12 +373,12 @@ def _owner_table(profile: Profile) -> Table:
     total, capacity = profile.memory_total_bytes, profile.memory_capacity_bytes
     taken = ""
     if total is not None and capacity:
-        taken = f"{about(total / capacity)} of the device's {scaled(capacity, 'B')} is taken."
+        taken = f"{about(total / capacity)} of the device's {scale_figure(capacity, 'B')} is taken."
     return Table(
         title="device memory",
         columns=("owner", "size", "share"),
         rows=[
-            [owner, f"−{scaled(-size, 'B')}" if size < 0 else scaled(size, "B"), about(share)]
+            [owner, f"−{scale_figure(-size, 'B')}" if size < 0 else scale_figure(size, "B"), about(share)]
             for owner, size, share in memory_rows(profile)
         ],
         left={"owner"},
@@ -466,7 +466,7 @@ def _summary(profile: Profile, verdicts: Sequence[Verdict]) -> list[str]:
         rate,
         words("mfu"),
         words("mbu"),
-        UNKNOWN if profile.memory_total_bytes is None else scaled(profile.memory_total_bytes, "B"),
+        UNKNOWN if profile.memory_total_bytes is None else scale_figure(profile.memory_total_bytes, "B"),
         limits_words(verdicts, 1) or UNKNOWN,
     ]
 
@@ -508,18 +508,9 @@ def _csv_rows(profile: Profile, verdicts: Sequence[Verdict]) -> Iterator[CsvRow]
 
 def _setting_rows(profile: Profile) -> Iterator[CsvRow]:
     """What was run, and the peaks that shares were divided by."""
-    settings = {
-        "device": profile.device,
-        "format": profile.format,
-        "rank": profile.rank,
-        "world": profile.world,
-        "steps": profile.steps,
-        "batch_sequences": profile.batch_sequences,
-        "sequence_tokens": profile.sequence_tokens,
-        "precision": profile.precision,
-    }
-    for name, setting in settings.items():
-        if setting is not None:
+    names = ("device", "format", "rank", "world", "steps", "batch_sequences", "sequence_tokens", "precision")
+    for name in names:
+        if (setting := getattr(profile, name)) is not None:
             yield "setting", name, printable(setting) if isinstance(setting, str) else setting, "", ""
     if profile.peaks:
         yield "peaks", "flops_per_s", profile.peaks.flops, "FLOP/s", printable(profile.peaks.source)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -117,8 +116,6 @@ def _csv_row(names: Sequence[str], cells: Sequence[str], where: str) -> Result:
     return _result(values, where)
 
 
-_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?|[+-]?(?:nan|inf)", re.ASCII)
-_WHOLE = re.compile(r"[+-]?[0-9]{1,400}", re.ASCII)
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
@@ -128,18 +125,14 @@ def _read_cell(name: str, cell: str, where: str) -> object:
         return None
     if kind is str:
         return cell.removeprefix("'")
-    text = cell.strip().lower()
-    if kind is bool and text in ("true", "false"):
-        return text == "true"
-    if kind is int and _WHOLE.fullmatch(text):
-        return int(text)
-    if kind is float and _NUMBER.fullmatch(text):
-        return float(text)
-    raise FlopwiseError(
-        f"{where}, column {name}: {shown(cell)} is not {_WORDS[kind]}",
-        why="full precision, no separators of thousands and no unit are expected",
-        hint="correct the cell, or leave it empty where the value is not known",
-    )
+    try:
+        return msgspec.convert(cell.strip().lower(), kind, strict=False)
+    except msgspec.ValidationError:
+        raise FlopwiseError(
+            f"{where}, column {name}: {shown(cell)} is not {_WORDS[kind]}",
+            why="full precision, no separators of thousands and no unit are expected",
+            hint="correct the cell, or leave it empty where the value is not known",
+        ) from None
 
 
 def _result(values: dict[str, Any], where: str) -> Result:
@@ -184,14 +177,13 @@ def _json_value(name: str, value: object, where: str) -> object:
     kind = kinds()[name]
     if kind is float and isinstance(value, str) and value in NOT_FINITE:
         return NOT_FINITE[value]
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if value is None or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
-        return value
-    raise FlopwiseError(
-        f"{where}, column {name}: {shown(value)} is not {_WORDS.get(kind, 'text')}",
-        hint="correct it, or write null where it is not known",
-    )
+    try:
+        return msgspec.convert(value, kind | None)
+    except msgspec.ValidationError:
+        raise FlopwiseError(
+            f"{where}, column {name}: {shown(value)} is not {_WORDS.get(kind, 'text')}",
+            hint="correct it, or write null where it is not known",
+        ) from None
 
 
 def file_text(path: Path) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, isfinite, log
 from typing import Any
 
 import numpy as np
 
 from flopwise.base.units import significant
 from flopwise.report.document import Block, Document, Heading, Items, Table, Words
-from flopwise.report.words import UNKNOWN, counted, printable, rate_words, safe, signed_share
+from flopwise.report.words import UNKNOWN, count_nouns, printable, rate_words, safe, signed_share
 from flopwise.store.results import ERROR, Result
 from flopwise.store.rows import UNREADABLE
 from flopwise.store.statistics import Change, Quantiles, Sample, change
@@ -119,7 +119,7 @@ def quantiles_of(row: Result) -> Quantiles | None:
     return Quantiles(median=row.step_s, p20=row.step_s_p20, p80=row.step_s_p80, steps=row.steps)
 
 
-def compared(
+def compare_runs(
     before: Sequence[Measured],
     after: Sequence[Measured],
     *,
@@ -214,7 +214,8 @@ def _per_token(side: Sequence[Measured]) -> list[Sample]:
     found: list[Sample] = []
     for each in side:
         sample, tokens = each.sample, _tokens(each.row)
-        if sample is None or each.row.state != MEASURED:
+        # Figures of a damaged row may multiply to infinity, and seconds of a token then to nothing.
+        if sample is None or each.row.state != MEASURED or not isfinite(tokens):
             continue
         if isinstance(sample, Quantiles):
             low, high = (None if value is None else value / tokens for value in (sample.p20, sample.p80))
@@ -360,7 +361,7 @@ def summary_words(comparison: Comparison) -> str:
     """`12 cells: 1 slower, 11 same`."""
     counts = comparison.counts
     told = ", ".join(f"{counts[verdict]:,} {verdict}" for verdict in VERDICTS if counts[verdict])
-    return f"{counted(len(comparison.cells), 'cell')}: {told}"
+    return f"{count_nouns(len(comparison.cells), 'cell')}: {told}"
 
 
 def rule_words(comparison: Comparison) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from flopwise.base.units import AUTO, Auto, show_bytes, show_seconds
 from flopwise.report.document import Block, Document, Heading, Table, Words
 from flopwise.report.results_files import results_rows
-from flopwise.report.words import UNKNOWN, counted, printable, rate_words, seconds_words, share_words
+from flopwise.report.words import UNKNOWN, count_nouns, printable, rate_words, seconds_words, share_words
 from flopwise.store.cells import Cell
 from flopwise.store.results import FIELDS, Result, result_of_cell
 
@@ -94,7 +94,7 @@ def preview_line(preview: Preview) -> str:
     """`10 cells · 8 fit · about 14 min on NVIDIA H200`."""
     cells = preview.cells
     fit = sum(cell.foreseen is not None and cell.foreseen.fits and not cell.foreseen.reason for cell in cells)
-    parts = [counted(len(cells), "cell"), f"{fit:,} fit{'s' if fit == 1 else ''}"]
+    parts = [count_nouns(len(cells), "cell"), f"{fit:,} fit{'s' if fit == 1 else ''}"]
     if preview.skipped:
         parts.append(f"{len(preview.skipped):,} skipped")
     names = {cell.settings.hardware: cell.settings.hardware_name for cell in cells}

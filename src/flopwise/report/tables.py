@@ -64,7 +64,7 @@ def text_table(
 
     def padded(row: Sequence[str]) -> list[str]:
         cells = zip(row, widths, is_left, strict=True)
-        return [_padded(_on_a_line(cell), width, left=stands_left) for cell, width, stands_left in cells]
+        return [_pad(_on_a_line(cell), width, left=stands_left) for cell, width, stands_left in cells]
 
     lines = [(" " * GAP).join(padded(row)).rstrip() for row in ((columns, *rows) if headed else rows)]
     table = Text(no_wrap=True, overflow="ignore")
@@ -104,7 +104,7 @@ def _width(cell: str) -> int:
     return len(cell) if cell.isascii() and cell.isprintable() else cell_len(_on_a_line(cell))
 
 
-def _padded(cell: str, width: int, *, left: bool) -> str:
+def _pad(cell: str, width: int, *, left: bool) -> str:
     blanks = " " * (width - _width(cell))
     return cell + blanks if left else blanks + cell
 
@@ -118,12 +118,12 @@ UNIT = re.compile(
 )
 
 
-def bound(words: str) -> str:
+def bind_units(words: str) -> str:
     """Words with the blanks made firm that stand between a number and its unit."""
     return UNIT.sub(FIRM, words).replace("± ", f"±{FIRM}")
 
 
-def wrapped(parts: Iterable[str], width: int, *, separator: str = " · ", indent: int = 0) -> list[str]:
+def wrap_parts(parts: Iterable[str], width: int, *, separator: str = " · ", indent: int = 0) -> list[str]:
     """Parts one after the other in lines of at most `width`, broken between them; later lines are indented."""
     lines: list[str] = []
     for part in parts:
@@ -133,19 +133,19 @@ def wrapped(parts: Iterable[str], width: int, *, separator: str = " · ", indent
         elif cell_len(part) <= room:
             lines.append(" " * (indent if lines else 0) + part)
         else:
-            broken = textwrap.wrap(bound(part), width - indent, break_on_hyphens=False) or [""]
+            broken = textwrap.wrap(bind_units(part), width - indent, break_on_hyphens=False) or [""]
             lines += [
                 " " * (indent if lines or number else 0) + line.replace(FIRM, " ") for number, line in enumerate(broken)
             ]
     return lines
 
 
-def folded(words: str, width: int, *, indent: int = 0) -> list[str]:
+def fold_words(words: str, width: int, *, indent: int = 0) -> list[str]:
     """Words in lines of at most `width`, broken behind their dots where that is possible."""
     lines = []
     for line in words.split("\n"):
         *parts, last = line.split(" · ")
-        lines += wrapped([*(f"{part} ·" for part in parts), last], width, separator=" ", indent=indent)
+        lines += wrap_parts([*(f"{part} ·" for part in parts), last], width, separator=" ", indent=indent)
     return lines
 
 
@@ -163,7 +163,7 @@ def markdown_table(columns: Sequence[str], rows: Rows, left: Collection[str]) ->
 
     def line(cells: Sequence[str]) -> str:
         padded = [
-            _padded(cell, width, left=name in left) for cell, width, name in zip(cells, widths, columns, strict=True)
+            _pad(cell, width, left=name in left) for cell, width, name in zip(cells, widths, columns, strict=True)
         ]
         return "| " + " | ".join(padded) + " |\n"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -14,12 +14,11 @@ from flopwise.records.simulation import MemoryPoint, Simulation
 MOST_POINTS = 4000
 """Changes of memory that a trace shows; beyond that only the largest ones of each stretch of the step."""
 
-PROCESS = 1
+Event = dict[str, Any]
 
 
-def chrome_trace(simulation: Simulation, points: Sequence[MemoryPoint], title: str) -> str:
-    """The step in Chrome's trace format, one event a line; `points` are the memory in use over the step."""
-    events = [*_rows(title), *_tasks(simulation), *_counters(points)]
+def trace_text(title: str, events: Iterable[Event]) -> str:
+    """Events in Chrome's trace format, one a line."""
     encode = msgspec.json.encode
     lines = ",\n".join(encode(event).decode() for event in events)
     return (
@@ -27,37 +26,38 @@ def chrome_trace(simulation: Simulation, points: Sequence[MemoryPoint], title: s
     )
 
 
-def _rows(title: str) -> list[dict[str, Any]]:
-    named: list[tuple[str, int, dict[str, Any]]] = [("process_name", 0, {"name": title})]
-    for number, stream in enumerate(STREAMS, 1):
-        named.append(("thread_name", number, {"name": stream.replace("-", " ")}))
-        named.append(("thread_sort_index", number, {"sort_index": number}))
-    return [{"name": name, "ph": "M", "pid": PROCESS, "tid": thread, "args": given} for name, thread, given in named]
+def row_names(process: int, name: str, streams: Sequence[str]) -> Iterator[Event]:
+    """What a process and its rows, one for each stream from 1 on, are called, in the order in which they are given."""
+    told = [(0, "process", name, process), *((row, "thread", each, row) for row, each in enumerate(streams, 1))]
+    for thread, kind, called, place in told:
+        row = {"ph": "M", "pid": process, "tid": thread}
+        yield {"name": f"{kind}_name", **row, "args": {"name": called}}
+        yield {"name": f"{kind}_sort_index", **row, "args": {"sort_index": place}}
 
 
-def _tasks(simulation: Simulation) -> list[dict[str, Any]]:
-    events = []
+def span(name: str, category: str, start_s: float, end_s: float, *, process: int, row: int) -> Event:
+    """Something that lasts."""
+    # The end is rounded, not the duration: tasks that follow each other must not overlap by a nanosecond.
+    start_ns, end_ns = round(start_s * 1e9), round(end_s * 1e9)
+    times = {"ts": microseconds(start_ns), "dur": microseconds(max(0, end_ns - start_ns))}
+    return {"name": name, "cat": category, "ph": "X", "pid": process, "tid": row, **times}
+
+
+def chrome_trace(simulation: Simulation, points: Sequence[MemoryPoint], title: str) -> str:
+    """The step in Chrome's trace format; `points` are the memory in use over the step."""
+    rows = row_names(1, title, [stream.replace("-", " ") for stream in STREAMS])
+    return trace_text(title, [*rows, *_tasks(simulation), *_counters(points)])
+
+
+def _tasks(simulation: Simulation) -> Iterator[Event]:
     for task, start, end in zip(simulation.program.tasks, simulation.starts, simulation.ends, strict=True):
-        # The end is rounded, not the duration: tasks that follow each other must not overlap by a nanosecond.
-        start_ns, end_ns = round(start * 1e9), round(end * 1e9)
-        events.append(
-            {
-                "name": task_name(task),
-                "cat": task.kind,
-                "ph": "X",
-                "pid": PROCESS,
-                "tid": STREAMS.index(task.stream) + 1,
-                "ts": microseconds(start_ns),
-                "dur": microseconds(end_ns - start_ns),
-                "args": _details(task, end - start),
-            }
-        )
-    return events
+        event = span(task_name(task), task.kind, start, end, process=1, row=STREAMS.index(task.stream) + 1)
+        yield {**event, "args": _details(task, end - start)}
 
 
-def _details(task: Task, seconds: float) -> dict[str, Any]:
+def _details(task: Task, seconds: float) -> Event:
     """What a click on the task shows; nothing that it does not have."""
-    details: dict[str, Any] = {"round": task.round}
+    details: Event = {"round": task.round}
     if task.layer is not None:
         details["layer"] = task.layer
     if task.chunk is not None:
@@ -79,7 +79,7 @@ def microseconds(nanoseconds: int) -> float:
     return found if int(found * 1000.0) == nanoseconds else math.nextafter(found, math.inf)
 
 
-def _counters(points: Sequence[MemoryPoint]) -> list[dict[str, Any]]:
+def _counters(points: Sequence[MemoryPoint]) -> list[Event]:
     places: dict[str, Callable[[MemoryPoint], dict[str, int]]] = {
         "device memory (bytes)": lambda point: point.device,
         "host memory (bytes)": lambda point: point.host,
@@ -87,16 +87,16 @@ def _counters(points: Sequence[MemoryPoint]) -> list[dict[str, Any]]:
     events = []
     for name, of_place in places.items():
         before: dict[str, int] | None = None
-        for point in _thinned(points, of_place):
+        for point in _thin(points, of_place):
             now = of_place(point)
             if now and now != before:
                 moment = microseconds(round(point.seconds * 1e9))
-                events.append({"name": name, "ph": "C", "pid": PROCESS, "ts": moment, "args": now})
+                events.append({"name": name, "ph": "C", "pid": 1, "ts": moment, "args": now})
                 before = now
     return events
 
 
-def _thinned(points: Sequence[MemoryPoint], of_place: Callable[[MemoryPoint], dict[str, int]]) -> Sequence[MemoryPoint]:
+def _thin(points: Sequence[MemoryPoint], of_place: Callable[[MemoryPoint], dict[str, int]]) -> Sequence[MemoryPoint]:
     """The first point, the last one, and of every stretch in between the one with the most bytes: the peak is kept."""
     stretch = -(-len(points) // MOST_POINTS)
     if stretch <= 1:

@@ -46,7 +46,7 @@ def safe(text: str, longest: int = LONGEST_NAME) -> str:
     return line if len(line) <= longest and len(text) <= 4 * longest else f"{line[: longest - 1]}…"
 
 
-def shortened(name: str, room: int) -> str:
+def shorten(name: str, room: int) -> str:
     """A name cut in its middle: names of runs often differ at the end."""
     line = safe(name, 400)
     if len(line) <= room:
@@ -55,12 +55,12 @@ def shortened(name: str, room: int) -> str:
     return f"{line[: room - 1 - tail]}…{line[len(line) - tail :]}"
 
 
-def counted(count: int, noun: str) -> str:
+def count_nouns(count: int, noun: str) -> str:
     """`1 slot`, `2 slots`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def listed(words: Sequence[str]) -> str:
+def list_words(words: Sequence[str]) -> str:
     """`one`, `one and two`, `one, two and three`."""
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
@@ -117,7 +117,7 @@ BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 
 
-def scaled(value: float, unit: Unit) -> str:
+def scale_figure(value: float, unit: Unit) -> str:
     """A figure in the unit that suits its size: `5.472 GiB`, `654.344 GFLOP`, `322.1 us`, `0.041 %`."""
     return _WRITERS[unit](value) if isfinite(value) else f"{value}"
 
@@ -135,7 +135,7 @@ def percent(share: float) -> str:
     """Two decimals, or two digits of what is below 0.1 %."""
     hundredths = 100 * share
     if 0 < abs(hundredths) < 0.1:
-        return f"{_stripped(significant(hundredths, 2))} %"
+        return f"{_strip(significant(hundredths, 2))} %"
     return f"{plain(hundredths, 2)} %"
 
 
@@ -160,16 +160,16 @@ def digits(value: float) -> str:
 
 def plain(value: float, decimals: int) -> str:
     """At most so many decimals, without zeros that say nothing."""
-    return _stripped(f"{value:.{decimals}f}") if abs(value) < BEYOND_READING else f"{value:.3g}"
+    return _strip(f"{value:.{decimals}f}") if abs(value) < BEYOND_READING else f"{value:.3g}"
 
 
-def _stripped(text: str) -> str:
+def _strip(text: str) -> str:
     """`16` for `16.00`."""
     short = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if short in ("-0", "") else short
 
 
-def _stepped(value: float, step: int, units: Sequence[str]) -> str:
+def _step(value: float, step: int, units: Sequence[str]) -> str:
     """Three decimals in the largest unit that the figure has one of."""
     number = 0
     while number < len(units) - 1 and abs(round(value, 3)) >= step:
@@ -184,9 +184,9 @@ def _count(value: float) -> str:
 
 
 _WRITERS: dict[Unit, Callable[[float], str]] = {
-    "B": lambda value: _stepped(value, 1024, BINARY),
-    "FLOP": lambda value: _stepped(value, 1000, [f"{prefix}FLOP" for prefix in DECIMAL]),
-    "Hz": lambda value: _stepped(value, 1000, [f"{prefix}Hz" for prefix in DECIMAL]),
+    "B": lambda value: _step(value, 1024, BINARY),
+    "FLOP": lambda value: _step(value, 1000, [f"{prefix}FLOP" for prefix in DECIMAL]),
+    "Hz": lambda value: _step(value, 1000, [f"{prefix}Hz" for prefix in DECIMAL]),
     "s": seconds,
     "share": percent,
     "count": _count,

@@ -185,19 +185,19 @@ class Hardware:
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for where, key in self.cited():
+        for where, key in self.list_sources():
             if key not in self.sources:
                 raise FlopwiseError(
                     f"{where} names the source {key!r}, which [sources] does not hold",
                     hint=f"add [sources.{key}] with a title and a kind, or use {' or '.join(self.sources)}",
                 )
 
-    def cited(self) -> list[tuple[str, str]]:
+    def list_sources(self) -> list[tuple[str, str]]:
         """(where, source key) of every fact below."""
-        return _cited(self, "")
+        return _list_sources(self, "")
 
 
-def _cited(value: object, where: str) -> list[tuple[str, str]]:
+def _list_sources(value: object, where: str) -> list[tuple[str, str]]:
     if isinstance(value, Fact):
         return [(where, value.source)]
     if isinstance(value, dict):
@@ -208,7 +208,7 @@ def _cited(value: object, where: str) -> list[tuple[str, str]]:
         pairs = [(f"{where}.{key}".lstrip("."), getattr(value, key)) for key in value.__dataclass_fields__]
         own = getattr(value, "source", None)
         if isinstance(own, str):
-            return [(where, own), *(pair for key, item in pairs for pair in _cited(item, key))]
+            return [(where, own), *(pair for key, item in pairs for pair in _list_sources(item, key))]
     else:
         return []
-    return [pair for key, item in pairs for pair in _cited(item, key)]
+    return [pair for key, item in pairs for pair in _list_sources(item, key)]

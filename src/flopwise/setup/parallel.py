@@ -149,7 +149,7 @@ class Parallel:
             raise FlopwiseError(f"{model.name} cannot be split that way: {illegal[0]}", why=illegal[1], hint=illegal[2])
 
 
-def sharded(devices: int) -> Parallel:
+def shard_all(devices: int) -> Parallel:
     """Devices that see different sequences and shard everything, as FSDP does."""
     return Parallel(data=devices, zero=3) if devices > 1 else Parallel()
 

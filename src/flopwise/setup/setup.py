@@ -6,16 +6,16 @@ Whatever has to agree between two of its fields is checked here, when one is mad
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.stack import Stack
-from flopwise.setup.words import MOMENTS, Fusion, Optimizer
+from flopwise.setup.words import FUSIONS, MOMENTS, Fusion, Optimizer
 from flopwise.work.formats import POLICIES, Formats
 from flopwise.work.model import Model
-from flopwise.work.op import AttentionKernel
+from flopwise.work.op import ATTENTION_KERNELS, AttentionKernel
 from flopwise.work.work import RECOMPUTE_POLICIES, Recompute
 
 Narrowed = TypeVar("Narrowed", bound="Setup")
@@ -25,8 +25,8 @@ DEFAULT_SEQUENCE_TOKENS = 8192
 COUNTS = ("sequence_tokens", "batch_sequences", "micro_batch_sequences", "device_cap_bytes")
 WORDS: dict[str, tuple[str | None, ...]] = {
     "recompute": (*RECOMPUTE_POLICIES, None),
-    "attention": get_args(AttentionKernel),
-    "fusion": get_args(Fusion),
+    "attention": ATTENTION_KERNELS,
+    "fusion": FUSIONS,
     "optimizer": tuple(MOMENTS),
 }
 

@@ -13,6 +13,8 @@ from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.setup.words import Fusion
 from flopwise.work.op import AttentionKernel
 
+NO_STACK = "kernels"
+"""The name for what the kernels and the network allow, no framework in the way."""
 MOST_CONSTANTS = 6
 LEAST_FACTOR, MOST_FACTOR = 1e-3, 1e3
 

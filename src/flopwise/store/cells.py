@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgspec
-
-from flopwise.base.units import Auto
-from flopwise.setup.training import Task
+from flopwise.records.outcome import Outcome
+from flopwise.setup.written import CellSetup
 
 CellState = Literal["planned", "running", "ok", "oom", "timeout", "failed", "skipped"]
 ENDED: frozenset[CellState] = frozenset({"ok", "oom", "timeout", "failed", "skipped"})
@@ -21,66 +18,16 @@ Failure = Literal["does-not-fit", "out-of-memory", "refused", "crashed"]
 """does-not-fit: no plan was found; out-of-memory: there was less than planned; refused: what was asked for is wrong."""
 MEMORY_FAILURES: frozenset[Failure] = frozenset({"does-not-fit", "out-of-memory"})
 
-NOT_IDENTITY = ("name", "title", "source")
-"""Fields of a model's table that say nothing of its shape: the same one under two names is one cell."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """One point of a grid. What two sweeps have in common has the same settings in both, and so the same cell."""
-
-    model: dict[str, Any]
-    """The whole table of its description: a shape, not only a name."""
-    hardware: str
-    """Catalogue name, or the whole path of the file that was named."""
-    devices: int
-    sequence_tokens: int
-    batch_sequences: int | Auto
-    """auto: devices times the largest micro-batch that fits, which is looked for."""
-    micro_batch_sequences: int | Auto
-    """auto: what the plan chooses; with a batch that is auto, the largest that fits."""
-    precision: str
-    optimizer: str = "adamw"
-    task: Task = "language"
-    device_memory_bytes: int | None = None
-    """Cap; None: all of the device but a reserve."""
-    host_memory_bytes: int | None = None
-
-    @property
-    def model_name(self) -> str:
-        return str(self.model.get("name") or "-")
-
-    @property
-    def hardware_name(self) -> str:
-        """As people are told it: of a file its name alone, not where it lies."""
-        return self.hardware.rpartition("/")[2] or self.hardware
-
-
-def cell_id(settings: Settings) -> str:
-    """Twelve hexadecimal digits of the settings' hash, the same in every process and version of Python."""
-    table = msgspec.to_builtins(settings)
-    table["model"] = {key: value for key, value in table["model"].items() if key not in NOT_IDENTITY}
-    return hashlib.sha256(msgspec.json.encode(table, order="sorted")).hexdigest()[:12]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Foreseen:
-    """A cell's prediction, under the names that `Prediction` and `Measurement` have."""
+class CellOutcome(Outcome):
+    """What a cell is expected to take, before it is tried."""
 
     fits: bool
     method: Literal["plan", "predict"]
     """plan: the plan that would run, simulated; predict: all state on the devices, as `flopwise predict` has it."""
-    batch_sequences: int | None = None
-    micro_batch_sequences: int | None = None
-    step_s: float | None = None
-    tokens_per_s: float | None = None
-    mfu: float | None = None
-    hfu: float | None = None
     device_bytes: int | None = None
-    """Of the fullest device; where nothing fits, the least that would be needed."""
     host_bytes: int | None = None
-    recompute: str | None = None
-    bound: str | None = None
     attempt_s: float | None = None
     """Of one attempt of so many steps, its start included."""
     reason: str | None = None
@@ -92,8 +39,8 @@ class Cell:
     """`cell.json`: settings under their hash, with the newest prediction of them."""
 
     id: str
-    settings: Settings
-    foreseen: Foreseen | None = None
+    settings: CellSetup
+    foreseen: CellOutcome | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -268,8 +268,14 @@ class _Store:
             for run in self._between(int(numbers[1]), int(numbers[2])):
                 yield self.run_row(run)
         else:
-            known = [*sweep_names(self.folder), *run_names(self.folder), LAST]
-            hint = f"runs (142, 3-17, `{LAST}`), sweeps or cells; --store FOLDER names another store than {self.folder}"
+            runs = run_names(self.folder)
+            known = [*sweep_names(self.folder), *runs, *([LAST] if runs else ())]
+            other = f"--store FOLDER names another store than {self.folder}"
+            if not known:
+                raise FlopwiseError(
+                    f"no run, sweep or cell is called {shown(name)}", why=f"there are none in {self.folder}", hint=other
+                )
+            hint = f"runs (142, 3-17, `{LAST}`), sweeps or cells; {other}"
             raise unknown_name("run, sweep or cell", name, known, hint=hint)
 
     def _is_run(self, name: str) -> bool:

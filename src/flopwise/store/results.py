@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
@@ -10,17 +9,17 @@ from typing import Any, Literal
 
 from flopwise.base.shown import Shown
 from flopwise.base.units import AUTO, show_count, show_share, significant
-from flopwise.records.measurement import Measurement, RunRecord
-from flopwise.records.plan import LETTERS
+from flopwise.records.measurement import RunRecord
+from flopwise.records.plan import save_words
 from flopwise.records.profile import Profile
-from flopwise.store.cells import Attempt, Cell, Settings
-from flopwise.work.parameters import Place
+from flopwise.setup.written import CellSetup, WrittenBatch, words_of
+from flopwise.store.cells import Attempt, Cell
 
 Source = Literal["measured", "predicted", "imported"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Result(Shown):
+class Result(Shown, WrittenBatch):
     """A row of `results.csv`. Unknown is None. Rates are those of all devices together unless a name says otherwise."""
 
     cell: str | None
@@ -33,16 +32,10 @@ class Result(Shown):
     source: Source = "measured"
 
     model: str | None = None
-    hardware: str | None = None
-    devices: int | None = None
-    sequence_tokens: int | None = None
     batch_sequences: int | None = None
     micro_batch_sequences: int | None = None
-    """Of one device."""
     accumulation_steps: int | None = None
     batch_tokens: int | None = None
-    precision: str | None = None
-    optimizer: str | None = None
     recompute: str | None = None
     """What backward makes again: `none`, a policy's name, or how many of a plan's chunks are kept at which level."""
     sharding: str | None = None
@@ -185,7 +178,10 @@ def _with_measurement(row: Result, record: RunRecord, profile: Profile | None) -
     measured = record.measurement
     if measured is None:
         return row
-    devices, batch, micro = measured.devices, measured.batch_sequences, measured.micro_batch_sequences
+    devices, batch = measured.devices, measured.batch_sequences
+    if measured.predicted_step_s is None and record.plan.get("hardware") not in (None, measured.hardware):
+        # What a plan promises of other hardware says nothing of this.
+        row = replace(row, predicted_step_s=None, predicted_tokens_per_s=None)
     predicted = measured.predicted_tokens_per_s or row.predicted_tokens_per_s
     known = {name: profile.get(name) if profile else None for name in ("power_w", "power_limit_w", "clock_mean_hz")}
     # Without its steps a profile's energy is that of all it has seen, which no batch divides.
@@ -193,49 +189,22 @@ def _with_measurement(row: Result, record: RunRecord, profile: Profile | None) -
     # A GPU counts its own energy, a processor that of the whole machine. Padding is no token.
     all_energy = energy if energy is None or _on_cpu(record.environment) else energy * devices
     tokens = measured.tokens_per_s * measured.step_s
-    return replace(
-        row,
-        hardware=measured.hardware,
-        devices=devices,
-        sequence_tokens=measured.sequence_tokens,
-        precision=measured.precision,
-        optimizer=measured.optimizer,
-        batch_sequences=batch,
-        micro_batch_sequences=micro,
-        accumulation_steps=-(-batch // (micro * devices)),
-        batch_tokens=measured.batch_tokens,
-        n_params=measured.n_params,
-        steps=measured.steps,
-        step_s=measured.step_s,
-        step_s_p20=measured.step_s_p20,
-        step_s_p80=measured.step_s_p80,
-        tokens_per_s=measured.tokens_per_s,
-        tokens_per_s_p20=measured.tokens_per_s_p20,
-        tokens_per_s_p80=measured.tokens_per_s_p80,
-        tokens_per_s_per_device=measured.tokens_per_s / devices,
-        samples_per_s=batch / measured.step_s,
-        model_flops_per_s_per_device=measured.model_flops / measured.step_s / devices,
-        mfu=measured.mfu,
-        hfu=measured.hfu,
-        convention=measured.convention,
-        peak_flops=measured.peak_flops,
-        peak_format=measured.peak_format,
-        last_loss=measured.last_loss,
-        device_bytes=_taken(measured, "device"),
-        host_bytes=_taken(measured, "host"),
-        power_w=known["power_w"],
-        power_limit_w=known["power_limit_w"],
-        clock_hz=known["clock_mean_hz"],
-        energy_j_per_token=all_energy / tokens if all_energy is not None and tokens else None,
-        predicted_step_s=measured.predicted_step_s or row.predicted_step_s,
-        predicted_tokens_per_s=predicted,
-        prediction_error=predicted / measured.tokens_per_s - 1 if predicted and measured.tokens_per_s else None,
-    )
-
-
-def _taken(measured: Measurement, place: Place) -> int | None:
-    """None where nobody has looked at the place: that is not 0 bytes."""
-    return measured.total_bytes(place) if any(row.place == place for row in measured.memory) else None
+    same = {name: value for name in FIELDS if (value := getattr(measured, name, None)) is not None}
+    further = {
+        "model": row.model,
+        "accumulation_steps": -(-batch // (measured.micro_batch_sequences * devices)),
+        "tokens_per_s_per_device": measured.tokens_per_s / devices,
+        "samples_per_s": batch / measured.step_s,
+        "model_flops_per_s_per_device": measured.model_flops / measured.step_s / devices,
+        "device_bytes": measured.device_total,
+        "host_bytes": measured.host_total,
+        "power_w": known["power_w"],
+        "power_limit_w": known["power_limit_w"],
+        "clock_hz": known["clock_mean_hz"],
+        "energy_j_per_token": all_energy / tokens if all_energy is not None and tokens else None,
+        "prediction_error": predicted / measured.tokens_per_s - 1 if predicted and measured.tokens_per_s else None,
+    }
+    return replace(row, **same | further)
 
 
 def result_of_cell(cell: Cell, attempt: Attempt | None, run: Result | None = None) -> Result:
@@ -299,17 +268,11 @@ def _fill(values: dict[str, Any], given: dict[str, Any]) -> None:
             values[name] = value
 
 
-def _settings_values(settings: Settings) -> dict[str, Any]:
-    return {
+def _settings_values(settings: CellSetup) -> dict[str, Any]:
+    return {name: None if value == AUTO else value for name, value in words_of(settings).items()} | {
         "state": "planned",
         "model": settings.model_name,
         "hardware": settings.hardware_name,
-        "devices": settings.devices,
-        "sequence_tokens": settings.sequence_tokens,
-        "batch_sequences": None if settings.batch_sequences == AUTO else settings.batch_sequences,
-        "micro_batch_sequences": None if settings.micro_batch_sequences == AUTO else settings.micro_batch_sequences,
-        "precision": settings.precision,
-        "optimizer": settings.optimizer,
         "device_cap_bytes": settings.device_memory_bytes,
         "host_cap_bytes": settings.host_memory_bytes,
     }
@@ -374,10 +337,7 @@ def recompute_words(plan: dict[str, Any]) -> str | None:
     saves = plan.get("saves")
     if not isinstance(saves, list | tuple) or not saves:
         return None
-    letters = Counter("".join(map(str, saves)).lower())
-    if set(letters) <= {"f"}:
-        return "none"
-    return f"saves {', '.join(f'{letters[letter]} {level}' for letter, level in LETTERS.items() if letters[letter])}"
+    return save_words(map(str, saves))
 
 
 def _sharding(plan: dict[str, Any]) -> str | None:

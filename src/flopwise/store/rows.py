@@ -94,9 +94,11 @@ def _written(folder: Path) -> RunRow | None:
         record, row = os.stat(f"{place}/{RECORD}"), os.stat(f"{place}/{ROW}")  # noqa: PTH116
         if not stat.S_ISREG(record.st_mode) or row.st_mtime_ns < record.st_mtime_ns:
             return None
-        return from_text(read_bounded(f"{place}/{ROW}", MOST_RECORD_BYTES), RunRow)
+        found = from_text(read_bounded(f"{place}/{ROW}", MOST_RECORD_BYTES), RunRow)
     except (OSError, FlopwiseError):
         return None
+    # No run writes a row without its model, or one that says it cannot be read: somebody else did.
+    return None if found.result.model is None or found.state == UNREADABLE else found
 
 
 def read_profile(folder: Path) -> Profile | None:

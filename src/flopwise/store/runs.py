@@ -22,7 +22,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
-from flopwise.base.files import WRITABLE_HINT, append_to, entry_kind, json_text, opened_file, read_bounded, write_whole
+from flopwise.base.files import WRITABLE_HINT, append_to, entry_kind, json_text, open_file, read_bounded, write_whole
 from flopwise.records.measurement import RunRecord, StepRecord
 
 VARIABLE = "FLOPWISE_STORE"
@@ -203,7 +203,9 @@ def find_run(store: Path, name: str) -> Path:
         if entry_kind(path / RECORD) == "file":
             return path
         raise FlopwiseError(
-            f"{name} is not the folder of a run", why=f"it holds no {RECORD}", hint="the number of a run, or `last`"
+            f"{name} is not the folder of a run",
+            why=f"it holds no {RECORD}",
+            hint="the folder of one run, or its number; --store FOLDER names a folder of many",
         )
     try:
         numbers = sorted(_numbers(store))
@@ -327,7 +329,7 @@ def last_step(folder: Path) -> StepRecord | None:
     """The last step that was written whole, from the end of the file alone; None where there is none."""
     path = folder / STEPS
     try:
-        with opened_file(path) as stream:
+        with open_file(path) as stream:
             end = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, end - TAIL_BYTES))
             lines = stream.read(TAIL_BYTES).split(b"\n")[:-1]
@@ -399,7 +401,7 @@ class RunLock:
 def process_is_gone(folder: Path) -> bool:
     """Whether nobody holds the lock of a run; False too where there is no lock to ask, or none can be held."""
     try:
-        with opened_file(folder / LOCK) as stream:
+        with open_file(folder / LOCK) as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (OSError, FlopwiseError):
         return False

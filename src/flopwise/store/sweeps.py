@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
-from flopwise.base.files import WRITABLE_HINT, append_to, read_bounded, write_whole
+from flopwise.base.files import WRITABLE_HINT, append_to, plain, read_bounded, write_whole
 from flopwise.base.units import AUTO
 from flopwise.records.measurement import RunRecord
 from flopwise.store.cells import ENDED, MEMORY_FAILURES, Attempt, Cell, SweepRecord, Told, says_nothing, standing
@@ -75,7 +75,7 @@ def cell_folder(store: Path, cell: str) -> Path:
 def write_cell(store: Path, cell: Cell) -> None:
     folder = cell_folder(store, cell.id)
     _make(folder)
-    write_whole(folder / CELL, to_text(cell, faithful=True) + "\n", own=True)
+    write_whole(folder / CELL, to_text(plain(cell), faithful=True) + "\n", own=True)
 
 
 def read_cell(store: Path, cell: str) -> Cell:

@@ -27,7 +27,7 @@ from flopwise.catalog.load import hardware_place, load_model, model_table
 from flopwise.predict.choose import usual_formats
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import default_sequence
-from flopwise.store.cells import Settings, cell_id
+from flopwise.setup.written import CellSetup, cell_id
 from flopwise.work.formats import parse_formats
 from flopwise.work.model import Model
 from flopwise.work.transformer import Transformer
@@ -93,7 +93,7 @@ class Skip:
 class Grid:
     """The cells of a sweep in their order, each once."""
 
-    settings: tuple[Settings, ...]
+    settings: tuple[CellSetup, ...]
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Cell → why it is left out."""
 
@@ -230,7 +230,7 @@ def _changed_to(text: str) -> list[Any]:
 def expand(axes: Axes, hardware: Mapping[str, Hardware], skip: Sequence[Skip] = ()) -> Grid:
     """Every combination once, in a fixed order. `hardware`: what the names of `axes.on` stand for."""
     check_count(axes)
-    settings: dict[tuple[Any, ...], Settings] = {}
+    settings: dict[tuple[Any, ...], CellSetup] = {}
     skipped: dict[str, str] = {}
     models = [(model, model_table(model)) for model in models_of(axes)]
     batches: tuple[int | Auto | None, ...] = axes.batch_tokens or axes.batch or (None,)
@@ -244,7 +244,7 @@ def expand(axes: Axes, hardware: Mapping[str, Hardware], skip: Sequence[Skip] = 
                 formats[on, precision] = usual_formats(machine).name if precision == AUTO else precision
             length = _default_sequence(model, machine) if seq == AUTO else seq
             sequences = _batch(machine, gpus, batch, length if tokens else None)
-            cell = Settings(
+            cell = CellSetup(
                 model=table,
                 hardware=hardware_word(on, machine),
                 devices=gpus,
@@ -321,12 +321,12 @@ def _default_sequence(model: Model, hardware: Hardware) -> int:
     return min(model.context, CPU_SEQUENCE_TOKENS) if hardware.device.kind == "cpu" else default_sequence(model)
 
 
-def left_out(cell: Settings, skip: Sequence[Skip], on: str = "") -> str | None:
+def left_out(cell: CellSetup, skip: Sequence[Skip], on: str = "") -> str | None:
     """Why a cell is left out, where it is; `on`: what its hardware was called, if otherwise than in the cell."""
     return next((rule.reason for rule in skip if _matches(rule, cell, on)), None)
 
 
-def _matches(rule: Skip, cell: Settings, on: str) -> bool:
+def _matches(rule: Skip, cell: CellSetup, on: str) -> bool:
     batch = cell.batch_sequences
     mine: dict[str, tuple[Any, ...]] = {
         "model": (cell.model_name, cell.model_name.partition("+")[0]),
@@ -346,7 +346,7 @@ def _matches(rule: Skip, cell: Settings, on: str) -> bool:
 # -- what cannot be meant --------------------------------------------------------------------------------------------
 
 
-def label(settings: Settings) -> str:
+def label(settings: CellSetup) -> str:
     """A cell in a few words."""
     batch = settings.batch_sequences
     parts = [settings.model_name, f"sequence {settings.sequence_tokens:,}"]
@@ -362,7 +362,7 @@ def label(settings: Settings) -> str:
     return " · ".join(parts)
 
 
-def _check(cell: Settings, model: Model, batch_tokens: int | None) -> None:
+def _check(cell: CellSetup, model: Model, batch_tokens: int | None) -> None:
     """Refuse a combination that contradicts itself, and say which one it is."""
     seq, batch, micro = cell.sequence_tokens, cell.batch_sequences, cell.micro_batch_sequences
     what = why = hint = ""

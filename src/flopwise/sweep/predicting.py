@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from flopwise.base.errors import DoesNotFit, FlopwiseError
@@ -20,18 +21,19 @@ from flopwise.plan.device.forecast import forecast
 from flopwise.plan.device.memory import plan_bytes
 from flopwise.plan.device.smallest import least_device
 from flopwise.plan.program.sizes import sizes_of
-from flopwise.predict.choose import capacity_bytes
+from flopwise.predict.choose import capacity_bytes, memory_lines
+from flopwise.predict.step import steps
 from flopwise.records.plan import Plan
+from flopwise.records.prediction import Prediction
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.parallel import sharded
+from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
-from flopwise.store.cells import Cell, Foreseen, Settings
-from flopwise.store.results import recompute_words
+from flopwise.setup.written import CellSetup, read_setup
+from flopwise.store.cells import Cell, CellOutcome
 from flopwise.store.sweeps import looks
 from flopwise.sweep.auto_batch import LOOKING_ATTEMPTS, LOOKING_STEPS, largest, most_sequences
 from flopwise.sweep.grid import label
-from flopwise.sweep.many import Outcome, Predictor
-from flopwise.train.planning import Promise, cap_setup, find_plan
+from flopwise.train.planning import FoundPlan, cap_setup, find_plan
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats
 from flopwise.work.model import ARCHITECTURES, Model
@@ -51,17 +53,17 @@ Tell = Callable[[str, int, int], None]
 
 
 def foresee_all(
-    cells: Sequence[Settings],
+    cells: Sequence[CellSetup],
     hardware: Mapping[str, Hardware],
     *,
     steps: int,
     to_run: bool,
     tell: Tell | None = None,
-) -> list[Foreseen]:
+) -> list[CellOutcome]:
     """What each cell will take, in their order; `hardware`: what the cells' names of it stand for."""
     models = _Models()
-    found: dict[int, Foreseen] = {}
-    together: dict[str, list[tuple[int, Settings]]] = {}
+    found: dict[int, CellOutcome] = {}
+    together: dict[str, list[tuple[int, CellSetup]]] = {}
     for place, settings in enumerate(cells):
         if to_run:
             check_trainable(models.of(settings))
@@ -100,7 +102,7 @@ def check_trainable(model: Model) -> None:
         )
 
 
-def _check_several(settings: Settings) -> None:
+def _check_several(settings: CellSetup) -> None:
     """Refuse formats that several devices do not train in, before a process finds out."""
     if settings.devices == 1:
         return
@@ -117,7 +119,7 @@ class _Models:
     def __init__(self) -> None:
         self._by_table: dict[int, tuple[dict[str, Any], Model]] = {}
 
-    def of(self, settings: Settings) -> Model:
+    def of(self, settings: CellSetup) -> Model:
         known = self._by_table.get(id(settings.model))
         if known is None:
             fields = {key: value for key, value in settings.model.items() if key != "architecture"}
@@ -127,11 +129,11 @@ class _Models:
             self._by_table[id(settings.model)] = known
         return known[1]
 
-    def parameters(self, settings: Settings) -> int:
+    def parameters(self, settings: CellSetup) -> int:
         return describe(self.of(settings), settings.sequence_tokens).parameters
 
 
-def _told(settings: Settings, look: Callable[[], Found]) -> Found:
+def _told(settings: CellSetup, look: Callable[[], Found]) -> Found:
     """What `look` finds; a mistake is told with the cell that it is in."""
     try:
         return look()
@@ -139,7 +141,7 @@ def _told(settings: Settings, look: Callable[[], Found]) -> Found:
         raise error.within(label(settings)) from None
 
 
-def _with_time(foreseen: Foreseen, hardware: Hardware, steps: int, parameters: int) -> Foreseen:
+def _with_time(foreseen: CellOutcome, hardware: Hardware, steps: int, parameters: int) -> CellOutcome:
     if foreseen.step_s is None:
         return foreseen
     start_s = START_S["cpu" if hardware.device.kind == "cpu" else "gpu"] + START_S_PER_PARAMETER * parameters
@@ -149,14 +151,14 @@ def _with_time(foreseen: Foreseen, hardware: Hardware, steps: int, parameters: i
 # -- the plan that would run -----------------------------------------------------------------------------------------
 
 
-def _planned(settings: Settings, model: Model, hardware: Hardware) -> Foreseen:
+def _planned(settings: CellSetup, model: Model, hardware: Hardware) -> CellOutcome:
     assert isinstance(model, Transformer) or settings.host_memory_bytes is not None
     if not isinstance(model, Transformer):
         raise FlopwiseError(f"{model.name} cannot be planned for a host", why="only transformers are", hint="--model")
     setup = _setup(settings, model, hardware)
     if setup.batch_sequences is not None:
         return _foreseen(setup, _try(setup))
-    tries: dict[int, Promise | DoesNotFit] = {}
+    tries: dict[int, FoundPlan | DoesNotFit] = {}
 
     def sized(count: int) -> Setup:
         return replace(setup, batch_sequences=count * settings.devices, micro_batch_sequences=count)
@@ -174,24 +176,13 @@ def _planned(settings: Settings, model: Model, hardware: Hardware) -> Foreseen:
     return foreseen
 
 
-def _setup(settings: Settings, model: Model, hardware: Hardware) -> Setup:
+def _setup(settings: CellSetup, model: Model, hardware: Hardware) -> Setup:
     """As `flopwise train` asks it of the machine that it runs on."""
-    batch, micro = settings.batch_sequences, settings.micro_batch_sequences
-    return Setup(
-        model=model,
-        hardware=hardware,
-        hardware_name=THIS_CPU if hardware.device.kind == "cpu" else THIS_MACHINE,
-        sequence_tokens=settings.sequence_tokens,
-        batch_sequences=None if batch == AUTO else batch,
-        micro_batch_sequences=None if micro == AUTO else micro,
-        formats=parse_formats(settings.precision),
-        device_cap_bytes=settings.device_memory_bytes,
-        host_cap_bytes=settings.host_memory_bytes,
-        parallel=sharded(settings.devices),
-    )
+    here = THIS_CPU if hardware.device.kind == "cpu" else THIS_MACHINE
+    return read_setup(settings, Setup, model, hardware, hardware_name=here, parallel=shard_all(settings.devices))
 
 
-def _try(setup: Setup) -> Promise | DoesNotFit:
+def _try(setup: Setup) -> FoundPlan | DoesNotFit:
     """The plan, or why there is none."""
     try:
         return find_plan(setup)
@@ -199,9 +190,9 @@ def _try(setup: Setup) -> Promise | DoesNotFit:
         return error
 
 
-def _foreseen(setup: Setup, found: Promise | DoesNotFit) -> Foreseen:
+def _foreseen(setup: Setup, found: FoundPlan | DoesNotFit) -> CellOutcome:
     if isinstance(found, DoesNotFit):
-        return Foreseen(
+        return CellOutcome(
             fits=False,
             method="plan",
             batch_sequences=setup.batch_sequences,
@@ -209,45 +200,46 @@ def _foreseen(setup: Setup, found: Promise | DoesNotFit) -> Foreseen:
             device_bytes=_needed(setup, found),
             reason=f"{found.what}: {found.why}" if found.why else found.what,
         )
-    plan, batch = found.plan, found.batch_sequences
+    plan, expected = found
     device_bytes, host_bytes = _taken(setup, found)
+    batch = expected.batch_sequences or plan.batch_sequences
     flops = batch * describe(setup.model, plan.sequence_tokens).model_flops("causal")
-    spent = None if found.step_s is None or found.peak_flops is None else found.step_s * found.peak_flops
-    return Foreseen(
+    spent = expected.step_s * expected.peak_flops if expected.step_s and expected.peak_flops else None
+    return CellOutcome(
         fits=True,
         method="plan",
         batch_sequences=batch,
-        micro_batch_sequences=plan.sequences_per_round if isinstance(plan, Plan) else plan.micro_batch_sequences,
-        step_s=found.step_s,
-        tokens_per_s=found.tokens_per_s,
+        micro_batch_sequences=plan.micro_batch_sequences,
+        step_s=expected.step_s,
+        tokens_per_s=expected.tokens_per_s,
         mfu=None if spent is None else flops / spent,
-        hfu=None if spent is None or found.hardware_flops is None else found.hardware_flops / spent,
+        hfu=None if spent is None or expected.hardware_flops is None else expected.hardware_flops / spent,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
-        recompute=recompute_words({"saves": plan.saves} if isinstance(plan, Plan) else {"recompute": plan.recompute}),
+        recompute=plan.recompute,
         bound=_bound(setup, found),
         reason=NOT_KNOWN if device_bytes is None else None,
     )
 
 
-def _taken(setup: Setup, promise: Promise) -> tuple[int | None, int | None]:
+def _taken(setup: Setup, found: FoundPlan) -> tuple[int | None, int | None]:
     """Memory of a device and of the host; that of a plan is known where its speed is not."""
-    plan = promise.plan
-    if promise.device_bytes is not None or not isinstance(plan, Plan):
-        return promise.device_bytes, promise.host_bytes
+    plan, expected = found
+    if expected.device_bytes is not None or not isinstance(plan, Plan):
+        return expected.device_total, expected.host_total
     sizes = sizes_of(setup.model, plan.sequence_tokens, parse_formats(plan.precision), plan.optimizer)
     taken = plan_bytes(plan, sizes)
     return sum(taken["device"].values()), sum(taken["host"].values())
 
 
-def _bound(setup: Setup, promise: Promise) -> str | None:
+def _bound(setup: Setup, found: FoundPlan) -> str | None:
     """What limits the step, where its speed is known."""
-    plan, hardware = promise.plan, setup.hardware
-    if promise.step_s is None:
+    (plan, expected), hardware = found, setup.hardware
+    if expected.step_s is None:
         return None
     if isinstance(plan, Plan):
         return forecast(plan, setup.model, hardware).bound
-    return Predictor(hardware).outcomes([plan.setup(setup.model, hardware)])[0].bound
+    return steps([plan.setup(setup.model, hardware)], operators=False)[0].bound
 
 
 def _needed(setup: Setup, error: DoesNotFit) -> int | None:
@@ -261,59 +253,68 @@ def _needed(setup: Setup, error: DoesNotFit) -> int | None:
 # -- a step with all state on the devices ----------------------------------------------------------------------------
 
 
-def _predicted(cells: Sequence[Settings], models: _Models, hardware: Hardware) -> list[Foreseen]:
+def _predicted(cells: Sequence[CellSetup], models: _Models, hardware: Hardware) -> list[CellOutcome]:
     """Cells on one hardware, all at once."""
-    predictor = Predictor(hardware)
-    setups: list[Setup] = []
-    found: dict[int, Foreseen] = {}
-    places: list[int] = []
-    for place, settings in enumerate(cells):
-        setup = _told(settings, lambda s=settings: _setup(s, models.of(s), hardware))  # type: ignore[misc]
-        if settings.batch_sequences == AUTO:
-            most = most_sequences(settings.sequence_tokens)
-            count = _told(settings, lambda s=setup, m=most: predictor.largest_micro_batch(s, m))  # type: ignore[misc]
-            if count == 0:
-                found[place] = _too_large(predictor.least_bytes(setup), capacity_bytes(setup), None)
-                continue
-            setup = replace(setup, batch_sequences=count * settings.devices, micro_batch_sequences=count)
-        setups.append(setup)
-        places.append(place)
-    try:
-        outcomes = predictor.outcomes(setups)
-    except FlopwiseError:
-        # Which of them it is that cannot be predicted is for the error to say.
-        for place, setup in zip(places, setups, strict=True):
-            _told(cells[place], lambda s=setup: predictor.outcomes([s]))  # type: ignore[misc]
-        raise
-    found |= {place: _outcome_words(outcome) for place, outcome in zip(places, outcomes, strict=True)}
+    setups = {
+        place: _told(settings, lambda s=settings: _setup(s, models.of(s), hardware))  # type: ignore[misc]
+        for place, settings in enumerate(cells)
+    }
+    found: dict[int, CellOutcome] = {}
+    auto = [place for place, settings in enumerate(cells) if settings.batch_sequences == AUTO]
+    for place, lines in zip(auto, _all_told(cells, setups, auto, memory_lines), strict=True):
+        settings, capacity = cells[place], capacity_bytes(setups[place])
+        count = max(1 + (capacity - one) // each for one, each in lines)
+        if count < 1:
+            found[place] = _too_large(min(one for one, _ in lines), capacity)
+            continue
+        count = min(count, most_sequences(settings.sequence_tokens))
+        setups[place] = replace(setups[place], batch_sequences=count * settings.devices, micro_batch_sequences=count)
+    places = [place for place in setups if place not in found]
+    predictions = _all_told(cells, setups, places, partial(steps, operators=False))
+    found |= {place: _foreseen_step(one) for place, one in zip(places, predictions, strict=True)}
     return [found[place] for place in range(len(cells))]
 
 
-def _outcome_words(outcome: Outcome) -> Foreseen:
-    setup = outcome.setup
-    if not outcome.fits:
-        return _too_large(outcome.device_bytes, outcome.capacity_bytes, setup)
-    return Foreseen(
+def _all_told(
+    cells: Sequence[CellSetup],
+    setups: Mapping[int, Setup],
+    places: Sequence[int],
+    look: Callable[[list[Setup]], list[Found]],
+) -> list[Found]:
+    """What `look` finds for all at once; which of them it is that it refuses is for the error to say."""
+    try:
+        return look([setups[place] for place in places])
+    except FlopwiseError:
+        for place in places:
+            _told(cells[place], lambda s=setups[place]: look([s]))  # type: ignore[misc]
+        raise
+
+
+def _foreseen_step(found: Prediction) -> CellOutcome:
+    if not found.fits:
+        sizes = found.batch_sequences, found.micro_batch_sequences
+        return _too_large(found.device_bytes.total, found.device_capacity_bytes, *sizes)
+    return CellOutcome(
         fits=True,
         method="predict",
-        batch_sequences=setup.batch_sequences,
-        micro_batch_sequences=setup.micro_batch_sequences,
-        step_s=outcome.step_s,
-        tokens_per_s=setup.batch_tokens / outcome.step_s,
-        mfu=outcome.mfu,
-        hfu=outcome.hfu,
-        device_bytes=outcome.device_bytes,
-        recompute=setup.recompute,
-        bound=outcome.bound,
+        batch_sequences=found.batch_sequences,
+        micro_batch_sequences=found.micro_batch_sequences,
+        step_s=found.step_s,
+        tokens_per_s=found.tokens_per_s,
+        mfu=found.mfu,
+        hfu=found.hfu,
+        device_bytes=found.device_bytes.total,
+        recompute=found.recompute,
+        bound=found.bound,
     )
 
 
-def _too_large(needed: int, capacity: int, setup: Setup | None) -> Foreseen:
-    return Foreseen(
+def _too_large(needed: int, capacity: int, batch: int | None = None, micro: int | None = None) -> CellOutcome:
+    return CellOutcome(
         fits=False,
         method="predict",
-        batch_sequences=setup.batch_sequences if setup else None,
-        micro_batch_sequences=setup.micro_batch_sequences if setup else None,
+        batch_sequences=batch,
+        micro_batch_sequences=micro,
         device_bytes=needed,
         reason=f"{show_bytes(needed)} are needed on a device, and there are {show_bytes(capacity)}",
     )
@@ -344,11 +345,11 @@ def cell_seconds(cell: Cell, *, steps: int, repeats: int) -> float | None:
     return repeats * whole + (LOOKING_ATTEMPTS * short if looks(cell) else 0.0)
 
 
-Share = Callable[[Settings], float]
+Share = Callable[[CellSetup], float]
 """Of all that can run at once, what a cell takes, as `Slots` has it."""
 
 
-def alone(_settings: Settings) -> float:
+def alone(_settings: CellSetup) -> float:
     """The share of cells that run one after the other."""
     return 1.0
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import THIS_CPU, THIS_MACHINE, is_cpu, load_hardware
+from flopwise.profile.measure.this_machine import NO_ANSWER, query_gpus
 from flopwise.setup.hardware import Hardware, same_device
-from flopwise.store.cells import Settings, SweepRecord
+from flopwise.setup.written import CellSetup
+from flopwise.store.cells import SweepRecord
 from flopwise.sweep.jobs.slurm_scripts import PREFIX_VARIABLE
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -30,15 +30,10 @@ def gpu_ids() -> list[str]:
                 break
             ids.append(word)
         return ids
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, "--query-gpu=index", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
-    except (OSError, subprocess.SubprocessError):
+        return [number for number in query_gpus("index") if number.isdigit()]
+    except NO_ANSWER:
         return []
-    return [line.strip() for line in answer.stdout.splitlines() if line.strip().isdigit()]
 
 
 class Slots:
@@ -62,19 +57,19 @@ class Slots:
             self._cpus[name] = is_cpu(name)
         return self._cpus[name]
 
-    def too_few(self, settings: Settings) -> str | None:
+    def too_few(self, settings: CellSetup) -> str | None:
         """Why a cell cannot run here, if it cannot."""
         if not self.gpus or self.on_cpu(settings.hardware) or settings.devices <= len(self.gpus):
             return None
         return f"{settings.devices} GPUs are wanted, and {len(self.gpus)} are here"
 
-    def share(self, settings: Settings) -> float:
+    def share(self, settings: CellSetup) -> float:
         """Of all that can run at once, what a cell takes: of the time of a sweep, so much of its own counts."""
         of_gpus = settings.devices / len(self.gpus) if self.gpus and not self.on_cpu(settings.hardware) else 0.0
         return min(1.0, max(1.0 / self.count, of_gpus))
 
     @contextmanager
-    def taken(self, settings: Settings) -> Iterator[dict[str, str]]:
+    def taken(self, settings: CellSetup) -> Iterator[dict[str, str]]:
         """The environment of a process for a cell, whose devices are its own as long as this is entered."""
         on_cpu = self.on_cpu(settings.hardware)
         if not self.gpus or on_cpu:
@@ -100,12 +95,12 @@ class Slots:
         return {THREADS: str(min(ours, int(told)) if told.isdecimal() and int(told) else ours)}
 
 
-def slots_for(record: SweepRecord, cells: Iterable[Settings], at_once: int | None) -> Slots:
+def slots_for(record: SweepRecord, cells: Iterable[CellSetup], at_once: int | None) -> Slots:
     """Those of a sweep with these cells."""
     return Slots(record, at_once, on_cpu=all(is_cpu(name) for name in {settings.hardware for settings in cells}))
 
 
-def check_hardware(cells: Iterable[Settings], record: SweepRecord, slots: Slots) -> None:
+def check_hardware(cells: Iterable[CellSetup], record: SweepRecord, slots: Slots) -> None:
     """Refuse to measure under the name of hardware that is not here."""
     wanted = {settings.hardware for settings in cells} - {THIS_CPU}
     if slots.scheduled or not wanted:

@@ -14,7 +14,6 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.engine.devices import choose_device
 from flopwise.engine.executor import Executor
 from flopwise.engine.launch import Group, Rank
-from flopwise.engine.sharded.distributed import DistributedExecutor
 from flopwise.engine.streaming.executor import StreamingExecutor
 from flopwise.engine.weights.finite import not_finite
 from flopwise.engine.weights.huggingface import from_huggingface
@@ -34,14 +33,23 @@ def rank_group(rank: Rank, device: str) -> AbstractContextManager[object]:
 
 
 def build_executor(
-    plan: Plan | ClusterPlan, program: Program | None, model: Transformer, training: Training,
-    *, device: str, rank: Rank, deterministic: bool,
-) -> Executor:  # fmt: skip
+    plan: Plan | ClusterPlan,
+    program: Program | None,
+    model: Transformer,
+    training: Training,
+    *,
+    device: str,
+    rank: Rank,
+    deterministic: bool,
+) -> Executor:
     """The executor for a plan: streaming on one device, sharding over several."""
     if deterministic:
         torch.use_deterministic_algorithms(True)
     if isinstance(plan, ClusterPlan):
         place = torch.device(device, rank.local_rank) if device == "cuda" else torch.device("cpu")
+        # Torch's tensors of several ranks take most of a second to import.
+        from flopwise.engine.sharded.distributed import DistributedExecutor
+
         return DistributedExecutor(plan, model, training, device=place, rank=rank.rank, world=rank.world)
     assert program is not None
     return StreamingExecutor(plan, program, model, training, device=torch.device(device), deterministic=deterministic)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from flopwise.base.files import append_to
 from flopwise.records.measurement import RunRecord, StepRecord
+from flopwise.records.outcome import Outcome
 from flopwise.setup.training import Training
 from flopwise.store.runs import LOG
 
@@ -22,20 +23,13 @@ class Started:
     folder: Path
     run: str
     """The run's number."""
-    model: str
     hardware: str
     """In words: what it runs on."""
     training: Training
     first_step: int
     """Steps that are done already, by the run that this one resumes; else 0."""
-    batch_sequences: int
-    batch_tokens: int
-    sequence_tokens: int
-    devices: int
-    predicted_step_s: float | None
-    predicted_tokens_per_s: float | None
-    planned_device_bytes: int | None
-    planned_host_bytes: int | None
+    expected: Outcome
+    """The set-up, and what a step of it takes as far as that is known."""
     checks: tuple[str, ...]
     """What was looked at and found in order, a few words each."""
     notes: tuple[str, ...]
@@ -84,7 +78,7 @@ class LogFile(Callback):
 
     def on_start(self, started: Started) -> None:
         after = f" after step {started.first_step}" if started.first_step else ""
-        self._write(f"begins{after}: {started.model} on {started.hardware}, {started.training.steps} steps")
+        self._write(f"begins{after}: {started.expected.model} on {started.hardware}, {started.training.steps} steps")
         for note in started.notes:
             self._write(note)
 

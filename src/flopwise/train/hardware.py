@@ -111,7 +111,7 @@ def check_planned(plan: Plan | ClusterPlan, hardware: Hardware, request: TrainRe
 
 def _check_room(plan: Plan | ClusterPlan, hardware: Hardware) -> None:
     """Refuse a plan that takes more memory than a device has."""
-    needed = plan.expected.device_bytes if plan.expected else plan.device_memory_bytes
+    needed = plan.expected.device_total if plan.expected else plan.device_memory_bytes
     there = hardware.device.dram.size_bytes.value
     if needed is not None and needed > there:
         raise FlopwiseError(

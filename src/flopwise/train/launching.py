@@ -22,7 +22,7 @@ from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.plan import Plan
 from flopwise.store.runs import PLAN, find_run, read_record, store_folder
 from flopwise.train.hardware import check_kind
-from flopwise.train.preparing import Settled, promised, settle
+from flopwise.train.preparing import Settled, plan_of_run, settle
 from flopwise.train.request import TrainRequest, merge_resumed
 from flopwise.work.model import Model
 
@@ -36,7 +36,7 @@ TORCH_BUILD = re.compile(r"^(cuda|hip)\b[^=\n]*=\s*(\S+)", re.MULTILINE)
 def check_launch(request: TrainRequest) -> None:
     """Refuse what the ranks would refuse on this machine, and more of them than it can have."""
     ranks = request.devices
-    request, plan = _resumed(request) if request.resume else (request, _given_plan(request))
+    request, plan = _load_resumed(request) if request.resume else (request, _load_given_plan(request))
     here = _here(request.device)
     if here is None:
         return
@@ -44,18 +44,18 @@ def check_launch(request: TrainRequest) -> None:
         check_kind(plan[0], here)
     check_ranks(here, ranks, anywhere=request.anywhere)
     settled = settle(request, here, ranks=ranks, plan=plan if request.resume else None)
-    promise = promised(settled, settled.model, ranks)
-    assert isinstance(promise.plan, ClusterPlan)
-    check_executed(promise.plan, settled.model, ranks)
+    found, _ = plan_of_run(settled, settled.model, ranks)
+    assert isinstance(found, ClusterPlan)
+    check_executed(found, settled.model, ranks)
     _check_files(settled)
     _check_store(request)
 
 
-def _given_plan(request: TrainRequest) -> tuple[Plan | ClusterPlan, Model] | None:
+def _load_given_plan(request: TrainRequest) -> tuple[Plan | ClusterPlan, Model] | None:
     return load_plan(Path(request.model)) if request.model is not None and is_plan(request.model) else None
 
 
-def _resumed(request: TrainRequest) -> tuple[TrainRequest, tuple[Plan | ClusterPlan, Model] | None]:
+def _load_resumed(request: TrainRequest) -> tuple[TrainRequest, tuple[Plan | ClusterPlan, Model] | None]:
     """What a run was asked for, as far as it is looked at here, and its plan; the ranks tell of what is damaged."""
     assert request.resume is not None
     folder = find_run(store_folder(request.store), request.resume)

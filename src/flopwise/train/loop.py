@@ -98,9 +98,17 @@ class Loop:
     """Trains until the last step, or until it is asked to stop."""
 
     def __init__(
-        self, executor: Executor, data: Data, model: Transformer, training: Training, settings: LoopSettings,
-        *, on_step: Callable[[StepRecord], None], on_checkpoint: Callable[[Path], None], watch: Watch | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        executor: Executor,
+        data: Data,
+        model: Transformer,
+        training: Training,
+        settings: LoopSettings,
+        *,
+        on_step: Callable[[StepRecord], None],
+        on_checkpoint: Callable[[Path], None],
+        watch: Watch | None = None,
+    ) -> None:
         self.executor, self.data, self.model, self.training, self.settings = executor, data, model, training, settings
         self.on_step, self.on_checkpoint, self.watch = on_step, on_checkpoint, watch
         self.saved: Path | None = None
@@ -163,7 +171,8 @@ class Loop:
             result = self.executor.step(batch, progress.step)
             took_s = time.perf_counter() - begun
         peak, width = settings.peak_flops, int(batch.ids.shape[1])
-        flops = batch.sequences * settings.model_flops(width)
+        # Padding is nothing that a model is asked to compute.
+        flops = sum(count * settings.model_flops(tokens) for tokens, count in batch.lengths_counted())
         self.flops += flops
         # With what came between this step and the one before: an evaluation, a checkpoint.
         mark = time.perf_counter()
@@ -171,7 +180,7 @@ class Loop:
         done = self.progress = Progress(
             step=progress.step + 1,
             position=progress.position + batch.sequences,
-            totals=_added(
+            totals=_add_up(
                 progress.totals,
                 loss=result.loss,
                 seconds=passed_s,
@@ -263,9 +272,12 @@ class Loop:
             self.on_checkpoint(self.saved)
 
     def _write(
-        self, progress: Progress, weights: dict[str, Tensor], optimizer: dict[str, Tensor],
+        self,
+        progress: Progress,
+        weights: dict[str, Tensor],
+        optimizer: dict[str, Tensor],
         evaluation: dict[str, float] | None,
-    ) -> tuple[str, ...]:  # fmt: skip
+    ) -> tuple[str, ...]:
         """Save, and tell which tensors are not finite."""
         template = self.settings.template
         state = replace(
@@ -341,5 +353,5 @@ def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _added(totals: dict[str, float], **more: float) -> dict[str, float]:
+def _add_up(totals: dict[str, float], **more: float) -> dict[str, float]:
     return {name: totals.get(name, 0.0) + value for name, value in more.items()}

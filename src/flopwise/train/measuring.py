@@ -7,18 +7,23 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from flopwise.records.cluster_plan import ClusterPlan
-from flopwise.records.measurement import Measurement, MemoryRow, StepRecord
+from flopwise.records.measurement import Measurement, MemoryRow, StepRecord, measured_bytes
+from flopwise.setup.written import words_of
 from flopwise.store.statistics import LEAST_WARM_UP, warm_up_steps
 from flopwise.train.loop import LoopEnd
 from flopwise.train.preparing import Prepared
 from flopwise.work.describe import describe
 
 
-def measured(
-    prepared: Prepared, outcome: LoopEnd, memory: tuple[MemoryRow, ...], *, earlier: Sequence[StepRecord], ranks: int,
+def measure(
+    prepared: Prepared,
+    outcome: LoopEnd,
+    memory: tuple[MemoryRow, ...],
+    *,
+    earlier: Sequence[StepRecord],
+    ranks: int,
     slowed: range = range(0),
-) -> Measurement | None:  # fmt: skip
+) -> Measurement | None:
     """The steps of this process; those of an `earlier` one, perhaps on another machine, tell the first loss alone.
 
     Steps that a profiler has `slowed` down are left out, unless there are hardly any others; so is the warm-up.
@@ -33,24 +38,17 @@ def measured(
     seconds = sorted(step.step_s for step in timed)
     rates = sorted(step.tokens_per_s for step in timed)
     shares = [step.mfu for step in timed if step.mfu is not None]
-    plan, promise, model = prepared.plan, prepared.promise, prepared.model
+    plan, expected, model = prepared.plan, prepared.expected, prepared.model
     work = describe(model, plan.sequence_tokens)
-    batch, flops = promise.batch_sequences, outcome.model_flops // len(steps)
+    batch, flops = prepared.batch_sequences, outcome.model_flops // len(steps)
     mfu = statistics.median(shares) if shares else None
     whole = batch * work.model_flops("causal")
-    executed = None if promise.hardware_flops is None else promise.hardware_flops * flops // whole
-    micro = plan.micro_batch_sequences if isinstance(plan, ClusterPlan) else plan.sequences_per_round
+    executed = None if expected.hardware_flops is None else expected.hardware_flops * flops // whole
+    words = words_of(plan, "recompute") | {"model": model.name, "hardware": prepared.hardware.name, "devices": ranks}
     tokens = sum(step.tokens for step in timed) / len(timed)
     return Measurement(
-        model=model.name,
-        hardware=prepared.hardware.name,
-        devices=ranks,
-        sequence_tokens=plan.sequence_tokens,
-        batch_sequences=batch,
-        micro_batch_sequences=min(micro, batch),
+        **words | {"batch_sequences": batch, "micro_batch_sequences": min(plan.micro_batch_sequences, batch)},
         batch_tokens=batch * plan.sequence_tokens,
-        precision=plan.precision,
-        optimizer=plan.optimizer,
         n_params=work.parameters,
         steps=len(timed),
         step_s=statistics.median(seconds),
@@ -64,14 +62,16 @@ def measured(
         convention="causal",
         mfu=mfu,
         hfu=None if mfu is None or executed is None else mfu * executed / flops,
-        peak_flops=promise.peak_flops,
-        peak_format=promise.peak_format,
+        peak_flops=expected.peak_flops,
+        peak_format=expected.peak_format,
+        device_bytes=measured_bytes(memory, "device"),
+        host_bytes=measured_bytes(memory, "host"),
         first_loss=(*earlier, *steps)[0].loss,
         last_loss=steps[-1].loss,
         memory=memory,
-        predicted_step_s=promise.step_s,
+        predicted_step_s=expected.step_s,
         # Of the tokens that the steps had: a plan counts padding, which is nothing to train on.
-        predicted_tokens_per_s=tokens / promise.step_s if promise.step_s else None,
+        predicted_tokens_per_s=tokens / expected.step_s if expected.step_s else None,
     )
 
 

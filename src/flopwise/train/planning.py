@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import ceil
 
 from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.base.units import show_bytes
-from flopwise.plan.device.explain import planned
+from flopwise.plan.device.explain import make_plan
 from flopwise.plan.device.forecast import forecast
 from flopwise.plan.program.runs import check_runs
 from flopwise.predict import step as predicted_step
-from flopwise.predict.choose import PLAIN, capacity_bytes, default_host_bytes, usual_formats
-from flopwise.predict.cluster.costing import peak_bytes
+from flopwise.predict.choose import capacity_bytes, default_host_bytes, usual_formats
+from flopwise.predict.cluster.costing import PLAIN, peak_bytes
 from flopwise.predict.cluster.strategies import listed
-from flopwise.records.cluster_plan import ClusterExpected, ClusterPlan
+from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.records.outcome import Outcome
 from flopwise.records.plan import Forecast, Plan
-from flopwise.records.prediction import NO_STACK
+from flopwise.records.prediction import Prediction
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import CappedSetup, SettledSetup, Setup, default_sequence
+from flopwise.setup.stack import NO_STACK
+from flopwise.setup.written import words_of, write_setup
 from flopwise.work.describe import describe
 from flopwise.work.formats import FP8_MULTIPLE, POLICIES, parse_formats
 from flopwise.work.model import Model
@@ -28,23 +32,11 @@ CPU_MEMORY_SHARE = 0.6
 """Of a CPU's memory: it is the host's too, and others run there."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Promise:
-    """A plan with what it is expected to take, as far as that is known."""
-
-    plan: Plan | ClusterPlan
-    batch_sequences: int
-    step_s: float | None
-    tokens_per_s: float | None
-    peak_flops: float | None
-    peak_format: str | None
-    hardware_flops: int | None
-    """Of a step, where it is known."""
-    device_bytes: int | None
-    host_bytes: int | None
+FoundPlan = tuple[Plan | ClusterPlan, Outcome]
+"""A plan, and what it is expected to take, as far as that is known."""
 
 
-def find_plan(setup: Setup) -> Promise:
+def find_plan(setup: Setup) -> FoundPlan:
     """The fastest plan for one device, or one that shards over several."""
     return _several(setup) if setup.parallel.devices > 1 else _one(setup)
 
@@ -62,93 +54,99 @@ def cap_setup(setup: Setup) -> CappedSetup:
     )
 
 
-def _one(setup: Setup) -> Promise:
+def _one(setup: Setup) -> FoundPlan:
     hardware, batch, wanted = setup.hardware, setup.batch_sequences, cap_setup(setup)
     if batch is None:
         wanted = replace(wanted, batch_sequences=setup.micro_batch_sequences)
     if hardware.link is None and wanted.formats.matrix not in hardware.device.peak_flops:
         # A CPU computes in formats whose speed nobody measured. The plan is that of fp32, which takes no less memory.
-        other = planned(replace(wanted, formats=POLICIES["fp32"]), helps=False, elsewhere=False)
+        other = make_plan(replace(wanted, formats=POLICIES["fp32"]), helps=False, elsewhere=False)
         return _unknown(replace(other.plan, precision=wanted.formats.name), batch)
     # This machine is the device: another one is no way out.
-    found = planned(wanted, helps=False, elsewhere=False)
-    return _promise(found.plan, found.forecast, batch)
+    found = make_plan(wanted, helps=False, elsewhere=False)
+    return _known(found.plan, found.forecast, batch)
 
 
-def _unknown(plan: Plan, batch: int | None) -> Promise:
+FILLED_UP = 1 / 32
+"""Of the room for a packed chunk on a GPU, what is filled up in the mean: half of `Inputs.granule`."""
+
+
+def expect_lengths(found: FoundPlan, model: Transformer, hardware: Hardware, tokens: float | None) -> FoundPlan:
+    """The same plan with what its steps take where sequences have so many tokens in the mean, padding left out."""
+    plan, expected = found
+    if not isinstance(plan, Plan) or tokens is None or expected.step_s is None or plan.chunks_per_sequence > 1:
+        return found
+    whole = plan.sequence_tokens
+    rows = min(whole, ceil(tokens + (FILLED_UP * whole if hardware.device.kind != "cpu" else 0)))
+    if rows == whole:
+        return found
+    each = plan.chunk_tokens // whole
+    head = min(plan.head_chunk_tokens, each * rows)
+    shorter = replace(plan, sequence_tokens=rows, chunk_tokens=each * rows, head_chunk_tokens=head)
+    step_s = expected.step_s * forecast(shorter, model, hardware).step_s / forecast(plan, model, hardware).step_s
+    batch = expected.batch_sequences or plan.batch_sequences
+    return plan, replace(expected, step_s=step_s, tokens_per_s=batch * tokens / step_s)
+
+
+def _unknown(plan: Plan, batch: int | None) -> FoundPlan:
     """A plan that can be run, and whose speed cannot be told."""
-    return Promise(
-        plan=plan,
-        batch_sequences=plan.rounds_per_step * plan.sequences_per_round if batch is None else batch,
-        step_s=None,
-        tokens_per_s=None,
-        peak_flops=None,
-        peak_format=None,
-        hardware_flops=None,
-        device_bytes=plan.expected.device_bytes if plan.expected else None,
-        host_bytes=plan.expected.host_bytes if plan.expected else None,
-    )
+    taken = plan.expected or Outcome()
+    words = words_of(plan, "recompute") | {"batch_sequences": batch or plan.batch_sequences}
+    return plan, Outcome(**words, device_bytes=taken.device_bytes, host_bytes=taken.host_bytes)
 
 
-def _promise(plan: Plan, found: Forecast, batch: int | None) -> Promise:
-    """The plan with its forecast; a batch whose last round is not full takes less in proportion."""
-    whole = plan.rounds_per_step * plan.sequences_per_round
-    share = 1.0 if batch is None else batch / whole
-    return Promise(
-        plan=replace(plan, expected=found.expected),
-        batch_sequences=whole if batch is None else batch,
+def _known(plan: Plan | ClusterPlan, found: Forecast | Prediction, batch: int | None) -> FoundPlan:
+    """The plan with its figures; a batch whose last round is not full takes less in proportion."""
+    share = 1 if batch is None else batch / plan.batch_sequences
+    # What a framework keeps on the host is no part of its plan.
+    expected = found.expected if isinstance(plan, Plan) else replace(found.expected, host_bytes=None)
+    return replace(plan, expected=expected), replace(
+        expected,
+        **words_of(plan, "recompute") | {"batch_sequences": batch or plan.batch_sequences},
         step_s=share * found.step_s,
-        tokens_per_s=found.tokens_per_s,
-        peak_flops=found.peak_flops,
-        peak_format=found.peak_format,
         hardware_flops=int(share * found.hardware_flops),
-        device_bytes=found.device_total,
-        host_bytes=found.host_total,
+        peak_flops=found.peak_flops * plan.devices,
+        peak_format=found.peak_format,
     )
 
 
-def given_plan(plan: Plan | ClusterPlan, model: Transformer, hardware: Hardware, batch: int | None) -> Promise:
+def given_plan(plan: Plan | ClusterPlan, model: Transformer, hardware: Hardware, batch: int | None) -> FoundPlan:
     """A plan from a file, with what it takes on the hardware that it is run on."""
     if isinstance(plan, ClusterPlan):
-        return _cluster_promise(plan, plan.setup(model, hardware))
+        return _predicted(plan, plan.setup(model, hardware))
     check_runs(plan, model)
-    whole = plan.rounds_per_step * plan.sequences_per_round
     if batch is not None and -(-batch // plan.sequences_per_round) != plan.rounds_per_step:
         raise FlopwiseError(
             f"--batch {batch} is no step of the plan",
             why=f"it has {plan.rounds_per_step} rounds of {plan.sequences_per_round} sequences",
-            hint=f"--batch {whole}, or plan again for this batch",
+            hint=f"--batch {plan.batch_sequences}, or plan again for this batch",
         )
     try:
-        return _promise(plan, forecast(plan, model, hardware), batch)
+        return _known(plan, forecast(plan, model, hardware), batch)
     except FlopwiseError:
         # The device may lack a rate that the plan's formats need; it can be run all the same.
         return _unknown(plan, batch)
 
 
-def _several(setup: Setup) -> Promise:
+def _several(setup: Setup) -> FoundPlan:
     """Data parallel with everything sharded, which is what runs on several devices."""
     devices, micro = setup.parallel.devices, setup.micro_batch_sequences
     batch = setup.batch_sequences or 8 * devices
-    formats = setup.formats or usual_formats(setup.hardware)
-    plan = ClusterPlan(
-        hardware=setup.hardware_name or setup.hardware.name,
-        devices=devices,
+    # A micro-batch that is given is run as it is, with nothing recomputed.
+    asked = replace(
+        setup,
         sequence_tokens=setup.sequence_tokens or default_sequence(setup.model),
         batch_sequences=batch,
-        micro_batch_sequences=micro or max(1, -(-batch // devices)),
-        precision=formats.name,
-        recompute="none",
-        attention=setup.attention,
-        fusion=setup.fusion,
-        optimizer=setup.optimizer,
-        stack=NO_STACK,
-        parallel=setup.parallel,
-        device_memory_bytes=setup.device_cap_bytes,
+        formats=setup.formats or usual_formats(setup.hardware),
+        recompute=None if micro is None else "none",
     )
-    # A micro-batch that is given is run as it is, with nothing recomputed.
-    asked = replace(setup, batch_sequences=batch, formats=formats, recompute=None if micro is None else "none")
-    return check_fits(_cluster_promise(plan, asked), setup.model, setup.hardware)
+    words = write_setup(asked) | {
+        "micro_batch_sequences": micro or max(1, -(-batch // devices)),
+        "recompute": "none",
+        "stack": NO_STACK,
+    }
+    plan = ClusterPlan(**words, device_memory_bytes=setup.device_cap_bytes)
+    return check_fits(_predicted(plan, asked), setup.model, setup.hardware)
 
 
 def _too_large(setup: SettledSetup, needed: int) -> DoesNotFit:
@@ -169,15 +167,15 @@ def _too_large(setup: SettledSetup, needed: int) -> DoesNotFit:
     )
 
 
-def check_fits(promise: Promise, model: Model, hardware: Hardware) -> Promise:
-    """The promise of several devices with its memory, as far as that can be told; refused where they have less."""
-    assert isinstance(promise.plan, ClusterPlan)
-    setup = promise.plan.setup(model, hardware)
-    if promise.device_bytes is None:
-        promise = replace(promise, device_bytes=_bytes_of_each(setup))
-    if promise.device_bytes is not None and promise.device_bytes > capacity_of_each(setup):
-        raise _too_large(setup, promise.device_bytes)
-    return promise
+def check_fits(found: FoundPlan, model: Model, hardware: Hardware) -> FoundPlan:
+    """The plan of several devices with its memory, as far as that can be told; refused where they have less."""
+    plan, expected = found
+    assert isinstance(plan, ClusterPlan)
+    setup = plan.setup(model, hardware)
+    needed = _bytes_of_each(setup) if expected.device_bytes is None else expected.device_total
+    if needed is not None and needed > capacity_of_each(setup):
+        raise _too_large(setup, needed)
+    return plan, replace(expected, device_bytes=needed)
 
 
 def capacity_of_each(setup: Setup) -> int:
@@ -199,41 +197,13 @@ def _bytes_of_each(setup: SettledSetup) -> int | None:
     return None
 
 
-def _cluster_promise(plan: ClusterPlan, setup: Setup) -> Promise:
-    nothing = Promise(
-        plan=plan,
-        batch_sequences=plan.batch_sequences,
-        step_s=None,
-        tokens_per_s=None,
-        peak_flops=None,
-        peak_format=None,
-        hardware_flops=None,
-        device_bytes=None,
-        host_bytes=None,
-    )
+def _predicted(plan: ClusterPlan, setup: Setup) -> FoundPlan:
+    """The plan as it is predicted, with what the prediction has chosen."""
     if plan.devices > 1 and not setup.hardware.networks:
-        return nothing
+        return plan, Outcome(**words_of(plan, "recompute"))
     found = predicted_step(setup)
-    expected = ClusterExpected(
-        step_s=found.step_s,
-        tokens_per_s=found.tokens_per_s,
-        mfu=found.mfu,
-        device_bytes=found.device_bytes.total,
-    )
-    settled = replace(
-        plan, micro_batch_sequences=found.micro_batch_sequences, recompute=found.recompute, expected=expected
-    )
-    return Promise(
-        plan=settled,
-        batch_sequences=plan.batch_sequences,
-        step_s=found.step_s,
-        tokens_per_s=found.tokens_per_s,
-        peak_flops=found.peak_flops * plan.devices,
-        peak_format=found.peak_format,
-        hardware_flops=found.hardware_flops,
-        device_bytes=found.device_bytes.total,
-        host_bytes=None,
-    )
+    chosen = replace(plan, micro_batch_sequences=found.micro_batch_sequences, recompute=found.recompute)
+    return _known(chosen, found, None)
 
 
 def products_not_in_fp8(plan: Plan | ClusterPlan, model: Transformer) -> str | None:

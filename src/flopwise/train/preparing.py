@@ -14,13 +14,15 @@ from flopwise.engine.data import DataRequest, open_classification_data, open_lan
 from flopwise.engine.executable import check_formats, check_several, check_trainable
 from flopwise.profile.measure.this_machine import Here
 from flopwise.records.cluster_plan import ClusterPlan
+from flopwise.records.outcome import Outcome
 from flopwise.records.plan import MOST_PAIRS, Plan
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.parallel import sharded
+from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
 from flopwise.setup.training import Task, Training
+from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
-from flopwise.train.planning import Promise, check_fits, find_plan, given_plan
+from flopwise.train.planning import FoundPlan, check_fits, expect_lengths, find_plan, given_plan
 from flopwise.train.request import TrainRequest
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats
@@ -64,7 +66,9 @@ class Prepared:
 
     model: Transformer
     training: Training
-    promise: Promise
+    plan: Plan | ClusterPlan
+    expected: Outcome
+    """What a step takes, as far as that is known."""
     data: LanguageData | ClassificationData
     hardware: Hardware
     """What it is planned for."""
@@ -78,8 +82,9 @@ class Prepared:
     notes: tuple[str, ...]
 
     @property
-    def plan(self) -> Plan | ClusterPlan:
-        return self.promise.plan
+    def batch_sequences(self) -> int:
+        """Of a step: the plan's, or fewer where its last round is not full."""
+        return self.expected.batch_sequences or self.plan.batch_sequences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,14 +95,17 @@ class Settled:
     plan: tuple[Plan | ClusterPlan, Model] | None
     """None: one is still to be found."""
     resumed: bool
-    hardware_name: str
-    hardware: Hardware
+    setup: Setup
+    """Model, hardware and sequence; the rest is the plan's."""
     place: str
-    model: Transformer
     weights: Path | None
     task: Task
-    sequence_tokens: int
     notes: tuple[str, ...]
+
+    @property
+    def model(self) -> Transformer:
+        assert isinstance(self.setup.model, Transformer)
+        return self.setup.model
 
 
 def settle(
@@ -121,25 +129,27 @@ def settle(
         check_formats(parse_formats(request.precision))
     if ranks > 1:
         _check_several(request, plan[0] if plan else None, resumed=resumed)
+    sequence = _sequence_tokens(request, plan, model, here.device)
     return Settled(
         request=_with_tokenizer(request, weights),
         plan=plan,
         resumed=resumed,
-        hardware_name=name,
-        hardware=hardware,
+        setup=Setup(model=model, hardware=hardware, hardware_name=name, sequence_tokens=sequence),
         place=place_of(request, hardware, here),
-        model=model,
         weights=weights,
         task=task,
-        sequence_tokens=_sequence_tokens(request, plan, model, here.device),
         notes=told,
     )
 
 
 def prepare(
-    request: TrainRequest, *, ranks: int, plan: tuple[Plan | ClusterPlan, Model] | None = None,
-    training: Training | None = None, tell: Callable[[str, int, int], None] | None = None,
-) -> Prepared:  # fmt: skip
+    request: TrainRequest,
+    *,
+    ranks: int,
+    plan: tuple[Plan | ClusterPlan, Model] | None = None,
+    training: Training | None = None,
+    tell: Callable[[str, int, int], None] | None = None,
+) -> Prepared:
     """Settle everything that was left open.
 
     `plan` and `training`: those of a run which is resumed. With another number of ranks than the plan is for it is made
@@ -148,28 +158,33 @@ def prepare(
     here = _here(request.device)
     settled = settle(request, here, ranks=ranks, plan=plan)
     request, model, task, weights = settled.request, settled.model, settled.task, settled.weights
-    data = _open_data(request, model, task, settled.sequence_tokens, tell)
+    hardware, sequence = settled.setup.hardware, settled.setup.sequence_tokens
+    assert sequence is not None
+    data = _open_data(request, model, task, sequence, tell)
     if task == "classification":
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
-    promise = promised(settled, model, ranks)
-    steps = _steps(request, task, data.count, promise.batch_sequences)
+    found = plan_of_run(settled, model, ranks)
+    own_plan, expected = expect_lengths(found, model, hardware, getattr(data, "mean_tokens", None))
+    batch = expected.batch_sequences or own_plan.batch_sequences
+    steps = _steps(request, task, data.count, batch)
     if training is not None:
         asked = request.steps is not None or request.epochs is not None
         training = replace(training, steps=steps if asked else training.steps)
     else:
-        training = _training(request, task, model, promise, steps=steps, from_weights=weights is not None)
+        training = _training(request, task, model, sequence, steps=steps, from_weights=weights is not None)
     return Prepared(
         model=model,
         training=training,
-        promise=promise,
+        plan=own_plan,
+        expected=expected,
         data=data,
-        hardware=settled.hardware,
+        hardware=hardware,
         place=settled.place,
         device=here.device,
         weights=weights,
-        checks=_checks(settled.hardware, settled.place, promise, data.describe(), weights),
-        notes=(*settled.notes, *data.notes, *_notes(model, settled.hardware, promise, training, data.count)),
+        checks=_checks(hardware, settled.place, expected, data.describe(), weights),
+        notes=(*settled.notes, *data.notes, *_notes(model, hardware, expected, training, data.count)),
     )
 
 
@@ -180,15 +195,15 @@ def _here(wanted: str) -> Here:
     return device_here(wanted)
 
 
-def _within_caps(promise: Promise, model: Transformer, hardware: Hardware, *, anywhere: bool) -> Promise:
-    """The promise of a plan that holds no more than it says that it may; each of several devices, than there is."""
-    plan = promise.plan
+def _within_caps(found: FoundPlan, model: Transformer, hardware: Hardware, *, anywhere: bool) -> FoundPlan:
+    """A plan that holds no more than it says that it may; each of several devices, than there is."""
+    plan, expected = found
     if isinstance(plan, ClusterPlan):
         # What was planned for other devices is run as it is, if that is wanted.
-        return promise if anywhere else check_fits(promise, model, hardware)
+        return found if anywhere else check_fits(found, model, hardware)
     held = (
-        ("device", promise.device_bytes, plan.device_memory_bytes),
-        ("host", promise.host_bytes, plan.host_memory_bytes),
+        ("device", expected.device_total, plan.device_memory_bytes),
+        ("host", expected.host_total, plan.host_memory_bytes),
     )
     for place, taken, most in held:
         if taken is not None and taken > most:
@@ -197,7 +212,7 @@ def _within_caps(promise: Promise, model: Transformer, hardware: Hardware, *, an
                 why=f"{place}_memory_bytes says how much it may take at most",
                 hint=f"plan again for that cap, or correct {place}_memory_bytes",
             )
-    return promise
+    return found
 
 
 def _check_several(request: TrainRequest, plan: Plan | ClusterPlan | None, *, resumed: bool) -> None:
@@ -294,9 +309,12 @@ def _sequence_tokens(
 
 
 def _open_data(
-    request: TrainRequest, model: Transformer, task: Task, sequence: int,
+    request: TrainRequest,
+    model: Transformer,
+    task: Task,
+    sequence: int,
     tell: Callable[[str, int, int], None] | None,
-) -> LanguageData | ClassificationData:  # fmt: skip
+) -> LanguageData | ClassificationData:
     wanted = DataRequest(
         sources=request.data,
         tokenizer=request.tokenizer,
@@ -313,34 +331,31 @@ def _open_data(
     return open_language_data(wanted, tell=tell)
 
 
-def devices_of(plan: Plan | ClusterPlan) -> int:
-    """How many devices a plan is for."""
-    return plan.devices if isinstance(plan, ClusterPlan) else 1
-
-
 def _for_other_ranks(request: TrainRequest, plan: Plan | ClusterPlan) -> TrainRequest:
     """A request for the same training on another number of devices."""
-    if isinstance(plan, ClusterPlan):
-        batch = plan.batch_sequences
-    else:
-        batch = request.batch_sequences or plan.rounds_per_step * plan.sequences_per_round
-    return replace(request, batch_sequences=batch, micro_batch_sequences=None, precision=plan.precision)
+    asked = None if isinstance(plan, ClusterPlan) else request.batch_sequences
+    return replace(
+        request,
+        batch_sequences=asked or plan.batch_sequences,
+        micro_batch_sequences=None,
+        precision=plan.precision,
+    )
 
 
-def promised(settled: Settled, model: Transformer, ranks: int) -> Promise:
+def plan_of_run(settled: Settled, model: Transformer, ranks: int) -> FoundPlan:
     """The plan that is given, or the one that is found, with what it takes."""
-    request, plan, hardware = settled.request, settled.plan, settled.hardware
-    if plan is not None and settled.resumed and devices_of(plan[0]) != ranks:
+    request, plan, hardware = settled.request, settled.plan, settled.setup.hardware
+    if plan is not None and settled.resumed and plan[0].devices != ranks:
         request, plan = _for_other_ranks(request, plan[0]), None
     if plan is not None:
-        devices = devices_of(plan[0])
+        devices = plan[0].devices
         if devices != ranks:
             raise FlopwiseError(
                 f"the plan is for {devices} device{'s' if devices > 1 else ''}, and {ranks} run",
                 hint=f"--gpus {devices}, or plan again",
             )
-        promise = given_plan(plan[0], model, hardware, request.batch_sequences)
-        return promise if settled.resumed else _within_caps(promise, model, hardware, anywhere=request.anywhere)
+        found = given_plan(plan[0], model, hardware, request.batch_sequences)
+        return found if settled.resumed else _within_caps(found, model, hardware, anywhere=request.anywhere)
     batch = request.batch_sequences
     if batch is not None and batch > MOST_PAIRS:
         raise FlopwiseError(
@@ -352,21 +367,9 @@ def promised(settled: Settled, model: Transformer, ranks: int) -> Promise:
         batch = CLASSIFIER_BATCH_SEQUENCES * ranks
     elif batch is None and (hardware.link is None or ranks > 1 or request.model is None):
         batch = CPU_BATCH_SEQUENCES * ranks
-    return find_plan(
-        Setup(
-            model=model,
-            hardware=hardware,
-            hardware_name=settled.hardware_name,
-            sequence_tokens=settled.sequence_tokens,
-            batch_sequences=batch,
-            micro_batch_sequences=request.micro_batch_sequences,
-            formats=None if request.precision is None else parse_formats(request.precision),
-            device_cap_bytes=request.device_memory_bytes,
-            host_cap_bytes=request.host_memory_bytes,
-            clip=request.clip_norm is not None,
-            parallel=sharded(ranks),
-        )
-    )
+    more = {"batch_sequences": batch, "clip": request.clip_norm is not None, "parallel": shard_all(ranks)}
+    settled_already = {name: getattr(settled.setup, name) for name in ("hardware_name", "sequence_tokens")}
+    return find_plan(read_setup(request, Setup, model, hardware, **more | settled_already))
 
 
 def _with_tokenizer(request: TrainRequest, weights: Path | None) -> TrainRequest:
@@ -391,10 +394,10 @@ def _steps(request: TrainRequest, task: Task, count: int, batch: int) -> int:
 
 
 def _training(
-    request: TrainRequest, task: Task, model: Transformer, promise: Promise, *, steps: int, from_weights: bool
+    request: TrainRequest, task: Task, model: Transformer, sequence: int, *, steps: int, from_weights: bool
 ) -> Training:
     """The settings; what was left open is as small models and fine-tuning have it."""
-    large = describe(model, promise.plan.sequence_tokens).parameters >= LARGE_PARAMETERS
+    large = describe(model, sequence).parameters >= LARGE_PARAMETERS
     rate = FINE_TUNING_RATE if from_weights else LARGE_RATE if large else FIRST_RATE
     chosen: dict[str, Any] = {
         "learning_rate": rate,
@@ -415,15 +418,15 @@ def _training(
     )
 
 
-def _notes(model: Transformer, hardware: Hardware, promise: Promise, training: Training, sequences: int) -> list[str]:
+def _notes(model: Transformer, hardware: Hardware, expected: Outcome, training: Training, sequences: int) -> list[str]:
     """What a reader should know before the first step."""
-    beyond = beyond_context(model, promise.plan.sequence_tokens)
+    beyond = beyond_context(model, expected.sequence_tokens or 0)
     found = [beyond] if beyond else []
-    if promise.step_s is None:
+    if expected.step_s is None:
         found.append(f"nothing is predicted: {hardware.name} has no measured rate for this set-up")
     if training.warmup_steps >= training.steps:
         found.append(f"the warm-up of {training.warmup_steps:,} steps outlasts the training")
-    epochs = training.steps * promise.batch_sequences / sequences
+    epochs = training.steps * (expected.batch_sequences or 0) / sequences
     if epochs > MANY_EPOCHS:
         found.append(
             f"{training.steps:,} steps see the {sequences:,} sequences {epochs:,.0f} times; --epochs 3 is usual"
@@ -432,16 +435,16 @@ def _notes(model: Transformer, hardware: Hardware, promise: Promise, training: T
 
 
 def _checks(
-    hardware: Hardware, place: str, promise: Promise, data: dict[str, Any], weights: Path | None
+    hardware: Hardware, place: str, expected: Outcome, data: dict[str, Any], weights: Path | None
 ) -> tuple[str, ...]:
     memory = int(hardware.device.dram.size_bytes.value) / 2**30
     found = [f"{hardware.title}, {memory:,.0f} GiB"] if place == hardware.title else []
     if weights is not None:
         found.append(f"weights from {weights.name}")
-    if promise.device_bytes:
-        found.append(f"plan takes {promise.device_bytes / 2**30:,.2f} GiB")
-    if promise.host_bytes:
-        found.append(f"{promise.host_bytes / 2**30:,.1f} GiB of host memory")
+    if expected.device_total:
+        found.append(f"plan takes {expected.device_total / 2**30:,.2f} GiB")
+    if expected.host_total:
+        found.append(f"{expected.host_total / 2**30:,.1f} GiB of host memory")
     sequences = data.get("sequences") or data.get("train_samples") or data.get("samples")
     if sequences:
         found.append(f"{int(sequences):,} sequences")

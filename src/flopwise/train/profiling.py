@@ -84,7 +84,7 @@ class RunProfiler(Callback):
         self.records: dict[int, StepRecord] = {}
         self.problem: str | None = None
         self._recorder: Recorder | None = None
-        self._guarded(lambda: self._start(warm_up, steps))
+        self._guard(lambda: self._start(warm_up, steps))
 
     def _start(self, warm_up: int, steps: int) -> None:
         self._recorder = Recorder(
@@ -111,15 +111,16 @@ class RunProfiler(Callback):
             yield
             return
         if streaming:
-            streaming.times_tasks = step >= self.first
-        self._guarded(recorder.begin)
+            # From one step before the first that is recorded: a replayed step with times is captured anew.
+            streaming.times_tasks = step >= self.first - 1
+        self._guard(recorder.begin)
         yield
         if streaming:
             self.task_times = streaming.task_times()
             streaming.times_tasks = False
-        self._guarded(recorder.step)
+        self._guard(recorder.step)
 
-    def _guarded(self, action: Callable[[], None]) -> None:
+    def _guard(self, action: Callable[[], None]) -> None:
         """A full disk, a profiler that does not start: whatever goes wrong costs the profile and not the training."""
         if self.problem is None:
             try:
@@ -136,31 +137,27 @@ class RunProfiler(Callback):
 
     def abandon(self) -> None:
         """The training has failed: nothing is left running, and nothing is written any more."""
-        self._guarded(self._discard)
+        self._guard(self._discard)
 
     # -- at its end -----------------------------------------------------------------------------------------------
 
     def close(self, measurement: Measurement) -> str | None:
         """Write the profile of a training that took so long; returns why there is none, where there is none."""
-        self._guarded(lambda: self._write(measurement))
+        self._guard(lambda: self._write(measurement))
         return self.problem
 
     def _write(self, measurement: Measurement) -> None:
         assert self._recorder is not None
         self._recorder.close()
-        traces = [path for path in self._recorder.written if path.name.startswith("trace")]
-        if not traces:
+        trace, counters = self._recorder.trace, self._recorder.counters
+        if trace is None:
             self.problem = "the run ended before a step was traced"
             return
-        with opened(traces[0]) as source:
-            read = kineto.read_source(source, traces[0].name)
-        profile = self._assembled(read.profiles[0], self._counters(), measurement)
+        with opened(trace) as source:
+            read = kineto.read_source(source, trace.name)
+        counted = None if counters is None else read_counter_record(counters)
+        profile = self._assemble(read.profiles[0], counted, measurement)
         write_whole(self.folder / PROFILE, to_text(profile) + "\n", own=True)
-
-    def _counters(self) -> CounterRecord | None:
-        assert self._recorder is not None
-        files = [path for path in self._recorder.written if path.name.startswith("counters")]
-        return read_counter_record(files[0]) if files else None
 
     def _traced_s(self) -> float:
         """Mean of a traced step."""
@@ -170,7 +167,7 @@ class RunProfiler(Callback):
         """Steps that were not traced."""
         return [record for step, record in sorted(self.records.items()) if step not in self.traced]
 
-    def _assembled(self, trace: Profile, counted: CounterRecord | None, measurement: Measurement) -> Profile:
+    def _assemble(self, trace: Profile, counted: CounterRecord | None, measurement: Measurement) -> Profile:
         prepared, plan, memory = self.prepared, self.prepared.plan, self.executor.memory()
         peaks = _peaks(prepared, self.world)
         span_s = trace.get("device_span_s") or self._traced_s()
@@ -193,7 +190,7 @@ class RunProfiler(Callback):
             device=prepared.place,
             rank=0 if self.world > 1 else None,
             world=self.world,
-            batch_sequences=-(-prepared.promise.batch_sequences // self.world),
+            batch_sequences=-(-prepared.batch_sequences // self.world),
             sequence_tokens=plan.sequence_tokens,
             precision=plan.precision,
             peaks=peaks,
@@ -214,7 +211,7 @@ class RunProfiler(Callback):
         plan, model = self.prepared.plan, self.prepared.model
         if not isinstance(plan, Plan):
             return classes
-        share = self.prepared.promise.batch_sequences / (plan.rounds_per_step * plan.sequences_per_round)
+        share = self.prepared.batch_sequences / plan.batch_sequences
         by_operator = executed_flops(plan, model, "causal")
         attention = {op.name for op in describe(model, plan.sequence_tokens).ops if isinstance(op, Attention)}
         of_attention = sum(float(flops) for name, flops in by_operator.items() if name in attention)
@@ -227,7 +224,7 @@ class RunProfiler(Callback):
             return ()
         program, plan = self.executor.program, self.prepared.plan
         assert isinstance(plan, Plan)
-        predicted = _predicted(program, plan, self.prepared)
+        predicted = _predict_spans(program, plan, self.prepared)
         return tuple(
             TaskTime(
                 name=task_name(task),
@@ -249,9 +246,16 @@ class RunProfiler(Callback):
         spans = [self.task_times[index] for index in range(len(executor.program.tasks))]
         starts, ends = (tuple(span[side] for span in spans) for side in (0, 1))
         played = Simulation(
-            program=executor.program, starts=starts, ends=ends, step_s=max(ends), busy={}, idle={},
-            exposed_copy_s=0.0, peak_device_bytes={}, peak_host_bytes={},
-        )  # fmt: skip
+            program=executor.program,
+            starts=starts,
+            ends=ends,
+            step_s=max(ends),
+            busy={},
+            idle={},
+            exposed_copy_s=0.0,
+            peak_device_bytes={},
+            peak_host_bytes={},
+        )
         taken = {row.owner: row.measured_bytes for row in rows}
         points = memory_points(played)
         sizes = [sum(min(size, taken.get(owner, size)) for owner, size in point.device.items()) for point in points]
@@ -318,16 +322,16 @@ def memory_uses(rows: list[MemoryRow]) -> tuple[MemoryUse, ...]:
 
 
 def _peaks(prepared: Prepared, world: int) -> Peaks | None:
-    """Of one device; a promise has those of all."""
-    promise, hardware = prepared.promise, prepared.hardware
-    if promise.peak_flops is None or promise.peak_format is None:
+    """Of one device; a plan has those of all."""
+    expected, hardware = prepared.expected, prepared.hardware
+    if expected.peak_flops is None or expected.peak_format is None:
         return None
     bandwidth = hardware.device.dram.bandwidth_bytes_per_s
     return Peaks(
-        flops=promise.peak_flops / world,
+        flops=expected.peak_flops / world,
         bandwidth=None if bandwidth is None else bandwidth.value,
-        number_format=promise.peak_format,
-        source=_source_kind(hardware, promise.peak_format),
+        number_format=expected.peak_format,
+        source=_source_kind(hardware, expected.peak_format),
     )
 
 
@@ -337,7 +341,7 @@ def _source_kind(hardware: Hardware, number_format: str) -> str:
     return source.kind if source else "derived"
 
 
-def _predicted(program: Program, plan: Plan, prepared: Prepared) -> list[tuple[float, float]] | None:
+def _predict_spans(program: Program, plan: Plan, prepared: Prepared) -> list[tuple[float, float]] | None:
     """When the simulator has each task run; None where the hardware's speed is not known for these formats."""
     try:
         seconds = TaskSeconds(plan, prepared.model, prepared.hardware).of(program)

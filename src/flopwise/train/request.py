@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
@@ -10,11 +10,12 @@ import msgspec
 from flopwise.base.errors import FlopwiseError
 from flopwise.records.measurement import RunRecord
 from flopwise.setup.training import Schedule, Task
+from flopwise.setup.written import WrittenBatch
 from flopwise.store.runs import RECORD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainRequest:
+class TrainRequest(WrittenBatch):
     """Everything that `flopwise train` takes; None and empty stand for what flopwise chooses."""
 
     model: str | None = None
@@ -30,11 +31,9 @@ class TrainRequest:
     task: Task | None = None
     steps: int | None = None
     epochs: float | None = None
-    sequence_tokens: int | None = None
     batch_sequences: int | None = None
     micro_batch_sequences: int | None = None
     """None: from the plan."""
-    precision: str | None = None
     learning_rate: float | None = None
     warmup_steps: int | None = None
     schedule: Schedule | None = None
@@ -50,6 +49,10 @@ class TrainRequest:
     on: str | None = None
     """A description of this machine's device, as `flopwise calibrate` writes it; None: the catalogue's, or that of the
     run which is resumed."""
+    hardware: None = field(default=None, init=False)
+    """The machine that it runs on, which `on` may describe."""
+    optimizer: None = field(default=None, init=False)
+    """AdamW alone is trained with."""
     devices: int = 1
     from_scratch: bool = False
     """First values are drawn even where the model's folder has weights."""

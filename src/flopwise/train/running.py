@@ -7,7 +7,8 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from flopwise.engine.weights import checkpoint
 from flopwise.engine.weights.checkpoint import CheckpointState
 from flopwise.plan.program.compile import compile_plan
 from flopwise.profile.explain.verdicts import first_verdict
-from flopwise.profile.measure.environment import environment
+from flopwise.profile.measure.this_machine import environment
 from flopwise.records.measurement import RunRecord, RunState, StepRecord
 from flopwise.records.plan import Plan
-from flopwise.store.cells import Settings, Told, cell_id
+from flopwise.setup.written import CellSetup, cell_id, words_of
+from flopwise.store.cells import Told
 from flopwise.store.rows import read_profile, write_row
 from flopwise.store.runs import (
     CHECKPOINTS,
@@ -46,7 +48,7 @@ from flopwise.store.sweeps import own_attempt, tell_sweep
 from flopwise.train.building import build_executor, first_weights, rank_group
 from flopwise.train.events import Callback, LogFile, Logger, LoggerCallback, Started
 from flopwise.train.loop import Loop, LoopSettings, Progress, restore
-from flopwise.train.measuring import commit, measured, metrics
+from flopwise.train.measuring import commit, measure, metrics
 from flopwise.train.planning import products_not_in_fp8
 from flopwise.train.preparing import Prepared, prepare
 from flopwise.train.profiling import RunProfiler
@@ -73,7 +75,7 @@ def run(
     """
     if request is not None and asked:
         raise FlopwiseError("both a request and keywords were given", hint="one of them")
-    wanted = request or _requested(asked)
+    wanted = request or _make_request(asked)
     listeners = _Listeners([*callbacks, *(LoggerCallback(logger) for logger in loggers)])
     rank = rank_of(os.environ)
     if wanted.devices > 1 and rank.world != wanted.devices:
@@ -96,8 +98,8 @@ def _device_of(request: TrainRequest) -> str:
     return merge_resumed(record, request).device
 
 
-def _requested(asked: dict[str, Any]) -> TrainRequest:
-    known = TrainRequest.__dataclass_fields__
+def _make_request(asked: dict[str, Any]) -> TrainRequest:
+    known = {field.name for field in fields(TrainRequest) if field.init}
     for name in asked:
         if name not in known:
             raise unknown_name("argument of train.run", name, known, hint="the fields of flopwise.train.TrainRequest")
@@ -191,9 +193,14 @@ class _Run:
         plan, model = prepared.plan, prepared.model
         program = compile_plan(plan, model) if isinstance(plan, Plan) else None
         return build_executor(
-            plan, program, model, prepared.training,
-            device=prepared.device, rank=self.rank, deterministic=self.request.deterministic,
-        )  # fmt: skip
+            plan,
+            program,
+            model,
+            prepared.training,
+            device=prepared.device,
+            rank=self.rank,
+            deterministic=self.request.deterministic,
+        )
 
     def _begin(self, executor: Executor, prepared: Prepared) -> Progress:
         """First numbers, or those of a checkpoint."""
@@ -239,7 +246,7 @@ class _Run:
             training=prepared.training,
             data=prepared.data.describe(),
             precision=prepared.plan.precision,
-            batch_sequences=prepared.promise.batch_sequences,
+            batch_sequences=prepared.batch_sequences,
             sequence_tokens=prepared.plan.sequence_tokens,
             totals={},
             files={},
@@ -264,9 +271,7 @@ class _Run:
             data=prepared.data.describe(),
             environment={**facts, **device_facts(prepared.device), **commit()},
             steps_done=progress.step,
-            request=as_written(
-                self.request, batch_sequences=prepared.promise.batch_sequences, weights=prepared.weights
-            ),
+            request=as_written(self.request, batch_sequences=prepared.batch_sequences, weights=prepared.weights),
             resumed_from=f"{CHECKPOINTS}/{resumed.checkpoint.name}" if resumed and resumed.checkpoint else None,
             resumed_after=progress.step,
         )
@@ -280,20 +285,20 @@ class _Run:
         ):
             return self.resumed.record.cell, self.resumed.record.attempt
         request, plan = self.request, prepared.plan
-        settings = Settings(
-            model=model_table(prepared.model),
-            hardware=prepared.hardware.name,
-            devices=self.rank.world,
-            sequence_tokens=plan.sequence_tokens,
-            batch_sequences=prepared.promise.batch_sequences,
-            micro_batch_sequences=request.micro_batch_sequences or AUTO,
-            precision=plan.precision,
-            optimizer=plan.optimizer,
+        words = words_of(plan) | {
+            "model": model_table(prepared.model),
+            "hardware": prepared.hardware.name,
+            "devices": self.rank.world,
+            "batch_sequences": prepared.batch_sequences,
+            "micro_batch_sequences": request.micro_batch_sequences or AUTO,
+        }
+        setup = CellSetup(
+            **words,
             task=prepared.training.task,
             device_memory_bytes=request.device_memory_bytes,
             host_memory_bytes=request.host_memory_bytes,
         )
-        return own_attempt() or (cell_id(settings), None)
+        return own_attempt() or (cell_id(setup), None)
 
     def _write_first(self, prepared: Prepared, folder: Path, record: RunRecord, progress: Progress) -> None:
         """What a folder holds before the first step; a new one that cannot be written is taken away again."""
@@ -328,23 +333,33 @@ class _Run:
         files = [LogFile(folder)] if self.writes else []
         listeners = _Listeners([*self.listeners.callbacks, *files, *([profiler] if profiler else [])])
         loop = Loop(
-            executor, prepared.data, prepared.model, prepared.training, self._settings(prepared, folder),
-            on_step=listeners.on_step, on_checkpoint=listeners.on_checkpoint, watch=profiler,
-        )  # fmt: skip
+            executor,
+            prepared.data,
+            prepared.model,
+            prepared.training,
+            self._settings(prepared, folder),
+            on_step=listeners.on_step,
+            on_checkpoint=listeners.on_checkpoint,
+            watch=profiler,
+        )
         loop.progress = progress
         if self.resumed is not None and self.resumed.loaded is not None:
             loop.saved = checkpoint.path_of(folder, progress.step)
         try:
-            listeners.on_start(self._started(prepared, folder, progress))
+            listeners.on_start(self._describe_start(prepared, folder, progress))
             outcome = loop.run(progress, stop)
             earlier = [step for step in read_steps(folder) if step.step <= progress.step] if self.writes else []
             if outcome.stopped_by:
                 saved = ", and saved" if self.request.checkpoint else ""
                 listeners.on_note(f"stopped by {outcome.stopped_by} after step {outcome.progress.step}{saved}")
-            found = measured(
-                prepared, outcome, executor.memory(), earlier=earlier, ranks=self.rank.world,
+            found = measure(
+                prepared,
+                outcome,
+                executor.memory(),
+                earlier=earlier,
+                ranks=self.rank.world,
                 slowed=profiler.traced if profiler else range(0),
-            )  # fmt: skip
+            )
             record = replace(record, reason=outcome.stopped_by, measurement=found, metrics=metrics(prepared, outcome))
         except BaseException as error:
             if profiler is not None:
@@ -352,9 +367,9 @@ class _Run:
             reason = error.what if isinstance(error, FlopwiseError) else repr(error)
             # On a disk that is full the record cannot be written either; what came first is what is told.
             with suppress(FlopwiseError):
-                self._leave_row(folder, self._ended(folder, replace(record, reason=reason), "failed", loop))
+                self._leave_row(folder, self._write_end(folder, replace(record, reason=reason), "failed", loop))
             raise
-        record = self._ended(folder, record, "interrupted" if outcome.stopped_by else "done", loop)
+        record = self._write_end(folder, record, "interrupted" if outcome.stopped_by else "done", loop)
         if profiler is not None and found is not None:
             # Long traces take a while, in which nothing else can be lost any more.
             missing = profiler.close(found)
@@ -374,11 +389,15 @@ class _Run:
         if not self.request.profile or not self.writes:
             return None
         return RunProfiler(
-            folder, executor, prepared,
-            done=progress.step, request=self.request, world=self.rank.world,
-        )  # fmt: skip
+            folder,
+            executor,
+            prepared,
+            done=progress.step,
+            request=self.request,
+            world=self.rank.world,
+        )
 
-    def _ended(self, folder: Path, record: RunRecord, state: RunState, loop: Loop) -> RunRecord:
+    def _write_end(self, folder: Path, record: RunRecord, state: RunState, loop: Loop) -> RunRecord:
         saved = f"{CHECKPOINTS}/{loop.saved.name}" if loop.saved else None
         record = replace(record, state=state, ended=_now(), checkpoint=saved, steps_done=loop.progress.step)
         if self.writes:
@@ -392,42 +411,33 @@ class _Run:
                 write_row(folder, record)
 
     def _settings(self, prepared: Prepared, folder: Path) -> LoopSettings:
-        promise, model = prepared.promise, prepared.model
+        expected, model = prepared.expected, prepared.model
         language = prepared.training.task == "language"
         return LoopSettings(
             folder=folder,
-            batch_sequences=promise.batch_sequences,
+            batch_sequences=prepared.batch_sequences,
             evaluation_sequences=LANGUAGE_EVALUATION_SEQUENCES if language else None,
             checkpoints=self.request.checkpoint,
             checkpoint_every=self.request.checkpoint_every,
             keep_checkpoints=self.request.keep_checkpoints,
             evaluate_every=self.request.evaluate_every,
             writes=self.writes,
-            model_flops=lambda tokens: describe(model, tokens).model_flops("causal"),
+            model_flops=cache(lambda tokens: describe(model, tokens).model_flops("causal")),
             total_flos=lambda tokens: total_flos(describe(model, tokens), 1),
-            peak_flops=promise.peak_flops,
-            predicted_step_s=promise.step_s,
+            peak_flops=expected.peak_flops,
+            predicted_step_s=expected.step_s,
             template=self._template(prepared),
         )
 
-    def _started(self, prepared: Prepared, folder: Path, progress: Progress) -> Started:
-        promise, plan = prepared.promise, prepared.plan
-        in_bf16 = products_not_in_fp8(plan, prepared.model)
+    def _describe_start(self, prepared: Prepared, folder: Path, progress: Progress) -> Started:
+        in_bf16 = products_not_in_fp8(prepared.plan, prepared.model)
         return Started(
             folder=folder,
             run=folder.name,
-            model=prepared.model.name,
             hardware=prepared.place,
             training=prepared.training,
             first_step=progress.step,
-            batch_sequences=promise.batch_sequences,
-            batch_tokens=promise.batch_sequences * plan.sequence_tokens,
-            sequence_tokens=plan.sequence_tokens,
-            devices=self.rank.world,
-            predicted_step_s=promise.step_s,
-            predicted_tokens_per_s=promise.tokens_per_s,
-            planned_device_bytes=promise.device_bytes,
-            planned_host_bytes=promise.host_bytes,
+            expected=replace(prepared.expected, model=prepared.model.name, devices=self.rank.world),
             checks=prepared.checks,
             notes=(*prepared.notes, *([] if in_bf16 is None else [in_bf16])),
         )

@@ -23,6 +23,7 @@ CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
 
 AttentionKernel = Literal["flash", "eager"]
 """flash: tiles, skips what the mask hides, recomputes the scores in backward. eager: the full square, kept."""
+ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
 
 
 Pairs = Literal["mask", "reach", "square"]
@@ -124,15 +125,29 @@ class Gemm(Op):
     groups: int = 1
 
     def forward_flops(self, pairs: Pairs = "mask") -> int:  # noqa: ARG002
-        return 2 * self.rows * self.depth * self.columns * self.layers * self.calls
+        return product_flops(self.rows, self.depth, self.columns) * self.layers * self.calls
+
+
+def product_flops(rows: int, depth: int, columns: int) -> int:
+    """A multiplication and an addition for each of rows × depth × columns."""
+    return 2 * rows * depth * columns
+
+
+ATTENTION_PRODUCTS = {"forward": 2, "backward": 5}
+"""Of flash attention: scores and their sum with the values; backward four, and the scores once more."""
 
 
 def attention_flops(direction: Literal["forward", "backward"], twice_pairs: int, heads: int, head_dim: int) -> int:
-    """Matrix FLOPs of flash attention over so many (query, key) pairs of a head, counted twice.
+    """Matrix FLOPs of flash attention over so many (query, key) pairs of a head, counted twice."""
+    return ATTENTION_PRODUCTS[direction] * twice_pairs * heads * head_dim
 
-    Each of its products takes 2 FLOPs a pair and channel: two forward, four backward and q·kᵀ once more.
+
+def attention_elements(direction: Literal["forward", "backward"], tokens: int, heads: int, head_dim: int) -> int:
+    """Numbers that flash attention moves for so many tokens; `heads` are those of queries and of keys together.
+
+    Queries, keys, values and results once forward, two times and a half backward.
     """
-    return (2 if direction == "forward" else 5) * twice_pairs * heads * head_dim
+    return {"forward": 2, "backward": 5}[direction] * tokens * head_dim * heads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ front: `layers.3.qkv.weight`, `embedding.weight`, `final_norm.weight`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from flopwise.work.describe import describe
@@ -61,17 +61,17 @@ class Parameter:
 
 
 def parameters_of(model: Transformer, sequence_tokens: int) -> tuple[Parameter, ...]:
-    """Every trained tensor once, in the order embedding, layers, head; within a part in the order of its operators.
+    """Every trained tensor once, in the order embedding, layers, head; within a part those that decay, then the others.
 
     A tied matrix is listed as the head's, and the part `head` then holds what comes before the blocks as well.
     """
     before, inside, behind = op_groups(describe(model, sequence_tokens))
     found: list[Parameter] = []
     if not model.tied:
-        found += _listed(before, "embedding")
+        found += _list_parameters(before, "embedding")
     for layer in range(model.layers):
-        found += _listed(inside, layer)
-    return (*found, *_listed((*before, *behind) if model.tied else behind, "head"))
+        found += _list_parameters(inside, layer)
+    return (*found, *_list_parameters((*before, *behind) if model.tied else behind, "head"))
 
 
 def op_groups(work: Work) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:
@@ -87,13 +87,14 @@ def split_at_attention(block: tuple[Op, ...]) -> tuple[tuple[Op, ...], Attention
     return block[:place], attention, block[place + 1 :]
 
 
-def _listed(ops: tuple[Op, ...], part: Part) -> Iterator[Parameter]:
+def _list_parameters(ops: tuple[Op, ...], part: Part) -> Iterator[Parameter]:
     first = 0
-    for op in ops:
-        for weight in op.weights:
-            if weight.owned:
-                yield Parameter(weight, part, first, _role(op, weight))
-                first += weight.elements
+    owned = [Parameter(weight, part, 0, _role(op, weight)) for op in ops for weight in op.weights if weight.owned]
+    # What decays lies in one piece, and what does not in another: each is one call of an update. A head's matrix comes
+    # first, so that something lies behind it: see `engine.streaming.products.HeadProducts`.
+    for parameter in sorted(owned, key=lambda parameter: (not parameter.decays, parameter.local != "head.weight")):
+        yield replace(parameter, first=first)
+        first += parameter.elements
 
 
 def _role(op: Op, weight: Weight) -> Role:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from flopwise.work.formats import WIDTH_BYTES, Formats
-from flopwise.work.op import Gemm, Op, Streaming, Tensor
+from flopwise.work.op import Attention, Gemm, Op, Streaming, Tensor
 from flopwise.work.work import Recompute, Work
 
 
@@ -80,6 +80,21 @@ def backward_traffic(work: Work, op: Op, formats: Formats, *, fused: bool) -> Tr
         # The gradient passes through; only its sum with the other branch's is work, part of the norm when fused.
         return Traffic(outputs if fused else 3 * outputs)
     return Traffic((inputs + outputs + kept) * (1 if fused else op.eager_kernels))
+
+
+def softmax_traffic(op: Attention, formats: Formats) -> tuple[int, int]:
+    """Bytes of eager attention's masked softmax over the whole square, one copy: forward and backward.
+
+    Its scale, mask, maximum-and-sum and quotient are two passes of a read and a write; its backward reads the
+    probabilities and their gradient and writes that of the scores.
+    """
+    square = op.tokens * op.tokens * op.parts * op.heads * formats.compute_bytes
+    return 4 * square, 3 * square
+
+
+def key_sums_bytes(work: Work) -> int:
+    """Bytes of reading and writing the gradients of a sequence's keys and values so far, which are summed in fp32."""
+    return 2 * WIDTH_BYTES["fp32"] * sum(work.tensors[name].elements for name in ("key", "value"))
 
 
 def least_bytes(work: Work, op: Op, formats: Formats, sequences: int, again: Fraction) -> int:
@@ -161,6 +176,6 @@ def update_bytes_per_parameter(formats: Formats, moments: int) -> int:
     return WIDTH_BYTES[formats.gradients] + 2 * moments * WIDTH_BYTES[formats.moments] + weight + master
 
 
-def scaled(traffic: Traffic, share: Fraction) -> Traffic:
+def scale_traffic(traffic: Traffic, share: Fraction) -> Traffic:
     """A part of an operator's traffic, for a forward that is only partly made again."""
     return Traffic(int(traffic.per_sequence * share), int(traffic.fixed * share))

@@ -13,14 +13,14 @@ from typing import Literal, get_args
 
 from flopwise.work.op import Attention, AttentionKernel, Convention, Op, Pairs, SaveLevel, Streaming, Tensor
 
-Recompute = Literal["none", "selective", "everything", "attention", "context", "input", "full"]
+Recompute = Literal["none", "selective", "pointwise", "attention", "context", "input", "full"]
 RECOMPUTE_POLICIES: tuple[Recompute, ...] = get_args(Recompute)
 """From the most memory to the least.
 
 none        keep all that backward reads; nothing is made again
 selective   all but the scores of eager attention, which are made again from queries and keys (Korthikanti et al., arXiv
             2205.05198); flash attention keeps none, so that there it is `none`
-everything  keep what only a matrix product or attention could make again; norms and activations are made again
+pointwise   keep what a matrix product or attention has made; norms and activations are made again
 attention   keep the block's input, keys, values and attention's result
 context     keep the block's input, keys and values
 input       keep the block's input and make again what backward reads: not the last product. torch's checkpoint does so
@@ -31,7 +31,7 @@ SCORES = "probabilities"
 """What eager attention keeps of the square of queries and keys."""
 
 _LEVEL: dict[Recompute, SaveLevel] = {
-    "everything": SaveLevel.EVERYTHING,
+    "pointwise": SaveLevel.EVERYTHING,
     "attention": SaveLevel.ATTENTION,
     "context": SaveLevel.CONTEXT,
     "input": SaveLevel.INPUT,
@@ -75,8 +75,12 @@ class Work:
         return 2 * op.active_parameters * self.sequence_tokens
 
     def model_flops(self, convention: Convention) -> int:
-        """FLOPs of forward and backward over one sequence: three times the forward."""
-        return 3 * sum(self.forward_flops(op, convention) for op in self.ops)
+        """FLOPs of forward and backward over one sequence."""
+        return sum(self.model_flops_of(op, convention) for op in self.ops)
+
+    def model_flops_of(self, op: Op, convention: Convention) -> int:
+        """The same of one operator: three times the forward."""
+        return 3 * self.forward_flops(op, convention)
 
     def hardware_flops(self, op: Op, convention: Convention, again: Fraction) -> int:
         """FLOPs that one operator executes for one sequence, `again` being the share of it that is recomputed.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.engine.batch import Batch
 from flopwise.engine.data.cache import TokenCache
-from flopwise.engine.data.corpus import Opened, described, fingerprint, no_text, open_samples
+from flopwise.engine.data.corpus import Opened, describe_data, fingerprint, no_text, open_samples
 from flopwise.engine.data.order import Order
 from flopwise.engine.data.request import DataRequest, Tell
 from flopwise.engine.data.tokenizer import Tokenizer, load_tokenizer
@@ -56,7 +56,7 @@ class ClassificationData:
             notes += _repeated_note(training.cache, evaluation.cache)
         else:
             self._evaluation_classes = np.arange(len(self.labels), dtype=np.int32)
-            self._held_out = _held_out(training.cache, request.evaluation_share, request.seed)
+            self._held_out = _hold_out(training.cache, request.evaluation_share, request.seed)
             self._trained = np.setdiff1d(np.arange(samples), self._held_out)
             if request.evaluation_share:
                 notes += self._absent_note()
@@ -81,12 +81,18 @@ class ClassificationData:
         """Samples that are held out."""
         return int(self._held_out.size)
 
+    @property
+    def mean_tokens(self) -> float:
+        """Of a training sample, padding left out."""
+        lengths = np.diff(self._training.cache.arrays["bounds"])
+        return float(lengths[self._trained].mean())
+
     def describe(self) -> dict[str, Any]:
         """Plain values for the record of a run."""
         facts = self._training.cache.facts
         return {
             "task": "classification",
-            **described(self._request, self._training, self._tokenizer),
+            **describe_data(self._request, self._training, self._tokenizer),
             "samples": int(self._training.cache.arrays["labels"].size),
             "sequences": self.count,
             "labels": list(self.labels),
@@ -102,16 +108,16 @@ class ClassificationData:
     def batch(self, position: int, sequences: int) -> Batch:
         """The samples at so many places of the endless order from `position` on; the same whenever it is asked."""
         chosen = self._trained[self._order.at(position, sequences)]
-        return self._padded(self._training.cache, chosen, self._training.cache.arrays["labels"][chosen])
+        return self._pad(self._training.cache, chosen, self._training.cache.arrays["labels"][chosen])
 
     def evaluation(self, sequences: int) -> Iterator[Batch]:
         """What is held out, once, so many samples at a time."""
         cache = (self._evaluation if self._evaluation is not None else self._training).cache
         for first in range(0, self._held_out.size, sequences):
             chosen = self._held_out[first : first + sequences]
-            yield self._padded(cache, chosen, self._evaluation_classes[cache.arrays["labels"][chosen]])
+            yield self._pad(cache, chosen, self._evaluation_classes[cache.arrays["labels"][chosen]])
 
-    def _padded(self, cache: TokenCache, chosen: NDArray[np.int64], classes: NDArray[np.int32]) -> Batch:
+    def _pad(self, cache: TokenCache, chosen: NDArray[np.int64], classes: NDArray[np.int32]) -> Batch:
         bounds = cache.arrays["bounds"]
         firsts, ends = bounds[chosen], bounds[chosen + 1]
         lengths = (ends - firsts).astype(np.int32)
@@ -172,7 +178,7 @@ def _digests(cache: TokenCache, seed: int) -> list[bytes]:
     return [hashlib.sha256(salt + tokens[first:end].tobytes()).digest() for first, end in pairwise(bounds)]
 
 
-def _held_out(cache: TokenCache, share: float, seed: int) -> NDArray[np.int64]:
+def _hold_out(cache: TokenCache, share: float, seed: int) -> NDArray[np.int64]:
     """A share of every label's samples, at least one, never all; those of equal tokens only together."""
     if not share:
         return np.zeros(0, dtype=np.int64)

@@ -203,7 +203,7 @@ def _write_samples(writer: Writer, tokenizer: Tokenizer, found: Iterable[TextRec
     }
 
 
-def described(request: DataRequest, opened: Opened, tokenizer: Tokenizer) -> dict[str, Any]:
+def describe_data(request: DataRequest, opened: Opened, tokenizer: Tokenizer) -> dict[str, Any]:
     """What both kinds of data say of themselves."""
     return {
         "sources": list(opened.named),

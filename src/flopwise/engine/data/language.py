@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.batch import Batch
-from flopwise.engine.data.corpus import Opened, described, fingerprint, no_text, open_text
+from flopwise.engine.data.corpus import Opened, describe_data, fingerprint, no_text, open_text
 from flopwise.engine.data.order import Order
 from flopwise.engine.data.request import DataRequest, Tell
 from flopwise.engine.data.tokenizer import Tokenizer, load_tokenizer
@@ -47,7 +47,7 @@ class LanguageData:
             if evaluation.cache.checksum == training.cache.checksum:
                 notes.append("the evaluation has the same text as the training")
         else:
-            held = _held_out(count, request.evaluation_share)
+            held = _hold_out(count, request.evaluation_share)
             if not held.size and request.evaluation_share:
                 notes.append("the text is a single sequence: nothing is held out for an evaluation")
             self._held_out = held
@@ -71,7 +71,7 @@ class LanguageData:
         """Plain values for the record of a run."""
         return {
             "task": "language",
-            **described(self._request, self._training, self._tokenizer),
+            **describe_data(self._request, self._training, self._tokenizer),
             "documents": self._training.cache.facts["documents"],
             "sequences": self.count,
             "evaluation_sources": list(self._evaluation.named) if self._evaluation is not None else None,
@@ -112,7 +112,7 @@ def _sequences(opened: Opened, length: int) -> int:
     return (tokens - 1) // length
 
 
-def _held_out(count: int, share: float) -> NDArray[np.int64]:
+def _hold_out(count: int, share: float) -> NDArray[np.int64]:
     """Sequences at even distances: every source has some, and runs with other seeds are judged by the same."""
     held = min(max(1, round(count * share)), count - 1) if share else 0
     return (np.arange(held) * 2 + 1) * count // (2 * max(1, held))

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.engine.data.sources import Entry, ReadingProgress, pieces
+from flopwise.engine.data.sources import PIECE_BYTES, DataSource, Entry, ReadingProgress, decode_text, pieces
 
 LARGEST_FIELD = 2**31 - 1
 """Characters of a field of a CSV file; Python's own limit is that of a long page."""
@@ -96,6 +96,18 @@ def _records(
     if entry.source.form == "jsonl":
         return _json_records(entry.source.path, lines, columns)
     return _csv_records(entry.source.path, lines, columns)
+
+
+def check_columns(source: DataSource, columns: tuple[str, ...]) -> None:
+    """Refuse a table whose first record lacks a column; as far as its beginning tells."""
+    if source.form == "text":
+        return
+    with source.path.open("rb") as stream:
+        content = stream.read(PIECE_BYTES)
+    whole = content if len(content) < PIECE_BYTES else content[: content.rfind(b"\n") + 1]
+    texts = iter([decode_text(source.path, whole, 0)])
+    read = _json_records if source.form == "jsonl" else _csv_records
+    next(iter(read(source.path, texts, columns)), None)
 
 
 def _missing(path: Path, line: int, columns: tuple[str, ...], there: list[str]) -> FlopwiseError:

@@ -199,7 +199,7 @@ def check_beginnings(sources: Iterable[DataSource]) -> None:
             empty = False
             # The last character may be cut.
             whole = len(content) < BEGINNING_BYTES
-            _decoded(source.path, bytes(content if whole else content[: _last_character(content)]), 0)
+            decode_text(source.path, bytes(content if whole else content[: _last_character(content)]), 0)
     if sources and empty:
         raise _empty(sources)
 
@@ -237,7 +237,7 @@ def pieces(entry: Entry, progress: ReadingProgress | None, *, whole_lines: bool 
                 if not cut and not whole_lines:
                     cut = _last_character(held)
                 if cut:
-                    yield _decoded(path, bytes(held[:cut]), first)
+                    yield decode_text(path, bytes(held[:cut]), first)
                     first += cut
                     del held[:cut]
     except OSError as error:
@@ -247,7 +247,7 @@ def pieces(entry: Entry, progress: ReadingProgress | None, *, whole_lines: bool 
             f"{path} changed while it was read", why="its tokens would not be those of any one file", hint="try again"
         )
     if held:
-        yield _decoded(path, bytes(held), first)
+        yield decode_text(path, bytes(held), first)
 
 
 def _last_character(content: bytearray) -> int:
@@ -258,7 +258,7 @@ def _last_character(content: bytearray) -> int:
     return len(content)
 
 
-def _decoded(path: Path, content: bytes, first: int) -> str:
+def decode_text(path: Path, content: bytes, first: int) -> str:
     if first == 0:
         # Some editors begin a file with a byte-order mark; it is no part of the text.
         first += len(content) - len(content.removeprefix(BYTE_ORDER_MARK))

@@ -134,7 +134,7 @@ class FileTokenizer:
 
     def documents(self, texts: Sequence[str]) -> list[Tokens]:
         self._tokenizer.no_truncation()
-        return self._encoded(texts, special=False)
+        return self._encode(texts, special=False)
 
     def samples(self, texts: Sequence[str], most: int) -> list[Tokens]:
         with _in_words(f"{self.path} cannot be used for samples", "name the model's tokenizer.json"):
@@ -147,9 +147,9 @@ class FileTokenizer:
                 hint=f"sequences of at least {added + 1:,} tokens",
             )
         self._tokenizer.enable_truncation(most, direction="right")
-        return self._encoded(texts, special=True)
+        return self._encode(texts, special=True)
 
-    def _encoded(self, texts: Sequence[str], *, special: bool) -> list[Tokens]:
+    def _encode(self, texts: Sequence[str], *, special: bool) -> list[Tokens]:
         hint = "a tokenizer needs a token for what it does not know, such as [UNK]"
         with _in_words(f"{self.path} cannot tokenize the text", hint):
             found: list[Encoding] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flopwise.engine.kernels.blocks import row_blocks
 from flopwise.engine.kernels.rounding import FIRST, SECOND, WEIGHTS, Seed, random_bits, round_by_chance
+
+BITS_OF_STEP = 9
+"""Words that `AdamW.bits_of_step` has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +32,8 @@ class AdamW:
     """What gradients are multiplied by first, to clip them; a tensor of no dimensions where only the device knows."""
     rounding: Seed | None = None
     """Whether weights and moments kept in bf16 are rounded by chance; None: to the nearest."""
+    numbers: Tensor | None = None
+    """`bits_of_step` on the device that updates, where a captured step finds those of its own; None: as arguments."""
 
     @property
     def kept(self) -> float:
@@ -41,6 +48,14 @@ class AdamW:
     def root_scale(self) -> float:
         """What the root of the second moment is multiplied by."""
         return 1.0 / sqrt(1.0 - self.beta2**self.step)
+
+    def bits_of_step(self) -> NDArray[np.int32]:
+        """What changes from step to step as words of 32 bits: three fp32 numbers, then two keys for each tensor."""
+        numbers = np.array([self.kept, self.step_size, self.root_scale], dtype=np.float32)
+        keys = [
+            self.rounding.keys(self.step, tensor) if self.rounding else (0, 0) for tensor in (WEIGHTS, FIRST, SECOND)
+        ]
+        return np.concatenate([numbers.view(np.int32), np.array(keys, dtype=np.uint32).reshape(-1).view(np.int32)])
 
 
 def update_type(weights: Tensor, master: Tensor | None) -> torch.dtype:

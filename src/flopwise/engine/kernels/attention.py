@@ -20,7 +20,7 @@ Kernel = Literal["plain", "cpu-flash", "cudnn", "flash", "flash-4"]
 
 __all__ = ["AttentionMask", "Kernel", "attention_backward", "attention_forward", "choose_kernel"]
 
-_HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def choose_kernel(
@@ -42,7 +42,7 @@ def choose_kernel(
     if device.type == "cpu":
         return "cpu-flash" if whole and not (padded and mask.causal) and dtype != torch.float16 else "plain"
     whole = whole and not padded
-    if device.type != "cuda" or dtype not in _HALVES or mask.head_dim % 8 or mask.head_dim > 256:
+    if device.type != "cuda" or dtype not in HALVES or mask.head_dim % 8 or mask.head_dim > 256:
         return "plain"
     if _is_for_flash_4(device, mask) and not padded and not deterministic:
         return "flash-4"
@@ -215,8 +215,8 @@ def _whole_forward(
     else:
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query.transpose(1, 2),
-            _repeated(key, mask),
-            _repeated(value, mask),
+            _repeat_heads(key, mask),
+            _repeat_heads(value, mask),
             0.0,
             mask.causal,
             attn_mask=_padding(query, None if lengths is None else lengths[piece.sequences]),
@@ -294,7 +294,7 @@ def _parts(key: Tensor, lengths: Tensor | None) -> list[tuple[slice, int]]:
     return [(slice(first, first + 1), min(count, key.shape[1])) for first, count in enumerate(lengths.tolist())]
 
 
-def _repeated(heads: Tensor, mask: AttentionMask) -> Tensor:
+def _repeat_heads(heads: Tensor, mask: AttentionMask) -> Tensor:
     """(sequences, heads, keys, channels), each head of a key or value once for every query head that reads it."""
     moved = heads.transpose(1, 2)
     return moved if mask.group == 1 else moved.repeat_interleave(mask.group, dim=1)
@@ -340,8 +340,8 @@ def _whole_backward(
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         above,
         queries,
-        _repeated(key, mask),
-        _repeated(value, mask),
+        _repeat_heads(key, mask),
+        _repeat_heads(value, mask),
         results,
         logsumexp,
         0.0,
@@ -355,7 +355,8 @@ def _whole_backward(
     return found[0], of_keys, of_values
 
 
-def _window(mask: AttentionMask) -> dict[str, int]:
+def flash_window(mask: AttentionMask) -> dict[str, int]:
+    """What torch's flash kernels are told of a window."""
     return {} if mask.window is None else {"window_size_left": mask.window - 1, "window_size_right": 0}
 
 
@@ -367,7 +368,7 @@ def _flash_forward(
         logsumexp.fill_(-torch.inf)
         return
     found = torch.ops.aten._flash_attention_forward(
-        query, key, value, None, None, query.shape[1], key.shape[1], 0.0, mask.causal, False, **_window(mask)
+        query, key, value, None, None, query.shape[1], key.shape[1], 0.0, mask.causal, False, **flash_window(mask)
     )
     out.copy_(found[0])
     logsumexp.copy_(found[1])
@@ -379,6 +380,6 @@ def _flash_backward(saved: Saved, mask: AttentionMask) -> tuple[Tensor, Tensor, 
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     unused = torch.zeros(2, dtype=torch.int64, device=query.device)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        *saved, None, None, query.shape[1], key.shape[1], 0.0, mask.causal, unused, unused, **_window(mask)
+        *saved, None, None, query.shape[1], key.shape[1], 0.0, mask.causal, unused, unused, **flash_window(mask)
     )
     return found

@@ -21,6 +21,7 @@ __all__ = [
     "activation_backward",
     "activation_forward",
     "adamw",
+    "add_column_sums",
     "copy_rows",
     "cross_entropy",
     "embedding_add",
@@ -158,10 +159,11 @@ def activation_backward(
     activations.activation_backward(kind, gradient, gate, up, gate_out=gate_out, up_out=up_out, recompute=recompute)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor) -> None:
+def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor) -> None:
     """Logits become the gradient of scale · Σ cross-entropy; `loss` gets the unscaled sum added.
 
-    Rows with a negative label count for nothing, and their gradient is zero.
+    Rows with a negative label count for nothing, and their gradient is zero. `scale` is a tensor of no dimensions where
+    it changes from one replay of a captured step to the next.
     """
     if _is_fused(logits):
         from flopwise.engine.kernels import fused
@@ -209,6 +211,16 @@ def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor)
         fused.embedding_backward(ids, gradient, table_gradient=table_gradient)
     else:
         plain.embedding_backward(ids, gradient, table_gradient=table_gradient)
+
+
+def add_column_sums(values: Tensor, *, total: Tensor) -> None:
+    """`total` gets the sum over the rows added, rounded once."""
+    if _is_fused(values, total):
+        from flopwise.engine.kernels import fused
+
+        fused.add_column_sums(values, total=total)
+    else:
+        plain.add_column_sums(values, total=total)
 
 
 def sum_of_squares(values: Tensor, *, out: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels.optional import found_in
+from flopwise.engine.kernels.optional import find_in
 
 HEAD_DIMENSIONS = (64, 96, 128)
 """Those that both of its kernels take."""
@@ -33,7 +33,7 @@ def _calls() -> _FlashCalls | None:
         module = import_module("flash_attn.cute.interface")
         return _FlashCalls(module._flash_attn_fwd, module._flash_attn_bwd)
 
-    found = found_in("flash_attn", find, name="FlashAttention-4", without="attention is cuDNN's")
+    found = find_in("flash_attn", find, name="FlashAttention-4", without="attention is cuDNN's")
     if found is not None:
         # It tells of an argument that its compiler takes as a constant, which it may.
         warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)

@@ -17,6 +17,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from flopwise.engine.kernels.adamw import AdamW
+from flopwise.engine.kernels.fused_narrow_norm import narrow_norm_backward_kernel, narrow_norm_forward_kernel
 from flopwise.engine.kernels.fused_norm import (
     add_rows_kernel,
     norm_backward_kernel,
@@ -26,12 +27,16 @@ from flopwise.engine.kernels.fused_norm import (
 )
 from flopwise.engine.kernels.fused_update import adamw_kernel, squares_kernel
 from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel, warps_for
-from flopwise.engine.kernels.rounding import FIRST, SECOND, WEIGHTS
 
 _NORM_WARPS = 8
 """Warps of a norm's backward on each multiprocessor, in two programs or more: those fit at once and end together."""
 _TURNED_HEADS = 32
 _SUMMED_COLUMNS, _SUMMED_LINES = 32, 64
+_LEAST_SUMMED = 8
+"""Rows that a program sums at least: what fewer rows leave to add up would take longer than their sums."""
+_TILE_ROWS, _TILE_COLUMNS = 32, 128
+_NARROW, _TILE = 256, 4096
+"""Rows of up to so many numbers are normalised in tiles of so many."""
 _SQUARES_PROGRAMS = 1024
 _UPDATE_BLOCK = 1024
 
@@ -52,28 +57,27 @@ def norm_forward(
     rows, width = source.shape
     block = column_block(width, 8192)
     added, kept = source if other is None else other, out if total is None else total
+    tensors = (source, added, weight, weight if bias is None else bias, out, kept, statistics)
+    strides = (source.stride(0), added.stride(0), out.stride(0), kept.stride(0))
+    asked = {"rms": rms, "biased": bias is not None, "added": other is not None, "kept": total is not None}
+    if block <= _NARROW:
+        lines = _TILE // block
+        narrow_norm_forward_kernel[(triton.cdiv(rows, lines),)](
+            *tensors,
+            rows,
+            width,
+            *strides,
+            float(epsilon),
+            **asked,
+            lines=lines,
+            block=block,
+            num_warps=4,
+            **ARITHMETIC,
+        )
+        return
     chosen = whole_norm_forward_kernel if block >= width else norm_forward_kernel
     chosen[(rows,)](
-        source,
-        added,
-        weight,
-        weight if bias is None else bias,
-        out,
-        kept,
-        statistics,
-        width,
-        source.stride(0),
-        added.stride(0),
-        out.stride(0),
-        kept.stride(0),
-        float(epsilon),
-        rms=rms,
-        biased=bias is not None,
-        added=other is not None,
-        kept=total is not None,
-        block=block,
-        num_warps=warps_for(block),
-        **ARITHMETIC,
+        *tensors, width, *strides, float(epsilon), **asked, block=block, num_warps=warps_for(block), **ARITHMETIC
     )
 
 
@@ -100,14 +104,19 @@ def norm_backward(
     """See `dispatch.norm_backward`. Programs sum the weight's gradient over their rows; a second kernel adds up."""
     rows, width = source.shape
     block = column_block(width, 8192)
-    biased = bias_gradient is not None
+    biased, narrow = bias_gradient is not None, block <= _NARROW
+    lines = _TILE // block if narrow else 1
     whole = block >= width
     # Fewer threads with more numbers each: a few programs and the rows that they read ahead fill a multiprocessor.
-    warps = max(1, warps_for(block) // 2)
-    programs = min(rows, max(2, _NORM_WARPS // warps) * _units(source.device))
+    warps = 4 if narrow else max(1, warps_for(block) // 2)
+    least = lines if narrow else _LEAST_SUMMED
+    programs = min(
+        triton.cdiv(rows, least), max(2, _NORM_WARPS // warps) * _units(source.device) * (2 if narrow else 1)
+    )
     partial = torch.empty if whole else torch.zeros
     sums = partial((2 if biased else 1, programs, width), dtype=torch.float32, device=source.device)
-    chosen = whole_norm_backward_kernel if whole else norm_backward_kernel
+    wide = whole_norm_backward_kernel if whole else norm_backward_kernel
+    chosen, tile = (narrow_norm_backward_kernel, {"lines": lines}) if narrow else (wide, {})
     chosen[(programs,)](
         gradient,
         source,
@@ -126,22 +135,66 @@ def norm_backward(
         biased=biased,
         accumulate=accumulate,
         recompute=recompute,
+        **tile,
         block=block,
         num_warps=warps,
         **ARITHMETIC,
     )
     for number, target in enumerate((weight_gradient, bias_gradient)):
         if target is not None:
-            add_rows_kernel[(triton.cdiv(width, _SUMMED_COLUMNS),)](
-                sums[number],
-                target,
-                programs,
-                width,
-                lines=_SUMMED_LINES,
-                block=_SUMMED_COLUMNS,
-                num_warps=4,
-                **ARITHMETIC,
-            )
+            _add_rows(sums[number], target)
+
+
+def _add_rows(rows: Tensor, total: Tensor) -> None:
+    count, width = rows.shape
+    add_rows_kernel[(triton.cdiv(width, _SUMMED_COLUMNS),)](
+        rows, total, count, width, lines=_SUMMED_LINES, block=_SUMMED_COLUMNS, num_warps=4, **ARITHMETIC
+    )
+
+
+@kernel()
+def _column_sums_kernel(
+    values: tl.tensor,
+    sums: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    step: tl.tensor,
+    lines: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Every so manieth tile of rows, in a block of columns, a program."""
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    own = tl.program_id(0) * lines + tl.arange(0, lines)
+    total = tl.zeros((lines, block), tl.float32)
+    for first in range(0, rows, step):
+        row = (first + own).to(tl.int64)
+        place = row[:, None] * stride + columns[None, :]
+        total += tl.load(values + place, mask=(row < rows)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    tl.store(sums + tl.program_id(0).to(tl.int64) * width + columns, tl.sum(total, 0), mask=inside)
+
+
+def add_column_sums(values: Tensor, *, total: Tensor) -> None:
+    """See `dispatch.add_column_sums`. Programs sum their rows; a second kernel adds up."""
+    rows, width = values.shape
+    block = column_block(width, _TILE_COLUMNS)
+    across = triton.cdiv(width, block)
+    programs = max(1, min(triton.cdiv(rows, _TILE_ROWS), 4 * _units(values.device) // across))
+    sums = torch.empty((programs, width), dtype=torch.float32, device=values.device)
+    _column_sums_kernel[(programs, across)](
+        values,
+        sums,
+        rows,
+        width,
+        values.stride(0),
+        programs * _TILE_ROWS,
+        lines=_TILE_ROWS,
+        block=block,
+        num_warps=4,
+        **ARITHMETIC,
+    )
+    _add_rows(sums, total)
 
 
 @kernel()
@@ -207,11 +260,12 @@ def _cross_entropy_kernel(
     losses: tl.tensor,
     vocabulary: tl.tensor,
     stride: tl.tensor,
-    scale: tl.tensor,
+    scales: tl.tensor,
     block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
+    scale = tl.load(scales)
     start = logits + row * stride
     columns = tl.arange(0, block)
     if label >= 0:
@@ -241,7 +295,7 @@ def _cross_entropy_kernel(
             tl.store(start + first + columns, nothing, mask=first + columns < vocabulary)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor) -> None:
+def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor) -> None:
     """See `dispatch.cross_entropy`."""
     rows, vocabulary = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -252,7 +306,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor)
         losses,
         vocabulary,
         logits.stride(0),
-        float(scale),
+        scale if isinstance(scale, Tensor) else _scalar(float(scale), logits.device),
         block=block,
         num_warps=warps_for(block),
         **ARITHMETIC,
@@ -326,6 +380,8 @@ def _embedding_backward_kernel(
     width: tl.tensor,
     gradient_stride: tl.tensor,
     table_stride: tl.tensor,
+    few: tl.constexpr,
+    lines: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     position = tl.program_id(0)
@@ -336,9 +392,16 @@ def _embedding_backward_kernel(
         inside = columns < width
         total = tl.zeros((block,), tl.float32)
         end = tl.load(ends + position).to(tl.int32)
-        for current in range(position, end):
+        for current in range(position, tl.minimum(end, position + few)):
             row = tl.load(order + current)
             total += tl.load(gradient + row * gradient_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        # A common token has thousands of rows: of those many are read at once, instead of one after another.
+        for first in range(position + few, end, lines):
+            there = first + tl.arange(0, lines) < end
+            row = tl.load(order + first + tl.arange(0, lines), mask=there, other=0)
+            place = row[:, None] * gradient_stride + columns[None, :]
+            tile = tl.load(gradient + place, mask=there[:, None] & inside[None, :], other=0.0)
+            total += tl.sum(tile.to(tl.float32), 0)
         place = table_gradient + entry.to(tl.int64) * table_stride + columns
         total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
         tl.store(place, total.to(table_gradient.dtype.element_ty), mask=inside)
@@ -349,7 +412,7 @@ def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor)
     rows, width = gradient.shape
     in_order, order = torch.sort(ids, stable=True)
     ends = torch.searchsorted(in_order, in_order, right=True)
-    block = column_block(width, 512)
+    block = column_block(width, 256)
     _embedding_backward_kernel[(rows, triton.cdiv(width, block))](
         in_order,
         order,
@@ -359,6 +422,8 @@ def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor)
         width,
         gradient.stride(0),
         table_gradient.stride(0),
+        few=4,
+        lines=16,
         block=block,
         num_warps=4,
         **ARITHMETIC,
@@ -384,11 +449,6 @@ def _scalar(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
-def _signed(key: int) -> int:
-    """A key of 32 bits as Triton passes it without a change of type."""
-    return key - (1 << 32) if key >= 1 << 31 else key
-
-
 def adamw(
     weights: Tensor,
     gradients: Tensor,
@@ -405,10 +465,9 @@ def adamw(
     scale = settings.gradient_scale
     if not isinstance(scale, Tensor):
         scale = _scalar(float(scale), weights.device)
-    keys = [0] * 6
-    if settings.rounding is not None:
-        for tensor in (WEIGHTS, FIRST, SECOND):
-            keys[2 * tensor : 2 * tensor + 2] = map(_signed, settings.rounding.keys(settings.step, tensor))
+    numbers = settings.numbers
+    if numbers is None:
+        numbers = torch.from_numpy(settings.bits_of_step()).to(weights.device)
     chance = [settings.rounding is not None and each.dtype == torch.bfloat16 for each in (weights, first, second)]
     adamw_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
         weights,
@@ -423,12 +482,9 @@ def adamw(
         settings.beta2,
         1.0 - settings.beta2,
         settings.epsilon,
-        settings.kept,
-        settings.step_size,
-        settings.root_scale,
+        numbers,
         offset & 0x7FFFFFFF,
         offset >> 31,
-        *keys,
         has_master=master is not None,
         chance_weights=chance[0] and master is None,
         chance_first=chance[1],

@@ -27,15 +27,15 @@ def _store(
     values: tl.tensor,
     inside: tl.tensor,
     place: tl.tensor,
-    key0: tl.tensor,
-    key1: tl.tensor,
+    keys: tl.tensor,
     chance: tl.constexpr,
 ) -> None:
     """Rounded to the nearest, or by chance to bf16 as `rounding` describes."""
     if chance:
         low = place.to(tl.uint32)
         high = (place >> 32).to(tl.uint32) * 0x9E3779B1
-        random = _mix(_mix(low ^ key0.to(tl.uint32)) ^ high ^ key1.to(tl.uint32)) >> 16
+        key0, key1 = tl.load(keys).to(tl.uint32, bitcast=True), tl.load(keys + 1).to(tl.uint32, bitcast=True)
+        random = _mix(_mix(low ^ key0) ^ high ^ key1) >> 16
         bits = values.to(tl.int32, bitcast=True)
         added = (bits + random.to(tl.int32)) & -65536
         is_finite = (bits & 0x7F800000) != 0x7F800000
@@ -43,7 +43,13 @@ def _store(
     tl.store(target, values.to(target.dtype.element_ty), mask=inside)
 
 
-@kernel(unspecialized=["offset_low", "offset_high", "w0", "w1", "f0", "f1", "s0", "s1"])
+@kernel()
+def _number(numbers: tl.tensor, place: tl.constexpr) -> tl.tensor:
+    """An fp32 number among words of 32 bits."""
+    return tl.load(numbers + place).to(tl.float32, bitcast=True)
+
+
+@kernel(unspecialized=["offset_low", "offset_high"])
 def adamw_kernel(
     weights: tl.tensor,
     gradients: tl.tensor,
@@ -57,24 +63,20 @@ def adamw_kernel(
     beta2: tl.tensor,
     rest2: tl.tensor,
     epsilon: tl.tensor,
-    kept: tl.tensor,
-    step_size: tl.tensor,
-    root_scale: tl.tensor,
+    numbers: tl.tensor,
     offset_low: tl.tensor,
     offset_high: tl.tensor,
-    w0: tl.tensor,
-    w1: tl.tensor,
-    f0: tl.tensor,
-    f1: tl.tensor,
-    s0: tl.tensor,
-    s1: tl.tensor,
     has_master: tl.constexpr,
     chance_weights: tl.constexpr,
     chance_first: tl.constexpr,
     chance_second: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """A block of numbers a program; the piece's first place comes in a lower part of 31 bits and an upper one."""
+    """A block of numbers a program; the piece's first place comes in a lower part of 31 bits and an upper one.
+
+    `numbers`: `AdamW.bits_of_step`, read from memory so that a captured step updates with the settings of its own.
+    """
+    kept, step_size, root_scale = _number(numbers, 0), _number(numbers, 1), _number(numbers, 2)
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = index < count
     place = index + offset_low.to(tl.int64) + (offset_high.to(tl.int64) << 31)
@@ -86,11 +88,11 @@ def adamw_kernel(
     start = master if has_master else weights
     updated = tl.load(start + index, mask=inside, other=0.0).to(tl.float32) * kept
     updated -= tl.div_rn(mean, root) * step_size
-    _store(first + index, mean, inside, place, f0, f1, chance_first)
-    _store(second + index, square, inside, place, s0, s1, chance_second)
+    _store(first + index, mean, inside, place, numbers + 5, chance_first)
+    _store(second + index, square, inside, place, numbers + 7, chance_second)
     if has_master:
         tl.store(master + index, updated, mask=inside)
-    _store(weights + index, updated, inside, place, w0, w1, chance_weights)
+    _store(weights + index, updated, inside, place, numbers + 3, chance_weights)
 
 
 @kernel(unspecialized=["count"])

@@ -20,11 +20,11 @@ class Kernel(Protocol):
 def kernel(unspecialized: Sequence[str] = ()) -> Callable[[Callable[..., object]], Kernel]:
     """Compiles a function; anew for each type and for round values of arguments, but for those `unspecialized`."""
 
-    def compiled(function: Callable[..., object]) -> Kernel:
+    def compile_kernel(function: Callable[..., object]) -> Kernel:
         made: Kernel = triton.jit(function, do_not_specialize=list(unspecialized))
         return made
 
-    return compiled
+    return compile_kernel
 
 
 ARITHMETIC = {"enable_fp_fusion": False}

@@ -9,7 +9,7 @@ from typing import TypeVar
 Found = TypeVar("Found")
 
 
-def found_in(package: str, find: Callable[[], Found], *, name: str, without: str) -> Found | None:
+def find_in(package: str, find: Callable[[], Found], *, name: str, without: str) -> Found | None:
     """What `find` imports; None where the package is not there, or, with a warning, where it cannot be loaded."""
     try:
         with warnings.catch_warnings():

@@ -127,7 +127,7 @@ def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tenso
         out[block, :, half:] = second
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, *, scale: float, loss: Tensor) -> None:
+def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor) -> None:
     """Logits become the gradient of scale · Σ cross-entropy; `loss` gets the unscaled sum added.
 
     Rows with a negative label count for nothing, and their gradient is zero.
@@ -188,6 +188,15 @@ def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor)
         sums += table_gradient[:, columns].index_select(0, targets)
         # Rows that repeat a target repeat its value too.
         table_gradient[:, columns].index_copy_(0, targets, sums.to(table_gradient.dtype))
+
+
+def add_column_sums(values: Tensor, *, total: Tensor) -> None:
+    """`total` gets the sum over the rows added. A few rows at a time: a CPU makes a wide copy of what it sums."""
+    wide = compute_type(values.dtype)
+    sums = torch.zeros(values.shape[1], dtype=wide, device=values.device)
+    for block in row_blocks(values.shape[0], values.shape[1] * wide.itemsize, 1):
+        sums += values[block].sum(0, dtype=wide)
+    add_rounded(total, sums)
 
 
 def sum_of_squares(values: Tensor, *, out: Tensor) -> None:

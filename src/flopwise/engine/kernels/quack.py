@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels.optional import found_in
+from flopwise.engine.kernels.optional import find_in
 
 LINE_BYTES = 16
 """Rows begin at multiples of this."""
@@ -62,10 +62,10 @@ def calls() -> Calls | None:
         tiles = import_module("quack.gemm_config").GemmConfig
         return Calls(module.gemm_tuned.fn, module.gemm_act, module.gemm_dact, tiles)
 
-    return found_in("quack", find, name="quack-kernels", without="products are cuBLAS's")
+    return find_in("quack", find, name="quack-kernels", without="products are cuBLAS's")
 
 
-def installed() -> Calls:
+def get_calls() -> Calls:
     """The package's calls, where `fits_device` has found them."""
     found = calls()
     assert found is not None
@@ -82,7 +82,7 @@ def fits_device(device: torch.device) -> bool:
 def cut(tile: QuackTile) -> object:
     """A tile in the package's words."""
     down = tile.shared == "right"
-    return installed().tiles(
+    return get_calls().tiles(
         tile_m=tile.rows,
         tile_n=tile.columns,
         pingpong=tile.alternating,
@@ -131,4 +131,4 @@ def multiply(
     each in turn.
     """
     config = cut(tile or tile_for(right))
-    installed().product(left, right, out, config=config, add_to_output=add, concat_layout=halves or None)
+    get_calls().product(left, right, out, config=config, add_to_output=add, concat_layout=halves or None)

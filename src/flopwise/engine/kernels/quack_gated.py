@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flopwise.engine.kernels.quack import ALTERNATING_WIDE, cut, installed, multiply
+from flopwise.engine.kernels.quack import ALTERNATING_WIDE, cut, get_calls, multiply
 
 
 def forward(source: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tensor | None) -> None:
@@ -16,7 +16,7 @@ def forward(source: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tensor 
     if activated is None:
         multiply(source, matrix.t(), out=pairs, tile=ALTERNATING_WIDE, halves=("B",))
         return
-    installed().activated(
+    get_calls().activated(
         source,
         matrix.t(),
         activation="swiglu",
@@ -30,7 +30,7 @@ def forward(source: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tensor 
 
 def backward(gradient: Tensor, matrix: Tensor, *, pairs: Tensor, activated: Tensor) -> None:
     """See `plain_gated.backward`. A tile of gate and up is read before its gradients are written over it."""
-    installed().activated_backward(
+    get_calls().activated_backward(
         gradient,
         matrix,
         pairs,

@@ -14,7 +14,7 @@ end of backward. What backward makes again is
     attention, context, input          what it reads of a block, from the block's input
     full                               the whole block
 
-so that `everything` takes more memory than planned and `attention` and `context` less. Attention is that of the
+so that `pointwise` takes more memory than planned and `attention` and `context` less. Attention is that of the
 modules, and how far ahead weights are gathered is up to FSDP.
 """
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import cast
@@ -105,10 +105,10 @@ class DistributedExecutor:
         self.parameters = parameters_of(model, plan.sequence_tokens)
         self._sharers = _sharers(plan.parallel)
         self._mesh = _mesh(device, world, self._sharers)
-        self.module = _sharded(plan, model, self.formats, self._mesh).to_empty(device=device)
+        self.module = _build_sharded(plan, model, self.formats, self._mesh).to_empty(device=device)
         self._units = [unit for unit in self.module.modules() if isinstance(unit, FSDPModule)]
         self._shards = {shard.parameter.name: shard for shard in self._all_shards()}
-        self._updates = Updates(training, self.formats, {})
+        self._updates = Updates(training, self.formats, {}, self.device)
         self.clear_moments()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -164,7 +164,7 @@ class DistributedExecutor:
         """Parameters by name, whole, on rank 0's host: to read, not to keep. All ranks call it, the others get {}."""
         found = {}
         for name, shard in self._shards.items():
-            whole = self._gathered(shard, shard.weights)
+            whole = self._gather(shard, shard.weights)
             if whole is not None:
                 found[name] = whole
         return found
@@ -177,7 +177,7 @@ class DistributedExecutor:
         """
         for name, shard in self._shards.items():
             for moment, numbers in shard.moments.items():
-                whole = self._gathered(shard, numbers)
+                whole = self._gather(shard, numbers)
                 if whole is not None:
                     yield name, moment, whole
 
@@ -187,7 +187,7 @@ class DistributedExecutor:
         state = ((f"{moment}/{name}", numbers) for name, shard in shards for moment, numbers in shard.moments.items())
         return (*not_finite((name, shard.weights) for name, shard in shards), *not_finite(state))
 
-    def _gathered(self, shard: Shard, numbers: Tensor) -> Tensor | None:
+    def _gather(self, shard: Shard, numbers: Tensor) -> Tensor | None:
         """A parameter's numbers of all ranks that share a copy, on rank 0."""
         if self.rank >= self._sharers:
             # The first copy is enough.
@@ -231,9 +231,6 @@ class DistributedExecutor:
         """A step's end, once all gradients are there: clip, update, forget them. Returns their norm if it clips."""
         self._updates.begin(number)
         norm = self._updates.clip(self._squares()) if self.training.clip_norm is not None else None
-        settings = self._updates.settings
-        assert settings is not None
-        without_decay = replace(settings, weight_decay=0.0)
         for shard in self._shards.values():
             if shard.weights.numel():
                 dispatch.adamw(
@@ -242,7 +239,7 @@ class DistributedExecutor:
                     shard.moments["first"],
                     shard.moments["second"],
                     shard.moments.get("master"),
-                    settings=settings if shard.parameter.decays else without_decay,
+                    settings=self._updates.settings(decays=shard.parameter.decays),
                     offset=shard.offset,
                 )
             shard.place.grad = None
@@ -334,8 +331,8 @@ class DistributedExecutor:
         left at 0. What goes beyond the plan, or has none, is `unaccounted`.
         """
         planned, measured = self._planned_state(), self._measured_state()
-        expected = self.plan.expected
-        rest = 0 if expected is None else max(0, expected.device_bytes - sum(planned.values()))
+        taken = self.plan.expected and self.plan.expected.device_total
+        rest = max(0, taken - sum(planned.values())) if taken else 0
         used = 0
         if self.device.type == "cuda":
             used = max(0, int(torch.cuda.max_memory_allocated(self.device)) - sum(measured.values()))
@@ -399,7 +396,7 @@ def _mesh(device: torch.device, world: int, sharers: int) -> DeviceMesh:
     return init_device_mesh(device.type, (world // sharers, sharers), mesh_dim_names=("copy", "shard"))
 
 
-def _sharded(plan: ClusterPlan, model: Transformer, formats: Formats, mesh: DeviceMesh) -> ReferenceModel:
+def _build_sharded(plan: ClusterPlan, model: Transformer, formats: Formats, mesh: DeviceMesh) -> ReferenceModel:
     """The network without memory for its numbers: a rank takes only that of its shards."""
     module = build(model, plan.sequence_tokens, dtype=TYPES[formats.weights], device="meta")
     policy = MixedPrecisionPolicy(param_dtype=TYPES[formats.compute], reduce_dtype=TYPES[formats.gradients])

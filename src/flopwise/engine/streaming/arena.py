@@ -83,6 +83,14 @@ class Arena:
             return
         self._insert(*found)
 
+    def clear(self) -> None:
+        """Take everything back: what a task that failed had taken is nobody's any more."""
+        self._free = [(0, self.room.numel())] if self.room.numel() else []
+        self._taken.clear()
+        self._beside.clear()
+        self._spilled.clear()
+        self.beside_bytes = 0
+
     def _insert(self, start: int, length: int) -> None:
         free = self._free
         index = next((place for place, (other, _) in enumerate(free) if other > start), len(free))

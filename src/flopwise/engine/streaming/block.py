@@ -18,6 +18,8 @@ from flopwise.engine.kernels.attention import (
     attention_forward,
     choose_kernel,
 )
+from flopwise.engine.kernels.packed_attention import Packed, packed_backward, packed_forward, takes_all
+from flopwise.engine.kernels.plain_attention import Saved
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.layout import SavedTensors
 from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights
@@ -38,16 +40,37 @@ class Chunk:
 
     sequences: int
     tokens: int
-    """Of each sequence, those that are in the chunk."""
+    """Of each sequence, those that are in the chunk; of packed sequences the most that one may have."""
     first: int
     """Place of the first of them within the sequence."""
     positions: Tensor
+    """Of each row."""
     lengths: Tensor | None
     """Tokens of each sequence that are no padding; None: all."""
+    starts: Tensor | None = None
+    """Rows at which whole sequences begin, with the end of the last; behind packed ones, those that fill up."""
+    packed: bool = False
+    """Whether sequences of uneven length lie behind each other, without padding."""
 
     @property
     def rows(self) -> Rows:
         return Rows(self.positions)
+
+    @property
+    def count(self) -> int:
+        """Rows of all sequences together."""
+        return int(self.positions.shape[0])
+
+    @property
+    def begins(self) -> Tensor:
+        """The first row of each sequence, where it is in the chunk."""
+        assert self.starts is not None
+        return self.starts[: self.sequences if self.first == 0 else 0]
+
+    @property
+    def sums_shape(self) -> tuple[int, int]:
+        """Sequences and tokens that attention's sums are laid out by: packed ones are one."""
+        return (1, self.count) if self.packed else (self.sequences, self.tokens)
 
     @property
     def last(self) -> int:
@@ -130,7 +153,8 @@ class Block:
     def _attend(self, values: Values, chunk: Chunk, keys: Keys | None) -> None:
         query = values["query"]
         out = values.allocate("attended", tuple(query.shape), query.dtype)
-        shape = (chunk.sequences, self.model.heads, chunk.tokens)
+        sequences, tokens = chunk.sums_shape
+        shape = (sequences, self.model.heads, tokens)
         logsumexp = values.allocate("logsumexp", shape, self.operators.statistics)
         if keys is None:
             keys = Keys(values["key"], values["value"])
@@ -138,6 +162,12 @@ class Block:
 
     def attend(self, query: Tensor, keys: Keys, out: Tensor, logsumexp: Tensor, chunk: Chunk) -> None:
         """Attention of a chunk's queries; they are the last of those that see the keys."""
+        if chunk.packed:
+            assert chunk.starts is not None
+            rows = [self._heads(each, 1)[0] for each in (query, keys.key, keys.value, out)]
+            packed = Packed(chunk.starts, chunk.tokens)
+            packed_forward(rows[0], rows[1], rows[2], self.mask, packed, out=rows[3], logsumexp=logsumexp[0])
+            return
         key, value = self._heads(keys.key, chunk.sequences), self._heads(keys.value, chunk.sequences)
         attention_forward(
             self._heads(query, chunk.sequences),
@@ -154,6 +184,11 @@ class Block:
         """Whether attention over a whole sequence is one call: where a kernel is much faster that way."""
         whole = Chunk(1, query.shape[0], 0, query.new_empty(0), None)
         return self._kernel(query, whole, query.shape[0]) in ("cudnn", "flash-4")
+
+    @property
+    def packs_at_once(self) -> bool:
+        """Whether attention over packed sequences is one call, which does not ask the device where they begin."""
+        return takes_all(self.operators.device, self.operators.compute, self.mask)
 
     def _heads(self, tensor: Tensor, sequences: int) -> Tensor:
         return tensor.view(sequences, -1, tensor.shape[-1] // self.model.head_dim, self.model.head_dim)
@@ -180,11 +215,11 @@ class Block:
         self.run(self.before, values, weights, chunk, self._all(self.before), keep={*keep, "query", "input"})
         keys.key[chunk.first : chunk.last].copy_(values["key"])
         keys.value[chunk.first : chunk.last].copy_(values["value"])
-        seen = self.seen(keys, chunk)
+        seen = self.select_visible(keys, chunk)
         rest = (self.attention_op, *self.after)
         self.run(rest, values, weights, chunk, self._all(rest), keep=values.places, keys=seen)
 
-    def seen(self, keys: Keys, chunk: Chunk) -> Keys:
+    def select_visible(self, keys: Keys, chunk: Chunk) -> Keys:
         """Of a whole sequence's keys those that the chunk's queries may look at."""
         last = chunk.last if self.model.causal else keys.key.shape[0]
         return Keys(keys.key[:last], keys.value[:last])
@@ -266,7 +301,7 @@ class Block:
             )
             adds = False
         else:
-            own, found = self.seen(keys, chunk), self.seen(key_sums, chunk)
+            own, found = self.select_visible(keys, chunk), self.select_visible(key_sums, chunk)
             adds = True
         self.attention_back(
             gradients["attended"], values, own, chunk, query_gradient=query_gradient, found=found, accumulate=adds
@@ -290,6 +325,9 @@ class Block:
         accumulate: bool,
     ) -> None:
         """Gradients of queries, and of the keys and values that they looked at."""
+        if chunk.packed:
+            self._packed_back(gradient, values, keys, chunk, query_gradient=query_gradient, found=found)
+            return
         sequences = chunk.sequences
         query, key = self._heads(values["query"], sequences), self._heads(keys.key, sequences)
         attention_backward(
@@ -306,6 +344,22 @@ class Block:
             accumulate=accumulate,
             lengths=chunk.lengths,
             kernel=self._kernel(query, chunk, key.shape[1]),
+        )
+
+    def _packed_back(
+        self, gradient: Tensor, values: Values, keys: Keys, chunk: Chunk, *, query_gradient: Tensor, found: Keys
+    ) -> None:
+        assert chunk.starts is not None
+        given = (gradient, values["query"], keys.key, keys.value, values["attended"])
+        rows = [self._heads(each, 1)[0] for each in (*given, query_gradient, found.key, found.value)]
+        sums = values["logsumexp"].view(self.model.heads, chunk.count)
+        packed_backward(
+            Saved(rows[0], rows[1], rows[2], rows[3], rows[4], sums),
+            self.mask,
+            Packed(chunk.starts, chunk.tokens),
+            query_gradient=rows[5],
+            key_gradient=rows[6],
+            value_gradient=rows[7],
         )
 
     # -- keys and values recomputed --------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from flopwise.engine.batch import NO_LABEL
 from flopwise.engine.kernels import dispatch
-from flopwise.engine.kernels.blocks import add_rounded
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.block import Chunk
 from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights
+from flopwise.engine.streaming.products import padded_width
 from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.work.op import Streaming
 from flopwise.work.parameters import op_groups
@@ -80,7 +80,7 @@ class EmbeddingHead:
         if self.model.positions == "learned":
             dispatch.embedding_backward(chunk.positions, gradient, table_gradient=sums["positions.weight"])
         if self.model.token_types:
-            add_rounded(sums["token_types.weight"][0], self.operators.column_sums(gradient))
+            dispatch.add_column_sums(gradient, total=sums["token_types.weight"][0])
 
     # -- head -----------------------------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class EmbeddingHead:
         *,
         loss: Loss,
         arena: Arena,
-        scale: float,
+        scale: Tensor,
     ) -> None:
         """From the last block's output to the loss and back to its gradient, written over it.
 
@@ -102,7 +102,8 @@ class EmbeddingHead:
         values = Values(arena)
         # The room is planned for the logits: what is made before them must not take a part of it.
         vocabulary = weights[f"{self._last_product}.weight"].shape[0]
-        values.reserve("logits", (residual.shape[0], vocabulary), self.operators.compute)
+        room = vocabulary if self.classifies else padded_width(vocabulary, self.operators.compute)
+        values.reserve("logits", (residual.shape[0], vocabulary), self.operators.compute, room=room)
         values["first" if self.classifies else self._entry] = residual
         rows = Rows(labels)
         for op in self.behind:

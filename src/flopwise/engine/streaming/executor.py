@@ -16,23 +16,28 @@ from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.streaming.embedding_head import Loss
 from flopwise.engine.streaming.gated import GatedKernels
+from flopwise.engine.streaming.inputs import RoundLayout
 from flopwise.engine.streaming.layout import moment_fields
 from flopwise.engine.streaming.player import Action, Player
 from flopwise.engine.streaming.slabs import Slabs
-from flopwise.engine.streaming.streams import CudaStreams, InOrder, Span, Streams
+from flopwise.engine.streaming.streams import Captured, CudaStreams, InOrder, Span, Streams
 from flopwise.engine.streaming.updates import as_numbers
 from flopwise.engine.weights.finite import not_finite
-from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, attention_sums_bytes
+from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES
 from flopwise.records.measurement import MemoryRow
 from flopwise.records.plan import Plan
 from flopwise.records.program import ALIGNMENT_BYTES, Kind, Program, Role, Value
 from flopwise.setup.training import Training
 from flopwise.work.formats import parse_formats
+from flopwise.work.held import attention_sums_bytes
 from flopwise.work.parameters import Part, Place, parameters_of
 from flopwise.work.transformer import Transformer
 
 FORWARD: tuple[Kind, ...] = ("embed", "forward", "forward-before", "attention", "forward-after", "head")
 """Kinds of tasks that an evaluation needs, beside the loads of weights."""
+
+MOST_CAPTURED = 64
+"""Shapes of steps that are captured; further ones are played task by task."""
 
 
 class StreamingExecutor:
@@ -79,6 +84,9 @@ class StreamingExecutor:
         """Of the last step, the time until all tasks were handed to their streams."""
         self.times_tasks = False
         """Whether steps take the times of their tasks."""
+        self._seen: set[tuple[RoundLayout, ...]] = set()
+        """Shapes of steps that were played once."""
+        self._captured: dict[tuple[tuple[RoundLayout, ...], bool], tuple[Captured, Tensor | None]] = {}
 
     # -- what it holds --------------------------------------------------------------------------------------------
 
@@ -185,10 +193,33 @@ class StreamingExecutor:
         with_loss = batch.with_loss
         player = self.player
         player.inputs.check(batch)
-        self._streams.begin(timed=self.times_tasks)
-        player.scale = 1.0 / max(1, with_loss)
-        player.loss.total.zero_()
+        layouts = player.inputs.prepare(rounds)
+        player.scale.fill_(1.0 / max(1, with_loss))
         player.updates.begin(number)
+        try:
+            norm = self._replay(layouts) if self._replays(layouts) else self._play_step()
+            self.submit_s = time.perf_counter() - begun
+            waited_s = self._streams.finish()
+        except BaseException:
+            self._abandon()
+            raise
+        if len(self._seen) < MOST_CAPTURED:
+            self._seen.add(layouts)
+        return StepResult(
+            loss=float(player.loss.total) / max(1, with_loss),
+            with_loss=with_loss,
+            gradient_norm=None if norm is None else float(norm),
+            waited_s=waited_s if self.device.type == "cuda" else None,
+        )
+
+    def _play_step(self) -> Tensor | None:
+        """Hand the tasks over, one by one. Returns where the norm of the gradients will be, if they are clipped."""
+        self._streams.begin(timed=self.times_tasks)
+        return self._play()
+
+    def _play(self) -> Tensor | None:
+        player = self.player
+        player.loss.total.zero_()
         for total in self._squares.values():
             total.zero_()
         norm: Tensor | None = None
@@ -196,18 +227,41 @@ class StreamingExecutor:
         for index, task in enumerate(self.program.tasks):
             if task.stream == "compute" and task.kind != "optimize" and task.round != current:
                 current = task.round
-                player.inputs.bring(rounds[current])
+                player.inputs.bring(current)
             if index == self._first_update and self._squares:
                 norm = self._clip()
             self._streams.run(index, task.stream, task.after, self._actions[index])
-        self.submit_s = time.perf_counter() - begun
-        waited_s = self._streams.finish()
-        return StepResult(
-            loss=float(player.loss.total) / max(1, with_loss),
-            with_loss=with_loss,
-            gradient_norm=None if norm is None else float(norm),
-            waited_s=waited_s if self.device.type == "cuda" else None,
-        )
+        return norm
+
+    def _abandon(self) -> None:
+        """After a failure nothing of the step is left, so that an evaluation or another step begins clean."""
+        self._streams.abandon()
+        for arena in (self.player.head_arena, self.player.arena):
+            arena.clear()
+
+    # -- captured steps -------------------------------------------------------------------------------------------
+
+    def _replays(self, layouts: tuple[RoundLayout, ...]) -> bool:
+        """Whether a step of these shapes is replayed: from its second time on, when all its kernels are loaded."""
+        if not self.plan.replay or not isinstance(self._streams, CudaStreams):
+            return False
+        if any(layout.padded for layout in layouts):
+            # Kernels for them ask the device how long sequences are, which nobody can while a step is captured.
+            return False
+        if any(layout.rows is not None for layout in layouts) and not self.player.block.packs_at_once:
+            return False
+        return layouts in self._seen
+
+    def _replay(self, layouts: tuple[RoundLayout, ...]) -> Tensor | None:
+        assert isinstance(self._streams, CudaStreams)
+        key = (layouts, self.times_tasks)
+        if key not in self._captured:
+            norms: list[Tensor | None] = []
+            captured = self._streams.capture(lambda: norms.append(self._play()), timed=self.times_tasks)
+            self._captured[key] = captured, norms[0]
+        captured, norm = self._captured[key]
+        self._streams.replay(captured)
+        return norm
 
     def task_times(self) -> dict[int, Span]:
         """When the tasks of the last step ran, by their number in the program; empty where none were taken."""
@@ -256,7 +310,8 @@ class StreamingExecutor:
             for batch in batches:
                 player.inputs.check(batch)
                 for micro in batch.micro_batches(self.plan.sequences_per_round):
-                    player.inputs.bring(micro)
+                    player.inputs.prepare([micro])
+                    player.inputs.bring(0)
                     for index in self._forward:
                         task = self.program.tasks[index]
                         self._streams.run(index, task.stream, task.after, self._actions[index])

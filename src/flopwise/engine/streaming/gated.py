@@ -16,7 +16,7 @@ from flopwise.engine.kernels import plain_gated
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.products import Products
 
-__all__ = ["GatedKernels", "GatedProducts", "joined_pairs", "largest_error"]
+__all__ = ["GatedKernels", "GatedProducts", "join_pairs", "largest_error"]
 
 LARGEST_ERROR = 0.02
 """Of the check's results, beside those of plain products in float32: several times what bf16 rounds away."""
@@ -103,7 +103,7 @@ def _all_results(
     return results
 
 
-def joined_pairs(gate: Tensor, up: Tensor) -> Tensor:
+def join_pairs(gate: Tensor, up: Tensor) -> Tensor:
     """Gate and up that lie in pairs, as those."""
     rows, inner = gate.shape
     follows = up.data_ptr() == gate.data_ptr() + gate.element_size()

@@ -1,9 +1,20 @@
-"""A round's tokens on the device: identifiers, labels and positions, and which of them each chunk has."""
+"""A step's tokens: laid out in pinned memory, then round by round on the device, and which of them each chunk has.
+
+    even      every sequence has the round's width            rows  = sequences × width
+    packed    sequences lie behind each other, no padding     rows  = their tokens, filled up to a round number of rows
+
+What fills up a packed chunk are sequences without a label, so that their gradients are zeros: chunks whose rows differ
+by a few tokens have the same shape, and a captured step can be replayed for both.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flopwise.base.errors import FlopwiseError
@@ -11,29 +22,85 @@ from flopwise.engine.batch import NO_LABEL, Batch
 from flopwise.engine.streaming.block import Chunk
 from flopwise.records.plan import Plan
 
+IDS, LABELS, POSITIONS = range(3)
 KINDS = 3
 """Identifier, label and position of a token, 4 bytes each."""
+SHAPES = 16
+"""Sizes that packed chunks of a GPU come in."""
+LEAST_GRANULE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLayout:
+    """How the sequences of a round lie in memory."""
+
+    sequences: int
+    width: int
+    """Tokens of each sequence, padding included."""
+    rows: tuple[int, ...] | None = None
+    """Of each chunk, where sequences are packed; None: they are even."""
+    padded: bool = False
+    """Whether even sequences have padding that attention must not see."""
 
 
 class Inputs:
-    """Room for the tokens of a round, and the micro-batch in it."""
+    """Room for the tokens of a round on the device, and for those of a step where they come from."""
 
-    def __init__(self, plan: Plan, buffer: Tensor, *, vocabulary: int, classifies: bool, causal: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        buffer: Tensor,
+        *,
+        vocabulary: int,
+        classifies: bool,
+        causal: bool,
+        granule: int | None = None,
+    ) -> None:
+        """`granule`: what the rows of packed chunks are a multiple of; None: 1 on a CPU, a sixteenth on a GPU."""
         self.plan, self.vocabulary, self.classifies, self.causal = plan, vocabulary, classifies, causal
         self.tokens = plan.tokens_per_round
-        size = 4 * self.tokens
-        parts = [buffer[index * size : (index + 1) * size].view(torch.int32) for index in range(KINDS)]
-        self._ids, self._labels, self._positions = parts
-        self.width = plan.sequence_tokens
-        self.batch: Batch | None = None
-        self._lengths: Tensor | None = None
+        self._block = buffer[: self.bytes].view(torch.int32).view(KINDS, self.tokens)
+        self.each = max(1, plan.sequences_per_round // plan.chunks_per_round)
+        """Sequences of a chunk, where it holds whole ones."""
+        rows = self.each * plan.sequence_tokens
+        by_device = -(-rows // (SHAPES * LEAST_GRANULE)) * LEAST_GRANULE if buffer.is_cuda else 1
+        self.granule = by_device if granule is None else granule
+        # Where each sequence of a chunk begins, then those that fill it up, none longer than others may be, and an end.
+        alone = plan.chunks_per_round == plan.rounds_per_step == 1
+        places = self.each + (-(-(self.granule - 1) // plan.sequence_tokens) if alone else self.each) + 1
+        self._starts = torch.zeros((plan.chunks_per_round, places), dtype=torch.int32, device=buffer.device)
+        self._lengths = torch.zeros(plan.sequences_per_round, dtype=torch.int32, device=buffer.device)
+        self._host: tuple[Tensor, Tensor, Tensor] | None = None
+        self._layouts: tuple[RoundLayout, ...] = ()
+        self.layout = RoundLayout(0, plan.sequence_tokens)
 
     @property
     def bytes(self) -> int:
         return KINDS * 4 * self.tokens
 
-    def bring(self, batch: Batch) -> None:
-        """A micro-batch of at most a round's sequences."""
+    # -- a step's tokens in pinned memory ---------------------------------------------------------------------------
+
+    def prepare(self, rounds: Sequence[Batch]) -> tuple[RoundLayout, ...]:
+        """Lay out the micro-batches of a step; `bring` then takes one of them to the device.
+
+        All packed chunks of a step have as many rows as the fullest, where they are filled up.
+        """
+        for batch in rounds:
+            self._check_size(batch)
+        host, starts, lengths = self._host_rooms(len(rounds))
+        packs = [self._packs(batch) for batch in rounds]
+        rows = self._packed_rows([batch for batch, packed in zip(rounds, packs, strict=True) if packed])
+        found = []
+        for number, (batch, packed) in enumerate(zip(rounds, packs, strict=True)):
+            places = host[number].numpy(), starts[number].numpy()
+            if packed:
+                found.append(self._lay_packed(batch, *places, rows=rows))
+            else:
+                found.append(self._lay_even(batch, *places, lengths[number].numpy()))
+        self._layouts = tuple(found)
+        return self._layouts
+
+    def _check_size(self, batch: Batch) -> None:
         sequences, width = batch.ids.shape
         if sequences > self.plan.sequences_per_round or width > self.plan.sequence_tokens:
             raise FlopwiseError(
@@ -41,21 +108,82 @@ class Inputs:
                 why=f"a round has {self.plan.sequences_per_round} of {self.plan.sequence_tokens:,}",
                 hint="plan again for this batch",
             )
-        if self.plan.chunks_per_sequence > 1 and width != self.plan.sequence_tokens:
-            batch, width = _filled_up(batch, self.plan.sequence_tokens), self.plan.sequence_tokens
+
+    def _host_rooms(self, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+        if self._host is None:
+            # Room for a whole step, once: a captured step reads it where it lay when it was captured.
+            rounds, pinned = max(rounds, self.plan.rounds_per_step), self._block.is_cuda
+            shapes = (self._block.shape, self._starts.shape, self._lengths.shape)
+            rooms = [torch.zeros((rounds, *shape), dtype=torch.int32, pin_memory=pinned) for shape in shapes]
+            self._host = rooms[0], rooms[1], rooms[2]
+        return self._host
+
+    def _packs(self, batch: Batch) -> bool:
+        """Whether padding is left out: where there is any, and chunks hold whole sequences."""
+        whole = self.plan.chunks_per_sequence == 1
+        return whole and batch.lengths is not None and int(batch.lengths.min()) < batch.ids.shape[1]
+
+    def _packed_rows(self, batches: Sequence[Batch]) -> int:
+        """Rows of the fullest packed chunk, filled up; no more than a chunk has room for."""
+        most = 0
+        for batch in batches:
+            assert batch.lengths is not None
+            most = max(most, *(int(batch.lengths[first:last].sum()) for first, last in self._chunk_spans(batch)))
+        return min(-(-most // self.granule) * self.granule, self.each * self.plan.sequence_tokens)
+
+    def _chunk_spans(self, batch: Batch) -> list[tuple[int, int]]:
+        return [(first, min(first + self.each, batch.sequences)) for first in range(0, batch.sequences, self.each)]
+
+    def _lay_packed(
+        self, batch: Batch, block: NDArray[np.int32], starts: NDArray[np.int32], *, rows: int
+    ) -> RoundLayout:
+        assert batch.lengths is not None
+        width, room = batch.ids.shape[1], self.each * self.plan.sequence_tokens
+        places = np.arange(width, dtype=np.int32)
+        counts = []
+        for chunk, (first, last) in enumerate(self._chunk_spans(batch)):
+            lengths = batch.lengths[first:last]
+            there = places < lengths[:, None]
+            total = int(lengths.sum())
+            count = rows if self.granule > 1 else total
+            begin = chunk * room
+            block[IDS, begin : begin + total] = batch.ids[first:last][there]
+            block[POSITIONS, begin : begin + total] = np.broadcast_to(places, there.shape)[there]
+            if not self.classifies:
+                block[LABELS, begin : begin + total] = batch.labels[first:last][there]
+            block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0])[:, None]
+            behind = last - first + 1
+            starts[chunk, 0], starts[chunk, 1:behind] = 0, np.cumsum(lengths)
+            fillers = starts.shape[1] - behind
+            starts[chunk, behind:] = np.minimum(total + self.plan.sequence_tokens * np.arange(1, fillers + 1), count)
+            counts.append(count)
+        if self.classifies:
+            block[LABELS, : batch.sequences] = batch.labels
+        return RoundLayout(batch.sequences, self.plan.sequence_tokens, tuple(counts))
+
+    def _lay_even(
+        self, batch: Batch, block: NDArray[np.int32], starts: NDArray[np.int32], lengths: NDArray[np.int32]
+    ) -> RoundLayout:
+        if self.plan.chunks_per_sequence > 1 and batch.ids.shape[1] != self.plan.sequence_tokens:
+            batch = _fill_up(batch, self.plan.sequence_tokens)
+        sequences, width = batch.ids.shape
         count = sequences * width
-        self.batch, self.width = batch, width
-        self._bring(batch.ids, self._ids)
-        one = torch.arange(width, dtype=torch.int32, device=self._positions.device)
-        self._positions[:count].view(sequences, width).copy_(one)
-        self._bring(batch.labels, self._labels)
-        self._lengths = None
+        block[IDS, :count] = batch.ids.reshape(-1)
+        block[LABELS, : batch.labels.size] = batch.labels.reshape(-1)
+        block[POSITIONS, :count] = np.tile(np.arange(width, dtype=np.int32), sequences)
+        starts[:] = np.arange(starts.shape[1], dtype=np.int32) * width
         # Behind a causal model's sequence there is only padding, which none of its tokens sees.
-        if batch.lengths is not None and not self.causal and int(batch.lengths.min()) < width:
-            self._lengths = torch.from_numpy(np.ascontiguousarray(batch.lengths)).to(self._ids.device)
+        if batch.lengths is None or self.causal or int(batch.lengths.min()) == width:
+            return RoundLayout(sequences, width)
+        lengths[:sequences] = batch.lengths
+        return RoundLayout(sequences, width, padded=True)
 
     def check(self, batch: Batch) -> None:
         """Refuse tokens that the model has no row for: kernels would read and write what lies behind the table."""
+        if batch.lengths is not None and batch.lengths.size and int(batch.lengths.min()) < 1:
+            raise FlopwiseError(
+                "a sequence without a token", why="there is nothing to train on", hint="leave such rows out of the data"
+            )
         numbers = [batch.ids] if self.classifies else [batch.ids, batch.labels[batch.labels != NO_LABEL]]
         least = min((int(each.min()) for each in numbers if each.size), default=0)
         most = max((int(each.max()) for each in numbers if each.size), default=0)
@@ -66,59 +194,68 @@ class Inputs:
                 hint="--tokenizer with the model's own, or a model with a larger `vocab`",
             )
 
-    @staticmethod
-    def _bring(values: np.ndarray, target: Tensor) -> None:
-        """Numbers to the beginning of a buffer. From pinned memory, so that nobody waits for what is under way."""
-        flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1))
-        if target.is_cuda:
-            flat = flat.pin_memory()
-        target[: flat.numel()].copy_(flat, non_blocking=True)
+    # -- a round's tokens on the device -----------------------------------------------------------------------------
+
+    def bring(self, number: int) -> None:
+        """A round of those that were prepared. From pinned memory, so that nobody waits for what is under way."""
+        assert self._host is not None
+        self.layout = self._layouts[number]
+        for target, source in zip((self._block, self._starts, self._lengths), self._host, strict=True):
+            target.copy_(source[number], non_blocking=True)
 
     def chunk(self, number: int) -> Chunk | None:
         """The tokens of a chunk; None where the micro-batch has none for it."""
-        assert self.batch is not None
+        layout = self.layout
         first, count, sequence, sequences, begin = self._span(number)
         if not count:
             return None
-        lengths = None if self._lengths is None else self._lengths[sequence : sequence + sequences]
-        return Chunk(sequences, count // sequences, begin, self._positions[first : first + count], lengths)
+        return Chunk(
+            sequences,
+            layout.width if self.plan.chunks_per_sequence == 1 else count,
+            begin,
+            self._block[POSITIONS, first : first + count],
+            self._lengths[sequence : sequence + sequences] if layout.padded else None,
+            self._starts[number] if self.plan.chunks_per_sequence == 1 else self._starts[0],
+            packed=layout.rows is not None,
+        )
 
     def _span(self, number: int) -> tuple[int, int, int, int, int]:
         """First row, rows, first sequence, sequences, place within the sequence."""
-        assert self.batch is not None
-        plan, present = self.plan, self.batch.sequences
+        plan, layout = self.plan, self.layout
         parts = plan.chunks_per_sequence
         if parts > 1:
             sequence, part = divmod(number, parts)
             begin = part * plan.chunk_tokens
-            count = plan.tokens_of(number) if sequence < present else 0
-            return sequence * self.width + begin, count, sequence, 1, begin
-        each = plan.sequences_per_round // plan.chunks_per_round
-        sequence = number * each
-        sequences = max(0, min(each, present - sequence))
-        return sequence * self.width, sequences * self.width, sequence, max(1, sequences), 0
+            count = plan.tokens_of(number) if sequence < layout.sequences else 0
+            return sequence * layout.width + begin, count, sequence, 1, begin
+        sequence = number * self.each
+        sequences = max(0, min(self.each, layout.sequences - sequence))
+        if layout.rows is None:
+            return sequence * layout.width, sequences * layout.width, sequence, max(1, sequences), 0
+        count = layout.rows[number] if sequences else 0
+        return number * self.each * plan.sequence_tokens, count, sequence, max(1, sequences), 0
 
     def ids(self, number: int) -> Tensor:
         """Identifiers of a chunk."""
         first, count, *_ = self._span(number)
-        return self._ids[first : first + count]
+        return self._block[IDS, first : first + count]
 
     def labels(self, number: int) -> Tensor:
         """A label for each token of a chunk, or for each sequence that begins in it."""
         first, count, sequence, sequences, begin = self._span(number)
         if not self.classifies:
-            return self._labels[first : first + count]
-        return self._labels[sequence : sequence + sequences] if begin == 0 else self._labels[:0]
+            return self._block[LABELS, first : first + count]
+        return self._block[LABELS, sequence : sequence + (sequences if begin == 0 else 0)]
 
 
-def _filled_up(batch: Batch, tokens: int) -> Batch:
+def _fill_up(batch: Batch, tokens: int) -> Batch:
     """The same sequences with padding behind, as chunks of one size want them."""
     sequences, width = batch.ids.shape
     ids = np.zeros((sequences, tokens), dtype=np.int32)
     ids[:, :width] = batch.ids
     labels = batch.labels
     if labels.ndim > 1:
-        labels = np.full((sequences, tokens), -1, dtype=np.int32)
+        labels = np.full((sequences, tokens), NO_LABEL, dtype=np.int32)
         labels[:, :width] = batch.labels
     lengths = batch.lengths if batch.lengths is not None else np.full(sequences, width, dtype=np.int32)
     return Batch(ids, labels, lengths)

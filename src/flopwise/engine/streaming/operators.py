@@ -15,13 +15,12 @@ from torch import Tensor
 
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
-from flopwise.engine.kernels.blocks import add_rounded, row_blocks
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.fp8_products import Fp8Products
-from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, joined_pairs
+from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
 from flopwise.engine.streaming.products import Products
 from flopwise.engine.streaming.rotary import rotary_frequencies
-from flopwise.engine.streaming.values import Gradients, Values, joined_columns
+from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.formats import Formats
 from flopwise.work.op import Gemm, Op, Streaming
 from flopwise.work.transformer import Transformer
@@ -79,6 +78,7 @@ class Operators:
         arena: Arena,
         *,
         products: Products,
+        head_products: Products | None = None,
         packs: bool = False,
         gated: GatedKernels | None = None,
     ) -> None:
@@ -86,12 +86,13 @@ class Operators:
         """Whether results that one product makes lie beside each other, so that it is one call."""
         self.gated = None if gated is None else GatedProducts(arena, gated)
         """Products with the activation in them, where gate and up lie in pairs."""
-        self.model, self.work, self.arena = model, work, arena
+        self.model, self.work, self.arena, self.device = model, work, arena, arena.room.device
         self.compute, self.statistics = TYPES[formats.compute], statistics_type(formats)
         self.weights_differ = TYPES[formats.weights] != self.compute
         self._frequencies: Tensor | None = None
         self._columns: dict[str, list[tuple[str, int, int]]] = {}
         self._plain_products = products
+        self._head_products = head_products or products
         self._block_products = Fp8Products(arena) if formats.matrix == "fp8" else self._plain_products
 
     # -- forward --------------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class Operators:
         shape = (source.shape[0], matrix.shape[0] // 2)
         gate, up = (values.allocate(name, shape, self.compute) for name in op.outputs)
         out = values.allocate("activated", shape, self.compute) if activates else None
-        self.gated.kernels.forward(source, matrix, pairs=joined_pairs(gate, up), activated=out)
+        self.gated.kernels.forward(source, matrix, pairs=join_pairs(gate, up), activated=out)
         self._uncast(matrix)
 
     def _gate_and_up(self, op: Op, values: Values) -> tuple[Tensor | None, Tensor]:
@@ -145,7 +146,7 @@ class Operators:
         columns = self.columns(op)
         if self.packs and len(columns) > 1 and all(name in wanted for name in op.outputs):
             places = [values.places[name] for name in op.outputs if name in values.places]
-            joined = joined_columns(places) if len(places) == len(columns) else None
+            joined = join_columns(places) if len(places) == len(columns) else None
             if joined is not None:
                 for name, first, last in columns:
                     values.allocate(name, (source.shape[0], last - first), self.compute)
@@ -182,7 +183,9 @@ class Operators:
     def _products(self, op: Gemm) -> Products:
         if self.gated is not None and self.is_paired(op):
             return self.gated
-        return self._block_products if op.in_block else self._plain_products
+        if op.in_block:
+            return self._block_products
+        return self._head_products if op.name == "head" else self._plain_products
 
     def columns(self, op: Gemm) -> list[tuple[str, int, int]]:
         """Each result of a product with its rows of the weight."""
@@ -313,9 +316,9 @@ class Operators:
         """A product's results whose gradients can be used together: all that lie beside each other, or each alone."""
         if self.is_paired(op):
             gate, up = (gradients[name] for name in op.outputs)
-            return [_Part(op.outputs, ALL, joined_pairs(gate, up))]
+            return [_Part(op.outputs, ALL, join_pairs(gate, up))]
         columns = self.columns(op)
-        joined = joined_columns([gradients[name] for name in op.outputs]) if self.packs else None
+        joined = join_columns([gradients[name] for name in op.outputs]) if self.packs else None
         if joined is not None:
             return [_Part(op.outputs, ALL, joined)]
         return [_Part((name,), slice(first, last), gradients[name]) for name, first, last in columns]
@@ -324,7 +327,7 @@ class Operators:
         sums = trained.sums
         self._products(op).wgrad(part.gradient, source, total=_rows_of(sums[f"{op.name}.weight"], part.rows))
         if f"{op.name}.bias" in sums:
-            add_rounded(sums[f"{op.name}.bias"][part.rows], self.column_sums(part.gradient))
+            dispatch.add_column_sums(part.gradient, total=sums[f"{op.name}.bias"][part.rows])
 
     def _dgrad(self, op: Gemm, part: _Part, gradients: Gradients, trained: Trained, shape: tuple[int, ...]) -> None:
         matrix = self._cast(_rows_of(trained.weights[f"{op.name}.weight"], part.rows))
@@ -344,7 +347,7 @@ class Operators:
         made, there = gradients.target(activation.outputs[0], (gradient.shape[0], op.depth), gradient.dtype)
         assert not there
         gate, up = (values[name] for name in activation.inputs)
-        self.gated.kernels.backward(gradient, matrix, pairs=joined_pairs(gate, up), activated=made)
+        self.gated.kernels.backward(gradient, matrix, pairs=join_pairs(gate, up), activated=made)
         self._uncast(matrix)
         for name in activation.inputs:
             gradients.put(name, values[name])
@@ -364,15 +367,6 @@ class Operators:
         for name in op.inputs:
             gradients.put(name, values[name])
         return made
-
-    def column_sums(self, values: Tensor) -> Tensor:
-        """Sums over the rows. A CPU makes a wide copy of what it sums, so that it is given a few rows at a time."""
-        if values.is_cuda:
-            return values.sum(0, dtype=self.statistics)
-        total = torch.zeros(values.shape[1], dtype=self.statistics)
-        for block in row_blocks(values.shape[0], values.shape[1] * self.statistics.itemsize, 1):
-            total += values[block].sum(0, dtype=self.statistics)
-        return total
 
     def _norm_backward(
         self, op: Op, values: Values, gradients: Gradients, trained: Trained, *, recompute: bool = False

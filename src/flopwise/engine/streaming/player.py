@@ -38,14 +38,14 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.formats import TYPES, statistics_type
-from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.arena import MOST_VIEWS, Arena
 from flopwise.engine.streaming.block import Block, Chunk, Keys
 from flopwise.engine.streaming.embedding_head import EmbeddingHead, Loss
 from flopwise.engine.streaming.gated import GatedKernels
 from flopwise.engine.streaming.inputs import Inputs
 from flopwise.engine.streaming.layout import SavedTensors
 from flopwise.engine.streaming.operators import Operators, Trained
-from flopwise.engine.streaming.products import Products
+from flopwise.engine.streaming.products import HeadProducts, Products, rows_read_by_head
 from flopwise.engine.streaming.quack_products import gated_kernels, products_for
 from flopwise.engine.streaming.sequence import SequenceBlock, SequenceTensors
 from flopwise.engine.streaming.slabs import Slabs
@@ -101,20 +101,38 @@ class Player:
             gated = gated_kernels(model, self.formats, slabs.device)
         paired = ("gate", "up") if gated is not None else ()
         self.saved = SavedTensors(work, self.formats, packed=packs, paired=paired)
-        operators = Operators(model, work, self.formats, self.arena, packs=packs, gated=gated, products=products)
+        operators = Operators(
+            model,
+            work,
+            self.formats,
+            self.arena,
+            packs=packs,
+            gated=gated,
+            products=products,
+            head_products=self._head_products(products),
+        )
         self.block = Block(model, work, operators, self.saved, deterministic=deterministic)
         self.block.cut = plan.chunks_per_sequence > 1
         self.whole_sequence = self.block.cut and plan.attention == "sequence"
         self.embedding_head = EmbeddingHead(model, work, operators)
-        self.updates = Updates(training, self.formats, self.numbers)
+        self.updates = Updates(training, self.formats, self.numbers, slabs.device)
         self.loss = Loss(torch.zeros((), dtype=self.statistics, device=slabs.device))
-        self.scale = 0.0
+        self.scale = torch.zeros((), dtype=self.statistics, device=slabs.device)
+        """One over what has a loss in the step."""
         self._views: dict[tuple[int, Part], dict[str, Tensor]] = {}
         self._saved_views: dict[tuple[int, str, int], dict[str, Tensor]] = {}
         """Of what layers keep, by buffer, level and tokens: every step asks for the same ones."""
         self._contexts()
         self._sequence_block()
         self.evaluating = False
+
+    def _head_products(self, products: Products) -> Products | None:
+        """Those for a vocabulary that is no multiple of what the matrix unit reads; None where it is one."""
+        if self.slabs.device.type != "cuda" or type(products) is not Products:
+            return None
+        rows = rows_read_by_head(self.numbers["head"].parameters, self.compute)
+        same = TYPES[self.formats.weights] == self.compute
+        return HeadProducts(self.arena, rows) if same and rows else None
 
     # -- buffers --------------------------------------------------------------------------------------------------
 
@@ -125,7 +143,7 @@ class Player:
         found = self.slabs.with_role("keys")
         for begin in range(0, len(found), parts):
             chunks = found[begin : begin + parts]
-            keys = self._as_keys(_joined([self.slabs.buffers[index] for index in chunks]), self.compute)
+            keys = self._as_keys(_join([self.slabs.buffers[index] for index in chunks]), self.compute)
             self._keys.update(dict.fromkeys(chunks, keys))
         self.key_sums: Keys | None = None
         for index in self.slabs.with_role("key gradients"):
@@ -239,7 +257,7 @@ class Player:
     def _residual(self, task: Task, chunk: Chunk) -> Tensor:
         index = self._of((*task.writes, *task.reads), "residual")
         assert index is not None
-        return self._rows(index, chunk.sequences * chunk.tokens)
+        return self._rows(index, chunk.count)
 
     def _context_keys(self, task: Task) -> Keys:
         return next(self._keys[use.buffer] for use in (*task.writes, *task.reads) if use.buffer in self._keys)
@@ -265,46 +283,40 @@ class Player:
 
     def _head(self, task: Task, chunk: Chunk) -> None:
         assert task.chunk is not None
-        rows = chunk.sequences * chunk.tokens
-        last = min(rows, task.first + task.tokens)
-        if task.first >= last:
-            return
-        residual = self._residual(task, chunk)[task.first : last]
-        labels = self.inputs.labels(task.chunk)
-        weights = self._weights(task)
-        sums = None if self.evaluating else self._sums(task)
-        if not self.embedding_head.classifies:
-            self.embedding_head.head(
-                residual,
-                labels[task.first : last],
-                weights,
-                sums,
-                loss=self.loss,
-                arena=self.head_arena,
-                scale=self.scale,
-            )
-            return
-        begins = range(0, rows, chunk.tokens) if chunk.first == 0 else range(0)
-        chosen = [index for index, begin in enumerate(begins) if task.first <= begin < last]
-        if chosen:
-            places = [begins[index] - task.first for index in chosen]
-            pooled = self.arena.take((len(chosen), self.model.hidden), self.compute)
-            pooled.copy_(residual[places])
-            self.embedding_head.head(
-                pooled,
-                labels[chosen[0] : chosen[-1] + 1],
-                weights,
-                sums,
-                loss=self.loss,
-                arena=self.head_arena,
-                scale=self.scale,
-            )
-            if sums is not None:
+        last = min(chunk.count, task.first + task.tokens)
+        if self.embedding_head.classifies:
+            # A sequence's first row speaks for all of it: the first of a chunk's pieces takes all of these.
+            if task.first == 0:
+                self._classify(task, chunk)
+        elif task.first < last:
+            rows = slice(task.first, last)
+            self._loss(task, self._residual(task, chunk)[rows], self.inputs.labels(task.chunk)[rows])
+
+    def _classify(self, task: Task, chunk: Chunk) -> None:
+        assert task.chunk is not None
+        residual, begins = self._residual(task, chunk), chunk.begins
+        if not len(begins):
+            if not self.evaluating:
                 residual.zero_()
-                residual[places] = pooled
-            self.arena.give(pooled)
-        elif sums is not None:
-            residual.zero_()
+            return
+        pooled = self.arena.take((len(begins), self.model.hidden), self.compute)
+        torch.index_select(residual, 0, begins, out=pooled)
+        self._loss(task, pooled, self.inputs.labels(task.chunk))
+        if not self.evaluating:
+            residual.zero_().index_copy_(0, begins.long(), pooled)
+        self.arena.give(pooled)
+
+    def _loss(self, task: Task, rows: Tensor, labels: Tensor) -> None:
+        """The loss of some rows, and their gradients in their place."""
+        self.embedding_head.head(
+            rows,
+            labels,
+            self._weights(task),
+            None if self.evaluating else self._sums(task),
+            loss=self.loss,
+            arena=self.head_arena,
+            scale=self.scale,
+        )
 
     # -- blocks in one piece --------------------------------------------------------------------------------------
 
@@ -316,6 +328,8 @@ class Player:
     def _kept_in(self, index: int, level: str, tokens: int) -> dict[str, Tensor]:
         found = self._saved_views.get((index, level, tokens))
         if found is None:
+            if len(self._saved_views) >= MOST_VIEWS:
+                self._saved_views.clear()
             found = self._saved_views[index, level, tokens] = self.saved.views(self.slabs.buffers[index], level, tokens)
         return found
 
@@ -324,7 +338,7 @@ class Player:
         return None if index is None else self._kept_in(index, level, tokens)
 
     def _forward(self, task: Task, chunk: Chunk) -> None:
-        tokens = chunk.sequences * chunk.tokens
+        tokens = chunk.count
         slot, residual = self._slot(task, tokens), self._residual(task, chunk)
         values = Values(self.arena, {**slot, "output": residual})
         if self.block.begins_with_norm:
@@ -346,7 +360,7 @@ class Player:
 
     def _kept_values(self, task: Task, chunk: Chunk) -> Values:
         """What backward finds of a (layer, chunk): in its home, in its slot, or among the inputs."""
-        tokens = chunk.sequences * chunk.tokens
+        tokens = chunk.count
         slot = self._slot(task, tokens)
         values = Values(self.arena, slot)
         found = self._home(task.reads, task.level, tokens)
@@ -378,13 +392,13 @@ class Player:
             key_sums.value.zero_()
         # Keys and values have come by the task `context`, whatever the level keeps.
         kept |= {"key", "value"}
-        self.block.recompute(values, weights, chunk, kept, keys=self.block.seen(keys, chunk))
+        self.block.recompute(values, weights, chunk, kept, keys=self.block.select_visible(keys, chunk))
         self.block.backward(values, trained, gradient, chunk, keys=keys, key_sums=key_sums)
         values.close()
 
     def _context(self, task: Task, chunk: Chunk) -> None:
         keys = self._context_keys(task)
-        tokens = chunk.sequences * chunk.tokens
+        tokens = chunk.count
         home = self._home(task.reads, task.level, tokens)
         if task.level != "input":
             source = home or self._slot(task, tokens)
@@ -488,7 +502,7 @@ class Player:
         return copy_kept
 
     def _copy_kept(self, task: Task, chunk: Chunk, source: Tensor, target: Tensor) -> None:
-        tokens = chunk.sequences * chunk.tokens
+        tokens = chunk.count
         if task.what == "context":
             keys = self._keys[task.writes[0].buffer]
             home = self.saved.views(source, task.level, tokens)
@@ -506,7 +520,7 @@ class Player:
             target[at_target : at_target + size].copy_(source[at_source : at_source + size], non_blocking=True)
 
 
-def _joined(buffers: Sequence[Tensor]) -> Tensor:
+def _join(buffers: Sequence[Tensor]) -> Tensor:
     """Neighbouring buffers as one."""
     size = sum(buffer.numel() for buffer in buffers)
     assert buffers[-1].data_ptr() + buffers[-1].numel() == buffers[0].data_ptr() + size

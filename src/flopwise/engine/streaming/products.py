@@ -6,10 +6,14 @@ columns of wider ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from flopwise.engine.streaming.arena import Arena
+from flopwise.records.program import LOGITS_ALIGNMENT_BYTES
+from flopwise.work.parameters import Parameter
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -47,3 +51,50 @@ class Products:
         torch.mm(gradient.t(), source, out=product)
         total.add_(product)
         self.arena.give(product)
+
+
+class HeadProducts(Products):
+    """Products of a head with a vocabulary such as 50,257, at which a matrix unit would run at a seventh of its speed.
+
+    They are made for a few more rows of the matrix, those of the table that lies behind it: nobody reads their logits,
+    and their gradients are zeros. Rows of logits have room for them.
+    """
+
+    def __init__(self, arena: Arena, rows: int) -> None:
+        super().__init__(arena)
+        self.rows = rows
+
+    def forward(self, source: Tensor, matrix: Tensor, bias: Tensor | None, *, out: Tensor) -> None:
+        assert bias is None
+        super().forward(source, self._taller(matrix), None, out=self._wider(out))
+
+    def dgrad(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
+        wider = self._wider(gradient)
+        wider[:, gradient.shape[1] :].zero_()
+        super().dgrad(wider, self._taller(matrix), out=out, add=add)
+
+    def _taller(self, matrix: Tensor) -> Tensor:
+        return matrix.as_strided((self.rows, matrix.shape[1]), matrix.stride())
+
+    def _wider(self, logits: Tensor) -> Tensor:
+        # One row alone may say any distance to the next.
+        assert len(logits) == 1 or logits.stride(0) == self.rows
+        return logits.as_strided((logits.shape[0], self.rows), (self.rows, 1))
+
+
+def rows_read_by_head(parameters: Sequence[Parameter], dtype: torch.dtype) -> int | None:
+    """Rows that the head's matrix is read with: a multiple of 16 bytes of logits; None: its own, or none lie behind."""
+    place, head = next(
+        ((place, each) for place, each in enumerate(parameters) if each.local == "head.weight"), (0, None)
+    )
+    if head is None or any(each.local == "head.bias" for each in parameters):
+        return None
+    rows = padded_width(head.shape[0], dtype)
+    behind = sum(each.elements for each in parameters[place + 1 :])
+    return rows if head.shape[0] < rows and (rows - head.shape[0]) * head.shape[1] <= behind else None
+
+
+def padded_width(width: int, dtype: torch.dtype) -> int:
+    """Numbers of a row of logits with the room behind it."""
+    whole = LOGITS_ALIGNMENT_BYTES // dtype.itemsize
+    return -(-width // whole) * whole

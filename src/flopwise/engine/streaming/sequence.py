@@ -81,7 +81,11 @@ class SequenceBlock:
             shape = (1, sums.shape[0], chunk.tokens)
             part = block.arena.take(shape, sums.dtype)
             block.attend(
-                tensors.rows("query", chunk), block.seen(keys, chunk), tensors.rows("attended", chunk), part, chunk
+                tensors.rows("query", chunk),
+                block.select_visible(keys, chunk),
+                tensors.rows("attended", chunk),
+                part,
+                chunk,
             )
             tensors.rows("logsumexp", chunk).copy_(part[0])
             block.arena.give(part)
@@ -151,7 +155,7 @@ class SequenceBlock:
                     values[name] = rows
         needed = ({name for op in block.after for name in op.needs} - block.lazy) | {*brought}
         made = block.work.made_for(needed, kept)
-        block.run(block.ops, values, trained.weights, chunk, made, keep=needed, keys=block.seen(keys, chunk))
+        block.run(block.ops, values, trained.weights, chunk, made, keep=needed, keys=block.select_visible(keys, chunk))
         if "logsumexp" in made:
             rows = tensors.rows("logsumexp", chunk)
             rows.copy_(values["logsumexp"].view(rows.shape))

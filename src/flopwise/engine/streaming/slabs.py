@@ -41,7 +41,7 @@ class Slabs:
         # By owner, so that what borrows from an owner finds its memory in one piece.
         own.sort(key=lambda index: OWNERS.index(self.program.buffers[index].owner))
         total = sum(self._size[index] for index in own)
-        slab = _allocated(total, self.device) if place == "device" else _on_host(total, self.device)
+        slab = _allocate(total, self.device) if place == "device" else _on_host(total, self.device)
         start, lent = 0, None
         for index in own:
             if self.program.buffers[index].owner == "activations" and lent is None:
@@ -77,7 +77,7 @@ class Slabs:
                 why="the system refuses to lock so much",
                 hint="a plan with a smaller --host-mem, or a higher limit for locked memory (`ulimit -l`)",
             )
-        self._unpin = weakref.finalize(self, _unpinned, self.host_slab.data_ptr())
+        self._unpin = weakref.finalize(self, _unpin, self.host_slab.data_ptr())
 
     def close(self) -> None:
         """Unlock the host's slab."""
@@ -89,14 +89,14 @@ class Slabs:
         return [index for index, buffer in enumerate(self.program.buffers) if buffer.role == role]
 
 
-def _unpinned(address: int) -> None:
+def _unpin(address: int) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     runtime.cudaHostUnregister(address)
 
 
-def _allocated(size: int, device: torch.device) -> Tensor:
+def _allocate(size: int, device: torch.device) -> Tensor:
     """So many bytes, beginning at a whole line."""
-    with _told(size, "device"):
+    with _tell_failure(size, "device"):
         raw = torch.empty(size + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
     first = -raw.data_ptr() % ALIGNMENT_BYTES
     return raw[first : first + size]
@@ -105,8 +105,8 @@ def _allocated(size: int, device: torch.device) -> Tensor:
 def _on_host(size: int, device: torch.device) -> Tensor:
     """The host's bytes: for a GPU in pages of their own, since whole pages are locked."""
     if device.type != "cuda" or not size:
-        return _allocated(size, torch.device("cpu"))
-    with _told(size, "host"):
+        return _allocate(size, torch.device("cpu"))
+    with _tell_failure(size, "host"):
         # Memory that is not shared may come in large pages: they are made and locked in a fourth of the time.
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A child process that shared them would part this one from the pages that the GPU reads.
@@ -117,7 +117,7 @@ def _on_host(size: int, device: torch.device) -> Tensor:
 
 
 @contextlib.contextmanager
-def _told(size: int, place: str) -> Iterator[None]:
+def _tell_failure(size: int, place: str) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, RuntimeError, OSError) as error:

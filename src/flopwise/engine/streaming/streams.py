@@ -1,11 +1,17 @@
-"""The streams of a program on a device: one after another on a CPU, beside each other on a GPU."""
+"""The streams of a program on a device: one after another on a CPU, beside each other on a GPU.
+
+On a GPU the calls of a whole step, on all its streams, can be captured as a graph and replayed: the host then hands
+over one graph where it would hand over every kernel.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +36,9 @@ class Streams(Protocol):
 
     def finish(self) -> float:
         """Wait for everything; the seconds that computations have waited for others since the last time."""
+
+    def abandon(self) -> None:
+        """Nothing of a step that failed is waited for, or taken for one of the next."""
 
     def close(self) -> None:
         """Give up threads."""
@@ -59,8 +68,22 @@ class InOrder:
         self._origin = None
         return 0.0
 
+    def abandon(self) -> None:
+        self._origin = None
+
     def close(self) -> None:
         pass
+
+
+@dataclass(slots=True)
+class Captured:
+    """A step's calls as a graph, and what it marks while it runs."""
+
+    graph: torch.cuda.CUDAGraph
+    waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    """Before and after each wait of the computations."""
+    timed: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=dict)
+    origin: torch.cuda.Event | None = None
 
 
 class CudaStreams:
@@ -81,6 +104,9 @@ class CudaStreams:
         self.taken: dict[int, Span] = {}
         self._origin: tuple[torch.cuda.Event, float] | None = None
         self._timed: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self._capture_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+        self._captures = False
 
     def begin(self, *, timed: bool) -> None:
         self.taken = {}
@@ -111,8 +137,41 @@ class CudaStreams:
         if index in self._events:
             self._events[index].record(chosen)
 
+    def capture(self, play: Callable[[], None], *, timed: bool) -> Captured:
+        """The calls of a step that `play` makes, without running them; all graphs share their temporaries' memory."""
+        eager, events = self._streams["compute"], self._events
+        graph = torch.cuda.CUDAGraph()
+        self._streams["compute"] = compute = self._capture_stream
+        self._events = {index: torch.cuda.Event() for index in events}  # type: ignore[no-untyped-call]
+        others = [self._streams["copy-in"], self._streams["copy-out"]]
+        self._captures = True
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=compute):
+                for stream in others:
+                    stream.wait_stream(compute)
+                self.begin(timed=timed)
+                play()
+                for stream in others:
+                    compute.wait_stream(stream)
+            origin = self._origin[0] if self._origin else None
+            captured = Captured(graph, list(self._waits), dict(self._timed), origin)
+        finally:
+            self._captures = False
+            self._streams["compute"], self._events = eager, events
+            self._forget()
+        self._pool = graph.pool()
+        return captured
+
+    def replay(self, captured: Captured) -> None:
+        """Hand a captured step over; `finish` then waits for it as for one that was handed over call by call."""
+        self.taken = {}
+        self._waits, self._timed = list(captured.waits), dict(captured.timed)
+        self._origin = None if captured.origin is None else (captured.origin, time.perf_counter())
+        captured.graph.replay()
+
     def _mark(self, stream: Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        # In a graph an event with a time has to be a node of its own.
+        event = torch.cuda.Event(enable_timing=True, external=self._captures)  # type: ignore[no-untyped-call]
         event.record(self._streams[stream])
         return event
 
@@ -137,12 +196,21 @@ class CudaStreams:
             origin = self._origin[0]
             for index, (started, ended) in self._timed.items():
                 self.taken[index] = (origin.elapsed_time(started) / 1e3, origin.elapsed_time(ended) / 1e3)
-            self._timed.clear()
-            self._origin = None
-        self._futures.clear()
-        self._played.clear()
-        self._waits.clear()
+        self._forget()
         return waited
+
+    def abandon(self) -> None:
+        wait(self._futures.values())
+        with suppress(RuntimeError):
+            # A device that has failed says so again.
+            torch.cuda.synchronize(self.device)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing of a step is under way any more."""
+        self._origin = None
+        for kept in (self._timed, self._futures, self._played, self._waits):
+            kept.clear()
 
     def close(self) -> None:
         self._thread.shutdown()

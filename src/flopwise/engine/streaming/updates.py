@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels import dispatch
+from flopwise.engine.kernels.adamw import BITS_OF_STEP
 from flopwise.engine.kernels.dispatch import AdamW, Seed
 from flopwise.engine.streaming.layout import moment_fields
 from flopwise.setup.training import Training
@@ -69,14 +71,20 @@ def numbers_by_part(parameters: Iterable[Parameter]) -> dict[Part, PartNumbers]:
 class Updates:
     """AdamW over pieces, with this step's settings."""
 
-    def __init__(self, training: Training, formats: Formats, numbers: dict[Part, PartNumbers]) -> None:
+    def __init__(
+        self, training: Training, formats: Formats, numbers: dict[Part, PartNumbers], device: torch.device
+    ) -> None:
         self.training, self.formats, self.numbers = training, formats, numbers
-        self.settings: AdamW | None = None
+        self._settings: dict[bool, AdamW] = {}
+        """Of this step, by whether a parameter decays."""
+        self._words = (
+            torch.zeros((2, BITS_OF_STEP), dtype=torch.int32, device=device) if device.type == "cuda" else None
+        )
 
     def begin(self, step: int) -> None:
-        """Settings of a step, counted from 0."""
+        """Settings of a step, counted from 0; on a GPU they lie where a captured step looks for them."""
         training = self.training
-        self.settings = AdamW(
+        decayed = AdamW(
             rate=training.rate_at(step),
             beta1=training.beta1,
             beta2=training.beta2,
@@ -85,22 +93,27 @@ class Updates:
             step=step + 1,
             rounding=Seed(training.seed) if training.stochastic_rounding else None,
         )
+        self._settings = {False: replace(decayed, weight_decay=0.0), True: decayed}
+        if self._words is not None:
+            words = torch.from_numpy(np.stack([settings.bits_of_step() for settings in self._settings.values()]))
+            self._words.copy_(words.pin_memory(), non_blocking=True)
+            self._settings = {key: replace(each, numbers=self._words[int(key)]) for key, each in self._settings.items()}
+
+    def settings(self, *, decays: bool) -> AdamW:
+        """Of parameters that decay, or do not."""
+        return self._settings[decays]
 
     def clip(self, squares: Tensor) -> Tensor:
         """From the parts' sums of squares: what to multiply gradients by. Returns their norm."""
-        assert self.settings is not None
         assert self.training.clip_norm is not None
         norm = squares.sum().sqrt()
         scale = (self.training.clip_norm / (norm + NORM_EPSILON)).clamp(max=1.0)
-        self.settings = replace(self.settings, gradient_scale=scale)
+        self._settings = {key: replace(each, gradient_scale=scale) for key, each in self._settings.items()}
         return norm
 
     def update(self, part: Part, weights: Tensor, gradients: Tensor, state: Tensor, *, first: int, count: int) -> None:
         """Numbers `first` … of a part; all three are bytes, `state` those of this piece alone."""
-        assert self.settings is not None
-        numbers, settings = self.numbers[part], self.settings
-        if isinstance(settings.gradient_scale, Tensor) and settings.gradient_scale.device != weights.device:
-            settings = replace(settings, gradient_scale=settings.gradient_scale.to(weights.device))
+        numbers = self.numbers[part]
         flat = as_numbers(weights, TYPES[self.formats.weights], numbers.count)
         sums = as_numbers(gradients, TYPES[self.formats.gradients], numbers.count)
         moments = {name: field.of(state) for name, field in moment_fields(count, self.formats).items()}
@@ -116,9 +129,16 @@ class Updates:
                 moments["first"][piece],
                 moments["second"][piece],
                 None if master is None else master[piece],
-                settings=settings if run.decays else replace(settings, weight_decay=0.0),
+                settings=self._settings_on(weights.device, decays=run.decays),
                 offset=numbers.offset + begin,
             )
+
+    def _settings_on(self, device: torch.device, *, decays: bool) -> AdamW:
+        settings = self._settings[decays]
+        scale = settings.gradient_scale
+        if isinstance(scale, Tensor) and scale.device != device:
+            settings = replace(settings, gradient_scale=scale.to(device))
+        return settings
 
 
 def as_numbers(buffer: Tensor, dtype: torch.dtype, count: int) -> Tensor:

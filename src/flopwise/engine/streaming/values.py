@@ -30,7 +30,7 @@ def split_columns(tensor: Tensor, widths: Sequence[int]) -> list[Tensor]:
     return list(torch.split(tensor, list(widths), dim=1))
 
 
-def joined_columns(tensors: Sequence[Tensor]) -> Tensor | None:
+def join_columns(tensors: Sequence[Tensor]) -> Tensor | None:
     """Tensors that are neighbouring columns of one, as that one; None where they are not."""
     first = tensors[0]
     if len(tensors) == 1:
@@ -109,9 +109,9 @@ class Values:
         self._owned.add(by)
         return tensor
 
-    def reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Take the room of a value before its turn."""
-        self.places[name] = self.arena.take(shape, dtype)
+    def reserve(self, name: str, shape: tuple[int, int], dtype: torch.dtype, *, room: int) -> None:
+        """Take the room of a value before its turn, `room` numbers from row to row."""
+        self.places[name] = self.arena.take((shape[0], room), dtype)[:, : shape[1]]
         self._owned.add(name)
 
     def drop(self, names: Iterable[str]) -> None:

@@ -159,7 +159,7 @@ def save(
     temporary = parent / f".{target.name}-{os.getpid()}"
     try:
         parent.mkdir(exist_ok=True)
-        with _locked(parent):
+        with _lock(parent):
             _tidy(parent)
             try:
                 temporary.mkdir()
@@ -194,7 +194,7 @@ def _write(
     if config is not None:
         files[CONFIG] = _write_file(folder / CONFIG, iter([to_json(config).encode() + b"\n"]))
     told = (*bad[:NAMED], *state.not_finite)
-    _write_file(folder / STATE, iter([_sealed(replace(state, files=files, not_finite=told))]))
+    _write_file(folder / STATE, iter([_seal(replace(state, files=files, not_finite=told))]))
     _sync_folder(folder)
 
 
@@ -214,7 +214,7 @@ def _write_all(stream: FileIO, piece: memoryview) -> None:
         piece = piece[stream.write(piece) :]
 
 
-def _sealed(state: CheckpointState) -> bytes:
+def _seal(state: CheckpointState) -> bytes:
     """`state.json`: its first entry is the checksum of everything behind it, since no other file can vouch for it."""
     table = {"seal": "0" * SEAL_DIGITS, **msgspec.to_builtins(state)}
     rest = to_text(table, faithful=True).encode()[len(SEAL_START) + SEAL_DIGITS :] + b"\n"
@@ -273,7 +273,7 @@ def _tidy(parent: Path) -> None:
 
 
 @contextmanager
-def _locked(parent: Path) -> Iterator[None]:
+def _lock(parent: Path) -> Iterator[None]:
     """One saver at a time. The system lets go of the lock when its holder dies, however it does."""
     with append_to(parent / LOCK) as stream:
         patience_ends = time.monotonic() + LOCK_WAIT_S
@@ -367,7 +367,7 @@ def drop_later(folder: Path, last_step: int) -> None:
     if entry_kind(parent) == "nothing":
         return
     try:
-        with _locked(parent):
+        with _lock(parent):
             _tidy(parent)
             for found in checkpoints(folder):
                 if found.step > last_step:

@@ -65,8 +65,8 @@ def nothing_fits(setup: Setup, devices: int, found: FoundStrategies, *, offload:
         f"no strategy fits {setup.model.name} on {devices:,} × {setup.hardware.name}",
         why=(
             f"of {found.evaluated:,} the smallest needs {least.device_bytes / gib:,.1f} GiB on a device that has "
-            f"{capacity_bytes(setup) / gib:,.1f}: {least.setup.parallel.label}, recompute "
-            f"{least.setup.recompute}, micro-batch {least.setup.micro_batch_sequences}"
+            f"{capacity_bytes(setup) / gib:,.1f}: {least.parallel.label}, recompute "
+            f"{least.recompute}, micro-batch {least.micro_batch_sequences}"
         ),
         hint="more --gpus" + ("" if offload else ", `--offload`") + ", or a shorter --seq",
         needed_bytes=int(least.device_bytes),
@@ -80,10 +80,10 @@ def shape(parallel: Parallel) -> tuple[int, int, int, int]:
 
 def _losers(found: FoundStrategies) -> list[Loser]:
     """The best of every other shape, from the fastest on."""
-    best, seen, losers = found.options[0], {shape(found.options[0].setup.parallel)}, []
+    best, seen, losers = found.options[0], {shape(found.options[0].parallel)}, []
     for option in found.options[1:]:
-        if shape(option.setup.parallel) not in seen:
-            seen.add(shape(option.setup.parallel))
+        if shape(option.parallel) not in seen:
+            seen.add(shape(option.parallel))
             lost = {name: (option.parts[name] - best.parts[name]) / best.step_s for name in best.parts}
             losers.append(Loser(option=option, slower=option.step_s / best.step_s - 1, lost=lost))
     return losers[:TOLD]

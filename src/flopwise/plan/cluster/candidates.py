@@ -154,7 +154,7 @@ def batch_of(
     state = state_bytes(base.formats, base.optimizer)
     spread_over = set_ups([parallel_of(layout, spread) for spread in every], [state] * len(every)).taken(spread_index)
     setups = [replace(base, recompute=name) for name in policies]
-    listed = _listed(spread_over, setups, layout, policy=policy_index, micro=micro_index)
+    listed = _list(spread_over, setups, layout, policy=policy_index, micro=micro_index)
     own = _own_split(listed)
     return CandidateBatch(
         layout,
@@ -176,7 +176,7 @@ def _own_split(listed: Listed) -> NDArray[np.intp]:
     return np.flatnonzero(~same)
 
 
-def _listed(
+def _list(
     strategies: Strategies,
     setups: list[SettledSetup],
     layout: Layout,
@@ -188,8 +188,8 @@ def _listed(
     mine = -(-setups[0].batch_sequences // strategies.data.astype(np.intp))
     rest, counts = mine % micro, -(-mine // micro)
     sizes = np.unique(np.concatenate([micro, rest[rest > 0]]))
-    each = product(setups, (False, True))
-    table = joined_pieces([pieces(setup, layout, sizes.tolist(), accumulate=again) for setup, again in each])
+    again = np.repeat([False, True], sizes.size).tolist()
+    table = joined_pieces([pieces(setup, layout, [*sizes.tolist()] * 2, again) for setup in setups])
     base = (policy * 2 + (counts > 1)) * sizes.size
     rests = base + np.searchsorted(sizes, np.where(rest > 0, rest, micro))
     rows = base + np.searchsorted(sizes, micro)

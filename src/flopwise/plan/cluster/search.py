@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.plan.cluster.candidates import CandidateBatch, batch_of, layouts, parallel_of, spreads
-from flopwise.predict.choose import PLAIN, capacity_bytes, check_link, recompute_policies, settle_sizes
+from flopwise.predict.choose import capacity_bytes, check_link, recompute_policies, settle_sizes
 from flopwise.predict.cluster.collectives import check_reach
-from flopwise.predict.cluster.costing import Evaluation, evaluate, least_seconds, peak_bytes
+from flopwise.predict.cluster.costing import PLAIN, Costed, evaluate, least_seconds, peak_bytes
 from flopwise.predict.cluster.strategies import Listed, check_depth
 from flopwise.predict.kernels.calls import Floats
-from flopwise.records.cluster_plan import Option
+from flopwise.records.cluster_plan import FoundStrategy
 from flopwise.setup.setup import SettledSetup, Setup
+from flopwise.setup.written import write_setup
 
 AT_ONCE = 16384
 """Strategies that are costed together: enough to keep numpy busy, few enough to stay in its caches."""
@@ -37,14 +38,14 @@ KEPT = 64
 class FoundStrategies:
     """The answer: strategies from the fastest on, one for each way of spreading the model."""
 
-    options: tuple[Option, ...]
+    options: tuple[FoundStrategy, ...]
     evaluated: int
     """Strategies whose memory was computed."""
     fitting: int
     """Those of them that fit."""
     timed: int
     """Those of them whose time was computed; a bound says that the others are too slow to be told of."""
-    smallest: Option
+    smallest: FoundStrategy
     """The one that takes the least memory."""
 
 
@@ -61,9 +62,9 @@ def fastest(setup: Setup, devices: int, *, offload: bool = False, progress: Prog
         check_link(hardware)
     base, _ = settle_sizes(setup)
     every = list(layouts(model, devices, base.sequence_tokens))
-    options: list[Option] = []
+    options: list[FoundStrategy] = []
     evaluated = fitting = timed = 0
-    least: Option | None = None
+    least: FoundStrategy | None = None
     best_s = np.inf
     for done, layout in enumerate(every):
         ways = spreads(model, hardware, devices, base.batch_sequences, layout, offload=offload)
@@ -138,14 +139,15 @@ def _slices(listed: Listed, rows: NDArray[np.intp]) -> list[Listed]:
     return [Listed(listed.strategies.taken(part), listed.table) for part in _pieces_of(rows)]
 
 
-def _option(base: SettledSetup, batch: CandidateBatch, row: int, found: Evaluation, place: int) -> Option:
-    return Option(
-        setup=replace(
-            base,
-            parallel=parallel_of(batch.layout, batch.spreads[int(batch.spread[row])]),
-            recompute=batch.policies[int(batch.policy[row])],
-            micro_batch_sequences=int(batch.micro[row]),
-        ),
+def _option(base: SettledSetup, batch: CandidateBatch, row: int, found: Costed, place: int) -> FoundStrategy:
+    setup = replace(
+        base,
+        parallel=parallel_of(batch.layout, batch.spreads[int(batch.spread[row])]),
+        recompute=batch.policies[int(batch.policy[row])],
+        micro_batch_sequences=int(batch.micro[row]),
+    )
+    return FoundStrategy(
+        **write_setup(setup),
         step_s=float(found.step_s[place]),
         device_bytes=int(found.device_bytes[place]),
         parts={name: float(values[place]) for name, values in found.parts.items()},

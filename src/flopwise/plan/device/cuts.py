@@ -97,7 +97,7 @@ def head_chunks(cut: Cut) -> list[int]:
     return sorted({min(tokens, cut.chunk_tokens) for tokens in HEAD_CHUNK_TOKENS}, reverse=True)
 
 
-def rounds_tried(setup: CappedSetup, skeleton: Plan) -> tuple[int, ...]:
+def list_rounds(setup: CappedSetup, skeleton: Plan) -> tuple[int, ...]:
     """Rounds that make up the batch, or all that are tried."""
     if setup.batch_sequences is not None:
         return (-(-setup.batch_sequences // skeleton.sequences_per_round),)
@@ -111,6 +111,7 @@ def skeleton(setup: CappedSetup, cut: Cut, head_chunk_tokens: int) -> Plan:
     nothing = Residency(blocks=0, passing=1)
     assert isinstance(setup.model, Transformer)
     return Plan(
+        model=setup.model.name,
         hardware=setup.hardware_name or setup.hardware.name,
         device_memory_bytes=setup.device_cap_bytes,
         host_memory_bytes=setup.host_cap_bytes,

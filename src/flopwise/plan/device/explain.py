@@ -7,6 +7,7 @@ from dataclasses import replace
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share
 from flopwise.plan.device.estimate import Shape, can_update_on_host
 from flopwise.plan.device.forecast import forecast, recompute_s
+from flopwise.plan.device.handing import handing_s, is_replayed
 from flopwise.plan.device.memory import plan_bytes
 from flopwise.plan.device.search import OVERHEAD, FoundPlan, best_estimate, fastest_plan
 from flopwise.plan.device.smallest import does_not_fit
@@ -23,17 +24,21 @@ MORE_DEVICE_BYTES = 8 * 2**30
 MORE_HOST_BYTES = 32 * 2**30
 
 
-def planned(
+def make_plan(
     setup: CappedSetup, *, convention: Convention = "causal", helps: bool = True, elsewhere: bool = True
 ) -> Planned:
     """The fastest plan with its forecast and reasons, or an error that says what would fit; `elsewhere` too."""
     found = fastest_plan(setup)
     if found is None:
         raise does_not_fit(setup, elsewhere=elsewhere)
+    seen = forecast(found.plan, setup.model, setup.hardware, convention=convention)
+    if is_replayed(found.plan, setup.hardware, seen.compute_s):
+        found = replace(found, plan=replace(found.plan, replay=True))
+        seen = forecast(found.plan, setup.model, setup.hardware, convention=convention)
     return Planned(
         model=setup.model.name,
         plan=found.plan,
-        forecast=forecast(found.plan, setup.model, setup.hardware, convention=convention),
+        forecast=seen,
         reasons=reasons(found, setup),
         searched=found.estimated,
         simulated=found.simulated,
@@ -45,7 +50,7 @@ def planned(
 def what_helps(found: FoundPlan, setup: CappedSetup) -> tuple[Help, ...]:
     """More of each memory, with the batch as it is; by estimates, which differ less than they are off."""
     plan = found.plan
-    same = replace(setup, batch_sequences=plan.rounds_per_step * plan.sequences_per_round)
+    same = replace(setup, batch_sequences=plan.batch_sequences)
     now = best_estimate(same)
     there = int(setup.hardware.device.dram.size_bytes.value)
     more = [replace(same, host_cap_bytes=same.host_cap_bytes + MORE_HOST_BYTES)] if setup.hardware.link else []
@@ -110,6 +115,11 @@ def reasons(found: FoundPlan, setup: CappedSetup) -> dict[str, str]:
         if plan.update_when == "end"
         else "without clipping nothing else has to be waited for, and its copies run beside the rest of backward",
     }
+    if plan.replay:
+        handed = show_seconds(handing_s(plan))
+        told["replay"] = (
+            f"handed over one by one, a step's kernels would take the host {handed}; a graph of them does not"
+        )
     return told
 
 

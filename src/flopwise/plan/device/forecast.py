@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
+from flopwise.plan.device.handing import GRAPH, HOST, host_waits
 from flopwise.plan.device.memory import plan_bytes
 from flopwise.plan.program.compile import compile_plan
 from flopwise.plan.program.sizes import sizes_of
@@ -16,6 +17,7 @@ from flopwise.records.plan import LETTERS, POLICY, Forecast, Plan
 from flopwise.records.program import Stream, Task
 from flopwise.records.simulation import Simulation
 from flopwise.setup.hardware import Hardware
+from flopwise.setup.written import words_of
 from flopwise.work.describe import describe
 from flopwise.work.model import Model
 from flopwise.work.op import Attention, Convention
@@ -71,9 +73,15 @@ def times_of(plan: Plan, model: Model, hardware: Hardware, costs: TaskSeconds | 
         copy_out_bytes=_bytes(program.tasks, "copy-out"),
         idle=simulation.idle,
     )
-    if rounds == plan.rounds_per_step:
-        return played
-    return played.plus(_of_round(simulation, LIKE_THE_REST, again_s), plan.rounds_per_step - rounds)
+    if rounds < plan.rounds_per_step:
+        return played.plus(_of_round(simulation, LIKE_THE_REST, again_s), plan.rounds_per_step - rounds)
+    return played
+
+
+def with_host(times: Times, plan: Plan, hardware: Hardware) -> Times:
+    """The same with what the device waits for a host that hands work over more slowly than it is done."""
+    waits = host_waits(plan, hardware, times.step_s)
+    return replace(times, step_s=times.step_s + sum(waits.values()), idle={**times.idle, **waits})
 
 
 def _bytes(tasks: Iterable[Task], stream: Stream) -> int:
@@ -116,7 +124,7 @@ TRACED_ROUNDS = 8
 """Rounds that a trace shows at most."""
 
 
-def traced(plan: Plan, model: Model, hardware: Hardware) -> Simulation:
+def trace_step(plan: Plan, model: Model, hardware: Hardware) -> Simulation:
     """The plan's step task by task; of a long one the first rounds, the update behind the last of them."""
     program = compile_plan(plan, model, rounds=min(plan.rounds_per_step, TRACED_ROUNDS))
     return simulate(program, TaskSeconds(plan, model, hardware).of(program), hardware.link)
@@ -136,7 +144,7 @@ def recompute_s(plan: Plan, costs: TaskSeconds) -> float:
 def forecast(plan: Plan, model: Model, hardware: Hardware, *, convention: Convention = "causal") -> Forecast:
     """The plan's step on that hardware."""
     costs = TaskSeconds(plan, model, hardware)
-    times = times_of(plan, model, hardware, costs)
+    times = with_host(times_of(plan, model, hardware, costs), plan, hardware)
     taken = plan_bytes(plan, sizes_of(model, plan.sequence_tokens, costs.formats, plan.optimizer))
     model_flops, hardware_flops = flops_of(plan, model, convention)
     peak = peak_flops(hardware, costs.formats.matrix)
@@ -144,6 +152,7 @@ def forecast(plan: Plan, model: Model, hardware: Hardware, *, convention: Conven
     idle = {name: seconds for name, seconds in times.idle.items() if seconds > 0}
     update_s = _update_s(plan, costs, idle)
     return Forecast(
+        **words_of(plan, "recompute") | {"model": model.name, "hardware": hardware.name},
         step_s=times.step_s,
         tokens_per_s=tokens / times.step_s,
         mfu=model_flops / (times.step_s * peak),
@@ -181,10 +190,10 @@ MOSTLY = 0.05
 
 def bound_of(times: Times) -> str:
     """In a word or two, what to have more of."""
-    waited = {name: seconds for name, seconds in times.idle.items() if seconds > 0}
+    waited = {name: seconds for name, seconds in times.idle.items() if seconds > 0 and name != GRAPH}
     if waited and sum(waited.values()) > MOSTLY * times.step_s:
         most = max(waited, key=lambda name: waited[name])
-        return "the host's update" if most == "update on the host" else "the link"
+        return {"update on the host": "the host's update", HOST: "the host"}.get(most, "the link")
     if times.recompute_s > MOSTLY * times.step_s:
         return "memory, by recompute"
     return "compute"
@@ -192,15 +201,14 @@ def bound_of(times: Times) -> str:
 
 def flops_of(plan: Plan, model: Model, convention: Convention) -> tuple[int, int]:
     """Model FLOPs of a step, and those that are executed."""
-    sequences = plan.rounds_per_step * plan.sequences_per_round
-    model_flops = sequences * describe(model, plan.sequence_tokens).model_flops(convention)
+    model_flops = plan.batch_sequences * describe(model, plan.sequence_tokens).model_flops(convention)
     return model_flops, int(sum(executed_flops(plan, model, convention).values()))
 
 
 def executed_flops(plan: Plan, model: Model, convention: Convention) -> dict[str, Fraction]:
     """Operator → FLOPs that a step executes: with what flash attention and save levels make again."""
     work = describe(model, plan.sequence_tokens)
-    sequences = plan.rounds_per_step * plan.sequences_per_round
+    sequences = plan.batch_sequences
     executed = {op.name: Fraction(sequences * work.hardware_flops(op, convention, Fraction(0))) for op in work.ops}
     shares = {level: work.recomputed(POLICY[level]) for level in set(LETTERS.values())}
     attention = next(op for op in work.ops if isinstance(op, Attention))

@@ -107,7 +107,7 @@ def _hull(points: Sequence[tuple[int, float, str]]) -> list[tuple[int, float, st
     return hull
 
 
-def chosen_levels(curve: Curve, sequences: int, budget: float) -> list[list[str]]:
+def choose_levels(curve: Curve, sequences: int, budget: float) -> list[list[str]]:
     """Levels of `sequences` equal sequences-in-a-layer, a letter a chunk, within a budget of bytes for all of them.
 
     Each rise is taken by as many of them as the budget allows, spread evenly, before the next one begins.

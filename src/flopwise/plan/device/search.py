@@ -7,8 +7,10 @@ simulated; the best of these is changed a little here and there for as long as t
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -17,12 +19,13 @@ from flopwise.plan.device.cuts import (
     Cut,
     cuts,
     head_chunks,
-    rounds_tried,
+    list_rounds,
     skeleton,
 )
 from flopwise.plan.device.estimate import ENDS_STAY, LINK_WEIGHT, WEIGHTS_SHARE, Choice, Shape, can_update_on_host
-from flopwise.plan.device.forecast import Times, times_of
-from flopwise.plan.device.levels import chosen_levels
+from flopwise.plan.device.forecast import Times, times_of, with_host
+from flopwise.plan.device.handing import is_replayed
+from flopwise.plan.device.levels import choose_levels
 from flopwise.plan.device.memory import plan_bytes
 from flopwise.plan.device.tight import tight_choices, tight_shapes
 from flopwise.plan.program.sizes import level_bytes
@@ -85,10 +88,23 @@ def fastest_plan(setup: CappedSetup) -> FoundPlan | None:
     search = _Search(setup)
     for near in (search.near_the_best, search.tight):
         candidates = near()
-        found = search.simulated(candidates) if candidates else None
+        with _no_collection():
+            found = search.simulate_best(candidates) if candidates else None
         if found is not None:
             return found
     return None
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Programs are tuples by the hundred thousand and never in circles: looking for those took a fifth of a search."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
 
 
 def best_estimate(setup: CappedSetup) -> float | None:
@@ -124,7 +140,7 @@ class _Search:
         limit = min(candidate.token_s for candidate in found) * (1 + 2 * OVERHEAD)
         found = sorted(found, key=lambda candidate: candidate.token_s)
         return sorted(
-            (climbed(candidate, self.setup) for candidate in self._one_of_each(found, limit)),
+            (climb(candidate, self.setup) for candidate in self._one_of_each(found, limit)),
             key=lambda candidate: candidate.token_s,
         )
 
@@ -165,7 +181,7 @@ class _Search:
     def _first_shapes(self, cut: Cut) -> Iterator[Shape]:
         heads = head_chunks(cut)
         shape = self._shape(cut, heads[-1])
-        tried = rounds_tried(self.setup, shape.plan)
+        tried = list_rounds(self.setup, shape.plan)
         for rounds in tried if len(tried) == 1 else FIRST_ROUNDS:
             yield shape.variant(rounds, "device")
 
@@ -173,13 +189,13 @@ class _Search:
         places: tuple[Place, ...] = ("device", "host") if can_update_on_host(self.setup.hardware) else ("device",)
         for head_chunk_tokens in head_chunks(cut):
             shape = self._shape(cut, head_chunk_tokens)
-            for rounds in rounds_tried(self.setup, shape.plan):
+            for rounds in list_rounds(self.setup, shape.plan):
                 for place in places:
                     yield shape.variant(rounds, place)
 
     # -- simulations ----------------------------------------------------------------------------------------------
 
-    def simulated(self, near: Sequence[Candidate]) -> FoundPlan | None:
+    def simulate_best(self, near: Sequence[Candidate]) -> FoundPlan | None:
         """Simulate the most promising, and of those within the overhead of the fastest take the smallest batch."""
         close = [candidate for candidate in near if candidate.token_s <= near[0].token_s * (1 + OVERHEAD)]
         fewest = min(candidate.step_tokens for candidate in close)
@@ -213,6 +229,8 @@ class _Search:
             return self.found.get(plan)
         if plan not in self.found:
             times = times_of(plan, self.setup.model, self.setup.hardware, candidate.shape.costs)
+            if not is_replayed(plan, self.setup.hardware, times.compute_s):
+                times = with_host(times, plan, self.setup.hardware)
             self.found[plan] = FoundPlan(plan, times, candidate)
             self.tasks += cost
         return self.found[plan]
@@ -317,7 +335,7 @@ STEPS: dict[str, tuple[float, ...]] = {
 MOVES = [(name, sign * step) for name, steps in STEPS.items() for step in steps for sign in (-1, 1)]
 
 
-def climbed(candidate: Candidate, setup: CappedSetup) -> Candidate:
+def climb(candidate: Candidate, setup: CappedSetup) -> Candidate:
     """The best choice that is reached by changing one or two residencies at a time for as long as it helps."""
     shape, names = candidate.shape, [field.name for field in fields(Choice)]
     changes = np.zeros((len(MOVES) * (len(MOVES) + 1) // 2, len(names)))
@@ -358,10 +376,10 @@ def plan_of(candidate: Candidate, device_bytes: int, host_bytes: int) -> Plan:
     leaving = -(-(shape.pairs - staying) // parts)
     # The budget is that of whole sequences: of the one that the last to stay cut into, only some chunks leave.
     scale = leaving * parts / max(1, shape.pairs - staying)
-    rows = chosen_levels(shape.curve, leaving, float(estimate.level_bytes[0]) * scale)
+    rows = choose_levels(shape.curve, leaving, float(estimate.level_bytes[0]) * scale)
     letters = [letter for row in rows for letter in row][: shape.pairs - staying] + ["F"] * staying
     if kept:
-        letters = _kept_on_device(letters, shape, float(estimate.kept_bytes[0]))
+        letters = _keep_on_device(letters, shape, float(estimate.kept_bytes[0]))
         slots += letters.count("F")
     saves = tuple(
         "".join(letters[start : start + plan.chunks_per_round])
@@ -378,7 +396,7 @@ def plan_of(candidate: Candidate, device_bytes: int, host_bytes: int) -> Plan:
     )
 
 
-def _kept_on_device(letters: list[str], shape: Shape, room: float) -> list[str]:
+def _keep_on_device(letters: list[str], shape: Shape, room: float) -> list[str]:
     """The last ones, as many as there is room for, stay at their level."""
     found = list(letters)
     for index in reversed(range(len(found))):

@@ -84,9 +84,9 @@ def does_not_fit(setup: CappedSetup, *, elsewhere: bool = True) -> DoesNotFit:
     )
     hints = []
     if device is not None and device.bytes <= setup.hardware.device.dram.size_bytes.value:
-        hints.append(f"--device-mem {_rounded_up(device.bytes)}")
+        hints.append(f"--device-mem {_round_up(device.bytes)}")
     if host is not None:
-        hints.append(f"--host-mem {_rounded_up(host.bytes)}")
+        hints.append(f"--host-mem {_round_up(host.bytes)}")
     shorter = _fitting_sequence(setup)
     if shorter:
         hints.append(f"--seq {exact_tokens(shorter)}")
@@ -128,7 +128,7 @@ def _why(device: Least | None, host: Least | None) -> str:
     return f"the smallest plan needs {show_bytes(found.bytes)} of {place} memory: {parts}"
 
 
-def _rounded_up(size: int) -> str:
+def _round_up(size: int) -> str:
     """Whole GiB, or MiB where it is little."""
     if size > 4 * GIB:
         return f"{-(-size // GIB)}GiB"

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.records.plan import WRITTEN_BY
+from flopwise.records.outcome import WRITTEN_BY
 from flopwise.records.program import Buffer, Kind, Owner, Program, Stream, Task, Use, Value
 from flopwise.work.parameters import End
 
@@ -46,7 +46,7 @@ class Builder:
         held = self._held[buffer]
         return None if held is None else held.value
 
-    def held(self, buffer: int) -> Value:
+    def require(self, buffer: int) -> Value:
         """The same of a buffer that must hold something."""
         held = self._held[buffer]
         assert held is not None
@@ -77,14 +77,21 @@ class Builder:
     ) -> int:
         """Append a task: it reads what the buffers hold now and leaves the given values in others."""
         index = len(self.tasks)
+        computes = stream == "compute"
         after = set(self.also_after)
         read = []
+        self._computes.append(computes)
         for buffer in reads:
             held = self._held[buffer]
             assert held is not None
             read.append(held)
             after.add(self._writer[buffer])
-            self._users[buffer].append(index)
+            users = self._users[buffer]
+            # Computations keep their order: who waits for the last of several waits for all.
+            if computes and users and self._computes[users[-1]]:
+                users[-1] = index
+            else:
+                users.append(index)
         written = []
         for buffer, value in writes:
             use = self._held[buffer] = Use(buffer, value)
@@ -93,10 +100,9 @@ class Builder:
             self._writer[buffer] = index
             self._users[buffer] = [index]
         after -= {index, NOBODY}
-        if stream == "compute":
-            # Computations keep their order, so that none has to wait for another.
+        if computes:
+            # For the same reason none of them has to wait for another.
             after = {before for before in after if not self._computes[before]}
-        self._computes.append(stream == "compute")
         self.tasks.append(
             Task(
                 kind=kind,

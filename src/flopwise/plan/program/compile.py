@@ -39,7 +39,7 @@ from typing import Literal
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.plan.program.builder import Builder, FreeSlots
-from flopwise.plan.program.ordering import NominalSeconds, in_order_of_need, in_order_of_release
+from flopwise.plan.program.ordering import NominalSeconds, in_order_of_release, order_by_need
 from flopwise.plan.program.runs import check_runs
 from flopwise.plan.program.sizes import Sizes, context_sets, level_bytes, sizes_of, slot_bytes, working_bytes
 from flopwise.plan.program.state import Kept, OptimizerState, copy_state, ends_of, place_of
@@ -75,7 +75,7 @@ def compile_plan(plan: Plan, model: Model, *, rounds: int | None = None) -> Prog
         )
     check_runs(plan, model)
     # Whether gradients have a place on the host is the whole plan's, not that of its first rounds.
-    return _Compiler(shorter, plan, model, sizes).compiled()
+    return _Compiler(shorter, plan, model, sizes).compile()
 
 
 class _Compiler:
@@ -171,7 +171,7 @@ class _Compiler:
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def compiled(self) -> Program:
+    def compile(self) -> Program:
         plan = self.plan
         for round_ in range(plan.rounds_per_step):
             self.round = round_
@@ -182,7 +182,7 @@ class _Compiler:
             self._update_at_end()
         self._fetch(everything=True)
         program = self.builder.program(self._at_end(), plan.rounds_per_step)
-        return in_order_of_release(program) if plan.fetch == "at once" else in_order_of_need(program, self.nominal)
+        return in_order_of_release(program) if plan.fetch == "at once" else order_by_need(program, self.nominal)
 
     @property
     def last_round(self) -> bool:
@@ -364,7 +364,7 @@ class _Compiler:
             assert home is not None
             slot = self.free.take()
             writes.append((slot, self._value("activations", layer, chunk, 1)))
-            reads.append(self._fetched(layer, chunk, home, slot))
+            reads.append(self._find_saved(layer, chunk, home, slot))
         if self.whole_sequence:
             part = chunk % self.plan.chunks_per_sequence
             if letter.lower() in "ci":
@@ -386,7 +386,7 @@ class _Compiler:
         self._compute(kind, segment, chunk, layer=layer, level=level, reads=reads, writes=writes)
         self.free.give(slot)
 
-    def _fetched(self, layer: int, chunk: int, home: int, slot: int) -> int:
+    def _find_saved(self, layer: int, chunk: int, home: int, slot: int) -> int:
         """Where backward finds what a (layer, chunk) kept: it stayed, it has come already, or it is loaded now."""
         letter = self.plan.saves[layer][chunk]
         if letter.isupper():
@@ -591,7 +591,7 @@ class _Compiler:
             kind,
             "copy-in" if kind == "load" else "copy-out",
             reads=(source,),
-            writes=((target, value or self.builder.held(source)),),
+            writes=((target, value or self.builder.require(source)),),
             round_=self.round,
             layer=layer,
             chunk=chunk,

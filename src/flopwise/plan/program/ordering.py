@@ -18,6 +18,9 @@ from flopwise.work.transformer import Transformer
 NOMINAL_FLOPS_PER_S, NOMINAL_BYTES_PER_S = 600e12, 50e9
 """Of a large GPU and its link. Only their ratio matters, and only for the order: others' ratios are not far from it."""
 
+NOT_YET = -1.0
+"""The end of a task that did not run yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class NominalSeconds:
@@ -48,19 +51,19 @@ def in_order_of_release(program: Program) -> Program:
     So no copy that could begin is held up by one before it on its stream that cannot.
     """
     key = _releases(program.tasks)
-    return _sorted(program, key, [0.0] * len(key))
+    return _sort(program, key, [0.0] * len(key))
 
 
-def in_order_of_need(program: Program, nominal: NominalSeconds) -> Program:
+def order_by_need(program: Program, nominal: NominalSeconds) -> Program:
     """The same, and of the loads that could begin the one first that is needed first."""
     tasks = program.tasks
     key = _releases(tasks)
-    starts = starts_by_need(tasks, [nominal.of(task) for task in tasks])
+    starts = _Clock(tasks, [nominal.of(task) for task in tasks], key).starts()
     behind = -1.0
     for index in sorted(_loads(tasks), key=lambda load: starts[load]):
         # A stream keeps its order: a load is behind all that go before it.
         behind = key[index] = max(behind, key[index])
-    return _sorted(program, key, starts)
+    return _sort(program, key, starts)
 
 
 def starts_by_need(tasks: Sequence[Task], seconds: Sequence[float]) -> list[float]:
@@ -76,8 +79,10 @@ def _releases(tasks: Sequence[Task]) -> list[float]:
     """For each task the last computation that it waits for, directly or not; its own place for a computation."""
     found: list[float] = []
     for index, task in enumerate(tasks):
-        waits = max((found[before] for before in task.after), default=-1.0)
-        found.append(float(index) if task.stream == "compute" else waits)
+        if task.stream == "compute":
+            found.append(float(index))
+        else:
+            found.append(max([found[before] for before in task.after], default=-1.0))
     return found
 
 
@@ -89,7 +94,7 @@ class _Clock:
     seconds: Sequence[float]
     releases: Sequence[float]
     """For each task the last computation that it waits for."""
-    _ends: dict[int, float] = field(default_factory=dict)
+    _ends: list[float] = field(default_factory=list)
     _starts: list[float] = field(default_factory=list)
     _needed: list[int] = field(default_factory=list)
     """For each task the first computation that waits for it."""
@@ -102,7 +107,7 @@ class _Clock:
     def starts(self) -> list[float]:
         """Of every task."""
         tasks = self.tasks
-        self._starts, self._needed = [0.0] * len(tasks), _first_needs(tasks)
+        self._starts, self._ends, self._needed = [0.0] * len(tasks), [NOT_YET] * len(tasks), _first_needs(tasks)
         released: dict[int, list[int]] = {}
         for index, last in enumerate(self.releases):
             if tasks[index].stream != "compute":
@@ -123,14 +128,14 @@ class _Clock:
             waits = self.tasks[index].after
             self._bring(waits)
             if self.tasks[index].stream == "copy-in":
-                heappush(self._coming, (max((self._ends[before] for before in waits), default=0.0), index))
+                heappush(self._coming, (max([self._ends[before] for before in waits], default=0.0), index))
             else:
                 self._run(index)
 
     def _bring(self, wanted: Sequence[int]) -> None:
         """Run loads until these are over."""
         for index in wanted:
-            while index not in self._ends:
+            while self._ends[index] == NOT_YET:
                 self._next_load()
 
     def _advance(self, until: float) -> None:
@@ -149,7 +154,7 @@ class _Clock:
 
     def _run(self, index: int) -> None:
         task = self.tasks[index]
-        begin = max((self._ends[before] for before in task.after), default=0.0)
+        begin = max([self._ends[before] for before in task.after], default=0.0)
         begin = max(begin, self._free.get(task.stream, 0.0))
         self._starts[index] = begin
         self._ends[index] = self._free[task.stream] = begin + self.seconds[index]
@@ -165,7 +170,7 @@ def _first_needs(tasks: Sequence[Task]) -> list[int]:
     return needed
 
 
-def _sorted(program: Program, key: Sequence[float], starts: Sequence[float]) -> Program:
+def _sort(program: Program, key: Sequence[float], starts: Sequence[float]) -> Program:
     """Tasks by their keys; behind a computation the copies that it lets begin, the first to begin first."""
     tasks = program.tasks
     order = sorted(
@@ -186,4 +191,5 @@ def _with_last_of_each(task: Task, tasks: list[Task], place: list[int]) -> Task:
         stream = tasks[new].stream
         if stream != task.stream and new > latest.get(stream, -1):
             latest[stream] = new
-    return task._replace(after=tuple(latest.values()))
+    after = tuple(latest.values())
+    return task if after == task.after else task._replace(after=after)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.records.plan import WRITTEN_BY, Plan, Residency
+from flopwise.records.outcome import WRITTEN_BY
+from flopwise.records.plan import Plan, Residency
 from flopwise.work.model import Model
 
 

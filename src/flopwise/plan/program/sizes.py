@@ -7,12 +7,13 @@ from functools import lru_cache
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.plan.program.workspace import workspace_bytes
-from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES, attention_sums_bytes, temporary_bytes
+from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES
 from flopwise.records.plan import LETTERS, LEVELS, OWN_RULE, POLICY, Plan
-from flopwise.records.program import Owner, aligned
+from flopwise.records.program import LOGITS_ALIGNMENT_BYTES, Owner, aligned
 from flopwise.setup.words import MOMENTS, Optimizer
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
+from flopwise.work.held import attention_sums_bytes, temporary_bytes
 from flopwise.work.model import Model
 from flopwise.work.op import Gemm, Op
 from flopwise.work.parameters import op_groups
@@ -129,8 +130,10 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     keys = tensor_bytes(work.tensors["key"], formats) + tensor_bytes(work.tensors["value"], formats)
     residual = tensor_bytes(work.tensors["input"], formats)
     head_rows = max(tensor_bytes(work.tensors[name], formats) for op in behind for name in op.outputs)
+    # Rows of logits begin where the matrix unit can read them at once: of 50,257 numbers seven are left free behind.
+    unaligned = 0 if model.head == "classifier" else -(head_rows // sequence_tokens) % LOGITS_ALIGNMENT_BYTES
     # No engine here runs experts: for those it is what any framework needs.
-    temporary = temporary_bytes(work, "everything", formats) if model.experts else workspace_bytes(model, work, formats)
+    temporary = temporary_bytes(work, "pointwise", formats) if model.experts else workspace_bytes(model, work, formats)
     copies, fixed_copies = _fp8_bytes(inside, formats)
     return Sizes(
         sequence_tokens=sequence_tokens,
@@ -153,7 +156,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
             + keys
             + sum(tensor_bytes(work.tensors[name], formats) for name in ("logsumexp", *_normed_heads(model)))
         ),
-        logits=each(head_rows + 2 * residual),
+        logits=each(head_rows + 2 * residual) + unaligned,
         fixed_workspace=LIBRARY_WORKSPACE_BYTES + _cast_bytes(work, formats) + fixed_copies + LINES_BYTES,
     )
 

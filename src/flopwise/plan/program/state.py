@@ -65,7 +65,7 @@ def copy_state(
         kind,
         "copy-in" if kind == "load" else "copy-out",
         reads=(source,),
-        writes=((target, builder.held(source)),),
+        writes=((target, builder.require(source)),),
         round_=round_,
         **place_of(part),
         what=what,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from flopwise.predict.kernels.memory import attention_sums_bytes
 from flopwise.records.plan import POLICY
 from flopwise.work.formats import Formats
 from flopwise.work.fusion import is_sum_for_norm, makers_for_one_product
+from flopwise.work.held import attention_sums_bytes
 from flopwise.work.op import Attention, Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.traffic import tensor_bytes
@@ -68,7 +68,7 @@ class _Block:
         self.work = work
         self.ops: tuple[Op, ...] = op_groups(work)[1]
         self.size = {name: tensor_bytes(tensor, formats) for name, tensor in work.tensors.items()}
-        self.placed = {tensor.name for tensor in work.saved("everything")} | {"input", "output"}
+        self.placed = {tensor.name for tensor in work.saved("pointwise")} | {"input", "output"}
         self.makers = makers_for_one_product(self.ops)
         lazy = {maker.outputs[0] for maker in self.makers.values()}
         self.needed = {name for op in self.ops for name in op.needs} - lazy

@@ -9,20 +9,23 @@ The parts of a step (`PARTS`) add up to its seconds, on the slowest stage: what 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from flopwise.predict.cluster.pieces import ATTENTION, BLOCK, EMBEDDING, HEAD, PRODUCTS, STREAMING, Pieces, taken
 from flopwise.predict.cluster.pipeline import pipeline_seconds
 from flopwise.predict.cluster.stages import StageBytes, StageShape, stage_bytes, stage_parameters, stage_shapes
-from flopwise.predict.cluster.strategies import Integers, Listed, Strategies
+from flopwise.predict.cluster.strategies import Integers, Listed, Strategies, listed
 from flopwise.predict.cluster.timeline import StreamTimes, played, started
 from flopwise.predict.cluster.transfers import Transfers, transfers
 from flopwise.predict.kernels.bandwidth import streaming_times
 from flopwise.predict.kernels.calls import Floats, Phase
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.stack import Stack
+from flopwise.setup.setup import SettledSetup
+from flopwise.setup.stack import NO_STACK, Stack
 
 PARTS = (
     "products",
@@ -46,12 +49,19 @@ each kind. bubble: the pipeline's waiting. update: the optimizer. offload: expos
 what the framework does once a step."""
 
 
+PLAIN = Stack(name=NO_STACK, title="what the kernels and the network allow", source="no framework in the way")
+
+AT_ONCE = 8192
+"""Strategies that are costed together, as far as they are not searched."""
+
 ROUNDING = 1e-12
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
-    """One element for each strategy."""
+class Costed:
+    """What strategies cost; one element for each."""
 
     step_s: Floats
     parts: dict[str, Floats]
@@ -105,15 +115,15 @@ class _Stage:
         return self.forward + self.backward
 
 
-def evaluate(listed: Listed, hardware: Hardware, stack: Stack) -> Evaluation:
+def evaluate(laid_out: Listed, hardware: Hardware, stack: Stack) -> Costed:
     """Cost every strategy; the hardware's networks must reach all their devices."""
-    strategies, stack = listed.strategies, stack.on(hardware.device.architecture)
-    step = _step(strategies, taken(listed.table, strategies.row), hardware, stack)
+    strategies, stack = laid_out.strategies, stack.on(hardware.device.architecture)
+    step = _step(strategies, taken(laid_out.table, strategies.row), hardware, stack)
     one = _passes(step)
     stages = [_stage(step, one, shape) for shape in step.shapes]
     longest = _most([stage.both for stage in stages])
     slowest = np.argmax(np.stack([stage.both for stage in stages]), axis=0)
-    last, tail = _smaller_last(listed, step, hardware, longest, _tail(step, stages))
+    last, tail = _smaller_last(laid_out, step, hardware, longest, _tail(step, stages))
     # A smaller last micro-batch counts as a part of one, for every kind of work alike.
     count = strategies.micro_batches - 1 + last / longest
     seconds = _pipeline(step, stages, longest, count)
@@ -122,7 +132,7 @@ def evaluate(listed: Listed, hardware: Hardware, stack: Stack) -> Evaluation:
     parts["sharding"] = parts["sharding"] + tail
     parts.update(_once(step, hardware))
     parts["offload"] = parts["offload"] + _host_update(step)
-    return Evaluation(
+    return Costed(
         step_s=sum(parts.values(), np.zeros_like(seconds)),
         parts={name: parts[name] for name in PARTS},
         stages=tuple(stage_bytes(strategies, step.table, shape, stack) for shape in step.shapes),
@@ -131,22 +141,37 @@ def evaluate(listed: Listed, hardware: Hardware, stack: Stack) -> Evaluation:
     )
 
 
-def peak_bytes(listed: Listed, hardware: Hardware, stack: Stack) -> Floats:
+def cost_laid_out(
+    setups: Sequence[SettledSetup], cost: Callable[[Listed, Hardware, Stack], Found]
+) -> Iterator[tuple[list[int], Listed, Found]]:
+    """Cost set-ups on any hardware and stacks, many at once: places in `setups`, and those laid out and costed."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for place, setup in enumerate(setups):
+        # By their identity: neither description has a hash.
+        alike.setdefault((id(setup.hardware), id(setup.stack)), []).append(place)
+    for places in alike.values():
+        for begin in range(0, len(places), AT_ONCE):
+            some = places[begin : begin + AT_ONCE]
+            laid_out, first = listed([setups[place] for place in some]), setups[some[0]]
+            yield some, laid_out, cost(laid_out, first.hardware, first.stack or PLAIN)
+
+
+def peak_bytes(laid_out: Listed, hardware: Hardware, stack: Stack) -> Floats:
     """Memory of the fullest device alone, at a tenth of the cost of `evaluate`."""
     stack = stack.on(hardware.device.architecture)
-    table = taken(listed.table, listed.strategies.row)
-    shapes = stage_shapes(listed.strategies, table)
-    return _most([stage_bytes(listed.strategies, table, shape, stack).total for shape in shapes])
+    table = taken(laid_out.table, laid_out.strategies.row)
+    shapes = stage_shapes(laid_out.strategies, table)
+    return _most([stage_bytes(laid_out.strategies, table, shape, stack).total for shape in shapes])
 
 
-def least_seconds(listed: Listed, hardware: Hardware, stack: Stack) -> Floats:
+def least_seconds(laid_out: Listed, hardware: Hardware, stack: Stack) -> Floats:
     """Seconds that a step cannot be below: its blocks' kernels, dealt out evenly over the stages."""
     stack = stack.on(hardware.device.architecture)
     factors = _factors(stack)
-    layer = (listed.table.seconds[:, BLOCK] * factors).sum(axis=(1, 2))
-    strategies = listed.strategies
+    layer = (laid_out.table.seconds[:, BLOCK] * factors).sum(axis=(1, 2))
+    strategies = laid_out.strategies
     micro_batches = layer[strategies.row] * (strategies.micro_batches - 1) + layer[strategies.rest_row]
-    seconds = micro_batches * listed.table.layers[strategies.row] / strategies.pipeline
+    seconds = micro_batches * laid_out.table.layers[strategies.row] / strategies.pipeline
     return np.asarray(seconds, dtype=np.float64)
 
 
@@ -263,17 +288,17 @@ class _Group:
 
 
 def _smaller_last(
-    listed: Listed, step: _Step, hardware: Hardware, longest: Floats, tail: Floats
+    laid_out: Listed, step: _Step, hardware: Hardware, longest: Floats, tail: Floats
 ) -> tuple[Floats, Floats]:
     """Seconds of the last micro-batch at the slowest stage, and of the reductions that are running after it.
 
     They are `longest` and `tail` where it is as large as the others.
     """
-    smaller = np.flatnonzero(listed.strategies.rest_row != listed.strategies.row)
+    smaller = np.flatnonzero(laid_out.strategies.rest_row != laid_out.strategies.row)
     last, after = longest.copy(), tail.copy()
     if smaller.size:
-        strategies = listed.strategies.taken(smaller)
-        table = taken(listed.table, strategies.rest_row)
+        strategies = laid_out.strategies.taken(smaller)
+        table = taken(laid_out.table, strategies.rest_row)
         # The layers stay where they are.
         shapes = tuple(shape.taken(smaller) for shape in step.shapes)
         rest = _Step(strategies, table, transfers(strategies, table, hardware, step.stack), shapes, step.stack)

@@ -14,9 +14,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from flopwise.predict.kernels.calls import Floats, Phase, calls_for
+from flopwise.predict.kernels.calls import Floats, Phase, StepCalls, calls_for
 from flopwise.predict.kernels.costs import step_costs
-from flopwise.predict.kernels.memory import dropout_bytes, logits_bytes, temporary_bytes
 from flopwise.setup.setup import SettledSetup
 from flopwise.setup.words import Fusion
 from flopwise.work.describe import describe
@@ -28,6 +27,7 @@ from flopwise.work.exchange import (
     tied_parameters,
 )
 from flopwise.work.formats import Formats
+from flopwise.work.held import dropout_bytes, logits_bytes, temporary_bytes
 from flopwise.work.layout import Layout
 from flopwise.work.model import Model
 from flopwise.work.op import AttentionKernel
@@ -70,10 +70,10 @@ class Pieces:
     dispatches_again: Floats
 
 
-def pieces(setup: SettledSetup, layout: Layout, sequences: Sequence[int], *, accumulate: bool) -> Pieces:
+def pieces(setup: SettledSetup, layout: Layout, sequences: Sequence[int], accumulate: Sequence[bool]) -> Pieces:
     """Cost a device of a layout for several micro-batch sizes at once.
 
-    `accumulate`: gradients are added to those of an earlier micro-batch.
+    `accumulate`: of each size, whether gradients are added to those of an earlier micro-batch.
     """
     batch = np.array(sequences, dtype=np.float64)
     # By its parts: a hardware description has no hash, and a set-up's sizes would only miss.
@@ -88,7 +88,7 @@ def pieces(setup: SettledSetup, layout: Layout, sequences: Sequence[int], *, acc
     )
     ones = np.ones_like(batch)
     return Pieces(
-        seconds=_seconds(setup, layout, batch, accumulate=accumulate),
+        seconds=_seconds(setup, layout, batch, accumulate),
         saved_bytes=batch[:, None] * np.array(static.saved),
         logits_bytes=batch * static.logits,
         loss_bytes=batch * static.loss,
@@ -158,9 +158,9 @@ def _static(
     passed = exchange(work, policy, formats, hidden=model.hidden, stream_tokens=tokens)
     return _Static(
         saved=_saved_by_part(work, policy, formats, model.layers),
-        logits=logits_bytes(work, formats, "fused"),
+        logits=logits_bytes(work, formats, fused=True),
         dropout=dropout_bytes(work, policy, formats),
-        loss=logits_bytes(work, formats, fusion) - logits_bytes(work, formats, "fused"),
+        loss=logits_bytes(work, formats, fused=fusion == "fused") - logits_bytes(work, formats, fused=True),
         temporary=temporary_bytes(work, policy, formats),
         parameters=parameters,
         products=product_parameters_by_part(work),
@@ -193,7 +193,12 @@ def _saved_by_part(work: Work, policy: Recompute, formats: Formats, layers: int)
     return found[0], found[1], found[2]
 
 
-def _seconds(setup: SettledSetup, layout: Layout, sequences: Floats, *, accumulate: bool) -> Floats:
+def kernel_classes(calls: StepCalls) -> NDArray[np.intp]:
+    """Of each operator, the class of its kernels."""
+    return np.array([{"gemm": PRODUCTS, "attention": ATTENTION}.get(kind, STREAMING) for kind in calls.kinds])
+
+
+def _seconds(setup: SettledSetup, layout: Layout, sequences: Floats, accumulate: Sequence[bool]) -> Floats:
     work = describe(setup.model, setup.sequence_tokens, setup.attention, layout)
     calls = calls_for(
         setup.model,
@@ -203,13 +208,11 @@ def _seconds(setup: SettledSetup, layout: Layout, sequences: Floats, *, accumula
         policy=setup.recompute,
         fusion=setup.fusion,
         optimizer=setup.optimizer,
-        accumulate=accumulate,
         layout=layout,
     )
-    costs = step_costs(calls, setup.hardware, sequences)
-    kinds = [PRODUCTS if kind == "gemm" else ATTENTION if kind == "attention" else STREAMING for kind in calls.kinds]
+    costs = step_costs(calls, setup.hardware, sequences, accumulate)
     parts = np.array([*parts_of(work), -1])[costs.op]
-    classes = np.array(kinds)[costs.op]
+    classes = kernel_classes(calls)[costs.op]
     found = np.zeros((3, 3, 3, sequences.size))
     mine = costs.phase != Phase.UPDATE
     np.add.at(found, (parts[mine], costs.phase[mine], classes[mine]), costs.seconds[mine])

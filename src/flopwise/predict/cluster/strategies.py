@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.predict.cluster.pieces import Pieces, joined_pieces, pieces
-from flopwise.predict.kernels.calls import Floats
+from flopwise.predict.kernels.calls import Floats, kernels_key
 from flopwise.setup.parallel import SCHEDULES, Parallel
 from flopwise.setup.setup import SettledSetup
 from flopwise.setup.words import MOMENTS, Optimizer
@@ -110,41 +110,26 @@ class Listed:
 def listed(setups: Sequence[SettledSetup]) -> Listed:
     """Arrays of set-ups on one hardware; the pieces that several have in common are costed together."""
     check_depth([setup.model for setup in setups])
-    wanted: dict[tuple[object, ...], tuple[SettledSetup, dict[int, None]]] = {}
+    wanted: dict[tuple[object, ...], tuple[SettledSetup, dict[tuple[int, bool], None]]] = {}
     needs = []
     for setup in setups:
-        sizes = setup.micro_batches()
-        whole, rest = sizes[0][0], sizes[-1][0]
-        key = _pieces_key(setup)
+        sizes, again = setup.micro_batches(), setup.accumulation_steps > 1
+        whole, rest = (sizes[0][0], again), (sizes[-1][0], again)
+        key = kernels_key(setup)
         wanted.setdefault(key, (setup, {}))[1].update({whole: None, rest: None})
         needs.append((key, whole, rest))
-    place: dict[tuple[tuple[object, ...], int], int] = {}
+    place: dict[tuple[tuple[object, ...], tuple[int, bool]], int] = {}
     tables = []
     for key, (setup, some) in wanted.items():
         for size in some:
             place[key, size] = len(place)
-        tables.append(pieces(setup, setup.parallel.layout, list(some), accumulate=setup.accumulation_steps > 1))
+        tables.append(pieces(setup, setup.parallel.layout, *zip(*some, strict=True)))
     rows = np.array([place[key, whole] for key, whole, _ in needs], dtype=np.intp)
     rests = np.array([place[key, rest] for key, _, rest in needs], dtype=np.intp)
     counts = np.array([setup.accumulation_steps for setup in setups], dtype=np.float64)
     states = [state_bytes(setup.formats, setup.optimizer) for setup in setups]
     strategies = set_ups([setup.parallel for setup in setups], states)
     return Listed(replace(strategies, row=rows, rest_row=rests, micro_batches=counts), joined_pieces(tables))
-
-
-def _pieces_key(setup: SettledSetup) -> tuple[object, ...]:
-    """Everything that changes the pieces, but for the hardware and the micro-batch."""
-    return (
-        setup.model,
-        setup.sequence_tokens,
-        setup.attention,
-        setup.fusion,
-        setup.optimizer,
-        setup.formats,
-        setup.recompute,
-        setup.parallel.layout,
-        setup.accumulation_steps > 1,
-    )
 
 
 def check_depth(models: Sequence[Model]) -> None:

@@ -27,7 +27,8 @@ from flopwise.work.traffic import (
     cast_back_bytes,
     cast_bytes,
     forward_traffic,
-    scaled,
+    scale_traffic,
+    softmax_traffic,
     update_bytes_per_parameter,
 )
 from flopwise.work.work import Recompute, Work
@@ -59,6 +60,7 @@ class GemmCall:
     number_format: str
     output_bytes: int
     accumulate: bool = False
+    """Whether it is added to what earlier micro-batches gave, where there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,22 +112,16 @@ def calls_for(
     policy: Recompute,
     fusion: Fusion,
     optimizer: Optimizer,
-    accumulate: bool,
     layout: Layout = WHOLE,
 ) -> StepCalls:
     """`step_calls`, remembered."""
     work = describe(model, sequence_tokens, kernel, layout)
-    return step_calls(work, formats, policy, fusion, optimizer, accumulate=accumulate)
+    return step_calls(work, formats, policy, fusion, optimizer)
 
 
-def step_calls(
-    work: Work, formats: Formats, policy: Recompute, fusion: Fusion, optimizer: Optimizer, *, accumulate: bool = True
-) -> StepCalls:
-    """List the kernels of a micro-batch, operators first in the model's order and the optimizer's update last.
-
-    `accumulate`: gradients are added to those of an earlier micro-batch, so they are read too.
-    """
-    lister = _Lister(work, formats, fusion, work.recomputed(policy), accumulate)
+def step_calls(work: Work, formats: Formats, policy: Recompute, fusion: Fusion, optimizer: Optimizer) -> StepCalls:
+    """List the kernels of a micro-batch, operators first in the model's order and the optimizer's update last."""
+    lister = _Lister(work, formats, fusion, work.recomputed(policy))
     for index, op in enumerate(work.ops):
         lister.add(index, op)
     update = StreamingCall(
@@ -153,20 +149,30 @@ def calls_of(setup: SettledSetup) -> StepCalls:
         policy=setup.recompute,
         fusion=setup.fusion,
         optimizer=setup.optimizer,
-        accumulate=setup.accumulation_steps > 1,
         layout=setup.parallel.layout,
     )
 
 
+def kernels_key(setup: SettledSetup) -> tuple[object, ...]:
+    """Everything that changes a step's kernels, but for the hardware and the micro-batch."""
+    return (
+        setup.model,
+        setup.sequence_tokens,
+        setup.attention,
+        setup.fusion,
+        setup.optimizer,
+        setup.formats,
+        setup.recompute,
+        setup.parallel.layout,
+    )
+
+
 class _Lister:
-    def __init__(
-        self, work: Work, formats: Formats, fusion: Fusion, again: dict[str, Fraction], accumulate: bool
-    ) -> None:
+    def __init__(self, work: Work, formats: Formats, fusion: Fusion, again: dict[str, Fraction]) -> None:
         self.work = work
         self.formats = formats
         self.fused = fusion == "fused"
         self.again = again
-        self.accumulate = accumulate
         self.gemms: list[GemmCall] = []
         self.attentions: list[AttentionCall] = []
         self.streams: list[StreamingCall] = []
@@ -207,7 +213,7 @@ class _Lister:
                 op.groups,
                 number_format,
                 WIDTH_BYTES[self.formats.gradients],
-                self.accumulate,
+                accumulate=True,
             )
         )
         if again:
@@ -255,19 +261,15 @@ class _Lister:
             )
 
     def _eager_attention(self, index: int, op: Attention, again: Fraction) -> None:
-        """Scores, a masked softmax over the whole square, and the weighted sum; each a kernel of its own.
-
-        The softmax's scale, mask, maximum-and-sum and quotient are two passes of a read and a write; its backward
-        reads the probabilities and their gradient and writes that of the scores.
-        """
+        """Scores, a masked softmax over the whole square, and the weighted sum; each a kernel of its own."""
         tokens, dim, width = float(op.tokens), float(op.head_dim), self.formats.compute_bytes
         keys = tokens * op.parts
-        copies, square = op.layers * op.calls, tokens * keys * op.heads * width
+        copies, (softmax, softmax_back) = op.layers * op.calls, softmax_traffic(op, self.formats)
         scores, summed = (dim, keys), (keys, dim)
-        phases = [(Phase.FORWARD, [scores, summed], 4), (Phase.BACKWARD, [scores, summed] * 2, 3)]
+        phases = [(Phase.FORWARD, [scores, summed], softmax), (Phase.BACKWARD, [scores, summed] * 2, softmax_back)]
         if again:
-            phases.append((Phase.RECOMPUTE, [scores] if again < 1 else [scores, summed], 4))
-        for phase, products, passes in phases:
+            phases.append((Phase.RECOMPUTE, [scores] if again < 1 else [scores, summed], softmax))
+        for phase, products, moved in phases:
             for depth, columns in products:
                 # The heads of all sequences are groups of one batched product: rows grow, groups stay.
                 self.gemms.append(
@@ -283,7 +285,7 @@ class _Lister:
                         width,
                     )
                 )
-            self.streams.append(StreamingCall(index, phase, copies, (0.0, square * passes), 2))
+            self.streams.append(StreamingCall(index, phase, copies, (0.0, float(moved)), 2))
 
     def _streaming(self, index: int, op: Op, again: Fraction) -> None:
         assert isinstance(op, Streaming)
@@ -295,7 +297,7 @@ class _Lister:
         if again:
             made = frozenset(self.again)
             recomputed = forward_traffic(self.work, op, self.formats, fused=self.fused, after=made)
-            phases.append((Phase.RECOMPUTE, scaled(recomputed, again)))
+            phases.append((Phase.RECOMPUTE, scale_traffic(recomputed, again)))
         for phase, traffic in phases:
             self.streams.append(
                 StreamingCall(

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.predict.kernels.attention import CAUSES as ATTENTION_CAUSES
 from flopwise.predict.kernels.attention import Direction, attention_times
 from flopwise.predict.kernels.bandwidth import CAUSES as STREAMING_CAUSES
 from flopwise.predict.kernels.bandwidth import streaming_times
-from flopwise.predict.kernels.calls import AttentionCall, Floats, GemmCall, Phase, StepCalls, StreamingCall, calls_of
+from flopwise.predict.kernels.calls import (
+    AttentionCall,
+    Floats,
+    GemmCall,
+    Phase,
+    StepCalls,
+    StreamingCall,
+    calls_of,
+    kernels_key,
+)
 from flopwise.predict.kernels.gemm import CAUSES as GEMM_CAUSES
 from flopwise.predict.kernels.gemm import gemm_times
 from flopwise.setup.hardware import Hardware
@@ -93,7 +103,7 @@ def _costs(
     )
 
 
-def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats) -> Costs:
+def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats, accumulate: ArrayLike = True) -> Costs:
     """Matrix products; with fewer tokens than experts, as many experts work as there are tokens, on one each."""
     peaks = {name: product_peak_flops(hardware, name) for name in {call.number_format for call in calls}}
     rows = _linear([call.rows for call in calls], sequences)
@@ -108,7 +118,7 @@ def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats)
         groups=_column([call.groups for call in calls]) * np.minimum(np.minimum(rows, depth), 1.0),
         operand_bytes=_column([WIDTH_BYTES[call.number_format] for call in calls]),
         output_bytes=_column([call.output_bytes for call in calls]),
-        accumulate=_column([call.accumulate for call in calls]),
+        accumulate=_column([call.accumulate for call in calls]) * np.asarray(accumulate),
     )
     return _costs(calls, times.seconds, times.dram_bytes, times.bound(), GEMM_CAUSES)
 
@@ -158,23 +168,98 @@ def joined(parts: Sequence[Costs]) -> Costs:
     )
 
 
-def step_costs(calls: StepCalls, hardware: Hardware, sequences: Floats) -> Costs:
-    """Cost of each kernel for micro-batches of `sequences` sequences."""
-    parts = [gemm_costs(calls.gemms, hardware, sequences), streaming_costs(calls.streams, hardware, sequences)]
+def step_costs(calls: StepCalls, hardware: Hardware, sequences: Floats, accumulate: ArrayLike = True) -> Costs:
+    """Cost of each kernel for micro-batches of `sequences` sequences.
+
+    `accumulate`: whether gradients are added to those of an earlier micro-batch, so that they are read too.
+    """
+    parts = [
+        gemm_costs(calls.gemms, hardware, sequences, accumulate),
+        streaming_costs(calls.streams, hardware, sequences),
+    ]
     if calls.attentions:
         parts.append(attention_costs(calls.attentions, hardware, sequences))
     return joined(parts)
 
 
-def setup_costs(setup: SettledSetup) -> Costs:
-    """Cost of each kernel over a whole step, one column for each size of micro-batch.
+@dataclass(frozen=True, slots=True)
+class SetupCosts:
+    """The kernels of set-ups that differ in their sizes alone: arrays of set-up × call × size of micro-batch."""
 
-    A micro-batch's kernels run once for each; the update runs once a step, whatever the micro-batches.
+    setups: tuple[SettledSetup, ...]
+    calls: StepCalls
+    op: NDArray[np.intp]
+    """Of each call, like the next."""
+    phase: NDArray[np.intp]
+    seconds: Floats
+    bytes: Floats
+    cause: NDArray[np.intp]
+
+    def by_op(self, values: Floats, phase: Phase | None = None) -> Floats:
+        """Sums over the calls of each operator, all of them or those of a phase: set-up × operator."""
+        order = np.argsort(self.op, kind="stable")
+        if phase is not None:
+            order = order[self.phase[order] == phase]
+        ends = np.searchsorted(self.op[order], np.arange(len(self.calls.names) + 1)).tolist()
+        values = np.take(values, order, axis=1)
+        return np.stack([values[:, begin:end].sum(axis=(1, 2)) for begin, end in pairwise(ends)], axis=1)
+
+    def bounds(self) -> NDArray[np.object_]:
+        """What most of an operator's time waits for, in words: set-up × operator."""
+        by_cause = np.stack([np.where(self.cause == cause, self.seconds, 0.0) for cause in range(len(CAUSES))], axis=-1)
+        mine = (np.arange(len(self.calls.names))[:, None] == self.op).astype(np.float64)
+        names = np.array([BOUND_NAMES[cause] for cause in CAUSES], dtype=np.object_)
+        return np.asarray(names[np.argmax(mine @ by_cause.sum(axis=2), axis=-1)])
+
+
+Kind = TypeVar("Kind", bound=np.generic)
+Sizes = Sequence[tuple[int, int]]
+"""Sequences of a micro-batch, and how many such."""
+
+
+def cost_together(
+    setups: Sequence[SettledSetup], sizes: Callable[[SettledSetup], Sizes]
+) -> Iterator[tuple[list[int], SetupCosts]]:
+    """Cost each kernel for all of a set-up's micro-batches, sizes of the same kernels being costed together.
+
+    A micro-batch's kernels run once for each; the update runs once a step, whatever the micro-batches. Beside the
+    costs: the places in `setups` of those that they are of.
     """
-    sizes = setup.micro_batches()
-    costs = step_costs(calls_of(setup), setup.hardware, np.array([float(sequences) for sequences, _ in sizes]))
-    repeats = np.array([float(count) for _, count in sizes])
-    once = np.zeros_like(repeats)
-    once[0] = 1.0
-    weights = np.where((costs.phase == Phase.UPDATE)[:, None], once, repeats)
-    return replace(costs, seconds=costs.seconds * weights, bytes=costs.bytes * weights)
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for place, setup in enumerate(setups):
+        # By its identity: a hardware description has no hash.
+        alike.setdefault((id(setup.hardware), *kernels_key(setup)), []).append(place)
+    for places in alike.values():
+        first, wanted = setups[places[0]], {place: sizes(setups[place]) for place in places}
+        # By the size of a micro-batch, and whether it is one of several.
+        column: dict[tuple[int, bool], int] = {}
+        columns = {
+            place: [column.setdefault((size, setups[place].accumulation_steps > 1), len(column)) for size, _ in some]
+            for place, some in wanted.items()
+        }
+        calls, accumulate = calls_of(first), [again for _, again in column]
+        costs = step_costs(calls, first.hardware, np.array([float(size) for size, _ in column]), accumulate)
+        for number in {len(some) for some in wanted.values()}:
+            mine = [place for place in places if len(wanted[place]) == number]
+            taken = np.array([columns[place] for place in mine])
+            repeats = np.array([[float(count) for _, count in wanted[place]] for place in mine])[:, None, :]
+            once = np.arange(number) == 0
+            weights = np.where((costs.phase == Phase.UPDATE)[:, None], once, repeats)
+            yield (
+                mine,
+                SetupCosts(
+                    setups=tuple(setups[place] for place in mine),
+                    calls=calls,
+                    op=costs.op,
+                    phase=costs.phase,
+                    seconds=_by_setup(costs.seconds, taken) * weights,
+                    bytes=_by_setup(costs.bytes, taken) * weights,
+                    cause=_by_setup(costs.cause, taken),
+                ),
+            )
+
+
+def _by_setup(values: NDArray[Kind], columns: NDArray[np.intp]) -> NDArray[Kind]:
+    """Calls × sizes as set-up × call × size, `columns` being each set-up's sizes."""
+    # Laid out so that a sum adds up in the same order whatever is costed beside it.
+    return np.ascontiguousarray(np.moveaxis(values[:, columns], 0, 1))

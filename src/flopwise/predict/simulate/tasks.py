@@ -18,22 +18,31 @@ from flopwise.predict.kernels.bandwidth import streaming_times
 from flopwise.predict.kernels.calls import Phase, StepCalls, calls_for
 from flopwise.predict.kernels.costs import gemm_costs, peak_flops, streaming_costs
 from flopwise.records.plan import POLICY, Plan
-from flopwise.records.program import Program, Task
+from flopwise.records.program import Kind, Program, Task
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.words import MOMENTS
 from flopwise.work.describe import describe
-from flopwise.work.formats import POLICIES, Formats, parse_formats
+from flopwise.work.formats import POLICIES, WIDTH_BYTES, Formats, parse_formats
 from flopwise.work.fusion import swiglu_in_products
 from flopwise.work.model import Model
-from flopwise.work.op import Attention, attention_flops
+from flopwise.work.op import Attention, Gemm, attention_flops
 from flopwise.work.parameters import op_groups, split_at_attention
-from flopwise.work.traffic import backward_traffic, forward_traffic, tensor_bytes, update_bytes_per_parameter
+from flopwise.work.traffic import (
+    backward_traffic,
+    forward_traffic,
+    key_sums_bytes,
+    tensor_bytes,
+    update_bytes_per_parameter,
+)
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
 
 Group = Literal["embed", "before", "attention", "after", "head"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 """The model's operators in the parts that tasks run: around the blocks, and in a block around attention."""
+
+BESIDE_KERNELS: dict[Kind, int] = {"forward": 4, "backward": 22, "head": 8, "embed-backward": 12}
+"""Kernels that the engine launches beside those of the description, counted in a trace of BERT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +82,7 @@ class TaskSeconds:
             key = (task.kind, task.stream, task.level, task.tokens, task.parameters, part)
             seconds = self._tasks.get(key)
             if seconds is None:
-                seconds = self._tasks[key] = self._seconds(task, part)
+                seconds = self._tasks[key] = self._seconds(task, part) + self._beside_s(task)
             found.append(seconds)
         return found
 
@@ -88,6 +97,27 @@ class TaskSeconds:
         if task.kind == "context":
             return self._context_s(task, group)
         return self._block_s(task, group, part)
+
+    def _beside_s(self, task: Task) -> float:
+        """What kernels beside the description's take, where they are short enough to count: where a step is replayed.
+
+        Attention's results and gradients are copied to their places, biases and norms sum over rows and then add up.
+        """
+        beside = BESIDE_KERNELS.get(task.kind, 0)
+        if not self.plan.replay or not beside:
+            return 0.0
+        copied = {"forward": ("attended",), "backward": ("query", "key", "value")}.get(task.kind, ())
+        read = (*copied, *copied, *(self._biased if task.kind == "backward" else ()))
+        elements = sum(self.work.tensors[name].elements for name in read) / self.plan.sequence_tokens
+        moved = elements * task.tokens * WIDTH_BYTES[self.formats.compute]
+        return beside * self.hardware.efficiency.launch_s + self._streaming(moved)
+
+    @cached_property
+    def _biased(self) -> tuple[str, ...]:
+        """Results of a block's products that have a bias."""
+        products = [op for op in self.work.ops if op.in_block and isinstance(op, Gemm)]
+        biased = [op for op in products if any(weight.kind == "bias" for weight in op.weights)]
+        return tuple(name for op in biased for name in op.outputs)
 
     def _block_s(self, task: Task, group: GroupSeconds, part: int) -> float:
         """A layer over a chunk, or one of the three pieces that attention cuts it into."""
@@ -175,7 +205,6 @@ class TaskSeconds:
             policy=POLICY[level],
             fusion="fused",
             optimizer=self.plan.optimizer,
-            accumulate=True,
         )
 
     def _sums(self, calls: StepCalls, tokens: int) -> tuple[dict[tuple[int, int], float], float]:
@@ -245,9 +274,7 @@ class TaskSeconds:
             ).seconds
         )
         if direction == "backward" and not whole:
-            # Gradients of keys and values so far are read and written in fp32.
-            elements = sum(self.work.tensors[name].elements for name in ("key", "value"))
-            seconds += self._streaming(2.0 * 4.0 * elements * last / plan.sequence_tokens)
+            seconds += self._streaming(key_sums_bytes(self.work) * last / plan.sequence_tokens)
         return seconds
 
     def ceiling_s(self) -> float:

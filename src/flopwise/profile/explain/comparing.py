@@ -124,7 +124,7 @@ def compare(
     return ProfileComparison(
         names=names,
         baseline=base,
-        rows=tuple(_ordered(list(_rows(profiles, base)), base)),
+        rows=tuple(_order(list(_rows(profiles, base)), base)),
         fits=tuple(_fits(named)),
         wall_fit=_wall_fit(named),
         lengths=tuple(_lengths(named)),
@@ -263,7 +263,7 @@ def _cells(
     return tuple(cells)
 
 
-def _ordered(rows: Sequence[FigureRow], base: int) -> Iterator[FigureRow]:
+def _order(rows: Sequence[FigureRow], base: int) -> Iterator[FigureRow]:
     """What is asked first, then times by how much they change, then the rest as it came, group by group."""
     first = {row.name: row for row in rows if row.name in FIRST}
     yield from (first[name] for name in FIRST if name in first)

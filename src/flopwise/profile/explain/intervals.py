@@ -34,12 +34,12 @@ def total(merged: Intervals) -> int:
     return int((merged[1] - merged[0]).sum())
 
 
-def joined(left: Intervals, right: Intervals) -> Intervals:
+def join(left: Intervals, right: Intervals) -> Intervals:
     """The time covered by either."""
     return union(np.concatenate([left[0], right[0]]), np.concatenate([left[1], right[1]]))
 
 
-def clipped(starts: Numbers, ends: Numbers, window: tuple[int, int]) -> Intervals:
+def clip(starts: Numbers, ends: Numbers, window: tuple[int, int]) -> Intervals:
     """Each interval cut to the window, in the same order; those outside become empty."""
     cut_starts = np.clip(starts, *window)
     return cut_starts, np.maximum(cut_starts, np.clip(ends, *window))
@@ -47,7 +47,7 @@ def clipped(starts: Numbers, ends: Numbers, window: tuple[int, int]) -> Interval
 
 def complement(merged: Intervals, window: tuple[int, int]) -> Intervals:
     """The window's time that a merged set leaves free."""
-    starts, ends = clipped(*merged, window)
+    starts, ends = clip(*merged, window)
     starts, ends = union(starts, ends)
     free_starts = np.concatenate([np.array([window[0]], np.int64), ends])
     free_ends = np.concatenate([starts, np.array([window[1]], np.int64)])
@@ -55,7 +55,7 @@ def complement(merged: Intervals, window: tuple[int, int]) -> Intervals:
     return free_starts[real], free_ends[real]
 
 
-def charged(starts: Numbers, ends: Numbers, classes: Numbers, count: int) -> Numbers:
+def charge(starts: Numbers, ends: Numbers, classes: Numbers, count: int) -> Numbers:
     """Nanoseconds of each of `count` classes when time in which several run is the lowest number's alone.
 
     They add up to the length of the union exactly.
@@ -65,7 +65,7 @@ def charged(starts: Numbers, ends: Numbers, classes: Numbers, count: int) -> Num
     for number in range(count):
         chosen = classes == number
         if chosen.any():
-            covered = joined(covered, union(starts[chosen], ends[chosen]))
+            covered = join(covered, union(starts[chosen], ends[chosen]))
         sums[number + 1] = total(covered)
     return np.diff(sums)
 

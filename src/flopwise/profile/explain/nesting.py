@@ -27,7 +27,7 @@ class Nesting:
     """For every row, whether a marked one runs within it."""
 
 
-def nested(thread: Numbers, start_ns: Numbers, end_ns: Numbers, marked: Flags) -> Nesting:
+def nest(thread: Numbers, start_ns: Numbers, end_ns: Numbers, marked: Flags) -> Nesting:
     """How calls lie in each other; one that outlasts its caller is cut to the caller's end."""
     count = len(start_ns)
     walk = _Walk(count)

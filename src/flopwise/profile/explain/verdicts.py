@@ -7,12 +7,18 @@ memory when the bandwidth is really used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from operator import ge, gt, lt
+from pathlib import Path
+from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, unknown_name
+from flopwise.base.files import decode, read_table
 from flopwise.profile.explain.invariants import broken, without_impossible
-from flopwise.records.profile import Clue, Profile, Verdict
+from flopwise.records.profile import METRIC, Clue, Profile, Unit, Verdict, VerdictKind
+
+Relation = Literal["<", ">", ">="]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +75,7 @@ def thresholds_of(words: dict[str, float]) -> Thresholds:
 def verdicts(profile: Profile, thresholds: Thresholds | None = None) -> tuple[Verdict, ...]:
     """What limits the run, the most time at stake first; figures that cannot be right last."""
     chosen, sound = thresholds or Thresholds(), without_impossible(profile)
-    found = [verdict for rule in RULES for verdict in rule(sound, chosen)]
+    found = [verdict for rule in RULES if (verdict := rule(sound, chosen)) is not None]
     found.sort(key=lambda verdict: -1.0 if verdict.share is None else -verdict.share - 1.0)
     return (*found, *_invalid(profile))
 
@@ -117,208 +123,147 @@ def _of_wall(profile: Profile, share: float) -> float:
 # -- rules ---------------------------------------------------------------------------------------------------------
 
 
-def _host_bound(profile: Profile, limits: Thresholds) -> Iterator[Verdict]:
-    evidence = []
-    at_stake = 0.0
-    device = device_share(profile)
-    if device is not None and device < limits.host_device_share:
-        evidence.append(_less("the device's share of the step's wall time", device, limits.host_device_share))
-        at_stake = 1 - device
-    waiting = profile.share("idle_host_s")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LimitWords:
+    """What a verdict is called, what a run does that has it, and what to do about it."""
+
+    title: str
+    predicate: str
+    advice: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _WordTable:
+    limits: dict[VerdictKind, LimitWords]
+    clauses: dict[str, str]
+
+
+_WORDS = decode(read_table(Path(__file__).with_name("verdicts.toml")), _WordTable, "verdicts.toml")
+LIMITS, CLAUSES = _WORDS.limits, _WORDS.clauses
+
+
+def _host_bound(profile: Profile, limits: Thresholds) -> Verdict | None:
+    device, waiting = device_share(profile), profile.share("idle_host_s")
+    evidence = [
+        *_clue("the device's share of the step's wall time", device, "<", limits.host_device_share),
+        *_clue("the device's time without anything handed to it", waiting, ">", limits.host_idle_share),
+    ]
+    at_stake = 1 - device if device is not None and device < limits.host_device_share else 0.0
     if waiting is not None and waiting > limits.host_idle_share:
-        evidence.append(_more("the device's time without anything handed to it", waiting, limits.host_idle_share))
         at_stake = min(1.0, at_stake + _of_wall(profile, waiting))
-    if evidence:
-        yield Verdict(
-            kind="host_bound",
-            share=at_stake,
-            evidence=tuple(evidence),
-            advice="larger batches, data loaded ahead in the background, fewer synchronisations, compiled or captured "
-            "graphs",
-        )
+    return _verdict("host_bound", at_stake, evidence)
 
 
-def _memory_bound(profile: Profile, limits: Thresholds) -> Iterator[Verdict]:
+def _memory_bound(profile: Profile, limits: Thresholds) -> Verdict | None:
     intensity, ridge, use = (profile.get(name) for name in ("intensity", "ridge", "mbu"))
-    if use is None or use < limits.memory_use or (intensity is not None and ridge is not None and intensity >= ridge):
-        return
-    evidence = [_least("device-memory bandwidth in use", use, limits.memory_use)]
-    if intensity is not None and ridge is not None:
-        evidence.append(
-            Clue(what="FLOPs a byte, of the ridge's", value=intensity, unit="FLOP/B", bound=ridge, relation="<")
-        )
-    yield Verdict(
-        kind="memory_bound",
-        share=_of_wall(profile, use),
-        evidence=tuple(evidence),
-        advice="fused kernels, narrower number formats, larger batches, attention that keeps its scores on the chip",
-    )
+    evidence = _clue("device-memory bandwidth in use", use, ">=", limits.memory_use)
+    if intensity is not None and ridge is not None and evidence:
+        evidence += _clue("FLOPs a byte, of the ridge's", intensity, "<", ridge, unit="FLOP/B")
+        if len(evidence) == 1:
+            return None
+    return _verdict("memory_bound", _of_wall(profile, use or 0.0), evidence)
 
 
-def _data_movement_bound(profile: Profile, limits: Thresholds) -> Iterator[Verdict]:
+def _data_movement_bound(profile: Profile, limits: Thresholds) -> Verdict | None:
     exposed, active, use = profile.share("copy_exposed_s"), profile.share("copy_active_s"), profile.get("mbu")
     if exposed is not None:
-        if exposed <= limits.copy_exposed_share:
-            return
-        evidence, share = [_more("copies with no computation beside them", exposed, limits.copy_exposed_share)], exposed
-    elif active is not None and active >= limits.copy_active_share and use is not None and use < limits.memory_use:
-        evidence, share = [_least("copy engines' activity", active, limits.copy_active_share)], active
-        evidence.append(_less("device-memory bandwidth in use", use, limits.memory_use))
+        evidence = _clue("copies with no computation beside them", exposed, ">", limits.copy_exposed_share)
     else:
-        return
+        evidence = _clue("copy engines' activity", active, ">=", limits.copy_active_share)
+        unused = _clue("device-memory bandwidth in use", use, "<", limits.memory_use)
+        evidence = [*evidence, *unused] if evidence and unused else []
     packet = profile.get("copy_packet_bytes")
-    if packet is not None:
+    if packet is not None and evidence:
         evidence.append(Clue(what="mean size of what is moved at a time", value=packet, unit="B"))
-    yield Verdict(
-        kind="data_movement_bound",
-        share=_of_wall(profile, share),
-        evidence=tuple(evidence),
-        advice="larger transfers, earlier ones, fewer bytes: less that spills or is offloaded",
-    )
+    share = active if exposed is None else exposed
+    return _verdict("data_movement_bound", _of_wall(profile, share or 0.0), evidence)
 
 
-def _spill_bound(profile: Profile, limits: Thresholds) -> Iterator[Verdict]:
-    share = spill_share(profile)
-    if share is None or share <= limits.spill_share:
-        return
-    moving = profile.share("copy_active_s")
-    yield Verdict(
-        kind="spill_bound",
-        share=None if moving is None else _of_wall(profile, share * moving),
-        evidence=(_more("reads of what had overflowed on-chip memory", share, limits.spill_share),),
-        advice="smaller tiles or micro-batches, shorter sequences, values computed again instead of kept",
-    )
+def _spill_bound(profile: Profile, limits: Thresholds) -> Verdict | None:
+    share, moving = spill_share(profile), profile.share("copy_active_s")
+    at_stake = None if moving is None else _of_wall(profile, (share or 0.0) * moving)
+    clue = _clue("reads of what had overflowed on-chip memory", share, ">", limits.spill_share)
+    return _verdict("spill_bound", at_stake, clue)
 
 
-def _layout_overhead(profile: Profile, limits: Thresholds) -> Iterator[Verdict]:
-    share = profile.share("layout_flops", "hardware_flops")
-    if share is None or share <= limits.layout_share:
-        return
-    active = profile.share("matrix_active_s")
-    yield Verdict(
-        kind="layout_overhead",
-        share=None if active is None else _of_wall(profile, share * active),
-        evidence=(_more("executed FLOPs that only change a layout", share, limits.layout_share),),
-        advice="layouts in which products need no transposes; weights kept transposed",
-    )
+def _layout_overhead(profile: Profile, limits: Thresholds) -> Verdict | None:
+    share, active = profile.share("layout_flops", "hardware_flops"), profile.share("matrix_active_s")
+    at_stake = None if active is None else _of_wall(profile, (share or 0.0) * active)
+    clue = _clue("executed FLOPs that only change a layout", share, ">", limits.layout_share)
+    return _verdict("layout_overhead", at_stake, clue)
 
 
-def _matrix_underfilled(profile: Profile, limits: Thresholds) -> Iterator[Verdict]:
+def _matrix_underfilled(profile: Profile, limits: Thresholds) -> Verdict | None:
     fill, active = matrix_fill(profile), profile.share("matrix_active_s")
-    if fill is None or fill >= limits.matrix_fill:
-        return
-    yield Verdict(
-        kind="matrix_underfilled",
-        share=None if active is None else _of_wall(profile, active * (1 - fill)),
-        evidence=(_less("the peak reached while the matrix unit is active", fill, limits.matrix_fill),),
-        advice="larger products: longer sequences, larger batches, packed projections, sizes in multiples of the tile",
-    )
+    at_stake = None if active is None else _of_wall(profile, active * (1 - (fill or 0.0)))
+    clue = _clue("the peak reached while the matrix unit is active", fill, "<", limits.matrix_fill)
+    return _verdict("matrix_underfilled", at_stake, clue)
 
 
-def _communication_bound(profile: Profile, limits: Thresholds) -> Iterator[Verdict]:
-    exposed, active = profile.share("comm_exposed_s"), profile.share("comm_active_s")
-    if exposed is not None:
-        if exposed > limits.communication_exposed_share:
-            bound = limits.communication_exposed_share
-            yield _communication(profile, exposed, _more("collectives with no computation beside them", exposed, bound))
-    elif active is not None and active > limits.communication_active_share:
-        bound = limits.communication_active_share
-        yield _communication(profile, active, _more("collectives, hidden or not", active, bound))
+def _communication_bound(profile: Profile, limits: Thresholds) -> Verdict | None:
+    share, bound = profile.share("comm_exposed_s"), limits.communication_exposed_share
+    what = "collectives with no computation beside them"
+    if share is None:
+        share, bound = profile.share("comm_active_s"), limits.communication_active_share
+        what = "collectives, hidden or not"
+    return _verdict("communication_bound", _of_wall(profile, share or 0.0), _clue(what, share, ">", bound))
 
 
-def _communication(profile: Profile, share: float, evidence: Clue) -> Verdict:
-    return Verdict(
-        kind="communication_bound",
-        share=_of_wall(profile, share),
-        evidence=(evidence,),
-        advice="gradients exchanged while others are still computed, in larger buckets, in fewer bits, or once for "
-        "several micro-batches",
-    )
-
-
-def _throttled(profile: Profile, limits: Thresholds) -> Iterator[Verdict]:
+def _throttled(profile: Profile, limits: Thresholds) -> Verdict | None:
     loss = profile.get("throttle_loss")
-    if loss is None or loss <= limits.throttle_loss:
-        return
-    evidence = [_more("throughput that hardware limits took", loss, limits.throttle_loss)]
+    evidence = _clue("throughput that hardware limits took", loss, ">", limits.throttle_loss)
     for name, what in (("clock_mean_hz", "mean clock"), ("clock_boost_hz", "boost clock"), ("power_w", "mean power")):
         value = profile.get(name)
-        if value is not None:
-            evidence.append(Clue(what=what, value=value, unit="W" if name == "power_w" else "Hz"))
-    yield Verdict(
-        kind="throttled",
-        share=_of_wall(profile, loss),
-        evidence=tuple(evidence),
-        advice="a higher power cap or better cooling where they can be had; else kernels that do more for a joule",
-    )
+        if value is not None and evidence:
+            evidence.append(Clue(what=what, value=value, unit=METRIC[name].unit))
+    return _verdict("throttled", _of_wall(profile, loss or 0.0), evidence)
 
 
-def _compute_bound(profile: Profile, limits: Thresholds) -> Iterator[Verdict]:
+def _compute_bound(profile: Profile, limits: Thresholds) -> Verdict | None:
     active, mfu, roof = profile.share("matrix_active_s"), profile.get("mfu"), profile.get("mfu_roof")
-    evidence = []
-    if active is not None and active > limits.compute_active_share:
-        evidence.append(_more("the matrix unit's active time", active, limits.compute_active_share))
     of_roof = None if mfu is None else mfu / min(1.0, roof or 1.0)
-    if of_roof is not None and of_roof > limits.compute_of_roof:
-        evidence.append(_more("MFU over the MFU that memory allows", of_roof, limits.compute_of_roof))
-    if evidence:
-        yield Verdict(
-            kind="compute_bound",
-            share=_of_wall(profile, active if active is not None else mfu or 0.0),
-            evidence=tuple(evidence),
-            advice="narrower number formats, better kernels, less that is computed again; more hardware",
-        )
+    evidence = [
+        *_clue("the matrix unit's active time", active, ">", limits.compute_active_share),
+        *_clue("MFU over the MFU that memory allows", of_roof, ">", limits.compute_of_roof),
+    ]
+    return _verdict("compute_bound", _of_wall(profile, active if active is not None else mfu or 0.0), evidence)
 
 
-def _capacity(profile: Profile, limits: Thresholds) -> Iterator[Verdict]:
-    evidence = []
+def _capacity(profile: Profile, limits: Thresholds) -> Verdict | None:
     total, capacity, lost = profile.memory_total_bytes, profile.memory_capacity_bytes, fragmentation(profile)
-    if total is not None and capacity and total / capacity > limits.capacity_share:
-        evidence.append(_more("the device's memory taken", total / capacity, limits.capacity_share))
-    if lost is not None and lost > limits.fragmentation_share:
-        evidence.append(_more("memory taken that is in pieces nobody can use", lost, limits.fragmentation_share))
-    if evidence:
-        yield Verdict(
-            kind="capacity",
-            share=None,
-            evidence=tuple(evidence),
-            advice="a smaller micro-batch, less that is kept for backward, or `flopwise plan` with the memory there is",
-        )
+    taken = total / capacity if total is not None and capacity else None
+    evidence = [
+        *_clue("the device's memory taken", taken, ">", limits.capacity_share),
+        *_clue("memory taken that is in pieces nobody can use", lost, ">", limits.fragmentation_share),
+    ]
+    return _verdict("capacity", None, evidence)
 
 
 def _invalid(profile: Profile) -> Iterator[Verdict]:
     for rule in broken(profile):
-        yield Verdict(
-            kind="invalid",
-            share=None,
-            evidence=(Clue(what=rule.rule, value=rule.found, unit="1", bound=rule.bound),),
-            advice="conclude nothing from this figure; look at how it was measured",
-            detail=rule.rule,
-        )
+        clue = Clue(what=rule.rule, value=rule.found, unit="1", bound=rule.bound)
+        yield Verdict(kind="invalid", share=None, evidence=(clue,), advice=LIMITS["invalid"].advice, detail=rule.rule)
 
 
-Rule = Callable[[Profile, Thresholds], Iterator[Verdict]]
+Rule = Callable[[Profile, Thresholds], Verdict | None]
 RULES: tuple[Rule, ...] = (
-    _host_bound,
-    _memory_bound,
-    _data_movement_bound,
-    _spill_bound,
-    _layout_overhead,
-    _matrix_underfilled,
-    _communication_bound,
-    _throttled,
-    _compute_bound,
-    _capacity,
+    *(_host_bound, _memory_bound, _data_movement_bound, _spill_bound, _layout_overhead, _matrix_underfilled),
+    *(_communication_bound, _throttled, _compute_bound, _capacity),
 )
 
 
-def _less(what: str, value: float, bound: float) -> Clue:
-    return Clue(what=what, value=value, unit="share", bound=bound, relation="<")
+def _verdict(kind: VerdictKind, at_stake: float | None, evidence: Sequence[Clue]) -> Verdict | None:
+    """None where there is no evidence for it."""
+    if not evidence:
+        return None
+    return Verdict(kind=kind, share=at_stake, evidence=tuple(evidence), advice=LIMITS[kind].advice)
 
 
-def _more(what: str, value: float, bound: float) -> Clue:
-    return Clue(what=what, value=value, unit="share", bound=bound, relation=">")
+RELATIONS: dict[Relation, Callable[[float, float], bool]] = {"<": lt, ">": gt, ">=": ge}
 
 
-def _least(what: str, value: float, bound: float) -> Clue:
-    return Clue(what=what, value=value, unit="share", bound=bound, relation=">=")
+def _clue(what: str, value: float | None, relation: Relation, bound: float, *, unit: Unit = "share") -> list[Clue]:
+    """The figure, where it is known and stands in that relation to its bound."""
+    if value is None or not RELATIONS[relation](value, bound):
+        return []
+    return [Clue(what=what, value=value, unit=unit, bound=bound, relation=relation)]

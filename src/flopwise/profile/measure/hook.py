@@ -88,7 +88,7 @@ class Watcher:
         self._watch_marks()
         self._watch_calls()
         self._watch_profilers()
-        atexit.register(self._guarded, self._close)
+        atexit.register(self._guard, self._close)
         os.register_at_fork(after_in_child=self._forked)
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Watcher:
             if of.name.startswith(STEP_OF_OPTIMIZER):
                 here.marks = max(0, here.marks - 1)
                 if kind is None and here.marks == 0:
-                    self._guarded(self._optimizer_stepped, sys._getframe(1).f_locals.get("self"))
+                    self._guard(self._optimizer_stepped, sys._getframe(1).f_locals.get("self"))
 
         mark.__enter__ = __enter__  # type: ignore[method-assign]
         mark.__exit__ = __exit__  # type: ignore[method-assign]
@@ -152,7 +152,7 @@ class Watcher:
 
         module = torch.nn.Module
         before = module.__dict__[CALL]
-        calls = _StepCalls(functools.partial(self._guarded, self._module_called), module, torch.compiler.is_compiling)
+        calls = _StepCalls(functools.partial(self._guard, self._module_called), module, torch.compiler.is_compiling)
         setattr(module, CALL, calls)
 
         def forget() -> None:
@@ -222,7 +222,7 @@ class Watcher:
     def _thread_ended(self, process: int, _: object) -> None:
         """Called by the thread itself with its last breath. Another that takes steps may follow it."""
         if process == os.getpid():
-            self._guarded(self._close_thread)
+            self._guard(self._close_thread)
 
     def _close_thread(self) -> None:
         with self._lock:
@@ -263,7 +263,7 @@ class Watcher:
 
         def _prepare_trace(of: Any) -> None:  # noqa: ANN401 - torch is not imported here
             if not self._here.acting:
-                self._guarded(self._give_way)
+                self._guard(self._give_way)
             original(of)  # type: ignore[no-untyped-call]
 
         profiler._prepare_trace = _prepare_trace  # type: ignore[method-assign]
@@ -295,7 +295,7 @@ class Watcher:
         self._alive = False
         self._forget_root()
 
-    def _guarded(self, action: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401 - those of the action
+    def _guard(self, action: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401 - those of the action
         """A failure of ours ends the watching, not the program; nothing of ours is compiled with it."""
         if not self._alive or self._here.acting:
             return

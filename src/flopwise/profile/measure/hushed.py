@@ -20,7 +20,7 @@ TORCH_WITHOUT_WARNINGS = 2
 
 
 @contextmanager
-def hushed() -> Iterator[None]:
+def hush() -> Iterator[None]:
     """While we use torch's profiler: its own warnings are not the program's, which may have made errors of them.
 
     Torch's tracing library reports every start and stop on stderr, at a level above errors.
@@ -31,9 +31,9 @@ def hushed() -> Iterator[None]:
 
 
 @contextmanager
-def hushed_start() -> Iterator[None]:
+def hush_start() -> Iterator[None]:
     """While it gets ready: in any thread but the one that imported torch it complains, directly to C's `stderr`."""
-    with hushed(), _without_c_stderr():
+    with hush(), _without_c_stderr():
         yield
 
 

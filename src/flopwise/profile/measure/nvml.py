@@ -186,23 +186,23 @@ class NvmlDevice:
 
     def power_w(self) -> float | None:
         """Now; newer cards give the mean of the last second."""
-        return _scaled(self._number("nvmlDeviceGetPowerUsage"), 1e-3)
+        return _scale(self._number("nvmlDeviceGetPowerUsage"), 1e-3)
 
     def power_limit_w(self) -> float | None:
         """The lowest of the limits that are in force."""
-        return _scaled(self._number("nvmlDeviceGetEnforcedPowerLimit"), 1e-3)
+        return _scale(self._number("nvmlDeviceGetEnforcedPowerLimit"), 1e-3)
 
     def clock_hz(self) -> float | None:
         """Of the processors, now."""
-        return _scaled(self._number("nvmlDeviceGetClockInfo", ctypes.c_uint(SM_CLOCK)), 1e6)
+        return _scale(self._number("nvmlDeviceGetClockInfo", ctypes.c_uint(SM_CLOCK)), 1e6)
 
     def clock_boost_hz(self) -> float | None:
         """Of the processors, at most."""
-        return _scaled(self._number("nvmlDeviceGetMaxClockInfo", ctypes.c_uint(SM_CLOCK)), 1e6)
+        return _scale(self._number("nvmlDeviceGetMaxClockInfo", ctypes.c_uint(SM_CLOCK)), 1e6)
 
     def temperature_c(self) -> float | None:
         """Of the chip."""
-        return _scaled(self._number("nvmlDeviceGetTemperature", ctypes.c_uint(GPU_SENSOR)), 1.0)
+        return _scale(self._number("nvmlDeviceGetTemperature", ctypes.c_uint(GPU_SENSOR)), 1.0)
 
     def memory_total_bytes(self) -> int | None:
         """Of the card."""
@@ -272,5 +272,5 @@ class GpmSample:
         self._nvml.call("nvmlGpmSampleFree", self._sample)
 
 
-def _scaled(number: int | None, factor: float) -> float | None:
+def _scale(number: int | None, factor: float) -> float | None:
     return None if number is None else number * factor

@@ -25,7 +25,6 @@ from flopwise.base.errors import FlopwiseError, shown
 from flopwise.profile.measure.passing_on import run_passing_on
 from flopwise.profile.measure.start_up import sitecustomize
 from flopwise.profile.measure.start_up.sitecustomize import TOLD
-from flopwise.profile.measure.told import NO_PYTHON, read_told, reason
 
 SHELL = "/bin/sh"
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*t?(\.exe)?")
@@ -75,9 +74,9 @@ def run_outside(
     first step after so long. The command must take at least `warm_up` + `steps` steps; those of the second after that
     give better counters.
     """
-    executable = _checked(command, warm_up, steps)
+    executable = _check_command(command, warm_up, steps)
     folder = _empty(folder)
-    with _held(folder) as told:
+    with _hold(folder) as told:
         environment = child_environment(executable, f"{warm_up} {steps} {at_most_s} {told}")
         code = _run(command, executable, environment)
         processes = read_told(told)
@@ -89,7 +88,7 @@ def run_outside(
         signal=-code if code < 0 else None,
         traces=traces,
         counters=_by_rank(folder, "counters-rank*.json"),
-        why_none=None if traces else _turned_off(command, reason(processes, warm_up + steps)),
+        why_none=None if traces else _explain_option(command, reason(processes, warm_up + steps)),
     )
 
 
@@ -106,7 +105,7 @@ def child_environment(executable: str, settings: str) -> dict[str, str]:
     return environment
 
 
-def _turned_off(command: Sequence[str], why: str) -> str:
+def _explain_option(command: Sequence[str], why: str) -> str:
     """The reason with the option that explains it, where one does."""
     option = option_that_turns_us_off(command) if why == NO_PYTHON else None
     return f"with `{option}` Python runs nothing but the program itself" if option else why
@@ -130,7 +129,7 @@ def option_that_turns_us_off(command: Sequence[str]) -> str | None:
     return None
 
 
-def _checked(command: Sequence[str], warm_up: int, steps: int) -> str:
+def _check_command(command: Sequence[str], warm_up: int, steps: int) -> str:
     """The command's executable."""
     if not command:
         raise FlopwiseError("there is no command to profile", hint="flopwise profile run -- python train.py")
@@ -191,7 +190,7 @@ def _at_work(folder: Path) -> bool:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[Path]:
+def _hold(folder: Path) -> Iterator[Path]:
     """A file of this profiling alone, held as long as this process lives, by which others see that it is at work."""
     try:
         handle, name = tempfile.mkstemp(prefix=TOLD, dir=folder)
@@ -236,3 +235,75 @@ def _by_rank(folder: Path, pattern: str) -> tuple[Path, ...]:
         return int(re.findall(r"\d+", path.name)[0]), len(path.name), path.name
 
     return tuple(sorted(folder.glob(pattern), key=order))
+
+
+# -- why there is no profile -------------------------------------------------------------------------------------------
+
+NO_PYTHON = (
+    "flopwise's start-up file ran in none of its processes: there was no Python among them, or one that was started "
+    "with -E, -I or -S or with an environment of its own"
+)
+CUT_SHORT = "by a signal, os._exit or exec, with which Python runs nothing at the end"
+
+
+Process = dict[str, str]
+"""A Python process, or what took its place by exec: `torch`, `step`, `profiler`, `daemon`, `failed` and `ended`, as far
+as it told them, each with what it said of it."""
+
+
+def read_told(place: Path) -> list[Process]:
+    """All processes that told anything, and the file that they did it in removed."""
+    try:
+        lines = place.read_text(encoding="utf-8", errors="replace").splitlines()
+        place.unlink()
+    except OSError:
+        return []
+    found: list[Process] = []
+    latest: dict[str, Process] = {}
+    for line in lines:
+        number, _, words = line.partition(" ")
+        what, _, more = words.partition(" ")
+        if words == "python" or number not in latest:
+            # A copy by fork begins without a word; where a process begins a second time, it was replaced by exec.
+            latest[number] = {} if words == "python" else {"torch": ""}
+            found.append(latest[number])
+        latest[number][what] = more
+    return found
+
+
+def reason(processes: list[Process], needed: int) -> str:
+    """Why none of them left a profile; `needed`: steps that must be taken before one is written."""
+    failures = [process["failed"] for process in processes if process.get("failed")]
+    with_torch = [process for process in processes if "torch" in process]
+    if failures:
+        return f"profiling failed: {failures[0]}"
+    if any("profiler" in process for process in processes):
+        return "it uses torch's profiler itself, and there can be only one"
+    if any("daemon" in process for process in processes):
+        return (
+            "a daemon thread takes its steps on the GPU, and nobody could stop the profiler there when the program ends"
+        )
+    if any("step" in process and "ended" not in process for process in processes):
+        return f"a process that had begun to take steps was ended {CUT_SHORT}"
+    if with_torch:
+        return _too_few(with_torch, needed)
+    return "it never imported torch" if processes else NO_PYTHON
+
+
+def _too_few(processes: list[Process], needed: int) -> str:
+    """Of processes that imported torch."""
+    furthest = max(processes, key=lambda process: ("step" in process, _steps(process)))
+    if "step" in furthest:
+        steps, others = _steps(furthest)
+        told = f"it took {steps} of the {needed} steps that are needed"
+        return f"{told} in one thread, and {others} in others, which are not counted" if others else told
+    if any("ended" not in process for process in processes):
+        return f"it imported torch, took no step, and was ended {CUT_SHORT}"
+    return "it imported torch, but stepped no torch.optim.Optimizer and called no module that has parameters"
+
+
+def _steps(process: Process) -> tuple[int, int]:
+    """That were counted, and those of other threads than the one that was watched."""
+    counts = [int(word) for word in process.get("ended", "").split() if word.isdecimal()]
+    steps, others, *_ = (*counts, 0, 0)
+    return steps, others

@@ -51,12 +51,12 @@ def run_passing_on(command: Sequence[str], executable: str, environment: Mapping
     Its open files are ours. Outside the main thread nothing is passed on.
     """
     if threading.current_thread() is not threading.main_thread():
-        return _started(command, executable, environment, _tied_to_us(None)).wait()
+        return _start(command, executable, environment, _tie_to_us(None)).wait()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*PASSED_ON, signal.SIGCHLD})
     # Where our caller ignores its children, the system would keep from us how ours ended.
     children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        process = _started(command, executable, environment, _tied_to_us(mask, children))
+        process = _start(command, executable, environment, _tie_to_us(mask, children))
         witness = _Witness()
         try:
             return _wait(process, witness)
@@ -80,7 +80,7 @@ def end_by(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _started(
+def _start(
     command: Sequence[str], executable: str, environment: Mapping[str, str], prepare: Callable[[], None]
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603 - what the user asked for
@@ -92,7 +92,7 @@ def _started(
     )
 
 
-def _tied_to_us(mask: set[int] | None, children: object = None) -> Callable[[], None]:
+def _tie_to_us(mask: set[int] | None, children: object = None) -> Callable[[], None]:
     """For a child before its command: it dies with us, and gets the signals that we got."""
     us = os.getpid()
     control = ctypes.CDLL(None).prctl
@@ -133,7 +133,7 @@ class _Witness:
     def __init__(self) -> None:
         self._notes, notes = os.pipe()
         self._seen: list[tuple[int, float]] = []
-        prepare = _tied_to_us(None)
+        prepare = _tie_to_us(None)
         self._pid = os.fork()
         if self._pid == 0:
             try:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # Relative, since these files are also loaded under another name, within programs that may have no flopwise.
-from .hushed import FirstFree, hushed, hushed_start
+from .hushed import FirstFree, hush, hush_start
 from .sampling import ENERGY_WINDOW_S, CounterRecord, Counters, Samples, Window, sampler_for
 
 if TYPE_CHECKING:
@@ -95,7 +95,10 @@ class Recorder:
         self._stage_start = 0.0
         self.recorded = 0
         """Steps that are in the trace."""
-        self._written: list[Path] = []
+        self.trace: Path | None = None
+        """The file of the trace, once it is there, whole."""
+        self.counters: Path | None = None
+        """That of the counters."""
         self._stem: str | None = None
         if warm_up == 1:
             self._prepare()
@@ -113,7 +116,7 @@ class Recorder:
     @property
     def written(self) -> tuple[Path, ...]:
         """Files that are there, whole."""
-        return tuple(self._written)
+        return tuple(path for path in (self.trace, self.counters) if path is not None)
 
     def begin(self) -> None:
         """A step begins."""
@@ -175,9 +178,9 @@ class Recorder:
             self._drop_profiler(stage)
         elif stage is _RecordingStage.COUNTING and self._sampler is not None:
             self._sampler.stop()
-        for path in self._written:
+        for path in self.written:
             path.unlink(missing_ok=True)
-        self._written = []
+        self.trace = self.counters = None
 
     def _go_on(self, waiting: _RecordingStage, go: Callable[[], None]) -> None:
         """At once, or when the next step begins."""
@@ -205,7 +208,7 @@ class Recorder:
             # Beside it, this one would end the other's recording.
             raise RuntimeError("torch's profiler runs already")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if uses_cuda() else [])]
-        with hushed_start():
+        with hush_start():
             self._profiler = profile(
                 activities=activities,
                 schedule=_schedule,
@@ -221,7 +224,7 @@ class Recorder:
         _synchronize()
         self._open_window(_RecordingStage.RECORDING)
         first = FirstFree()
-        with hushed():
+        with hush():
             self._profiler.step()
         if self._with_memory:
             first.let_go()
@@ -245,12 +248,12 @@ class Recorder:
         counters = self._sampler.stop()
         temporary = self._folder / f".trace-rank{self._rank}-{os.getpid()}.partial.json.gz"
         try:
-            with hushed():
+            with hush():
                 profiler.stop()
                 self._folder.mkdir(parents=True, exist_ok=True)
                 _export(profiler, temporary)
             if whole or _cut_last_step(temporary):
-                self._written.append(self._placed(temporary))
+                self.trace = self._place(temporary)
                 self._write_counters(counters, steps, "profiled")
         finally:
             _remove(temporary)
@@ -265,13 +268,13 @@ class Recorder:
 
     def _drop_profiler(self, stage: _RecordingStage) -> None:
         profiler, self._profiler = self._profiler, None
-        with hushed():
+        with hush():
             if profiler is not None:
                 profiler.stop()
         if stage is _RecordingStage.RECORDING and self._sampler is not None:
             self._sampler.stop()
 
-    def _placed(self, temporary: Path) -> Path:
+    def _place(self, temporary: Path) -> Path:
         """The trace under its own name, which decides what the counters are called."""
         self._stem = f"rank{self._rank}"
         target = self._folder / f"trace-{self._stem}.json.gz"
@@ -305,8 +308,7 @@ class Recorder:
             temporary.replace(target)
         finally:
             _remove(temporary)
-        if target not in self._written:
-            self._written.append(target)
+        self.counters = target
 
 
 def _remove(path: Path) -> None:

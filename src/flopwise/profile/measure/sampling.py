@@ -336,23 +336,14 @@ def counters_values(counters: Counters, span_s: float, *, steps: int | None = No
     energy_j = counters.energy_j
     step_s = counters.seconds / steps if counters.seconds and steps else span_s
     in_span = step_s / span_s if span_s > 0 else 1.0
-    return known(
-        "measured",
-        (
-            ("matrix_active_s", None if counters.matrix_share is None else counters.matrix_share * step_s),
-            ("unit_share", counters.unit_share),
-            ("occupancy", counters.occupancy),
-            ("mbu", None if counters.dram_share is None else counters.dram_share * in_span),
-            ("throttle_share", counters.throttle_share),
-            ("throttle_loss", counters.throttle_loss),
-            ("clock_mean_hz", counters.clock_mean_hz),
-            ("clock_boost_hz", counters.clock_boost_hz),
-            ("power_w", counters.power_w),
-            ("power_limit_w", counters.power_limit_w),
-            ("energy_j", energy_j / steps if energy_j is not None and steps else None),
-            ("temperature_c", counters.temperature_c),
-        ),
-    )
+    same = ("unit_share", "occupancy", "throttle_share", "throttle_loss", "clock_mean_hz", "clock_boost_hz")
+    found = {
+        "matrix_active_s": None if counters.matrix_share is None else counters.matrix_share * step_s,
+        "mbu": None if counters.dram_share is None else counters.dram_share * in_span,
+        "energy_j": energy_j / steps if energy_j is not None and steps else None,
+        **{name: getattr(counters, name) for name in (*same, "power_w", "power_limit_w", "temperature_c")},
+    }
+    return known("measured", found.items())
 
 
 def read_counter_record(path: Path) -> CounterRecord:

@@ -7,13 +7,17 @@ frequency times a vector width says little about a shared or virtual machine. So
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Literal
@@ -21,10 +25,12 @@ from typing import Literal
 import numpy as np
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.base.files import decode, read_table
 from flopwise.catalog.load import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names, load_hardware
 from flopwise.profile.measure.nvml import open_nvml, visible_device
-from flopwise.setup.efficiency import AttentionEfficiency, Efficiency, GemmEfficiency, MemoryEfficiency, Tile
+from flopwise.setup.efficiency import Efficiency
 from flopwise.setup.hardware import Device, Fact, Hardware, Host, MemoryLevel, Source
+from flopwise.work.op import product_flops
 
 _FALLBACK_CACHE_BYTES = 32 * 2**20
 
@@ -67,7 +73,7 @@ def gpus_here() -> Here | None:
 
 def find_hardware(name: str | Path) -> Hardware:
     """A device by name or file; `this-machine` and `this-cpu` are what we run on."""
-    measured = {THIS_MACHINE: this_machine, THIS_CPU: this_cpu}
+    measured: dict[str, Callable[[], Hardware]] = {THIS_MACHINE: this_machine, THIS_CPU: this_cpu}
     if isinstance(name, str) and name.lower() in measured:
         return measured[name.lower()]()
     return load_hardware(name)
@@ -100,35 +106,41 @@ def catalogue_name(title: str) -> str | None:
     return known if known in hardware_names() else None
 
 
-def gpu_name() -> str | None:
-    """What nvidia-smi calls the first GPU, or None; a warning where it is there and cannot say."""
+def query_gpus(field: str, *choice: str) -> list[str]:
+    """What nvidia-smi says of each GPU; nothing where there is no such program. Its failures are raised."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return None
+        return []
+    command = [program, f"--query-gpu={field}", "--format=csv,noheader", *choice]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603 - fixed words
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+NO_ANSWER = (OSError, subprocess.SubprocessError)
+"""What `query_gpus` raises where nvidia-smi cannot say."""
+
+
+def gpu_name() -> str | None:
+    """What nvidia-smi calls the first GPU, or None; a warning where it is there and cannot say."""
     try:
-        answer = subprocess.run(  # noqa: S603 - found on PATH, fixed arguments
-            [program, "--query-gpu=name", "--format=csv,noheader", "--id=0"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
+        return next(iter(query_gpus("name", "--id=0")), None)
+    except NO_ANSWER as error:
         warnings.warn(
             f"nvidia-smi does not name a GPU, so this is taken for a machine without one: {error}", stacklevel=2
         )
         return None
-    return answer.stdout.strip().splitlines()[0] if answer.stdout.strip() else None
 
 
+@cache
 def this_cpu() -> Hardware:
-    """Describe this CPU from the operating system's tables and about a second of measuring."""
+    """Describe this CPU from the operating system's tables and about a second of measuring, once a process."""
     cores = len(os.sched_getaffinity(0))
     cache_bytes = last_level_cache_bytes()
     memory = memory_bytes()
     rates = {"fp32": _gemm_rate(np.float32), "fp64": _gemm_rate(np.float64)}
     bandwidth = _copy_rate(max(4 * cache_bytes, 128 * 2**20))
     measured, system = "measured", "system"
+    told = read_table(Path(__file__).with_name("this_cpu.toml"))
 
     def fact(value: float, source: str = measured) -> Fact:
         return Fact(value=float(value), source=source)
@@ -149,38 +161,10 @@ def this_cpu() -> Hardware:
         name=THIS_CPU,
         title=f"{cpu_title()}, {cores} cores",
         device=device,
-        efficiency=_cpu_efficiency(),
-        sources=_sources(),
+        efficiency=decode(told["efficiency"], Efficiency, THIS_CPU),
+        sources={key: Source(**source) for key, source in told["sources"].items()},
         host=Host(memory_bytes=fact(memory, system), cores=fact(cores, system)),
     )
-
-
-def _cpu_efficiency() -> Efficiency:
-    """The peak is itself a measured product, so large products reach it; attention in torch on a CPU does not."""
-    return Efficiency(
-        source="estimate",
-        launch_s=5e-6,
-        gemm=GemmEfficiency(
-            source="estimate",
-            sustained=0.95,
-            fill_depth=32,
-            tiles=(Tile(rows=64, columns=64, share=1.0), Tile(rows=16, columns=16, share=0.8)),
-        ),
-        attention=AttentionEfficiency(source="estimate", forward=((128.0, 0.5),), backward=((128.0, 0.4),)),
-        memory=MemoryEfficiency(source="estimate", dram=0.9),
-    )
-
-
-def _sources() -> dict[str, Source]:
-    return {
-        "measured": Source(
-            title="Timed on this machine just now",
-            kind="measured",
-            note="best matrix product through numpy's BLAS; copy of an array larger than the cache, read plus written",
-        ),
-        "system": Source(title="The operating system's tables", kind="measured"),
-        "estimate": Source(title="Estimated", kind="estimated", note="not measured here; typical of PyTorch on a CPU"),
-    }
 
 
 def _best_seconds(run: Callable[[], object], budget_s: float) -> float:
@@ -203,7 +187,7 @@ def _gemm_rate(number_format: type[np.floating]) -> float:
     left = generator.standard_normal((side, side)).astype(number_format)
     right = generator.standard_normal((side, side)).astype(number_format)
     result = np.empty((side, side), number_format)
-    return 2 * side**3 / _best_seconds(lambda: np.matmul(left, right, out=result), 0.2)
+    return product_flops(side, side, side) / _best_seconds(lambda: np.matmul(left, right, out=result), 0.2)
 
 
 def _copy_rate(size_bytes: int) -> float:
@@ -247,3 +231,38 @@ def memory_bytes() -> int:
         why="/proc/meminfo does not say",
         hint="name hardware of the catalogue: --on h100-sxm",
     )
+
+
+REPORTED_PACKAGES = ("flopwise", "numpy", "msgspec", "rich", "typer", "torch")
+
+
+def driver_version() -> str | None:
+    """The version of the GPU's driver as nvidia-smi tells it, such as 580.95.05; None where it cannot."""
+    try:
+        versions = query_gpus("driver_version", "--id=0")
+    except NO_ANSWER:
+        # `gpu_name` has told already that nvidia-smi does not answer.
+        return None
+    # `[N/A]` and the like are no version.
+    return next((version for version in versions[:1] if version[0].isdigit()), None)
+
+
+def environment() -> dict[str, str | int | None]:
+    """Facts of this machine and installation; None for what is not there. Imports none of the packages it names."""
+    gpu = gpu_name()
+    facts: dict[str, str | int | None] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "executable": sys.executable,
+        "cpu": cpu_title(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory_bytes(),
+        "gpu": gpu,
+        "driver": None if gpu is None else driver_version(),
+    }
+    for package in REPORTED_PACKAGES:
+        try:
+            facts[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            facts[package] = None
+    return facts

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.profile.explain.activity import Activity
-from flopwise.profile.explain.activity_summary import rows, summarised, thinned
+from flopwise.profile.explain.activity import Activity, rows, summarize, thin
 from flopwise.profile.explain.intervals import highest_points
 from flopwise.profile.read.json_events import EventStream
 from flopwise.profile.read.kineto_columns import Columns, MemoryColumns, Window
@@ -98,8 +97,8 @@ def ranks_together(profiles: Sequence[Profile]) -> Profile:
         peaks=_common(profile.peaks for profile in profiles),
         values=means,
         classes=_mean_spent([profile.classes for profile in profiles]),
-        kernels=thinned(_mean_spent([profile.kernels for profile in profiles])),
-        operators=thinned(_mean_spent([profile.operators for profile in profiles])),
+        kernels=thin(_mean_spent([profile.kernels for profile in profiles])),
+        operators=thin(_mean_spent([profile.operators for profile in profiles])),
         notes=(*spreads, *_distinct(note for profile in profiles for note in profile.notes)),
         warnings=_distinct(warning for profile in profiles for warning in profile.warnings),
     )
@@ -203,7 +202,7 @@ def _device_profile(columns: Columns, metadata: dict[str, Any], number: int, nam
     elif not steps:
         notes.append("no steps are marked in the trace (`profiler.step()`), so the whole of it is summed up")
     kept = rows(activity, chosen)
-    summary = summarised(kept, steps=len(steps) or None)
+    summary = summarize(kept, steps=len(steps) or None)
     wall, said = _wall(steps, summary.values["device_span_s"].value if "device_span_s" in summary.values else None)
     notes += said
     table = operators_of_device(columns.operators, kept, external[chosen], steps=len(steps) or 1)
@@ -245,7 +244,7 @@ def _host_profile(columns: Columns, name: str, *, alone: bool) -> Profile:
         notes.append("no operator ran within the marked steps, so the whole trace is summed up")
         steps, window = [], None
         table, activity = operators_of_host(columns.operators, window=None, steps=1)
-    summary = summarised(activity, window_ns=window, steps=len(steps) or None)
+    summary = summarize(activity, window_ns=window, steps=len(steps) or None)
     values = {key: value for key, value in summary.values.items() if not key.startswith("copy_")}
     # With neither a GPU nor other ranks, only the program itself can be what operators wait for.
     idle_s = values["idle_s"].value if "idle_s" in values and alone else None

@@ -296,7 +296,7 @@ class Columns:
         Once for each device: its columns are given up, there may be no room for them twice.
         """
         device = self.devices.pop(number)
-        built = device.builder.built()
+        built = device.builder.build()
         correlation, external = np.asarray(device.correlation), np.asarray(device.external)
         del device
         launched, launch_ns, launch_external = self._sorted_launches()

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from flopwise.catalog.load import hardware_aliases, hardware_names, load_hardware
+from flopwise.catalog.load import load_hardware
 from flopwise.profile.explain.activity import Activity
+from flopwise.profile.measure.this_machine import catalogue_name
 from flopwise.records.profile import KERNEL_CLASSES, KernelClass, Peaks
 
 # The maker's kernels name the formats of what they multiply; nvjet's by letters.
@@ -76,10 +77,8 @@ def peaks_of(device: str | None, number_format: str | None) -> tuple[Peaks | Non
     """The catalogue's peaks of a device; or None and why. Another device's are never taken instead."""
     if device is None:
         return None, "the trace does not name its device, so no peaks are known"
-    key = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    aliases = hardware_aliases()
-    names = [aliases.get(name, name) for name in (key, key.removeprefix("amd-"), key.removeprefix("nvidia-"))]
-    entry = next((name for name in names if name in hardware_names()), None)
+    names = (device, re.sub(r"^\W*(amd|nvidia)\W+", "", device, flags=re.IGNORECASE))
+    entry = next((entry for name in names if (entry := catalogue_name(name)) is not None), None)
     if entry is None:
         return None, f"{device} is not in the catalogue, so no peaks are known"
     if number_format is None:

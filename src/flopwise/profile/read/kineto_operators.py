@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from flopwise.profile.explain.activity import UNKNOWN_BYTES, Activity
-from flopwise.profile.explain.activity_summary import thinned
+from flopwise.profile.explain.activity import UNKNOWN_BYTES, Activity, thin
 from flopwise.profile.explain.intervals import union
-from flopwise.profile.explain.nesting import Flags, nested
+from flopwise.profile.explain.nesting import Flags, Nesting, nest
 from flopwise.profile.read.kineto_columns import Numbers, OperatorColumns, Window, kind_numbers
 from flopwise.records.profile import KERNEL_CLASSES, Spent
 
@@ -43,14 +42,10 @@ class _OperatorCalls:
     external: Numbers
     flops: Reals
     bytes: Reals
-    worker: Numbers
-    """The call itself or the caller that has the work; -1: none."""
+    nesting: Nesting
+    """How they lie in each other; marked are those that have the work."""
     inside: Flags
     """Whether it began within the window."""
-    calls_worker: Flags
-    segment_start_ns: Numbers
-    segment_end_ns: Numbers
-    segment_row: Numbers
 
 
 def _calls(operators: OperatorColumns, window: Window | None) -> _OperatorCalls:
@@ -63,7 +58,7 @@ def _calls(operators: OperatorColumns, window: Window | None) -> _OperatorCalls:
     kind = kind_numbers(names)[name] if names else name
     is_matrix = np.isin(kind, _MATRIX)
     # Without shapes nothing has known work; that a product lies within another's call is to be known all the same.
-    nesting = nested(thread, start_ns, end_ns, ~np.isnan(flops) if operators.has_work else is_matrix)
+    nesting = nest(thread, start_ns, end_ns, ~np.isnan(flops) if operators.has_work else is_matrix)
     flops[nesting.calls_marked] = np.nan
     moved[nesting.calls_marked] = np.nan
     kind = np.where(_updates(operators, thread, start_ns) & ~is_matrix, _OPTIMIZER, kind)
@@ -77,12 +72,8 @@ def _calls(operators: OperatorColumns, window: Window | None) -> _OperatorCalls:
         external=np.asarray(operators.external),
         flops=flops,
         bytes=moved,
-        worker=nesting.worker,
+        nesting=nesting,
         inside=inside,
-        calls_worker=nesting.calls_marked,
-        segment_start_ns=nesting.segment_start_ns,
-        segment_end_ns=nesting.segment_end_ns,
-        segment_row=nesting.segment_row,
     )
 
 
@@ -105,10 +96,10 @@ def operators_of_host(
 ) -> tuple[OperatorTable, Activity]:
     """Operators by the time that each spent by itself; and that time as an activity, uncut at the window's ends."""
     calls = _calls(operators, window)
-    owner = calls.segment_row
+    owner = calls.nesting.segment_row
     chosen = calls.inside[owner]
     owner = owner[chosen]
-    start_ns, end_ns = calls.segment_start_ns[chosen], calls.segment_end_ns[chosen]
+    start_ns, end_ns = calls.nesting.segment_start_ns[chosen], calls.nesting.segment_end_ns[chosen]
     if window is not None:
         start_ns, end_ns = np.minimum(start_ns, window[1]), np.minimum(end_ns, window[1])
     unknown = np.full(len(owner), -1, np.int64)
@@ -125,15 +116,15 @@ def operators_of_host(
     seconds = _sums(owner, (end_ns - start_ns).astype(np.float64) * _NS, len(calls.name))
     share = 1 / steps
     is_matrix = calls.inside & np.isin(calls.kind, _MATRIX)
-    has_work = calls.worker >= 0
-    complete = bool((has_work | calls.calls_worker)[is_matrix].all())
+    has_work = calls.nesting.worker >= 0
+    complete = bool((has_work | calls.nesting.calls_marked)[is_matrix].all())
     workers = calls.inside & ~np.isnan(calls.flops)
     kinds = np.bincount(calls.kind[calls.inside], minlength=len(KERNEL_CLASSES))
     table = OperatorTable(
         operators=_by_name(calls, calls.inside, seconds, share=share),
         flops=float(calls.flops[workers].sum()) * share if complete and workers.any() else None,
         calls=int(calls.inside.sum()) * share,
-        matrix_calls=int((is_matrix & ~calls.calls_worker & _is_own_worker(calls)).sum()) * share,
+        matrix_calls=int((is_matrix & ~calls.nesting.calls_marked & _is_own_worker(calls)).sum()) * share,
         class_calls={name: int(kinds[number]) * share for number, name in enumerate(KERNEL_CLASSES)},
     )
     return table, activity
@@ -141,8 +132,8 @@ def operators_of_host(
 
 def _is_own_worker(calls: _OperatorCalls) -> Flags:
     """Calls that are no part of another one's known work."""
-    own: Flags = calls.worker == np.arange(len(calls.worker))
-    return own | (calls.worker < 0)
+    own: Flags = calls.nesting.worker == np.arange(len(calls.nesting.worker))
+    return own | (calls.nesting.worker < 0)
 
 
 def operators_of_device(
@@ -153,7 +144,7 @@ def operators_of_device(
         return OperatorTable(operators=(), flops=None)
     calls = _calls(operators, None)
     row = _rows_of(external, calls.external)
-    worker = np.where(row >= 0, calls.worker[row], -1)
+    worker = np.where(row >= 0, calls.nesting.worker[row], -1)
     row = np.where(worker >= 0, worker, row)
     lengths = (activity.end_ns - activity.start_ns).astype(np.float64)
     linked = row >= 0
@@ -196,7 +187,7 @@ def _by_name(calls: _OperatorCalls, chosen: Flags, seconds: Reals, *, share: flo
     def told(work: np.float64) -> float | None:
         return None if np.isnan(work) else float(work) * share
 
-    return thinned(
+    return thin(
         [
             Spent(
                 name=calls.names[number],

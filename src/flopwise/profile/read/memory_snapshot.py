@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -54,17 +54,6 @@ _RULES: tuple[tuple[MemoryOwner, str, str], ...] = (
     ("activations", r"/torch/nn/modules/module\.py$", r"^_(wrapped_)?call_impl$"),
 )
 """(owner, pattern of the file, pattern of the function): both must be found in the frame."""
-
-_OWNERS: tuple[MemoryOwner, ...] = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "inputs",
-    "communication",
-    "other",
-)
-
 
 _PICKLE = re.compile(rb"\x80[\x02-\x05]|[(\]}]")
 _JSON = re.compile(
@@ -318,7 +307,7 @@ def _profile(name: str, heap: _Heap, replay: _Replay, common: list[str]) -> Prof
 def _memory(heap: _Heap) -> tuple[MemoryUse, ...]:
     rows = [
         MemoryUse(owner=owner, bytes=float(heap.by_owner[owner]), name="active")
-        for owner in _OWNERS
+        for owner in get_args(MemoryOwner)
         if heap.by_owner[owner]
     ]
     if heap.reserved:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import show_bytes
-from flopwise.profile.explain.activity_summary import thinned
+from flopwise.profile.explain.activity import thin
 from flopwise.profile.explain.kernel_classes import class_of
 from flopwise.profile.read.kineto_devices import peaks_of
-from flopwise.profile.read.opening import TraceFile, buffered
+from flopwise.profile.read.opening import TraceFile
 from flopwise.records.profile import KERNEL_CLASSES, KernelClass, Profile, Read, SourcedValue, Spent
 
 LONGEST_LINE = 2**20
@@ -82,7 +82,7 @@ def read_source(source: TraceFile, name: str) -> Read:
 
 def _rows(source: TraceFile, warnings: list[str]) -> Iterator[list[str]]:
     """The cells of every line that is a row; the tool's own messages and whatever else is no CSV are left out."""
-    text = io.TextIOWrapper(buffered(source), encoding="utf-8", errors="replace", newline="")
+    text = io.TextIOWrapper(source, encoding="utf-8", errors="replace", newline="")
     skipped = 0
 
     def lines() -> Iterator[str]:
@@ -309,7 +309,7 @@ def _profile(name: str, sums: _Sums, *, origin: str, warnings: tuple[str, ...]) 
     for metric, count in sums.given.items():
         if count < sums.launches and not _TENSOR.fullmatch(metric) and not _SCALAR.fullmatch(metric):
             told.append(f"{metric} is given for {count} of {sums.launches} kernels only")
-    kernels = _spent(sums) if timed is not None else []
+    kernels = _list_spent(sums) if timed is not None else []
     number_format = _number_format(sums)
     peaks, why_none = peaks_of(sums.device_name, number_format)
     notes += [why_none] if why_none else []
@@ -322,7 +322,7 @@ def _profile(name: str, sums: _Sums, *, origin: str, warnings: tuple[str, ...]) 
         peaks=peaks,
         values=values,
         classes=_classes(kernels),
-        kernels=thinned(kernels),
+        kernels=thin(kernels),
         notes=tuple(notes),
         warnings=tuple(told),
     )
@@ -337,7 +337,7 @@ def _number_format(sums: _Sums) -> str | None:
     return max(flops, key=flops.__getitem__) if flops else None
 
 
-def _spent(sums: _Sums) -> list[Spent]:
+def _list_spent(sums: _Sums) -> list[Spent]:
     return [
         Spent(
             name=name,
@@ -352,7 +352,7 @@ def _spent(sums: _Sums) -> list[Spent]:
 
 
 def _classes(kernels: list[Spent]) -> tuple[Spent, ...]:
-    def summed(kind: KernelClass, rows: list[Spent]) -> Spent:
+    def sum_up(kind: KernelClass, rows: list[Spent]) -> Spent:
         flops = [row.flops for row in rows if row.flops is not None]
         moved = [row.bytes for row in rows if row.bytes is not None]
         return Spent(
@@ -365,4 +365,4 @@ def _classes(kernels: list[Spent]) -> tuple[Spent, ...]:
         )
 
     by_kind = {kind: [row for row in kernels if row.kind == kind] for kind in KERNEL_CLASSES}
-    return tuple(summed(kind, rows) for kind, rows in by_kind.items() if rows)
+    return tuple(sum_up(kind, rows) for kind, rows in by_kind.items() if rows)

@@ -56,12 +56,8 @@ def looks_like(head: bytes) -> bool:
 def read_source(source: TraceFile, name: str) -> Read:
     """A profile for each summary of the file; what else it holds is passed over and not kept."""
     sections = read_sections(source, name)
-    profiles = []
-    for section in sections:
-        profile = section_profile(section, origin=(name,), written_as="neuron-json")
-        warnings = (*profile.warnings, *source.warnings)
-        profiles.append(dataclasses.replace(profile, warnings=warnings))
-    return Read(profiles=tuple(profiles), native=NeuronDocument(sections=sections))
+    profiles = tuple(section_profile(section, origin=(name,), written_as="neuron-json") for section in sections)
+    return Read(profiles=profiles, native=NeuronDocument(sections=sections))
 
 
 def read_sections(source: TraceFile, name: str) -> tuple[NeuronSection, ...]:
@@ -97,13 +93,13 @@ def _summary(source: TraceFile) -> object:
         if not is_whole:
             buffer = buffer[-_KEY_BYTES:]
         position = max(position if is_whole else 0, len(buffer) - _KEY_BYTES, 0)
-    return _decoded(buffer)[0] if is_whole else None
+    return _decode(buffer)[0] if is_whole else None
 
 
 def _value_at(buffer: bytes, start: int, source: TraceFile) -> tuple[object, bytes]:
     """The JSON value that begins at `start`, None if there is none, and the buffer with what was read on for it."""
     while True:
-        value, is_complete = _decoded(buffer[start : start + MOST_SUMMARY_BYTES])
+        value, is_complete = _decode(buffer[start : start + MOST_SUMMARY_BYTES])
         if is_complete or len(buffer) - start >= MOST_SUMMARY_BYTES:
             return value, buffer
         more = source.read(max(_BLOCK_BYTES, len(buffer) - start))
@@ -112,7 +108,7 @@ def _value_at(buffer: bytes, start: int, source: TraceFile) -> tuple[object, byt
         buffer += more
 
 
-def _decoded(content: bytes) -> tuple[object, bool]:
+def _decode(content: bytes) -> tuple[object, bool]:
     text = content.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
     try:
         return _DECODER.raw_decode(text)[0], True

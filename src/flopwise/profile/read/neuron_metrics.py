@@ -10,7 +10,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from flopwise.base.files import decode, read_table
 from flopwise.profile.read.trainer_metrics import RATES_NOTE, TrainMetric, trainer_values
 from flopwise.records.profile import MemoryOwner, MemoryUse, Peaks, Profile, ProfileFormat, SourcedValue
 
@@ -22,75 +24,27 @@ CORE_V2_MEMORY_BYTES = 16 * 2.0**30
 CORE_V2_INSTANCES = "trn1"
 """How the names of instances with this core begin."""
 
-_NAMES_BY_GROUP = {
-    "overall_stats": """
-        event_count hardware_flops mm_arithmetic_intensity model_flops neuroncore_cycle_count peak_flops_bandwidth_ratio
-        total_time trace_count transpose_flops
-    """,
-    "data_movement": """
-        dma_active_cycles dma_active_time dma_active_time_percent dma_packet_time dma_queue_count
-        dma_transfer_average_bytes dma_transfer_count dma_transfer_time dma_transfer_total_bytes
-        dynamic_dma_packet_percent dynamic_dma_size_percent hbm_read_bytes hbm_write_bytes input_queue_bytes
-        inputs_and_weights_size_bytes mbu_estimated_percent mbu_min_read_util_percent output_queue_bytes psum_read_bytes
-        psum_read_sbuf_write_bytes psum_read_sbuf_write_count psum_write_bytes sbuf_read_bytes sbuf_write_bytes
-        software_dynamic_dma_packet_count software_dynamic_dma_size spill_reload_bytes spill_save_bytes
-        static_dma_packet_count static_dma_size weight_queue_bytes weight_size_bytes
-    """,
-    "tensor_engine": """
-        hfu_estimated_percent matmul_instruction_count mfu_estimated_percent mfu_max_achievable_estimated_percent
-        tensor_engine_active_time tensor_engine_active_time_percent tensor_engine_instruction_count
-        tensor_engine_instruction_time
-    """,
-    "vector_engine": """
-        vector_engine_active_time vector_engine_active_time_percent vector_engine_instruction_count
-        vector_engine_instruction_time
-    """,
-    "scalar_engine": """
-        activate_instruction_count activate_instruction_time scalar_engine_active_time scalar_engine_active_time_percent
-        scalar_engine_instruction_count scalar_engine_instruction_time
-    """,
-    "sync_engine": """
-        sync_engine_active_time sync_engine_active_time_percent sync_engine_instruction_count
-        sync_engine_instruction_time
-    """,
-    "gpsimd_engine": """
-        gpsimd_engine_active_time gpsimd_engine_active_time_percent gpsimd_engine_instruction_count
-        gpsimd_engine_instruction_time
-    """,
-    "cc_engine": """
-        cc_cores_instruction_active_time cc_cores_instruction_active_time_percent cc_cores_instruction_count
-        cc_cores_instruction_time cc_op_active_time cc_op_active_time_percent cc_op_count cc_op_time
-    """,
-    "system": """
-        collectives_version compiler_version driver_version instance_type nc_idx nd_idx profiler_version runtime_version
-    """,
-    "throttling_nc0": """
-        throttle_active_nc0_time_ns throttle_activity_0_active_time_nc0_percent
-        throttle_activity_0_avg_util_limit_nc0_percent throttle_activity_1_active_time_nc0_percent
-        throttle_activity_1_avg_util_limit_nc0_percent throttle_avg_util_limit_nc0_percent
-    """,
-}
-METRIC_GROUPS = {group: tuple(names.split()) for group, names in _NAMES_BY_GROUP.items()}
-"""What every summary of profiler 2.26 has, in its order."""
-GROUP_OF: dict[str, str] = {name: group for group, names in METRIC_GROUPS.items() for name in names}
 
-_UNITS_BY_ENDING = (
-    (("_percent",), "%"),
-    (("_bytes", "_size"), "B"),
-    (("_flops",), "FLOP"),
-    (("_intensity",), "FLOP/B"),
-    (("_count", "_cycles", "_idx"), "count"),
-    (("_time", "_time_ns"), "s"),
-    (("_ratio",), "1"),
-    (("_version", "_type"), "text"),
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Names:
+    """What `neuron.toml` holds; it says what each of its tables is."""
+
+    groups: dict[str, tuple[str, ...]]
+    units: dict[str, tuple[str, ...]]
+    values: dict[str, tuple[str, ...]]
+    owners: dict[MemoryOwner, tuple[str, ...]]
+
+
+_NAMES = decode(read_table(Path(__file__).with_name("neuron.toml")), _Names, "neuron.toml")
+GROUP_OF: dict[str, str] = {name: group for group, names in _NAMES.groups.items() for name in names}
+_OWNERS: dict[str, MemoryOwner] = {kind: owner for owner, kinds in _NAMES.owners.items() for kind in kinds}
 METRIC_NAME = re.compile(r"[A-Za-z][\w./ -]{0,199}\Z")
 _CORE_NUMBER = re.compile(r"_nc\d{1,3}(?=_|$)")
 
 
 def unit_of(name: str) -> str | None:
     """The base unit that a metric's name tells, also of metrics of newer profilers; None: it tells none."""
-    return next((unit for endings, unit in _UNITS_BY_ENDING if name.endswith(endings)), None)
+    return next((unit for unit, endings in _NAMES.units.items() if name.endswith(endings)), None)
 
 
 def group_of(name: str) -> str | None:
@@ -159,60 +113,12 @@ class NeuronDocument:
     sections: tuple[NeuronSection, ...]
 
 
-_INGESTED: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("device_busy_s", ("total_active_time",)),
-    ("model_flops", ("model_flops",)),
-    ("hardware_flops", ("hardware_flops",)),
-    ("layout_flops", ("transpose_flops",)),
-    ("intensity", ("mm_arithmetic_intensity",)),
-    ("ridge", ("peak_flops_bandwidth_ratio",)),
-    ("matrix_active_s", ("tensor_engine_active_time",)),
-    ("matrix_count", ("matmul_instruction_count",)),
-    ("mfu", ("mfu_estimated_percent", "mfu_hlo_estimated_percent", "mfu_inst_estimated_percent")),
-    ("hfu", ("hfu_estimated_percent",)),
-    (
-        "mfu_roof",
-        (
-            "mfu_max_achievable_estimated_percent",
-            "mfu_hlo_max_achievable_estimated_percent",
-            "mfu_inst_max_achievable_estimated_percent",
-        ),
-    ),
-    ("vector_active_s", ("vector_engine_active_time",)),
-    ("scalar_active_s", ("scalar_engine_active_time",)),
-    ("special_active_s", ("gpsimd_engine_active_time",)),
-    ("hbm_read_bytes", ("hbm_read_bytes",)),
-    ("hbm_write_bytes", ("hbm_write_bytes",)),
-    ("min_traffic_bytes", ("inputs_and_weights_size_bytes",)),
-    ("mbu", ("mbu_estimated_percent",)),
-    ("mbu_min", ("mbu_min_read_util_percent",)),
-    ("spill_read_bytes", ("spill_reload_bytes",)),
-    ("spill_write_bytes", ("spill_save_bytes",)),
-    ("copy_active_s", ("dma_active_time",)),
-    ("copy_time_s", ("dma_packet_time",)),
-    ("copy_bytes", ("dma_transfer_total_bytes",)),
-    ("copy_count", ("dma_transfer_count",)),
-    ("comm_active_s", ("cc_op_active_time",)),
-    ("comm_time_s", ("cc_op_time",)),
-    ("comm_count", ("cc_op_count",)),
-)
 _ENGINES = ("tensor", "vector", "scalar", "sync", "gpsimd")
 _PACKETS = ("static_dma", "software_dynamic_dma", "hardware_dynamic_dma")
 _THROTTLED = re.compile(r"throttle_active(_nc\d+)?_time(_ns)?$")
 _LIMIT = re.compile(r"(throttle_avg_util_limit|max_achievable_util_with_throttling)(_nc\d+)?_percent$")
 _ACTIVITY = re.compile(r"throttle_(\w+)_active_time((?:_nc\d+)?)_percent$")
 
-_OWNERS: dict[str, MemoryOwner] = {
-    **dict.fromkeys(("Tensor", "Scalar", "Vector", "GpSimd", "Sync", "Scalar table", "ucode"), "code"),
-    **dict.fromkeys(("collectives", "xt cc", "dma rings collectives"), "communication"),
-    **dict.fromkeys(("scratchpad", "shared scratchpad", "spill", "Syncill"), "activations"),
-    **dict.fromkeys(("dma rings runtime", "dma rings spill", "dma rings Syncill", "dma rings io"), "runtime"),
-    **dict.fromkeys(("generic", "GpSimd stdio"), "runtime"),
-    # Parameters with their optimizer state, which the profiler does not tell apart, and constants.
-    **dict.fromkeys(("tensor", "weight"), "parameters"),
-    "io": "inputs",
-    "profiler buffers": "profiler",
-}
 TOTAL = "Total"
 
 _BATCH = re.compile(r"\bbatch(?:[ _-]?size)?\s*[=:]?\s*(\d{1,6})\b", re.IGNORECASE)
@@ -348,7 +254,7 @@ def _number(summary: Mapping[str, NeuronRow], name: str) -> float | None:
     return row.value if row is not None and not isinstance(row.value, str) else None
 
 
-def _ingested(row: NeuronRow) -> SourcedValue | None:
+def _ingest(row: NeuronRow) -> SourcedValue | None:
     if isinstance(row.value, str):
         return None
     scale = 0.01 if row.unit == "%" else 1.0
@@ -359,9 +265,9 @@ def _values(summary: Mapping[str, NeuronRow], *, is_core_v2: bool, warnings: lis
     values: dict[str, SourcedValue] = {}
     if (span := _span(summary, is_core_v2=is_core_v2)) is not None:
         values["device_span_s"] = span
-    for ours, theirs in _INGESTED:
+    for ours, theirs in _NAMES.values.items():
         row = next((summary[name] for name in theirs if name in summary), None)
-        if row is not None and (value := _ingested(row)) is not None:
+        if row is not None and (value := _ingest(row)) is not None:
             values[ours] = value
     counts = [_number(summary, f"{engine}_engine_instruction_count") for engine in _ENGINES]
     if None not in counts:
@@ -379,7 +285,7 @@ def _values(summary: Mapping[str, NeuronRow], *, is_core_v2: bool, warnings: lis
 def _span(summary: Mapping[str, NeuronRow], *, is_core_v2: bool) -> SourcedValue | None:
     """Cycles over the clock where that agrees with the time that is printed: it has more digits."""
     total = summary.get("total_time")
-    printed = None if total is None else _ingested(total)
+    printed = None if total is None else _ingest(total)
     cycles = _number(summary, "neuroncore_cycle_count")
     if not is_core_v2 or not cycles:
         return printed
@@ -400,19 +306,19 @@ def _packet_sizes(summary: Mapping[str, NeuronRow]) -> Iterator[tuple[float, flo
 
 def _throttling(summary: Mapping[str, NeuronRow], warnings: list[str]) -> dict[str, SourcedValue]:
     values: dict[str, SourcedValue] = {}
-    limited = next((_ingested(row) for name, row in summary.items() if _THROTTLED.match(name)), None)
+    limited = next((_ingest(row) for name, row in summary.items() if _THROTTLED.match(name)), None)
     total = _number(summary, "total_time")
     if limited is not None and total:
         values["throttle_share"] = SourcedValue(limited.value / total, "counted", limited.half_ulp / total)
-    limit = next((_ingested(row) for name, row in summary.items() if _LIMIT.match(name)), None)
+    limit = next((_ingest(row) for name, row in summary.items() if _LIMIT.match(name)), None)
     if limit is not None:
         values["util_limit"] = limit
     losses: list[SourcedValue] = []
     for name, row in summary.items():
-        if (found := _ACTIVITY.match(name)) is None or (share := _ingested(row)) is None:
+        if (found := _ACTIVITY.match(name)) is None or (share := _ingest(row)) is None:
             continue
         limit_name = f"throttle_{found[1]}_avg_util_limit{found[2]}_percent"
-        of_activity = _ingested(summary[limit_name]) if limit_name in summary else None
+        of_activity = _ingest(summary[limit_name]) if limit_name in summary else None
         if of_activity is None:
             continue
         if of_activity.value > 1:

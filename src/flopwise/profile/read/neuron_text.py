@@ -7,7 +7,6 @@ cells and headers: that is read all the same and told as an irregularity. What c
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -114,7 +113,7 @@ class _Section:
     group: str = ""
     """Of the last row."""
 
-    def finished(self) -> NeuronSection:
+    def finish(self) -> NeuronSection:
         irregularities = list(_some(self.irregularities))
         for part, what in (
             (self.train_metrics, "train metrics block"),
@@ -180,7 +179,7 @@ class _TextReader:
     def finish(self) -> list[NeuronSection]:
         if self._fence is not None:
             self._irregular(self._fence, "code block is never closed")
-        section = self._section.finished()
+        section = self._section.finish()
         # What stands above the first heading is a section only where it has figures.
         if section.level or section.has_data:
             self.sections.append(section)
@@ -233,7 +232,7 @@ class _TextReader:
         self._keep(number, len(text))
 
     def _begin(self, number: int, level: int, heading: str) -> None:
-        section = self._section.finished()
+        section = self._section.finish()
         if section.level or section.has_data:
             self.sections.append(section)
         self._above = [(above, name) for above, name in self._above if above < level]
@@ -372,9 +371,4 @@ def looks_like(head: bytes) -> bool:
 def read_source(source: TraceFile, name: str) -> Read:
     """The document as profiles, and as itself for printing."""
     document = read_document(text_lines(source), name)
-    profiles = document_profiles(document, origin=(name,))
-    if source.warnings:
-        profiles = tuple(
-            dataclasses.replace(profile, warnings=(*profile.warnings, *source.warnings)) for profile in profiles
-        )
-    return Read(profiles=profiles, native=document)
+    return Read(profiles=document_profiles(document, origin=(name,)), native=document)

@@ -24,8 +24,7 @@ import numpy as np
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import show_seconds
-from flopwise.profile.explain.activity import UNKNOWN_BYTES, Activity, ActivityBuilder, Numbers
-from flopwise.profile.explain.activity_summary import rows, summarised
+from flopwise.profile.explain.activity import UNKNOWN_BYTES, Activity, ActivityBuilder, Numbers, rows, summarize
 from flopwise.profile.explain.kernel_classes import class_of
 from flopwise.profile.read.kineto_devices import number_format_of, peaks_of
 from flopwise.profile.read.opening import Tell
@@ -356,9 +355,9 @@ def _in_steps(steps: list[_Steps], processes: Counter[int], activity: Activity) 
 
 
 def _profile(name: str, trace: _Trace, gpu: int, steps: list[_Steps], database: _Database) -> Profile:
-    chosen, activity = _in_steps(steps, trace.processes[gpu], trace.builders[gpu].built())
+    chosen, activity = _in_steps(steps, trace.processes[gpu], trace.builders[gpu].build())
     count = None if chosen is None else len(chosen.ranges)
-    summary = summarised(activity, steps=count)
+    summary = summarize(activity, steps=count)
     span_s = summary.values["device_span_s"].value
     wall, notes = _wall(chosen, span_s)
     if trace.graphs:
@@ -367,7 +366,7 @@ def _profile(name: str, trace: _Trace, gpu: int, steps: list[_Steps], database: 
     number_format = number_format_of(activity, {})
     peaks, why_none = peaks_of(card.name, number_format)
     notes += [why_none] if why_none else []
-    means = _sampled(database, gpu, (int(activity.start_ns.min()), int(activity.end_ns.max())))
+    means = _average_samples(database, gpu, (int(activity.start_ns.min()), int(activity.end_ns.max())))
     bandwidth = card.bandwidth if peaks is None else peaks.bandwidth
     several = len(trace.builders) > 1
     return Profile(
@@ -424,7 +423,7 @@ def _card(database: _Database, gpu: int) -> _Card:
     return _Card()
 
 
-def _sampled(database: _Database, gpu: int, window: tuple[int, int]) -> dict[str, float]:
+def _average_samples(database: _Database, gpu: int, window: tuple[int, int]) -> dict[str, float]:
     """Means of what was sampled on the GPU itself within the window, under the short names of `_SAMPLED`."""
     wanted: dict[tuple[int, int], str] = {}
     for kind, metric, name in database.rows("TARGET_INFO_GPU_METRICS", "typeId", "metricId", "metricName"):

@@ -6,19 +6,21 @@ import codecs
 import gzip
 import io
 import os
-import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.base.files import open_file
 
 Tell = Callable[[str, int, int], None]
 """Takes what is being done, how many bytes of the file are read, and how many there are."""
 
 BLOCK_BYTES = 2**20
+BUFFER_BYTES = 2**18
+"""What `TraceFile.head` can tell of a file is within it."""
 MOST_BYTES = 64 * 2**30
 """After unpacking; more is refused, since a few megabytes can be made to unpack into anything."""
 
@@ -30,62 +32,43 @@ _MARKS = (
 )
 
 
-class Readable(Protocol):
-    """What bytes come from."""
+class _Blocks(io.RawIOBase):
+    """Blocks as a stream; a read is short at their end only."""
 
-    def read(self, size: int, /) -> bytes:
-        """At most so many bytes; none at the end."""
-        ...
-
-
-class _Raw(io.RawIOBase):
-    def __init__(self, source: Readable) -> None:
-        self._source = source
+    def __init__(self, name: str, blocks: Iterator[bytes]) -> None:
+        self.name = name
+        self._blocks = blocks
+        self._ahead = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any, /) -> int:  # noqa: ANN401 - the writable buffer that io passes
-        read = self._source.read(len(buffer))
-        buffer[: len(read)] = read
-        return len(read)
+        done = 0
+        while done < len(buffer):
+            if not self._ahead:
+                block = next(self._blocks, None)
+                if block is None:
+                    break
+                self._ahead = memoryview(block)
+            part = self._ahead[: len(buffer) - done]
+            buffer[done : done + len(part)] = part
+            self._ahead = self._ahead[len(part) :]
+            done += len(part)
+        return done
 
 
-def buffered(source: Readable) -> io.BufferedReader:
-    """A source with the small reads and lines of a file."""
-    return io.BufferedReader(_Raw(source), 2**18)
-
-
-class TraceFile:
+class TraceFile(io.BufferedReader):
     """The unpacked bytes of one file, read once from its beginning to its end."""
 
     def __init__(self, name: str, blocks: Iterator[bytes], warnings: list[str] | None = None) -> None:
-        self.name = name
+        super().__init__(_Blocks(name, blocks), BUFFER_BYTES)
         self.warnings: list[str] = [] if warnings is None else warnings
         """What is missing or damaged, complete only when everything is read."""
-        self._blocks = blocks
-        self._ahead = b""
-
-    def read(self, size: int) -> bytes:
-        """The next `size` bytes; fewer at the end only, and none after it."""
-        assert size > 0, size
-        pieces = [self._ahead]
-        missing = size - len(self._ahead)
-        while missing > 0:
-            block = next(self._blocks, None)
-            if block is None:
-                break
-            pieces.append(block)
-            missing -= len(block)
-        found = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        self._ahead = found[size:]
-        return found[:size]
 
     def head(self, size: int) -> bytes:
-        """What the next `read` begins with; nothing is taken."""
-        found = self.read(size)
-        self._ahead = found + self._ahead
-        return found
+        """What the first `read` begins with; nothing is taken."""
+        return self.peek(size)[:size]
 
     def blocks(self) -> Iterator[bytes]:
         """All that is left, in blocks."""
@@ -117,32 +100,18 @@ def opened(path: Path, tell: Tell | None = None) -> Iterator[TraceFile]:
         yield source
 
 
-@contextmanager
-def _opened_file(path: Path) -> Iterator[BinaryIO]:
+def _opened_file(path: Path) -> BinaryIO:
     hint = "name a file that a profiler wrote"
     try:
-        _refuse_what_is_no_file(path, path.stat())
-        # Without it, opening a pipe that took the file's place in between would wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_file(path)
+    except FlopwiseError as error:
+        raise error.within(str(path), hint="name one file in it, or write what it gives to one") from None
     except FileNotFoundError:
         raise FlopwiseError(f"there is no file {path}", hint=hint) from None
     except PermissionError:
         raise FlopwiseError(f"{path} may not be read", hint=f"`ls -l {path}` shows who may") from None
     except (OSError, ValueError) as error:
         raise FlopwiseError(f"{str(path)!r} cannot be opened", why=str(error), hint=hint) from None
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        _refuse_what_is_no_file(path, os.fstat(descriptor))
-        yield file
-
-
-def _refuse_what_is_no_file(path: Path, status: os.stat_result) -> None:
-    if stat.S_ISREG(status.st_mode):
-        return
-    if stat.S_ISDIR(status.st_mode):
-        raise FlopwiseError(f"{path} is a folder, not a file", hint="name one file in it")
-    raise FlopwiseError(
-        f"{path} is a device, a pipe or a socket, not a file", hint="write what it gives to a file and name that"
-    )
 
 
 def _raw_blocks(file: BinaryIO, name: str, tell: Tell | None) -> Iterator[bytes]:
@@ -165,7 +134,7 @@ def _raw_blocks(file: BinaryIO, name: str, tell: Tell | None) -> Iterator[bytes]
 
 def _gunzipped(packed: TraceFile, warnings: list[str]) -> Iterator[bytes]:
     """Members one after the other; what a damaged or cut one gives before the damage, with a warning."""
-    unpacker = gzip.GzipFile(fileobj=buffered(packed))
+    unpacker = gzip.GzipFile(fileobj=packed)
     done = 0
     while True:
         try:

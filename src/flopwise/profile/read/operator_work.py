@@ -10,29 +10,18 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-_TYPES_BY_BYTES = {
-    8: ("double", "long", "long int", "complexfloat"),
-    4: ("float", "int"),
-    2: ("bfloat16", "half", "short"),
-    1: ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "bool"),
-}
-_BYTE_TYPES = ("char", "signed char", "byte", "unsigned char")
-TYPE_BYTES = {name: size for size, names in _TYPES_BY_BYTES.items() for name in names} | dict.fromkeys(_BYTE_TYPES, 1)
-"""Sizes of the types as traces spell them, in lower case and without `c10::`."""
-FORMATS = {
-    "double": "fp64",
-    "float": "fp32",
-    "bfloat16": "bf16",
-    "half": "fp16",
-    "float8_e4m3fn": "fp8",
-    "float8_e5m2": "fp8",
-    "signed char": "int8",
-    "char": "int8",
-}
+from flopwise.base.files import read_table
+from flopwise.work.op import ATTENTION_PRODUCTS, product_flops
+
+_TABLE = read_table(Path(__file__).with_name("operator_work.toml"))
+TYPE_BYTES: dict[str, int] = _TABLE["bytes"]
+FORMATS: dict[str, str] = _TABLE["formats"]
+CAUSAL: dict[str, int] = _TABLE["causal"]
 
 _LARGEST_DIMENSION = 2**48
 _PRODUCTS = dict.fromkeys(("aten::mm", "aten::_scaled_mm", "aten::bmm"), 0) | dict.fromkeys(
@@ -44,30 +33,8 @@ _ATTENTION = re.compile(
     r"scaled_dot_product_attention|_cudnn_attention_(?:forward|backward)|"
     r"(?P<tokens_first>_(?:flash|efficient)_attention_(?:forward|backward)))$"
 )
-CAUSAL = {
-    "scaled_dot_product_attention": 5,
-    "_cudnn_attention_forward": 10,
-    "_cudnn_attention_backward": 14,
-    "_scaled_dot_product_cudnn_attention": 6,
-    "_scaled_dot_product_cudnn_attention_backward": 14,
-    "_scaled_dot_product_flash_attention": 4,
-    "_scaled_dot_product_flash_attention_backward": 11,
-    "_scaled_dot_product_efficient_attention": 6,
-    "_scaled_dot_product_efficient_attention_backward": 11,
-    "_scaled_dot_product_flash_attention_for_cpu": 4,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
-    "_scaled_dot_product_fused_attention_overrideable": 5,
-    "_scaled_dot_product_fused_attention_overrideable_backward": 13,
-    "_flash_attention_forward": 8,
-    "_flash_attention_backward": 11,
-    "_efficient_attention_forward": 9,
-    "_efficient_attention_backward": 14,
-}
-"""Which of an attention's arguments says that its mask is causal."""
 _IS_CAUSAL = frozenset({"True", "1", "2"})
 """Of an efficient attention's kinds of mask, 1 and 2 are causal, from either corner."""
-_BACKWARD_PRODUCTS = 2.5
-"""Attention's backward pass multiplies five times where forward does twice."""
 
 Work = tuple[float, float]
 Shape = tuple[int, ...]
@@ -93,7 +60,7 @@ def work_of(name: str, dims: bytes, types: bytes, values: bytes = b"") -> tuple[
         first = _first_operand(name)
         work = _work(name, shapes, sizes, first)
         if _is_causal(name, values):
-            work = _halved(work, shapes[first], shapes[first + 1], tokens_first=_tokens_first(name))
+            work = _halve(work, shapes[first], shapes[first + 1], tokens_first=_tokens_first(name))
         number_format = FORMATS.get(type_name(msgspec.json.decode(types)[first]), "")
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, IndexError, _UnknownError):
         return None
@@ -132,7 +99,7 @@ def _is_causal(name: str, values: bytes) -> bool:
     return place < len(found) and str(found[place]) in _IS_CAUSAL
 
 
-def _halved(work: Work, query: Shape, key: Shape, *, tokens_first: bool) -> Work:
+def _halve(work: Work, query: Shape, key: Shape, *, tokens_first: bool) -> Work:
     """Half the products of a square; for others it depends on the corner that the mask begins at, so that all count."""
     tokens = 1 if tokens_first else 2
     return (work[0] / 2, work[1]) if query[tokens] == key[tokens] else work
@@ -162,16 +129,17 @@ def _product(shapes: list[Shape], sizes: list[int | None], first: int) -> Work:
     moved = one * (prod(left) + prod(right) + prod(result))
     if first:
         moved += _size(sizes, 0) * prod(shapes[0])
-    return 2.0 * prod(result) * left[-1], float(moved)
+    return float(product_flops(prod(result[:-1]), left[-1], result[-1])), float(moved)
 
 
 def _linear(shapes: list[Shape], sizes: list[int | None]) -> Work:
     inputs, weights = shapes[0], shapes[1]
     if not inputs or len(weights) != 2 or inputs[-1] != weights[1]:
         raise _UnknownError
-    result = prod(inputs[:-1]) * weights[0]
+    rows, (columns, depth) = prod(inputs[:-1]), weights
     bias = prod(shapes[2]) if len(shapes) > 2 and shapes[2] else 0
-    return 2.0 * result * inputs[-1], float(_size(sizes, 0) * (prod(inputs) + prod(weights) + result + bias))
+    moved = _size(sizes, 0) * (prod(inputs) + prod(weights) + rows * columns + bias)
+    return float(product_flops(rows, depth, columns)), float(moved)
 
 
 def _attention(shapes: list[Shape], sizes: list[int | None], first: int, *, tokens_first: bool) -> Work:
@@ -181,11 +149,11 @@ def _attention(shapes: list[Shape], sizes: list[int | None], first: int, *, toke
     tokens, heads = (1, 2) if tokens_first else (2, 1)
     if query[3] != key[3] or key[tokens] != value[tokens]:
         raise _UnknownError
-    scores = query[0] * query[heads] * query[tokens] * key[tokens]
-    result = query[0] * query[heads] * query[tokens] * value[3]
-    flops = 2.0 * scores * (query[3] + value[3])
+    rows = query[0] * query[heads] * query[tokens]
+    result = rows * value[3]
+    flops = float(product_flops(rows, query[3] + value[3], key[tokens]))
     moved = _size(sizes, first) * (prod(query) + prod(key) + prod(value) + result)
     if first:
         # The gradients of the result, of query, key and value come on top.
-        return flops * _BACKWARD_PRODUCTS, 2.0 * moved
+        return flops * ATTENTION_PRODUCTS["backward"] / ATTENTION_PRODUCTS["forward"], 2.0 * moved
     return flops, float(moved)

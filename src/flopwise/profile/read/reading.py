@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from typing import Protocol
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import entry_kind, schema_name
@@ -59,19 +59,15 @@ class _Own:
             raise error.within(name, hint="profile the run again: `flopwise train … --profile`") from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    looks_like: Callable[[bytes], bool]
-    read_source: Callable[[TraceFile, str], Read]
+class Reader(Protocol):
+    """What reads a kind of file; most are modules."""
+
+    def looks_like(self, head: bytes, /) -> bool: ...
+
+    def read_source(self, source: TraceFile, name: str, /) -> Read: ...
 
 
-def _reader(module: ModuleType | type[_Own]) -> _Reader:
-    return _Reader(module.looks_like, module.read_source)
-
-
-READERS: tuple[_Reader, ...] = tuple(
-    _reader(module) for module in (_Own, kineto, memory_snapshot, neuron_json, neuron_text, trainer_metrics, ncu)
-)
+READERS: tuple[Reader, ...] = (*(_Own(), kineto, memory_snapshot, neuron_json, neuron_text, trainer_metrics, ncu),)
 """In the order in which they are asked; what is easily mistaken for something else comes first."""
 
 

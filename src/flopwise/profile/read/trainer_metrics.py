@@ -6,7 +6,6 @@ What it prints is formatted: times as H:MM:SS.cc (cut, not rounded), `total_flos
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -143,12 +142,8 @@ def looks_like(head: bytes) -> bool:
 def read_source(source: TraceFile, name: str) -> Read:
     """Profiles of a file: one of a JSON file, one for each run of a printed text."""
     if source.head(16).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
-        profiles = [read_json(_whole(source, name), name)]
-    else:
-        profiles = read_text(text_lines(source), name)
-    if source.warnings:
-        profiles = [_with(profile, source.warnings) for profile in profiles]
-    return Read(profiles=tuple(profiles))
+        return Read(profiles=(read_json(_whole(source, name), name),))
+    return Read(profiles=tuple(read_text(text_lines(source), name)))
 
 
 def read_text(lines: Iterable[bytes], name: str) -> list[Profile]:
@@ -221,7 +216,7 @@ def _state_profile(state: _State, name: str, warnings: tuple[str, ...]) -> Profi
     losses: list[tuple[float | str | None, float]] = []
     unreadable = logged = 0
     for raw in state.log_history or ():
-        entry = _decoded(raw)
+        entry = _decode(raw)
         if not isinstance(entry, dict):
             unreadable += 1
             continue
@@ -234,7 +229,7 @@ def _state_profile(state: _State, name: str, warnings: tuple[str, ...]) -> Profi
         if len(metrics) < MOST_METRICS:
             metrics.update(figures)
     others = [field for field in _State.__struct_fields__ if field != "log_history"]
-    metrics.update(_figures({field: _decoded(getattr(state, field)) for field in others}))
+    metrics.update(_figures({field: _decode(getattr(state, field)) for field in others}))
     if not metrics:
         raise _nothing(name)
     if unreadable:
@@ -246,7 +241,7 @@ def _state_profile(state: _State, name: str, warnings: tuple[str, ...]) -> Profi
     return _profile(name, name, metrics, notes=notes, warnings=warnings)
 
 
-def _decoded(raw: msgspec.Raw) -> object:
+def _decode(raw: msgspec.Raw) -> object:
     try:
         return msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -280,10 +275,6 @@ def _profile(
         notes=notes,
         warnings=warnings,
     )
-
-
-def _with(profile: Profile, warnings: Iterable[str]) -> Profile:
-    return dataclasses.replace(profile, warnings=(*profile.warnings, *warnings))
 
 
 def _whole(source: TraceFile, name: str) -> bytes:

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.plan.device.forecast import times_of
 from flopwise.records.plan import Plan
-from flopwise.references.dataflow.rule import RECORDED, VARIANTS, configure, recorded_plan
+from flopwise.references.dataflow.rule import RuleChoice, configure, to_plan
+from flopwise.references.dataflow.sizes import GIB, head_chunk_tokens
+from flopwise.references.dataflow.variants import RECORDED, VARIANTS
 from flopwise.references.published.offload import OffloadRun
-from flopwise.references.validate.held_out import Progress
-from flopwise.references.validate.validation import ERROR_WORDS, ValidatedRow, Validation, rank_correlation, summarized
+from flopwise.references.validate.fitting import Progress
+from flopwise.references.validate.validation import ERROR_WORDS, ValidatedRow, Validation, rate_rank, summarize
 from flopwise.setup.hardware import Hardware
 from flopwise.work.transformer import Transformer
 
@@ -25,38 +25,57 @@ TABLE = "offload"
 MOST_ACTIVATIONS = 2**16
 """Of a round; recorded rounds have 2,048 at most. A file with more has a typing mistake."""
 
-GIB = 2**30
-
 
 def plan_of_run(run: OffloadRun, model: Transformer, hardware: Hardware) -> Plan:
     """The plan of a run that succeeded, as it ran."""
     _check(run, model)
-    return recorded_plan(
+    return recorded_plan(run, model, hardware)
+
+
+def recorded_plan(run: OffloadRun, model: Transformer, hardware: Hardware, *, as_run: bool = True) -> Plan:
+    """What a run recorded, and blocks on the device, which it did not, by the rule; `as_run` as `placement` has it."""
+    ruled, variant = _configured(run, model, hardware), VARIANTS[RECORDED]
+    total = run.slots + run.n_full + run.n_attention + run.n_context
+    if total % model.layers:
+        raise FlopwiseError(
+            f"{total} recorded activations are not the same number in each of {model.layers} layers",
+            why="each layer has one for every chunk of a round",
+            hint="slots + full + attention + context is layers × chunks",
+        )
+    same = (ruled.chunk_tokens, ruled.activation_slots, ruled.full) == (run.chunk_tokens, run.slots, run.n_full)
+    windows = (total - run.slots) // max(1, run.slots)
+    recorded = replace(
+        ruled,
+        chunk_tokens=run.chunk_tokens,
+        chunks_per_sequence=-(-run.sequence_tokens // run.chunk_tokens),
+        chunks_per_round=total // model.layers,
+        head_chunk_tokens=head_chunk_tokens(run.chunk_tokens, variant),
+        activation_slots=run.slots,
+        home_activations=total - run.slots,
+        full=run.n_full,
+        attention=run.n_attention,
+        context=run.n_context,
+        full_per_window=ruled.full_per_window if same else run.n_full // max(1, windows),
+        rounds_per_step=run.rounds,
+    )
+    return to_plan(recorded, model, hardware.name, run.device_bytes, run.host_bytes, as_run=as_run)
+
+
+def _configured(run: OffloadRun, model: Transformer, hardware: Hardware) -> RuleChoice:
+    return configure(
         model,
         hardware,
         sequence_tokens=run.sequence_tokens,
         device_bytes=run.device_bytes,
         host_bytes=run.host_bytes,
-        chunk_tokens=run.chunk_tokens,
-        rounds=run.rounds,
-        slots=run.slots,
-        full=run.n_full,
-        attention=run.n_attention,
-        context=run.n_context,
+        variant=VARIANTS[RECORDED],
     )
 
 
 def rule_accepts(run: OffloadRun, model: Transformer, hardware: Hardware) -> bool:
     """Whether the trainer's rule finds a configuration for the run's caps."""
     try:
-        configure(
-            model,
-            hardware,
-            sequence_tokens=run.sequence_tokens,
-            device_bytes=run.device_bytes,
-            host_bytes=run.host_bytes,
-            variant=VARIANTS[RECORDED],
-        )
+        _configured(run, model, hardware)
     except DoesNotFit:
         return False
     return True
@@ -81,7 +100,7 @@ def validate_recorded(
         rows.append(_row(run, step_s, accepted))
         if progress:
             progress("", number, len(runs))
-    return summarized(
+    return summarize(
         TABLE, tuple(rows), protocol=f"{protocol}; {ERROR_WORDS['throughput']}", rank=_rank(runs, tuple(rows))
     )
 
@@ -163,5 +182,4 @@ def _rank(runs: Sequence[OffloadRun], rows: Sequence[ValidatedRow]) -> float | N
         for run, row in zip(runs, rows, strict=True)
         if row.predicted_s is not None
     ]
-    measured, ratios = (np.array([pair[place] for pair in pairs]) for place in (0, 1))
-    return rank_correlation(measured, measured * ratios)
+    return rate_rank(pairs)

@@ -6,16 +6,20 @@ activations on the device as fit, and for the activations that leave the richest
 pair of a layer and a chunk is one *activation*; they are numbered in forward order, layer by layer, and the last ones
 never leave the device.
 
-`VARIANTS` are its versions. With `RECORDED` the recorded runs of July 2025 come out.
+`variants` are its versions. With `RECORDED` the recorded runs of July 2025 come out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
-from flopwise.base.errors import FlopwiseError
-from flopwise.records.plan import Plan, Residency
+from flopwise.base.errors import DoesNotFit, FlopwiseError
+from flopwise.base.units import show_bytes
+from flopwise.plan.device.explain import notes
+from flopwise.plan.device.forecast import forecast
+from flopwise.records.plan import Plan, Planned, Residency
 from flopwise.references.dataflow.sizes import (
+    GIB,
     MOST,
     Chunks,
     LevelBytes,
@@ -25,7 +29,6 @@ from flopwise.references.dataflow.sizes import (
     chunks_of,
     device_base,
     half_up,
-    head_chunk_tokens,
     host_base,
     level_bytes,
     link_bytes_per_s,
@@ -35,26 +38,27 @@ from flopwise.references.dataflow.sizes import (
     refused,
     sequence_flops,
 )
-from flopwise.references.dataflow.variants import LONGER_STEP, RECORDED, VARIANTS, Variant, variant_of
+from flopwise.references.dataflow.variants import LONGER_STEP, Variant, variant_of
 from flopwise.setup.hardware import Hardware
+from flopwise.setup.setup import CappedSetup
+from flopwise.work.op import Convention
 from flopwise.work.parameters import ENDS
 from flopwise.work.transformer import Transformer, check_positive
 
-__all__ = [
-    "RECORDED",
-    "VARIANTS",
-    "RuleChoice",
-    "Variant",
-    "configure",
-    "placement",
-    "recorded_plan",
-    "to_plan",
-    "variant_of",
-]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saves:
+    """Activations that leave, by the level that they are meant to be saved at."""
+
+    full: int
+    attention: int
+    context: int
+    full_per_window: int = 0
+    """Full ones of each `activation_slots` successive ones that leave."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RuleChoice:
+class RuleChoice(Saves):
     """All that the rule decides."""
 
     variant: Variant
@@ -73,12 +77,6 @@ class RuleChoice:
     """Activations that the device has room for, each at the full level."""
     home_activations: int
     """Those that leave for the host: the first ones."""
-    full: int
-    """Of those that leave, so many are meant to be saved at each level."""
-    attention: int
-    context: int
-    full_per_window: int
-    """Full ones of each `activation_slots` successive ones that leave."""
     placed_full: int
     """Full ones that its placement finds a place for; the others of `full` are saved at level attention."""
     rounds_per_step: int
@@ -89,16 +87,6 @@ class RuleChoice:
     """What is allocated, the pad not included; recorded figures are up to 80 kB above, for alignment."""
     base_bytes: dict[str, int] = field(repr=False)
     """Device memory set aside before blocks and activations, by name."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Saves:
-    """Activations that leave, by level."""
-
-    full: int
-    attention: int
-    context: int
-    full_per_window: int = 0
 
 
 def configure(
@@ -134,10 +122,7 @@ def configure(
         optimizer_blocks=device.optimizer,
         activation_slots=device.slots,
         home_activations=home,
-        full=saves.full,
-        attention=saves.attention,
-        context=saves.context,
-        full_per_window=saves.full_per_window,
+        **asdict(saves),
         placed_full=placed,
         rounds_per_step=rounds,
         seqs_per_step=rounds * chunks.sequences_per_round,
@@ -171,21 +156,15 @@ def placement(configuration: RuleChoice, layers: int, *, as_run: bool = False) -
             why=f"there are {layers} layers of {configuration.chunks_per_round} chunks",
             hint="their numbers are full + attention + context + slots",
         )
-    saves = _Saves(
-        full=configuration.full,
-        attention=configuration.attention,
-        context=configuration.context,
-        full_per_window=configuration.full_per_window,
-    )
     leaving = _leaving(
-        saves,
+        configuration,
         configuration.variant,
         configuration.chunks_per_sequence,
         configuration.chunks_per_round,
         configuration.activation_slots,
     )
     if not as_run:
-        lost = saves.full - leaving.count("f")
+        lost = configuration.full - leaving.count("f")
         leaving = leaving[::-1].replace("a", "f", lost)[::-1]
     letters = leaving + "F" * configuration.activation_slots
     chunks = configuration.chunks_per_round
@@ -206,6 +185,7 @@ def to_plan(
     `as_run` leaves out the full saves that the trainer loses: see `placement`.
     """
     return Plan(
+        model=model.name,
         hardware=hardware_name,
         device_memory_bytes=device_bytes,
         host_memory_bytes=host_bytes,
@@ -229,57 +209,6 @@ def to_plan(
     )
 
 
-def recorded_plan(
-    model: Transformer,
-    hardware: Hardware,
-    *,
-    sequence_tokens: int,
-    device_bytes: int,
-    host_bytes: int,
-    chunk_tokens: int,
-    rounds: int,
-    slots: int,
-    full: int,
-    attention: int,
-    context: int,
-    variant: Variant = VARIANTS[RECORDED],
-    as_run: bool = True,
-) -> Plan:
-    """The plan of a recorded run: what it recorded, and blocks on the device, which it did not, by the rule."""
-    ruled = configure(
-        model,
-        hardware,
-        sequence_tokens=sequence_tokens,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        variant=variant,
-    )
-    total = slots + full + attention + context
-    if total % model.layers:
-        raise FlopwiseError(
-            f"{total} recorded activations are not the same number in each of {model.layers} layers",
-            why="each layer has one for every chunk of a round",
-            hint="slots + full + attention + context is layers × chunks",
-        )
-    same = (ruled.chunk_tokens, ruled.activation_slots, ruled.full) == (chunk_tokens, slots, full)
-    windows = (total - slots) // max(1, slots)
-    recorded = replace(
-        ruled,
-        chunk_tokens=chunk_tokens,
-        chunks_per_sequence=-(-sequence_tokens // chunk_tokens),
-        chunks_per_round=total // model.layers,
-        head_chunk_tokens=head_chunk_tokens(chunk_tokens, variant),
-        activation_slots=slots,
-        home_activations=total - slots,
-        full=full,
-        attention=attention,
-        context=context,
-        full_per_window=ruled.full_per_window if same else full // max(1, windows),
-        rounds_per_step=rounds,
-    )
-    return to_plan(recorded, model, hardware.name, device_bytes, host_bytes, as_run=as_run)
-
-
 def _residency(blocks: int, layers: int) -> Residency:
     if blocks == layers:
         return Residency(blocks=layers, passing=0, ends=ENDS)
@@ -295,7 +224,7 @@ def _saves(
     *,
     host_bytes: int,
     slots: int,
-) -> _Saves:
+) -> Saves:
     """Levels by what the host holds, then by what the link carries; numbers of those that leave."""
     total = model.layers * chunks.per_round
     home = total - slots
@@ -309,27 +238,27 @@ def _saves(
     full = min(spare // (levels.full - levels.attention), attention, home)
     attention = min(attention, home - full)
     windows = home // slots
-    saves = _Saves(
+    saves = Saves(
         full=full,
         attention=attention,
         context=home - full - attention,
         full_per_window=full // windows if windows else 0,
     )
     if variant.link_rule and windows and saves.context == 0 and chunks.per_sequence == 1:
-        return _unclogged(model, hardware, variant, chunks=chunks, levels=levels, saves=saves, slots=slots)
+        return _unclog(model, hardware, variant, chunks=chunks, levels=levels, saves=saves, slots=slots)
     return saves
 
 
-def _unclogged(
+def _unclog(
     model: Transformer,
     hardware: Hardware,
     variant: Variant,
     *,
     chunks: Chunks,
     levels: LevelBytes,
-    saves: _Saves,
+    saves: Saves,
     slots: int,
-) -> _Saves:
+) -> Saves:
     """No more full saves than the link carries while the device computes a window of `slots` activations."""
     home = saves.full + saves.attention
     windows, rest = divmod(home, slots)
@@ -346,10 +275,10 @@ def _unclogged(
         full, per_window = home - (slots - room) * windows, room
     else:
         full, per_window = saves.full, saves.full_per_window
-    return _Saves(full=full, attention=home - full, context=0, full_per_window=per_window)
+    return Saves(full=full, attention=home - full, context=0, full_per_window=per_window)
 
 
-def _leaving(saves: _Saves, variant: Variant, per_sequence: int, per_round: int, slots: int) -> str:
+def _leaving(saves: Saves, variant: Variant, per_sequence: int, per_round: int, slots: int) -> str:
     """Letters of the activations that leave, in forward order, as the trainer places them."""
     home = saves.full + saves.attention + saves.context
     if saves.context:
@@ -389,3 +318,53 @@ def _rounds(model: Transformer, hardware: Hardware, variant: Variant, chunks: Ch
         named_8b = half_up(parameters(model) / 1e9) == 8
         target_s = variant.target_s * (LONGER_STEP if named_8b else 1)
     return min(max(half_up(target_s / round_s), 1), MOST)
+
+
+def apply_rule(setup: CappedSetup, variant: str, *, convention: Convention = "causal") -> Planned:
+    """What the reference's rule chooses for the same caps, simulated as it runs."""
+    model = setup.model
+    if not isinstance(model, Transformer):
+        raise FlopwiseError(f"the rule dataflow is for transformers, not {model.name}", hint="--rule flopwise")
+    if setup.batch_sequences is not None or setup.clip:
+        given, options = ("clipping", "--clip") if setup.clip else ("a batch", "--batch and --batch-tokens")
+        raise FlopwiseError(
+            f"{given} beside --rule dataflow", why="the rule decides it itself", hint=f"without {options}"
+        )
+    if (setup.formats.name, setup.optimizer) != ("bf16", "adamw"):
+        raise FlopwiseError(
+            "the rule dataflow plans AdamW with everything in bf16",
+            why="it knows no other formats",
+            hint="--precision bf16 --optimizer adamw",
+        )
+    configuration = _configure(setup, model, variant)
+    name = setup.hardware_name or setup.hardware.name
+    plan = to_plan(configuration, model, name, setup.device_cap_bytes, setup.host_cap_bytes)
+    device, host = show_bytes(configuration.used_device_bytes), show_bytes(configuration.used_host_bytes)
+    return Planned(
+        model=model.name,
+        plan=plan,
+        forecast=forecast(plan, model, setup.hardware, convention=convention),
+        reasons={"rule": f"dataflow as of {variant_of(variant).date}; nothing was searched"},
+        notes=(
+            *notes(model, setup.hardware, setup.sequence_tokens),
+            f"the rule itself counts {device} of device and {host} of host memory",
+        ),
+    )
+
+
+def _configure(setup: CappedSetup, model: Transformer, variant: str) -> RuleChoice:
+    try:
+        return configure(
+            model,
+            setup.hardware,
+            sequence_tokens=setup.sequence_tokens,
+            device_bytes=setup.device_cap_bytes,
+            host_bytes=setup.host_cap_bytes,
+            variant=variant_of(variant),
+        )
+    except DoesNotFit as error:
+        hinted = -(-(error.needed_bytes or 0) // GIB) * GIB
+        if error.place == "device" and hinted > setup.hardware.device.dram.size_bytes.value:
+            # More than the device has is no hint.
+            error.hint = "a shorter --seq, or --rule flopwise"
+        raise

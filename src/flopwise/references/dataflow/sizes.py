@@ -113,7 +113,7 @@ def check_model(model: Transformer) -> None:
             )
 
 
-def aligned(size_bytes: int) -> int:
+def align(size_bytes: int) -> int:
     """Up to the next multiple of 256."""
     return round_up(size_bytes, ALIGNMENT_BYTES)
 
@@ -138,7 +138,7 @@ def block_bytes(model: Transformer) -> int:
     """One layer's weights; its gradients and each of its two moments are as large."""
     hidden, query, kv, ffn = model.hidden, model.query_width, model.kv_width, model.ffn
     matrices = (hidden * query, hidden * kv, hidden * kv, query * hidden, *([hidden * ffn] * 3))
-    return sum(aligned(2 * elements) for elements in (hidden, hidden, *matrices))
+    return sum(align(2 * elements) for elements in (hidden, hidden, *matrices))
 
 
 def parameters(model: Transformer) -> int:
@@ -159,13 +159,13 @@ def level_bytes(model: Transformer, chunk_tokens: int, full_extra_bytes_per_toke
     queries, the residual sum after attention and both feed-forward products besides.
     """
     hidden, query, kv = 2 * model.hidden, 2 * model.query_width, 2 * model.kv_width
-    context = sum(aligned(chunk_tokens * width) for width in (hidden, 4, 4, kv, kv))
-    attention = context + sum(aligned(chunk_tokens * width) for width in (4 * model.heads, query))
+    context = sum(align(chunk_tokens * width) for width in (hidden, 4, 4, kv, kv))
+    attention = context + sum(align(chunk_tokens * width) for width in (4 * model.heads, query))
     rest = (query, hidden, 2 * model.ffn, 2 * model.ffn, full_extra_bytes_per_token)
     return LevelBytes(
         context=context,
         attention=attention,
-        full=attention + sum(aligned(chunk_tokens * width) for width in rest),
+        full=attention + sum(align(chunk_tokens * width) for width in rest),
     )
 
 

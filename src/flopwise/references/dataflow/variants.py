@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from flopwise.base.errors import unknown_name
+from flopwise.base.files import decode, read_table
 
 LONGER_STEP = 8
 """The model that it calls 8B gets steps so many times as long, up to July 22."""
@@ -36,33 +38,8 @@ class Variant:
     """The head's chunk is the smallest divisor of the chunk of at least so many tokens; None: the chunk."""
 
 
-VARIANTS: dict[str, Variant] = {
-    variant.name: variant
-    for variant in (
-        Variant(
-            name="jul11",
-            date="2025-07-11",
-            count_all_activations=True,
-            full_extra_bytes_per_token=4,
-            link_rule=False,
-            target_s=6,
-        ),
-        Variant(name="jul17", date="2025-07-17", count_all_activations=True, target_s=6),
-        Variant(name="jul20", date="2025-07-20", target_s=6),
-        Variant(name="jul23", date="2025-07-23", overhead=0.02),
-        Variant(name="jul31", date="2025-07-31", overhead=0.02, least_head_chunk_tokens=2048),
-        Variant(name="sep19", date="2025-09-19", overhead=0.01, least_head_chunk_tokens=8192),
-        Variant(
-            name="head",
-            date="2025-09-20",
-            compute_efficiency=0.7,
-            link_efficiency=0.6,
-            overhead=0.01,
-            least_chunk_tokens=8192,
-            least_head_chunk_tokens=1024,
-        ),
-    )
-}
+_TABLE = read_table(Path(__file__).with_name("variants.toml"))
+VARIANTS = {name: decode({"name": name, **fields}, Variant, "variants.toml") for name, fields in _TABLE.items()}
 """By name. Every field is as found, but for `sep19`: when its efficiencies went from July's to those of `head` is not
 known, and July's are taken. `head` is the newest; September 20 is the date of its chunk size."""
 

@@ -43,10 +43,9 @@ from flopwise.references.deepflow.configuration import (
     Split,
     for_model,
 )
-from flopwise.references.deepflow.printout import printout, step_budget_line, step_budget_s, summary
-from flopwise.references.deepflow.published import PUBLISHED
+from flopwise.references.deepflow.printout import printout, summary
 from flopwise.references.deepflow.step import DeepflowResult, DeepflowTimes, run, step_s
-from flopwise.references.deepflow.table import from_table
+from flopwise.references.deepflow.table import PUBLISHED, from_table
 
 __all__ = [
     "PUBLISHED",
@@ -62,8 +61,6 @@ __all__ = [
     "from_table",
     "printout",
     "run",
-    "step_budget_line",
-    "step_budget_s",
     "step_s",
     "summary",
 ]

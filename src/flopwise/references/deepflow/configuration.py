@@ -20,12 +20,13 @@ LARGEST_COUNT = 2**40
 """No batch, vocabulary or layer count comes near; products of five of them still fit a float."""
 
 
-def _number(owner: str, name: str, value: object, *, zero: bool = False) -> None:
+def check_number(owner: str, name: str, value: object, *, zero: bool = False) -> None:
+    """Refuse what is no positive number, or with `zero` no number of at least 0."""
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
     if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
         raise FlopwiseError(
             f"{owner}: {name} must be a {'number of at least 0' if zero else 'positive number'}, got {shown(value)}",
-            why="energies, sizes, rates, watts and shares have no other values",
+            why="energies, areas, sizes, rates, watts and shares have no other values",
             hint=f"correct {name}",
         )
 
@@ -61,7 +62,7 @@ class DeepflowTechnology:
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            _number("technology", name, getattr(self, name), zero=name in ("line_latency_s", "launch_s"))
+            check_number("technology", name, getattr(self, name), zero=name in ("line_latency_s", "launch_s"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +78,10 @@ class Power:
     network: float = 0.0
 
     def __post_init__(self) -> None:
-        _number("power", "budget_w", self.budget_w)
+        check_number("power", "budget_w", self.budget_w)
         for name in ("core", "dram", "shared"):
-            _number("power", name, getattr(self, name))
-        _number("power", "network", self.network, zero=True)
+            check_number("power", name, getattr(self, name))
+        check_number("power", "network", self.network, zero=True)
         for name in ("core", "dram", "l2", "shared", "network"):
             share = getattr(self, name)
             if not -1 < share <= 1:

@@ -8,7 +8,7 @@ import numpy as np
 
 from flopwise.references.deepflow.step import step_s
 from flopwise.references.deepflow.table import FIELDS, from_table
-from flopwise.references.validate.validation import ERROR_WORDS, ValidatedRow, Validation, rank_correlation, summarized
+from flopwise.references.validate.validation import ERROR_WORDS, ValidatedRow, Validation, rank_correlation, summarize
 
 FILE = "deepflow_lstm.csv"
 """In the catalogue."""
@@ -44,7 +44,7 @@ def conformance(rows: Sequence[ValidatedRow]) -> Validation:
     """The figures of all rows; the order is that of steps per second."""
     published = np.array([row.measured_s for row in rows], dtype=np.float64)
     predicted = np.array([row.predicted_s for row in rows], dtype=np.float64)
-    return summarized(
+    return summarize(
         "deepflow",
         tuple(rows),
         protocol=f"{PROTOCOL}; {ERROR_WORDS['time']}",

@@ -14,17 +14,61 @@ With θ and β the usable rates, λ the latency of a DRAM access and O the cost 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from flopwise.references.deepflow.configuration import Configuration
-from flopwise.references.deepflow.events import Cost, Lookup, Product, Reduction, Reloads, Roofline, Update
 from flopwise.references.deepflow.machine import Machine, machine_of
+
+
+class PrintedLine(NamedTuple):
+    """What is printed, put into words only when it is asked for: a search computes thousands of steps."""
+
+    template: str
+    values: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A kernel held against the roofline."""
+
+    flops: float
+    dram_bytes: float
+    seconds: float
+    inflection: float
+
+    @property
+    def line(self) -> PrintedLine:
+        intensity = self.flops / self.dram_bytes
+        return PrintedLine("inflection_point: {:.2f}\ncomp_int: {:.2f}\n", (self.inflection, intensity))
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds, and what is told of them."""
+
+    seconds: float
+    lines: tuple[PrintedLine, ...]
+
+
+def lines_of(costs: Iterable[Cost]) -> tuple[PrintedLine, ...]:
+    """The lines of several costs, one after the other."""
+    return tuple(line for cost in costs for line in cost.lines)
+
 
 DRAM_LATENCY_S = 50e-9
 """λ"""
 BROADCAST_BYTES = 128
 """Less than this is sent to all at once instead of round by round."""
+
+
+RELOADS = "{}: reload_AB: {{}}, reload_AC: {{}}, reload_BC: {{}}\n {} 1 {}\n"
+STRAIGHT = "{0} GEMM_flop: {1:,}, GEMM_gmem: {2:,}, GEMM_l2mem: {3:,}\n{0} GEMM_time: {4:,}\n\n"
+TRANSPOSED = "{0} GEMM_flop_t: {1:,}, GEMM_gmem_t: {2:,}\n{0} GEMM_time_t: {4:,}\n\n"
+UPDATE = "({0}) {1}_flop: {2:,}, {1}_mem: {3:,}\n({0}) {1}_time: {4:,}\n\n"
+REDUCTION = "(gr) allReduce_flop: {:,}, allReduce_mem: {:,}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +78,8 @@ class _Traffic:
     flops: float
     dram_bytes: float
     l2_bytes: float
-    reloads: tuple[Reloads, Reloads]
+    reloads: tuple[PrintedLine, PrintedLine]
+    """How often the operands come from DRAM and L2; the result always moves once."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +113,11 @@ class Kernels:
         straight_s, transposed_s = (roofline.seconds + self.launch_s for roofline in rooflines)
         transposed = straight_s > transposed_s
         way = ways[1] if transposed else ways[0]
-        told = Product(name, way.flops, way.dram_bytes, way.l2_bytes, transposed, straight_s)
-        return Cost(min(straight_s, transposed_s), (*ways[0].reloads, *ways[1].reloads, *rooflines, told))
+        # The straight time is named even where the transpose is faster.
+        values = (name, int(way.flops), int(way.dram_bytes), int(way.l2_bytes), straight_s)
+        told = PrintedLine(TRANSPOSED if transposed else STRAIGHT, values)
+        lines = (*ways[0].reloads, *ways[1].reloads, *(roofline.line for roofline in rooflines), told)
+        return Cost(min(straight_s, transposed_s), lines)
 
     def _traffic(self, rows: float, depth: float, columns: float) -> _Traffic:
         machine, width = self.machine, self.configuration.model.element_bytes
@@ -88,7 +136,7 @@ class Kernels:
             flops=2 * rows * depth * columns + rows * columns * additions,
             dram_bytes=moved(*dram),
             l2_bytes=moved(*l2),
-            reloads=(Reloads("dram", *dram), Reloads("l2", *l2)),
+            reloads=(PrintedLine(RELOADS, ("gmem", *dram)), PrintedLine(RELOADS, ("l2mem", *l2))),
         )
 
     def update(self, name: str, rows: int, columns: int) -> Cost:
@@ -96,7 +144,11 @@ class Kernels:
         elements = rows * columns
         moved = elements * self.configuration.model.element_bytes
         apply, clip = self.roofline(3 * elements, 7 * moved), self.roofline(4 * elements, 3 * moved)
-        return Cost(apply.seconds + clip.seconds, (apply, clip, Update(name, clip, apply)))
+        told = [
+            PrintedLine(UPDATE, (name, kind, kernel.flops, kernel.dram_bytes, kernel.seconds))
+            for kind, kernel in (("gradclip", clip), ("applyGrad", apply))
+        ]
+        return Cost(apply.seconds + clip.seconds, (apply.line, clip.line, *told))
 
     def embedding(self, *, backward: bool) -> Cost:
         """Read the rows of a batch's words, or add to them; backward carries them around the data-parallel ring."""
@@ -107,7 +159,8 @@ class Kernels:
         if backward and copies > 1:
             message_s = rows_bytes / machine.network_bytes_per_s + configuration.technology.line_latency_s
             seconds = message_s * 2 * (copies - 1) + seconds
-        return Cost(seconds, (Lookup(backward, 2 * rows_bytes),))
+        told = PrintedLine("{}Embedding_mem: {:,}\n", ("(gr) " if backward else "", int(2 * rows_bytes)))
+        return Cost(seconds, (told,))
 
     def reduction(self, rows: float, columns: float, devices: int, *, sums: bool, scattered: bool = False) -> Cost:
         """Sum a matrix over devices (`scattered`: each keeps a part) or, without `sums`, gather it."""
@@ -126,5 +179,5 @@ class Kernels:
             rounds = others if scattered or not sums else 2 * others
             transfer_s = (message_s + self.configuration.technology.line_latency_s) * rounds
             local_s = (local.seconds + self.launch_s) * others
-        told = Reduction(local.flops, local.dram_bytes)
-        return Cost(transfer_s + (local_s if sums else 0.0), (local, told))
+        told = PrintedLine(REDUCTION, (int(local.flops), int(local.dram_bytes)))
+        return Cost(transfer_s + (local_s if sums else 0.0), (local.line, told))

@@ -10,14 +10,13 @@ Splitting (m × k)·(k × n) over devices:
 
 from __future__ import annotations
 
-from typing import Literal
-
 from flopwise.references.deepflow.configuration import Split
-from flopwise.references.deepflow.events import Cost, Pointwise, Roofline, events_of
-from flopwise.references.deepflow.kernels import Kernels
+from flopwise.references.deepflow.kernels import Cost, Kernels, PrintedLine, Roofline, lines_of
 
 CELL_LAUNCHES = 15
 SOFTMAX_LAUNCHES = 4
+POINTS = "{} point_flop: {:,}, point_mem: {:,}\n"
+"""Of work element by element."""
 
 
 def cell_forward(kernels: Kernels) -> Cost:
@@ -26,13 +25,15 @@ def cell_forward(kernels: Kernels) -> Cost:
     rows, depth, columns = kernels.configuration.shard_sequences, 2 * model.hidden, model.gates * model.hidden
     if split.kind != "none":
         product, reduction = _split_forward(kernels, split, f"Cf{_suffix(split)}", (rows, depth, columns))
-        return _sum(product, reduction, _split_cell_pointwise(kernels, split, rows=rows / _rows(split)))
+        pointwise = _split_cell_pointwise(kernels, split, rows=rows / _rows(split))
+        # What follows its roofline goes unmentioned here.
+        return _sum(product, reduction, Cost(pointwise.seconds, pointwise.lines[:1]))
     product = kernels.product("Cf", rows, depth, columns)
     # A bias, 5/4 non-linear functions and a multiplication with addition for each gate.
     flops, moved = rows * columns * 3.25, model.element_bytes * rows * columns * 8.5
     roofline = kernels.roofline(flops, moved)
     seconds = roofline.seconds + CELL_LAUNCHES * kernels.launch_s
-    return _sum(product, Cost(seconds, (roofline, Pointwise("hidden forward", flops, moved, seconds))))
+    return _sum(product, Cost(seconds, _pointwise(roofline, "Hidden", "\nHidden point_time: {:,}\n", seconds)))
 
 
 def cell_backward(kernels: Kernels) -> Cost:
@@ -43,10 +44,10 @@ def cell_backward(kernels: Kernels) -> Cost:
         # Row-column counts the messages of all rows here, although each device holds a part of them.
         pointwise = _split_cell_pointwise(kernels, split, rows=rows)
         product, reduction = _split_backward(kernels, split, f"Cb{_suffix(split)}", (rows, depth, columns))
-        told = Cost(0.0, (_told("split hidden backward", pointwise),))
+        rooflined, told = pointwise.lines
         return Cost(
             product.seconds + reduction.seconds + pointwise.seconds,
-            events_of((pointwise, reduction, product, told)),
+            (rooflined, *lines_of((reduction, product)), told),
         )
     activations = kernels.product("Cb_act", rows, columns, depth)
     weights = kernels.product("Cb_wt", depth, rows, columns)
@@ -55,7 +56,7 @@ def cell_backward(kernels: Kernels) -> Cost:
     moved = model.element_bytes * rows * model.hidden * 8.5 + 3 * depth * columns
     roofline = kernels.roofline(flops, moved)
     seconds = roofline.seconds + CELL_LAUNCHES * kernels.launch_s
-    pointwise = Cost(seconds, (roofline, Pointwise("hidden backward", flops, moved, seconds)))
+    pointwise = Cost(seconds, _pointwise(roofline, "(gr) Hidden", "Hidden point_time: {:,}\n", seconds))
     return _sum(_sum(activations, weights), pointwise)
 
 
@@ -68,7 +69,7 @@ def softmax_forward(kernels: Kernels) -> Cost:
         flops, moved = tokens * (3 * model.vocab - 1), 7 * width * tokens * model.vocab
         roofline = kernels.roofline(flops, moved)
         seconds = roofline.seconds + SOFTMAX_LAUNCHES * kernels.launch_s
-        return _sum(product, Cost(seconds, (roofline, Pointwise("softmax forward", flops, moved, seconds))))
+        return _sum(product, Cost(seconds, _pointwise(roofline, "Softmax", "point_time: {:,}\n", seconds)))
     # Split, the depth is the projection, although one device alone reads the hidden state.
     name = f"softmax_f{_suffix(split)}"
     product, reduction = _split_forward(kernels, split, name, (tokens, model.projection, model.vocab))
@@ -77,8 +78,9 @@ def softmax_forward(kernels: Kernels) -> Cost:
     roofline = kernels.roofline(elements * 3, width * elements * 7)
     message_s = width * rows * ways / kernels.machine.network_bytes_per_s
     seconds = roofline.seconds + kernels.launch_s + message_s
-    told = Pointwise("split softmax forward", roofline.flops, roofline.dram_bytes, seconds, product.seconds)
-    return _sum(product, reduction, Cost(seconds, (roofline, told)))
+    times = "Softmax GEMM_time: {:,}, point_time: {:,}\n"
+    told = _pointwise(roofline, "Softmax", times, product.seconds, seconds)
+    return _sum(product, reduction, Cost(seconds, told))
 
 
 def softmax_backward(kernels: Kernels) -> Cost:
@@ -91,18 +93,16 @@ def softmax_backward(kernels: Kernels) -> Cost:
         flops, moved = 5 * tokens * model.vocab, 11 * width * tokens * model.vocab
         roofline = kernels.roofline(flops, moved)
         seconds = roofline.seconds + SOFTMAX_LAUNCHES * kernels.launch_s
-        pointwise = Cost(seconds, (roofline, Pointwise("softmax backward", flops, moved, seconds)))
+        pointwise = Cost(seconds, _pointwise(roofline, "(gr) Softmax", "(gr) Softmax point_time: {:,}\n", seconds))
         return _sum(_sum(weights, activations), pointwise)
     rows, ways = tokens / _rows(split), _ways(split)
     roofline = kernels.roofline(rows * (model.vocab / ways) * 5, width * rows * (model.vocab / ways) * 11)
-    pointwise = Cost(roofline.seconds + kernels.launch_s, (roofline,))
+    pointwise_s = roofline.seconds + kernels.launch_s
+    rooflined, told = _pointwise(roofline, "(gr) Softmax")
     depth = model.projection if split.kind == "column-row" else model.hidden
     name = f"softmax_b{_suffix(split)}"
     product, reduction = _split_backward(kernels, split, name, (tokens, depth, model.vocab))
-    told = Cost(0.0, (_told("split softmax backward", pointwise),))
-    return Cost(
-        reduction.seconds + product.seconds + pointwise.seconds, events_of((pointwise, reduction, product, told))
-    )
+    return Cost(reduction.seconds + product.seconds + pointwise_s, (rooflined, *lines_of((reduction, product)), told))
 
 
 def projection_forward(kernels: Kernels) -> Cost:
@@ -124,7 +124,7 @@ def projection_backward(kernels: Kernels) -> Cost:
     if split.kind == "row-column":
         return _sum(*_split_forward(kernels, split, "projection_b", (tokens, model.hidden, model.projection)))
     product, reduction = _split_backward(kernels, split, "projection_b", (tokens, model.hidden, model.projection))
-    return Cost(product.seconds + reduction.seconds, events_of((reduction, product)))
+    return Cost(product.seconds + reduction.seconds, lines_of((reduction, product)))
 
 
 def _split_forward(kernels: Kernels, split: Split, name: str, shape: tuple[int, int, int]) -> tuple[Cost, Cost]:
@@ -147,7 +147,7 @@ def _split_backward(kernels: Kernels, split: Split, name: str, shape: tuple[int,
             kernels.product(f"{name}act", rows, columns, depth / first),
         )
         # Counted here, and once more by whoever adds the two up.
-        return Cost(products.seconds + reduction.seconds, products.events), reduction
+        return Cost(products.seconds + reduction.seconds, products.lines), reduction
     reduction = _sum(
         kernels.reduction(depth, rows, first, sums=False, scattered=True),
         kernels.reduction(rows, columns / second, first, sums=False),
@@ -171,17 +171,16 @@ def _split_cell_pointwise(kernels: Kernels, split: Split, *, rows: float) -> Cos
     roofline = kernels.roofline(elements * 4, model.element_bytes * elements * 11)
     # Elements, not bytes: the width of a number is missing.
     message_s = rows * columns * 3 / kernels.machine.network_bytes_per_s
-    return Cost(roofline.seconds + kernels.launch_s + message_s, (roofline,))
+    return Cost(roofline.seconds + kernels.launch_s + message_s, _pointwise(roofline, "(gr) Hidden"))
 
 
-def _told(place: Literal["split hidden backward", "split softmax backward"], pointwise: Cost) -> Pointwise:
-    roofline = pointwise.events[0]
-    assert isinstance(roofline, Roofline)  # every split pointwise part begins with its roofline
-    return Pointwise(place, roofline.flops, roofline.dram_bytes, pointwise.seconds)
+def _pointwise(roofline: Roofline, label: str, times: str = "", *seconds: float) -> tuple[PrintedLine, PrintedLine]:
+    values = (label, int(roofline.flops), int(roofline.dram_bytes), *seconds)
+    return roofline.line, PrintedLine(f"{POINTS}{times}\n", values)
 
 
 def _sum(*costs: Cost) -> Cost:
-    return Cost(sum(cost.seconds for cost in costs), events_of(costs))
+    return Cost(sum(cost.seconds for cost in costs), lines_of(costs))
 
 
 def _rows(split: Split) -> int:

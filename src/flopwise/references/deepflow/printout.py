@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
-from flopwise.base.errors import FlopwiseError
 from flopwise.references.deepflow.configuration import SPLIT_TYPES, DeepflowParallel
-from flopwise.references.deepflow.events import (
-    Event,
-    Lookup,
-    Place,
-    Pointwise,
-    Product,
-    Reduction,
-    Reloads,
-    Roofline,
-    Update,
-)
 from flopwise.references.deepflow.machine import USABLE
 from flopwise.references.deepflow.memory import MemoryRequirement
 from flopwise.references.deepflow.step import DeepflowResult
 
 MEBI, GIBI, TEBI = 2**20, 2**30, 2**40
 
-EPOCH_WORDS = 768_648_884
-"""Words of the data set that the published searches scale."""
-DAY_S = 86_400.0
-
-_POINTWISE: dict[Place, tuple[str, str | None]] = {
-    "hidden forward": ("Hidden", "\nHidden point_time: {seconds:,}"),
-    "hidden backward": ("(gr) Hidden", "Hidden point_time: {seconds:,}"),
-    "softmax forward": ("Softmax", "point_time: {seconds:,}"),
-    "softmax backward": ("(gr) Softmax", "(gr) Softmax point_time: {seconds:,}"),
-    "split hidden backward": ("(gr) Hidden", None),
-    "split softmax forward": ("Softmax", "Softmax GEMM_time: {product_s:,}, point_time: {seconds:,}"),
-    "split softmax backward": ("(gr) Softmax", None),
-}
-
 
 def printout(result: DeepflowResult) -> str:
     """The whole text, from the first kernel to `Time:`, as the reference prints it when asked for details."""
-    return "".join(_event(event) for event in result.events) + _parts(result) + summary(result)
+    return "".join(line.template.format(*line.values) for line in result.lines) + _parts(result) + summary(result)
 
 
 def summary(result: DeepflowResult) -> str:
@@ -53,75 +25,6 @@ def summary(result: DeepflowResult) -> str:
         f"Time: {result.time_s:.8f}\n",
     )
     return "".join(blocks)
-
-
-def step_budget_s(
-    *,
-    batch_sequences: int,
-    sequence_tokens: int,
-    data_scale: int = 100,
-    epoch_words: int = EPOCH_WORDS,
-    epoch_s: float = DAY_S,
-) -> float:
-    """The step time that would finish one epoch in a day. A goal of the published searches, not a prediction."""
-    if min(batch_sequences, sequence_tokens) < 1 or epoch_s <= 0:
-        raise FlopwiseError(
-            "a step budget needs a batch, a sequence and a time of at least 1", hint="batch_sequences=32"
-        )
-    steps = math.floor(data_scale * epoch_words / (batch_sequences * sequence_tokens))
-    if steps < 1:
-        raise FlopwiseError(
-            "the data set is smaller than one batch",
-            why=f"{data_scale} × {epoch_words:,} words, batches of {batch_sequences} × {sequence_tokens}",
-            hint="a smaller batch",
-        )
-    return epoch_s / steps
-
-
-def step_budget_line(budget_s: float) -> str:
-    """The line that the published searches append to a print-out."""
-    return f"time_per_step: {budget_s:.8f}\n"
-
-
-def _event(event: Event) -> str:
-    match event:
-        case Roofline():
-            text = f"inflection_point: {event.inflection:.2f}\ncomp_int: {event.intensity:.2f}\n"
-        case Reloads():
-            level = "gmem" if event.level == "dram" else "l2mem"
-            text = f"{level}: reload_AB: {{}}, reload_AC: {{}}, reload_BC: {{}}\n {event.left} 1 {event.right}\n"
-        case Product():
-            text = _product(event)
-        case Pointwise():
-            text = _pointwise(event)
-        case Reduction():
-            text = f"(gr) allReduce_flop: {int(event.flops):,}, allReduce_mem: {int(event.moved_bytes):,}\n"
-        case Update():
-            text = "".join(
-                f"({event.name}) {name}_flop: {kernel.flops:,}, {name}_mem: {kernel.dram_bytes:,}\n"
-                f"({event.name}) {name}_time: {kernel.seconds:,}\n\n"
-                for name, kernel in (("gradclip", event.clip), ("applyGrad", event.apply))
-            )
-        case Lookup():
-            text = f"{'(gr) ' if event.backward else ''}Embedding_mem: {int(event.moved_bytes):,}\n"
-    return text
-
-
-def _pointwise(event: Pointwise) -> str:
-    label, second = _POINTWISE[event.place]
-    first = f"{label} point_flop: {int(event.flops):,}, point_mem: {int(event.moved_bytes):,}\n"
-    if second is None:
-        return f"{first}\n"
-    return f"{first}{second.format(seconds=event.seconds, product_s=event.product_s)}\n\n"
-
-
-def _product(event: Product) -> str:
-    flops, dram, l2 = (f"{int(number):,}" for number in (event.flops, event.dram_bytes, event.l2_bytes))
-    if event.transposed:
-        first = f"{event.name} GEMM_flop_t: {flops}, GEMM_gmem_t: {dram}\n{event.name} GEMM_time_t"
-    else:
-        first = f"{event.name} GEMM_flop: {flops}, GEMM_gmem: {dram}, GEMM_l2mem: {l2}\n{event.name} GEMM_time"
-    return f"{first}: {event.straight_s:,}\n\n"
 
 
 def _parts(result: DeepflowResult) -> str:

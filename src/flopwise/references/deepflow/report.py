@@ -12,6 +12,7 @@ from flopwise.references.deepflow.memory import MemoryRequirement
 from flopwise.report.document import Block, Document, Table, Words, beside_rows, facts, note_rows
 from flopwise.report.tables import Styled
 from flopwise.report.words import UNKNOWN
+from flopwise.setup.written import WrittenSetup
 
 ODDITIES = (
     "these are the formulas of DeepFlow as of June 2019 with their known oddities: memory holds neither gradients nor "
@@ -25,7 +26,7 @@ OVERFLOWS = "the time is that of a device with memory enough: the reference take
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeepflowRecord:
+class DeepflowRecord(WrittenSetup):
     """One step by the reference's formulas. The order of the fields is that of the columns."""
 
     method: str = "deepflow"

@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flopwise.references.deepflow.configuration import Configuration
-from flopwise.references.deepflow.events import Event, events_of
-from flopwise.references.deepflow.kernels import Kernels
+from flopwise.references.deepflow.kernels import Kernels, PrintedLine, lines_of
 from flopwise.references.deepflow.layers import (
     cell_backward,
     cell_forward,
@@ -60,7 +59,7 @@ class DeepflowResult:
     parameters: int
     data_shard: MemoryRequirement
     device: MemoryRequirement
-    events: tuple[Event, ...]
+    lines: tuple[PrintedLine, ...]
     """Every kernel, in the order of the print-out."""
 
     @property
@@ -116,7 +115,7 @@ def run(configuration: Configuration) -> DeepflowResult:
         parameters=parameter_count(configuration),
         data_shard=data_shard_bytes(configuration),
         device=device_bytes(configuration),
-        events=events_of((reduction, hidden, projection, softmax, *parts, *lookups)),
+        lines=lines_of((reduction, hidden, projection, softmax, *parts, *lookups)),
     )
 
 

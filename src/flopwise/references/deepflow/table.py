@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from flopwise.base.errors import FlopwiseError, nearest, shown
+from flopwise.base.files import read_table
+from flopwise.catalog.load import technology_file
 from flopwise.references.deepflow.configuration import (
     SPLIT_TYPES,
     Configuration,
@@ -22,6 +24,7 @@ from flopwise.references.deepflow.configuration import (
 )
 
 Section = Literal["technology", "power", "model", "parallel"]
+ValueUnit = Literal["", "B", "B/s", "count"]
 
 SECTIONS = ("model_param", "arch_param", "sw_param", "tech_param", "power_breakdown", "scheduling_param")
 OUTPUTS = ("path", "time_s", "params_b", "tflops", "mem_gbs", "total_mem_gb", "overflow")
@@ -34,7 +37,7 @@ _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(?:([K
 _PREFIXES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def _quantity(name: str, value: object, unit: Literal["", "B", "B/s"]) -> float:
+def _quantity(name: str, value: object, unit: ValueUnit) -> float:
     """A number, with or without the unit that the field has."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
@@ -50,18 +53,6 @@ def _quantity(name: str, value: object, unit: Literal["", "B", "B/s"]) -> float:
     return float(found[1]) * _PREFIXES[found[2] or ""]
 
 
-def _number(name: str, value: object) -> float:
-    return _quantity(name, value, "")
-
-
-def _bytes(name: str, value: object) -> float:
-    return _quantity(name, value, "B")
-
-
-def _rate(name: str, value: object) -> float:
-    return _quantity(name, value, "B/s")
-
-
 def _whole(name: str, value: object) -> int:
     number = _quantity(name, value, "")
     if not math.isfinite(number) or number % 1:
@@ -69,39 +60,39 @@ def _whole(name: str, value: object) -> int:
     return int(number)
 
 
-FIELDS: dict[str, tuple[Section, str, Callable[[str, object], float]]] = {
-    "core_energy_per_flop": ("technology", "core_energy_per_flop_j", _number),
-    "DRAM_energy_per_bit_trans": ("technology", "dram_energy_per_bit_j", _number),
-    "L2_energy_per_bit": ("technology", "l2_energy_per_bit_j", _number),
-    "shared_mem_energy_per_bit": ("technology", "shared_energy_per_bit_j", _number),
-    "internode_energy_per_bit": ("technology", "network_energy_per_bit_j", _number),
-    "HBM_stack_capacity": ("technology", "dram_stack_bytes", _bytes),
-    "HBM_stack_bw": ("technology", "dram_stack_bytes_per_s", _rate),
-    "L2_bank_capacity": ("technology", "l2_bank_bytes", _bytes),
-    "L2_bank_bw": ("technology", "l2_bank_bytes_per_s", _rate),
-    "shared_mem_bank_capacity": ("technology", "shared_bank_bytes", _bytes),
-    "shared_mem_bank_bw": ("technology", "shared_bank_bytes_per_s", _rate),
-    "line_latency": ("technology", "line_latency_s", _number),
-    "kernel_launch_overhead": ("technology", "launch_s", _number),
-    "TDP": ("power", "budget_w", _number),
-    "core": ("power", "core", _number),
-    "DRAM": ("power", "dram", _number),
-    "L2": ("power", "l2", _number),
-    "shared_mem": ("power", "shared", _number),
-    "IB": ("power", "network", _number),
-    "batch_size": ("model", "batch_sequences", _whole),
-    "vocab_size": ("model", "vocab", _whole),
-    "num_layers": ("model", "layers", _whole),
-    "layer_size": ("model", "hidden", _whole),
-    "projection": ("model", "projection", _whole),
-    "seq_len": ("model", "sequence_tokens", _whole),
-    "num_gates": ("model", "gates", _whole),
-    "precision": ("model", "element_bytes", _whole),
-    "dp": ("parallel", "data", _whole),
-    "lp": ("parallel", "layer", _whole),
-    "hlp": ("parallel", "hidden_layer", _whole),
+FIELDS: dict[str, tuple[Section, str, ValueUnit]] = {
+    "core_energy_per_flop": ("technology", "core_energy_per_flop_j", ""),
+    "DRAM_energy_per_bit_trans": ("technology", "dram_energy_per_bit_j", ""),
+    "L2_energy_per_bit": ("technology", "l2_energy_per_bit_j", ""),
+    "shared_mem_energy_per_bit": ("technology", "shared_energy_per_bit_j", ""),
+    "internode_energy_per_bit": ("technology", "network_energy_per_bit_j", ""),
+    "HBM_stack_capacity": ("technology", "dram_stack_bytes", "B"),
+    "HBM_stack_bw": ("technology", "dram_stack_bytes_per_s", "B/s"),
+    "L2_bank_capacity": ("technology", "l2_bank_bytes", "B"),
+    "L2_bank_bw": ("technology", "l2_bank_bytes_per_s", "B/s"),
+    "shared_mem_bank_capacity": ("technology", "shared_bank_bytes", "B"),
+    "shared_mem_bank_bw": ("technology", "shared_bank_bytes_per_s", "B/s"),
+    "line_latency": ("technology", "line_latency_s", ""),
+    "kernel_launch_overhead": ("technology", "launch_s", ""),
+    "TDP": ("power", "budget_w", ""),
+    "core": ("power", "core", ""),
+    "DRAM": ("power", "dram", ""),
+    "L2": ("power", "l2", ""),
+    "shared_mem": ("power", "shared", ""),
+    "IB": ("power", "network", ""),
+    "batch_size": ("model", "batch_sequences", "count"),
+    "vocab_size": ("model", "vocab", "count"),
+    "num_layers": ("model", "layers", "count"),
+    "layer_size": ("model", "hidden", "count"),
+    "projection": ("model", "projection", "count"),
+    "seq_len": ("model", "sequence_tokens", "count"),
+    "num_gates": ("model", "gates", "count"),
+    "precision": ("model", "element_bytes", "count"),
+    "dp": ("parallel", "data", "count"),
+    "lp": ("parallel", "layer", "count"),
+    "hlp": ("parallel", "hidden_layer", "count"),
 }
-"""The reference's name → part of the configuration, its field there, how the value is read."""
+"""The reference's name → part of the configuration, its field there, its unit."""
 
 SPLIT_FIELDS = {f"kp_{part}_{suffix}": (part, suffix) for part in SPLIT_PARTS for suffix in ("dim1", "dim2", "type")}
 
@@ -116,9 +107,10 @@ def from_table(table: Mapping[str, Any], base: Configuration | None = None) -> C
     _check_names(flat)
     _check_choices(flat)
     parts = _base_fields(base)
-    for name, (section, field, read) in FIELDS.items():
+    for name, (section, field, unit) in FIELDS.items():
         if name in flat:
-            parts[section][field] = read(name, flat[name])
+            value = flat[name]
+            parts[section][field] = _whole(name, value) if unit == "count" else _quantity(name, value, unit)
     parts["parallel"] |= {part: _split(part, flat, base) for part in SPLIT_PARTS}
     _check_complete(parts)
     return Configuration(
@@ -215,3 +207,7 @@ def _check_complete(parts: Mapping[Section, Mapping[str, Any]]) -> None:
             why=f"{len(missing)} of its settings are not there and have no default",
             hint=f"{missing[0]} = …",
         )
+
+
+PUBLISHED = from_table(read_table(technology_file("deepflow-2019")))
+"""What the reference's published searches start from: one device of 300 W, 38 billion parameters."""

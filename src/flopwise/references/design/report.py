@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share, significant
-from flopwise.references.design.device import DesignedDevice
-from flopwise.references.design.search import Search
+from flopwise.references.design.search import DesignedDevice, Search
 from flopwise.references.design.technology import DERIVED
 from flopwise.report.document import Block, Document, Table, Words, facts, note_rows
 from flopwise.report.tables import Styled
 from flopwise.report.words import UNKNOWN
 from flopwise.setup.hardware import Hardware
+from flopwise.setup.written import WrittenBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class DeviceFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DesignRecord:
+class DesignRecord(WrittenBatch):
     """A search and its result; seconds are those of one training step."""
 
     model: str

@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass, field, fields
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.references.deepflow.configuration import Configuration
+from flopwise.references.deepflow.configuration import Configuration, check_number
 from flopwise.setup.efficiency import AttentionEfficiency, Efficiency, GemmEfficiency, MemoryEfficiency, Tile
 from flopwise.setup.hardware import NUMBER_FORMATS, Device, Fact, Hardware, MemoryLevel, Network, Source
 
@@ -51,10 +51,10 @@ class CoreTechnology:
                 raise FlopwiseError(
                     f"core: unknown number format {shown(name)}", hint=f"one of {', '.join(NUMBER_FORMATS)}"
                 )
-            _positive("core", f"energy_per_flop_j.{name}", energy)
-        _positive("core", "unit_flops", self.unit_flops)
+            check_number("core", f"energy_per_flop_j.{name}", energy)
+        check_number("core", "unit_flops", self.unit_flops)
         if self.unit_area_mm2 is not None:
-            _positive("core", "unit_area_mm2", self.unit_area_mm2)
+            check_number("core", "unit_area_mm2", self.unit_area_mm2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +69,9 @@ class MemoryTechnology:
 
     def __post_init__(self) -> None:
         for name in ("energy_per_bit_j", "bank_bytes", "bank_bytes_per_s"):
-            _positive("memory", name, getattr(self, name))
+            check_number("memory", name, getattr(self, name))
         if self.bank_area_mm2 is not None:
-            _positive("memory", "bank_area_mm2", self.bank_area_mm2)
+            check_number("memory", "bank_area_mm2", self.bank_area_mm2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class Technology:
         if not self.name.strip() or not self.name.isprintable():
             raise FlopwiseError(f"a technology cannot be called {shown(self.name)}", hint='name = "my-7nm"')
         if self.network_energy_per_bit_j is not None:
-            _positive("technology", "network_energy_per_bit_j", self.network_energy_per_bit_j)
+            check_number("technology", "network_energy_per_bit_j", self.network_energy_per_bit_j)
         if not 0 <= self.launch_s < 1:
             raise FlopwiseError(f"launch_s must lie between 0 and 1 s, got {shown(self.launch_s)}", hint="3e-6")
 
@@ -137,9 +137,9 @@ class Budget:
     """Of the chip; None: only power is short."""
 
     def __post_init__(self) -> None:
-        _positive("budget", "power_w", self.power_w)
+        check_number("budget", "power_w", self.power_w)
         if self.area_mm2 is not None:
-            _positive("budget", "area_mm2", self.area_mm2)
+            check_number("budget", "area_mm2", self.area_mm2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -323,13 +323,4 @@ def _check_area(areas: dict[str, float], budget: Budget) -> None:
             f"the parts take {total:,.0f} mm² of a chip of {budget.area_mm2:,.0f}",
             why=f"with all the power that they get: {parts}",
             hint="shares of the area too, less power to the largest, or a larger chip",
-        )
-
-
-def _positive(owner: str, name: str, value: float) -> None:
-    if not (0 < value < math.inf):
-        raise FlopwiseError(
-            f"{owner}: {name} must be a positive number, got {shown(value)}",
-            why="energies, areas, sizes, rates and watts are above 0",
-            hint=f"correct {name}",
         )

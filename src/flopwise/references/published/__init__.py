@@ -11,9 +11,8 @@ from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.base.files import decode, read_table
 from flopwise.catalog.load import ROOT
 from flopwise.references.published import megatron, mpt, nanotron, vtrain
-from flopwise.references.published.rows import TableRow, column_names, read_rows
-from flopwise.references.validate.case import Case
-from flopwise.references.validate.protocol import Protocol
+from flopwise.references.published.rows import TableRow, column_names, placed, read_rows
+from flopwise.references.validate.protocol import Case, Protocol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,12 +26,25 @@ class Form:
     cases: Callable[[Sequence[TableRow]], tuple[Case, ...]]
 
 
+def _each(case: Callable[[TableRow], Case]) -> Callable[[Sequence[TableRow]], tuple[Case, ...]]:
+    """The reader of a table whose rows say nothing of each other."""
+
+    def cases(rows: Sequence[TableRow]) -> tuple[Case, ...]:
+        found = []
+        for row in rows:
+            with placed(row):
+                found.append(case(row))
+        return tuple(found)
+
+    return cases
+
+
 _FORMS: dict[str, Form] = {
-    "mpt": Form(file=mpt.FILE, columns=mpt.COLUMNS, cases=mpt.mpt_cases),
-    "vtrain": Form(file=vtrain.FILE, columns=vtrain.COLUMNS, cases=vtrain.vtrain_cases),
+    "mpt": Form(file=mpt.FILE, columns=mpt.COLUMNS, cases=_each(mpt.mpt_case)),
+    "vtrain": Form(file=vtrain.FILE, columns=vtrain.COLUMNS, cases=_each(vtrain.vtrain_case)),
     "nanotron": Form(file=nanotron.FILE, columns=nanotron.COLUMNS, cases=nanotron.nanotron_cases),
-    "megatron": Form(file=megatron.FILES[0], columns=megatron.COLUMNS, cases=megatron.first_cases),
-    "megatron-2": Form(file=megatron.FILES[1], columns=megatron.SECOND_COLUMNS, cases=megatron.second_cases),
+    "megatron": Form(file=megatron.FILES[0], columns=megatron.COLUMNS, cases=_each(megatron.first_case)),
+    "megatron-2": Form(file=megatron.FILES[1], columns=megatron.SECOND_COLUMNS, cases=_each(megatron.second_case)),
 }
 
 TABLES: tuple[str, ...] = tuple(_FORMS)

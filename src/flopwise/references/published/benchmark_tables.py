@@ -11,7 +11,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from decimal import Decimal
+from typing import Any
 
 from flopwise.base.errors import FlopwiseError
 
@@ -91,6 +93,7 @@ def _key(name: str) -> str:
     return "".join(re.findall(r"[a-z0-9]+", name.lower()))
 
 
+_KINDS = {field.name: str(field.type) for field in dataclass_fields(BenchmarkRow)}
 _FIELD_OF_KEY = {_key(name): field for field, name in _COLUMNS.items()}
 
 _Fields = tuple[str | None, ...]
@@ -220,82 +223,45 @@ def _body(lines: Sequence[str], start: int) -> tuple[list[tuple[int, tuple[str, 
 # Tables → rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """One row's cells by field, read with their types; what does not read is an error with its place."""
-
-    line: int
-    cells: dict[str, str]
-
-    def text(self, field: str) -> str:
-        if not self.cells[field]:
-            raise self._not(field, "a name")
-        return self.cells[field]
-
-    def whole(self, field: str, *, least: int = 1) -> int:
-        # The bound on the digits keeps out what no figure of a benchmark is, and what int() refuses.
-        text = self.cells[field]
-        if not re.fullmatch(r"[0-9]{1,18}|[0-9]{1,3}(?:,[0-9]{3}){1,5}", text):
-            raise self._not(field, "a whole number")
-        value = int(text.replace(",", ""))
-        if value < least:
-            raise self._not(field, f"a whole number from {least} on")
-        return value
-
-    def number(self, field: str) -> float:
-        if not re.fullmatch(r"[0-9]{1,18}(?:\.[0-9]{0,18})?(?:[eE][+-]?[0-9]{1,2})?", self.cells[field]):
-            raise self._not(field, "a number")
-        return float(self.cells[field])
-
-    def share(self, field: str) -> float:
-        found = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{0,18})?) ?%?", self.cells[field])
-        if not found or Decimal(found[1]) > 100:
-            raise self._not(field, "a percentage from 0 to 100")
-        return float(Decimal(found[1]) / 100)
-
-    def flag(self, field: str) -> bool:
-        text = self.cells[field].lower()
-        if text not in {"true", "false"}:
-            raise self._not(field, "True or False")
-        return text == "true"
-
-    def _not(self, field: str, wanted: str) -> FlopwiseError:
-        text = self.cells[field]
-        shown = repr(text if len(text) <= 40 else text[:39] + "…")
-        return FlopwiseError(
-            f"line {self.line}, column {_COLUMNS[field]!r}: {shown} is not {wanted}",
-            why="the cells of a benchmark table are read by the names in its header",
-            hint="correct the cell; if the whole column is off, look for a name missing in the header",
-        )
+_MAY_BE_NONE = ("sequences_per_s", "tokens_per_s", "tokens_per_s_per_device")
+"""Rates that are cut to whole numbers: 0 for the slowest."""
 
 
 def _row(heading: str, line: int, cells: Sequence[str], fields: _Fields) -> BenchmarkRow:
     """One row, its FLOP rate still in the unit that the table prints."""
-    record = _Record(line, {field: cell for field, cell in zip(fields, cells, strict=True) if field})
-    return BenchmarkRow(
-        table=heading,
-        line=line,
-        model=record.text("model"),
-        sequence_tokens=record.whole("sequence_tokens"),
-        devices=record.whole("devices"),
-        device=record.text("device"),
-        mfu=record.share("mfu"),
-        hfu=record.share("hfu"),
-        model_flops_per_s_per_device=record.number("model_flops_per_s_per_device"),
-        micro_batch=record.whole("micro_batch"),
-        accumulation_steps=record.whole("accumulation_steps"),
-        global_batch=record.whole("global_batch"),
-        sequences_per_s=record.whole("sequences_per_s", least=0),
-        tokens_per_s=record.whole("tokens_per_s", least=0),
-        tokens_per_s_per_device=record.whole("tokens_per_s_per_device", least=0),
-        global_batch_tokens=record.whole("global_batch_tokens"),
-        precision=record.text("precision"),
-        mixed_precision_mode=record.text("mixed_precision_mode"),
-        sharding=record.text("sharding"),
-        activation_checkpointing=record.flag("activation_checkpointing"),
-        activation_offload=record.flag("activation_offload"),
-        parameters=record.whole("parameters"),
-    )
+    values: dict[str, Any] = {}
+    for field, cell in zip(fields, cells, strict=True):
+        if field is not None:
+            values[field], wanted = _value(field, cell)
+            if values[field] is None:
+                shown = repr(cell if len(cell) <= 40 else cell[:39] + "…")
+                raise FlopwiseError(
+                    f"line {line}, column {_COLUMNS[field]!r}: {shown} is not {wanted}",
+                    why="the cells of a benchmark table are read by the names in its header",
+                    hint="correct the cell; if the whole column is off, look for a name missing in the header",
+                )
+    return BenchmarkRow(table=heading, line=line, **values)
+
+
+def _value(field: str, text: str) -> tuple[object, str]:
+    """What a cell of a field says, None where it cannot be that; and what it should be."""
+    # The bounds on the digits keep out what no figure of a benchmark is, and what int() refuses.
+    match _KINDS[field]:
+        case "str":
+            return text or None, "a name"
+        case "bool":
+            return {"true": True, "false": False}.get(text.lower()), "True or False"
+        case "float" if field in ("mfu", "hfu"):
+            found = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{0,18})?) ?%?", text)
+            share = Decimal(found[1]) / 100 if found else Decimal(2)
+            return float(share) if share <= 1 else None, "a percentage from 0 to 100"
+        case "float":
+            is_number = re.fullmatch(r"[0-9]{1,18}(?:\.[0-9]{0,18})?(?:[eE][+-]?[0-9]{1,2})?", text)
+            return float(text) if is_number else None, "a number"
+    if not re.fullmatch(r"[0-9]{1,18}|[0-9]{1,3}(?:,[0-9]{3}){1,5}", text):
+        return None, "a whole number"
+    value, least = int(text.replace(",", "")), 0 if field in _MAY_BE_NONE else 1
+    return value if value >= least else None, f"a whole number from {least} on"
 
 
 def _benchmark_rows(table: MarkdownTable, fields: _Fields) -> list[BenchmarkRow]:

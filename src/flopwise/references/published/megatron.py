@@ -1,36 +1,17 @@
 """Tables 1 and 2 of the Megatron-LM paper (Narayanan et al., arXiv 2104.04473): GPT of 1.7B to 1T on 32 to 3,072 A100.
 
-The tables print tensor × pipeline; the split, micro-batch and chunks of table 1 are those of `examples/sc21/
-run_table_1.sh` in NVIDIA/Megatron-LM, the options common to all of `CONFIG.sh` beside it: fp16 with fp32 masters,
-clipping, sequence 2,048, every layer recomputed whole. Rows that it gives layers per virtual stage are interleaved:
-76B, 145B, 310B and 530B. The others are plain 1F1B, 39B and 1T too.
-
-Attention of 2021 keeps its scores: batched products, one fused kernel for scale, mask and softmax, dropout. Bias with
-GELU and bias with dropout and residual sum are one kernel each; Adam is Apex's fused one. Tensor ranks all-reduce and
-wait. A stage sends 1/8 of its output to each rank of the next, which gather it over NVLink (the paper's
-scatter/gather). Gradients are reduced in fp16: behind the last backward up to 18B (torch's DDP), after it beyond (the
-local one). Nodes are DGX A100 80 GB with eight HDR InfiniBand adapters.
-
-The printed TFLOP/s are those of F = 96·B·s·l·h²·(1 + s/(6h) + V/(16·l·h)), recomputation included: a step took
-F ÷ (GPUs × that). Printed whole, so the time is known to 0.4 %.
-
-A file of one's own may hold other models; what the table does not print of them is assumed (`_assumed`).
-
-Table 2 is a table of its own here (`megatron-2`), only ever predicted. Its models are GPT-3 (96 layers, 12,288 wide, 96
-heads) and 530B of table 1, its pipelines have 8 tensor ranks. How stages were scheduled is not said; speed falls with
-the data ranks as 1F1B's bubble does (GPT-3: 153, 149, 141 printed; 153, 149, 141 by (p − 1)/m). Its ZeRO-3 rows run
-DeepSpeed's sharding under the same kernels, each GPU one micro-batch.
+What its set-ups are, as far as it does not print them, and where that was found: `catalog/tables/SOURCES.md`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.references.published.gpt import gpt
-from flopwise.references.published.rows import TableRow, check_batch, described, placed
-from flopwise.references.validate.case import Case
+from flopwise.base.files import read_table
+from flopwise.references.published.rows import TableRow, check_batch, load_device
+from flopwise.references.validate.protocol import Case
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.setup import SettledSetup
 from flopwise.work.formats import POLICIES
@@ -60,19 +41,8 @@ class SetUp:
     chunks: int = 1
 
 
-SET_UPS = {
-    "1.7b": SetUp(heads=24, tensor=1, pipeline=1, micro_batch=16),
-    "3.6b": SetUp(heads=32, tensor=2, pipeline=1, micro_batch=16),
-    "7.5b": SetUp(heads=32, tensor=4, pipeline=1, micro_batch=16),
-    "18b": SetUp(heads=48, tensor=8, pipeline=1, micro_batch=8),
-    "39b": SetUp(heads=64, tensor=8, pipeline=2, micro_batch=4),
-    "76b": SetUp(heads=80, tensor=8, pipeline=4, micro_batch=2, chunks=3),
-    "145b": SetUp(heads=96, tensor=8, pipeline=8, micro_batch=2, chunks=2),
-    "310b": SetUp(heads=128, tensor=8, pipeline=16, micro_batch=1, chunks=2),
-    "530b": SetUp(heads=128, tensor=8, pipeline=35, micro_batch=1, chunks=3),
-    "1t": SetUp(heads=160, tensor=8, pipeline=64, micro_batch=1),
-}
-
+SET_UPS = {size: SetUp(**row) for size, row in read_table(Path(__file__).with_name("megatron.toml")).items()}
+"""Of table 1, by the model's size in small letters."""
 SECOND_TENSOR = 8
 HEAD_CHANNELS = 128
 SECOND_MODELS = {
@@ -84,33 +54,23 @@ SCHEMES = {"ptd": 0, "zero-3": 3}
 """The scheme's name → ZeRO stage."""
 
 
-def first_cases(rows: Sequence[TableRow]) -> tuple[Case, ...]:
-    """The rows of table 1 as set-ups."""
-    return tuple(_first_case(row) for row in rows)
+def first_case(row: TableRow) -> Case:
+    """A row of table 1 as a set-up."""
+    size = row.text("model")
+    set_up = SET_UPS.get(size.lower()) or _assume(row)
+    model = _model(size, row.count("hidden"), row.count("layers"), set_up.heads, row.count("vocab"))
+    parallel = Parallel(
+        data=_data(row, set_up.tensor * set_up.pipeline),
+        tensor=set_up.tensor,
+        pipeline=set_up.pipeline,
+        schedule="interleaved" if set_up.chunks > 1 else "1f1b",
+        chunks=set_up.chunks,
+    )
+    tokens = row.count("seq_len")
+    return _case(row, size, model, parallel, micro_batch=set_up.micro_batch, tokens=tokens, fitted=True)
 
 
-def second_cases(rows: Sequence[TableRow]) -> tuple[Case, ...]:
-    """The rows of table 2 as set-ups, none of them for fitting."""
-    return tuple(_second_case(row) for row in rows)
-
-
-def _first_case(row: TableRow) -> Case:
-    with placed(row):
-        size = row.text("model")
-        set_up = SET_UPS.get(size.lower()) or _assumed(row)
-        model = _model(size, row.count("hidden"), row.count("layers"), set_up.heads, row.count("vocab"))
-        parallel = Parallel(
-            data=_data(row, set_up.tensor * set_up.pipeline),
-            tensor=set_up.tensor,
-            pipeline=set_up.pipeline,
-            schedule="interleaved" if set_up.chunks > 1 else "1f1b",
-            chunks=set_up.chunks,
-        )
-        tokens = row.count("seq_len")
-        return _case(row, size, model, parallel, micro_batch=set_up.micro_batch, tokens=tokens, fitted=True)
-
-
-def _assumed(row: TableRow) -> SetUp:
+def _assume(row: TableRow) -> SetUp:
     """The set-up of another model: heads of 128 channels, tensor ranks before stages, one sequence at a time."""
     hidden, ranks = row.count("hidden"), row.count("model_parallel_size")
     tensor = min(ranks, SECOND_TENSOR)
@@ -121,17 +81,17 @@ def _assumed(row: TableRow) -> SetUp:
     return SetUp(heads=hidden // HEAD_CHANNELS, tensor=tensor, pipeline=ranks // tensor, micro_batch=1)
 
 
-def _second_case(row: TableRow) -> Case:
-    with placed(row):
-        size, hidden, layers, heads = row.meaning("params_b", SECOND_MODELS, kind="size in table 2")
-        zero, ranks = row.meaning("scheme", SCHEMES, kind="scheme"), row.count("model_parallel_size")
-        data, tensor = _data(row, ranks), 1 if zero else SECOND_TENSOR
-        if ranks % tensor:
-            raise row.wrong("model_parallel_size", f"is not a multiple of {tensor}", hint="8 tensor ranks × stages")
-        parallel = Parallel(data=data, tensor=tensor, pipeline=ranks // tensor, zero=zero)
-        model = _model(size, hidden, layers, heads, 51_200)
-        micro_batch = row.count("micro_batch")
-        return _case(row, size, model, parallel, micro_batch=micro_batch, tokens=model.context, fitted=False)
+def second_case(row: TableRow) -> Case:
+    """A row of table 2 as a set-up, not for fitting."""
+    size, hidden, layers, heads = row.meaning("params_b", SECOND_MODELS, kind="size in table 2")
+    zero, ranks = row.meaning("scheme", SCHEMES, kind="scheme"), row.count("model_parallel_size")
+    data, tensor = _data(row, ranks), 1 if zero else SECOND_TENSOR
+    if ranks % tensor:
+        raise row.wrong("model_parallel_size", f"is not a multiple of {tensor}", hint="8 tensor ranks × stages")
+    parallel = Parallel(data=data, tensor=tensor, pipeline=ranks // tensor, zero=zero)
+    model = _model(size, hidden, layers, heads, 51_200)
+    micro_batch = row.count("micro_batch")
+    return _case(row, size, model, parallel, micro_batch=micro_batch, tokens=model.context, fitted=False)
 
 
 def _data(row: TableRow, ranks: int) -> int:
@@ -160,7 +120,7 @@ def _case(
         stack=STACK,
         setup=SettledSetup(
             model=model,
-            hardware=described(HARDWARE),
+            hardware=load_device(HARDWARE),
             parallel=parallel,
             sequence_tokens=tokens,
             batch_sequences=batch,
@@ -192,4 +152,30 @@ def _model(size: str, hidden: int, layers: int, heads: int, vocab: int) -> Trans
         heads=heads,
         vocab=vocab,
         context=2048,
+    )
+
+
+def gpt(
+    name: str, title: str, source: str, *, layers: int, hidden: int, heads: int, vocab: int, context: int
+) -> Transformer:
+    """A GPT-2 of any size: learned positions, LayerNorm before each half, GELU, biases everywhere, a tied head."""
+    return Transformer(
+        name=name,
+        title=title,
+        source=source,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        ffn=4 * hidden,
+        vocab=vocab,
+        context=context,
+        positions="learned",
+        norm="layer",
+        norm_bias=True,
+        gated=False,
+        activation="gelu",
+        qkv_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+        tied=True,
     )

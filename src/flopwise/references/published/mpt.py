@@ -1,37 +1,14 @@
 """The training benchmarks of MosaicML's llm-foundry: MPT 125M to 70B on H100 and A100 under FSDP, 2023.
 
-What the tables do not print, and where it was found:
-
-Two runs of the sweep are in them. Rows with precision `bf16` and mode `PURE` are the older one (torch 1.13.1). Rows
-with `amp_…` and `DEFAULT` come from the rewritten script of pull request 543 (llm-foundry 0.4, torch 2.1.0, autumn
-2023): it writes `amp_` before the precision and no longer passes a mode on.
-
-Number formats: Composer's `get_mixed_precision`. FSDP keeps fp32 shards and gathers them in bf16 in both modes;
-gradients are reduced in fp32 under DEFAULT and in bf16 under PURE. `bf16` is Composer's old name of `amp_bf16`. fp8
-rows run the blocks' linear layers in Transformer Engine (`fc_type: te`), all else as in bf16.
-
-Recompute: each block is checkpointed, non-reentrant (`submit_benchmarks.py`, `yamls/pretrain`). torch 2.1 stops such a
-recomputation at the last tensor that backward reads (pytorch pull request 96866), 1.13 runs the whole block. Were it
-otherwise, the 13b row at 1,024 tokens on A100 80 GB would have run at 79 % of the peak.
-
-Attention: Triton's flash attention of 2022 (`attn_impl: triton`) with learned positions, no dropout. Kernels between
-the products are torch's own, one by one; LayerNorm in bf16; the cross entropy is one kernel. The optimizer is
-Composer's DecoupledAdamW, which walks over the tensors in Python.
-
-FSDP: one unit for each block, `limit_all_gathers`, no forward prefetch, backward prefetch `BACKWARD_POST`. Composer
-skips the synchronisation of early micro-batches for DDP only (`ddp_sync_context`): under FSDP every micro-batch
-reduces.
+What its set-ups are, as far as it does not print them, and where that was found: `catalog/tables/SOURCES.md`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-
 from flopwise.base.errors import unknown_name
-from flopwise.catalog.load import load_model, model_names
-from flopwise.references.published.rows import TableRow, check_batch, described, placed
-from flopwise.references.validate.case import Case
+from flopwise.catalog.load import model_names
+from flopwise.references.published.rows import TableRow, check_batch, load_device, shipped_model
+from flopwise.references.validate.protocol import Case
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.setup import SettledSetup
 from flopwise.work.formats import Formats, parse_formats
@@ -51,41 +28,34 @@ SHARDING: dict[str, tuple[int, bool]] = {"full_shard": (3, True), "shard_grad_op
 """FSDP's name → ZeRO stage, and whether weights are dropped between forward and backward."""
 
 
-def mpt_cases(rows: Sequence[TableRow]) -> tuple[Case, ...]:
-    """The rows of an llm-foundry table as set-ups; constants are for the bf16 ones alone."""
-    return tuple(_case(row) for row in rows)
-
-
-def _case(row: TableRow) -> Case:
-    with placed(row):
-        devices, micro_batch = row.count("n_gpus"), row.count("micro_batch")
-        batch, sequence_tokens = row.count("global_batch"), row.count("seq_len")
-        check_batch(row, batch, devices, "global_batch")
-        hardware, formats, recompute = row.hardware("gpu"), _formats(row), _recompute(row)
-        zero, reshard = row.meaning("sharding", SHARDING, kind="sharding strategy")
-        return Case(
-            row=row.number,
-            size=row.text("model").lower(),
-            label=_label(row, hardware),
-            stack=STACK,
-            setup=SettledSetup(
-                model=_model(row),
-                hardware=described(hardware),
-                parallel=Parallel(
-                    data=devices, zero=zero, reshard=reshard, offload_activations=row.truth("act_offload")
-                ),
-                sequence_tokens=sequence_tokens,
-                batch_sequences=batch,
-                micro_batch_sequences=micro_batch,
-                formats=formats,
-                recompute=recompute,
-                fusion="eager",
-            ),
-            step_s=batch * sequence_tokens / row.number_of("tokens_per_s"),
-            fits=True,
-            # The products of fp8 are another library's (Transformer Engine), and seven rows are too few for its own.
-            fitted=formats.matrix != "fp8",
-        )
+def mpt_case(row: TableRow) -> Case:
+    """A row of an llm-foundry table as a set-up; constants are for the bf16 ones alone."""
+    devices, micro_batch = row.count("n_gpus"), row.count("micro_batch")
+    batch, sequence_tokens = row.count("global_batch"), row.count("seq_len")
+    check_batch(row, batch, devices, "global_batch")
+    hardware, formats, recompute = row.hardware("gpu"), _formats(row), _recompute(row)
+    zero, reshard = row.meaning("sharding", SHARDING, kind="sharding strategy")
+    return Case(
+        row=row.number,
+        size=row.text("model").lower(),
+        label=_label(row, hardware),
+        stack=STACK,
+        setup=SettledSetup(
+            model=_model(row),
+            hardware=load_device(hardware),
+            parallel=Parallel(data=devices, zero=zero, reshard=reshard, offload_activations=row.truth("act_offload")),
+            sequence_tokens=sequence_tokens,
+            batch_sequences=batch,
+            micro_batch_sequences=micro_batch,
+            formats=formats,
+            recompute=recompute,
+            fusion="eager",
+        ),
+        step_s=batch * sequence_tokens / row.number_of("tokens_per_s"),
+        fits=True,
+        # The products of fp8 are another library's (Transformer Engine), and seven rows are too few for its own.
+        fitted=formats.matrix != "fp8",
+    )
 
 
 def _label(row: TableRow, hardware: str) -> str:
@@ -100,12 +70,7 @@ def _model(row: TableRow) -> Model:
     size = row.text("model").lower()
     if size not in sizes:
         raise unknown_name("MPT model", row.text("model"), sizes, hint=f"model is one of {', '.join(sizes)}")
-    return _shipped(size)
-
-
-@cache
-def _shipped(size: str) -> Model:
-    return load_model(f"mpt-{size}")
+    return shipped_model(f"mpt-{size}")
 
 
 def _formats(row: TableRow) -> Formats:

@@ -1,30 +1,6 @@
 """Hugging Face's sweep of nanotron for the Ultra-Scale Playbook: Llama-like models on 8 and 16 H100, winter 2024–25.
 
-Read from the table's own columns. The rest, and where it was found:
-
-The sweep's script (`scripts/scaling_benchmarks.py` and its base `examples/config_tiny_llama_bench.yaml`): bf16
-weights, gradients summed in fp32, torch's fused AdamW over fp32 masters and moments, clipping; as many key-value heads
-as heads; tied embeddings below a feed-forward width of 10,000; 1F1B; no recompute; `CUDA_DEVICE_MAX_CONNECTIONS=1`. It
-runs pp = 1 only once, so the repair of the pipeline that `after_pp_fix` tells of changed nothing there; still only
-rows after it give a step time here, as the table's publishers advise.
-
-nanotron itself: flash attention 2, a Triton RMSNorm, SwiGLU and the loss as torch's single kernels, the loss on an
-fp32 copy of the logits. Tensor ranks scatter and gather by token (REDUCE_SCATTER): the gather overlaps with the
-product of a rank's own tokens, is done again in backward, and overlaps there too; the forward's scatter is waited for.
-Gradients are reduced in fp32 behind the last backward, in buckets of 25 MB; under ZeRO 1 the updated weights are
-gathered after the step. A stage takes layers until its share of the cost is exceeded, a layer costing its weights and
-the head its own.
-
-`gbs` counts sequences in rows that ran and tokens in those that only were planned: the batch is dp × mbs ×
-accumulation.
-
-What is special:
-- Six rows ran on a node whose all-reduce reached 45 GB/s instead of 450 (`AR Intra-node`), up to 60 times too slow.
-  Five of them are later than the repair and have a step time, which nothing is fitted to.
-- Three of those call themselves a success and out of memory at once: whether they fitted is unknown, and what they
-  reserved is not fitted to either.
-- `Other` failed for reasons of its own: neither fitting nor not.
-- Two rows bear the name of another run; their columns count.
+What its set-ups are, as far as it does not print them, and where that was found: `catalog/tables/SOURCES.md`.
 """
 
 from __future__ import annotations
@@ -33,8 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.references.published.rows import TableRow, described, placed
-from flopwise.references.validate.case import Case
+from flopwise.references.published.rows import TableRow, load_device, placed
+from flopwise.references.validate.protocol import Case
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.setup import SettledSetup
 from flopwise.work.formats import parse_formats
@@ -89,7 +65,7 @@ def _case(row: TableRow, details: Mapping[Shape, tuple[int, bool]], slowest: flo
         micro_batch, steps = row.count("mbs"), row.count("batch_accum")
         setup = SettledSetup(
             model=model,
-            hardware=described(HARDWARE),
+            hardware=load_device(HARDWARE),
             parallel=parallel,
             sequence_tokens=model.context,
             batch_sequences=parallel.data * micro_batch * steps,

@@ -1,21 +1,11 @@
 """Recorded runs of the reference offload trainer on one H100 (als244/ml_dataflow, July 2025).
 
-Each row is a model, a sequence length and two memory caps, with what the trainer's own rule made of them and how fast
-it ran. `flopwise.references.dataflow.rule` repeats the rule.
-
-What is special:
-- A failed run has zeros in every column after the caps. The rule refuses 175 of the 178; why the other three failed (8B
-  of 512k tokens with 256/40 GiB, twice, and with 356/78 GiB) the table does not tell.
-- The columns `n_full`, `n_inp_ctx_attn` and `n_inp_ctx` are what the rule meant to save. In 55 of 591 runs its
-  placement found no place for all full saves and made the others `n_inp_ctx_attn`: `used_host_gib` is less by exactly
-  their difference. With 1B of 512k tokens and 24 GiB the speed is the same from 96 to 224 GiB of host memory, none of 4
-  to 209 full saves being placed. `recompute_frac` and `hfu` go by what was meant, and are too low there.
-- MFU and HFU count causal attention as half, against 989 TFLOP/s.
+What its set-ups are, as far as it does not print them, and where that was found: `catalog/tables/SOURCES.md`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError
@@ -80,26 +70,19 @@ def read_offload(path: Path | None = None) -> tuple[OffloadRun, ...]:
 
 def _run(row: TableRow) -> OffloadRun:
     with placed(row):
-        hardware, model = row.hardware("gpu"), row.meaning("model_b", MODELS, kind="model size (10⁹ parameters)")
-        sequence_tokens = row.count("seqlen")
-        host_bytes, device_bytes = _gib(row, "host_gb"), _gib(row, "device_gb")
-        if _failed(row):
-            return OffloadRun(
-                row=row.number,
-                hardware=hardware,
-                model=model,
-                sequence_tokens=sequence_tokens,
-                host_bytes=host_bytes,
-                device_bytes=device_bytes,
-                succeeded=False,
-            )
-        run = OffloadRun(
+        failed = OffloadRun(
             row=row.number,
-            hardware=hardware,
-            model=model,
-            sequence_tokens=sequence_tokens,
-            host_bytes=host_bytes,
-            device_bytes=device_bytes,
+            hardware=row.hardware("gpu"),
+            model=row.meaning("model_b", MODELS, kind="model size (10⁹ parameters)"),
+            sequence_tokens=row.count("seqlen"),
+            host_bytes=_gib(row, "host_gb"),
+            device_bytes=_gib(row, "device_gb"),
+            succeeded=False,
+        )
+        if not row.has("tok_s") or _zero(row, "tok_s"):
+            return failed
+        run = replace(
+            failed,
             succeeded=True,
             tokens_per_s=row.number_of("tok_s"),
             step_s=row.number_of("step_s"),
@@ -133,10 +116,6 @@ def _check(row: TableRow, run: OffloadRun) -> None:
             why=f"{run.sequences_per_step} sequences of {run.sequence_tokens:,} tokens",
             hint="correct tok_s, step_s, seqs_per_step or seqlen",
         )
-
-
-def _failed(row: TableRow) -> bool:
-    return not row.has("tok_s") or _zero(row, "tok_s")
 
 
 def _zero(row: TableRow, column: str) -> bool:

@@ -14,8 +14,7 @@ from typing import TypeVar
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.files import read_text
-from flopwise.catalog.load import hardware_aliases, hardware_names, load_hardware
-from flopwise.setup.hardware import Hardware
+from flopwise.catalog.load import hardware_aliases, hardware_names, load_hardware, load_model
 
 LARGEST_NUMBER = 10**15
 """No cell that is read counts more than this; beyond it a number is a typing mistake."""
@@ -23,10 +22,8 @@ LARGEST_NUMBER = 10**15
 Meaning = TypeVar("Meaning")
 
 
-@cache
-def described(name: str) -> Hardware:
-    """A device of the catalogue, read once for all rows."""
-    return load_hardware(name)
+load_device, shipped_model = cache(load_hardware), cache(load_model)
+"""A device and a model of the catalogue, read once for all rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,11 +125,11 @@ def parse_rows(text: str, where: str, columns: Sequence[str]) -> tuple[TableRow,
     """The rows of a table's text; `where` names it in an error."""
     lines = _lines(text, where, columns)
     if not lines:
-        raise FlopwiseError(f"{where} is empty", hint=_wanted(columns))
+        raise FlopwiseError(f"{where} is empty", hint=_describe_columns(columns))
     (_, names), *body = lines
     _check_header(names, columns, where)
     if not body:
-        raise FlopwiseError(f"{where} has no rows", why="nothing follows its header", hint=_wanted(columns))
+        raise FlopwiseError(f"{where} has no rows", why="nothing follows its header", hint=_describe_columns(columns))
     return tuple(_row(line, number, cells, names, where) for number, (line, cells) in enumerate(body, start=1))
 
 
@@ -141,7 +138,7 @@ def _text(path: Path, columns: Sequence[str]) -> str:
         return read_text(path)
     except FlopwiseError as error:
         # What a description's reader advises is of no use for a table.
-        raise FlopwiseError(error.what, why=error.why, hint=_wanted(columns)) from None
+        raise FlopwiseError(error.what, why=error.why, hint=_describe_columns(columns)) from None
 
 
 def _lines(text: str, where: str, columns: Sequence[str]) -> list[tuple[int, list[str]]]:
@@ -152,11 +149,11 @@ def _lines(text: str, where: str, columns: Sequence[str]) -> list[tuple[int, lis
         lines.extend((reader.line_num, [cell.strip() for cell in cells]) for cells in reader)
     except csv.Error as error:
         what = f"{where}, line {reader.line_num}: cannot be read"
-        raise FlopwiseError(what, why=str(error), hint=_wanted(columns)) from None
+        raise FlopwiseError(what, why=str(error), hint=_describe_columns(columns)) from None
     return [(line, cells) for line, cells in lines if any(cells)]
 
 
-def _wanted(columns: Sequence[str]) -> str:
+def _describe_columns(columns: Sequence[str]) -> str:
     return f"a comma-separated file{' with the columns ' if columns else ''}{', '.join(columns)}"
 
 

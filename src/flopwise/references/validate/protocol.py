@@ -1,4 +1,7 @@
-"""`Protocol`: what is fitted to what before a published table is predicted. Data, so that the split is never tuned."""
+"""`Case`, a row of a published table, and `Protocol`: what is fitted to what before the table is predicted.
+
+Both are data, so that the split is never tuned.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,33 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from flopwise.base.errors import FlopwiseError, unknown_name
-from flopwise.references.validate.case import Case
+from flopwise.setup.setup import SettledSetup
 from flopwise.setup.stack import MOST_CONSTANTS, NEUTRAL
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A measured training step."""
+
+    row: int
+    """Line of the table, the first after the header being 1."""
+    size: str
+    """The model's size: what is left out together."""
+    label: str
+    """The rest of the set-up in a few words, for people."""
+    setup: SettledSetup
+    """As the kernels and the network allow it: without its stack, whose constants may be what is looked for."""
+    stack: str
+    """Catalogue name."""
+    step_s: float | None
+    """Measured; None where it ran out of memory or was not measured."""
+    fits: bool | None
+    """Whether it fitted; None where the table does not say."""
+    fitted: bool = True
+    """Whether constants may be fitted to this row; the others are only ever predicted."""
+    reserved_bytes: int | None = None
+    """Device memory that the framework's allocator held at its peak, where the table prints it."""
+
 
 Metric = Literal["throughput", "time"]
 METRICS: tuple[Metric, ...] = get_args(Metric)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flopwise.references.validate.case import Case
-from flopwise.references.validate.protocol import Metric
+from flopwise.references.validate.protocol import Case, Metric
 
 ERROR_WORDS: dict[Metric, str] = {
     "throughput": "error: |predicted ÷ measured − 1| of tokens per second",
@@ -100,10 +99,10 @@ def validate(
         _row(case, float(seconds), verdict, metric, held_out=out, counted=one)
         for case, seconds, verdict, out, one in zip(cases, predicted_s, verdicts, apart, inside, strict=True)
     )
-    return summarized(table, rows, protocol=f"{protocol}; {ERROR_WORDS[metric]}", rank=_throughput_rank(cases, rows))
+    return summarize(table, rows, protocol=f"{protocol}; {ERROR_WORDS[metric]}", rank=_throughput_rank(cases, rows))
 
 
-def summarized(table: str, rows: tuple[ValidatedRow, ...], *, protocol: str, rank: float | None) -> Validation:
+def summarize(table: str, rows: tuple[ValidatedRow, ...], *, protocol: str, rank: float | None) -> Validation:
     """The figures of rows that are compared already."""
     errors = np.array([row.error for row in rows if row.error is not None and row.counted])
     judged = [row for row in rows if row.counted and row.measured_fits is not None and row.predicted_fits is not None]
@@ -154,8 +153,12 @@ def _throughput_rank(cases: Sequence[Case], rows: Sequence[ValidatedRow]) -> flo
         for case, row in zip(cases, rows, strict=True)
         if row.measured_s is not None and row.predicted_s is not None and row.counted
     ]
-    measured = np.array([pair[0] for pair in pairs])
-    ratios = np.array([pair[1] for pair in pairs])
+    return rate_rank(pairs)
+
+
+def rate_rank(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Spearman's correlation of rates, from (measured, predicted over measured) of each."""
+    measured, ratios = (np.array([pair[place] for pair in pairs]) for place in (0, 1))
     return rank_correlation(measured, measured * ratios)
 
 

@@ -48,7 +48,7 @@ def to_accelerate(plan: AnyPlan, model: Model) -> Export:
         "main_training_function": "main",
         "mixed_precision": _precision(plan, ledger),
         "num_machines": 1,
-        "num_processes": plan.devices if isinstance(plan, ClusterPlan) else 1,
+        "num_processes": plan.devices,
         "use_cpu": False,
     }
     table |= _cluster(plan, ledger) if isinstance(plan, ClusterPlan) else _one_device(plan, ledger)

@@ -57,7 +57,7 @@ class ExportedBatch:
 
 def field_names(plan: AnyPlan) -> tuple[str, ...]:
     """All that an export has to account for: the plan's fields, those of its Parallel as `parallel.NAME`, the model."""
-    own = tuple(field.name for field in fields(plan) if field.name != "parallel")
+    own = tuple(field.name for field in fields(plan) if field.name not in (MODEL, "parallel"))
     inner = tuple(f"parallel.{field.name}" for field in fields(Parallel)) if isinstance(plan, ClusterPlan) else ()
     return (*own, *inner, MODEL)
 
@@ -155,7 +155,7 @@ def batch_of(plan: AnyPlan, ledger: Ledger) -> ExportedBatch:
     """The step's batch in equal parts; micro-batches that do not divide it are made smaller, and that is said."""
     if isinstance(plan, Plan):
         micro = max(1, plan.chunk_tokens // plan.sequence_tokens)
-        total = plan.rounds_per_step * plan.sequences_per_round
+        total = plan.batch_sequences
         return ExportedBatch(sequences=total, micro=micro, accumulation=total // micro, data=1)
     data = plan.parallel.data
     if plan.batch_sequences % data:
@@ -204,6 +204,7 @@ def leave_streaming(plan: Plan, ledger: Ledger) -> None:
     ledger.leave("fetch", "others do not bring activations back from the host this way")
     ledger.leave("host_copies", "where copies of the state are kept is the other trainer's own affair")
     ledger.leave("rule", "says how the plan was found")
+    ledger.leave("replay", "others hand kernels over one by one; torch.compile's reduce-overhead comes nearest to it")
     ledger.leave(
         "attention",
         "attention runs over whole sequences"

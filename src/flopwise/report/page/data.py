@@ -12,11 +12,11 @@ from flopwise.base.units import show_bytes, show_seconds, show_share
 from flopwise.records.measurement import MemoryRow, RunRecord, StepRecord
 from flopwise.records.profile import METRIC, Profile, Spent, TaskTime, Unit, Verdict
 from flopwise.report.document import Table
-from flopwise.report.profile_timeline import Span, kind_of, measured, predicted
+from flopwise.report.profile_timeline import Span, kind_of, measured_span, predicted_span
 from flopwise.report.profile_words import evidence_words, stake_words, title, why_paragraph
 from flopwise.report.profiles import class_shares, engine_shares
 from flopwise.report.runs import model_name
-from flopwise.report.words import safe, scaled
+from flopwise.report.words import safe, scale_figure
 from flopwise.store.results import FIELDS, Result
 from flopwise.store.runs import to_text
 from flopwise.work.parameters import Place
@@ -292,16 +292,29 @@ def planned_bars(rows: Sequence[MemoryRow], caps: Mapping[Place, int | None]) ->
 
 def _bar(place: Place, rows: Sequence[MemoryRow], cap: int | None) -> MemoryBar:
     used = [row for row in rows if row.planned_bytes or row.measured_bytes or row.owner == UNACCOUNTED]
-    taken = sum(row.measured_bytes for row in used)
-    ordered = [row for row in used if row.owner != UNACCOUNTED] + [row for row in used if row.owner == UNACCOUNTED]
+    ordered = sorted(used, key=lambda row: row.owner == UNACCOUNTED)
+    planned = [row.planned_bytes for row in ordered]
+    return memory_bar(place, [row.owner for row in ordered], planned, [row.measured_bytes for row in ordered], cap)
+
+
+def memory_bar(
+    place: Place,
+    owners: Sequence[str],
+    planned: Sequence[int] | None,
+    measured: Sequence[int] | None,
+    cap: int | None,
+) -> MemoryBar:
+    """A place's memory; what is spare is told of what was measured, else of what was planned."""
+    unaccounted = dict(zip(owners, measured, strict=True)).get(UNACCOUNTED) if measured is not None else None
+    taken = sum(measured if measured is not None else planned or ())
     return MemoryBar(
         place=place,
-        owners=tuple(safe(row.owner, 40) for row in ordered),
-        planned_bytes=tuple(row.planned_bytes for row in ordered),
-        measured_bytes=tuple(row.measured_bytes for row in ordered),
+        owners=tuple(safe(owner, 40) for owner in owners),
+        planned_bytes=None if planned is None else tuple(planned),
+        measured_bytes=None if measured is None else tuple(measured),
         cap_bytes=cap,
         spare_bytes=None if cap is None else cap - taken,
-        unaccounted_bytes=next((row.measured_bytes for row in used if row.owner == UNACCOUNTED), None),
+        unaccounted_bytes=unaccounted,
     )
 
 
@@ -315,17 +328,7 @@ def _planned_in_all(record: RunRecord) -> tuple[MemoryBar, ...]:
     for place in places:
         size, cap = expected.get(f"{place}_bytes"), _cap(record, f"{place}_memory_bytes")
         if isinstance(size, int | float) and size > 0:
-            bars.append(
-                MemoryBar(
-                    place=place,
-                    owners=("planned in all",),
-                    planned_bytes=(int(size),),
-                    measured_bytes=None,
-                    cap_bytes=cap,
-                    spare_bytes=None if cap is None else cap - int(size),
-                    unaccounted_bytes=None,
-                )
-            )
+            bars.append(memory_bar(place, ["planned in all"], [int(size)], None, cap))
     return tuple(bars)
 
 
@@ -347,7 +350,7 @@ def cap_of(profile: Profile) -> int | None:
 
 
 def _tasks(tasks: Sequence[TaskTime]) -> Tasks | None:
-    spans = [(task, predicted(task), measured(task)) for task in tasks]
+    spans = [(task, predicted_span(task), measured_span(task)) for task in tasks]
     known = [(task, before, after) for task, before, after in spans if before or after]
     if not known:
         return None
@@ -470,7 +473,7 @@ def _traffic(profile: Profile) -> tuple[tuple[str, str, str], ...]:
 
 def _figure(value: float, unit: Unit) -> str:
     writers: dict[Unit, Callable[[float], str]] = {"B": show_bytes, "s": show_seconds, "share": show_share}
-    return writers[unit](value) if unit in writers and isfinite(value) else scaled(value, unit)
+    return writers[unit](value) if unit in writers and isfinite(value) else scale_figure(value, unit)
 
 
 def _verdict(verdict: Verdict) -> VerdictWords:

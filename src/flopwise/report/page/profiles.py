@@ -9,11 +9,21 @@ from math import isfinite
 from flopwise.profile.explain.comparing import ProfileComparison, column_names
 from flopwise.records.profile import METRIC, Profile, Verdict
 from flopwise.report.document import Table
-from flopwise.report.page.data import MemoryBar, PageData, RunDetail, cap_of, now, planned_bars, roofs_of, with_profile
-from flopwise.report.profile_comparison import joined_changes, length_table, same_words, sentences, warned
+from flopwise.report.page.data import (
+    MemoryBar,
+    PageData,
+    RunDetail,
+    cap_of,
+    memory_bar,
+    now,
+    planned_bars,
+    roofs_of,
+    with_profile,
+)
+from flopwise.report.profile_comparison import join_changes, length_table, same_words, sentences, warn_of_parts
 from flopwise.report.profile_words import name_words, value_words
 from flopwise.report.profiles import Judged, detail_tables, heading_parts, memory_rows, summary_table
-from flopwise.report.words import safe, scaled, seconds
+from flopwise.report.words import safe, scale_figure, seconds
 from flopwise.store.results import Result
 
 
@@ -28,7 +38,7 @@ def profiles_page(judged: Sequence[Judged], comparison: ProfileComparison | None
         rows=[_row(name, profile) for name, profile in zip(names, profiles, strict=True)],
         details=details,
         of_profiles=True,
-        said=(*sentences(comparison), same_words(comparison), *warned(comparison)) if comparison else (),
+        said=(*sentences(comparison), same_words(comparison), *warn_of_parts(comparison)) if comparison else (),
         tables=_tables(judged, comparison) if comparison else (),
     )
 
@@ -78,7 +88,7 @@ def _detail(name: str, profile: Profile, verdicts: Sequence[Verdict]) -> RunDeta
         traffic=(*_main_figures(profile), *found.traffic),
         tables=(_what(profile), *map(_plain, detail_tables(profile))),
         memory_over_time=tuple(points) if drawn else (),
-        memory_words=f"Over {seconds(last)}: the peak is {scaled(most, 'B')}." if drawn else "",
+        memory_words=f"Over {seconds(last)}: the peak is {scale_figure(most, 'B')}." if drawn else "",
     )
 
 
@@ -119,16 +129,8 @@ def _memory(profile: Profile, cap: int | None) -> tuple[MemoryBar, ...]:
     total = profile.memory_total_bytes
     if not rows or total is None or not isfinite(total):
         return ()
-    bar = MemoryBar(
-        place="device",
-        owners=tuple(safe(owner, 40) for owner, _ in rows),
-        planned_bytes=None,
-        measured_bytes=tuple(size for _, size in rows),
-        cap_bytes=cap,
-        spare_bytes=None if cap is None else cap - int(total),
-        unaccounted_bytes=dict(rows).get("unaccounted"),
-    )
-    return (bar,)
+    # The rows add up to the total.
+    return (memory_bar("device", [owner for owner, _ in rows], None, [size for _, size in rows], cap),)
 
 
 def _tables(judged: Sequence[Judged], comparison: ProfileComparison) -> tuple[Table, ...]:
@@ -136,6 +138,6 @@ def _tables(judged: Sequence[Judged], comparison: ProfileComparison) -> tuple[Ta
     base = safe(comparison.names[comparison.baseline])
     return (
         replace(summary_table(judged), title="What was profiled?"),
-        replace(joined_changes(comparison), title=f"Changes relative to {base}"),
+        replace(join_changes(comparison), title=f"Changes relative to {base}"),
         *(lengths if comparison.lengths else []),
     )

@@ -1,0 +1,107 @@
+"""Attention over sequences of uneven length that lie behind each other, without padding.
+
+Query, output and their gradients are (rows, heads, channels), keys and values (rows, key and value heads, channels);
+`logsumexp` is (heads, rows). Torch's flash kernel takes all sequences in one call; elsewhere they are taken one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flopwise.engine.kernels.attention import (
+    HALVES,
+    attention_backward,
+    attention_forward,
+    choose_kernel,
+    flash_window,
+)
+from flopwise.engine.kernels.plain_attention import AttentionMask, Saved
+
+
+class Packed(NamedTuple):
+    """Where sequences begin and end."""
+
+    starts: Tensor
+    """int32: the first row of each sequence, and the end of the last; what begins where it ends is empty."""
+    longest: int
+    """No sequence has more rows, nor has any of those that fill up."""
+
+
+def takes_all(device: torch.device, dtype: torch.dtype, mask: AttentionMask) -> bool:
+    """Whether one call of torch's flash kernel does it."""
+    return device.type == "cuda" and dtype in HALVES and mask.head_dim % 8 == 0 and mask.head_dim <= 256
+
+
+def _rows_of_each(packed: Packed) -> Iterator[slice]:
+    ends = packed.starts.tolist()
+    for first, last in pairwise(ends):
+        if first < last:
+            yield slice(first, last)
+
+
+def packed_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, packed: Packed, *, out: Tensor, logsumexp: Tensor
+) -> None:
+    """Each query's mean of the values of its own sequence that it sees."""
+    if takes_all(query.device, query.dtype, mask):
+        found = torch.ops.aten._flash_attention_forward(
+            *(query, key, value, packed.starts, packed.starts),
+            *(packed.longest, packed.longest, 0.0, mask.causal, False),
+            **flash_window(mask),
+        )
+        out.copy_(found[0])
+        logsumexp.copy_(found[1])
+        return
+    for rows in _rows_of_each(packed):
+        tokens = rows.stop - rows.start
+        attention_forward(
+            *(query[None, rows], key[None, rows], value[None, rows], mask),
+            out=out[None, rows],
+            logsumexp=logsumexp[None, :, rows],
+            kernel=choose_kernel(query.device, query.dtype, mask, tokens, tokens, padded=False, deterministic=True),
+        )
+
+
+def packed_backward(
+    saved: Saved,
+    mask: AttentionMask,
+    packed: Packed,
+    *,
+    query_gradient: Tensor,
+    key_gradient: Tensor,
+    value_gradient: Tensor,
+) -> None:
+    """The gradients of query, key and value, which are overwritten, from what the forward wrote."""
+    if takes_all(saved.query.device, saved.query.dtype, mask):
+        unused = torch.zeros(2, dtype=torch.int64, device=saved.query.device)
+        found = torch.ops.aten._flash_attention_backward(
+            *saved._replace(logsumexp=saved.logsumexp.contiguous()),
+            *(packed.starts, packed.starts, packed.longest, packed.longest, 0.0, mask.causal, unused, unused),
+            **flash_window(mask),
+        )
+        for target, result in zip((query_gradient, key_gradient, value_gradient), found, strict=True):
+            target.copy_(result)
+        return
+    for rows in _rows_of_each(packed):
+        tokens = rows.stop - rows.start
+        attention_backward(
+            saved.gradient[None, rows],
+            saved.query[None, rows],
+            saved.key[None, rows],
+            saved.value[None, rows],
+            saved.out[None, rows],
+            saved.logsumexp[None, :, rows],
+            mask,
+            query_gradient=query_gradient[None, rows],
+            key_gradient=key_gradient[None, rows],
+            value_gradient=value_gradient[None, rows],
+            accumulate=False,
+            kernel=choose_kernel(
+                saved.query.device, saved.query.dtype, mask, tokens, tokens, padded=False, deterministic=True
+            ),
+        )

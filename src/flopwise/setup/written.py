@@ -1,0 +1,141 @@
+"""A set-up in words: flat and by names, as files, rows and JSON hold it. Whatever is written down of one extends these.
+
+None: left open, or not known. What extends them names once more, without a default, what it cannot do without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import msgspec
+
+from flopwise.base.units import AUTO, Auto
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.parallel import Parallel
+from flopwise.setup.setup import Setup
+from flopwise.setup.stack import NO_STACK
+from flopwise.setup.training import Task
+from flopwise.work.formats import parse_formats
+from flopwise.work.model import Model
+
+Asked = TypeVar("Asked", bound=Setup)
+
+NOT_IDENTITY = ("name", "title", "source")
+"""Fields of a model's table that say nothing of its shape: the same one under two names is one cell."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenSetup:
+    """What is trained on what, sequence by sequence."""
+
+    model: str | dict[str, Any] | None = None
+    """Its name, or the whole table of its description."""
+    hardware: str | None = None
+    """Catalogue name, or the file that was named."""
+    sequence_tokens: int | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenBatch(WrittenSetup):
+    """And how many sequences a step has."""
+
+    devices: int | None = None
+    batch_sequences: int | Auto | None = None
+    """Of all devices together."""
+    micro_batch_sequences: int | Auto | None = None
+    """Of one device, or of a group that shares each sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenStrategy(WrittenBatch):
+    """And how they are run, by which devices."""
+
+    recompute: str | None = None
+    """What backward makes again: `none`, a policy's name, or how many of a plan's chunks are kept at which level."""
+    attention: str | None = None
+    fusion: str | None = None
+    stack: str | None = None
+    parallel: Parallel | None = None
+
+
+def words_of(said: object, *more: str) -> dict[str, Any]:
+    """The fields of a `WrittenBatch`, and more, of what has them, to say them elsewhere."""
+    return {name: getattr(said, name) for name in (*(field.name for field in fields(WrittenBatch)), *more)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellSetup(WrittenBatch):
+    """One point of a grid. What two sweeps have in common has the same set-up in both, and so the same cell."""
+
+    model: dict[str, Any]
+    """The whole table of its description: a shape, not only a name."""
+    hardware: str
+    devices: int
+    sequence_tokens: int
+    batch_sequences: int | Auto
+    """auto: devices times the largest micro-batch that fits, which is looked for."""
+    micro_batch_sequences: int | Auto
+    """auto: what the plan chooses; with a batch that is auto, the largest that fits."""
+    precision: str
+    optimizer: str = "adamw"
+    task: Task = "language"
+    device_memory_bytes: int | None = None
+    """Cap; None: all of the device but a reserve."""
+    host_memory_bytes: int | None = None
+
+    @property
+    def model_name(self) -> str:
+        return str(self.model.get("name") or "-")
+
+    @property
+    def hardware_name(self) -> str:
+        """As people are told it: of a file its name alone, not where it lies."""
+        return self.hardware.rpartition("/")[2] or self.hardware
+
+
+def cell_id(setup: CellSetup) -> str:
+    """Twelve hexadecimal digits of the set-up's hash, the same in every process and version of Python."""
+    table = msgspec.to_builtins(setup)
+    table["model"] = {key: value for key, value in table["model"].items() if key not in NOT_IDENTITY}
+    return hashlib.sha256(msgspec.json.encode(table, order="sorted")).hexdigest()[:12]
+
+
+# -- a set-up to words, and back -------------------------------------------------------------------------------------
+
+
+def write_setup(setup: Setup) -> dict[str, Any]:
+    """The fields of a `WrittenStrategy`."""
+    return {
+        "model": setup.model.name,
+        "hardware": setup.hardware_name or setup.hardware.name,
+        "devices": setup.parallel.devices,
+        "sequence_tokens": setup.sequence_tokens,
+        "batch_sequences": setup.batch_sequences,
+        "micro_batch_sequences": setup.micro_batch_sequences,
+        "precision": setup.formats.name if setup.formats else None,
+        "recompute": setup.recompute,
+        "attention": setup.attention,
+        "fusion": setup.fusion,
+        "optimizer": setup.optimizer,
+        "stack": setup.stack.name if setup.stack else NO_STACK,
+        "parallel": setup.parallel,
+    }
+
+
+def read_setup(words: WrittenBatch, kind: type[Asked], model: Model, hardware: Hardware, **more: Any) -> Asked:  # noqa: ANN401 - fields of a Setup
+    """What the words are of, once it is known what their names stand for; `more` is what words do not tell."""
+    given: dict[str, Any] = {
+        name: None if getattr(words, name) == AUTO else getattr(words, name)
+        for name in ("sequence_tokens", "batch_sequences", "micro_batch_sequences")
+    }
+    for place in ("device", "host"):
+        given[f"{place}_cap_bytes"] = getattr(words, f"{place}_memory_bytes", None)
+    for name in ("recompute", "attention", "fusion", "optimizer", "parallel"):
+        if getattr(words, name, None) is not None:
+            given[name] = getattr(words, name)
+    formats = None if words.precision is None else parse_formats(words.precision)
+    return kind(model=model, hardware=hardware, formats=formats, **given | more)

@@ -1,0 +1,44 @@
+"""What is wrong with a request's data and tokenizer, told at once: before torch is imported and a device asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.catalog.load import is_plan, load_model, load_plan
+from flopwise.engine.data.records import check_columns
+from flopwise.engine.data.sources import check_beginnings, find_sources
+from flopwise.engine.data.tokenizer import load_tokenizer
+from flopwise.train.request import TrainRequest
+from flopwise.work.transformer import Transformer
+
+ANY_VOCABULARY = 2**31
+
+
+def check_data(request: TrainRequest) -> None:
+    """Refuse files that are not there, that are no text, or that lack a column; and a tokenizer that cannot be read."""
+    if request.resume is not None:
+        return
+    labelled = _is_labelled(request)
+    columns = (request.text_column, request.label_column) if labelled else (request.text_column,)
+    for named in (request.data, request.evaluation_data):
+        sources, _ = find_sources(named, labelled=labelled)
+        check_beginnings(sources)
+        for source in sources:
+            check_columns(source, columns)
+    if request.tokenizer is not None:
+        load_tokenizer(request.tokenizer, ANY_VOCABULARY)
+
+
+def _is_labelled(request: TrainRequest) -> bool:
+    """Whether its rows are to have labels, as far as that can be told before anything else is."""
+    if request.task is not None:
+        return request.task == "classification"
+    if request.model is None:
+        return False
+    try:
+        model = load_plan(Path(request.model))[1] if is_plan(request.model) else load_model(request.model)
+    except FlopwiseError:
+        # What is wrong with it is for those to say who need it.
+        return False
+    return isinstance(model, Transformer) and model.head == "classifier"
