@@ -39,6 +39,8 @@ MEETING_S = 600.0
 """In which all ranks have to be there."""
 LATE_S = 3600.0
 """That ranks wait for one of them, which may be writing a checkpoint."""
+PARTING_S = 5.0
+"""That a rank which ends by an error waits for the others to have heard its last answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,9 +205,10 @@ class Group:
         if on_gpu:
             torch.cuda.set_device(self.device)
         try:
+            self._meeting = store = self._store()
             distributed.init_process_group(
                 "nccl" if on_gpu else "gloo",
-                store=self._store(),
+                store=store,
                 rank=self.rank.rank,
                 world_size=self.rank.world,
                 timeout=timedelta(seconds=self.late_s),
@@ -244,6 +247,8 @@ class Group:
             if error is None:
                 # Nobody tears down what another one still talks through.
                 distributed.barrier()
+            elif isinstance(error, FlopwiseError):
+                self._part()
             distributed.destroy_process_group()
         except RuntimeError as failed:
             # What went wrong before says more than that it could not be tidied up.
@@ -257,6 +262,17 @@ class Group:
                 why=_first_line(lost),
                 hint="the rank that failed first says why",
             ) from lost
+
+    def _part(self) -> None:
+        """Wait until every rank has left its last collective, where all end by the same error.
+
+        gloo may tell a rank that was not yet awake for an answer that the connection is closed, though the answer came:
+        on busy cores rank 0 then lost the others instead of saying what all of them had seen.
+        """
+        names = [f"parting/{rank}" for rank in range(self.rank.world)]
+        with suppress(RuntimeError):
+            self._meeting.set(names[self.rank.rank], "")
+            self._meeting.wait(names, timedelta(seconds=PARTING_S))
 
     def _not_met(self, error: Exception) -> FlopwiseError:
         rank = self.rank
