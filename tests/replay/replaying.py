@@ -64,6 +64,8 @@ UNITS = (
     *("E", "×"),
 )
 _UNIT = "|".join(re.escape(unit) for unit in sorted(UNITS, key=len, reverse=True))
+WHOLE_FLOAT = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?")
+"""A float in full, as JSON and CSV have it."""
 FIGURE = re.compile(rf"(?<![\w.−+-])[-+−]?\d[\d,_]*(?:\.\d+)?(?:[eE][-+]?\d+)?(?:\s?(?:{_UNIT})(?!\w))?(?![\w])")
 """A number with its unit. Not one within a name: llama-3-8b, h100, dp8, bf16."""
 
@@ -248,9 +250,14 @@ def figures(name: str, text: str) -> list[str] | Counter[str]:
     """In the order of a text; of an object or a page, whose parts may be moved about, each as often as it is there."""
     leaves = _leaves_of(name, text)
     if leaves is not None:
-        return Counter(repr(value) for value in leaves if _is_number(value))
-    found = [" ".join(figure.split()) for figure in FIGURE.findall(_by_column(text))]
+        return Counter(_digits(repr(value)) for value in leaves if _is_number(value))
+    found = [_digits(" ".join(figure.split())) for figure in FIGURE.findall(_by_column(text))]
     return Counter(found) if text.startswith("<page>") else found
+
+
+def _digits(figure: str) -> str:
+    """As printed, but no more than thirteen digits of a float: the last bits of exp and log differ between processors."""
+    return f"{float(figure):.13g}" if WHOLE_FLOAT.fullmatch(figure) else figure
 
 
 def words(name: str, text: str) -> str:

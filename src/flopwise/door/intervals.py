@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from flopwise.catalog.load import load_evidence, load_stack, stack_names
 from flopwise.predict.interval import SupportedInterval, interval
 from flopwise.records.outcome import Interval
+from flopwise.records.plan import OWN_RULE
 from flopwise.setup.stack import NO_STACK
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def add_interval(planned: Planned, model: Model, hardware: Hardware) -> Planned:
         devices=1,
         tensor=1,
         pipeline=1,
-        features=() if plan.rule.startswith(STREAMED) else ("flopwise's own executor",),
+        features=("flopwise's own executor",) if plan.rule == OWN_RULE else (),
         micro_tokens=plan.tokens_of(0),
     )
     return replace(planned, interval=_around(planned.forecast.step_s, found))
