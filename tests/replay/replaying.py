@@ -256,8 +256,9 @@ def figures(name: str, text: str) -> list[str] | Counter[str]:
 
 
 def _digits(figure: str) -> str:
-    """As printed, but no more than thirteen digits of a float: the last bits of exp and log differ between processors."""
-    return f"{float(figure):.13g}" if WHOLE_FLOAT.fullmatch(figure) else figure
+    """As printed, but thirteen digits at most: the last bits of exp and log differ between processors."""
+    is_long = len(figure) > 13 and WHOLE_FLOAT.fullmatch(figure)
+    return f"{float(figure):.13g}" if is_long else figure
 
 
 def words(name: str, text: str) -> str:

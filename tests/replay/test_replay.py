@@ -99,7 +99,7 @@ def test_a_number_within_a_name_is_no_figure() -> None:
         ('{"a": 1.5, "b": [2]}', '{"a": 1.5, "b": [2, 2]}', False, True),
         ('{"a": 1.5}', '{"a": 1.5, "schema": 1}', False, True),
         ('{"a": 1.5, "b": 1.5}', '{"a": 1.5, "b": null}', True, True),
-        ('{"a": 1.5}', '{"a": 1.5000000000000002}', True, False),
+        ('{"a": 1.5}', '{"a": 1.500000000001}', True, False),
         ('{"a": "word"}', '{"a": "other"}', False, True),
         ('{"a": 1}', "a 1", False, True),
     ],
