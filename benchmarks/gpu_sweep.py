@@ -43,7 +43,7 @@ def main() -> None:
             _sweep(name, grid, given.store, until)
     given.output.mkdir(parents=True, exist_ok=True)
     begun = sorted(SWEEPS.keys() & set(sweep_names(given.store)), reverse=True)
-    _flopwise(["collect", *begun, "--store", str(given.store), "--into", str(given.output)], None)
+    interrupted_after(["collect", *begun, "--store", str(given.store), "--into", str(given.output)], None)
     text = beside_h100(collect(given.store, begun).rows)
     (given.output / "beside_h100.md").write_text(text, encoding="utf-8")
     print(text)
@@ -52,10 +52,10 @@ def main() -> None:
 def _sweep(name: str, grid: Sequence[str], store: Path, until: float) -> None:
     left = until - time.monotonic()
     if left > LEAST_S:
-        _flopwise(["sweep", *grid, *COMMON, "--name", name, "--store", str(store)], left)
+        interrupted_after(["sweep", *grid, *COMMON, "--name", name, "--store", str(store)], left)
 
 
-def _flopwise(words: Sequence[str], seconds: float | None) -> None:
+def interrupted_after(words: Sequence[str], seconds: float | None) -> None:
     """Run a command; when its time is over it is interrupted, as a person would."""
     process = subprocess.Popen([sys.executable, "-P", "-m", "flopwise", *words])
     try:
