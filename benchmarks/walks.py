@@ -8,6 +8,7 @@ for each command.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import itertools
 import os
@@ -53,7 +54,8 @@ class Walk:
 
 
 def _is_class_body(frame: FrameType) -> bool:
-    return "__qualname__" in frame.f_locals
+    """A function's names are compiled to slots, those of a class body are looked up."""
+    return not frame.f_code.co_flags & inspect.CO_OPTIMIZED
 
 
 def _depth(frame: FrameType) -> int:
