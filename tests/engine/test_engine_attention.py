@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flopwise.engine.kernels import flash_4, plain_attention
 from flopwise.engine.kernels.attention import (
+    LEAST_QUERIES,
     AttentionMask,
     Kernel,
     attention_backward,
@@ -185,6 +186,18 @@ def test_the_kernel_of_the_processor_agrees(dtype: torch.dtype, causal: bool, kv
     case.check("cpu-flash", tolerance, accumulate=accumulate)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 2), (31, 67), (40, 50), (66, 67)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_a_cut_sequence_is_taken_in_two_parts(
+    *, dtype: torch.dtype, queries: int, keys: int, causal: bool, accumulate: bool
+) -> None:
+    """Through the processor's kernel, which as cuDNN has no mask for it."""
+    case = make(AttentionMask(4, 2, 20, causal, None), sequences=2, queries=queries, keys=keys, dtype=dtype)
+    case.check("cpu-flash", 1e-12 if dtype == torch.float64 else 1e-5, accumulate=accumulate)
+
+
 def test_views_into_a_fused_projection_are_taken() -> None:
     mask = AttentionMask(4, 2, 8, True, None)
     together = torch.randn(2, 13, (4 + 2 + 2) * 8, dtype=torch.float64)
@@ -264,7 +277,9 @@ def test_a_kernel_is_chosen_by_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -
     assert choose_kernel(CPU, single, mask, 3, 64, padded=False, deterministic=False) == "plain"
     assert chosen(cuda, half, mask) == "cudnn"
     assert chosen(cuda, half, mask, deterministic=True) == "flash"
-    assert choose_kernel(cuda, half, mask, 3, 64, padded=False, deterministic=False) == "flash"
+    assert choose_kernel(cuda, half, mask, 3, 640, padded=False, deterministic=False) == "flash"
+    assert choose_kernel(cuda, half, mask, 128, 640, padded=False, deterministic=False) == "cudnn"
+    assert choose_kernel(cuda, half, windowed, 128, 640, padded=False, deterministic=False) == "flash"
     assert chosen(cuda, half, windowed) == chosen(cuda, half, mask, padded=True) == "flash"
     assert chosen(cuda, half, odd) == chosen(cuda, single, mask) == chosen(cuda, torch.float64, mask) == "plain"
     capability[0] = (8, 0)
@@ -329,12 +344,14 @@ def test_the_kernels_of_the_gpu_agree(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning")
-@pytest.mark.parametrize("kernel", ["plain", "flash", "flash-4"])
+@pytest.mark.parametrize("kernel", ["plain", "flash", "cudnn", "flash-4"])
 @pytest.mark.parametrize(
     "case",
     [
         make(AttentionMask(4, 2, 128, True, None), queries=1, keys=333, dtype=torch.bfloat16),
         make(AttentionMask(4, 2, 128, True, None), sequences=2, queries=65, keys=333, dtype=torch.bfloat16),
+        make(AttentionMask(4, 2, 128, True, None), sequences=2, queries=131, keys=333, dtype=torch.bfloat16),
+        make(AttentionMask(6, 2, 64, False, None), sequences=2, queries=131, keys=333, dtype=torch.float16),
         make(AttentionMask(4, 2, 64, True, 70), sequences=2, queries=65, keys=333, dtype=torch.bfloat16),
         make(
             AttentionMask(4, 4, 64, False, None),
@@ -345,11 +362,13 @@ def test_the_kernels_of_the_gpu_agree(
             lengths=[0, 5, 77],
         ),
     ],
-    ids=["one query", "a chunk", "a window", "padded"],
+    ids=["one query", "a small chunk", "a chunk", "a chunk that sees all", "a window", "padded"],
 )
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_chunks_windows_and_padding_on_the_gpu(kernel: Kernel, case: Case, accumulate: bool) -> None:
     skip_unless_chosen(kernel)
-    if kernel == "flash-4" and (case.mask.window is not None or case.lengths is not None):
+    if kernel in ("cudnn", "flash-4") and (case.mask.window is not None or case.lengths is not None):
+        pytest.skip("not what it is chosen for")
+    if kernel == "cudnn" and case.query.shape[1] < LEAST_QUERIES:
         pytest.skip("not what it is chosen for")
     case.on(torch.device("cuda")).check(kernel, 3e-2, accumulate=accumulate)

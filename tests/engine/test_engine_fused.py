@@ -228,6 +228,38 @@ def test_rows_are_copied(dtype: torch.dtype, rows: int, width: int) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("kept", TYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (2, 67, 3, 40), (3, 130, 5, 128)])
+@pytest.mark.parametrize("add", [True, False])
+def test_heads_are_copied(dtype: torch.dtype, kept: torch.dtype, shape: tuple[int, int, int, int], add: bool) -> None:
+    sequences, tokens, heads, channels = shape
+    given = normal(sequences, heads, tokens, channels, dtype=dtype).transpose(1, 2)
+    found = normal(sequences, tokens, heads + 2, channels, dtype=kept)
+    expected = found.clone()
+    dispatched = expected[:, :, 1:-1]
+    dispatched.copy_(dispatched.float() + given.float() if add else given)
+    fused.copy_heads(given, out=found[:, :, 1:-1], add=add)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (2, 67, 3, 40), (2, 130, 5, 128)])
+def test_parts_of_attention_are_merged(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    sequences, tokens, heads, channels = shape
+    one, other = (
+        (normal(sequences, heads, tokens, channels, dtype=dtype).transpose(1, 2), 9 * normal(sequences, heads, tokens))
+        for _ in "12"
+    )
+    results = []
+    for merge in (plain.merge_attention, fused.merge_attention):
+        out, sums = normal(*shape, dtype=dtype), normal(sequences, heads, tokens + 5)[:, :, 2:-3]
+        merge(one, other, out=out, logsumexp=sums)
+        results.append((out, sums))
+    for expected, found in zip(*results, strict=True):
+        close(found, expected, 2)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kept", TYPES)
 @pytest.mark.parametrize(("rows", "width", "entries"), [(1, 1, 1), (37, 7, 3), (201, 1500, 50)])
 def test_rows_of_tables(dtype: torch.dtype, kept: torch.dtype, rows: int, width: int, entries: int) -> None:
     ids = torch.randint(0, entries, (rows,), dtype=torch.int32).to(DEVICE)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels import flash_4
+from flopwise.engine.kernels import dispatch, flash_4
 from flopwise.engine.kernels.plain_attention import AttentionMask, Saved, plain_backward, plain_forward
 
 Kernel = Literal["plain", "cpu-flash", "cudnn", "flash", "flash-4"]
@@ -21,6 +21,8 @@ Kernel = Literal["plain", "cpu-flash", "cudnn", "flash", "flash-4"]
 __all__ = ["AttentionMask", "Kernel", "attention_backward", "attention_forward", "choose_kernel"]
 
 HALVES = (torch.bfloat16, torch.float16)
+LEAST_QUERIES = 128
+"""Of a cut sequence: for fewer, two calls of cuDNN and a merge take longer than one of torch's flash kernel."""
 
 
 def choose_kernel(
@@ -36,23 +38,26 @@ def choose_kernel(
     """The fastest kernel that does what is asked.
 
     The choice holds for forward and backward. "flash" is repeatable where the caller asks torch for deterministic
-    algorithms, "cudnn" and "flash-4" are not; "plain" and "cpu-flash" always are.
+    algorithms, "cudnn" and "flash-4" are not; "plain" and "cpu-flash" always are. On Hopper cuDNN is 1.7 times as fast
+    as torch's flash kernel; it has no mask for a cut sequence, whose two parts (`_spans`) it takes one after the other.
     """
     whole = queries == keys and mask.window is None
     if device.type == "cpu":
         return "cpu-flash" if whole and not (padded and mask.causal) and dtype != torch.float16 else "plain"
-    whole = whole and not padded
     if device.type != "cuda" or dtype not in HALVES or mask.head_dim % 8 or mask.head_dim > 256:
         return "plain"
-    if _is_for_flash_4(device, mask) and not padded and not deterministic:
+    if padded or deterministic or mask.window is not None:
+        return "flash"
+    if _is_for_flash_4(device, mask):
         return "flash-4"
-    if whole and not deterministic and mask.head_dim <= 128 and torch.cuda.get_device_capability(device)[0] >= 9:
+    takes_parts = whole or LEAST_QUERIES <= queries < keys
+    if takes_parts and mask.head_dim <= 128 and torch.cuda.get_device_capability(device)[0] >= 9:
         return "cudnn"
     return "flash"
 
 
 def _is_for_flash_4(device: torch.device, mask: AttentionMask) -> bool:
-    return mask.window is None and mask.head_dim in flash_4.HEAD_DIMENSIONS and flash_4.fits_device(device)
+    return mask.head_dim in flash_4.HEAD_DIMENSIONS and flash_4.fits_device(device)
 
 
 def attention_forward(
@@ -81,13 +86,17 @@ def attention_forward(
                 query[part], key[part, :count], value[part, :count], mask, out=out[part], logsumexp=logsumexp[part]
             )
     else:
-        assert mask.window is None and query.shape[1] == key.shape[1]
-        taken = 1 if kernel == "cudnn" else 3
+        spans = _spans(query, key, mask)
+        taken = len(spans) if kernel == "cudnn" else 3
         for piece in _pieces(query, mask, taken * query.nbytes):
-            found = _whole_forward(piece, (query, key, value), kernel, lengths)
-            piece.of(out).copy_(found[0].transpose(1, 2))
+            found = [_span_forward(piece, (query, key, value), span, kernel, lengths) for span in spans]
             sums = logsumexp[piece.sequences, piece.heads]
-            sums.copy_(found[1].reshape(sums.shape))
+            parts = [(values.transpose(1, 2), of_part.reshape(sums.shape)) for values, of_part in found]
+            if len(parts) == 1:
+                dispatch.copy_heads(parts[0][0], out=piece.of(out), add=False)
+                sums.copy_(parts[0][1])
+            else:
+                dispatch.merge_attention(*parts, out=piece.of(out), logsumexp=sums)
 
 
 def attention_backward(  # noqa: PLR0917
@@ -136,13 +145,17 @@ def attention_backward(  # noqa: PLR0917
             gradients = _Gradients(query_gradient[part], of_keys[part], of_values[part])
             _flash_pieces(of_part, mask, gradients, accumulate=accumulate)
     else:
+        spans = _spans(query, key, mask)
+        longest = max(span.count for span in spans)
         # Gradients of the queries, also in fp32, and those of keys and values for every query head.
-        taken = 3 * query.nbytes + 4 * query.numel() if kernel == "cudnn" else 6 * query.nbytes
-        for piece in _pieces(query, mask, taken):
-            found = _whole_backward(piece, saved, kernel, lengths)
-            piece.of(query_gradient).copy_(found[0].transpose(1, 2))
-            _give(piece.of(of_keys), found[1], accumulate=accumulate)
-            _give(piece.of(of_values), found[2], accumulate=accumulate)
+        expanded = 2 * query.nbytes // max(1, query.shape[1]) * longest
+        taken = query.nbytes + expanded + (4 * query.numel() if kernel == "cudnn" else 3 * query.nbytes)
+        for piece in _pieces(query, mask, taken, within_groups=accumulate):
+            for number, span in enumerate(spans):
+                found = _span_backward(piece, saved, span, kernel, lengths)
+                dispatch.copy_heads(found[0].transpose(1, 2), out=piece.of(query_gradient), add=number > 0)
+                dispatch.copy_heads(found[1], out=piece.of(of_keys)[:, span.keys], add=accumulate)
+                dispatch.copy_heads(found[2], out=piece.of(of_values)[:, span.keys], add=accumulate)
 
 
 LEAST_PIECE_BYTES = 8 << 20
@@ -202,15 +215,40 @@ def _pieces(
     ]
 
 
-def _whole_forward(
-    piece: _Piece, given: tuple[Tensor, Tensor, Tensor], kernel: Kernel, lengths: Tensor | None
+class _Span(NamedTuple):
+    """Keys that one call of a kernel takes, which has a causal mask for as many keys as queries alone."""
+
+    keys: slice
+    causal: bool
+
+    @property
+    def count(self) -> int:
+        return int(self.keys.stop - self.keys.start)
+
+
+def _spans(query: Tensor, key: Tensor, mask: AttentionMask) -> list[_Span]:
+    """The keys that all queries see, then those at which they stand themselves.
+
+    Backward takes them apart too: with output and logsumexp of both, what a kernel finds for either is its part of the
+    sum.
+    """
+    assert mask.window is None
+    queries, keys = query.shape[1], key.shape[1]
+    if not mask.causal or queries == keys:
+        return [_Span(slice(0, keys), mask.causal)]
+    return [_Span(slice(0, keys - queries), False), _Span(slice(keys - queries, keys), True)]
+
+
+def _span_forward(
+    piece: _Piece, given: tuple[Tensor, Tensor, Tensor], span: _Span, kernel: Kernel, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Results with heads before tokens, from the kernels that take whole sequences."""
+    """Results with heads before tokens, from the kernels that have no mask for a cut sequence."""
     mask = piece.mask
     query, key, value = (piece.of(tensor) for tensor in given)
+    key, value = key[:, span.keys], value[:, span.keys]
     if kernel == "cudnn":
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *(each.transpose(1, 2) for each in (query, key, value)), None, True, 0.0, mask.causal, False
+            *(each.transpose(1, 2) for each in (query, key, value)), None, True, 0.0, span.causal, False
         )
     else:
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -218,7 +256,7 @@ def _whole_forward(
             _repeat_heads(key, mask),
             _repeat_heads(value, mask),
             0.0,
-            mask.causal,
+            span.causal,
             attn_mask=_padding(query, None if lengths is None else lengths[piece.sequences]),
         )
     return found[0], found[1]
@@ -244,9 +282,9 @@ def _flash_pieces(saved: Saved, mask: AttentionMask, gradients: _Gradients, *, a
         sums = saved.logsumexp[piece.sequences, piece.heads].contiguous()
         of_piece = Saved(gradient, query, key, value, out, sums)
         found = _flash_backward(of_piece, piece.mask)
-        piece.of(gradients.query).copy_(found[0])
+        dispatch.copy_heads(found[0], out=piece.of(gradients.query), add=False)
         for given, result in ((gradients.key, found[1]), (gradients.value, found[2])):
-            _give(piece.of(given)[:, :count], result, accumulate=accumulate)
+            dispatch.copy_heads(result, out=piece.of(given)[:, :count], add=accumulate)
     if not accumulate:
         gradients.key[:, count:] = 0
         gradients.value[:, count:] = 0
@@ -276,15 +314,7 @@ def _flash_4_pieces(saved: Saved, mask: AttentionMask, gradients: _Gradients, *,
         )
         if not direct:
             for target, result in zip(given, found, strict=True):
-                _give(target, result, accumulate=accumulate)
-
-
-def _give(given: Tensor, result: Tensor, *, accumulate: bool) -> None:
-    if not accumulate:
-        given.copy_(result)
-    else:
-        # The sum is made in the wider of the two types and rounded once, without a copy of either.
-        given.add_(result)
+                dispatch.copy_heads(result, out=target, add=accumulate)
 
 
 def _parts(key: Tensor, lengths: Tensor | None) -> list[tuple[slice, int]]:
@@ -308,12 +338,13 @@ def _padding(query: Tensor, lengths: Tensor | None) -> Tensor | None:
     return torch.zeros(beyond.shape, dtype=query.dtype).masked_fill_(beyond, -torch.inf)
 
 
-def _whole_backward(
-    piece: _Piece, saved: Saved, kernel: Kernel, lengths: Tensor | None
+def _span_backward(
+    piece: _Piece, saved: Saved, span: _Span, kernel: Kernel, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients from the kernels that take whole sequences: the query's with its heads before its tokens."""
+    """Gradients of what `_span_forward` takes: the query's with its heads before its tokens."""
     mask = piece.mask
     gradient, query, key, value, out = (piece.of(tensor) for tensor in saved[:5])
+    key, value = key[:, span.keys], value[:, span.keys]
     logsumexp = saved.logsumexp[piece.sequences, piece.heads].contiguous()
     above, queries, results = (each.transpose(1, 2) for each in (gradient, query, out))
     if kernel == "cudnn":
@@ -334,7 +365,7 @@ def _whole_backward(
             query.shape[1],
             key.shape[1],
             0.0,
-            mask.causal,
+            span.causal,
         )
         return found[0], found[1].transpose(1, 2), found[2].transpose(1, 2)
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -345,7 +376,7 @@ def _whole_backward(
         results,
         logsumexp,
         0.0,
-        mask.causal,
+        span.causal,
         attn_mask=_padding(query, None if lengths is None else lengths[piece.sequences]),
     )
     of_keys, of_values = (

@@ -22,11 +22,13 @@ __all__ = [
     "activation_forward",
     "adamw",
     "add_column_sums",
+    "copy_heads",
     "copy_rows",
     "cross_entropy",
     "embedding_add",
     "embedding_backward",
     "embedding_forward",
+    "merge_attention",
     "norm_backward",
     "norm_forward",
     "rotate",
@@ -159,6 +161,21 @@ def activation_backward(
     activations.activation_backward(kind, gradient, gate, up, gate_out=gate_out, up_out=up_out, recompute=recompute)
 
 
+def merge_attention(
+    one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], *, out: Tensor, logsumexp: Tensor
+) -> None:
+    """Attention over the keys of both from (output, logsumexp) over those of each.
+
+    Outputs are (sequences, queries, heads, channels), logsumexp (sequences, heads, queries) and finite.
+    """
+    if _is_fused(one[0], other[0], out):
+        from flopwise.engine.kernels import fused
+
+        fused.merge_attention(one, other, out=out, logsumexp=logsumexp)
+    else:
+        plain.merge_attention(one, other, out=out, logsumexp=logsumexp)
+
+
 def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor) -> None:
     """Logits become the gradient of scale · Σ cross-entropy; `loss` gets the unscaled sum added.
 
@@ -179,6 +196,22 @@ def copy_rows(source: Tensor, *, out: Tensor) -> None:
         from flopwise.engine.kernels import fused
 
         fused.copy_rows(source, out=out)
+    else:
+        out.copy_(source)
+
+
+def copy_heads(source: Tensor, *, out: Tensor, add: bool) -> None:
+    """`out` gets (sequences, tokens, heads, channels), or has them added, whichever of heads and tokens lie outer.
+
+    torch's own copy between the two orders reaches a third of the memory's rate.
+    """
+    if _is_fused(source, out):
+        from flopwise.engine.kernels import fused
+
+        fused.copy_heads(source, out=out, add=add)
+    elif add:
+        # The sum is made in the wider of the two types and rounded once, without a copy of either.
+        out.add_(source)
     else:
         out.copy_(source)
 

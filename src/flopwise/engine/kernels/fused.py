@@ -30,7 +30,8 @@ from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel, warps_
 
 _NORM_WARPS = 8
 """Warps of a norm's backward on each multiprocessor, in two programs or more: those fit at once and end together."""
-_TURNED_HEADS = 32
+_TURNED_HEADS, _TURNED = 32, 2048
+"""Heads, and pairs of channels, that a program turns."""
 _SUMMED_COLUMNS, _SUMMED_LINES = 32, 64
 _LEAST_SUMMED = 8
 """Rows that a program sums at least: what fewer rows leave to add up would take longer than their sums."""
@@ -38,6 +39,7 @@ _TILE_ROWS, _TILE_COLUMNS = 32, 128
 _NARROW, _TILE = 256, 4096
 """Rows of up to so many numbers are normalised in tiles of so many."""
 _SQUARES_PROGRAMS = 1024
+_MERGED_QUERIES, _COPIED_TOKENS = 16, 64
 _UPDATE_BLOCK = 1024
 
 
@@ -203,6 +205,7 @@ def _rotate_kernel(
     positions: tl.tensor,
     frequencies: tl.tensor,
     out: tl.tensor,
+    tokens: tl.tensor,
     heads: tl.tensor,
     source_token: tl.tensor,
     source_head: tl.tensor,
@@ -210,22 +213,26 @@ def _rotate_kernel(
     out_head: tl.tensor,
     half: tl.constexpr,
     inverse: tl.constexpr,
+    token_block: tl.constexpr,
     head_block: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Some heads of a token a program: its angles are made once and turn all of them."""
-    token = tl.program_id(0).to(tl.int64)
+    """Some heads of a few tokens a program: a token's angles are made once and turn all of them."""
+    token = tl.program_id(0).to(tl.int64) * token_block + tl.arange(0, token_block)
     head = tl.program_id(1) * head_block + tl.arange(0, head_block)
     channel = tl.arange(0, block)
-    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + channel, mask=channel < half, other=0.0)
-    cosine, sine = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    there = token < tokens
+    position = tl.load(positions + token, mask=there, other=0).to(tl.float32)
+    angle = position[:, None] * tl.load(frequencies + channel, mask=channel < half, other=0.0)[None, :]
+    cosine, sine = tl.cos(angle)[:, None, :], tl.sin(angle)[:, None, :]
     if inverse:
         sine = -sine
-    inside = (head < heads)[:, None] & (channel < half)[None, :]
-    read = source + token * source_token + head[:, None] * source_head + channel[None, :]
+    inside = there[:, None, None] & (head < heads)[None, :, None] & (channel < half)[None, None, :]
+    place = head[None, :, None], channel[None, None, :]
+    read = source + token[:, None, None] * source_token + place[0] * source_head + place[1]
     first = tl.load(read, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(read + half, mask=inside, other=0.0).to(tl.float32)
-    write = out + token * out_token + head[:, None] * out_head + channel[None, :]
+    write = out + token[:, None, None] * out_token + place[0] * out_head + place[1]
     tl.store(write, (first * cosine - second * sine).to(out.dtype.element_ty), mask=inside)
     tl.store(write + half, (second * cosine + first * sine).to(out.dtype.element_ty), mask=inside)
 
@@ -233,12 +240,14 @@ def _rotate_kernel(
 def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tensor, inverse: bool) -> None:
     """See `dispatch.rotate`."""
     tokens, heads, dim = source.shape
-    head_block = column_block(heads, _TURNED_HEADS)
-    _rotate_kernel[(tokens, triton.cdiv(heads, head_block))](
+    head_block, block = column_block(heads, _TURNED_HEADS), column_block(dim // 2, dim)
+    token_block = max(1, _TURNED // (head_block * block))
+    _rotate_kernel[(triton.cdiv(tokens, token_block), triton.cdiv(heads, head_block))](
         source,
         positions,
         frequencies,
         out,
+        tokens,
         heads,
         source.stride(0),
         source.stride(1),
@@ -246,8 +255,9 @@ def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tenso
         out.stride(1),
         half=dim // 2,
         inverse=inverse,
+        token_block=token_block,
         head_block=head_block,
-        block=column_block(dim // 2, dim),
+        block=block,
         num_warps=4,
         **ARITHMETIC,
     )
@@ -295,6 +305,82 @@ def _cross_entropy_kernel(
             tl.store(start + first + columns, nothing, mask=first + columns < vocabulary)
 
 
+def merge_attention(
+    one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], *, out: Tensor, logsumexp: Tensor
+) -> None:
+    """See `dispatch.merge_attention`."""
+    sequences, queries, heads, channels = out.shape
+    grid = (sequences * heads, triton.cdiv(queries, _MERGED_QUERIES))
+    _merge_attention_kernel[grid](
+        *(one[0], one[1], other[0], other[1], out, logsumexp),
+        *(one[0].stride()[:3] + one[1].stride() + other[0].stride()[:3] + other[1].stride()),
+        *(out.stride()[:3] + logsumexp.stride()),
+        heads,
+        queries,
+        channels,
+        _MERGED_QUERIES,
+        column_block(channels, 256),
+        **ARITHMETIC,
+    )
+
+
+@kernel()
+def _merge_attention_kernel(
+    one: tl.tensor,
+    one_sums: tl.tensor,
+    other: tl.tensor,
+    other_sums: tl.tensor,
+    out: tl.tensor,
+    sums: tl.tensor,
+    one_sequence: tl.tensor,
+    one_query: tl.tensor,
+    one_head: tl.tensor,
+    one_sums_sequence: tl.tensor,
+    one_sums_head: tl.tensor,
+    one_sums_query: tl.tensor,
+    other_sequence: tl.tensor,
+    other_query: tl.tensor,
+    other_head: tl.tensor,
+    other_sums_sequence: tl.tensor,
+    other_sums_head: tl.tensor,
+    other_sums_query: tl.tensor,
+    out_sequence: tl.tensor,
+    out_query: tl.tensor,
+    out_head: tl.tensor,
+    sums_sequence: tl.tensor,
+    sums_head: tl.tensor,
+    sums_query: tl.tensor,
+    heads: tl.tensor,
+    queries: tl.tensor,
+    channels: tl.tensor,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+) -> None:
+    sequence = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    query = tl.program_id(1).to(tl.int64) * rows + tl.arange(0, rows)
+    channel = tl.arange(0, columns)
+    there = query < queries
+    inside = there[:, None] & (channel < channels)[None, :]
+    one_sum = tl.load(
+        one_sums + sequence * one_sums_sequence + head * one_sums_head + query * one_sums_query, mask=there, other=0.0
+    )
+    other_sum = tl.load(
+        other_sums + sequence * other_sums_sequence + head * other_sums_head + query * other_sums_query,
+        mask=there,
+        other=0.0,
+    )
+    largest = tl.maximum(one_sum, other_sum)
+    total = largest + tl.log(tl.exp(one_sum - largest) + tl.exp(other_sum - largest))
+    place = one + sequence * one_sequence + head * one_head + query[:, None] * one_query + channel[None, :]
+    merged = tl.load(place, mask=inside, other=0.0).to(tl.float32) * tl.exp(one_sum - total)[:, None]
+    place = other + sequence * other_sequence + head * other_head + query[:, None] * other_query + channel[None, :]
+    merged += tl.load(place, mask=inside, other=0.0).to(tl.float32) * tl.exp(other_sum - total)[:, None]
+    place = out + sequence * out_sequence + head * out_head + query[:, None] * out_query + channel[None, :]
+    tl.store(place, merged.to(out.dtype.element_ty), mask=inside)
+    tl.store(sums + sequence * sums_sequence + head * sums_head + query * sums_query, total, mask=there)
+
+
 def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor) -> None:
     """See `dispatch.cross_entropy`."""
     rows, vocabulary = logits.shape
@@ -336,6 +422,54 @@ def copy_rows(source: Tensor, *, out: Tensor) -> None:
     block = column_block(width, 2048)
     _copy_rows_kernel[(rows, triton.cdiv(width, block))](
         source, out, width, source.stride(0), out.stride(0), block=block, num_warps=warps_for(block), **ARITHMETIC
+    )
+
+
+@kernel()
+def _copy_heads_kernel(
+    source: tl.tensor,
+    out: tl.tensor,
+    heads: tl.tensor,
+    tokens: tl.tensor,
+    channels: tl.tensor,
+    source_sequence: tl.tensor,
+    source_token: tl.tensor,
+    source_head: tl.tensor,
+    out_sequence: tl.tensor,
+    out_token: tl.tensor,
+    out_head: tl.tensor,
+    added: tl.constexpr,
+    lines: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    sequence = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    token = tl.program_id(1).to(tl.int64) * lines + tl.arange(0, lines)
+    channel = tl.arange(0, block)
+    inside = (token < tokens)[:, None] & (channel < channels)[None, :]
+    read = source + sequence * source_sequence + head * source_head + token[:, None] * source_token + channel[None, :]
+    values = tl.load(read, mask=inside, other=0.0).to(tl.float32)
+    write = out + sequence * out_sequence + head * out_head + token[:, None] * out_token + channel[None, :]
+    if added:
+        values += tl.load(write, mask=inside, other=0.0).to(tl.float32)
+    tl.store(write, values.to(out.dtype.element_ty), mask=inside)
+
+
+def copy_heads(source: Tensor, *, out: Tensor, add: bool) -> None:
+    """See `dispatch.copy_heads`."""
+    sequences, tokens, heads, channels = source.shape
+    _copy_heads_kernel[(sequences * heads, triton.cdiv(tokens, _COPIED_TOKENS))](
+        source,
+        out,
+        heads,
+        tokens,
+        channels,
+        *(source.stride()[:3] + out.stride()[:3]),
+        added=add,
+        lines=_COPIED_TOKENS,
+        block=column_block(channels, 256),
+        num_warps=4,
+        **ARITHMETIC,
     )
 
 

@@ -127,6 +127,16 @@ def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tenso
         out[block, :, half:] = second
 
 
+def merge_attention(
+    one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], *, out: Tensor, logsumexp: Tensor
+) -> None:
+    """See `dispatch.merge_attention`."""
+    total = torch.logaddexp(one[1], other[1])
+    shares = [(sums - total).exp().transpose(1, 2).unsqueeze(-1) for _, sums in (one, other)]
+    out.copy_(one[0] * shares[0] + other[0] * shares[1])
+    logsumexp.copy_(total)
+
+
 def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor) -> None:
     """Logits become the gradient of scale · Σ cross-entropy; `loss` gets the unscaled sum added.
 
