@@ -1,8 +1,8 @@
 """BERT-base as a classifier of six labels over batch sizes and padding, profiled: the job of the two seed documents.
 
-`python -m benchmarks.gpu_bert --store FOLDER --output FOLDER [--seconds 500]`: runs as much of the sweep as the time
+`python -m benchmarks.gpu_bert --store FOLDER --output FOLDER [--seconds 500]`: runs as much of both sweeps as the time
 allows, and goes on with the rest when it is called again with the same store. Writes `results.csv` and `results.md`,
-and with profiles `batches.md` and `paddings.md`, which put them side by side. `--small`: a tiny model, to try it on
+and `batches.md` and `paddings.md`, which put the profiles side by side. `--small`: a tiny model, to try it on
 a CPU.
 """
 
@@ -21,8 +21,12 @@ import numpy as np
 from benchmarks.gpu_sweep import interrupted_after
 from flopwise.store.collecting import collect
 
-NAME = "bert"
-GRID = ["--model", "bert-base", "--seq", "16-128*2", "--batch", "2-64*2", "--steps", "12", "--time-limit", "120s"]
+SWEEPS = {
+    "batches": ["--seq", "128", "--batch", "2-64*2"],
+    "paddings": ["--seq", "16-128*2", "--batch", "32"],
+}
+"""What the first document changes, and what the second does; the cell of both is run once."""
+COMMON = ["--model", "bert-base", "--steps", "12", "--time-limit", "120s"]
 SMALL = ["--set", "layers=1", "--set", "hidden=32", "--set", "heads=2", "--set", "ffn=64", "--set", "vocab=512"]
 LABELS = ("sadness", "joy", "love", "anger", "fear", "surprise")
 ROWS = 4096
@@ -40,13 +44,14 @@ def main() -> None:
     until = time.monotonic() + given.seconds
     given.output.mkdir(parents=True, exist_ok=True)
     data = write_rows(given.output / "emotion.csv", seed=0)
-    words = ["sweep", *GRID, *(SMALL if given.small else []), "--data", str(data), "--name", NAME]
-    interrupted_after([*words, "--store", str(given.store)], until - time.monotonic())
-    interrupted_after(["collect", NAME, "--store", str(given.store), "--into", str(given.output)], None)
-    runs = {(row.sequence_tokens, row.batch_sequences): row.run for row in collect(given.store, [NAME]).rows if row.run}
-    longest, largest = (max((key[part] or 0 for key in runs), default=0) for part in (0, 1))
-    _compare([runs[key] for key in sorted(runs) if key[0] == longest], given.store, given.output / "batches.md")
-    _compare([runs[key] for key in sorted(runs) if key[1] == largest], given.store, given.output / "paddings.md")
+    for name, grid in SWEEPS.items():
+        words = ["sweep", *COMMON, *grid, *(SMALL if given.small else []), "--data", str(data), "--name", name]
+        interrupted_after([*words, "--store", str(given.store)], until - time.monotonic())
+    interrupted_after(["collect", *SWEEPS, "--store", str(given.store), "--into", str(given.output)], None)
+    for name in SWEEPS:
+        rows = [row for row in collect(given.store, [name]).rows if row.run]
+        rows.sort(key=lambda row: (row.sequence_tokens or 0, row.batch_sequences or 0))
+        _compare([row.run for row in rows], given.store, given.output / f"{name}.md")
 
 
 def write_rows(path: Path, *, seed: int) -> Path:
