@@ -146,7 +146,7 @@ def attention_backward(  # noqa: PLR0917
             _flash_pieces(of_part, mask, gradients, accumulate=accumulate)
     else:
         spans = _spans(query, key, mask)
-        longest = max(span.count for span in spans)
+        longest = max(span.length for span in spans)
         # Gradients of the queries, also in fp32, and those of keys and values for every query head.
         expanded = 2 * query.nbytes // max(1, query.shape[1]) * longest
         taken = query.nbytes + expanded + (4 * query.numel() if kernel == "cudnn" else 3 * query.nbytes)
@@ -222,7 +222,7 @@ class _Span(NamedTuple):
     causal: bool
 
     @property
-    def count(self) -> int:
+    def length(self) -> int:
         return int(self.keys.stop - self.keys.start)
 
 
