@@ -1,7 +1,6 @@
 """Describe the network that Hugging Face `transformers` builds from a `config.json`.
 
-Left out, because no description holds it: the share of channels that rotary positions turn (`rotary_pct`), other
-rotary scaling than that of Llama 3.1 and linear scaling, dropout, quantisation, auxiliary losses.
+Left out, because no description holds it: dropout, quantisation, auxiliary losses.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ def from_config(config: dict[str, object], name: str) -> Transformer:
         name=name,
         title=f"{name} ({family.title})",
         source=f'Hugging Face config.json, model_type "{model_type}"',
+        family=model_type,
         note="; ".join(filter(None, notes)) or None,
         **{**fields, **head.fields},
     )

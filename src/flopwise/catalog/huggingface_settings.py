@@ -59,6 +59,13 @@ class ConfigKeys:
             )
         return float(value)
 
+    def numbers(self, key: str) -> list[float]:
+        """The list of numbers under `key`."""
+        value = self.table.get(key)
+        if not isinstance(value, list) or any(isinstance(n, bool) or not isinstance(n, int | float) for n in value):
+            raise self._missing(key) if value is None else self._wrong(key, "a list of numbers", value)
+        return [float(number) for number in value]
+
     def flag(self, key: str, absent: bool) -> bool:
         """The truth value under `key`; a JSON null counts as false, as it does in `transformers`."""
         value = self.table.get(key, absent)

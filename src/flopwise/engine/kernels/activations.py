@@ -18,6 +18,8 @@ LEAK = 0.01
 """The slope of `leaky_relu` below zero."""
 GELU_ROOT = sqrt(2 / pi)
 GELU_CUBE = 0.044715
+QUICK = 1.702
+"""Of `quick_gelu`, x · sigmoid(1.702 x)."""
 
 
 def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tensor) -> None:
@@ -153,6 +155,11 @@ def _tanh_slope(values: Tensor) -> Tensor:
     return 1.0 - inner * inner
 
 
+def _quick_gelu_slope(values: Tensor) -> Tensor:
+    share = _sigmoid(QUICK * values)
+    return share * (1.0 + QUICK * values * (1.0 - share))
+
+
 _Function = Callable[[Tensor], Tensor]
 
 _FUNCTIONS: dict[str, tuple[_Function, _Function]] = {
@@ -167,5 +174,6 @@ _FUNCTIONS: dict[str, tuple[_Function, _Function]] = {
     "sigmoid": (_sigmoid, _sigmoid_slope),
     "tanh": (torch.tanh, _tanh_slope),
     "linear": (lambda values: values, torch.ones_like),
+    "quick_gelu": (lambda values: values * _sigmoid(QUICK * values), _quick_gelu_slope),
 }
 """Value and slope of each of `flopwise.work.transformer.ACTIVATIONS`."""

@@ -42,6 +42,8 @@ def choose_kernel(
     as torch's flash kernel; it has no mask for a cut sequence, whose two parts (`_spans`) it takes one after the other.
     """
     whole = queries == keys and mask.window is None
+    if mask.cap is not None:
+        return "plain"
     if device.type == "cpu":
         return "cpu-flash" if whole and not (padded and mask.causal) and dtype != torch.float16 else "plain"
     if device.type != "cuda" or dtype not in HALVES or mask.head_dim % 8 or mask.head_dim > 256:
@@ -79,7 +81,7 @@ def attention_forward(
     if kernel == "plain":
         plain_forward(query, key, value, mask, out=out, logsumexp=logsumexp, lengths=lengths)
     elif kernel == "flash-4":
-        flash_4.forward(query, key, value, causal=mask.causal, out=out, logsumexp=logsumexp)
+        flash_4.forward(query, key, value, causal=mask.causal, scale=mask.scaled_by, out=out, logsumexp=logsumexp)
     elif kernel == "flash":
         for part, count in _parts(key, lengths):
             _flash_forward(
@@ -248,7 +250,7 @@ def _span_forward(
     key, value = key[:, span.keys], value[:, span.keys]
     if kernel == "cudnn":
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *(each.transpose(1, 2) for each in (query, key, value)), None, True, 0.0, span.causal, False
+            *(each.transpose(1, 2) for each in (query, key, value)), None, True, 0.0, span.causal, False, **_scale(mask)
         )
     else:
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -258,6 +260,7 @@ def _span_forward(
             0.0,
             span.causal,
             attn_mask=_padding(query, None if lengths is None else lengths[piece.sequences]),
+            **_scale(mask),
         )
     return found[0], found[1]
 
@@ -308,6 +311,7 @@ def _flash_4_pieces(saved: Saved, mask: AttentionMask, gradients: _Gradients, *,
             out,
             logsumexp=saved.logsumexp[piece.sequences, piece.heads].contiguous(),
             causal=mask.causal,
+            scale=mask.scaled_by,
             query_gradient=piece.of(gradients.query),
             key_gradient=found[0],
             value_gradient=found[1],
@@ -366,6 +370,7 @@ def _span_backward(
             key.shape[1],
             0.0,
             span.causal,
+            **_scale(mask),
         )
         return found[0], found[1].transpose(1, 2), found[2].transpose(1, 2)
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -378,6 +383,7 @@ def _span_backward(
         0.0,
         span.causal,
         attn_mask=_padding(query, None if lengths is None else lengths[piece.sequences]),
+        **_scale(mask),
     )
     of_keys, of_values = (
         torch.unflatten(each, 1, (mask.kv_heads, mask.group)).sum(2, dtype=logsumexp.dtype).transpose(1, 2)
@@ -386,9 +392,15 @@ def _span_backward(
     return found[0], of_keys, of_values
 
 
-def flash_window(mask: AttentionMask) -> dict[str, int]:
-    """What torch's flash kernels are told of a window."""
-    return {} if mask.window is None else {"window_size_left": mask.window - 1, "window_size_right": 0}
+def _scale(mask: AttentionMask) -> dict[str, float]:
+    """What torch's kernels are told of another scale than their own."""
+    return {} if mask.scaled_by is None else {"scale": mask.scaled_by}
+
+
+def flash_options(mask: AttentionMask) -> dict[str, float]:
+    """What torch's flash kernels are told of a window and a scale."""
+    window = {} if mask.window is None else {"window_size_left": mask.window - 1, "window_size_right": 0}
+    return {**window, **_scale(mask)}
 
 
 def _flash_forward(
@@ -399,7 +411,7 @@ def _flash_forward(
         logsumexp.fill_(-torch.inf)
         return
     found = torch.ops.aten._flash_attention_forward(
-        query, key, value, None, None, query.shape[1], key.shape[1], 0.0, mask.causal, False, **flash_window(mask)
+        query, key, value, None, None, query.shape[1], key.shape[1], 0.0, mask.causal, False, **flash_options(mask)
     )
     out.copy_(found[0])
     logsumexp.copy_(found[1])
@@ -411,6 +423,6 @@ def _flash_backward(saved: Saved, mask: AttentionMask) -> tuple[Tensor, Tensor, 
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     unused = torch.zeros(2, dtype=torch.int64, device=query.device)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        *saved, None, None, query.shape[1], key.shape[1], 0.0, mask.causal, unused, unused, **flash_window(mask)
+        *saved, None, None, query.shape[1], key.shape[1], 0.0, mask.causal, unused, unused, **flash_options(mask)
     )
     return found

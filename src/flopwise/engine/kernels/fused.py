@@ -211,8 +211,10 @@ def _rotate_kernel(
     source_head: tl.tensor,
     out_token: tl.tensor,
     out_head: tl.tensor,
+    scale: tl.tensor,
     half: tl.constexpr,
     inverse: tl.constexpr,
+    neighbours: tl.constexpr,
     token_block: tl.constexpr,
     head_block: tl.constexpr,
     block: tl.constexpr,
@@ -224,20 +226,31 @@ def _rotate_kernel(
     there = token < tokens
     position = tl.load(positions + token, mask=there, other=0).to(tl.float32)
     angle = position[:, None] * tl.load(frequencies + channel, mask=channel < half, other=0.0)[None, :]
-    cosine, sine = tl.cos(angle)[:, None, :], tl.sin(angle)[:, None, :]
+    cosine, sine = (tl.cos(angle) * scale)[:, None, :], (tl.sin(angle) * scale)[:, None, :]
     if inverse:
         sine = -sine
     inside = there[:, None, None] & (head < heads)[None, :, None] & (channel < half)[None, None, :]
-    place = head[None, :, None], channel[None, None, :]
+    step = 2 if neighbours else 1
+    apart = 1 if neighbours else half
+    place = head[None, :, None], channel[None, None, :] * step
     read = source + token[:, None, None] * source_token + place[0] * source_head + place[1]
     first = tl.load(read, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(read + half, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(read + apart, mask=inside, other=0.0).to(tl.float32)
     write = out + token[:, None, None] * out_token + place[0] * out_head + place[1]
     tl.store(write, (first * cosine - second * sine).to(out.dtype.element_ty), mask=inside)
-    tl.store(write + half, (second * cosine + first * sine).to(out.dtype.element_ty), mask=inside)
+    tl.store(write + apart, (second * cosine + first * sine).to(out.dtype.element_ty), mask=inside)
 
 
-def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tensor, inverse: bool) -> None:
+def rotate(
+    source: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    *,
+    out: Tensor,
+    inverse: bool,
+    scale: float = 1.0,
+    neighbours: bool = False,
+) -> None:
     """See `dispatch.rotate`."""
     tokens, heads, dim = source.shape
     head_block, block = column_block(heads, _TURNED_HEADS), column_block(dim // 2, dim)
@@ -253,14 +266,22 @@ def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tenso
         source.stride(1),
         out.stride(0),
         out.stride(1),
+        scale,
         half=dim // 2,
         inverse=inverse,
+        neighbours=neighbours,
         token_block=token_block,
         head_block=head_block,
         block=block,
         num_warps=4,
         **ARITHMETIC,
     )
+
+
+@kernel()
+def _tanh(values: tl.tensor) -> tl.tensor:
+    """1 − 2 ÷ (1 + e²ˣ), whose ends are −1 and 1."""
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * values))
 
 
 @kernel()
@@ -271,6 +292,8 @@ def _cross_entropy_kernel(
     vocabulary: tl.tensor,
     stride: tl.tensor,
     scales: tl.tensor,
+    cap: tl.tensor,
+    capped: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -280,11 +303,15 @@ def _cross_entropy_kernel(
     columns = tl.arange(0, block)
     if label >= 0:
         chosen = tl.load(start + label).to(tl.float32)
+        if capped:
+            chosen = cap * _tanh(chosen / cap)
         largest = -float("inf")
         total = 0.0
         for first in range(0, vocabulary, block):
             inside = first + columns < vocabulary
             values = tl.load(start + first + columns, mask=inside, other=-float("inf")).to(tl.float32)
+            if capped:
+                values = tl.where(inside, cap * _tanh(values / cap), -float("inf"))
             larger = tl.maximum(largest, tl.max(values, 0))
             # Where all so far are hidden, any finite number keeps their powers at zero.
             base = tl.where(larger == -float("inf"), 0.0, larger)
@@ -295,8 +322,13 @@ def _cross_entropy_kernel(
         for first in range(0, vocabulary, block):
             inside = first + columns < vocabulary
             values = tl.load(start + first + columns, mask=inside, other=0.0).to(tl.float32)
+            slope = 1.0
+            if capped:
+                share_of_cap = _tanh(values / cap)
+                values = cap * share_of_cap
+                slope = 1.0 - share_of_cap * share_of_cap
             result = tl.exp(values - largest) * share
-            result = tl.where(first + columns == label, result - 1.0, result) * scale
+            result = tl.where(first + columns == label, result - 1.0, result) * scale * slope
             tl.store(start + first + columns, result.to(logits.dtype.element_ty), mask=inside)
     else:
         tl.store(losses + row, 0.0)
@@ -381,7 +413,9 @@ def _merge_attention_kernel(
     tl.store(sums + sequence * sums_sequence + head * sums_head + query * sums_query, total, mask=there)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor) -> None:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor, cap: float | None = None
+) -> None:
     """See `dispatch.cross_entropy`."""
     rows, vocabulary = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -393,6 +427,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss
         vocabulary,
         logits.stride(0),
         scale if isinstance(scale, Tensor) else _scalar(float(scale), logits.device),
+        1.0 if cap is None else cap,
+        capped=cap is not None,
         block=block,
         num_warps=warps_for(block),
         **ARITHMETIC,

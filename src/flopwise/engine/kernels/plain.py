@@ -107,24 +107,34 @@ def norm_backward(
         add_rounded(bias_gradient, bias_sum)
 
 
-def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tensor, inverse: bool) -> None:
-    """Turns the halves of each head by its token's angles; `inverse` turns back. `out` may be `source` itself.
+def rotate(
+    source: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    *,
+    out: Tensor,
+    inverse: bool,
+    scale: float = 1.0,
+    neighbours: bool = False,
+) -> None:
+    """Turns the halves (or `neighbours`) of each head by its token's angles. `out` may be `source` itself.
 
     Angles are in fp32, as the published models were trained with.
     """
     tokens, heads, dim = source.shape
     half = dim // 2
+    one, other = (slice(0, dim, 2), slice(1, dim, 2)) if neighbours else (slice(0, half), slice(half, dim))
     wide = compute_type(source.dtype)
     for block in row_blocks(tokens, heads * dim * wide.itemsize, 5):
         angles = torch.outer(positions[block].to(torch.float32), frequencies)[:, None]
-        cosine, sine = angles.cos().to(wide), angles.sin().to(wide)
+        cosine, sine = angles.cos().mul_(scale).to(wide), angles.sin().mul_(scale).to(wide)
         if inverse:
             sine = -sine
-        first, second = source[block, :, :half].to(wide), source[block, :, half:].to(wide)
+        first, second = source[block, :, one].to(wide), source[block, :, other].to(wide)
         turned = first * cosine - second * sine
         second = second * cosine + first * sine
-        out[block, :, :half] = turned
-        out[block, :, half:] = second
+        out[block, :, one] = turned
+        out[block, :, other] = second
 
 
 def merge_attention(
@@ -137,18 +147,22 @@ def merge_attention(
     logsumexp.copy_(total)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor) -> None:
-    """Logits become the gradient of scale · Σ cross-entropy; `loss` gets the unscaled sum added.
-
-    Rows with a negative label count for nothing, and their gradient is zero.
-    """
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor, cap: float | None = None
+) -> None:
+    """See `dispatch.cross_entropy`."""
     rows, vocabulary = logits.shape
     wide = compute_type(logits.dtype)
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
-    for block in row_blocks(rows, vocabulary * wide.itemsize, 2):
+    for block in row_blocks(rows, vocabulary * wide.itemsize, 2 if cap is None else 3):
         counted = labels[block, None] >= 0
         label = labels[block, None].clamp_min(0).long()
         values = logits[block].to(wide, copy=True)
+        slope: Tensor | None = None
+        if cap is not None:
+            share = values.div_(cap).tanh_()
+            slope = 1.0 - share * share
+            values *= cap
         values -= values.amax(-1, keepdim=True)
         chosen = values.gather(1, label)
         values.exp_()
@@ -157,6 +171,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss
         values /= sums
         values.scatter_(1, label, values.gather(1, label) - 1.0)
         values *= scale
+        if slope is not None:
+            values *= slope
         values.masked_fill_(~counted, 0.0)
         logits[block] = values
     loss += total.to(loss.dtype)

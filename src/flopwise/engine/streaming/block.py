@@ -23,6 +23,7 @@ from flopwise.engine.kernels.plain_attention import Saved
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.layout import SavedTensors
 from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights
+from flopwise.engine.streaming.rotary import rotation_of
 from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.work.fusion import is_sum_for_norm, makers_for_one_product
 from flopwise.work.op import Attention, Gemm, Op, Streaming
@@ -51,10 +52,6 @@ class Chunk:
     """Rows at which whole sequences begin, with the end of the last; behind packed ones, those that fill up."""
     packed: bool = False
     """Whether sequences of uneven length lie behind each other, without padding."""
-
-    @property
-    def rows(self) -> Rows:
-        return Rows(self.positions)
 
     @property
     def count(self) -> int:
@@ -86,7 +83,7 @@ class Keys:
 
 
 class Block:
-    """One block of a model; which layer it is only the weights know."""
+    """One kind of block of a model; which layer it is only the weights know."""
 
     def __init__(
         self, model: Transformer, work: Work, operators: Operators, saved: SavedTensors, *, deterministic: bool
@@ -104,11 +101,19 @@ class Block:
         """What backward needs and recomputes itself, so that nobody else has to."""
         first = ops[0]
         self.begins_with_norm = isinstance(first, Streaming) and first.kind == "norm" and first.inputs == ("input",)
-        self.mask = AttentionMask(model.heads, model.kv_heads, model.head_dim, model.causal, model.window)
+        assert model.other_attention is None, "a block is of one kind"
+        self.mask = AttentionMask(
+            model.heads,
+            model.kv_heads,
+            model.head_dim,
+            model.causal,
+            model.window,
+            scaled_by=model.attention_scale,
+            cap=model.attention_cap,
+        )
+        self.rotation = rotation_of(model, work.sequence_tokens, operators.device)
         self.key_extras = KEY_NORM if model.qk_norm else ()
         self.extras = (*QUERY_NORM, *KEY_NORM) if model.qk_norm else ()
-        self.cut = False
-        """Whether sequences are cut into chunks, so that a chunk's attention must come out the same alone."""
 
     # -- one operator after another -------------------------------------------------------------------------------
 
@@ -145,10 +150,13 @@ class Block:
                 activates = following is not None and following.name == "activation"
                 self.operators.paired_product(op, values, weights, activates=activates)
             elif op.name != "activation" or "activated" not in values:
-                self.operators.forward(op, values, weights, chunk.rows, made)
+                self.operators.forward(op, values, weights, self._rows(chunk), made)
             used_up = [name for name in op.inputs if last_use[name] == index]
             unread = [name for name in op.outputs if name not in last_use]
             values.drop(name for name in (*used_up, *unread) if name not in keep)
+
+    def _rows(self, chunk: Chunk) -> Rows:
+        return Rows(chunk.positions, self.rotation)
 
     def _attend(self, values: Values, chunk: Chunk, keys: Keys | None) -> None:
         query = values["query"]
@@ -273,7 +281,7 @@ class Block:
                 # What an activation read holds gradients now.
                 used += [maker] if maker.name != "activation" else []
             else:
-                self.operators.backward(op, values, gradients, trained, chunk.rows)
+                self.operators.backward(op, values, gradients, trained, self._rows(chunk))
             for each in used:
                 values.drop(name for name in each.needs if self._first_need[name] is each)
 

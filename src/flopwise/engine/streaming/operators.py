@@ -19,7 +19,7 @@ from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.fp8_products import Fp8Products
 from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
 from flopwise.engine.streaming.products import Products
-from flopwise.engine.streaming.rotary import rotary_frequencies
+from flopwise.engine.streaming.rotary import Rotation
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.formats import Formats
 from flopwise.work.op import Gemm, Op, Streaming
@@ -44,11 +44,16 @@ class Rows:
 
     positions: Tensor
     """Of each token within its sequence, int32."""
+    rotation: Rotation | None = None
+    """How the block's heads turn with them."""
 
     @property
     def count(self) -> int:
         return int(self.positions.shape[0])
 
+
+SCALED = ("projected_scale", "projected_normed_scale", "fed_scale", "fed_normed_scale")
+"""Operators that scale a branch's result on its way to the residual stream."""
 
 ALL = slice(None)
 """Of a weight's rows."""
@@ -89,8 +94,7 @@ class Operators:
         self.model, self.work, self.arena, self.device = model, work, arena, arena.room.device
         self.compute, self.statistics = TYPES[formats.compute], statistics_type(formats)
         self.weights_differ = TYPES[formats.weights] != self.compute
-        self._frequencies: Tensor | None = None
-        self._columns: dict[str, list[tuple[str, int, int]]] = {}
+        self._columns: dict[tuple[str, ...], list[tuple[str, int, int]]] = {}
         self._plain_products = products
         self._head_products = head_products or products
         self._block_products = Fp8Products(arena) if formats.matrix == "fp8" else self._plain_products
@@ -118,6 +122,10 @@ class Operators:
             dispatch.activation_forward(
                 self.model.activation, gate, up, out=values.allocate("activated", tuple(up.shape), up.dtype)
             )
+        elif op.name in SCALED:
+            source = values[op.inputs[0]]
+            out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
+            torch.mul(source, self.model.residual_scale, out=out)
         else:
             kind = {"pooler_activation": "tanh", "transform_activation": self.model.activation}[op.name]
             source = values[op.inputs[0]]
@@ -189,11 +197,11 @@ class Operators:
 
     def columns(self, op: Gemm) -> list[tuple[str, int, int]]:
         """Each result of a product with its rows of the weight."""
-        found = self._columns.get(op.name)
+        found = self._columns.get(op.outputs)
         if found is None:
             ends = list(accumulate(self.work.tensors[name].elements // op.rows for name in op.outputs))
             assert ends[-1] == op.columns
-            found = self._columns[op.name] = list(zip(op.outputs, [0, *ends[:-1]], ends, strict=True))
+            found = self._columns[op.outputs] = list(zip(op.outputs, [0, *ends[:-1]], ends, strict=True))
         return found
 
     def _cast(self, weight: Tensor) -> Tensor:
@@ -232,8 +240,9 @@ class Operators:
         total: Tensor | None = None,
         out: Tensor | None = None,
     ) -> None:
-        scale = self._cast(weights[f"{op.name}.weight"])
-        bias = weights.get(f"{op.name}.bias")
+        module = op.weights[0].module
+        scale = self._norm_scale(weights[f"{module}.weight"])
+        bias = weights.get(f"{module}.bias")
         bias = None if bias is None else self._cast(bias)
         rows = source.numel() // scale.numel()
         shape = (rows, 2) if self.model.norm == "layer" else (rows,)
@@ -250,27 +259,49 @@ class Operators:
             other=other,
             total=total,
         )
-        self._uncast(scale)
+        self._drop_norm_scale(scale)
         if bias is not None:
             self._uncast(bias)
 
+    def _norm_scale(self, weight: Tensor) -> Tensor:
+        """What a norm multiplies by: its weight, or one more."""
+        if not self.model.norm_adds_one:
+            return self._cast(weight)
+        return self.arena.take(tuple(weight.shape), self.statistics).copy_(weight).add_(1.0)
+
+    def _drop_norm_scale(self, scale: Tensor) -> None:
+        if self.model.norm_adds_one:
+            self.arena.give(scale)
+        else:
+            self._uncast(scale)
+
     def _rotate(self, op: Streaming, values: Values, rows: Rows, wanted: Collection[str]) -> None:
-        frequencies = self._frequencies_on(rows.positions.device)
         for source, target in zip(op.inputs, op.outputs, strict=True):
             if target in wanted:
                 tensor = values[source]
                 out = values.allocate(target, tuple(tensor.shape), tensor.dtype)
-                dispatch.rotate(
-                    self._by_head(tensor), rows.positions, frequencies, out=self._by_head(out), inverse=False
-                )
+                self._turn(tensor, rows, out=out, inverse=False)
+
+    def _turn(self, source: Tensor, rows: Rows, *, out: Tensor, inverse: bool) -> None:
+        """Heads turned, all of their channels or the first ones."""
+        rotation = rows.rotation
+        assert rotation is not None, "only blocks with rotary positions turn"
+        source, out = self._by_head(source), self._by_head(out)
+        turned = rotation.channels
+        if turned < self.model.head_dim and out is not source and out.data_ptr() != source.data_ptr():
+            out[..., turned:].copy_(source[..., turned:])
+        dispatch.rotate(
+            source[..., :turned],
+            rows.positions,
+            rotation.frequencies,
+            out=out[..., :turned],
+            inverse=inverse,
+            scale=rotation.scale,
+            neighbours=rotation.neighbours,
+        )
 
     def _by_head(self, tensor: Tensor) -> Tensor:
         return tensor.view(tensor.shape[0], -1, self.model.head_dim)
-
-    def _frequencies_on(self, device: torch.device) -> Tensor:
-        if self._frequencies is None:
-            self._frequencies = rotary_frequencies(self.model).to(device)
-        return self._frequencies
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -373,8 +404,9 @@ class Operators:
     ) -> None:
         weights, sums = trained.weights, trained.sums
         name, source = op.inputs[0], values[op.inputs[0]]
-        scale = self._cast(weights[f"{op.name}.weight"])
-        bias = self._cast(weights[f"{op.name}.bias"]) if recompute and f"{op.name}.bias" in weights else None
+        module = op.weights[0].module
+        scale = self._norm_scale(weights[f"{module}.weight"])
+        bias = self._cast(weights[f"{module}.bias"]) if recompute and f"{module}.bias" in weights else None
         rows = source.numel() // scale.numel()
         gradient = gradients[op.outputs[0]]
         there = name in gradients
@@ -390,24 +422,22 @@ class Operators:
             statistics.view(rows, 2) if self.model.norm == "layer" else statistics.view(rows),
             rms=self.model.norm == "rms",
             out=out.view(rows, -1),
-            weight_gradient=sums[f"{op.name}.weight"],
-            bias_gradient=sums.get(f"{op.name}.bias"),
+            weight_gradient=sums[f"{module}.weight"],
+            bias_gradient=sums.get(f"{module}.bias"),
             accumulate=there,
             recompute=recompute,
             bias=bias,
         )
         if there and not recompute:
             gradients.drop(op.outputs[0])
-        self._uncast(scale)
+        self._drop_norm_scale(scale)
         if bias is not None:
             self._uncast(bias)
 
     def _rotate_backward(self, op: Streaming, gradients: Gradients, rows: Rows) -> None:
-        frequencies = self._frequencies_on(rows.positions.device)
         for source, target in zip(op.inputs, op.outputs, strict=True):
             gradient = gradients[target]
-            out = gradients.replace(target, source)
-            dispatch.rotate(self._by_head(gradient), rows.positions, frequencies, out=self._by_head(out), inverse=True)
+            self._turn(gradient, rows, out=gradients.replace(target, source), inverse=True)
 
     def _activation_backward(self, op: Streaming, values: Values, gradients: Gradients) -> None:
         gate, up = self._gate_and_up(op, values)
@@ -422,6 +452,9 @@ class Operators:
         name = op.inputs[0]
         gradient = gradients[op.outputs[0]]
         out = gradients.replace(op.outputs[0], name)
+        if op.name in SCALED:
+            torch.mul(gradient, self.model.residual_scale, out=out)
+            return
         if op.name == "pooler_activation":
             # From the result: 1 − tanh².
             out.copy_(torch.ops.aten.tanh_backward(gradient, values[op.outputs[0]]))

@@ -182,7 +182,8 @@ class _Lister:
         if isinstance(op, Gemm):
             self._gemm(index, op, again)
         elif isinstance(op, Attention) and self.work.kernel == "flash":
-            self._flash(index, op, again)
+            for kind in op.by_kind():
+                self._flash(index, op, kind, again)
         elif isinstance(op, Attention):
             self._eager_attention(index, op, again)
         else:
@@ -234,13 +235,14 @@ class _Lister:
                 line = (float(moved.fixed), float(moved.per_sequence))
                 self.streams.append(StreamingCall(index, phase, count, line))
 
-    def _flash(self, index: int, op: Attention, again: Fraction) -> None:
-        copies = op.layers * op.calls
-        forward = op.forward_flops() / copies
-        backward = op.backward_flops("flash") / copies
+    def _flash(self, index: int, op: Attention, kind: Attention, again: Fraction) -> None:
+        """The copies of one kind, which move what all do and see what theirs sees."""
+        copies = kind.layers * kind.calls
+        forward = kind.forward_flops() / copies
+        backward = kind.backward_flops("flash") / copies
         read = forward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence
         gradients = backward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence
-        area = op.twice_pairs("mask") / op.twice_pairs("square")
+        area = kind.twice_pairs("mask") / kind.twice_pairs("square")
         calls = [(Phase.FORWARD, forward, read), (Phase.BACKWARD, backward, gradients)]
         if again:
             calls.append((Phase.RECOMPUTE, forward, read))
