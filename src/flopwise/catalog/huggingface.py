@@ -1,6 +1,6 @@
 """Describe the network that Hugging Face `transformers` builds from a `config.json`.
 
-Left out, because no description holds it: dropout, quantisation, auxiliary losses.
+Left out, because no description holds it: quantisation, auxiliary losses.
 """
 
 from __future__ import annotations
