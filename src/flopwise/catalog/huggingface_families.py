@@ -231,13 +231,14 @@ SCALINGS = ("llama3", "dynamic", "yarn", "longrope")
 def _rotary_dim(absent: float, old_key: str = "partial_rotary_factor") -> Rule:
     """The channels of a head that turn, where only a share of them does."""
 
-    def rule(settings: ConfigKeys) -> int:
+    def rule(settings: ConfigKeys) -> int | None:
         beside = settings.number(old_key, absent=absent)
         share = _rotary_settings(settings).number("partial_rotary_factor", absent=beside)
         whole = settings.size("head_dim", absent=0, null=0)
         whole = whole or settings.size("hidden_size") // settings.size("num_attention_heads")
-        turned = int(whole * share)
-        return 0 if turned == whole else turned
+        # More than all is refused with the description; a number beyond any size is no whole number at all.
+        turned = int(whole * min(share, 2.0))
+        return None if turned == whole else turned
 
     return rule
 
@@ -341,10 +342,9 @@ def _gpt2_ffn(settings: ConfigKeys) -> int:
 
 
 def _gpt2_note(settings: ConfigKeys) -> str:
-    """Scores that are not divided by √head_dim alone have other values, but are counted the same."""
-    usual = settings.flag("scale_attn_weights", absent=True)
-    usual = usual and not settings.flag("scale_attn_by_inverse_layer_idx", absent=False)
-    return "" if usual else "attention scores are taken to be divided by √head_dim, as in the released GPT-2"
+    """Scores that are divided by a number of each layer have other values, but are counted the same."""
+    by_layer = settings.flag("scale_attn_by_inverse_layer_idx", absent=False)
+    return "attention scores are taken to be divided by √head_dim, as in the released GPT-2" if by_layer else ""
 
 
 def _mpt_positions(settings: ConfigKeys) -> str:
@@ -384,7 +384,10 @@ def _glm_like() -> dict[str, Rule]:
     }
 
 
-ATTENTION_BIAS = {"qkv_bias": _flag("attention_bias", absent=False), "output_bias": _flag("attention_bias", absent=False)}
+ATTENTION_BIAS = {
+    "qkv_bias": _flag("attention_bias", absent=False),
+    "output_bias": _flag("attention_bias", absent=False),
+}
 """One switch for all four products around attention."""
 NO_QK_NORM = Only("qk_layernorm", (False,), "its norms of queries and keys are none that a description holds")
 
@@ -446,6 +449,7 @@ FAMILIES: dict[str, Family] = {
             "vocab": _size("vocab_size"),
             "context": _size("max_position_embeddings", "n_positions", absent=1024),
             "positions": _fix("learned"),
+            "attention_scale": lambda settings: None if settings.flag("scale_attn_weights", absent=True) else 1.0,
             "position_rows": _size("max_position_embeddings", "n_positions", absent=1024),
             "activation": _activation("activation_function", absent="gelu_new"),
             "norm_epsilon": _number("layer_norm_epsilon", absent=1e-5),

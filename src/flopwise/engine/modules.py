@@ -66,7 +66,8 @@ def rotate(value: Tensor, cosines: Tensor, sines: Tensor, *, neighbours: bool = 
     Channel i is paired with that of the other half of those, or with its neighbour, as in `transformers`.
     """
     cosines, sines = cosines.to(value.dtype), sines.to(value.dtype)
-    turned, rest = value.split((2 * cosines.shape[-1], value.shape[-1] - 2 * cosines.shape[-1]), -1)
+    channels = 2 * cosines.shape[-1]
+    turned, rest = value[..., :channels], value[..., channels:]
     if neighbours:
         first, second = turned[..., 0::2], turned[..., 1::2]
         pairs = torch.stack((first * cosines - second * sines, second * cosines + first * sines), -1)
@@ -156,20 +157,23 @@ class PlainBlock(nn.Module):
 
     def forward(self, stream: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The next block's input from this one's, (sequences, tokens, hidden)."""
-        second = self.norm1 if self.norm2 is None else self.norm2
-        scale = self.model.residual_scale
+        second: Norm = self.norm1 if self.norm2 is None else self.norm2
         if self.model.norm_place == "post":
-            stream = self.norm1(stream + self.attention(stream, lengths) * scale)
-            result: Tensor = second(stream + self.feed_forward(stream) * scale)
+            stream = self.norm1(stream + self.scaled(self.attention(stream, lengths)))
+            result: Tensor = second(stream + self.scaled(self.feed_forward(stream)))
             return result
         if self.model.norm_place == "behind":
-            stream = stream + self.norm1(self.attention(stream, lengths)) * scale
-            return stream + second(self.feed_forward(stream)) * scale
+            stream = stream + self.scaled(self.norm1(self.attention(stream, lengths)))
+            return stream + self.scaled(second(self.feed_forward(stream)))
         if self.attention_norm is not None and self.feed_norm is not None:
-            stream = stream + self.attention_norm(self.attention(self.norm1(stream), lengths)) * scale
-            return stream + self.feed_norm(self.feed_forward(second(stream))) * scale
-        attended = stream + self.attention(self.norm1(stream), lengths) * scale
-        return attended + self.feed_forward(second(stream if self.model.parallel_residual else attended)) * scale
+            stream = stream + self.scaled(self.attention_norm(self.attention(self.norm1(stream), lengths)))
+            return stream + self.scaled(self.feed_norm(self.feed_forward(second(stream))))
+        attended = stream + self.scaled(self.attention(self.norm1(stream), lengths))
+        return attended + self.scaled(self.feed_forward(second(stream if self.model.parallel_residual else attended)))
+
+    def scaled(self, branch: Tensor) -> Tensor:
+        """A branch's result as it is added to the residual stream."""
+        return branch if self.model.residual_scale == 1.0 else branch * self.model.residual_scale
 
     def attention(self, value: Tensor, lengths: Tensor | None) -> Tensor:
         model = self.model

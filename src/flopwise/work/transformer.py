@@ -224,8 +224,8 @@ class Transformer:
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
     norm_place: Literal["pre", "post", "behind", "sandwich"] = "pre"
-    """pre: of a branch's input. post: of the sum, as BERT. behind: of a branch's result, as OLMo 2. sandwich: of a branch's
-    input and result, as Gemma 2."""
+    """pre: of a branch's input. post: of the sum, as BERT. behind: of a branch's result, as OLMo 2. sandwich: of its
+    input and its result, as Gemma 2."""
     norm_adds_one: bool = False
     """A norm's scale is one more than its weight, as Gemma has it."""
     embedding_norm: bool = False
@@ -258,8 +258,8 @@ class Transformer:
     rotary_base: float = 10_000.0
     """The slowest rotary pair turns by almost 1 ÷ this per token."""
     rotary_scaling: RotaryScaling | None = None
-    rotary_dim: int = 0
-    """Channels of a head that are turned, the first ones; 0: all."""
+    rotary_dim: int | None = None
+    """Channels of a head that are turned, the first ones; None: all."""
     rotary_pairs: Literal["halves", "neighbours"] = "halves"
     """Which channels turn together: one of each half of those that are turned, or neighbours."""
     other_attention: OtherAttention | None = None
@@ -311,9 +311,10 @@ class Transformer:
                 why="each key-value head serves the same number of query heads",
                 hint=f"kv_heads = {_divisor_below(self.heads, self.kv_heads)}",
             )
-        if self.positions == "rotary" and (self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim):
+        turned = self.rotary_dim
+        if self.positions == "rotary" and turned is not None and (turned % 2 or not 0 < turned <= self.head_dim):
             raise FlopwiseError(
-                f"{self.name}: rotary_dim = {shown(self.rotary_dim)} of {self.head_dim} channels cannot be turned",
+                f"{self.name}: rotary_dim = {shown(turned)} of {self.head_dim} channels cannot be turned",
                 why="rotary positions turn pairs of a head's channels",
                 hint="an even rotary_dim, at most head_dim",
             )
@@ -327,7 +328,28 @@ class Transformer:
         check_real(self.name, norm_epsilon=self.norm_epsilon, rotary_base=self.rotary_base)
         scales = {"attention_scale": self.attention_scale, "attention_cap": self.attention_cap}
         check_real(self.name, **{field: value for field, value in scales.items() if value is not None})
+        self._check_scaling(self.rotary_base, self.rotary_scaling)
         self._check_others()
+
+    def _check_scaling(self, base: float, scaling: RotaryScaling | None) -> None:
+        """Refuse what no angles follow from."""
+        if scaling is None or self.positions != "rotary":
+            return
+        pairs = self.turned_channels // 2
+        given = {len(scaling.short_factors), len(scaling.long_factors)}
+        wrong = {
+            "longrope has a number for each pair": scaling.method == "longrope" and given != {pairs},
+            "longrope takes a logarithm of the context": scaling.method == "longrope" and scaling.original_context == 1,
+            "dynamic scaling needs more than a pair": scaling.method == "dynamic" and pairs < 2,
+            "YaRN takes a logarithm of the base": scaling.method == "yarn" and base == 1.0,
+        }
+        for why, there in wrong.items():
+            if there:
+                raise FlopwiseError(
+                    f"{self.name}: rotary_scaling does not fit {pairs} pairs of channels",
+                    why=why,
+                    hint="as many short and long factors as pairs, an original context above 1, a base that is not 1",
+                )
 
     def _check_others(self) -> None:
         if bool(self.other_blocks) != (self.other_attention is not None):
@@ -348,6 +370,7 @@ class Transformer:
         if self.other_attention.window is not None:
             check_positive(f"{self.name}: other_attention", window=self.other_attention.window)
         check_real(f"{self.name}: other_attention", rotary_base=self.other_attention.rotary_base)
+        self._check_scaling(self.other_attention.rotary_base, self.other_attention.rotary_scaling)
 
     def _check_options(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -417,6 +440,25 @@ class Transformer:
     def score_scale(self) -> float:
         """What attention's scores are multiplied by."""
         return float(self.head_dim**-0.5) if self.attention_scale is None else self.attention_scale
+
+    @property
+    def unusual(self) -> tuple[str, ...]:
+        """What it has that other trainers' configurations and rules do not tell, in words."""
+        scaling, scales = self.rotary_scaling, (self.embedding_scale, self.residual_scale, self.logit_scale)
+        had = {
+            "blocks with other attention": self.other_attention is not None,
+            "norms of the branches' results": self.norm_place in ("behind", "sandwich"),
+            "norms whose scale is one more than their weight": self.norm_adds_one,
+            "norms of queries and keys over all heads": self.qk_norm and self.qk_norm_over == "all",
+            "one norm for both branches": self.shared_norm,
+            "rotary positions of some channels": self.turned_channels != self.head_dim,
+            "rotary pairs of neighbours": self.rotary_pairs == "neighbours",
+            "its own rotary scaling": scaling is not None and scaling.method in ("dynamic", "yarn", "longrope"),
+            "its own scale of scores": self.attention_scale is not None,
+            "scaled embeddings, branches or logits": scales != (1.0, 1.0, 1.0),
+            "capped scores or logits": (self.attention_cap, self.logit_cap) != (None, None),
+        }
+        return tuple(words for words, there in had.items() if there)
 
     def kind_of(self, layer: int) -> Transformer:
         """The description of which all blocks are like this one."""

@@ -280,7 +280,9 @@ class _Builder:
             for part, count, size in heads:
                 output = self.tensor(f"{part}_normed", size) if rotary else part
                 each = 1 if model.qk_norm_over == "all" else count
-                self.norm(f"{part}_norm", f"{part}_raw", output, rows=tokens * each, width=count // each * model.head_dim)
+                self.norm(
+                    f"{part}_norm", f"{part}_raw", output, rows=tokens * each, width=count // each * model.head_dim
+                )
             query, key = "query_normed", "key_normed"
         if rotary:
             # Unfused: two products, a negation, a concatenation and a sum, for queries and keys alike.

@@ -42,11 +42,9 @@ def choose_kernel(
     as torch's flash kernel; it has no mask for a cut sequence, whose two parts (`_spans`) it takes one after the other.
     """
     whole = queries == keys and mask.window is None
-    if mask.cap is not None:
-        return "plain"
-    if device.type == "cpu":
+    if device.type == "cpu" and mask.cap is None:
         return "cpu-flash" if whole and not (padded and mask.causal) and dtype != torch.float16 else "plain"
-    if device.type != "cuda" or dtype not in HALVES or mask.head_dim % 8 or mask.head_dim > 256:
+    if device.type != "cuda" or dtype not in HALVES or mask.cap is not None or mask.head_dim % 8 or mask.head_dim > 256:
         return "plain"
     if padded or deterministic or mask.window is not None:
         return "flash"

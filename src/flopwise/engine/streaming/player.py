@@ -462,7 +462,9 @@ class Player:
         tokens = chunk.tokens
         slot, residual = self._slot(task, tokens), self._residual(task, chunk)
         kept = self.saved.names(task.level)
-        self._sequence(task).forward_after(residual, slot, self._weights(task), chunk, self._context_keys(task), kept=kept)
+        self._sequence(task).forward_after(
+            residual, slot, self._weights(task), chunk, self._context_keys(task), kept=kept
+        )
         self._keep(task, slot, tokens)
 
     def _backward_after(self, task: Task, chunk: Chunk) -> None:

@@ -44,19 +44,19 @@ def rotary_frequencies(model: Transformer, tokens: int) -> Tensor:
     """
     channels = model.turned_channels
     exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
+    frequencies: Tensor = 1.0 / model.rotary_base**exponents
     scaling = model.rotary_scaling
     if scaling is None:
-        return 1.0 / model.rotary_base**exponents
+        return frequencies
     if scaling.method == "dynamic":
         assert scaling.original_context is not None
         longer = max(tokens, scaling.original_context) / scaling.original_context
         base = model.rotary_base * (scaling.factor * longer - (scaling.factor - 1)) ** (channels / (channels - 2))
-        return 1.0 / base**exponents
+        return torch.reciprocal(base**exponents)
     if scaling.method == "longrope":
         return 1.0 / (_own_factors(scaling, tokens, channels // 2) * model.rotary_base**exponents)
     if scaling.method == "yarn":
         return _yarn_frequencies(scaling, model.rotary_base, exponents)
-    frequencies = 1.0 / model.rotary_base**exponents
     if scaling.method == "linear":
         return frequencies / scaling.factor
     assert scaling.original_context is not None

@@ -232,4 +232,6 @@ def _pairs_share(plan: Plan, attention: Attention, chunk: int) -> Fraction:
     tokens = plan.tokens_of(chunk)
     kinds = attention.by_kind()
     pairs = sum(kind.layers * kind.twice_pairs_of(first, first + tokens) for kind in kinds)
-    return Fraction(pairs * plan.sequence_tokens, tokens * sum(kind.layers * kind.twice_pairs("mask") for kind in kinds))
+    return Fraction(
+        pairs * plan.sequence_tokens, tokens * sum(kind.layers * kind.twice_pairs("mask") for kind in kinds)
+    )
