@@ -19,6 +19,7 @@ from flopwise.base.errors import FlopwiseError  # noqa: E402
 from flopwise.catalog.load import load_hardware  # noqa: E402
 from flopwise.engine.streaming.executor import StreamingExecutor  # noqa: E402
 from flopwise.engine.streaming.layout import SavedTensors, fields_in_order, moment_fields  # noqa: E402
+from flopwise.engine.streaming.player import spare_under_cap  # noqa: E402
 from flopwise.plan import CappedSetup, compile_plan, make_plan  # noqa: E402
 from flopwise.plan.device.memory import plan_bytes  # noqa: E402
 from flopwise.plan.program.sizes import level_bytes, sizes_of  # noqa: E402
@@ -135,6 +136,20 @@ def test_rows_add_up_for_any_plan(data: st.DataObject) -> None:
     executor.step(random_batch(model, plan.sequences_per_round, TOKENS, 0), 0)
     executor.evaluate([random_batch(model, 1, TOKENS, 0)])
     assert_as_planned(plan, model, executor)
+
+
+def test_attention_takes_more_heads_at_once_where_the_cap_leaves_room() -> None:
+    model = TINY["llama"]
+    plan = everything_stays(model, sequence=TOKENS)
+    program = compile_plan(plan, model)
+    planned = sum(program.bytes_by_owner("device").values())
+    for cap, spare in (
+        (planned - 1, 0),
+        (planned, 0),
+        (planned + 1000, 500),
+        (planned + (1 << 40), 1 << 29),
+    ):
+        assert spare_under_cap(replace(plan, device_memory_bytes=cap), program) == spare
 
 
 # -- every allocation ------------------------------------------------------------------------------------------------
