@@ -196,13 +196,20 @@ def test_bf16_weights_without_a_master_are_rounded_by_chance(
 def test_small_steps_of_fine_tuning_are_not_lost(folder: Path) -> None:
     """What the default learns in bf16 is near to what fp32 learns; rounded to nearest it is mostly lost."""
     begun = chat_folder(folder / "low")
-    asked = {"model": str(begun), "steps": 30, "learning_rate": 2e-5, "schedule": "constant", "warmup_steps": 0}
+    asked: dict[str, Any] = {
+        "model": str(begun),
+        "steps": 30,
+        "learning_rate": 2e-5,
+        "schedule": "constant",
+        "warmup_steps": 0,
+    }
     learned = {}
-    for name, more in {
+    ways: dict[str, dict[str, Any]] = {
         "exact": {"precision": "fp32"},
         "chance": {"precision": "bf16"},
         "nearest": {"precision": "bf16", "stochastic_rounding": False},
-    }.items():
+    }
+    for name, more in ways.items():
         _, saved = trained(folder, **asked, **more)
         with (
             safe_open(saved / "model.safetensors", framework="pt") as opened,
