@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from flopwise.engine.kernels.quantised import NF4_VALUES, Quantised  # noqa: E402
-from flopwise.work.adapters import Adapters  # noqa: E402
-from flopwise.work.formats import quantised_bytes  # noqa: E402
-from flopwise.work.parameters import parameters_of  # noqa: E402
-from tests.engine.test_adapters import check_gradients, plan_of  # noqa: E402
-from tests.support.adapted_modules import adapt  # noqa: E402
-from tests.support.tiny_models import LLAMA, TOKENS  # noqa: E402
-from tests.support.training_plans import FP64  # noqa: E402
+from flopwise.engine.kernels.quantised import NF4_VALUES, Quantised
+from flopwise.work.adapters import Adapters
+from flopwise.work.formats import quantised_bytes
+from flopwise.work.parameters import parameters_of
+from tests.engine.test_adapters import check_gradients, plan_of
+from tests.support.adapted_modules import adapt
+from tests.support.tiny_models import LLAMA, TOKENS
+from tests.support.training_plans import FP64
 
 THRESHOLDS = (
     # Of `dQuantizeNF4` in bitsandbytes' kernels: what lies above is at least the value of that number.
@@ -29,7 +27,7 @@ THRESHOLDS = (
 )
 
 
-def made(values: torch.Tensor, kind: str) -> Quantised:
+def made(values: Tensor, kind: str) -> Quantised:
     rows, depth = values.shape
     buffer = torch.full((quantised_bytes(rows, depth, kind),), 255, dtype=torch.uint8)
     found = Quantised.within(buffer, (rows, depth), kind)
@@ -37,7 +35,7 @@ def made(values: torch.Tensor, kind: str) -> Quantised:
     return found
 
 
-def numbers(matrix: Quantised) -> torch.Tensor:
+def numbers(matrix: Quantised) -> Tensor:
     return matrix.dequantise(out=torch.full(matrix.shape, torch.nan, dtype=torch.float64))
 
 
