@@ -51,7 +51,7 @@ class Adapters:
             raise FlopwiseError(f"alpha of adapters cannot be {shown(self.alpha)}", hint="--lora-alpha 32")
         for name in self.targets:
             if name not in TARGETS:
-                raise unknown_name("matrix of a block", name, TARGETS, hint=f"--lora-on {','.join(TARGETS)}")
+                raise unknown_name("matrix of a block", name, TARGETS, hint="--lora-on all-linear")
         if not self.targets:
             raise FlopwiseError("adapters lie beside no matrix", hint="--lora-on all-linear")
 
@@ -75,7 +75,7 @@ def parse_targets(text: str) -> tuple[Target, ...]:
     chosen: set[str] = set()
     for word in words:
         if word not in GROUPS and word not in TARGETS:
-            raise unknown_name("matrix of a block", word, (*GROUPS, *TARGETS), hint="--lora-on all-linear, or q,v")
+            raise unknown_name("matrix of a block", word, (*GROUPS, *TARGETS), hint="--lora-on all-linear")
         chosen.update(GROUPS.get(word, (word,)))
     return tuple(name for name in TARGETS if name in chosen)
 
@@ -112,7 +112,7 @@ def frozen_layers(frozen: Collection[str], layers: int) -> frozenset[int]:
             raise FlopwiseError(
                 f"{word} cannot be frozen",
                 why=f"there are {layers} blocks, 0 to {layers - 1}",
-                hint=f"--freeze blocks.0-{layers // 2}",
+                hint="--freeze embedding,blocks.0-15",
             )
         found.update(span)
     return frozenset(found)

@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
-from flopwise.work.adapters import BLOCKS, EMBEDDING, HEAD, Adapters, frozen_layers
+from flopwise.work.adapters import EMBEDDING, HEAD, Adapters, frozen_layers
 
 LARGEST_SIDE = 2**31 - 1
 """Shapes beyond this overflow the 32-bit sizes of today's kernels; such a number is a typing mistake."""
@@ -260,7 +260,7 @@ class Transformer:
                 raise FlopwiseError(
                     f"{self.name}: frozen parts beside adapters",
                     why="with adapters everything else is frozen already",
-                    hint="--lora alone, or --freeze alone",
+                    hint="one of --lora and --freeze",
                 )
             if self.experts or self.head == "classifier":
                 kind = "a mixture of experts" if self.experts else "a classifier"
@@ -268,7 +268,7 @@ class Transformer:
                     f"{self.name}: {kind} cannot have adapters yet", hint="train it without --lora, or with --freeze"
                 )
             if not self.gated and self.adapters.targets == ("gate",):
-                raise FlopwiseError(f"{self.name} has no gate for an adapter", hint="--lora-on up")
+                raise FlopwiseError(f"{self.name} has no gate for an adapter", hint="--lora-on all-linear")
         if self.frozen is None:
             return
         layers = frozen_layers(self.frozen, self.layers)
@@ -276,13 +276,13 @@ class Transformer:
             raise FlopwiseError(
                 f"{self.name}: embedding and head are one matrix",
                 why="it is frozen for both or for neither",
-                hint="--freeze embedding,head,…",
+                hint="both of them, or neither",
             )
         if len(layers) == self.layers and EMBEDDING in self.frozen:
             raise FlopwiseError(
                 f"{self.name}: embedding and all blocks are frozen",
                 why="a head alone is not trained here",
-                hint=f"--freeze {BLOCKS}.0-{self.layers - 2}" if self.layers > 1 else "--freeze embedding",
+                hint="--freeze embedding,blocks.0-15",
             )
 
     @property
