@@ -6,7 +6,13 @@ Left out, because no description holds it: quantisation, auxiliary losses.
 from __future__ import annotations
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.catalog.huggingface_families import EVERYWHERE, FAMILIES, Family, activation_note, rotary_note
+from flopwise.catalog.huggingface_families import (
+    EVERYWHERE,
+    FAMILIES,
+    Family,
+    activation_note,
+    rotary_note,
+)
 from flopwise.catalog.huggingface_settings import ConfigKeys
 from flopwise.work.transformer import Transformer
 
@@ -34,6 +40,16 @@ def from_config(config: dict[str, object], name: str) -> Transformer:
         note="; ".join(filter(None, notes)) or None,
         **{**fields, **head.fields},
     )
+
+
+def computed_otherwise(config: dict[str, object], name: str) -> tuple[str, ...]:
+    """What of a `config.json` its description leaves out so that the network's numbers would differ, in words."""
+    settings = ConfigKeys(config, name)
+    _, family = _family(settings)
+    told = [family.note(settings), activation_note(settings)]
+    if "rotary_scaling" in family.rules:
+        told.append(rotary_note(settings))
+    return tuple(filter(None, told))
 
 
 def _family(settings: ConfigKeys) -> tuple[str, Family]:

@@ -159,7 +159,8 @@ def _rotary_settings(settings: ConfigKeys) -> ConfigKeys:
     return older if older.table else settings.group("rope_parameters")
 
 
-def _rotary_kind(settings: ConfigKeys) -> str:
+def rotary_kind(settings: ConfigKeys) -> str:
+    """`default`, or how rotary angles are scaled."""
     rotary = _rotary_settings(settings)
     if any(isinstance(value, dict) for value in rotary.table.values()):
         return "by kind of block"
@@ -245,7 +246,7 @@ def _rotary_dim(absent: float, old_key: str = "partial_rotary_factor") -> Rule:
 
 def rotary_note(settings: ConfigKeys) -> str:
     """What to tell about a rotary scaling that no description holds; what is counted does not depend on it."""
-    kind = _rotary_kind(settings)
+    kind = rotary_kind(settings)
     if kind in ("default", "linear", *SCALINGS) or (kind == "su" and settings.table.get("model_type") == "phi3"):
         return ""
     return f"rotary scaling {shown(kind)} is left out; unscaled rotary positions are assumed"

@@ -8,6 +8,7 @@ from math import isfinite, log, sqrt
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
+from flopwise.work.adapters import EMBEDDING, HEAD, Adapters, frozen_layers
 
 LARGEST_SIDE = 2**31 - 1
 """Shapes beyond this overflow the 32-bit sizes of today's kernels; such a number is a typing mistake."""
@@ -278,6 +279,10 @@ class Transformer:
     logit_scale: float = 1.0
     family: str = ""
     """The `model_type` of the class of `transformers` that it was read from and is saved for; empty: what fits."""
+    adapters: Adapters | None = None
+    """What is trained beside the matrices, which are frozen then, and all else with them; None: the model itself is."""
+    frozen: tuple[str, ...] | None = None
+    """Parts that are not trained: `embedding`, `head`, `blocks.0-15`; None: all are."""
     dropout: Dropout | None = None
     """What training drops; an evaluation drops nothing. None: nothing."""
     note: str | None = None
@@ -303,6 +308,7 @@ class Transformer:
         check_positive(self.name, head_dim=self.head_dim)
         self._check_attention()
         self._check_options()
+        self._check_trained()
 
     def _check_attention(self) -> None:
         if self.heads % self.kv_heads:
@@ -407,6 +413,57 @@ class Transformer:
                 f"{self.name}: a classifier needs `labels`, the number of its classes", hint="labels = 2"
             )
 
+    def _check_trained(self) -> None:
+        """Refuse what leaves nothing to train, and adapters where there are none for."""
+        if self.adapters is not None:
+            if self.frozen is not None:
+                raise FlopwiseError(
+                    f"{self.name}: frozen parts beside adapters",
+                    why="with adapters everything else is frozen already",
+                    hint="one of --lora and --freeze",
+                )
+            if self.experts or self.head == "classifier":
+                kind = "a mixture of experts" if self.experts else "a classifier"
+                raise FlopwiseError(
+                    f"{self.name}: {kind} cannot have adapters yet", hint="train it without --lora, or with --freeze"
+                )
+            if not self.gated and self.adapters.targets == ("gate",):
+                raise FlopwiseError(f"{self.name} has no gate for an adapter", hint="--lora-on all-linear")
+        if self.frozen is None:
+            return
+        layers = frozen_layers(self.frozen, self.layers)
+        if self.tied and (EMBEDDING in self.frozen) != (HEAD in self.frozen):
+            raise FlopwiseError(
+                f"{self.name}: embedding and head are one matrix",
+                why="it is frozen for both or for neither",
+                hint="both of them, or neither",
+            )
+        if len(layers) == self.layers and EMBEDDING in self.frozen:
+            raise FlopwiseError(
+                f"{self.name}: embedding and all blocks are frozen",
+                why="a head alone is not trained here",
+                hint="--freeze embedding,blocks.0-15",
+            )
+
+    @property
+    def frozen_layers(self) -> frozenset[int]:
+        """Blocks of which nothing is trained."""
+        return frozen_layers(self.frozen or (), self.layers)
+
+    def is_frozen(self, part: str) -> bool:
+        """Whether nothing of the embedding, or of the head, is trained."""
+        return self.adapters is not None or part in (self.frozen or ())
+
+    @property
+    def first_reached(self) -> int:
+        """The lowest block that backward comes to; as many as there are blocks: none."""
+        if self.adapters is not None:
+            return 0
+        if not self.is_frozen(EMBEDDING):
+            return 0
+        trained = (layer for layer in range(self.layers) if layer not in self.frozen_layers)
+        return next(trained, self.layers)
+
     def _check_experts(self) -> None:
         if self.experts:
             check_positive(self.name, experts=self.experts)
@@ -465,13 +522,16 @@ class Transformer:
         return _of_kind(self, layer in self.other_blocks)
 
     @property
-    def kinds(self) -> tuple[tuple[Transformer, int], ...]:
-        """Each kind of block, as a description of which all are alike, and how many there are."""
-        if self.other_attention is None:
-            return ((self, self.layers),)
+    def kinds(self) -> tuple[Transformer, ...]:
+        """Each kind of block, as a description of which all are alike."""
+        return tuple(kind for kind, _, _ in self.counted_kinds)
+
+    @property
+    def counted_kinds(self) -> tuple[tuple[Transformer, int, bool], ...]:
+        """The same with how many blocks there are, and whether they are the `other_blocks`."""
         others = len(self.other_blocks)
-        found = ((_of_kind(self, False), self.layers - others), (_of_kind(self, True), others))
-        return tuple((kind, count) for kind, count in found if count)
+        found = ((_of_kind(self, False), self.layers - others, False), (_of_kind(self, True), others, True))
+        return tuple(each for each in found if each[1])
 
     def check_sequence(self, tokens: int) -> None:
         """Refuse a sequence that the position table cannot number."""

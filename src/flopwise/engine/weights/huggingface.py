@@ -150,12 +150,20 @@ def _comes_back(model: Transformer) -> bool:
 
 
 def _shape(model: Transformer) -> dict[str, Any]:
-    """Everything but the words, and the positions that no table has."""
+    """Everything but the words, and what is trained of it."""
     turned = model.turned_channels
-    same = replace(
-        model, name="-", title="", source="", note=None, rotary_dim=None if turned == model.head_dim else turned
-    )
-    return {item.name: getattr(same, item.name) for item in fields(same)}
+    same = replace(model, rotary_dim=None if turned == model.head_dim else turned)
+    left_out = ("name", "title", "source", "note", "adapters", "frozen")
+    return {item.name: getattr(same, item.name) for item in fields(same) if item.name not in left_out}
+
+
+def has_class(model: Transformer) -> bool:
+    """Whether transformers has a class for this network."""
+    try:
+        family_of(model)
+    except FlopwiseError:
+        return False
+    return True
 
 
 def _is_llama_like(model: Transformer) -> bool:
