@@ -148,7 +148,7 @@ ZOO = {
     "seed_oss": Case("seed_oss", {"head_dim": 8, "attention_out_bias": True}),
 }
 PREDICTED_ONLY = ("mixtral", "mpt", "bert")
-"""Families that have tests of their own, or that nothing here trains."""
+"""Families that nothing here trains, and BERT, which has tests of its own."""
 
 
 @cache
@@ -304,3 +304,13 @@ def test_transformers_reads_our_checkpoint(name: str, tmp_path: Path) -> None:
 
 def test_the_zoo_has_every_family() -> None:
     assert {case.family for case in ZOO.values()} | {*PREDICTED_ONLY} == {*FAMILIES}
+
+
+def test_the_documents_name_every_family() -> None:
+    """docs/train.md those that are trained, docs/predict.md those that are only predicted as well."""
+    docs = Path(__file__).parents[2] / "docs"
+    listed = docs.joinpath("train.md").read_text("utf-8").partition("by `model_type`: ")[2].partition(".")[0]
+    trained = sorted({case.family for case in ZOO.values()} | {"bert"})
+    assert [name.strip(" `\n") for name in listed.split(",")] == trained
+    read = docs.joinpath("predict.md").read_text("utf-8")
+    assert all(f"`{name}`" in read for name in set(FAMILIES) - set(trained))
