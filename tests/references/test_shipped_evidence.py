@@ -94,8 +94,15 @@ def test_nanotron() -> None:
     assert_shipped(table_evidence("nanotron"))
 
 
-def test_the_others() -> None:
+def test_megatron() -> None:
+    found = record("megatron")
+    assert found["mean_error"] <= 0.06
+    assert all(row["held_out"] for row in found["rows"])
+    assert found["protocol"].startswith("held out: each model size is predicted with products, attention, streaming")
     assert_shipped(table_evidence("megatron"))
+
+
+def test_the_others() -> None:
     assert_shipped(table_evidence("megatron-2"))
     assert_shipped(torchtitan_evidence())
     assert_shipped([one_device_evidence()], of_kernels=True)
@@ -107,7 +114,7 @@ def test_recorded_runs_of_the_offload_trainer(monkeypatch: pytest.MonkeyPatch) -
     runs = tuple(read_offload())
     models = {name: load_model(name) for name in {run.model for run in runs}}
     shapes = {name: model for name, model in models.items() if isinstance(model, Transformer)}
-    steps = list(recorded.repeated_steps(runs, shapes, {"h100-sxm": load_hardware("h100-sxm")}))
+    steps = list(recorded.repeat_steps(runs, shapes, {"h100-sxm": load_hardware("h100-sxm")}))
     by_row = {run.row: step for run, step in zip(runs, steps, strict=True)}
 
     def repeated(asked: Sequence[OffloadRun], *_: object) -> Iterator[tuple[float | None, bool]]:

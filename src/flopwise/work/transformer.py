@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
+from flopwise.work.adapters import EMBEDDING, HEAD, Adapters, frozen_layers
 
 LARGEST_SIDE = 2**31 - 1
 """Shapes beyond this overflow the 32-bit sizes of today's kernels; such a number is a typing mistake."""
@@ -84,6 +85,50 @@ class RotaryScaling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Dropout:
+    """With which probability training sets numbers to zero, dividing what is left by what is kept of them.
+
+    It moves no bytes of its own: each site is a part of the kernel that writes the numbers, and which of them are
+    dropped follows from seed, step, layer, site and place, so that backward draws the same mask again and none is kept.
+    """
+
+    embedding: float = 0.0
+    """Of what the first block reads."""
+    hidden: float = 0.0
+    """Of attention's and the feed-forward part's results, before they are added to the residual stream."""
+    attention: float = 0.0
+    """Of the softmax's weights."""
+    classifier: float | None = None
+    """Of what a classifier's last product reads; None: as `hidden`."""
+
+    def __post_init__(self) -> None:
+        for field, share in (("embedding", self.embedding), ("hidden", self.hidden), ("attention", self.attention)):
+            _check_dropped(field, share)
+        if self.classifier is not None:
+            _check_dropped("classifier", self.classifier)
+
+    @property
+    def of_classifier(self) -> float:
+        """The last site's probability, whether it has one of its own or not."""
+        return self.hidden if self.classifier is None else self.classifier
+
+    @property
+    def sites(self) -> dict[str, float]:
+        """Site → probability, where anything is dropped."""
+        shares = {"attention": self.attention, "hidden": self.hidden, "embedding": self.embedding}
+        return {site: share for site, share in shares.items() if share}
+
+
+def _check_dropped(field: str, share: float) -> None:
+    if not 0.0 <= share < 1.0:
+        raise FlopwiseError(
+            f"dropout: {field} = {shown(share)} is not possible",
+            why="it is the share that is set to zero: from 0 to less than 1",
+            hint=f"{field} = 0.1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Transformer:
     """A stack of equal blocks between an embedding and a head."""
 
@@ -139,6 +184,12 @@ class Transformer:
     rotary_base: float = 10_000.0
     """The slowest rotary pair turns by almost 1 ÷ this per token."""
     rotary_scaling: RotaryScaling | None = None
+    adapters: Adapters | None = None
+    """What is trained beside the matrices, which are frozen then, and all else with them; None: the model itself is."""
+    frozen: tuple[str, ...] | None = None
+    """Parts that are not trained: `embedding`, `head`, `blocks.0-15`; None: all are."""
+    dropout: Dropout | None = None
+    """What training drops; an evaluation drops nothing. None: nothing."""
     note: str | None = None
     """What a reader of a prediction should know, such as what had to be assumed."""
 
@@ -162,6 +213,7 @@ class Transformer:
         check_positive(self.name, head_dim=self.head_dim)
         self._check_attention()
         self._check_options()
+        self._check_trained()
 
     def _check_attention(self) -> None:
         if self.heads % self.kv_heads:
@@ -200,6 +252,57 @@ class Transformer:
             raise FlopwiseError(
                 f"{self.name}: a classifier needs `labels`, the number of its classes", hint="labels = 2"
             )
+
+    def _check_trained(self) -> None:
+        """Refuse what leaves nothing to train, and adapters where there are none for."""
+        if self.adapters is not None:
+            if self.frozen is not None:
+                raise FlopwiseError(
+                    f"{self.name}: frozen parts beside adapters",
+                    why="with adapters everything else is frozen already",
+                    hint="one of --lora and --freeze",
+                )
+            if self.experts or self.head == "classifier":
+                kind = "a mixture of experts" if self.experts else "a classifier"
+                raise FlopwiseError(
+                    f"{self.name}: {kind} cannot have adapters yet", hint="train it without --lora, or with --freeze"
+                )
+            if not self.gated and self.adapters.targets == ("gate",):
+                raise FlopwiseError(f"{self.name} has no gate for an adapter", hint="--lora-on all-linear")
+        if self.frozen is None:
+            return
+        layers = frozen_layers(self.frozen, self.layers)
+        if self.tied and (EMBEDDING in self.frozen) != (HEAD in self.frozen):
+            raise FlopwiseError(
+                f"{self.name}: embedding and head are one matrix",
+                why="it is frozen for both or for neither",
+                hint="both of them, or neither",
+            )
+        if len(layers) == self.layers and EMBEDDING in self.frozen:
+            raise FlopwiseError(
+                f"{self.name}: embedding and all blocks are frozen",
+                why="a head alone is not trained here",
+                hint="--freeze embedding,blocks.0-15",
+            )
+
+    @property
+    def frozen_layers(self) -> frozenset[int]:
+        """Blocks of which nothing is trained."""
+        return frozen_layers(self.frozen or (), self.layers)
+
+    def is_frozen(self, part: str) -> bool:
+        """Whether nothing of the embedding, or of the head, is trained."""
+        return self.adapters is not None or part in (self.frozen or ())
+
+    @property
+    def first_reached(self) -> int:
+        """The lowest block that backward comes to; as many as there are blocks: none."""
+        if self.adapters is not None:
+            return 0
+        if not self.is_frozen(EMBEDDING):
+            return 0
+        trained = (layer for layer in range(self.layers) if layer not in self.frozen_layers)
+        return next(trained, self.layers)
 
     def _check_experts(self) -> None:
         if self.experts:
