@@ -275,7 +275,7 @@ def train(
     beta1: float | None = None,
     beta2: float | None = None,
     clip: float | None = None,
-    stochastic_rounding: bool = False,
+    stochastic_rounding: bool | None = None,
     seed: int = 0,
     device_mem: Quantity | None = None,
     host_mem: Quantity | None = None,

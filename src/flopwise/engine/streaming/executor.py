@@ -362,7 +362,7 @@ class StreamingExecutor:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def memory(self) -> tuple[MemoryRow, ...]:
-        """By place and owner, as planned and as it is, and what nobody planned."""
+        """By place and owner, as planned and as it is; unaccounted is also what attention takes of a cap's rest."""
         rows: list[MemoryRow] = []
         places: tuple[Place, ...] = ("device", "host")
         for place in places:
@@ -418,7 +418,9 @@ def check_supported(plan: Plan, model: Transformer, training: Training) -> None:
     check_trainable(model)
     if plan.optimizer != "adamw":
         raise FlopwiseError(
-            f"{plan.optimizer} cannot be trained with yet", why="AdamW is the one there is", hint="--optimizer adamw"
+            f"{plan.optimizer} cannot be trained with yet",
+            why="AdamW is the one there is",
+            hint="`flopwise plan … --optimizer adamw`",
         )
     if training.clip_norm is not None and plan.update_when != "end":
         raise FlopwiseError(
