@@ -1,4 +1,4 @@
-"""A run with dropout: told, turned off, the same bits after a stop, and its numbers in the checkpoint's configuration."""
+"""A run with dropout: told, turned off, the same bits after a stop, its numbers in the checkpoint's configuration."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def norm_backward(
     *,
     rms: bool,
     out: Tensor,
-    weight_gradient: Tensor,
+    weight_gradient: Tensor | None,
     bias_gradient: Tensor | None,
     accumulate: bool,
     recompute: bool = False,
@@ -117,7 +117,8 @@ def norm_backward(
             out[block] = below
         if drop is not None and dropped is not None:
             dropped[block] = out[block].to(wide) * row_scales(drop, block, columns, wide)
-    add_rounded(weight_gradient, weight_sum)
+    if weight_gradient is not None:
+        add_rounded(weight_gradient, weight_sum)
     if bias_gradient is not None:
         add_rounded(bias_gradient, bias_sum)
 

@@ -11,7 +11,7 @@ from flopwise.engine.kernels import dispatch
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.block import Chunk
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
-from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights
+from flopwise.engine.streaming.operators import Operators, Rows, Sums, Trained, Weights, plain_weight
 from flopwise.engine.streaming.products import padded_width
 from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.work.op import Streaming
@@ -57,12 +57,12 @@ class EmbeddingHead:
         return values
 
     def _look_up(self, ids: Tensor, chunk: Chunk, weights: Weights, out: Tensor) -> None:
-        dispatch.embedding_forward(ids, weights[self._table], out=out)
+        dispatch.embedding_forward(ids, plain_weight(weights, self._table), out=out)
         if self.model.positions == "learned":
-            dispatch.embedding_add(chunk.positions, weights["positions.weight"], out=out)
+            dispatch.embedding_add(chunk.positions, plain_weight(weights, "positions.weight"), out=out)
         if self.model.token_types:
             # Every token is of the first type.
-            out.add_(weights["token_types.weight"][0])
+            out.add_(plain_weight(weights, "token_types.weight")[0])
 
     @staticmethod
     def _drop(chunk: Chunk, rows: Tensor) -> None:
@@ -74,7 +74,7 @@ class EmbeddingHead:
     def _table(self) -> str:
         return "head.weight" if self.model.tied else "embedding.weight"
 
-    def embed_backward(self, ids: Tensor, chunk: Chunk, weights: Weights, sums: Weights, gradient: Tensor) -> None:
+    def embed_backward(self, ids: Tensor, chunk: Chunk, weights: Weights, sums: Sums, gradient: Tensor) -> None:
         """Add the residual stream's gradient to those of the tables."""
         self._drop(chunk, gradient)
         if self.model.embedding_norm:
@@ -98,7 +98,7 @@ class EmbeddingHead:
         residual: Tensor,
         labels: Tensor,
         weights: Weights,
-        sums: Weights | None,
+        sums: Sums | None,
         *,
         loss: Loss,
         arena: Arena,
