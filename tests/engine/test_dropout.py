@@ -119,6 +119,22 @@ def test_each_site_alone(family: str, only: Dropout) -> None:
     assert_documented_gradients(model, plan, random_batch(model, 2, TOKENS, 6))
 
 
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_what_is_kept_changes_no_bit_of_the_weights(family: str) -> None:
+    model = MODELS[family]
+    training = Training(steps=3, learning_rate=1e-2, seed=SEED)
+    states = []
+    for letters in "faci":
+        saves = (letters,) * model.layers
+        plan = everything_stays(model, sequence=TOKENS, sequences=2, saves=saves, precision="bf16")
+        executor = executor_for(plan, model, parameters(random_module(model)), training)
+        for step in range(3):
+            executor.step(random_batch(model, 2, TOKENS, step), step)
+        states.append(state_of(executor))
+    for state in states[1:]:
+        assert_same_bits(state, states[0])
+
+
 def test_nothing_dropped_gives_the_bits_of_a_model_without_dropout() -> None:
     plain = TINY["bert"]
     batch = random_batch(plain, 2, TOKENS, 1)

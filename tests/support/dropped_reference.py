@@ -71,7 +71,8 @@ class DocumentedDrops:
 
     def rows(self, values: Tensor, layer: int, name: str) -> Tensor:
         sequences, tokens, width = values.shape
-        return values * self._scales(self._tokens(sequences, tokens)[..., None], np.arange(width), layer, name)
+        scales = self._scales(self._tokens(sequences, tokens)[..., None], np.arange(width), layer, name)
+        return values * scales.to(values.dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, layer: int) -> Tensor:
         model, (sequences, heads, tokens, _) = self.model, query.shape
@@ -83,5 +84,6 @@ class DocumentedDrops:
         if seen is not None:
             scores = scores.masked_fill(~seen, -torch.inf)
         numbers = self._tokens(sequences, tokens)[:, None, :, None] * heads + np.arange(heads)[:, None, None]
-        weights: Tensor = scores.softmax(-1) * self._scales(numbers, np.arange(tokens), layer, "attention")
+        scales = self._scales(numbers, np.arange(tokens), layer, "attention")
+        weights: Tensor = scores.softmax(-1) * scales.to(scores.dtype)
         return weights @ value
