@@ -17,7 +17,7 @@ from flopwise.setup.hardware import Hardware
 from flopwise.setup.stack import Stack
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import ARCHITECTURES, Model
-from flopwise.work.transformer import Transformer
+from flopwise.work.transformer import RotaryScaling, Transformer
 
 if TYPE_CHECKING:
     from flopwise.records.cluster_plan import ClusterPlan
@@ -375,7 +375,9 @@ OF_SOME_FAMILIES = (
 OF_SOME_SCALINGS = ("beta_fast", "beta_slow", "truncate", "short_factors", "long_factors")
 
 
-def _without_defaults(table: dict[str, Any], described: Any, names: Collection[str]) -> dict[str, Any]:
+def _without_defaults(
+    table: dict[str, Any], described: Transformer | RotaryScaling, names: Collection[str]
+) -> dict[str, Any]:
     usual = {item.name: item.default for item in dataclasses.fields(described)}
     left_out = {name for name in names if getattr(described, name) == usual[name]}
     return {key: value for key, value in table.items() if key not in left_out}

@@ -35,6 +35,15 @@ def check_trainable(model: Transformer) -> None:
             f"{model.name}: a norm behind the blocks and a masked head that has its own cannot be trained",
             hint="final_norm = false, as BERT has it",
         )
+    if (
+        model.dropout is not None
+        and model.dropout.hidden
+        and (model.norm_place in ("behind", "sandwich") or model.residual_scale != 1.0)
+    ):
+        raise FlopwiseError(
+            f"{model.name}: dropout of branches whose results are normed or scaled cannot be trained yet",
+            hint="dropout without `hidden`",
+        )
     if model.tied and model.head == "classifier":
         raise FlopwiseError(
             f"{model.name}: a classifier has no matrix that could be the embedding's", hint="tied = false"
