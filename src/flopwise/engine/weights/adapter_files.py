@@ -105,7 +105,7 @@ def from_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Te
 
 def _refused(model: Transformer, why: str) -> FlopwiseError:
     return FlopwiseError(
-        f"the adapters are none of {model.name}", why=why, hint="the --lora and --lora-on that they were trained with"
+        f"the adapters are none of {model.name}", why=why, hint="adapters of the same rank, beside the same matrices"
     )
 
 
