@@ -19,6 +19,7 @@ from flopwise.catalog.load import load_model as _load_model
 from flopwise.door.asking import hardware_of, model_of, name_of, paths_of, setup_of
 from flopwise.door.python_words import in_python, options_of, reword
 from flopwise.profile.measure.this_machine import find_hardware
+from flopwise.setup.trained import TrainedWords
 
 if TYPE_CHECKING:
     from flopwise.door.rows import Results
@@ -86,6 +87,12 @@ def predict(
     parallel: str | Parallel | None = None,
     stack: str | Path | Stack | None = None,
     changes: Mapping[str, object] | None = None,
+    lora: int | None = None,
+    lora_alpha: float | None = None,
+    lora_on: str | None = None,
+    rslora: bool = False,
+    freeze: str | None = None,
+    base: str | None = None,
 ) -> Prediction:
     """Predict a training step: time with its interval, tokens/s, MFU, memory by owner, what binds each operator.
 
@@ -100,13 +107,18 @@ def predict(
     from flopwise.door.intervals import predict_step
 
     setup = setup_of(
-        model_of(model, changes),
+        model_of(
+            model,
+            changes,
+            TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze),
+        ),
         hardware_of(on),
         name=name_of(on),
         seq=seq,
         batch=batch,
         batch_tokens=batch_tokens,
         precision=precision,
+        base=base,
         optimizer=optimizer,
         micro=micro,
         recompute=recompute,
@@ -136,6 +148,12 @@ def plan(
     host_mem: Quantity | None = None,
     clip: bool = False,
     changes: Mapping[str, object] | None = None,
+    lora: int | None = None,
+    lora_alpha: float | None = None,
+    lora_on: str | None = None,
+    rslora: bool = False,
+    freeze: str | None = None,
+    base: str | None = None,
     write: str | Path | None = None,
 ) -> Planned: ...
 
@@ -160,6 +178,12 @@ def plan(
     stack: str | Path | Stack | None = None,
     offload: bool = False,
     changes: Mapping[str, object] | None = None,
+    lora: int | None = None,
+    lora_alpha: float | None = None,
+    lora_on: str | None = None,
+    rslora: bool = False,
+    freeze: str | None = None,
+    base: str | None = None,
     write: str | Path | None = None,
 ) -> PlannedCluster: ...
 
@@ -186,6 +210,12 @@ def plan(
     stack: str | Path | Stack | None = None,
     offload: bool = False,
     changes: Mapping[str, object] | None = None,
+    lora: int | None = None,
+    lora_alpha: float | None = None,
+    lora_on: str | None = None,
+    rslora: bool = False,
+    freeze: str | None = None,
+    base: str | None = None,
     write: str | Path | None = None,
 ) -> Planned | PlannedCluster:
     """Find the fastest set-up that fits; `DoesNotFit` is raised where nothing does.
@@ -219,7 +249,9 @@ def plan(
         raise FlopwiseError(
             f"--{given[0]} without --gpus", why="it is for set-ups that a framework runs", hint="--gpus 1, or more"
         )
-    described = model_of(model, changes)
+    described = model_of(
+        model, changes, TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze)
+    )
     setup = setup_of(
         described,
         hardware_of(on),
@@ -228,6 +260,7 @@ def plan(
         batch=batch,
         batch_tokens=batch_tokens,
         precision=precision,
+        base=base,
         optimizer=optimizer,
         micro=micro,
         recompute=recompute,
@@ -439,7 +472,7 @@ def results(
     """
     from flopwise.door.rows import Results
     from flopwise.store.collecting import collect
-    from flopwise.store.results import checked, fastest, priced
+    from flopwise.store.results import add_price, check_result, fastest
     from flopwise.store.runs import store_folder
     from flopwise.store.sweeps import sweep_names
 
@@ -450,8 +483,8 @@ def results(
     found = collect(folder, what)
     if not found.rows and not found.problems and any(folder.iterdir()) and not sweep_names(folder):
         raise FlopwiseError(f"{folder} is no store", why="there are files in it, but no run and no sweep", hint=hint)
-    rows = [checked(row) for row in found.rows]
+    rows = [check_result(row) for row in found.rows]
     if price is not None:
-        rows = [priced(row, price) for row in rows]
+        rows = [add_price(row, price) for row in rows]
     problems = tuple(f"{problem.path}: {problem.why}" for problem in found.problems)
     return Results(fastest(rows) if best else rows, problems=problems)
