@@ -185,6 +185,9 @@ def _json_list(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
     except (ValueError, RecursionError):
         yield from _json_objects(path, iter([text]))
         return
+    if isinstance(found, dict):
+        # A file of lines that has one.
+        found = [found]
     if not isinstance(found, list):
         raise FlopwiseError(
             f"{path} holds no rows",
