@@ -16,7 +16,7 @@ BYTES = 1024
 
 
 @kernel(unspecialized=["depth", "width", "scale_row"])
-def _nf4_kernel(
+def _dequantise_nf4_kernel(
     codes: tl.tensor,
     scales: tl.tensor,
     table: tl.tensor,
@@ -40,7 +40,7 @@ def _nf4_kernel(
 
 
 @kernel(unspecialized=["depth"])
-def _int8_kernel(
+def _dequantise_int8_kernel(
     codes: tl.tensor,
     scales: tl.tensor,
     out: tl.tensor,
@@ -61,7 +61,7 @@ def dequantise(codes: Tensor, scales: Tensor, *, kind: str, table: Tensor, out: 
     rows, width = codes.shape
     grid = (rows, triton.cdiv(width, BYTES))
     if kind == "int8":
-        _int8_kernel[grid](codes, scales, out, width, codes.stride(0), out.stride(0), BYTES)
+        _dequantise_int8_kernel[grid](codes, scales, out, width, codes.stride(0), out.stride(0), BYTES)
     else:
         strides = (scales.stride(0), codes.stride(0), out.stride(0))
-        _nf4_kernel[grid](codes, scales, table, out, out.shape[1], width, *strides, BYTES)
+        _dequantise_nf4_kernel[grid](codes, scales, table, out, out.shape[1], width, *strides, BYTES)
