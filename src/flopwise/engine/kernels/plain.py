@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.kernels.blocks import add_rounded, compute_type, row_blocks, row_sums
+from flopwise.engine.kernels.dropout import DropMask, dropout, row_scales
 
 
 def norm_forward(
@@ -23,17 +24,23 @@ def norm_forward(
     statistics: Tensor,
     other: Tensor | None = None,
     total: Tensor | None = None,
+    drop_other: DropMask | None = None,
+    drop_out: DropMask | None = None,
 ) -> None:
     """Normalises rows; `statistics` gets the reciprocal root (rms), or mean and reciprocal deviation, of each.
 
     With `other` it is their sum that is normalised; `total` gets what is.
     """
-    if total is not None:
+    if total is not None and other is not None and drop_other is not None:
+        dropout(other, drop_other, out=total, other=source)
+        source = total
+    elif total is not None:
         source = total.copy_(source) if other is None else torch.add(source, other, out=total)
     rows, width = source.shape
     wide = compute_type(source.dtype)
+    columns = torch.arange(width, device=source.device)
     scale, shift = weight.to(wide), None if bias is None else bias.to(wide)
-    for block in row_blocks(rows, width * wide.itemsize, 3):
+    for block in row_blocks(rows, width * wide.itemsize, 3 if drop_out is None else 9):
         values = source[block].to(wide)
         if rms:
             reciprocal = torch.rsqrt(row_sums(values * values) / width + epsilon)
@@ -50,6 +57,8 @@ def norm_forward(
         values = values * scale
         if shift is not None:
             values += shift
+        if drop_out is not None:
+            values *= row_scales(drop_out, block, columns, wide)
         out[block] = values
 
 
@@ -66,17 +75,21 @@ def norm_backward(
     accumulate: bool,
     recompute: bool = False,
     bias: Tensor | None = None,
+    drop: DropMask | None = None,
+    dropped: Tensor | None = None,
 ) -> None:
     """The gradient of the rows, and of weight and bias, which are added to. `out` may be `gradient` itself.
 
-    With `recompute` the norm's own result, made from its statistics, takes the place of `gradient`.
+    With `recompute` the norm's own result, made from its statistics, takes the place of `gradient`. `dropped` gets what
+    `drop` keeps of `out`.
     """
     rows, width = source.shape
     wide = compute_type(source.dtype)
+    columns = torch.arange(width, device=source.device)
     scale = weight.to(wide)
     weight_sum = torch.zeros(width, dtype=wide, device=source.device)
     bias_sum = torch.zeros_like(weight_sum)
-    for block in row_blocks(rows, width * wide.itemsize, 6):
+    for block in row_blocks(rows, width * wide.itemsize, 6 if drop is None else 12):
         above = gradient[block].to(wide)
         if rms:
             reciprocal = statistics[block, None].to(wide)
@@ -102,6 +115,8 @@ def norm_backward(
             add_rounded(out[block], below)
         else:
             out[block] = below
+        if drop is not None and dropped is not None:
+            dropped[block] = out[block].to(wide) * row_scales(drop, block, columns, wide)
     if weight_gradient is not None:
         add_rounded(weight_gradient, weight_sum)
     if bias_gradient is not None:
