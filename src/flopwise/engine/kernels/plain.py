@@ -6,6 +6,8 @@ bytes, a row's result depends on that row alone, and equal calls give equal bits
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -131,16 +133,34 @@ def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tenso
     tokens, heads, dim = source.shape
     half = dim // 2
     wide = compute_type(source.dtype)
+    # Every layer turns queries and keys by the same angles, there and back.
+    at_most = 1 << int(positions.max()).bit_length() if tokens and source.device.type == "cpu" else 0
+    table = _turns(frequencies, at_most, wide) if 0 < at_most * half * wide.itemsize <= TABLE_BYTES else None
     for block in row_blocks(tokens, heads * dim * wide.itemsize, 5):
-        angles = torch.outer(positions[block].to(torch.float32), frequencies)[:, None]
-        cosine, sine = angles.cos().to(wide), angles.sin().to(wide)
+        if table is None:
+            angles = torch.outer(positions[block].to(torch.float32), frequencies)
+            cosine, sine = angles.cos().to(wide), angles.sin().to(wide)
+        else:
+            cosine, sine = (each.index_select(0, positions[block]) for each in table)
+        cosine, sine = cosine[:, None], sine[:, None]
         if inverse:
             sine = -sine
         first, second = source[block, :, :half].to(wide), source[block, :, half:].to(wide)
-        turned = first * cosine - second * sine
-        second = second * cosine + first * sine
+        turned = (first * cosine).sub_(second * sine)
+        second = (second * cosine).add_(first * sine)
         out[block, :, :half] = turned
         out[block, :, half:] = second
+
+
+TABLE_BYTES = 1 << 20
+"""A table of cosines may take as much, and one of sines."""
+
+
+@lru_cache(maxsize=2)
+def _turns(frequencies: Tensor, positions: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles. Frequencies are known by which tensor they are, and never change."""
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=frequencies.device), frequencies)
+    return angles.cos().to(wide), angles.sin().to(wide)
 
 
 def merge_attention(
