@@ -68,6 +68,23 @@ def takes_options(command: Callable[[Taken], None]) -> Callable[..., None]:
 
 ModelArgument = Annotated[str, typer.Argument(help="Catalogue name, config.json or its folder, or a TOML.")]
 SequenceOption = Annotated[str, typer.Option(help="Tokens of a sequence: 8192, 8k.")]
+LengthsOption = Annotated[
+    str,
+    typer.Option(
+        help="How long sequences are: data.csv (its column length, tokens or text; data.csv:NAME), a file of one "
+        "number a line, 5,17x3,128, mean=24, or min=2,p50=17,max=66. Default: all are as long as --seq."
+    ),
+]
+LayoutOption = Annotated[
+    str,
+    typer.Option(
+        help="Of uneven sequences: packed (no padding), padded (to --seq), longest (to a micro-batch's longest). "
+        "Default: packed on one device without a stack, else padded."
+    ),
+]
+TokenizerOption = Annotated[
+    str, typer.Option(help="tokenizer.json that says how long the texts of --lengths are; else by their characters.")
+]
 BatchOption = Annotated[str, typer.Option(help="Sequences of a step, over all micro-batches.")]
 BatchTokensOption = Annotated[str, typer.Option(help="The same in tokens: 512k, 2M.")]
 MicroOption = Annotated[str, typer.Option(help="Sequences that run at once; need not divide the batch.")]

@@ -16,6 +16,8 @@ from flopwise.cli.options import (
     BatchTokensOption,
     ConventionOption,
     FusionOption,
+    LayoutOption,
+    LengthsOption,
     MicroOption,
     ModelArgument,
     OptimizerOption,
@@ -26,6 +28,7 @@ from flopwise.cli.options import (
     SequenceOption,
     SetOption,
     StackOption,
+    TokenizerOption,
     check_target,
     find_hardware,
     parse_changes,
@@ -50,6 +53,9 @@ class PlanOptions(Options):
     on: Annotated[str, typer.Option(help="Hardware: catalogue name or TOML; this-machine.")] = "this-machine"
     gpus: Annotated[str, typer.Option(help="Devices: 8, 64, 4096.")] = "auto"
     seq: SequenceOption = "auto"
+    lengths: LengthsOption = "auto"
+    layout: LayoutOption = "auto"
+    tokenizer: TokenizerOption = ""
     batch: BatchOption = "auto"
     batch_tokens: BatchTokensOption = "auto"
     micro: MicroOption = "auto"
@@ -137,6 +143,9 @@ def _setup(options: PlanOptions, model: Model, hardware: Hardware, device_mem: s
         hardware,
         name=options.on,
         seq=options.seq,
+        lengths=options.lengths,
+        layout=options.layout,
+        tokenizer=options.tokenizer or None,
         batch=options.batch,
         batch_tokens=options.batch_tokens,
         micro=options.micro,

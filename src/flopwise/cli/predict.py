@@ -17,6 +17,8 @@ from flopwise.cli.options import (
     ConventionOption,
     DeviceMemoryOption,
     FusionOption,
+    LayoutOption,
+    LengthsOption,
     MethodOption,
     OptimizerOption,
     Options,
@@ -25,6 +27,7 @@ from flopwise.cli.options import (
     RecomputeOption,
     SetOption,
     StackOption,
+    TokenizerOption,
     find_hardware,
     parse_changes,
     split_names,
@@ -58,6 +61,9 @@ class PredictOptions(Options):
         str, typer.Option(help="Hardware: catalogue name or TOML, several with commas; this-machine, this-cpu.")
     ] = "this-machine"
     seq: Annotated[str, typer.Option(help=f"Tokens of a sequence: 8192, 8k; {SEVERAL}")] = "auto"
+    lengths: LengthsOption = "auto"
+    layout: LayoutOption = "auto"
+    tokenizer: TokenizerOption = ""
     batch: Annotated[str, typer.Option(help=f"Sequences of a step, over all micro-batches; {SEVERAL}")] = "auto"
     batch_tokens: Annotated[str, typer.Option(help=f"The same in tokens: 512k, 2M; {SEVERAL}")] = "auto"
     micro: Annotated[str, typer.Option(help=f"Sequences that run at once; {SEVERAL}")] = "auto"
@@ -126,6 +132,9 @@ def _setup(options: PredictOptions, model: Model, hardware: Hardware) -> Setup:
         hardware,
         name=hardware.name,
         seq=options.seq,
+        lengths=options.lengths,
+        layout=options.layout,
+        tokenizer=options.tokenizer or None,
         batch=options.batch,
         batch_tokens=options.batch_tokens,
         micro=options.micro,
@@ -220,6 +229,7 @@ def _settings(options: PredictOptions, asked: Setup) -> dict[str, dict[str, Any]
         ),
         "stack": (setup.stack.name if setup.stack else options.stack.lower(), origin("stack")),
         "sequence_tokens": (setup.sequence_tokens, origin("seq", "sequence_tokens")),
+        "lengths": (setup.lengths.brief if setup.lengths else f"all {setup.sequence_tokens:,}", origin("lengths")),
         "batch_sequences": (setup.batch_sequences, origin(batch, "batch_sequences")),
         "micro_batch_sequences": (setup.micro_batch_sequences, origin("micro", "micro_batch_sequences")),
         "precision": (setup.formats.name, origin("precision", "precision")),

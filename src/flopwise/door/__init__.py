@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.units import Quantity, parse_cap, parse_devices, parse_sequences, parse_tokens, read_option
 from flopwise.catalog.load import load_model as _load_model
-from flopwise.door.asking import hardware_of, model_of, name_of, paths_of, setup_of
+from flopwise.door.asking import LengthsGiven, hardware_of, model_of, name_of, paths_of, setup_of
 from flopwise.door.python_words import in_python, options_of, reword
 from flopwise.profile.measure.this_machine import find_hardware
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from flopwise.setup.words import Fusion, Optimizer
     from flopwise.train.events import Callback, Logger
     from flopwise.work.formats import Formats
+    from flopwise.work.lengths import SequenceLayout
     from flopwise.work.model import Model
     from flopwise.work.op import AttentionKernel, Convention
     from flopwise.work.work import Recompute
@@ -70,6 +71,9 @@ def predict(
     *,
     on: str | Path | Hardware = "this-machine",
     seq: Quantity | None = None,
+    lengths: LengthsGiven | None = None,
+    layout: SequenceLayout | None = None,
+    tokenizer: str | Path | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     micro: Quantity | None = None,
@@ -88,12 +92,16 @@ def predict(
     """Predict a training step: time with its interval, tokens/s, MFU, memory by owner, what binds each operator.
 
     What is None is chosen, and `Prediction.chosen` says why. A set-up that does not fit is predicted too: `fits` tells.
+    `lengths` of sequences that are not all as long as `seq`: a list, a file of data or of numbers, or words such as
+    `mean=24`; `layout` says whether their padding is computed.
 
     >>> step = fw.predict("llama-3-8b", on="h100-sxm", seq="8k", batch=16)
     >>> step.fits, step.devices, step.interval is not None
     (True, 1, True)
     >>> fw.predict("llama-3-8b", on="h100-sxm", devices=64, stack="torchtitan").fits
     True
+    >>> fw.predict("bert-base", on="h200", seq=128, batch=2, lengths=[24, 40]).batch_tokens
+    64
     """
     from flopwise.door.intervals import predict_step
 
@@ -102,6 +110,9 @@ def predict(
         hardware_of(on),
         name=name_of(on),
         seq=seq,
+        lengths=lengths,
+        layout=layout,
+        tokenizer=tokenizer,
         batch=batch,
         batch_tokens=batch_tokens,
         precision=precision,
@@ -125,6 +136,9 @@ def plan(
     on: str | Path | Hardware = "this-machine",
     devices: None = None,
     seq: Quantity | None = None,
+    lengths: LengthsGiven | None = None,
+    layout: SequenceLayout | None = None,
+    tokenizer: str | Path | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     precision: str | Formats | None = None,
@@ -145,6 +159,9 @@ def plan(
     on: str | Path | Hardware = "this-machine",
     devices: Quantity,
     seq: Quantity | None = None,
+    lengths: LengthsGiven | None = None,
+    layout: SequenceLayout | None = None,
+    tokenizer: str | Path | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     precision: str | Formats | None = None,
@@ -169,6 +186,9 @@ def plan(
     on: str | Path | Hardware = "this-machine",
     devices: Quantity | None = None,
     seq: Quantity | None = None,
+    lengths: LengthsGiven | None = None,
+    layout: SequenceLayout | None = None,
+    tokenizer: str | Path | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     precision: str | Formats | None = None,
@@ -223,6 +243,9 @@ def plan(
         hardware_of(on),
         name=name_of(on),
         seq=seq,
+        lengths=lengths,
+        layout=layout,
+        tokenizer=tokenizer,
         batch=batch,
         batch_tokens=batch_tokens,
         precision=precision,

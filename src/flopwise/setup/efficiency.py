@@ -93,11 +93,15 @@ class AttentionEfficiency:
     """The same for the backward pass; None: as forward."""
     tail: float = 0.5
     """Share of the longest tile's time that the even spread of the work leaves over at the end."""
+    packed_most: float | None = None
+    """Share of the peak that kernels for sequences of uneven length reach at most; None: as for even ones."""
 
     def __post_init__(self) -> None:
         _share("attention.head_dim_64", self.head_dim_64)
         if self.head_dim_64_backward is not None:
             _share("attention.head_dim_64_backward", self.head_dim_64_backward)
+        if self.packed_most is not None:
+            _share("attention.packed_most", self.packed_most)
         if not 0 <= self.tail <= 1:
             raise FlopwiseError(f"attention.tail must lie between 0 and 1, got {self.tail!r}")
         for name, points in (("forward", self.forward), ("backward", self.backward)):

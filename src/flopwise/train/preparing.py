@@ -22,10 +22,11 @@ from flopwise.setup.setup import Setup
 from flopwise.setup.training import Task, Training
 from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
-from flopwise.train.planning import FoundPlan, check_fits, expect_lengths, find_plan, given_plan
+from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan
 from flopwise.train.request import TrainRequest
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats
+from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.transformer import Transformer
 
@@ -164,8 +165,7 @@ def prepare(
     if task == "classification":
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
-    found = plan_of_run(settled, model, ranks)
-    own_plan, expected = expect_lengths(found, model, hardware, getattr(data, "mean_tokens", None))
+    own_plan, expected = plan_of_run(settled, model, ranks, _layout(data.lengths, request, ranks))
     batch = expected.batch_sequences or own_plan.batch_sequences
     steps = _steps(request, task, data.count, batch)
     if training is not None:
@@ -186,6 +186,13 @@ def prepare(
         checks=_checks(hardware, settled.place, expected, data.describe(), weights),
         notes=(*settled.notes, *data.notes, *_notes(model, hardware, expected, training, data.count)),
     )
+
+
+def _layout(lengths: Lengths | None, request: TrainRequest, ranks: int) -> Lengths | None:
+    """The data's lengths as they are run: one device leaves padding out, several compute it."""
+    if lengths is None or ranks == 1:
+        return lengths
+    return replace(lengths, layout="padded" if request.padding == "length" else "longest")
 
 
 def _here(wanted: str) -> Here:
@@ -342,8 +349,8 @@ def _for_other_ranks(request: TrainRequest, plan: Plan | ClusterPlan) -> TrainRe
     )
 
 
-def plan_of_run(settled: Settled, model: Transformer, ranks: int) -> FoundPlan:
-    """The plan that is given, or the one that is found, with what it takes."""
+def plan_of_run(settled: Settled, model: Transformer, ranks: int, lengths: Lengths | None = None) -> FoundPlan:
+    """The plan that is given, or the one that is found, with what it takes where sequences have these lengths."""
     request, plan, hardware = settled.request, settled.plan, settled.setup.hardware
     if plan is not None and settled.resumed and plan[0].devices != ranks:
         request, plan = _for_other_ranks(request, plan[0]), None
@@ -354,7 +361,7 @@ def plan_of_run(settled: Settled, model: Transformer, ranks: int) -> FoundPlan:
                 f"the plan is for {devices} device{'s' if devices > 1 else ''}, and {ranks} run",
                 hint=f"--gpus {devices}, or plan again",
             )
-        found = given_plan(plan[0], model, hardware, request.batch_sequences)
+        found = given_plan(plan[0], model, hardware, request.batch_sequences, lengths)
         return found if settled.resumed else _within_caps(found, model, hardware, anywhere=request.anywhere)
     batch = request.batch_sequences
     if batch is not None and batch > MOST_PAIRS:
@@ -367,7 +374,12 @@ def plan_of_run(settled: Settled, model: Transformer, ranks: int) -> FoundPlan:
         batch = CLASSIFIER_BATCH_SEQUENCES * ranks
     elif batch is None and (hardware.link is None or ranks > 1 or request.model is None):
         batch = CPU_BATCH_SEQUENCES * ranks
-    more = {"batch_sequences": batch, "clip": request.clip_norm is not None, "parallel": shard_all(ranks)}
+    more = {
+        "lengths": lengths,
+        "batch_sequences": batch,
+        "clip": request.clip_norm is not None,
+        "parallel": shard_all(ranks),
+    }
     settled_already = {name: getattr(settled.setup, name) for name in ("hardware_name", "sequence_tokens")}
     return find_plan(read_setup(request, Setup, model, hardware, **more | settled_already))
 

@@ -63,6 +63,11 @@ class LanguageData:
         return self._order.count
 
     @property
+    def lengths(self) -> None:
+        """All sequences are as long as may be."""
+        return None
+
+    @property
     def evaluation_count(self) -> int:
         """Sequences that are held out."""
         return int(self._held_out.size)

@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -98,6 +99,32 @@ def _records(
     return _csv_records(entry.source.path, lines, columns)
 
 
+def lines_of(entry: Entry) -> Iterator[str]:
+    """The lines of a file that are not blank."""
+    for piece in pieces(entry, None, whole_lines=True):
+        yield from (line.strip() for line in piece.splitlines() if line.strip())
+
+
+def column_of(entry: Entry, names: tuple[str, ...]) -> Iterator[object]:
+    """The values of a table's first column of those names that it has, or of its only one."""
+    path = entry.source.path
+    lines = pieces(entry, None, whole_lines=True)
+    first = next(lines, "")
+    line = next((line for line in first.split("\n") if line.strip()), "")
+    there: list[str] = []
+    if entry.source.form == "jsonl":
+        record = next(_json_objects(path, iter([line])), None)
+        there = [] if record is None else list(record[1])
+    else:
+        there = [name.strip() for name in next(csv.reader([line]), [])]
+    wanted = next(
+        (name for name in names if name in there), there[0] if len(there) == 1 and len(names) > 1 else names[0]
+    )
+    read = _json_records if entry.source.form == "jsonl" else _csv_records
+    for _, (value,) in read(path, chain([first], lines), (wanted,)):
+        yield value
+
+
 def check_columns(source: DataSource, columns: tuple[str, ...]) -> None:
     """Refuse a table whose first record lacks a column; as far as its beginning tells."""
     if source.form == "text":
@@ -121,6 +148,13 @@ def _missing(path: Path, line: int, columns: tuple[str, ...], there: list[str]) 
 
 
 def _json_records(path: Path, texts: Iterator[str], columns: tuple[str, ...]) -> Iterator[tuple[int, list[object]]]:
+    for number, record in _json_objects(path, texts):
+        if not all(column in record for column in columns):
+            raise _missing(path, number, columns, list(record))
+        yield number, [record[column] for column in columns]
+
+
+def _json_objects(path: Path, texts: Iterator[str]) -> Iterator[tuple[int, dict[str, object]]]:
     number = 0
     for text in texts:
         # A piece ends with its last line's end, behind which there is no further line.
@@ -142,9 +176,7 @@ def _json_records(path: Path, texts: Iterator[str], columns: tuple[str, ...]) ->
                     why=f"it is {shown(record)}",
                     hint='every line is one object: {"text": "…"}',
                 )
-            if not all(column in record for column in columns):
-                raise _missing(path, number, columns, list(record))
-            yield number, [record[column] for column in columns]
+            yield number, record
 
 
 def _csv_records(path: Path, texts: Iterator[str], columns: tuple[str, ...]) -> Iterator[tuple[int, list[object]]]:
