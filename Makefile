@@ -15,6 +15,9 @@ TINY := $(addprefix tests/,base/test_units.py work/test_bytes.py setup/test_para
 # Neighbours stay together, since they share what was set up for them; who has nothing left takes from the other.
 SPREAD := -n 2 --dist worksteal
 
+# Tests start hundreds of processes: none of them compiles again what another has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check tiny format bench fuzz lock clean help
 .DEFAULT_GOAL := help
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.huggingface import from_config
 from flopwise.catalog.huggingface_families import FAMILIES
-from flopwise.work.transformer import RotaryScaling, Transformer
+from flopwise.work.transformer import Dropout, RotaryScaling, Transformer
 from tests.catalog.test_model_catalog import transformer, transformer_parameters
 
 Config = dict[str, object]
@@ -306,6 +306,34 @@ def test_numbers_that_only_values_depend_on(
 ) -> None:
     model = from_config(config, "mine")
     assert (model.norm_epsilon, model.rotary_base, model.rotary_scaling) == (epsilon, base, scaling)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (BERT, Dropout(embedding=0.1, hidden=0.1, attention=0.1)),
+        (
+            BERT | {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0, "classifier_dropout": 0.3},
+            Dropout(embedding=0.2, hidden=0.2, classifier=0.3),
+        ),
+        (BERT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, None),
+        (GPT2, Dropout(embedding=0.1, hidden=0.1, attention=0.1)),
+        (
+            GPT2 | {"embd_pdrop": 0.05, "resid_pdrop": 0.2, "attn_pdrop": 0.0, "summary_first_dropout": 0.4},
+            Dropout(embedding=0.05, hidden=0.2, classifier=0.4),
+        ),
+        (LLAMA, None),
+        (LLAMA | {"attention_dropout": 0.1}, Dropout(attention=0.1)),
+    ],
+)
+def test_dropout_is_what_transformers_would_drop(config: Config, expected: Dropout | None) -> None:
+    assert from_config(config, "mine").dropout == expected
+
+
+@pytest.mark.parametrize("share", [1, -0.1, "a tenth", True])
+def test_a_share_that_cannot_be_dropped_is_refused(share: object) -> None:
+    with pytest.raises(FlopwiseError, match="hidden_dropout_prob"):
+        from_config(BERT | {"hidden_dropout_prob": share}, "mine")
 
 
 def test_scaled_rotary_positions_are_those_of_the_catalogue() -> None:

@@ -17,7 +17,7 @@ from flopwise.catalog.load import model_table
 from flopwise.cli import app
 from flopwise.sweep import running
 from tests.cli.test_cli_fuzz import answered
-from tests.support.launched import wait_for
+from tests.support.launched import described_cpu, wait_for
 from tests.train.test_launch_checks import TINY
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "exit-codes.md"
@@ -100,7 +100,9 @@ def test_a_training_that_is_interrupted_is_no_success(tmp_path: Path, number: si
     """Either signal with either number of ranks: tests/engine/test_signals.py and test_launch_orphans.py."""
     (tmp_path / "tiny.toml").write_text(to_toml(model_table(TINY)))
     (tmp_path / "text.txt").write_text("some text to be learned " * 400)
+    (tmp_path / "mine.toml").write_text(described_cpu())
     words = ["tiny.toml", "--data", "text.txt", "--seq", "16", "--batch", "2", "--precision", "fp32", "--device", "cpu"]
+    words += ["--on", "mine.toml"]
     words += ["--steps", "1000000", "--gpus", str(ranks), "--anywhere", "--store", "my runs"]
     script = (
         "import signal, sys\n"

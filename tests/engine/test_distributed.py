@@ -79,6 +79,7 @@ def outcome_of(folder: Path, name: str) -> CaseOutcome:
     )
 
 
+# What takes long is paid by whichever test asks first: all that ask are slow.
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two_ranks")
@@ -103,6 +104,7 @@ def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @by_name(GRADIENT_CASES)
 def test_the_ranks_gradients_are_those_of_the_whole_batch(two_ranks: Path, case: Case) -> None:
     found, wanted = outcome_of(two_ranks, case.name), expected(case)
@@ -124,6 +126,7 @@ def check_follows(found: CaseOutcome, case: Case) -> None:
     assert_near(found.tensors, wanted.tensors, 1e-9)
 
 
+@pytest.mark.slow
 @by_name(LLAMA_CASES)
 def test_training_in_fp64_follows_one_process(two_ranks: Path, case: Case) -> None:
     check_follows(outcome_of(two_ranks, case.name), case)
@@ -176,6 +179,7 @@ def test_rounding_by_chance_gives_the_same_bits_on_one_and_two_ranks(
         assert value.dtype == torch.bfloat16 and torch.equal(found[name], value)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_goes_on_elsewhere(two_ranks: Path) -> None:
     case = LLAMA_CASES[-1]
     whole = outcome_of(two_ranks, case.name)
@@ -189,6 +193,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_elsewhere(two_ranks: Path) -> None:
     assert_near(resumed.tensors, whole.tensors, 1e-9)
 
 
+@pytest.mark.slow
 def test_memory_is_told_by_owner(two_ranks: Path) -> None:
     tensors = outcome_of(two_ranks, "llama zero3").tensors
     whole = sum(value.nbytes for name, value in tensors.items() if name.startswith("weights/"))

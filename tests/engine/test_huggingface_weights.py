@@ -19,7 +19,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.huggingface import from_config
 from flopwise.catalog.load import load_model
 from flopwise.engine.weights.huggingface import config_of, family_of, from_huggingface, to_huggingface
-from flopwise.work.transformer import Transformer
+from flopwise.work.transformer import Dropout, Transformer
 from tests.support.strategies import transformers as random_transformers
 from tests.support.tiny_models import (
     BERT,
@@ -120,6 +120,25 @@ def test_catalogue_models_have_their_class_and_configuration(name: str, family: 
     assert isinstance(model, Transformer)
     assert family_of(model) == family
     assert shape(from_config(config_of(model), name)) == shape(model)
+
+
+@pytest.mark.parametrize("classifier", [None, 0.0, 0.4])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "bert-masked", "qwen3"])
+def test_dropout_comes_back_as_it_was(name: str, classifier: float | None) -> None:
+    dropout = Dropout(attention=0.3)
+    if name != "qwen3":
+        dropout = Dropout(embedding=0.2, hidden=0.2, attention=0.3, classifier=classifier)
+    model = replace(TINY[name], dropout=dropout)
+    assert from_config(config_of(model), name).dropout == dropout
+    kind = transformers_class(model)
+    theirs = kind.config_class.from_dict(config_of(model)).to_dict()
+    assert from_config({**theirs, "architectures": [kind.__name__]}, name).dropout == dropout
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_model_without_dropout_is_saved_without_it(name: str) -> None:
+    written = config_of(TINY[name])
+    assert {value for key, value in written.items() if "drop" in key and value is not None} == {0.0}
 
 
 def test_open_position_table_takes_the_rows_of_the_training() -> None:

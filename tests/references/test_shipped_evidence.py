@@ -94,8 +94,15 @@ def test_nanotron() -> None:
     assert_shipped(table_evidence("nanotron"))
 
 
-def test_the_others() -> None:
+def test_megatron() -> None:
+    found = record("megatron")
+    assert found["mean_error"] <= 0.06
+    assert all(row["held_out"] for row in found["rows"])
+    assert found["protocol"].startswith("held out: each model size is predicted with products, attention, streaming")
     assert_shipped(table_evidence("megatron"))
+
+
+def test_the_others() -> None:
     assert_shipped(table_evidence("megatron-2"))
     assert_shipped(torchtitan_evidence())
     assert_shipped([one_device_evidence()], of_kernels=True)

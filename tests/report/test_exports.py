@@ -381,6 +381,7 @@ def test_megatron_sizes_of_gpt2_and_of_experts() -> None:
     table = table_of("megatron", cluster(), gpt2)
     assert (table["--position-embedding-type"], table["--normalization"]) == ("learned_absolute", "LayerNorm")
     assert table["--max-position-embeddings"] == "1024"
+    assert (table["--attention-dropout"], table["--hidden-dropout"]) == ("0.1", "0.1")
     assert "--swiglu" not in table
     assert "--disable-bias-linear" not in table
     assert "--untie-embeddings-and-output-weights" not in table

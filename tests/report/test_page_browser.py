@@ -26,7 +26,10 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not 
 axe = pytest.importorskip("axe_playwright_python", reason="axe-core is not installed")
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+pytestmark = [
+    pytest.mark.slow,  # a browser takes more time than its driver, whose time alone is counted
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
+]
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
 PANELS = ("memory", "roofline", "timeline", "heatmap", "accuracy", "profile", "steps", "table")
 

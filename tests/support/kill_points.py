@@ -19,9 +19,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -29,11 +29,10 @@ from flopwise.base.files import to_toml
 from flopwise.base.processes import python_words
 from flopwise.catalog.load import model_table
 from flopwise.cli import main as main_of_flopwise
-from flopwise.profile.measure.this_machine import this_cpu
 from flopwise.store.rows import row_of, run_rows
 from flopwise.store.runs import read_record
 from flopwise.work.transformer import Transformer
-from tests.support.launched import is_running
+from tests.support.launched import described_cpu, is_running
 
 TINY = Transformer(
     name="tiny", title="tiny", source="test", layers=2, hidden=16, heads=2, ffn=32, vocab=264, context=32
@@ -92,7 +91,7 @@ class Trial:
         (folder / "hook").mkdir(parents=True)
         (folder / "hook" / "sitecustomize.py").write_text(HOOK)
         (folder / "tiny.toml").write_text(to_toml(model_table(TINY)))
-        (folder / "mine.toml").write_text(to_toml(this_cpu()))
+        (folder / "mine.toml").write_text(described_cpu())
         words = random.Random(0).choices(["alpha", "beta", "gamma", "delta"], k=2000)  # noqa: S311 - text
         (folder / "text.txt").write_text(" ".join(words))
         code, said = self.train("whole")
@@ -104,29 +103,18 @@ class Trial:
     def train(self, store: str, *, victim: str = "", call: int = 0) -> tuple[int, str]:
         """Train in a store, from the beginning; the exit code and what was said."""
         words = ["tiny.toml", "--data", "text.txt", "--seq", "16", "--batch", "2", "--precision", "fp32"]
-        # A description spares every process a second of measuring.
-        words += [
-            "--on",
-            "mine.toml",
-            "--device",
-            "cpu",
-            "--steps",
-            str(STEPS),
-            "--checkpoint-every",
-            "1",
-            "--gpus",
-            str(self.ranks),
-        ]
+        words += ["--on", "mine.toml", "--device", "cpu", "--steps", str(STEPS), "--checkpoint-every", "1"]
+        words += ["--gpus", str(self.ranks)]
         return self.flopwise(store, words, victim=victim, call=call)
 
-    def resume(self, store: str) -> tuple[int, str]:
+    def resume(self, store: str, *, victim: str = "", call: int = 0) -> tuple[int, str]:
         """Go on with the one run of a store, or begin where there is none."""
         records = sorted((self.folder / store).glob("[0-9]*/record.json"))
         if not records:
-            return self.train(store)
+            return self.train(store, victim=victim, call=call)
         # One that was killed at its very end has nothing left to do.
         done = json.loads(records[-1].read_text())["state"] == "done"
-        return (0, "") if done else self.flopwise(store, ["--resume", "last"])
+        return (0, "") if done else self.flopwise(store, ["--resume", "last"], victim=victim, call=call)
 
     def flopwise(self, store: str, words: list[str], *, victim: str = "", call: int = 0) -> tuple[int, str]:
         variables = {
@@ -159,8 +147,19 @@ class Trial:
 
     def kill(self, victim: str, call: int) -> Outcome:
         """Kill at that call, wait until nobody is left, go on, and compare."""
-        store = f"killed {victim} {call}"
-        code, said = self.train(store, victim=victim, call=call)
+        (outcome,) = self.kill_in_turn([(victim, call)])
+        return outcome
+
+    def kill_in_turn(self, kills: Sequence[tuple[str, int]]) -> list[Outcome]:
+        """Kill a training, then each that goes on after a kill; the last one to go on is compared."""
+        store = " ".join(["killed", *(f"{victim} {call}" for victim, call in kills)])
+        outcomes = [self._killed(store, victim, call) for victim, call in kills]
+        last = outcomes[-1]
+        ends = self._ends_as_undisturbed(store, goes_on=last.hit)
+        return [*outcomes[:-1], replace(last, problems=last.problems + ends)]
+
+    def _killed(self, store: str, victim: str, call: int) -> Outcome:
+        code, said = self.resume(store, victim=victim, call=call)
         hit = code != 0
         assert hit or victim != "launcher", "the launcher was not killed"
         gone_s, left = self.wait_until_gone(store)
@@ -168,7 +167,11 @@ class Trial:
         if "Traceback" in said:
             problems.append(f"a traceback: {said[-300:]}")
         problems += wrong_rows(self.folder / store)
-        again, told = self.resume(store) if hit else (0, "")
+        return Outcome(victim, call, hit, tuple(problems), gone_s)
+
+    def _ends_as_undisturbed(self, store: str, *, goes_on: bool) -> tuple[str, ...]:
+        problems = []
+        again, told = self.resume(store) if goes_on else (0, "")
         if again:
             problems.append(f"resuming failed with {again}: {told[-300:]}")
         else:
@@ -176,7 +179,7 @@ class Trial:
             problems += wrong_rows(self.folder / store)
         if not problems:
             shutil.rmtree(self.folder / store)
-        return Outcome(victim, call, hit, tuple(problems), gone_s)
+        return tuple(problems)
 
     def wait_until_gone(self, store: str) -> tuple[float, int]:
         """How long it took until no process of a training was left, and how many were after too long."""

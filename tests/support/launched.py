@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from flopwise.base.files import to_toml
+from flopwise.profile.measure.this_machine import this_cpu
+
 BEGIN = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -33,6 +36,11 @@ sys.exit(spawn(sys.argv[1:2], int(sys.argv[2]), module="small_rank"))
 """
 LONGEST_S = 120.0
 """For what takes a moment: a busy machine is no reason to fail."""
+
+
+def described_cpu() -> str:
+    """A description of this machine, which spares every process that has it a second of measuring."""
+    return to_toml(this_cpu())
 
 
 def launch(folder: Path, body: str, ranks: int, stderr: int | None = None) -> subprocess.Popen[str]:

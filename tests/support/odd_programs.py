@@ -155,32 +155,26 @@ PROGRAMS: dict[str, Program] = {
             print("all have ended")
         """),
     ),
-    "a scripted module": Program(
-        text=training("""
-            scripted = torch.jit.script(model)
-            own = torch.optim.SGD(scripted.parameters(), lr=0.1)
-            print([step(scripted, own) for _ in range(8)])
-            traced = torch.jit.trace(model, torch.ones(4, 8, device=device))
-            print(traced.code)
-        """),
-        # Scripting warns that it is deprecated.
-        options=("-W", "ignore"),
-    ),
-    "its own modules flopwise and sitecustomize": Program(
+    "its own modules flopwise and sitecustomize, and a scripted module": Program(
         text=training("""
             import sitecustomize
             print(sitecustomize.WORD, sitecustomize.__file__ == os.path.abspath("site/sitecustomize.py"))
             import flopwise
             import flopwise.profile
             print(flopwise.WORD, flopwise.profile.WORD, flopwise.__file__ == os.path.abspath("flopwise/__init__.py"))
-            step()
+            scripted = torch.jit.script(model)
+            own = torch.optim.SGD(scripted.parameters(), lr=0.1)
+            step(scripted, own)
             print(sorted(name for name in sys.modules if "flopwise" in name or "customize" in name))
             print(sys.path, [getattr(finder, "__qualname__", type(finder)) for finder in sys.meta_path])
             print([place for place in sys.path_importer_cache if "flopwise" in place])
             print(sys.orig_argv, warnings.filters, torch.__loader__.exec_module.__name__)
-            for _ in range(6):
-                step()
+            print([step(scripted, own) for _ in range(8)])
+            traced = torch.jit.trace(model, torch.ones(4, 8, device=device))
+            print(traced.code)
         """),
+        # Scripting warns that it is deprecated.
+        options=("-W", "ignore"),
         files={
             "flopwise/__init__.py": "WORD = 'theirs'",
             "flopwise/profile.py": "WORD = 'theirs, too'",

@@ -15,8 +15,7 @@ import pytest
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import AUTO
-from flopwise.catalog.load import model_table
-from flopwise.profile.measure.this_machine import find_hardware
+from flopwise.catalog.load import load_hardware, model_table
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import Setup
 from flopwise.store.cells import Attempt, Cell, CellOutcome, SweepRecord, standing
@@ -28,6 +27,7 @@ from flopwise.sweep import keeper
 from flopwise.sweep.running import CellSkipped, Event, run_sweep
 from flopwise.train.planning import find_plan
 from flopwise.work.formats import parse_formats
+from tests.support.launched import described_cpu
 from tests.support.listing import list_runs
 from tests.support.sweep_stand_in import MPT, a_cell, a_sweep, alive, until
 
@@ -43,14 +43,22 @@ VARIES = (
 """Times, dates, numbers of runs, and what is measured: this CPU's peak, and what follows from it, among them."""
 
 
-def grid(store: Path) -> list[Cell]:
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file that describes this CPU: no process has to measure it."""
+    file = tmp_path_factory.mktemp("machine") / "mine.toml"
+    file.write_text(described_cpu())
+    return str(file)
+
+
+def grid(store: Path, machine: str) -> list[Cell]:
     """Two small models, two lengths and two batches, of which every pair is there, and one cell that cannot fit."""
     wider = replace(MPT, name="mpt-wider", hidden=96, ffn=384)
     cells = [
-        a_cell(store, model=model_table(model), sequence_tokens=tokens, batch_sequences=batch)
+        a_cell(store, hardware=machine, model=model_table(model), sequence_tokens=tokens, batch_sequences=batch)
         for model, tokens, batch in ((MPT, 32, 2), (MPT, 64, 3), (wider, 32, 3), (wider, 64, 2))
     ]
-    return [*cells[:3], a_cell(store, device_memory_bytes=LEAST_CAP_BYTES), *cells[3:]]
+    return [*cells[:3], a_cell(store, hardware=machine, device_memory_bytes=LEAST_CAP_BYTES), *cells[3:]]
 
 
 def prepared(store: Path, cells: list[Cell], name: str = "small") -> SweepRecord:
@@ -100,9 +108,9 @@ def done_runs(store: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Cell]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, machine: str) -> tuple[Path, list[Cell]]:
     store = tmp_path_factory.mktemp("undisturbed")
-    cells = grid(store)
+    cells = grid(store, machine)
     run_sweep(store, prepared(store, cells), slots=2)
     return store, cells
 
@@ -123,9 +131,9 @@ def test_a_run_is_of_the_cell_that_it_was_made_for(undisturbed: tuple[Path, list
 
 
 def test_a_sweep_that_is_killed_and_crashes_has_the_same_rows(
-    tmp_path: Path, undisturbed: tuple[Path, list[Cell]]
+    tmp_path: Path, machine: str, undisturbed: tuple[Path, list[Cell]]
 ) -> None:
-    cells = grid(tmp_path)
+    cells = grid(tmp_path, machine)
     record = prepared(tmp_path, cells)
     # The sweep is killed while its third cell trains: with it goes all that it has started.
     with sweeping(tmp_path) as sweep:
@@ -151,8 +159,8 @@ def test_a_sweep_that_is_killed_and_crashes_has_the_same_rows(
     assert len(before) >= 2 and all(after[attempt.cell, attempt.number] == attempt for attempt in before)
 
 
-def test_two_sweeps_at_once_measure_every_cell_once(tmp_path: Path) -> None:
-    cells = [cell for cell in grid(tmp_path) if cell.settings.device_memory_bytes is None]
+def test_two_sweeps_at_once_measure_every_cell_once(tmp_path: Path, machine: str) -> None:
+    cells = [cell for cell in grid(tmp_path, machine) if cell.settings.device_memory_bytes is None]
     prepared(tmp_path, cells[:3], "first")
     prepared(tmp_path, cells[:0:-1], "second")
     with sweeping(tmp_path, "first") as first, sweeping(tmp_path, "second") as second:
@@ -170,7 +178,7 @@ def fits(micro: int, cap_bytes: int, hardware: Hardware) -> bool:
     setup = Setup(
         model=MPT,
         hardware=hardware,
-        hardware_name="this-cpu",
+        hardware_name="mine",
         sequence_tokens=64,
         batch_sequences=micro,
         micro_batch_sequences=micro,
@@ -184,8 +192,8 @@ def fits(micro: int, cap_bytes: int, hardware: Hardware) -> bool:
     return True
 
 
-def test_the_largest_micro_batch_is_found_for_real(tmp_path: Path) -> None:
-    low, high, here = 2**20, 2**27, find_hardware("this-cpu")
+def test_the_largest_micro_batch_is_found_for_real(tmp_path: Path, machine: str) -> None:
+    low, high, here = 2**20, 2**27, load_hardware(machine)
     assert fits(12, high, here) and not fits(12, low, here)
     while high - low > 1:
         middle = (low + high) // 2
@@ -193,6 +201,7 @@ def test_the_largest_micro_batch_is_found_for_real(tmp_path: Path) -> None:
     assert fits(11, low, here), "a cap that eleven fit and twelve do not"
     cell = a_cell(
         tmp_path,
+        hardware=machine,
         batch_sequences=AUTO,
         micro_batch_sequences=AUTO,
         device_memory_bytes=low,

@@ -25,14 +25,13 @@ def test_a_process_that_is_killed_at_any_call() -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    return Trial(tmp_path_factory.mktemp("kills") / "trial", 2)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "share"), [("launcher", 0.5), ("rank 0", 0.7), ("rank 1", 0.3)])
-def test_one_of_two_ranks_or_their_launcher_is_killed(two_ranks: Trial, victim: str, share: float) -> None:
-    outcome = two_ranks.kill(victim, int(share * two_ranks.calls))
-    assert outcome.hit, "the training was done before"
-    assert outcome.problems == ()
+def test_two_ranks_and_their_launcher_are_killed_in_turn(tmp_path: Path) -> None:
+    """Each kill is of the training that went on after the one before; the last one to go on ends as the undisturbed."""
+    trial = Trial(tmp_path / "trial", 2)
+    kills = [
+        (victim, int(share * trial.calls)) for victim, share in (("rank 1", 0.3), ("launcher", 0.4), ("rank 0", 0.3))
+    ]
+    for outcome in trial.kill_in_turn(kills):
+        assert outcome.hit, "the training was done before"
+        assert outcome.problems == ()

@@ -64,7 +64,7 @@ def described(work: Work, batch: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("kernel", ["flash", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_transformer_counts_equal_torch(family: str, kernel: AttentionKernel, data: st.DataObject) -> None:
     model = data.draw(transformers(family))

@@ -1,7 +1,7 @@
 """Describe the network that Hugging Face `transformers` builds from a `config.json`.
 
 Left out, because no description holds it: the share of channels that rotary positions turn (`rotary_pct`), other
-rotary scaling than that of Llama 3.1 and linear scaling, dropout, quantisation, auxiliary losses.
+rotary scaling than that of Llama 3.1 and linear scaling, quantisation, auxiliary losses.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.catalog.huggingface_settings import ConfigKeys
-from flopwise.work.transformer import RotaryScaling
+from flopwise.work.transformer import Dropout, RotaryScaling
 
 ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), "silu"),
@@ -72,6 +72,26 @@ def _no_such_head(settings: ConfigKeys, architecture: str, hint: str) -> Flopwis
         why="there are language models, masked language models (BERT) and sequence classifiers (BERT)",
         hint=hint,
     )
+
+
+def _dropout(
+    absent: float = 0.0, *, group: str = "", attention: str, hidden: str = "", embedding: str = "", classifier: str = ""
+) -> Rule:
+    """Under which keys a family has its probabilities, and what an absent one stands for; no key, no such site."""
+
+    def rule(settings: ConfigKeys) -> Dropout | None:
+        inside = settings.group(group) if group else settings
+        share = settings.share(hidden, absent) if hidden else 0.0
+        last = settings.share(classifier, share) if classifier else share
+        found = Dropout(
+            attention=inside.share(attention, absent),
+            hidden=share,
+            embedding=settings.share(embedding, absent) if embedding else 0.0,
+            classifier=None if last == share else last,
+        )
+        return found if found.sites or found.of_classifier else None
+
+    return rule
 
 
 def _language_head(settings: ConfigKeys, family: Family) -> Head:
@@ -236,6 +256,7 @@ def _llama_like(*, context: int, kv_heads: int) -> dict[str, Rule]:
         "norm_epsilon": _number("rms_norm_eps", absent=1e-6),
         "rotary_base": _rotary_base("rope_theta", absent=10_000.0),
         "rotary_scaling": _rotary_scaling,
+        "dropout": _dropout(attention="attention_dropout"),
     }
 
 
@@ -362,6 +383,13 @@ FAMILIES: dict[str, Family] = {
             "activation": _activation("activation_function", absent="gelu_new"),
             "norm_epsilon": _number("layer_norm_epsilon", absent=1e-5),
             "tied": _flag("tie_word_embeddings", absent=True),
+            "dropout": _dropout(
+                0.1,
+                attention="attn_pdrop",
+                hidden="resid_pdrop",
+                embedding="embd_pdrop",
+                classifier="summary_first_dropout",
+            ),
         },
     ),
     "gpt_neox": Family(
@@ -379,6 +407,7 @@ FAMILIES: dict[str, Family] = {
             "norm_epsilon": _number("layer_norm_eps", absent=1e-5),
             "rotary_base": _rotary_base("rotary_emb_base", absent=10_000.0),
             "rotary_scaling": _rotary_scaling,
+            "dropout": _dropout(attention="attention_dropout", hidden="hidden_dropout", embedding="hidden_dropout"),
         },
     ),
     "mpt": Family(
@@ -409,6 +438,9 @@ FAMILIES: dict[str, Family] = {
             "qkv_bias": _mpt_bias,
             "output_bias": _mpt_bias,
             "ffn_bias": _mpt_bias,
+            "dropout": _dropout(
+                group="attn_config", attention="attn_pdrop", hidden="resid_pdrop", embedding="emb_pdrop"
+            ),
             "tied": _flag("tie_word_embeddings", absent=True),
         },
     ),
@@ -434,6 +466,13 @@ FAMILIES: dict[str, Family] = {
             "head_bias": _fix(True),
             "token_types": _size("type_vocab_size", absent=2),
             "norm_epsilon": _number("layer_norm_eps", absent=1e-12),
+            "dropout": _dropout(
+                0.1,
+                attention="attention_probs_dropout_prob",
+                hidden="hidden_dropout_prob",
+                embedding="hidden_dropout_prob",
+                classifier="classifier_dropout",
+            ),
         },
     ),
 }

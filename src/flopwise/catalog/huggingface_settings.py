@@ -59,6 +59,21 @@ class ConfigKeys:
             )
         return float(value)
 
+    def share(self, key: str, absent: float) -> float:
+        """The number from 0 to less than 1 under `key`; a JSON null counts as absent."""
+        value = self.table.get(key)
+        if value is None:
+            return absent
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(key, "a number", value)
+        if not 0 <= value < 1:
+            raise FlopwiseError(
+                f"{self.owner}: {key} must be from 0 to less than 1, got {shown(value)}",
+                why="it is the share that training sets to zero",
+                hint=f"correct {key} in the config.json",
+            )
+        return float(value)
+
     def flag(self, key: str, absent: bool) -> bool:
         """The truth value under `key`; a JSON null counts as false, as it does in `transformers`."""
         value = self.table.get(key, absent)

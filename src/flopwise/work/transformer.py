@@ -84,6 +84,50 @@ class RotaryScaling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Dropout:
+    """With which probability training sets numbers to zero, dividing what is left by what is kept of them.
+
+    It moves no bytes of its own: each site is a part of the kernel that writes the numbers, and which of them are
+    dropped follows from seed, step, layer, site and place, so that backward draws the same mask again and none is kept.
+    """
+
+    embedding: float = 0.0
+    """Of what the first block reads."""
+    hidden: float = 0.0
+    """Of attention's and the feed-forward part's results, before they are added to the residual stream."""
+    attention: float = 0.0
+    """Of the softmax's weights."""
+    classifier: float | None = None
+    """Of what a classifier's last product reads; None: as `hidden`."""
+
+    def __post_init__(self) -> None:
+        for field, share in (("embedding", self.embedding), ("hidden", self.hidden), ("attention", self.attention)):
+            _check_dropped(field, share)
+        if self.classifier is not None:
+            _check_dropped("classifier", self.classifier)
+
+    @property
+    def of_classifier(self) -> float:
+        """The last site's probability, whether it has one of its own or not."""
+        return self.hidden if self.classifier is None else self.classifier
+
+    @property
+    def sites(self) -> dict[str, float]:
+        """Site → probability, where anything is dropped."""
+        shares = {"attention": self.attention, "hidden": self.hidden, "embedding": self.embedding}
+        return {site: share for site, share in shares.items() if share}
+
+
+def _check_dropped(field: str, share: float) -> None:
+    if not 0.0 <= share < 1.0:
+        raise FlopwiseError(
+            f"dropout: {field} = {shown(share)} is not possible",
+            why="it is the share that is set to zero: from 0 to less than 1",
+            hint=f"{field} = 0.1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Transformer:
     """A stack of equal blocks between an embedding and a head."""
 
@@ -139,6 +183,8 @@ class Transformer:
     rotary_base: float = 10_000.0
     """The slowest rotary pair turns by almost 1 ÷ this per token."""
     rotary_scaling: RotaryScaling | None = None
+    dropout: Dropout | None = None
+    """What training drops; an evaluation drops nothing. None: nothing."""
     note: str | None = None
     """What a reader of a prediction should know, such as what had to be assumed."""
 

@@ -35,7 +35,7 @@ _TURNED_HEADS, _TURNED = 32, 2048
 _SUMMED_COLUMNS, _SUMMED_LINES = 32, 64
 _LEAST_SUMMED = 8
 """Rows that a program sums at least: what fewer rows leave to add up would take longer than their sums."""
-_TILE_ROWS, _TILE_COLUMNS = 32, 128
+_TILE_ROWS, _TILE_COLUMNS = 32, 64
 _NARROW, _TILE = 256, 4096
 """Rows of up to so many numbers are normalised in tiles of so many."""
 _SQUARES_PROGRAMS = 1024
@@ -182,7 +182,7 @@ def add_column_sums(values: Tensor, *, total: Tensor) -> None:
     rows, width = values.shape
     block = column_block(width, _TILE_COLUMNS)
     across = triton.cdiv(width, block)
-    programs = max(1, min(triton.cdiv(rows, _TILE_ROWS), 4 * _units(values.device) // across))
+    programs = max(1, min(triton.cdiv(rows, _TILE_ROWS), 8 * _units(values.device) // across))
     sums = torch.empty((programs, width), dtype=torch.float32, device=values.device)
     _column_sums_kernel[(programs, across)](
         values,
@@ -264,6 +264,20 @@ def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tenso
 
 
 @kernel()
+def _powers(values: tl.tensor, largest: tl.tensor) -> tl.tensor:
+    """Where all numbers are hidden, any finite one keeps their powers at zero."""
+    return tl.exp(values - tl.where(largest == -float("inf"), 0.0, largest))
+
+
+@kernel()
+def _loss_gradient(
+    values: tl.tensor, largest: tl.tensor, share: tl.tensor, is_label: tl.tensor, scale: tl.tensor
+) -> tl.tensor:
+    result = tl.exp(values - largest) * share
+    return tl.where(is_label, result - 1.0, result) * scale
+
+
+@kernel()
 def _cross_entropy_kernel(
     logits: tl.tensor,
     labels: tl.tensor,
@@ -278,26 +292,29 @@ def _cross_entropy_kernel(
     scale = tl.load(scales)
     start = logits + row * stride
     columns = tl.arange(0, block)
+    # Of a vocabulary of an odd size a mask is read number by number: 986 µs instead of 625 where only the rest has one.
+    whole = vocabulary // block * block
+    rest = whole + columns
+    inside = rest < vocabulary
     if label >= 0:
         chosen = tl.load(start + label).to(tl.float32)
-        largest = -float("inf")
-        total = 0.0
-        for first in range(0, vocabulary, block):
-            inside = first + columns < vocabulary
-            values = tl.load(start + first + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        values = tl.load(start + rest, mask=inside, other=-float("inf")).to(tl.float32)
+        largest = tl.max(values, 0)
+        total = tl.sum(_powers(values, largest), 0)
+        for first in range(0, whole, block):
+            values = tl.load(start + first + columns).to(tl.float32)
             larger = tl.maximum(largest, tl.max(values, 0))
-            # Where all so far are hidden, any finite number keeps their powers at zero.
-            base = tl.where(larger == -float("inf"), 0.0, larger)
-            total = total * tl.exp(largest - base) + tl.sum(tl.exp(values - base), 0)
+            total = total * _powers(largest, larger) + tl.sum(_powers(values, larger), 0)
             largest = larger
         tl.store(losses + row, tl.log(total) + largest - chosen)
         share = 1.0 / total
-        for first in range(0, vocabulary, block):
-            inside = first + columns < vocabulary
-            values = tl.load(start + first + columns, mask=inside, other=0.0).to(tl.float32)
-            result = tl.exp(values - largest) * share
-            result = tl.where(first + columns == label, result - 1.0, result) * scale
-            tl.store(start + first + columns, result.to(logits.dtype.element_ty), mask=inside)
+        for first in range(0, whole, block):
+            values = tl.load(start + first + columns).to(tl.float32)
+            result = _loss_gradient(values, largest, share, first + columns == label, scale)
+            tl.store(start + first + columns, result.to(logits.dtype.element_ty))
+        values = tl.load(start + rest, mask=inside, other=0.0).to(tl.float32)
+        result = _loss_gradient(values, largest, share, rest == label, scale)
+        tl.store(start + rest, result.to(logits.dtype.element_ty), mask=inside)
     else:
         tl.store(losses + row, 0.0)
         nothing = tl.zeros((block,), logits.dtype.element_ty)

@@ -89,11 +89,19 @@ class Block:
     """One block of a model; which layer it is only the weights know."""
 
     def __init__(
-        self, model: Transformer, work: Work, operators: Operators, saved: SavedTensors, *, deterministic: bool
+        self,
+        model: Transformer,
+        work: Work,
+        operators: Operators,
+        saved: SavedTensors,
+        *,
+        deterministic: bool,
+        spare_bytes: int = 0,
     ) -> None:
+        """`spare_bytes`: what attention's kernels may take beside what is planned for them."""
         self.model, self.work, self.operators, self.saved = model, work, operators, saved
         self.arena: Arena = operators.arena
-        self.deterministic = deterministic
+        self.deterministic, self.spare_bytes = deterministic, spare_bytes
         ops = op_groups(work)[1]
         self.before, self.attention_op, self.after = split_at_attention(ops)
         self.ops = ops
@@ -344,6 +352,7 @@ class Block:
             accumulate=accumulate,
             lengths=chunk.lengths,
             kernel=self._kernel(query, chunk, key.shape[1]),
+            spare_bytes=self.spare_bytes,
         )
 
     def _packed_back(

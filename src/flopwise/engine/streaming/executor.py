@@ -360,7 +360,7 @@ class StreamingExecutor:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def memory(self) -> tuple[MemoryRow, ...]:
-        """By place and owner, as planned and as it is, and what nobody planned."""
+        """By place and owner, as planned and as it is; unaccounted is also what attention takes of a cap's rest."""
         rows: list[MemoryRow] = []
         places: tuple[Place, ...] = ("device", "host")
         for place in places:

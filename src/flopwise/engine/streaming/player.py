@@ -62,6 +62,16 @@ from flopwise.work.transformer import Transformer
 Action = Callable[[], None]
 
 
+MOST_SPARE_BYTES = 1 << 29
+"""Room for all heads of 67 million queries' numbers at once."""
+
+
+def spare_under_cap(plan: Plan, program: Program) -> int:
+    """What attention may take beside its planned room: half of what the plan leaves under its cap, or the most."""
+    planned = sum(program.bytes_by_owner("device").values())
+    return min(MOST_SPARE_BYTES, max(0, plan.device_memory_bytes - planned) // 2)
+
+
 class Player:
     """Turns tasks into calls. It holds what a step changes: the round's tokens, the sums of the loss."""
 
@@ -111,7 +121,8 @@ class Player:
             products=products,
             head_products=self._head_products(products),
         )
-        self.block = Block(model, work, operators, self.saved, deterministic=deterministic)
+        spare_bytes = spare_under_cap(plan, program) if slabs.device.type == "cuda" else 0
+        self.block = Block(model, work, operators, self.saved, deterministic=deterministic, spare_bytes=spare_bytes)
         self.block.cut = plan.chunks_per_sequence > 1
         self.whole_sequence = self.block.cut and plan.attention == "sequence"
         self.embedding_head = EmbeddingHead(model, work, operators)

@@ -16,7 +16,7 @@ from torch import Tensor
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.weights.initial import LEAST_DEVIATION
 from flopwise.work.parameters import Parameter, parameters_of
-from flopwise.work.transformer import Transformer
+from flopwise.work.transformer import Dropout, Transformer
 
 PREFIXES = ("model.", "transformer.", "bert.")
 """What the names of the network without its head begin with in a file of the network with one."""
@@ -370,6 +370,7 @@ def _llama_config(model: Transformer, family: str) -> dict[str, Any]:
         "rope_scaling": _rotary_scaling(model),
         "tie_word_embeddings": model.tied,
         "initializer_range": LEAST_DEVIATION,
+        "attention_dropout": (model.dropout or Dropout()).attention,
         **NO_SPECIAL_TOKENS,
         **own,
     }
@@ -395,6 +396,7 @@ def _rotary_scaling(model: Transformer) -> dict[str, Any] | None:
 
 
 def _gpt2_config(model: Transformer, rows: int) -> dict[str, Any]:
+    dropout = model.dropout or Dropout()
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -410,11 +412,15 @@ def _gpt2_config(model: Transformer, rows: int) -> dict[str, Any]:
         "initializer_range": LEAST_DEVIATION,
         **NO_SPECIAL_TOKENS,
         # Without these `transformers` would drop a tenth when it trains on.
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        "resid_pdrop": dropout.hidden,
+        "embd_pdrop": dropout.embedding,
+        "attn_pdrop": dropout.attention,
+        "summary_first_dropout": dropout.of_classifier,
     }
 
 
 def _bert_config(model: Transformer, rows: int) -> dict[str, Any]:
+    dropout = model.dropout or Dropout()
     head: dict[str, Any] = {"architectures": ["BertForMaskedLM"], "tie_word_embeddings": model.tied}
     if model.labels is not None and model.head == "classifier":
         labels = [f"LABEL_{label}" for label in range(model.labels)]
@@ -438,5 +444,7 @@ def _bert_config(model: Transformer, rows: int) -> dict[str, Any]:
         "layer_norm_eps": model.norm_epsilon,
         "position_embedding_type": "absolute",
         "initializer_range": LEAST_DEVIATION,
-        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+        "hidden_dropout_prob": dropout.hidden,
+        "attention_probs_dropout_prob": dropout.attention,
+        "classifier_dropout": dropout.classifier,
     }

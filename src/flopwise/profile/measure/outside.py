@@ -175,18 +175,28 @@ def is_abandoned(folder: Path) -> bool:
 
 def _at_work(folder: Path) -> bool:
     """Whether somebody profiles into it: one of several ranks, each profiled on its own."""
-    for place in folder.glob(f"{TOLD}*"):
-        try:
-            handle = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
+    return not all(_left(place) for place in folder.glob(f"{TOLD}*"))
+
+
+def _left(place: Path, *, remove: bool = False) -> bool:
+    """Whether nobody holds a file of TOLD; it is removed while we hold it, so that nobody else can begin to."""
+    try:
+        handle = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        handle = None
+    try:
+        if handle is not None:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
+    except OSError:
+        return False
+    else:
+        if remove:
+            with suppress(OSError):
+                place.unlink()
+        return True
+    finally:
+        if handle is not None:
             os.close(handle)
-    return False
 
 
 @contextmanager
@@ -194,12 +204,17 @@ def _hold(folder: Path) -> Iterator[Path]:
     """A file of this profiling alone, held as long as this process lives, by which others see that it is at work."""
     try:
         handle, name = tempfile.mkstemp(prefix=TOLD, dir=folder)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        while not os.fstat(handle).st_nlink:
+            # Another rank that began at the same time took it for one that was left, before we held it.
+            os.close(handle)
+            handle, name = tempfile.mkstemp(prefix=TOLD, dir=folder)
+            fcntl.flock(handle, fcntl.LOCK_EX)
     except OSError as error:
         raise FlopwiseError(
             f"cannot write into {folder}", why=error.strerror, hint="name a folder that can be written"
         ) from None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
         yield Path(name)
     finally:
         os.close(handle)
@@ -207,9 +222,11 @@ def _hold(folder: Path) -> Iterator[Path]:
 
 
 def _remove_partial(folder: Path) -> None:
-    for left in (*folder.glob(".*.partial*"), *folder.glob(f"{TOLD}*")):
+    for left in folder.glob(".*.partial*"):
         with suppress(OSError):
             left.unlink()
+    for place in folder.glob(f"{TOLD}*"):
+        _left(place, remove=True)
 
 
 def _run(command: Sequence[str], executable: str, environment: dict[str, str]) -> int:

@@ -23,7 +23,7 @@ from flopwise.report.export.ledger import (
 )
 from flopwise.setup.parallel import Parallel
 from flopwise.work.model import Model
-from flopwise.work.transformer import RotaryScaling, Transformer
+from flopwise.work.transformer import Dropout, RotaryScaling, Transformer
 
 TARGET = "Megatron-LM"
 VERSION = "Megatron-LM with Megatron Core 0.13 or later"
@@ -255,10 +255,11 @@ NORMS = {"rms": "RMSNorm", "layer": "LayerNorm"}
 
 
 def model_arguments(model: Model, ledger: Ledger) -> Arguments:
-    """Sizes and kinds of the parts; dropout is 0, for flopwise has none and Megatron-LM's default is 0.1."""
+    """Sizes and kinds of the parts; dropout is told even where there is none, for Megatron-LM's default is 0.1."""
     if not isinstance(model, Transformer):
         raise _unknown(ledger, model.name, "a recurrent network")
     _refuse(model, ledger)
+    dropout = model.dropout or Dropout()
     arguments: Arguments = {
         "--num-layers": model.layers,
         "--hidden-size": model.hidden,
@@ -271,8 +272,8 @@ def model_arguments(model: Model, ledger: Ledger) -> Arguments:
         "--position-embedding-type": POSITIONS[model.positions],
         "--normalization": NORMS[model.norm],
         "--norm-epsilon": repr(model.norm_epsilon),
-        "--attention-dropout": 0,
-        "--hidden-dropout": 0,
+        "--attention-dropout": f"{dropout.attention:g}",
+        "--hidden-dropout": f"{dropout.hidden:g}",
     }
     if model.kv_heads != model.heads:
         arguments |= {"--group-query-attention": None, "--num-query-groups": model.kv_heads}
