@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks.gpu_small import CELLS, Batches
+from benchmarks.gpu_small import CELLS, Batches, SmallCell
 from flopwise.catalog.load import load_hardware, load_model
 from flopwise.plan.device.explain import make_plan
 from flopwise.setup.setup import CappedSetup

@@ -219,13 +219,15 @@ def of_lengths(batch: Batch, lengths: tuple[int, ...]) -> Batch:
 
 @pytest.mark.parametrize("lengths", ODD)
 @pytest.mark.parametrize("family", ["bert", "bert-masked", "llama", "gpt2"])
-def test_padded_and_packed_batches_give_the_same_losses_and_gradients(family: str, lengths: str) -> None:
+def test_padded_and_packed_batches_give_the_same_losses_and_gradients(
+    family: str, lengths: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = TINY[family]
     plan = everything_stays(model, sequence=11, sequences=3, **FP32)
     batch = of_lengths(random_batch(model, 3, 11, 5), ODD[lengths])
     weights = {name: values.float() for name, values in parameters(random_module(model)).items()}
     packed, padded = (executor_for(plan, model, weights) for _ in range(2))
-    padded.player.inputs._packs = lambda _: False  # type: ignore[method-assign]
+    monkeypatch.setattr(padded.player.inputs, "_packs", lambda _: False)
     found, expected = packed.step(batch, 0), padded.step(batch, 0)
     assert packed.player.inputs.layout.rows is not None
     assert padded.player.inputs.layout.rows is None
@@ -261,7 +263,7 @@ def test_a_packed_step_runs_the_products_that_its_plan_counts(family: str, lengt
 @pytest.mark.parametrize("replay", [False, True])
 def test_chunks_of_a_step_that_is_replayed_have_as_many_rows_as_the_fullest(replay: bool) -> None:
     model = TINY["bert-masked"]
-    cut = {"chunk_tokens": 12, "chunks_per_round": 2, "saves": ("FF",) * model.layers}
+    cut: dict[str, Any] = {"chunk_tokens": 12, "chunks_per_round": 2, "saves": ("FF",) * model.layers}
     plan = everything_stays(model, sequence=6, replay=replay, **cut)
     inputs = inputs_for(plan, granule=4)
     layouts = inputs.prepare([ragged([2, 1, 6, 3], 6)])

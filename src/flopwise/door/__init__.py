@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.units import Quantity, parse_cap, parse_devices, parse_sequences, parse_tokens, read_option
 from flopwise.catalog.load import load_model as _load_model
-from flopwise.door.asking import LengthsGiven, hardware_of, model_of, name_of, paths_of, setup_of
+from flopwise.door.asking import hardware_of, model_of, name_of, paths_of, setup_of
 from flopwise.door.python_words import in_python, options_of, reword
 from flopwise.profile.measure.this_machine import find_hardware
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from flopwise.setup.words import Fusion, Optimizer
     from flopwise.train.events import Callback, Logger
     from flopwise.work.formats import Formats
-    from flopwise.work.lengths import SequenceLayout
+    from flopwise.work.lengths import Lengths, SequenceLayout
     from flopwise.work.model import Model
     from flopwise.work.op import AttentionKernel, Convention
     from flopwise.work.work import Recompute
@@ -71,7 +71,7 @@ def predict(
     *,
     on: str | Path | Hardware = "this-machine",
     seq: Quantity | None = None,
-    lengths: LengthsGiven | None = None,
+    lengths: str | Path | Sequence[int] | Lengths | None = None,
     layout: SequenceLayout | None = None,
     tokenizer: str | Path | None = None,
     batch: Quantity | None = None,
@@ -136,7 +136,7 @@ def plan(
     on: str | Path | Hardware = "this-machine",
     devices: None = None,
     seq: Quantity | None = None,
-    lengths: LengthsGiven | None = None,
+    lengths: str | Path | Sequence[int] | Lengths | None = None,
     layout: SequenceLayout | None = None,
     tokenizer: str | Path | None = None,
     batch: Quantity | None = None,
@@ -159,7 +159,7 @@ def plan(
     on: str | Path | Hardware = "this-machine",
     devices: Quantity,
     seq: Quantity | None = None,
-    lengths: LengthsGiven | None = None,
+    lengths: str | Path | Sequence[int] | Lengths | None = None,
     layout: SequenceLayout | None = None,
     tokenizer: str | Path | None = None,
     batch: Quantity | None = None,
@@ -186,7 +186,7 @@ def plan(
     on: str | Path | Hardware = "this-machine",
     devices: Quantity | None = None,
     seq: Quantity | None = None,
-    lengths: LengthsGiven | None = None,
+    lengths: str | Path | Sequence[int] | Lengths | None = None,
     layout: SequenceLayout | None = None,
     tokenizer: str | Path | None = None,
     batch: Quantity | None = None,
