@@ -329,15 +329,7 @@ def value_words(plan: Plan, name: str) -> str:
 
 OF_PLAN = (
     *("hardware", "rule", "precision", "optimizer", "device_memory_bytes", "host_memory_bytes", "sequence_tokens"),
-    *(
-        "lengths",
-        "batch_tokens",
-        "chunk_tokens",
-        "chunks_per_round",
-        "rounds_per_step",
-        "head_chunk_tokens",
-        "tokens_per_step",
-    ),
+    *("lengths", "chunk_tokens", "chunks_per_round", "rounds_per_step", "head_chunk_tokens", "tokens_per_step"),
     *("attention", "update_place", "update_when", "replay", "activation_slots"),
 )
 OF_FORECAST = ("step_s", "tokens_per_s", "padded_tokens_per_s", "mfu", "hfu", "ceiling_share", "bound")

@@ -243,7 +243,7 @@ def _compare(predictions: Sequence[Prediction]) -> Iterator[Block]:
     """Several predictions in a table; what is the same in every row is said once, above it."""
     cells = _cells(predictions)
     varied = [name for name, column in cells.items() if len(set(column)) > 1]
-    same = {name: cells[name][0] for name in SAID_ONCE if name not in varied}
+    same = {name: cells[name][0] for name in SAID_ONCE if name in cells and name not in varied}
     columns = [name for name in cells if name not in same]
     # What tells the rows apart stays; the micro-batch only where nothing else does.
     kept = {name for name in varied if name in SAID_ONCE}
