@@ -21,7 +21,7 @@ from flopwise.base.files import to_toml, write_whole
 from flopwise.catalog.load import ROOT, load_hardware, load_model, load_stack
 from flopwise.predict.cluster.costing import PLAIN
 from flopwise.records.evidence import Evidence, EvidenceBook, Span
-from flopwise.references.dataflow.recorded import repeated_steps
+from flopwise.references.dataflow.recorded import repeat_steps
 from flopwise.references.published import protocol_of, read_cases
 from flopwise.references.published.offload import read_offload
 from flopwise.references.validate.fitting import fit_of, held_out_predictions, lay_out
@@ -148,7 +148,7 @@ def offload_evidence() -> Evidence:
     models = {name: load_model(name) for name in {run.model for run in runs}}
     hardware = {name: load_hardware(name) for name in {run.hardware for run in runs}}
     transformers = {name: model for name, model in models.items() if isinstance(model, Transformer)}
-    steps = [seconds for seconds, _ in repeated_steps(runs, transformers, hardware)]
+    steps = [seconds for seconds, _ in repeat_steps(runs, transformers, hardware)]
     low, high = _quantiles([run.step_s / seconds - 1 for run, seconds in zip(runs, steps, strict=True) if seconds])
     one = Span(least=1, most=1)
     return Evidence(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwise.profile.read.kineto import read_source
-from flopwise.profile.read.opening import opened
+from flopwise.profile.read.opening import open_trace
 
 _HEAD = """{
   "schemaVersion": 1,
@@ -103,7 +103,7 @@ def write_trace(path: Path, size_bytes: int) -> int:
 def read_and_tell(path: Path) -> None:
     """What the reading process prints: seconds and bytes, as JSON."""
     began = time.perf_counter()
-    with opened(path) as source:
+    with open_trace(path) as source:
         profile = read_source(source, "made-up").profiles[0]
     seconds = time.perf_counter() - began
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -195,7 +195,7 @@ def test_every_option_arrives(trainer: Trainer, monkeypatch: pytest.MonkeyPatch)
         ("--learning-rate 3e400", "--learning-rate"),
         ("--learning-rate 1e4", "learning_rate of a training cannot be 10000.0"),
         ("--beta2 1", "beta2 of a training"),
-        ("--clip 0", "gradients cannot be clipped to a norm of 0"),
+        ("--clip inf", "--clip"),
         ("--warmup -1", "--warmup: cannot be '-1'"),
         ("--seed 1.5", "--seed: cannot be '1.5'"),
         ("--seed 99999999999999999999", "--seed"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+import flopwise as fw
+from flopwise.base.errors import FlopwiseError
 from flopwise.cli import app
 from flopwise.cli.json_types import KINDS, PRINTED
 from flopwise.cli.output import schema_json
@@ -113,14 +116,20 @@ def test_a_key_that_the_schema_does_not_name_is_seen() -> None:
     assert violations(found | {"more": 1}, schema) == ["$.more is not in the schema"]
     assert violations(found | {"interval": found["interval"] | {"more": 1}}, schema) != []
     assert violations(found | {"step_s": "1"}, schema) != []
-    # What is not finite is a word wherever a number is, and never null.
-    assert violations(found | {"step_s": "nan"}, schema) == []
+    # What is not finite is a word wherever something was measured, nowhere else, and never null.
+    assert violations(found | {"step_s": "nan"}, schema) != []
     assert violations(found | {"step_s": None}, schema) != []
-    assert json.loads(schema_json({"step_s": float("nan"), "mfu": [float("-inf")]}, "prediction")) == {
-        "schema": "flopwise.prediction/1",
-        "step_s": "nan",
-        "mfu": ["-inf"],
-    }
+    measured = json.loads(schema_json({"schema": "", "step_s": float("nan"), "mfu": float("-inf")}, "result"))
+    assert (measured["step_s"], measured["mfu"]) == ("nan", "-inf")
+    assert violations({"schema": "flopwise.result-list/1", "rows": [{"step_s": "nan"}]}, schema_of("report")) == []
     assert violations({key: value for key, value in found.items() if key != "step_s"}, schema) != []
     result = CliRunner().invoke(app, ["schema", "predicts"])
     assert "did you mean predict" in str(result.exception)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_answer_holds_what_is_no_number(value: float) -> None:
+    for answer in (fw.predict("gpt2", on="h200"), fw.plan("gpt2", on="h200", batch=8).forecast):
+        for name in ("step_s", "tokens_per_s", "mfu", "hfu"):
+            with pytest.raises(FlopwiseError, match=f"{name} of .* comes out as {value}"):
+                replace(answer, **{name: value})  # type: ignore[arg-type]

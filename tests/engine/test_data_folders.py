@@ -19,7 +19,7 @@ def names(folder: Path, *, labelled: bool = False) -> list[str]:
 def test_a_folder_is_its_text_files_by_their_path(tmp_path: Path) -> None:
     data = tmp_path / "data"
     for name in ("b.txt", "a/z.md", "a/b/c.py", "A.TXT", "a.jsonl", "a/x.csv", "a/b.pyc", "x.bin", "no_ending"):
-        text_file(data / name, "x")
+        text_file(data / name, "x" * (9 if name.endswith((".jsonl", ".csv")) else 1))
     text_file(data / ".git" / "a.txt", "hidden")
     text_file(data / "a" / ".b" / "a.txt", "hidden")
     text_file(data / ".a.txt", "hidden")

@@ -116,6 +116,8 @@ OUR_KERNELS: dict[str, KernelClass] = {
     "_activation_backward_kernel": "pointwise",
     "_cross_entropy_kernel": "pointwise",
     "_copy_rows_kernel": "pointwise",
+    "_copy_heads_kernel": "pointwise",
+    "_merge_attention_kernel": "attention",
     "_embedding_kernel": "pointwise",
     "_embedding_backward_kernel": "pointwise",
     "adamw_kernel": "optimizer",

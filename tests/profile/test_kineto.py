@@ -16,7 +16,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_hardware
 from flopwise.profile.explain.invariants import broken
 from flopwise.profile.read.kineto import looks_like, ranks_together, read_source
-from flopwise.profile.read.opening import opened
+from flopwise.profile.read.opening import open_trace
 from flopwise.profile.read.operator_work import CAUSAL, work_of
 from tests.support.traces import (
     BASE,
@@ -326,7 +326,7 @@ def test_a_real_trace_of_the_cpu(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_bytes(content)
     assert looks_like(content[:4096])
-    with opened(path) as source:
+    with open_trace(path) as source:
         (found,) = read_source(source, "tiny").profiles
     assert_sound(found)
     assert (found.steps, found.precision, found.warnings, found.device) == (2, "fp32", (), None)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.profile.read import opening
-from flopwise.profile.read.opening import TraceFile, opened
+from flopwise.profile.read.opening import TraceFile, open_trace
 
 TEXT = b'{"traceEvents": []}'
 
 
 def _content(path: Path) -> tuple[bytes, list[str]]:
-    with opened(path) as source:
+    with open_trace(path) as source:
         return b"".join(source.blocks()), source.warnings
 
 
@@ -79,7 +79,7 @@ def test_a_bomb_is_refused_in_bounded_memory(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(opening, "MOST_BYTES", 4 * 2**20)
     path = _written(tmp_path, gzip.compress(bytes(8 * 2**20)))
     read = 0
-    with pytest.raises(FlopwiseError, match="unpacks to more than"), opened(path) as source:
+    with pytest.raises(FlopwiseError, match="unpacks to more than"), open_trace(path) as source:
         for block in source.blocks():
             read += len(block)
     assert read <= 4 * 2**20
@@ -122,7 +122,7 @@ def test_no_permission(tmp_path: Path) -> None:
 def test_progress_is_told_in_bytes_of_the_file(tmp_path: Path) -> None:
     path = _written(tmp_path, gzip.compress(os.urandom(3 * 2**20)))
     told: list[tuple[str, int, int]] = []
-    with opened(path, lambda what, done, of: told.append((what, done, of))) as source:
+    with open_trace(path, lambda what, done, of: told.append((what, done, of))) as source:
         assert sum(map(len, source.blocks())) == 3 * 2**20
     size = path.stat().st_size
     assert told[-1] == ("reading trace.json", size, size)

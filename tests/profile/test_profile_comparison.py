@@ -19,7 +19,7 @@ from flopwise.cli.output import schema_json
 from flopwise.profile.explain.comparing import FigureRow, HostWait, ProfileComparison, column_names, column_of, compare
 from flopwise.profile.explain.verdicts import Thresholds, verdicts
 from flopwise.profile.read import neuron_text
-from flopwise.profile.read.opening import opened
+from flopwise.profile.read.opening import open_trace
 from flopwise.records.profile import Profile, Spent, known
 from flopwise.report.document import to_csv, to_markdown
 from flopwise.report.profile_comparison import (
@@ -40,7 +40,7 @@ def documents(*names: str) -> list[Profile]:
     """All sections of the documents."""
     found: list[Profile] = []
     for name in names:
-        with opened(NEURON / name, None) as source:
+        with open_trace(NEURON / name, None) as source:
             found += neuron_text.read_source(source, name).profiles
     return found
 

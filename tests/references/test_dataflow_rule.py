@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.catalog.load import load_hardware, load_model
 from flopwise.records.plan import Plan, Residency
-from flopwise.references.dataflow.recorded import recorded_plan
+from flopwise.references.dataflow.recorded import plan_as_recorded
 from flopwise.references.dataflow.rule import RuleChoice, configure, placement, to_plan
 from flopwise.references.dataflow.sizes import (
     attention_workspace_bytes,
@@ -200,7 +200,7 @@ def test_no_other_variant_gives_all_recorded_runs(variant: str) -> None:
 
 
 def plan_of(run: OffloadRun, *, as_run: bool = True) -> Plan:
-    return recorded_plan(run, shape(run.model), machine(run.hardware), as_run=as_run)
+    return plan_as_recorded(run, shape(run.model), machine(run.hardware), as_run=as_run)
 
 
 def test_recorded_plans() -> None:

@@ -114,7 +114,7 @@ def test_recorded_runs_of_the_offload_trainer(monkeypatch: pytest.MonkeyPatch) -
     runs = tuple(read_offload())
     models = {name: load_model(name) for name in {run.model for run in runs}}
     shapes = {name: model for name, model in models.items() if isinstance(model, Transformer)}
-    steps = list(recorded.repeated_steps(runs, shapes, {"h100-sxm": load_hardware("h100-sxm")}))
+    steps = list(recorded.repeat_steps(runs, shapes, {"h100-sxm": load_hardware("h100-sxm")}))
     by_row = {run.row: step for run, step in zip(runs, steps, strict=True)}
 
     def repeated(asked: Sequence[OffloadRun], *_: object) -> Iterator[tuple[float | None, bool]]:

@@ -30,8 +30,8 @@ from flopwise.store.cells import Attempt, Cell, CellOutcome
 from flopwise.store.results import (
     FIELDS,
     Result,
-    checked,
-    priced,
+    add_price,
+    check_result,
     recompute_words,
     result_of_cell,
     result_of_run,
@@ -229,22 +229,22 @@ def test_a_run_and_its_cell_have_the_same_settings() -> None:
 
 def test_tokens_per_dollar() -> None:
     # 10,000 tokens/s on 4 devices at 2.50 an hour each: 36 M tokens for 10 dollars.
-    row = priced(a_result(tokens_per_s=10_000.0, devices=4), 2.5)
+    row = add_price(a_result(tokens_per_s=10_000.0, devices=4), 2.5)
     assert row.tokens_per_dollar == pytest.approx(3.6e6)
-    assert priced(lost("oom", "no"), 2.5).tokens_per_dollar is None
-    planned = priced(lost("planned", None, predicted_tokens_per_s=10_000.0), 2.5)
+    assert add_price(lost("oom", "no"), 2.5).tokens_per_dollar is None
+    planned = add_price(lost("planned", None, predicted_tokens_per_s=10_000.0), 2.5)
     assert planned.tokens_per_dollar == pytest.approx(14.4e6)
 
 
 def test_more_than_the_peak_is_an_error() -> None:
-    assert checked(a_result(mfu=1.0, hfu=1.0)) == a_result(mfu=1.0, hfu=1.0)
-    wrong = checked(a_result(mfu=1.33))
+    assert check_result(a_result(mfu=1.0, hfu=1.0)) == a_result(mfu=1.0, hfu=1.0)
+    wrong = check_result(a_result(mfu=1.33))
     assert wrong.state == "error"
     assert wrong.reason == "MFU 133.0 % of 990 TFLOP/s bf16: the peak, its format or the FLOPs are wrong"
-    assert checked(wrong) == wrong
+    assert check_result(wrong) == wrong
     for odd in ({"hfu": float("nan")}, {"tokens_per_s": -5.0}, {"step_s": float("inf")}, {"devices": 0}):
-        assert checked(a_result(**odd)).state == "error"
-        assert "no run has such figures" in (checked(a_result(**odd)).reason or "")
+        assert check_result(a_result(**odd)).state == "error"
+        assert "no run has such figures" in (check_result(a_result(**odd)).reason or "")
 
 
 # -- the table -------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def table_lines(rows: list[Result], width: int, columns: list[str] | None = None
 
 @pytest.mark.parametrize("width", [80, 100, 120, 160, 220])
 def test_the_table_keeps_to_its_width_and_loses_no_row(width: int) -> None:
-    rows = [priced(row, 2.5) for row in mixed()]
+    rows = [add_price(row, 2.5) for row in mixed()]
     lines = table_lines(rows, width)
     assert max(map(cell_len, lines)) <= width
     text = "\n".join(lines)
@@ -345,7 +345,7 @@ def test_the_columns_begin_as_the_published_ones() -> None:
     further = ("p20–p80 (T/s)", "Convention", "Peak memory (GiB)", "Energy (J/T)", "Predicted (T/s)", "Error")
     assert {*further, "State", "Cell", "Run", "Reason"} <= set(ours)
     assert "T per $" not in ours
-    assert "T per $" in markdown_tables(results_markdown([priced(a_result(), 2.0)]))[0].names
+    assert "T per $" in markdown_tables(results_markdown([add_price(a_result(), 2.0)]))[0].names
 
 
 def test_published_rows_are_written_as_they_were_printed() -> None:

@@ -22,7 +22,7 @@ from flopwise.report import document, results, run_comparison, runs
 from flopwise.report.page import data as page_data
 from flopwise.store import runs as store_module
 from flopwise.store.collecting import collect
-from flopwise.store.results import checked
+from flopwise.store.results import check_result
 from flopwise.store.rows import UNREADABLE, read_profile, run_rows
 from flopwise.store.runs import (
     LOCK,
@@ -101,7 +101,7 @@ def every_road(store: Path) -> None:
     assert [row[0] for row in table.rows] == ["0001", "0002"]
     to_text(entries)
     assert not runs.sweeps_document([], store).blocks
-    rows = [checked(row) for row in collect(store).rows]
+    rows = [check_result(row) for row in collect(store).rows]
     assert [row.run for row in rows] == ["0001", "0002"]
     document.to_page(results.results_document(rows), 100)
     document.to_markdown(results.results_document(rows))

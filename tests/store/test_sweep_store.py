@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.setup.written import CellSetup, cell_id
-from flopwise.store.cells import Attempt, CellOutcome, SweepRecord, says_nothing, standing
+from flopwise.store.cells import Attempt, CellOutcome, SweepRecord, says_nothing, standing_attempts
 from flopwise.store.sweeps import (
     CELL,
     CELLS,
@@ -311,16 +311,16 @@ def test_an_attempt_is_read_back_equal(reason: str | None, seconds: float | None
 
 def test_what_stands_for_a_cell() -> None:
     looked = [an_attempt(1, 0, "ok"), an_attempt(2, 0, "oom")]
-    assert standing([]) == []
-    assert standing(looked[:1]) == []
-    assert standing(looked) == [looked[1]]
+    assert standing_attempts([]) == []
+    assert standing_attempts(looked[:1]) == []
+    assert standing_attempts(looked) == [looked[1]]
     first, second = an_attempt(3, 1, "ok"), an_attempt(4, 2, "failed", reason="SIGSEGV")
-    assert standing([second, *looked, first]) == [first, second]
+    assert standing_attempts([second, *looked, first]) == [first, second]
     interrupted = an_attempt(5, 1, "failed", reason="interrupted by SIGINT", interrupted=True)
-    assert standing([first, interrupted]) == [first]
-    assert standing([interrupted]) == [interrupted]
+    assert standing_attempts([first, interrupted]) == [first]
+    assert standing_attempts([interrupted]) == [interrupted]
     again = an_attempt(6, 1, "oom")
-    assert standing([first, interrupted, again]) == [again]
+    assert standing_attempts([first, interrupted, again]) == [again]
 
 
 # -- sweeps ----------------------------------------------------------------------------------------------------------

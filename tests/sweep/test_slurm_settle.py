@@ -11,7 +11,7 @@ from flopwise.cli.serving import Live
 from flopwise.store.cells import Attempt, Cell, CellState, SweepRecord, says_nothing
 from flopwise.store.sweeps import claimed, now, read_attempts
 from flopwise.sweep.jobs import slurm
-from flopwise.sweep.jobs.slurm import SlurmOptions, read_jobs, settle, settle_here, states, submit, unsettled
+from flopwise.sweep.jobs.slurm import SlurmOptions, find_unsettled, read_jobs, settle, settle_here, states, submit
 from tests.cli.test_cli_fuzz import answered
 from tests.support.slurm_cells import Commands, attempt, cell, stored
 from tests.support.sweep_stand_in import a_run
@@ -313,12 +313,12 @@ def test_nobody_is_told_of_jobs_where_none_can_be_asked_for(
     one: One, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, record, only = one
-    assert unsettled(store, record) == [only.id]
+    assert find_unsettled(store, record) == [only.id]
     with monkeypatch.context() as inside:
         inside.setenv("FLOPWISE_JOB", "501_0")
-        assert unsettled(store, record) == []
+        assert find_unsettled(store, record) == []
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert unsettled(store, record) == []
+    assert find_unsettled(store, record) == []
 
 
 @pytest.mark.parametrize("words", [["--settle"], ["--resume", "night", "--settle", "--retry"]])

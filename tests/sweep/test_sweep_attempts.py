@@ -32,7 +32,7 @@ from flopwise.sweep.attempts import (
     last_words,
     log_path,
     run_attempt,
-    settled,
+    settle_attempt,
     train_command,
 )
 from tests.support.sweep_stand_in import MPT, a_cell, a_sweep, alive, stand_in, until
@@ -216,7 +216,7 @@ def test_a_sweep_that_is_killed_takes_its_processes_along(tmp_path: Path) -> Non
     (gone,), _ = read_attempts(tmp_path, trial.cell.id)
     assert gone.state == "failed" and says_nothing(gone)
     # What its run came to is written down, and its number kept.
-    after = settled(tmp_path, gone)
+    after = settle_attempt(tmp_path, gone)
     assert (after.state, after.run) == ("failed", "0001")
 
 
@@ -275,9 +275,9 @@ def test_the_run_is_known_while_it_goes_on_and_the_file_is_touched(
 def test_a_run_that_was_done_when_its_sweep_died_counts(tmp_path: Path) -> None:
     attempt = tried(tmp_path, stand_in(tmp_path))
     lost = replace(attempt, state="failed", reason="gone", ended=None, run=None)
-    assert (settled(tmp_path, lost).state, settled(tmp_path, lost).run) == ("ok", "0001")
+    assert (settle_attempt(tmp_path, lost).state, settle_attempt(tmp_path, lost).run) == ("ok", "0001")
     (tmp_path / "0001" / "record.json").unlink()
-    assert (settled(tmp_path, lost).state, settled(tmp_path, lost).run) == ("failed", None)
+    assert (settle_attempt(tmp_path, lost).state, settle_attempt(tmp_path, lost).run) == ("failed", None)
 
 
 def test_ranks_of_another_launch_are_not_handed_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from flopwise.base.units import AUTO
 from flopwise.catalog.load import load_hardware, load_model, model_names, model_table
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.written import CellSetup, cell_id
-from flopwise.sweep.grid import AXES, MOST_CELLS, Grid, expand, joined, label, read_axes, values_of
+from flopwise.sweep.grid import AXES, MOST_CELLS, Grid, expand, join_grids, label, read_axes, values_of
 from flopwise.sweep.sweep_file import SweepFile, all_axes, parse_duration, read_sweep_file
 
 H100 = load_hardware("h100-sxm")
@@ -272,7 +272,7 @@ def from_file(tmp_path: Path, text: str, flags: dict[str, Any] | None = None) ->
     path = tmp_path / "sweep.toml"
     path.write_text(text)
     file = read_sweep_file(path)
-    return joined([expand(axes, HERE, file.skip) for axes in all_axes(file, flags or {})])
+    return join_grids([expand(axes, HERE, file.skip) for axes in all_axes(file, flags or {})])
 
 
 def test_a_file_is_a_grid_with_further_cells_and_some_left_out(tmp_path: Path) -> None:

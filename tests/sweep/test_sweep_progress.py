@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from flopwise.base.units import AUTO
-from flopwise.cli.sweep_progress import LiveProgress, PlainProgress, TimeLeft, cell_words, ended_words, watching
+from flopwise.cli.sweep_progress import LiveProgress, PlainProgress, TimeLeft, cell_words, watching, words_of_end
 from flopwise.store.cells import Cell, CellOutcome
 from flopwise.sweep.predicting import sweep_seconds
 from flopwise.sweep.running import AttemptEnded, CellBegun, CellEnded, CellSkipped, Event, Noticed, SweepEnded
@@ -102,7 +102,7 @@ def test_cells_without_a_prediction_are_taken_for_average() -> None:
     ids=["ok", "oom", "looking"],
 )
 def test_an_attempt_is_a_line(event: AttemptEnded, expected: str) -> None:
-    assert ended_words(event) == expected
+    assert words_of_end(event) == expected
 
 
 def test_a_log_has_a_line_for_each_attempt(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +133,7 @@ def test_a_terminal_has_one_line_that_is_renewed(columns: int) -> None:
     for event in [*whole(cells[0], 20.0), CellBegun(cell=cells[1], repeat=1), CellBegun(cell=cells[2], repeat=1)]:
         live(event)
     clock[0] += 7.0
-    assert live.left_words() == "0:53 left"
+    assert live.words_of_left() == "0:53 left"
     live.bar.refresh()
     live.close()
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())

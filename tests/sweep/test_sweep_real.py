@@ -18,7 +18,7 @@ from flopwise.base.units import AUTO
 from flopwise.catalog.load import load_hardware, model_table
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import Setup
-from flopwise.store.cells import Attempt, Cell, CellOutcome, SweepRecord, standing
+from flopwise.store.cells import Attempt, Cell, CellOutcome, SweepRecord, standing_attempts
 from flopwise.store.results import Result, result_of_cell, result_of_run
 from flopwise.store.rows import read_profile, read_row, row_of
 from flopwise.store.runs import ROW, read_record
@@ -80,7 +80,7 @@ def sweeping(store: Path, name: str = "small") -> subprocess.Popen[bytes]:
 def rows(store: Path, cells: list[Cell]) -> list[dict[str, Any]]:
     found = []
     for cell in cells:
-        for attempt in standing(read_attempts(store, cell.id)[0]):
+        for attempt in standing_attempts(read_attempts(store, cell.id)[0]):
             run = result_of_run(read_record(store / attempt.run)) if attempt.run else None
             found.append(plain(result_of_cell(read_cell(store, cell.id), attempt, run)))
     return found
@@ -117,7 +117,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, machine: str) -> tuple
 
 def test_a_run_is_of_the_cell_that_it_was_made_for(undisturbed: tuple[Path, list[Cell]]) -> None:
     store, cells = undisturbed
-    states = [attempt.state for cell in cells for attempt in standing(read_attempts(store, cell.id)[0])]
+    states = [attempt.state for cell in cells for attempt in standing_attempts(read_attempts(store, cell.id)[0])]
     assert states == ["ok"] * 3 + ["oom"] + ["ok"]
     for cell in cells:
         for attempt in read_attempts(store, cell.id)[0]:
@@ -126,7 +126,7 @@ def test_a_run_is_of_the_cell_that_it_was_made_for(undisturbed: tuple[Path, list
                 assert (record.cell, record.attempt) == (cell.id, attempt.number)
                 assert read_row(store / attempt.run) == row_of(record, read_profile(store / attempt.run))
                 assert (store / attempt.run / ROW).exists()
-    (refused,) = standing(read_attempts(store, cells[3].id)[0])
+    (refused,) = standing_attempts(read_attempts(store, cells[3].id)[0])
     assert (refused.reason or "").startswith("no plan fits mpt-small on this-cpu in 2.00 MiB of device memory")
 
 

@@ -48,11 +48,11 @@ def test_each_process_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     slots = on_gpus(monkeypatch, "4,5,6")
     one, two = a_cell(hardware="h200").settings, a_cell(hardware="h200", devices=2).settings
     assert slots.count == 3 and on_gpus(monkeypatch, "4,5,6", 2).count == 2
-    with slots.taken(one) as first, slots.taken(two) as second:
+    with slots.take(one) as first, slots.take(two) as second:
         assert (first, second) == ({"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "5,6"})
-    with slots.taken(two) as first:
+    with slots.take(two) as first:
         assert first == {"CUDA_VISIBLE_DEVICES": "4,5"}
-        waiting = threading.Thread(target=_enter, args=(lambda: slots.taken(two),))
+        waiting = threading.Thread(target=_enter, args=(lambda: slots.take(two),))
         waiting.start()
         waiting.join(0.2)
         assert waiting.is_alive()
@@ -138,7 +138,7 @@ def test_a_file_of_this_cpu_may_be_measured_with(
     with pytest.raises(FlopwiseError, match=r"the cells are for .*mine.toml, .* a GPU, as --device says"):
         check_hardware([mine], replace(record, device="cuda"), slots)
     # `flopwise train` takes a GPU where it finds one.
-    with slots.taken(mine) as environment:
+    with slots.take(mine) as environment:
         assert environment == {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -149,7 +149,7 @@ def test_cells_of_a_cpu_take_no_gpu_from_others(monkeypatch: pytest.MonkeyPatch,
     slots = slots_for(record, [mine, gpu], None)
     check_hardware([mine, gpu], record, slots)
     assert slots.too_few(mine) is None and slots.share(mine) == 0.5
-    with slots.taken(gpu), slots.taken(mine) as environment:
+    with slots.take(gpu), slots.take(mine) as environment:
         assert environment["CUDA_VISIBLE_DEVICES"] == ""
 
 

@@ -176,7 +176,7 @@ def test_plans_that_are_not_executed(spawned: Spawned, changes: dict[str, object
         ("lstm-lm", "its layers run time step by time step"),
         ("tiny.toml --data nothing.txt", "there is no file or folder nothing.txt"),
         ("tiny.toml --data empty.txt", "the data is empty"),
-        ("tiny.toml --data binary.bin", "is not UTF-8 text"),
+        ("tiny.toml --data binary.bin", "binary.bin is no text"),
         ("tiny.toml --data text.txt --eval-data nothing.txt", "there is no file or folder nothing.txt"),
         ("bert-base --data text.txt --task classification", "text.txt has no labels"),
         ("tiny.toml --data text.txt --tokenizer none.json", "none.json"),

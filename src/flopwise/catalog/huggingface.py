@@ -7,7 +7,14 @@ rotary scaling than that of Llama 3.1 and linear scaling, quantisation, auxiliar
 from __future__ import annotations
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.catalog.huggingface_families import EVERYWHERE, FAMILIES, Family, activation_note, rotary_note
+from flopwise.catalog.huggingface_families import (
+    EVERYWHERE,
+    FAMILIES,
+    Family,
+    activation_note,
+    rotary_kind,
+    rotary_note,
+)
 from flopwise.catalog.huggingface_settings import ConfigKeys
 from flopwise.work.transformer import Transformer
 
@@ -34,6 +41,21 @@ def from_config(config: dict[str, object], name: str) -> Transformer:
         note="; ".join(filter(None, notes)) or None,
         **{**fields, **head.fields},
     )
+
+
+def computed_otherwise(config: dict[str, object], name: str, sequence_tokens: int | None) -> tuple[str, ...]:
+    """What of a `config.json` its description leaves out so that the network's numbers would differ, in words.
+
+    Dynamic rotary scaling changes nothing up to the length that a model was made for.
+    """
+    settings = ConfigKeys(config, name)
+    _, family = _family(settings)
+    told = [family.note(settings), activation_note(settings)]
+    if "rotary_scaling" in family.rules:
+        context = settings.size("max_position_embeddings", absent=0)
+        if rotary_kind(settings) != "dynamic" or (sequence_tokens or 0) > context:
+            told.append(rotary_note(settings))
+    return tuple(filter(None, told))
 
 
 def _family(settings: ConfigKeys) -> tuple[str, Family]:

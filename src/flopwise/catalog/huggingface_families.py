@@ -158,7 +158,8 @@ def _rotary_settings(settings: ConfigKeys) -> ConfigKeys:
     return older if older.table else settings.group("rope_parameters")
 
 
-def _rotary_kind(settings: ConfigKeys) -> str:
+def rotary_kind(settings: ConfigKeys) -> str:
+    """`default`, or how rotary angles are scaled."""
     rotary = _rotary_settings(settings)
     if any(isinstance(value, dict) for value in rotary.table.values()):
         return "by kind of block"
@@ -171,7 +172,7 @@ def _rotary_base(key: str, absent: float) -> Rule:
 
 
 def _rotary_scaling(settings: ConfigKeys) -> RotaryScaling | None:
-    kind, rotary = _rotary_kind(settings), _rotary_settings(settings)
+    kind, rotary = rotary_kind(settings), _rotary_settings(settings)
     if kind == "linear":
         return RotaryScaling(factor=rotary.number("factor"))
     if kind != "llama3":
@@ -190,7 +191,7 @@ def _rotary_scaling(settings: ConfigKeys) -> RotaryScaling | None:
 
 def rotary_note(settings: ConfigKeys) -> str:
     """What to tell about a rotary scaling that no description holds; what is counted does not depend on it."""
-    kind = _rotary_kind(settings)
+    kind = rotary_kind(settings)
     if kind in ("default", "linear", "llama3"):
         return ""
     return f"rotary scaling {shown(kind)} is left out; unscaled rotary positions are assumed"

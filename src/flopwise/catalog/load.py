@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.files import decode, entry_kind, plain, read_table
+from flopwise.catalog.hub import find_snapshot, is_hub_name
 from flopwise.records.evidence import Evidence, EvidenceBook
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.stack import Stack
@@ -77,8 +78,28 @@ def load_model(name: str | Path, changes: Mapping[str, Any] | None = None) -> Mo
             return _decode_model(read_table(path), name.lower(), changes)
         if not _is_path(name):
             raise _no_model(name)
+        if is_hub_name(name):
+            return load_hub_model(name, changes)
     path = description_file(Path(name))
     return _decode_model(read_table(path), str(path), changes)
+
+
+def load_hub_model(name: str, changes: Mapping[str, Any] | None) -> Model:
+    """A model of the hub that was fetched, under its own name instead of its snapshot's."""
+    path = find_snapshot(name) / "config.json"
+    found = _decode_model(read_table(path), str(path), None)
+    named = replace(found, name=name.rpartition("/")[2].lower(), title=name)
+    return _decode_model(model_table(named), name, changes) if changes else named
+
+
+def model_folder(name: str) -> Path | None:
+    """The folder that a model's name means, where its weights may lie; None: a name of the catalogue."""
+    if is_hub_name(name):
+        return find_snapshot(name)
+    path = Path(name)
+    if path.is_dir():
+        return path
+    return path.parent if name.endswith((".json", ".toml")) else None
 
 
 def _no_model(name: str) -> FlopwiseError:

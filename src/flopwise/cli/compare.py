@@ -79,15 +79,15 @@ def _side(word: str, store: str) -> list[Measured]:
     from flopwise.base.files import entry_kind
     from flopwise.references.published.results import read_results
     from flopwise.report.run_comparison import Measured, quantiles_of
-    from flopwise.store.results import checked
+    from flopwise.store.results import check_result
 
     found: list[Measured] = []
     for name in filter(None, (part.strip() for part in word.split(","))):
         if entry_kind(Path(name)) == "file":
-            found += [Measured(row=checked(row), sample=quantiles_of(row)) for row in read_results(Path(name))]
+            found += [Measured(row=check_result(row), sample=quantiles_of(row)) for row in read_results(Path(name))]
             continue
         folder, names = _place(name, store)
-        found += [Measured(row=checked(row), sample=_sample(folder, row)) for row in _rows(folder, names)]
+        found += [Measured(row=check_result(row), sample=_sample(folder, row)) for row in _rows(folder, names)]
     return found
 
 

@@ -306,6 +306,8 @@ KINDS: dict[str, tuple[Any, ...]] = {
 ALTERNATIVES = {"model": (Transformer, Lstm)}
 """Types of which an object has the keys of one."""
 
+MEASURED = frozenset({"run", "run-entry", "profile", "profile-comparison", "result", "run-comparison"})
+"""Kinds of objects whose numbers may be words, since what was measured need not be finite."""
 PRINTED: dict[str, tuple[str, ...]] = {
     "predict": (
         *("prediction", "prediction-list", "device-plan", "settings", "settings-list"),

@@ -132,7 +132,7 @@ def gather_rows(named: Sequence[str], store: str, price: str = "") -> list[Resul
     """Rows of the files and of the store's runs and sweeps that were named; of the whole store where none was."""
     from flopwise.references.published.results import read_results
     from flopwise.store.collecting import collect as collected
-    from flopwise.store.results import checked, priced
+    from flopwise.store.results import add_price, check_result
     from flopwise.store.runs import VARIABLE, store_folder
 
     per_hour = _price(price)
@@ -152,20 +152,20 @@ def gather_rows(named: Sequence[str], store: str, price: str = "") -> list[Resul
             why="no run and no cell of a sweep is there",
             hint=f"`flopwise train` or `flopwise sweep` makes some; --store FOLDER, or {VARIABLE}, names another store",
         )
-    sound = [checked(row) for row in rows]
-    return sound if per_hour is None else [priced(row, per_hour) for row in sound]
+    sound = [check_result(row) for row in rows]
+    return sound if per_hour is None else [add_price(row, per_hour) for row in sound]
 
 
 def tell_unsettled(store: Path, names: Sequence[str], tell: Callable[[str], None] = say) -> None:
     """Of these sweeps, of all where none is named: say that jobs may have ended of which nobody has written it down."""
     from flopwise.store.sweeps import read_sweep, sweep_names
-    from flopwise.sweep.jobs.slurm import unsettled
+    from flopwise.sweep.jobs.slurm import find_unsettled
 
     for name in sweep_names(store):
         if names and name not in names:
             continue
         try:
-            cells = len(unsettled(store, read_sweep(store, name)))
+            cells = len(find_unsettled(store, read_sweep(store, name)))
         except FlopwiseError:
             # Whoever reads the results tells of a file that is damaged.
             continue

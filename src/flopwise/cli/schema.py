@@ -20,17 +20,18 @@ def schema(
 
 def schema_of(command: str) -> dict[str, Any]:
     """A schema with a branch for each kind of object that the command prints."""
-    from flopwise.cli.json_types import PRINTED
+    from flopwise.cli.json_types import MEASURED, PRINTED
 
     if command not in PRINTED:
         raise unknown_name("command with -o json", command, PRINTED, hint="`flopwise schema predict`")
     definitions: dict[str, Any] = {}
     branches = [_branch(kind, definitions) for kind in PRINTED[command]]
+    measured = any(kind.removesuffix("-list") in MEASURED for kind in PRINTED[command])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"flopwise {command} -o json",
         "anyOf": branches,
-        "$defs": _with_words(definitions),
+        "$defs": _with_words(definitions) if measured else definitions,
     }
 
 

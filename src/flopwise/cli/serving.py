@@ -117,22 +117,22 @@ class Live:
         return self._seen
 
     def _look(self) -> None:
-        rows = self._collected()
+        rows = self._collect()
         self._failure = None
         # NaN is not itself: where rows seem to differ, they are compared as they are written.
         if self._seen is None or (rows != self._seen.rows and repr(rows) != repr(self._seen.rows)):
             self._seen = _Seen(rows, datetime.now().astimezone().isoformat(timespec="milliseconds"))
 
-    def _collected(self) -> list[Result]:
+    def _collect(self) -> list[Result]:
         from flopwise.cli.report import tell_unsettled
         from flopwise.store.collecting import collect
-        from flopwise.store.results import checked
+        from flopwise.store.results import check_result
 
         tell_unsettled(self.store, (), self._tell_once)
         found = collect(self.store)
         for problem in found.problems:
             self._tell_once(f"note: {problem.path}: {problem.why}")
-        return [checked(row) for row in found.rows]
+        return [check_result(row) for row in found.rows]
 
     def _tell_once(self, line: str) -> None:
         if line not in self._told:
@@ -232,12 +232,12 @@ class Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_S
 
     def do_GET(self) -> None:
-        self._respond(self._answered())
+        self._respond(self._answer())
 
     def do_HEAD(self) -> None:
-        self._respond(self._answered())
+        self._respond(self._answer())
 
-    def _answered(self) -> PageAnswer:
+    def _answer(self) -> PageAnswer:
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or hosts[0].strip().lower() not in self.server.host_names:
             return _refusal(HTTPStatus.FORBIDDEN, "this server is called localhost, and by no other name")

@@ -180,7 +180,7 @@ class _Asked(_AskedSweep):
 
     def _grid(self, file: SweepFile, flags: Mapping[str, Any], run: Mapping[str, Any]) -> Grid:
         from flopwise.catalog.load import THIS_CPU, THIS_MACHINE
-        from flopwise.sweep.grid import expand, hardware_word, joined
+        from flopwise.sweep.grid import expand, hardware_word, join_grids
         from flopwise.sweep.sweep_file import all_axes
 
         here = THIS_CPU if run.get("device") == "cpu" else THIS_MACHINE
@@ -188,7 +188,7 @@ class _Asked(_AskedSweep):
         named = {name: find_hardware(name) for axes in every for name in axes.on}
         self.hardware = {hardware_word(name, machine): machine for name, machine in named.items()}
         self.titles = {name: machine.title for name, machine in self.hardware.items()}
-        return joined([expand(axes, named, file.skip) for axes in every])
+        return join_grids([expand(axes, named, file.skip) for axes in every])
 
     def _foreseen(self, grid: Grid, ids: Sequence[str], steps: int, *, to_run: bool) -> dict[str, Any]:
         from flopwise.sweep.predicting import foresee_all

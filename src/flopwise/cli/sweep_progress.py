@@ -59,7 +59,7 @@ def cell_words(cell: Cell, micro: int | None = None) -> str:
     return " · ".join(words)
 
 
-def ended_words(event: AttemptEnded) -> str:
+def words_of_end(event: AttemptEnded) -> str:
     """An attempt and how it ended, in a line."""
     attempt = event.attempt
     looked = attempt.repeat == 0
@@ -138,7 +138,7 @@ class _Shown:
                 self.begun(event)
             case AttemptEnded():
                 self.left.ended(event.cell, event.attempt, event.seconds)
-                self.say(ended_words(event))
+                self.say(words_of_end(event))
             case CellEnded():
                 self.left.closed(event.cell.id)
             case CellSkipped():
@@ -194,7 +194,7 @@ class LiveProgress(_Shown):
         self.bar = Progress(
             BarColumn(bar_width=20),
             TextColumn("{task.completed:,}/{task.total:,} cells"),
-            _Words(self.left_words),
+            _Words(self.words_of_left),
             TextColumn("{task.description}"),
             console=console,
             transient=True,
@@ -224,7 +224,7 @@ class LiveProgress(_Shown):
         self.renewed_s = self.clock()
         self.bar.update(self.task, completed=self.left.done, description=told)
 
-    def left_words(self) -> str:
+    def words_of_left(self) -> str:
         """The time that is left, which goes by between events too."""
         seconds = self.left.seconds()
         if seconds is None:

@@ -144,6 +144,7 @@ def _check_settings(request: TrainRequest) -> None:
     from flopwise.setup.training import Training
 
     given = {name: getattr(request, name) for name in SETTINGS}
+    given["clip_norm"] = request.clip_norm or None
     Training(steps=1, **{name: value for name, value in given.items() if value is not None})
 
 

@@ -50,11 +50,20 @@ class TrainOptions(Options):
     beta1: Annotated[str, typer.Option(help="AdamW's first: 0.9.")] = "auto"
     beta2: Annotated[str, typer.Option(help="AdamW's second: 0.95.")] = "auto"
     clip: Annotated[
-        str, typer.Option(help="Largest norm of all gradients together: 1.0. Default: none.", show_default=False)
+        str,
+        typer.Option(
+            help="Largest norm of all gradients together: 1.0; 0 for none. Default: 1.0 from weights, else none.",
+            show_default=False,
+        ),
     ] = "auto"
     stochastic_rounding: Annotated[
-        bool, typer.Option("--stochastic-rounding", help="Round bf16 weights up or down by chance.")
-    ] = False
+        bool | None,
+        typer.Option(
+            "--stochastic-rounding/--no-stochastic-rounding",
+            help="Round bf16 weights up or down by chance. Default: where they have no more exact copy.",
+            show_default=False,
+        ),
+    ] = None
     seed: Annotated[str, typer.Option(help="Of first weights and of the data's order.")] = "0"
     device_mem: DeviceMemoryOption = "auto"
     host_mem: Annotated[

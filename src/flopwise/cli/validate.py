@@ -55,11 +55,11 @@ def validate(
 def _conformance(path: Path | None) -> Validation:
     from flopwise.catalog.load import ROOT
     from flopwise.references.deepflow.conformance import COLUMNS, FILE, OUTPUT, conformance, predicted_row
-    from flopwise.references.published.rows import placed, read_rows
+    from flopwise.references.published.rows import read_rows, tell_row
 
     rows = []
     for row in read_rows(path or ROOT / "tables" / FILE, COLUMNS):
-        with placed(row):
+        with tell_row(row):
             row.number_of(OUTPUT)
             rows.append(predicted_row(row.number, row.cells))
     return conformance(rows)

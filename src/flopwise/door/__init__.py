@@ -298,7 +298,7 @@ def train(
     beta1: float | None = None,
     beta2: float | None = None,
     clip: float | None = None,
-    stochastic_rounding: bool = False,
+    stochastic_rounding: bool | None = None,
     seed: int = 0,
     device_mem: Quantity | None = None,
     host_mem: Quantity | None = None,
@@ -450,7 +450,7 @@ def results(
     """
     from flopwise.door.rows import Results
     from flopwise.store.collecting import collect
-    from flopwise.store.results import checked, fastest, priced
+    from flopwise.store.results import add_price, check_result, fastest
     from flopwise.store.runs import store_folder
     from flopwise.store.sweeps import sweep_names
 
@@ -461,8 +461,8 @@ def results(
     found = collect(folder, what)
     if not found.rows and not found.problems and any(folder.iterdir()) and not sweep_names(folder):
         raise FlopwiseError(f"{folder} is no store", why="there are files in it, but no run and no sweep", hint=hint)
-    rows = [checked(row) for row in found.rows]
+    rows = [check_result(row) for row in found.rows]
     if price is not None:
-        rows = [priced(row, price) for row in rows]
+        rows = [add_price(row, price) for row in rows]
     problems = tuple(f"{problem.path}: {problem.why}" for problem in found.problems)
     return Results(fastest(rows) if best else rows, problems=problems)

@@ -51,12 +51,14 @@ def in_python(function: Callable[Arguments, Returned]) -> Callable[Arguments, Re
 
 def options_of(function: Callable[..., object]) -> dict[str, str]:
     """Option → the keyword that it is in Python; a flag's with the value that it stands for."""
-    options = {}
+    options: dict[str, str] = {}
     for keyword, parameter in signature(function).parameters.items():
         option = next((typed for typed, name in KEYWORDS.items() if name == keyword), keyword).replace("_", "-")
         if parameter.kind is not Parameter.KEYWORD_ONLY:
             continue
-        if parameter.default is True:
+        if parameter.annotation == "bool | None":
+            options |= {f"--{option}": f"{keyword}=True", f"--no-{option}": f"{keyword}=False"}
+        elif parameter.default is True:
             options[f"--no-{option}"] = f"{keyword}=False"
         else:
             options[f"--{option}"] = f"{keyword}=True" if parameter.default is False else keyword

@@ -5,7 +5,7 @@ the same in all of them; alone it is what little is known, before anything runs,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import show_seconds
@@ -95,6 +95,18 @@ class Outcome(WrittenStrategy):
             device_bytes=self.device_total,
             host_bytes=self.host_total,
         )
+
+
+def check_finite(found: Outcome) -> None:
+    """Refuse an answer that holds what is no number, which nobody could tell from one."""
+    for name in ("step_s", "tokens_per_s", "mfu", "hfu"):
+        value = getattr(found, name)
+        if value is not None and not isfinite(value):
+            raise FlopwiseError(
+                f"{name} of {found.model or 'the plan'} comes out as {value}",
+                why="numbers of the hardware, or of the model, are too large or too small to reckon with",
+                hint="look through their descriptions, as `flopwise show NAME` prints them",
+            )
 
 
 def check_expected(found: Outcome | None) -> None:

@@ -17,7 +17,7 @@ from typing import Literal
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.shown import Shown
 from flopwise.base.units import show_bytes, show_seconds, show_share, significant
-from flopwise.records.outcome import WRITTEN_BY, Interval, Outcome, check_expected
+from flopwise.records.outcome import WRITTEN_BY, Interval, Outcome, check_expected, check_finite
 from flopwise.setup.words import Optimizer
 from flopwise.setup.written import WrittenSetup
 from flopwise.work.formats import parse_formats
@@ -301,6 +301,9 @@ class Forecast(Outcome):
     """Over the link in a step."""
     link_share: float
     """Of the step, the time in which the busier direction of the link is in use."""
+
+    def __post_init__(self) -> None:
+        check_finite(self)
 
     @property
     def device_total(self) -> int:

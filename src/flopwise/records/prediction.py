@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from flopwise.base.shown import Shown
 from flopwise.base.units import show_bytes, show_seconds, show_share, significant
-from flopwise.records.outcome import Outcome
+from flopwise.records.outcome import Outcome, check_finite
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.stack import NO_STACK
 from flopwise.setup.words import Fusion, Optimizer
@@ -109,6 +109,9 @@ class Prediction(Shown, Outcome):
     """One for each pipeline stage; none on a single device."""
     chosen: dict[str, str] = field(default_factory=dict)
     """Settings that were left open → why they have the value they have."""
+
+    def __post_init__(self) -> None:
+        check_finite(self)
 
     @property
     def device_total(self) -> int:

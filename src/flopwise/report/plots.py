@@ -21,7 +21,7 @@ from flopwise.base.errors import FlopwiseError, nearest, shown
 from flopwise.base.files import WRITABLE_HINT, write_whole
 from flopwise.base.units import show_bytes, show_share, significant
 from flopwise.report.words import printable
-from flopwise.store.results import Result, checked
+from flopwise.store.results import Result, check_result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,7 +92,7 @@ def plot(
         raise _unknown("kind of picture", kind, KINDS)
     check_picture(path)
     across, up, shown_value = _axis(x, "--x"), _axis(y, "--y"), _value(value)
-    sound = [checked(row) for row in rows]
+    sound = [check_result(row) for row in rows]
     if kind == "heatmap":
         if across == up:
             raise FlopwiseError(f"both axes are {x!r}", why="a heatmap has two", hint="--x sequence --y batch")

@@ -102,7 +102,7 @@ def _blocks(profile: Profile, verdicts: Sequence[Verdict]) -> Iterator[Block]:
         yield _bars("busy time by class", classes)
     elif engines := engine_shares(profile):
         yield _bars("activity by engine (they run beside each other)", engines)
-    yield from _spent_tables(profile, MOST_SPENT)
+    yield from _time_tables(profile, MOST_SPENT)
     yield from _memory_blocks(profile)
     if profile.tasks:
         tables = task_tables(profile)
@@ -115,7 +115,7 @@ def _blocks(profile: Profile, verdicts: Sequence[Verdict]) -> Iterator[Block]:
         yield Words(" · ".join(f"{name} {value}" for name, value in told), indent=2, title="system")
     if verdicts:
         yield Items("verdicts", [_verdict_words(number, verdict) for number, verdict in enumerate(verdicts, 1)])
-    yield from _said(profile)
+    yield from _list_remarks(profile)
 
 
 def whole_tables(profile: Profile, verdicts: Sequence[Verdict]) -> Iterator[Block]:
@@ -130,7 +130,7 @@ def whole_tables(profile: Profile, verdicts: Sequence[Verdict]) -> Iterator[Bloc
         rows = [[title(each), stake_words(each), evidence_words(each), safe(each.advice, 400)] for each in verdicts]
         columns = ("verdict", "at stake", "evidence", "advice")
         yield Table(title="verdicts", columns=columns, rows=rows, left={"verdict", "evidence", "advice"})
-    yield from _said(profile)
+    yield from _list_remarks(profile)
 
 
 def detail_tables(profile: Profile) -> Iterator[Table]:
@@ -144,7 +144,7 @@ def detail_tables(profile: Profile) -> Iterator[Table]:
         if shares:
             rows = [[name, seconds(taken), about(share)] for name, taken, share in shares]
             yield Table(title=heading, columns=("name", "time", "share"), rows=rows, left={"name"})
-    yield from _spent_tables(profile, MOST_SPENT_IN_FILES)
+    yield from _time_tables(profile, MOST_SPENT_IN_FILES)
     yield from _memory_tables(profile)
     yield from task_tables(profile)
     if profile.train_metrics:
@@ -154,7 +154,7 @@ def detail_tables(profile: Profile) -> Iterator[Table]:
         yield Table(title="system", columns=("what", "value"), rows=told, left={"what", "value"})
 
 
-def _said(profile: Profile) -> Iterator[Items]:
+def _list_remarks(profile: Profile) -> Iterator[Items]:
     for name, lines, style in (("warnings", profile.warnings, "yellow"), ("notes", profile.notes, "")):
         if lines:
             yield Items(name, [safe(line, 400) for line in lines], style)
@@ -280,7 +280,7 @@ def _bars(heading: str, shares: Sequence[tuple[str, float, float | None]]) -> Ta
     return Table(title=heading, columns=("name", "time", "share", ""), rows=rows, left={"name", ""}, headed=False)
 
 
-def _spent_tables(profile: Profile, most: int) -> Iterator[Table]:
+def _time_tables(profile: Profile, most: int) -> Iterator[Table]:
     """Kernels against their roofs, the longest first; operators where they are not the same, as on a processor."""
     whole = profile.get("device_busy_s") or profile.get("device_span_s")
     apart = profile.operators if profile.operators != profile.kernels else ()
@@ -289,7 +289,7 @@ def _spent_tables(profile: Profile, most: int) -> Iterator[Table]:
             yield Table(
                 title=heading,
                 columns=("name", "class", "time", "share", "count", "reached", "of roof", "lost"),
-                rows=[_spent_row(each, profile.peaks, whole) for each in spent[:most]],
+                rows=[_time_row(each, profile.peaks, whole) for each in spent[:most]],
                 left={"name", "class"},
                 note=f"{len(spent) - most:,} more are shorter." if len(spent) > most else "",
                 giving_way=("class", "count", "share"),
@@ -297,7 +297,7 @@ def _spent_tables(profile: Profile, most: int) -> Iterator[Table]:
             )
 
 
-def _spent_row(spent: Spent, peaks: Peaks | None, whole: float | None) -> list[str]:
+def _time_row(spent: Spent, peaks: Peaks | None, whole: float | None) -> list[str]:
     roof, lost = spent.roof_s(peaks), spent.lost_s(peaks)
     return [
         safe(spent.name),
@@ -496,7 +496,7 @@ def _csv_rows(profile: Profile, verdicts: Sequence[Verdict]) -> Iterator[CsvRow]
         yield "shares", name, share, "share", ""
     for group, spent in (("classes", profile.classes), ("kernels", profile.kernels), ("operators", profile.operators)):
         for each in spent:
-            yield from _spent_rows(group, each)
+            yield from _time_rows(group, each)
     for use in profile.memory:
         label = f"{use.owner}: {printable(use.name)}" if use.name else use.owner
         yield "memory", label, use.bytes, "B", ""
@@ -518,7 +518,7 @@ def _setting_rows(profile: Profile) -> Iterator[CsvRow]:
             yield "peaks", "bandwidth", profile.peaks.bandwidth, "B/s", printable(profile.peaks.source)
 
 
-def _spent_rows(group: str, spent: Spent) -> Iterator[CsvRow]:
+def _time_rows(group: str, spent: Spent) -> Iterator[CsvRow]:
     name = printable(spent.name)
     yield group, name, spent.seconds, "s", ""
     yield group, name, spent.count, "count", ""

@@ -27,7 +27,7 @@ from flopwise.report.words import (
     signed_share,
     size_words,
 )
-from flopwise.store.results import ERROR, FIELDS, Result, checked
+from flopwise.store.results import ERROR, FIELDS, Result, check_result
 
 LONGEST_NAME = 28
 GOOD = ("ok", "planned", "running")
@@ -145,7 +145,7 @@ def results_document(rows: Sequence[Result], columns: Sequence[str] | None = Non
 
     With `columns` every measurement has its row, else those of a cell that went well have one.
     """
-    every = [checked(row) for row in rows]
+    every = [check_result(row) for row in rows]
     fields = columns or FIELDS
     return Document(
         title=TITLE if columns is None else "",

@@ -25,7 +25,7 @@ from flopwise.report.words import (
     signed_share,
 )
 from flopwise.setup.training import Training
-from flopwise.store.cells import Attempt, CellState, SweepRecord, standing
+from flopwise.store.cells import Attempt, CellState, SweepRecord, standing_attempts
 from flopwise.store.rows import UNREADABLE, RunRow
 
 FIELDS = (
@@ -146,7 +146,7 @@ def sweep_entry(sweep: SweepRecord, attempts: Sequence[Sequence[Attempt]]) -> di
 
 def _cell_state(attempts: Sequence[Attempt], repeats: int) -> CellState:
     """As the newest of its attempts is, where it has not been measured often enough."""
-    states = [attempt.state for attempt in standing(attempts)]
+    states = [attempt.state for attempt in standing_attempts(attempts)]
     if states.count("ok") >= repeats:
         return "ok"
     left = [state for state in states if state != "ok"]

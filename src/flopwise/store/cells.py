@@ -97,7 +97,7 @@ def says_nothing(attempt: Attempt) -> bool:
     return attempt.ended is None or attempt.interrupted
 
 
-def standing(attempts: Iterable[Attempt]) -> list[Attempt]:
+def standing_attempts(attempts: Iterable[Attempt]) -> list[Attempt]:
     """Those that stand for a cell, one for each repeat: the newest one that says anything, else the newest.
 
     Where it was never measured, the last one that looked for a micro-batch, unless that went well.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.files import entry_kind
-from flopwise.store.cells import ENDED, Attempt, Cell, SweepRecord, standing
+from flopwise.store.cells import ENDED, Attempt, Cell, SweepRecord, standing_attempts
 from flopwise.store.results import Result, cell_values, result_of_cell, values_of
 from flopwise.store.rows import UNREADABLE, RunRow, read_row, run_rows
 from flopwise.store.runs import LAST, RECORD, RUN_NAME, find_run, process_is_gone, run_names
@@ -58,7 +58,7 @@ class _HeldCell:
 
     @cached_property
     def standing(self) -> list[Attempt]:
-        return standing(self.attempts)
+        return standing_attempts(self.attempts)
 
 
 def collect(store: Path, names: Sequence[str] = ()) -> Collected:
@@ -67,7 +67,7 @@ def collect(store: Path, names: Sequence[str] = ()) -> Collected:
     A name is a run's number, a range of numbers (`3-17`), `last`, the path of a run's folder, a sweep or a cell's id.
     """
     view = _Store(store)
-    rows = view.everything() if not names else (row for name in names for row in view.named(name))
+    rows = view.everything() if not names else (row for name in names for row in view.rows_named(name))
     unique: dict[tuple[object, ...], Result] = {}
     for row in rows:
         # Two names may stand for the same run; those of two stores may have the same number.
@@ -182,9 +182,9 @@ class _Store:
             for attempt in held.standing:
                 if (attempt.cell, attempt.number) not in told:
                     yield self.attempt_row(held.cell, attempt)
-        yield from self._planned()
+        yield from self._rows_planned()
 
-    def _planned(self) -> Iterator[Result]:
+    def _rows_planned(self) -> Iterator[Result]:
         """Cells of the store's sweeps that nobody has tried; left out are those that every sweep leaves out."""
         found: dict[str, Result] = {}
         for name in sweep_names(self.folder):
@@ -198,7 +198,7 @@ class _Store:
             for cell in sweep.cells:
                 held = self._cells.get(cell)
                 if isinstance(held, _HeldCell) and held.is_whole and not held.standing:
-                    row = _untried(held.cell, left_out.get(cell))
+                    row = _row_untried(held.cell, left_out.get(cell))
                     if cell not in found or row.state == "planned":
                         found[cell] = row
         yield from found.values()
@@ -227,7 +227,7 @@ class _Store:
         for attempt in held.standing:
             yield self.attempt_row(held.cell, attempt)
         if not held.standing:
-            yield _untried(held.cell, left_out)
+            yield _row_untried(held.cell, left_out)
 
     def attempt_row(self, cell: Cell, attempt: Attempt) -> Result:
         """As the attempt ended, with what its run has measured."""
@@ -248,7 +248,7 @@ class _Store:
 
     # -- names ---------------------------------------------------------------------------------------------------
 
-    def named(self, name: str) -> Iterator[Result]:
+    def rows_named(self, name: str) -> Iterator[Result]:
         """The rows of one name."""
         if "/" in name or name in (".", ".."):
             yield self._row_of_folder(find_run(self.folder, name))
@@ -306,6 +306,6 @@ class _Store:
         return row
 
 
-def _untried(cell: Cell, left_out: str | None) -> Result:
+def _row_untried(cell: Cell, left_out: str | None) -> Result:
     row = result_of_cell(cell, None)
     return row if left_out is None else replace(row, state="skipped", reason=left_out)

@@ -280,7 +280,7 @@ def _settings_values(settings: CellSetup) -> dict[str, Any]:
     }
 
 
-def priced(row: Result, per_device_hour: float) -> Result:
+def add_price(row: Result, per_device_hour: float) -> Result:
     """With what a dollar trains, where a device costs so much an hour."""
     # What was tried and is not ok trains nothing, whatever was predicted of it.
     rate = row.predicted_tokens_per_s if row.state == "planned" else row.tokens_per_s
@@ -313,7 +313,7 @@ def fastest(rows: Sequence[Result]) -> list[Result]:
     return list(found.values())
 
 
-def checked(row: Result) -> Result:
+def check_result(row: Result) -> Result:
     """The row itself, or one in the state `error` where it claims what cannot be: more than the device's peak."""
     if row.state == ERROR:
         return row

@@ -74,7 +74,7 @@ def run_rows(store: Path, names: Iterable[str] | None = None) -> list[RunRow]:
 
 def read_row(folder: Path) -> RunRow:
     """The row that a run has written, or one made of its record; of one that cannot be read, why."""
-    row = _written(folder)
+    row = _read_current(folder)
     if row is None:
         try:
             record = read_record(folder)
@@ -86,7 +86,7 @@ def read_row(folder: Path) -> RunRow:
     return row if row.name == folder.name else replace(row, result=replace(row.result, run=folder.name))
 
 
-def _written(folder: Path) -> RunRow | None:
+def _read_current(folder: Path) -> RunRow | None:
     """The row in the folder, where there is one that is no older than the record."""
     place = os.fspath(folder)
     try:

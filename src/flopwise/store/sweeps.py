@@ -23,7 +23,16 @@ from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.files import WRITABLE_HINT, append_to, plain, read_bounded, write_whole
 from flopwise.base.units import AUTO
 from flopwise.records.measurement import RunRecord
-from flopwise.store.cells import ENDED, MEMORY_FAILURES, Attempt, Cell, SweepRecord, Told, says_nothing, standing
+from flopwise.store.cells import (
+    ENDED,
+    MEMORY_FAILURES,
+    Attempt,
+    Cell,
+    SweepRecord,
+    Told,
+    says_nothing,
+    standing_attempts,
+)
 from flopwise.store.runs import LAST, MOST_RECORD_BYTES, RUN_NAME, from_text, read_record, to_text
 
 CELLS = "cells"
@@ -177,7 +186,7 @@ def read_attempts(store: Path, cell: str) -> tuple[list[Attempt], list[Problem]]
             problems.append(_problem(path, error))
             continue
         if attempt.state not in ENDED and is_gone(attempt, silent_s=_silent_s(path)):
-            attempt = _gone(attempt)
+            attempt = _fail_gone(attempt)
         attempts.append(attempt)
     return attempts, problems
 
@@ -227,7 +236,7 @@ def _silent_s(path: Path) -> float:
         return 0.0
 
 
-def _gone(attempt: Attempt) -> Attempt:
+def _fail_gone(attempt: Attempt) -> Attempt:
     return replace(attempt, state="failed", reason=attempt.reason or GONE)
 
 
@@ -318,7 +327,7 @@ def missing_repeats(store: Path, record: SweepRecord, attempts: Sequence[Attempt
     """Repeats without a measurement of as many steps that can still be read."""
     there = {
         attempt.repeat
-        for attempt in standing(attempts)
+        for attempt in standing_attempts(attempts)
         if attempt.state == "ok" and attempt.steps >= record.steps and run_record(store, attempt.run) is not None
     }
     return [repeat for repeat in range(1, record.repeats + 1) if repeat not in there]

@@ -162,7 +162,7 @@ def run_attempt(
         words = command(trial, store.resolve(), model)
     except FlopwiseError as error:
         return without_process(store, trial, "failed", _line_of(error.what))
-    attempt = new_attempt(store, _begun(trial))
+    attempt = new_attempt(store, _begin(trial))
     log = log_path(folder, attempt)
     limit_s = trial.sweep.time_limit_s
     kills = keeper.memory_kills()
@@ -176,32 +176,32 @@ def run_attempt(
                 attempt = replace(attempt, pid=kept.process.pid)
                 write_attempt(store, attempt)
                 watch = _Watch(store, attempt, log)
-                ending = _watched(kept, limit_s, stop or NeverAsked(), watch)
+                ending = _watch_until_end(kept, limit_s, stop or NeverAsked(), watch)
             finally:
                 kept.end()
             attempt = watch.attempt
     except OSError as error:
         failed = f"no process could be started: {error.strerror or error}"
-        return _written(store, replace(attempt, state="failed", reason=failed, ended=now()))
+        return _write(store, replace(attempt, state="failed", reason=failed, ended=now()))
     cut(log, LOG_BYTES)
     told = read_told(store, attempt.cell, attempt.number)
     code = kept.process.returncode
     short = any(after > before for before, after in zip(kills, keeper.memory_kills(), strict=False))
-    end = judged(code, ending, run_record(store, told.run), told, log_text(log), short=short)
+    end = judge(code, ending, run_record(store, told.run), told, log_text(log), short=short)
     if end.state == "timeout":
         end = end._replace(reason=f"not done within {show_seconds(limit_s or 0.0)}")
     elif ending == "interrupted" and end.interrupted:
         end = end._replace(reason=f"interrupted by {stop.asked if stop else None}")
-    return _written(store, replace(attempt, **end._asdict(), ended=now(), exit_code=code, run=told.run))
+    return _write(store, replace(attempt, **end._asdict(), ended=now(), exit_code=code, run=told.run))
 
 
 def without_process(store: Path, trial: Trial, state: CellState, reason: str) -> Attempt:
     """An attempt that needed no process to be judged."""
-    begun = _begun(trial)
+    begun = _begin(trial)
     return new_attempt(store, replace(begun, state=state, reason=reason, ended=begun.started, pid=None))
 
 
-def _begun(trial: Trial) -> Attempt:
+def _begin(trial: Trial) -> Attempt:
     """Until the attempt has a process, ours stands for it."""
     return Attempt(
         number=0,
@@ -220,7 +220,7 @@ def _begun(trial: Trial) -> Attempt:
     )
 
 
-def _written(store: Path, attempt: Attempt) -> Attempt:
+def _write(store: Path, attempt: Attempt) -> Attempt:
     write_attempt(store, attempt)
     return attempt
 
@@ -284,14 +284,14 @@ class _Watch:
         if run != self.attempt.run:
             # It is written again at its end; that it cannot be now is no reason to end it.
             with suppress(FlopwiseError):
-                self.attempt = _written(self.store, replace(self.attempt, run=run))
+                self.attempt = _write(self.store, replace(self.attempt, run=run))
         if time.monotonic() - self._beaten_s >= BEAT_S:
             self._beaten_s = time.monotonic()
             beat(self.store, self.attempt)
         cut(self.log, LONGEST_LOG_BYTES)
 
 
-def _watched(kept: KeptOutput, limit_s: float | None, stop: Asking, watch: _Watch) -> Ending:
+def _watch_until_end(kept: KeptOutput, limit_s: float | None, stop: Asking, watch: _Watch) -> Ending:
     begun = time.monotonic()
     while True:
         try:
@@ -357,7 +357,7 @@ class End(NamedTuple):
     interrupted: bool = False
 
 
-def judged(code: int, ending: Ending, record: RunRecord | None, told: Told, errors: str, *, short: bool = False) -> End:
+def judge(code: int, ending: Ending, record: RunRecord | None, told: Told, errors: str, *, short: bool = False) -> End:
     """What the end of a process means for its cell; `short`: the system has killed for memory since."""
     if code == 0 and record is not None and record.state == "done":
         return End("ok") if record.measurement is not None else End("failed", "it has measured nothing")
@@ -367,10 +367,10 @@ def judged(code: int, ending: Ending, record: RunRecord | None, told: Told, erro
         return End("failed", "interrupted", interrupted=True)
     if record is not None and record.state == "interrupted":
         return End("failed", f"interrupted by {record.reason}, from outside", interrupted=True)
-    return _failed(code, told, errors, short=short)
+    return _failure(code, told, errors, short=short)
 
 
-def _failed(code: int, told: Told, errors: str, *, short: bool) -> End:
+def _failure(code: int, told: Told, errors: str, *, short: bool) -> End:
     """Of a process that ended by itself, and not well."""
     if code == 0:
         return End("failed", "it ended without a record of its run")
@@ -408,9 +408,9 @@ def _line_of(text: str) -> str:
     return line if len(line) <= LONGEST_REASON else f"{line[:LONGEST_REASON]}…"
 
 
-def settled(store: Path, attempt: Attempt) -> Attempt:
+def settle_attempt(store: Path, attempt: Attempt) -> Attempt:
     """An attempt whose process went without a word, written as what became of it: its run may have been done."""
     record = run_record(store, attempt.run or read_told(store, attempt.cell, attempt.number).run)
     if record is not None and record.state == "done" and record.measurement is not None:
-        return _written(store, replace(attempt, state="ok", reason=None, run=record.id, ended=record.ended or now()))
-    return _written(store, replace(attempt, run=record.id if record else attempt.run))
+        return _write(store, replace(attempt, state="ok", reason=None, run=record.id, ended=record.ended or now()))
+    return _write(store, replace(attempt, run=record.id if record else attempt.run))

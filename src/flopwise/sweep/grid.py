@@ -196,7 +196,7 @@ def _changes(given: Words) -> tuple[tuple[str, tuple[Any, ...]], ...]:
         if key in found:
             raise FlopwiseError(f"{shown(key)} is given twice", why="one would be lost", hint=f"{key}=2,4")
         several = value if isinstance(value, list) else [value]
-        values = [one for item in several for one in (_changed_to(item) if isinstance(item, str) else [item])]
+        values = [one for item in several for one in (_change_to(item) if isinstance(item, str) else [item])]
         found[key] = tuple({repr(one): one for one in values}.values())
     return tuple(found.items())
 
@@ -210,7 +210,7 @@ def _change(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _changed_to(text: str) -> list[Any]:
+def _change_to(text: str) -> list[Any]:
     values: list[Any] = []
     for part in text.split(","):
         if re.fullmatch(r"\s*\d+\w?-\d+\w?[+*]\d+\w?\s*", part):
@@ -259,7 +259,7 @@ def expand(axes: Axes, hardware: Mapping[str, Hardware], skip: Sequence[Skip] = 
             key = (index, cell.hardware, gpus, length, sequences, micro, cell.precision, device_mem, host_mem)
             if key in settings:
                 continue
-            why = left_out(cell, skip, on)
+            why = why_left_out(cell, skip, on)
             if why is None:
                 _check(cell, model, batch if tokens and batch != AUTO else None)
             elif sequences == 0:
@@ -270,7 +270,7 @@ def expand(axes: Axes, hardware: Mapping[str, Hardware], skip: Sequence[Skip] = 
     return Grid(settings=tuple(settings.values()), skipped=skipped)
 
 
-def joined(grids: Sequence[Grid]) -> Grid:
+def join_grids(grids: Sequence[Grid]) -> Grid:
     """Several grids as one, what they have in common once."""
     found = {cell_id(settings): settings for grid in grids for settings in grid.settings}
     return Grid(
@@ -321,7 +321,7 @@ def _default_sequence(model: Model, hardware: Hardware) -> int:
     return min(model.context, CPU_SEQUENCE_TOKENS) if hardware.device.kind == "cpu" else default_sequence(model)
 
 
-def left_out(cell: CellSetup, skip: Sequence[Skip], on: str = "") -> str | None:
+def why_left_out(cell: CellSetup, skip: Sequence[Skip], on: str = "") -> str | None:
     """Why a cell is left out, where it is; `on`: what its hardware was called, if otherwise than in the cell."""
     return next((rule.reason for rule in skip if _matches(rule, cell, on)), None)
 

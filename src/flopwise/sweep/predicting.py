@@ -70,13 +70,13 @@ def foresee_all(
             _check_several(settings)
         if to_run or settings.host_memory_bytes is not None:
             machine = hardware[settings.hardware]
-            found[place] = _told(settings, lambda s=settings, m=machine: _planned(s, models.of(s), m))  # type: ignore[misc]
+            found[place] = _within_cell(settings, lambda s=settings, m=machine: _plan(s, models.of(s), m))  # type: ignore[misc]
             if tell is not None:
                 tell("planning", len(found), len(cells))
         else:
             together.setdefault(settings.hardware, []).append((place, settings))
     for name, some in together.items():
-        outcomes = _predicted([settings for _, settings in some], models, hardware[name])
+        outcomes = _predict([settings for _, settings in some], models, hardware[name])
         found |= {place: outcome for (place, _), outcome in zip(some, outcomes, strict=True)}
         if tell is not None:
             tell("predicting", len(found), len(cells))
@@ -133,7 +133,7 @@ class _Models:
         return describe(self.of(settings), settings.sequence_tokens).parameters
 
 
-def _told(settings: CellSetup, look: Callable[[], Found]) -> Found:
+def _within_cell(settings: CellSetup, look: Callable[[], Found]) -> Found:
     """What `look` finds; a mistake is told with the cell that it is in."""
     try:
         return look()
@@ -151,7 +151,7 @@ def _with_time(foreseen: CellOutcome, hardware: Hardware, steps: int, parameters
 # -- the plan that would run -----------------------------------------------------------------------------------------
 
 
-def _planned(settings: CellSetup, model: Model, hardware: Hardware) -> CellOutcome:
+def _plan(settings: CellSetup, model: Model, hardware: Hardware) -> CellOutcome:
     assert isinstance(model, Transformer) or settings.host_memory_bytes is not None
     if not isinstance(model, Transformer):
         raise FlopwiseError(f"{model.name} cannot be planned for a host", why="only transformers are", hint="--model")
@@ -160,17 +160,17 @@ def _planned(settings: CellSetup, model: Model, hardware: Hardware) -> CellOutco
         return _foreseen(setup, _try(setup))
     tries: dict[int, FoundPlan | DoesNotFit] = {}
 
-    def sized(count: int) -> Setup:
+    def of_size(count: int) -> Setup:
         return replace(setup, batch_sequences=count * settings.devices, micro_batch_sequences=count)
 
     def fits(count: int) -> bool:
-        tries[count] = _try(sized(count))
+        tries[count] = _try(of_size(count))
         return not isinstance(tries[count], DoesNotFit)
 
     # Plans recompute and stream, so that the largest that is of use mostly fits; else nobody knows where it lies.
     most = most_sequences(settings.sequence_tokens)
     count = max(1, largest(fits, most, most, stride=max(1, most // 4)))
-    foreseen = _foreseen(sized(count), tries[count])
+    foreseen = _foreseen(of_size(count), tries[count])
     if isinstance(tries[count], DoesNotFit):
         return replace(foreseen, batch_sequences=None, micro_batch_sequences=None)
     return foreseen
@@ -197,11 +197,11 @@ def _foreseen(setup: Setup, found: FoundPlan | DoesNotFit) -> CellOutcome:
             method="plan",
             batch_sequences=setup.batch_sequences,
             micro_batch_sequences=setup.micro_batch_sequences,
-            device_bytes=_needed(setup, found),
+            device_bytes=_memory_needed(setup, found),
             reason=f"{found.what}: {found.why}" if found.why else found.what,
         )
     plan, expected = found
-    device_bytes, host_bytes = _taken(setup, found)
+    device_bytes, host_bytes = _memory_taken(setup, found)
     batch = expected.batch_sequences or plan.batch_sequences
     flops = batch * describe(setup.model, plan.sequence_tokens).model_flops("causal")
     spent = expected.step_s * expected.peak_flops if expected.step_s and expected.peak_flops else None
@@ -217,12 +217,12 @@ def _foreseen(setup: Setup, found: FoundPlan | DoesNotFit) -> CellOutcome:
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         recompute=plan.recompute,
-        bound=_bound(setup, found),
+        bound=_limit(setup, found),
         reason=NOT_KNOWN if device_bytes is None else None,
     )
 
 
-def _taken(setup: Setup, found: FoundPlan) -> tuple[int | None, int | None]:
+def _memory_taken(setup: Setup, found: FoundPlan) -> tuple[int | None, int | None]:
     """Memory of a device and of the host; that of a plan is known where its speed is not."""
     plan, expected = found
     if expected.device_bytes is not None or not isinstance(plan, Plan):
@@ -232,7 +232,7 @@ def _taken(setup: Setup, found: FoundPlan) -> tuple[int | None, int | None]:
     return sum(taken["device"].values()), sum(taken["host"].values())
 
 
-def _bound(setup: Setup, found: FoundPlan) -> str | None:
+def _limit(setup: Setup, found: FoundPlan) -> str | None:
     """What limits the step, where its speed is known."""
     (plan, expected), hardware = found, setup.hardware
     if expected.step_s is None:
@@ -242,7 +242,7 @@ def _bound(setup: Setup, found: FoundPlan) -> str | None:
     return steps([plan.setup(setup.model, hardware)], operators=False)[0].bound
 
 
-def _needed(setup: Setup, error: DoesNotFit) -> int | None:
+def _memory_needed(setup: Setup, error: DoesNotFit) -> int | None:
     """The least device memory with which there would be a plan."""
     if setup.parallel.devices > 1:
         return error.needed_bytes
@@ -253,10 +253,10 @@ def _needed(setup: Setup, error: DoesNotFit) -> int | None:
 # -- a step with all state on the devices ----------------------------------------------------------------------------
 
 
-def _predicted(cells: Sequence[CellSetup], models: _Models, hardware: Hardware) -> list[CellOutcome]:
+def _predict(cells: Sequence[CellSetup], models: _Models, hardware: Hardware) -> list[CellOutcome]:
     """Cells on one hardware, all at once."""
     setups = {
-        place: _told(settings, lambda s=settings: _setup(s, models.of(s), hardware))  # type: ignore[misc]
+        place: _within_cell(settings, lambda s=settings: _setup(s, models.of(s), hardware))  # type: ignore[misc]
         for place, settings in enumerate(cells)
     }
     found: dict[int, CellOutcome] = {}
@@ -286,7 +286,7 @@ def _all_told(
         return look([setups[place] for place in places])
     except FlopwiseError:
         for place in places:
-            _told(cells[place], lambda s=setups[place]: look([s]))  # type: ignore[misc]
+            _within_cell(cells[place], lambda s=setups[place]: look([s]))  # type: ignore[misc]
         raise
 
 

@@ -16,14 +16,14 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import WRITABLE_HINT
 from flopwise.base.units import AUTO, show_bytes
 from flopwise.engine.signals import Stop
-from flopwise.store.cells import ENDED, FINISHED, Attempt, Cell, CellState, SweepRecord, standing
+from flopwise.store.cells import ENDED, FINISHED, Attempt, Cell, CellState, SweepRecord, standing_attempts
 from flopwise.store.sweeps import CELLS, claimed, looks, missing_repeats, now, read_attempts, read_cell, verdict
 from flopwise.sweep.attempts import (
     GRACE_S,
     Command,
     Trial,
     run_attempt,
-    settled,
+    settle_attempt,
     train_command,
     without_process,
 )
@@ -192,10 +192,10 @@ class _Sweep:
             try:
                 cells.append(read_cell(self.store, name))
             except FlopwiseError as error:
-                self._failed(name, error)
+                self._note_failure(name, error)
         return cells
 
-    def _failed(self, cell: str, error: FlopwiseError) -> None:
+    def _note_failure(self, cell: str, error: FlopwiseError) -> None:
         """A cell whose files cannot be read or written has an attempt in no file."""
         reason = error.what if error.why is None else f"{error.what}: {error.why}"
         self.found[cell] = (
@@ -251,7 +251,7 @@ class _Sweep:
                     return False
                 return self._go(cell)
         except FlopwiseError as error:
-            self._failed(cell.id, error)
+            self._note_failure(cell.id, error)
             return True
 
     def _attempts(self, cell: Cell) -> list[Attempt]:
@@ -260,7 +260,7 @@ class _Sweep:
         for problem in problems:
             self.notice(cell.id, f"{problem.path} is passed over: {problem.why}")
         return [
-            settled(self.store, attempt) if attempt.state == "failed" and attempt.ended is None else attempt
+            settle_attempt(self.store, attempt) if attempt.state == "failed" and attempt.ended is None else attempt
             for attempt in attempts
         ]
 
@@ -283,19 +283,19 @@ class _Sweep:
             try:
                 self._measure(cell, [] if self.force else attempts)
             except _Interrupted:
-                self.found[cell.id] = tuple(standing(self._attempts(cell)))
+                self.found[cell.id] = tuple(standing_attempts(self._attempts(cell)))
                 return True
-            self.found[cell.id] = tuple(standing(self._attempts(cell)))
+            self.found[cell.id] = tuple(standing_attempts(self._attempts(cell)))
             self.tell(CellEnded(cell=cell, attempts=self.found[cell.id]))
             return True
         # An attempt elsewhere is part of the answer, be it only one that looks for a micro-batch.
-        self.found[cell.id] = tuple(dict.fromkeys([*standing(attempts), *elsewhere]))
+        self.found[cell.id] = tuple(dict.fromkeys([*standing_attempts(attempts), *elsewhere]))
         self.tell(CellSkipped(cell=cell, attempts=self.found[cell.id]))
         return True
 
     def _tell_of_more_steps(self, cell: Cell, attempts: list[Attempt]) -> None:
         """Say why a cell that has a measurement is measured again."""
-        steps = [attempt.steps for attempt in standing(attempts) if attempt.state == "ok"]
+        steps = [attempt.steps for attempt in standing_attempts(attempts) if attempt.state == "ok"]
         if steps and not self.force and min(steps) < self.record.steps:
             before, wanted = min(steps), self.record.steps
             self.notice(cell.id, f"measured over {before:,} steps before, and again, since {wanted:,} are wanted")
@@ -366,7 +366,7 @@ class _Sweep:
         )
 
     def _attempt(self, cell: Cell, repeat: int, micro: int | None) -> Attempt:
-        with self.slots.taken(cell.settings) as environment:
+        with self.slots.take(cell.settings) as environment:
             if self.asked:
                 raise _Interrupted
             self.tell(CellBegun(cell=cell, repeat=repeat, micro_batch_sequences=micro))

@@ -69,7 +69,7 @@ class Slots:
         return min(1.0, max(1.0 / self.count, of_gpus))
 
     @contextmanager
-    def taken(self, settings: CellSetup) -> Iterator[dict[str, str]]:
+    def take(self, settings: CellSetup) -> Iterator[dict[str, str]]:
         """The environment of a process for a cell, whose devices are its own as long as this is entered."""
         on_cpu = self.on_cpu(settings.hardware)
         if not self.gpus or on_cpu:

@@ -9,6 +9,7 @@ from flopwise.catalog.load import is_plan, load_model, load_plan
 from flopwise.engine.data.records import check_columns
 from flopwise.engine.data.sources import check_beginnings, find_sources
 from flopwise.engine.data.tokenizer import load_tokenizer
+from flopwise.train.origin import check_weights, choose_tokenizer, find_weights
 from flopwise.train.request import TrainRequest
 from flopwise.work.transformer import Transformer
 
@@ -26,8 +27,11 @@ def check_data(request: TrainRequest) -> None:
         check_beginnings(sources)
         for source in sources:
             check_columns(source, columns)
-    if request.tokenizer is not None:
-        load_tokenizer(request.tokenizer, ANY_VOCABULARY)
+    weights = find_weights(request)
+    check_weights(weights)
+    tokenizer = choose_tokenizer(request, weights)
+    if tokenizer is not None:
+        load_tokenizer(tokenizer, ANY_VOCABULARY)
 
 
 def _is_labelled(request: TrainRequest) -> bool:

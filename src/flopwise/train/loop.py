@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +18,8 @@ from flopwise.engine.executor import MOMENTS, Executor
 from flopwise.engine.signals import Stop
 from flopwise.engine.weights import checkpoint
 from flopwise.engine.weights.checkpoint import CheckpointState
-from flopwise.engine.weights.huggingface import config_of, family_of, from_huggingface, to_huggingface
+from flopwise.engine.weights.handed_on import config_to_save
+from flopwise.engine.weights.huggingface import from_huggingface, has_class, to_huggingface
 from flopwise.records.measurement import StepRecord
 from flopwise.setup.training import Training
 from flopwise.store.runs import StepLog
@@ -46,8 +46,6 @@ class LoopSettings:
 
     folder: Path
     batch_sequences: int
-    evaluation_sequences: int | None
-    """Evaluated are so many, in whole batches; None: all that are held out."""
     checkpoints: bool
     """Whether there are any."""
     checkpoint_every: int | None
@@ -63,6 +61,12 @@ class LoopSettings:
     predicted_step_s: float | None
     template: CheckpointState
     """A checkpoint's state, but for what changes from step to step."""
+    origin: dict[str, Any] | None
+    """The config.json that the training began with."""
+    handed_on: Mapping[str, bytes]
+    """Files that every checkpoint holds beside its numbers: the tokenizer's."""
+    end_token: int | None
+    """Of the tokenizer, what ends a text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,11 +239,10 @@ class Loop:
         begun = time.perf_counter()
         sequences = self.settings.batch_sequences
         batches = self.data.evaluation(sequences)
-        most = self.settings.evaluation_sequences
         counted = [0]
 
         def chosen() -> Iterator[Batch]:
-            for batch in batches if most is None else islice(batches, -(-most // sequences)):
+            for batch in batches:
                 counted[0] += 1
                 yield batch
 
@@ -287,12 +290,15 @@ class Loop:
             totals=dict(progress.totals),
             not_finite=(EVALUATION,) if _is_bad(evaluation) else (),
         )
-        config = huggingface_config(self.model, template.sequence_tokens)
+        config = config_to_save(
+            self.model,
+            template.sequence_tokens,
+            origin=self.settings.origin,
+            labels=tuple(template.data.get("labels", ())),
+            dtype=str(next(iter(weights.values())).dtype).removeprefix("torch."),
+            end=self.settings.end_token,
+        )
         if config is not None:
-            labels = template.data.get("labels")
-            if labels:
-                config["id2label"] = {str(number): label for number, label in enumerate(labels)}
-                config["label2id"] = {label: number for number, label in enumerate(labels)}
             weights = to_huggingface(self.model, weights)
         saved = checkpoint.save(
             self.settings.folder,
@@ -300,26 +306,16 @@ class Loop:
             optimizer=optimizer,
             state=state,
             config=config,
+            handed_on=self.settings.handed_on,
             keep=self.settings.keep_checkpoints,
         )
         return tuple(name for name in checkpoint.read_state(saved).not_finite if name != EVALUATION)
 
 
-def huggingface_config(model: Transformer, sequence_tokens: int) -> dict[str, Any] | None:
-    """The config.json of a model that transformers has a class for; else None, and weights keep our names."""
-    try:
-        family_of(model)
-    except FlopwiseError:
-        return None
-    if model.positions == "rotary":
-        model = replace(model, context=max(model.context, sequence_tokens))
-    return config_of(model, sequence_tokens)
-
-
 def restore(executor: Executor, loaded: checkpoint.Loaded, model: Transformer) -> Progress:
     """Bring a checkpoint's numbers into an executor."""
     tokens = loaded.state.sequence_tokens
-    if huggingface_config(model, tokens) is None:
+    if not has_class(model):
         executor.set_weights(loaded.weights)
     else:
         executor.set_weights(from_huggingface(model, loaded.weights, tokens).tensors)

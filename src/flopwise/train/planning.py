@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flopwise.base.errors import DoesNotFit, FlopwiseError
-from flopwise.base.units import show_bytes
+from flopwise.base.units import show_bytes, show_share
 from flopwise.plan.device.explain import make_plan
-from flopwise.plan.device.forecast import forecast
+from flopwise.plan.device.forecast import clipping_share, forecast
 from flopwise.plan.program.runs import check_runs
 from flopwise.predict import step as predicted_step
 from flopwise.predict.choose import capacity_bytes, default_host_bytes, usual_formats
@@ -31,6 +31,8 @@ from flopwise.work.transformer import Transformer
 CPU_MEMORY_SHARE = 0.6
 """Of a CPU's memory: it is the host's too, and others run there."""
 
+LEAST_TOLD = 0.001
+"""Of a step, what a wait takes that is worth a word."""
 
 FoundPlan = tuple[Plan | ClusterPlan, Outcome]
 """A plan, and what it is expected to take, as far as that is known."""
@@ -65,6 +67,21 @@ def _one(setup: Setup) -> FoundPlan:
     # This machine is the device: another one is no way out.
     found = make_plan(wanted, helps=False, elsewhere=False)
     return _known(found.plan, found.forecast, batch)
+
+
+def note_clipping(plan: Plan | ClusterPlan, model: Transformer, hardware: Hardware) -> str:
+    """That gradients are clipped, and what the wait for the last of them costs where that is known."""
+    told = "gradients are clipped by their norm (--clip 0 for none)"
+    if isinstance(plan, ClusterPlan) or plan.update_when != "end":
+        return told
+    try:
+        waited = clipping_share(plan, model, hardware)
+    except FlopwiseError:
+        # The device may lack a rate that the plan's formats need.
+        return told
+    if waited < LEAST_TOLD:
+        return told
+    return f"{told}: no update before the last of them is there, which takes {show_share(waited)} of a step"
 
 
 def _unknown(plan: Plan, batch: int | None) -> FoundPlan:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import show_bytes
-from flopwise.catalog.load import is_plan, load_model, load_plan
+from flopwise.catalog.load import is_plan, load_model, load_plan, model_folder
 from flopwise.engine.data import DataRequest, open_classification_data, open_language_data
 from flopwise.engine.executable import check_formats, check_several, check_trainable
 from flopwise.profile.measure.this_machine import Here
@@ -22,10 +22,11 @@ from flopwise.setup.setup import Setup
 from flopwise.setup.training import Task, Training
 from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
-from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan
+from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names
+from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan, note_clipping
 from flopwise.train.request import TrainRequest
 from flopwise.work.describe import describe
-from flopwise.work.formats import parse_formats
+from flopwise.work.formats import Formats, parse_formats
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.transformer import Transformer
@@ -52,6 +53,8 @@ FIRST_RATE = 1e-3
 LARGE_RATE = 3e-4
 LARGE_PARAMETERS = 10**8
 FINE_TUNING_RATE = 5e-5
+FINE_TUNING_NORM = 1.0
+"""What gradients are clipped to where a training begins from weights: what most fine-tuning has."""
 
 DEFAULT_SECONDS = 50.0
 """What the training without any argument should take on this machine."""
@@ -75,10 +78,14 @@ class Prepared:
     """What it is planned for."""
     place: str
     """What it runs on, for people: the same, unless --anywhere was told."""
+    tokenizer: str | None
+    """Its file, or bytes."""
     device: str
     """As torch calls it: cpu, cuda."""
     weights: Path | None
     """A folder whose weights are the first ones."""
+    origin: Path | None
+    """Where the configuration lies that a checkpoint's is made of."""
     checks: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -131,15 +138,18 @@ def settle(
     if ranks > 1:
         _check_several(request, plan[0] if plan else None, resumed=resumed)
     sequence = _sequence_tokens(request, plan, model, here.device)
+    if not resumed:
+        check_weights(weights, sequence)
+    request, clipping = _with_clipping(replace(request, tokenizer=choose_tokenizer(request, weights)), plan, weights)
     return Settled(
-        request=_with_tokenizer(request, weights),
+        request=request,
         plan=plan,
         resumed=resumed,
         setup=Setup(model=model, hardware=hardware, hardware_name=name, sequence_tokens=sequence),
         place=place_of(request, hardware, here),
         weights=weights,
         task=task,
-        notes=told,
+        notes=(*told, *clipping),
     )
 
 
@@ -161,7 +171,7 @@ def prepare(
     request, model, task, weights = settled.request, settled.model, settled.task, settled.weights
     hardware, sequence = settled.setup.hardware, settled.setup.sequence_tokens
     assert sequence is not None
-    data = _open_data(request, model, task, sequence, tell)
+    data = _open_data(settled, sequence, tell)
     if task == "classification":
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
@@ -172,7 +182,8 @@ def prepare(
         asked = request.steps is not None or request.epochs is not None
         training = replace(training, steps=steps if asked else training.steps)
     else:
-        training = _training(request, task, model, sequence, steps=steps, from_weights=weights is not None)
+        formats = parse_formats(own_plan.precision)
+        training = _training(request, task, model, sequence, formats, steps=steps, from_weights=weights is not None)
     return Prepared(
         model=model,
         training=training,
@@ -181,10 +192,18 @@ def prepare(
         data=data,
         hardware=hardware,
         place=settled.place,
+        tokenizer=request.tokenizer,
         device=here.device,
         weights=weights,
+        origin=weights or _described_in(request),
         checks=_checks(hardware, settled.place, expected, data.describe(), weights),
-        notes=(*settled.notes, *data.notes, *_notes(model, hardware, expected, training, data.count)),
+        notes=(
+            *settled.notes,
+            *data.notes,
+            *_notes(model, hardware, expected, training, data.count),
+            *_rounding_notes(own_plan, training),
+            *([note_clipping(own_plan, model, hardware)] if training.clip_norm is not None else []),
+        ),
     )
 
 
@@ -235,7 +254,7 @@ def _model(
     request: TrainRequest, plan: tuple[Plan | ClusterPlan, Model] | None, hardware: Hardware, ranks: int
 ) -> tuple[Transformer, Path | None]:
     """The description, and the folder of its first weights."""
-    weights = Path(request.weights) if request.weights else None
+    weights = find_weights(request)
     if plan is not None:
         described: Model = plan[1]
     elif request.model is None:
@@ -243,11 +262,6 @@ def _model(
         return default_model(hardware, DEFAULT_WIDTHS if ranks == 1 else DEFAULT_WIDTHS[-1:]), weights
     else:
         described = load_model(request.model)
-        folder = Path(request.model)
-        folder = folder if folder.is_dir() else folder.parent
-        named = request.model.endswith((".json", ".toml")) or Path(request.model).is_dir()
-        if weights is None and named and any(folder.glob("*.safetensors")) and not request.from_scratch:
-            weights = folder
     if not isinstance(described, Transformer):
         raise FlopwiseError(
             f"{described.name} cannot be trained yet",
@@ -280,6 +294,12 @@ def default_model(hardware: Hardware, widths: Sequence[int] = DEFAULT_WIDTHS) ->
         if seconds <= DEFAULT_SECONDS or width == widths[-1]:
             return model
     raise AssertionError("the smallest width is always taken")
+
+
+def _described_in(request: TrainRequest) -> Path | None:
+    """The folder whose config.json describes the model, where its weights are not begun with."""
+    folder = model_folder(request.model) if request.model is not None and not is_plan(request.model) else None
+    return folder if request.model is not None and not request.model.endswith(".toml") else None
 
 
 def _for_task(model: Transformer, task: Task) -> Transformer:
@@ -316,12 +336,9 @@ def _sequence_tokens(
 
 
 def _open_data(
-    request: TrainRequest,
-    model: Transformer,
-    task: Task,
-    sequence: int,
-    tell: Callable[[str, int, int], None] | None,
+    settled: Settled, sequence: int, tell: Callable[[str, int, int], None] | None
 ) -> LanguageData | ClassificationData:
+    request, model, task = settled.request, settled.model, settled.task
     wanted = DataRequest(
         sources=request.data,
         tokenizer=request.tokenizer,
@@ -331,6 +348,7 @@ def _open_data(
         text_column=request.text_column,
         label_column=request.label_column,
         padding=request.padding,
+        labels=label_names(settled.weights) if task == "classification" else (),
         evaluation=request.evaluation_data,
     )
     if task == "classification":
@@ -384,11 +402,20 @@ def plan_of_run(settled: Settled, model: Transformer, ranks: int, lengths: Lengt
     return find_plan(read_setup(request, Setup, model, hardware, **more | settled_already))
 
 
-def _with_tokenizer(request: TrainRequest, weights: Path | None) -> TrainRequest:
-    """Weights go with the tokenizer that lies beside them, unless another one is named."""
-    if request.tokenizer is None and weights is not None and (weights / "tokenizer.json").is_file():
-        return replace(request, tokenizer=str(weights / "tokenizer.json"))
-    return request
+def _with_clipping(
+    request: TrainRequest, plan: tuple[Plan | ClusterPlan, Model] | None, weights: Path | None
+) -> tuple[TrainRequest, tuple[str, ...]]:
+    """The largest norm of gradients settled: as asked, else what is usual from weights, where the plan allows it."""
+    if request.clip_norm is not None:
+        return replace(request, clip_norm=request.clip_norm or None), ()
+    if weights is None:
+        return request, ()
+    if plan is not None and isinstance(plan[0], Plan) and plan[0].update_when != "end":
+        told = (
+            "gradients are not clipped: the plan updates before all of them are there; `flopwise plan … --clip` waits"
+        )
+        return request, (told,)
+    return replace(request, clip_norm=FINE_TUNING_NORM), ()
 
 
 def _steps(request: TrainRequest, task: Task, count: int, batch: int) -> int:
@@ -406,7 +433,14 @@ def _steps(request: TrainRequest, task: Task, count: int, batch: int) -> int:
 
 
 def _training(
-    request: TrainRequest, task: Task, model: Transformer, sequence: int, *, steps: int, from_weights: bool
+    request: TrainRequest,
+    task: Task,
+    model: Transformer,
+    sequence: int,
+    formats: Formats,
+    *,
+    steps: int,
+    from_weights: bool,
 ) -> Training:
     """The settings; what was left open is as small models and fine-tuning have it."""
     large = describe(model, sequence).parameters >= LARGE_PARAMETERS
@@ -424,7 +458,9 @@ def _training(
         steps=steps,
         task=task,
         clip_norm=request.clip_norm,
-        stochastic_rounding=request.stochastic_rounding,
+        stochastic_rounding=formats.weights_are_coarse
+        if request.stochastic_rounding is None
+        else request.stochastic_rounding,
         seed=request.seed,
         **chosen,
     )
@@ -433,7 +469,7 @@ def _training(
 def _notes(model: Transformer, hardware: Hardware, expected: Outcome, training: Training, sequences: int) -> list[str]:
     """What a reader should know before the first step."""
     beyond = beyond_context(model, expected.sequence_tokens or 0)
-    found = [beyond] if beyond else []
+    found = [told for told in (model.note, beyond) if told]
     if expected.step_s is None:
         found.append(f"nothing is predicted: {hardware.name} has no measured rate for this set-up")
     if training.warmup_steps >= training.steps:
@@ -444,6 +480,15 @@ def _notes(model: Transformer, hardware: Hardware, expected: Outcome, training: 
             f"{training.steps:,} steps see the {sequences:,} sequences {epochs:,.0f} times; --epochs 3 is usual"
         )
     return found
+
+
+def _rounding_notes(plan: Plan | ClusterPlan, training: Training) -> list[str]:
+    """How weights are rounded that have no more exact copy."""
+    if not parse_formats(plan.precision).weights_are_coarse:
+        return []
+    if training.stochastic_rounding:
+        return ["bf16 weights are rounded up or down by chance, so that small steps count"]
+    return ["bf16 weights are rounded to nearest: most steps of a small learning rate leave them as they are"]
 
 
 def _checks(

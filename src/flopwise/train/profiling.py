@@ -26,7 +26,7 @@ from flopwise.profile.explain.intervals import highest_points
 from flopwise.profile.measure.recording import Recorder
 from flopwise.profile.measure.sampling import CounterRecord, counters_values, read_counter_record
 from flopwise.profile.read import kineto
-from flopwise.profile.read.opening import opened
+from flopwise.profile.read.opening import open_trace
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.measurement import Measurement, MemoryRow, StepRecord
 from flopwise.records.plan import Plan
@@ -153,7 +153,7 @@ class RunProfiler(Callback):
         if trace is None:
             self.problem = "the run ended before a step was traced"
             return
-        with opened(trace) as source:
+        with open_trace(trace) as source:
             read = kineto.read_source(source, trace.name)
         counted = None if counters is None else read_counter_record(counters)
         profile = self._assemble(read.profiles[0], counted, measurement)

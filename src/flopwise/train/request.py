@@ -41,7 +41,9 @@ class TrainRequest(WrittenBatch):
     beta1: float | None = None
     beta2: float | None = None
     clip_norm: float | None = None
-    stochastic_rounding: bool = False
+    """0: no clipping; None: 1 for a training that begins from weights, as far as its plan allows."""
+    stochastic_rounding: bool | None = None
+    """None: where weights are kept in bf16 alone."""
     seed: int = 0
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None

@@ -10,6 +10,7 @@ from typing import Any
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import entry_kind
 from flopwise.catalog.load import load_plan
+from flopwise.engine.data.tokenizer import BYTES
 from flopwise.engine.weights import checkpoint
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.measurement import RunRecord
@@ -96,7 +97,7 @@ def as_written(request: TrainRequest, *, batch_sequences: int, weights: Path | N
     for name in ("data", "evaluation_data"):
         table[name] = [str(Path(source).resolve()) for source in table[name]]
     for name in ("tokenizer", "weights"):
-        if table[name]:
+        if table[name] and (name, table[name]) != ("tokenizer", BYTES):
             table[name] = str(Path(table[name]).resolve())
     if table["on"] and Path(table["on"]).is_file():
         table["on"] = str(Path(table["on"]).resolve())

@@ -22,6 +22,7 @@ from flopwise.engine.launch import Rank, rank_of
 from flopwise.engine.signals import Stop
 from flopwise.engine.weights import checkpoint
 from flopwise.engine.weights.checkpoint import CheckpointState
+from flopwise.engine.weights.handed_on import files_to_hand_on
 from flopwise.plan.program.compile import compile_plan
 from flopwise.profile.explain.verdicts import first_verdict
 from flopwise.profile.measure.this_machine import environment
@@ -49,6 +50,7 @@ from flopwise.train.building import build_executor, first_weights, rank_group
 from flopwise.train.events import Callback, LogFile, Logger, LoggerCallback, Started
 from flopwise.train.loop import Loop, LoopSettings, Progress, restore
 from flopwise.train.measuring import commit, measure, metrics
+from flopwise.train.origin import begin_anew, read_config
 from flopwise.train.planning import products_not_in_fp8
 from flopwise.train.preparing import Prepared, prepare
 from flopwise.train.profiling import RunProfiler
@@ -56,9 +58,6 @@ from flopwise.train.request import TrainRequest, merge_resumed
 from flopwise.train.resuming import Resumed, as_written, find_resumed
 from flopwise.work.describe import describe
 from flopwise.work.total_flos import total_flos
-
-LANGUAGE_EVALUATION_SEQUENCES = 64
-"""Held-out sequences of a language model that are evaluated: enough to tell, and soon done."""
 
 
 def run(
@@ -101,6 +100,8 @@ def _device_of(request: TrainRequest) -> str:
 def _make_request(asked: dict[str, Any]) -> TrainRequest:
     known = {field.name for field in fields(TrainRequest) if field.init}
     for name in asked:
+        if name == "optimizer":
+            raise FlopwiseError("the optimizer cannot be chosen", why="AdamW is the one there is", hint="leave it out")
         if name not in known:
             raise unknown_name("argument of train.run", name, known, hint="the fields of flopwise.train.TrainRequest")
     for name in ("data", "evaluation_data"):
@@ -148,7 +149,9 @@ class _Run:
         self.rank, self.listeners = rank, listeners
         self.writes = rank.rank == 0
         self.resumed = find_resumed(request, listeners.on_note) if request.resume else None
-        self.request = request if self.resumed is None else merge_resumed(self.resumed.record, request)
+        self.request = request
+        if self.resumed is not None:
+            self.request = begin_anew(merge_resumed(self.resumed.record, request), self.resumed.checkpoint)
 
     def go(self) -> RunRecord:
         """Prepare, train, and leave a record whatever happens."""
@@ -271,7 +274,11 @@ class _Run:
             data=prepared.data.describe(),
             environment={**facts, **device_facts(prepared.device), **commit()},
             steps_done=progress.step,
-            request=as_written(self.request, batch_sequences=prepared.batch_sequences, weights=prepared.weights),
+            request=as_written(
+                replace(self.request, tokenizer=prepared.tokenizer),
+                batch_sequences=prepared.batch_sequences,
+                weights=prepared.weights,
+            ),
             resumed_from=f"{CHECKPOINTS}/{resumed.checkpoint.name}" if resumed and resumed.checkpoint else None,
             resumed_after=progress.step,
         )
@@ -412,11 +419,14 @@ class _Run:
 
     def _settings(self, prepared: Prepared, folder: Path) -> LoopSettings:
         expected, model = prepared.expected, prepared.model
-        language = prepared.training.task == "language"
+        begun, tokenizer = prepared.origin, prepared.tokenizer
+        if self.resumed is not None and self.resumed.checkpoint is not None:
+            # What it began with may be gone by now, and its last checkpoint has it all.
+            begun = self.resumed.checkpoint
+            tokenizer = str(begun) if (begun / "tokenizer.json").is_file() else tokenizer
         return LoopSettings(
             folder=folder,
             batch_sequences=prepared.batch_sequences,
-            evaluation_sequences=LANGUAGE_EVALUATION_SEQUENCES if language else None,
             checkpoints=self.request.checkpoint,
             checkpoint_every=self.request.checkpoint_every,
             keep_checkpoints=self.request.keep_checkpoints,
@@ -427,6 +437,9 @@ class _Run:
             peak_flops=expected.peak_flops,
             predicted_step_s=expected.step_s,
             template=self._template(prepared),
+            origin=read_config(begun),
+            handed_on=files_to_hand_on(begun, tokenizer, prepared.training.task),
+            end_token=prepared.data.end_token,
         )
 
     def _describe_start(self, prepared: Prepared, folder: Path, progress: Progress) -> Started:

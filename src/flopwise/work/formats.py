@@ -54,6 +54,11 @@ class Formats:
         return max(WIDTH_BYTES["fp32"], self.compute_bytes)
 
     @property
+    def weights_are_coarse(self) -> bool:
+        """Whether weights are in bf16 alone: rounded to nearest, small steps would leave them as they are."""
+        return self.weights == "bf16" and self.master is None
+
+    @property
     def sensitive(self) -> str:
         """What attention and the products outside the blocks multiply in."""
         return self.compute if self.matrix == "fp8" else self.matrix

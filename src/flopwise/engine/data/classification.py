@@ -45,9 +45,11 @@ class ClassificationData:
         self._training = training
         self._evaluation = evaluation
         notes = [*training.notes, *_blank_notes(training)]
-        self.labels: tuple[str, ...] = tuple(training.cache.facts["labels"])
-        """Sorted; a sample's class is its label's place here."""
         _check_labels(training)
+        self.labels, labels_note = _order_labels(tuple(training.cache.facts["labels"]), request.labels)
+        """A sample's class is its label's place here."""
+        notes += labels_note
+        self._classes = _classes(self.labels, training)
         samples = training.cache.arrays["labels"].size
         if evaluation is not None:
             notes += [*evaluation.notes, *_blank_notes(evaluation)]
@@ -56,7 +58,7 @@ class ClassificationData:
             self._trained = np.arange(samples)
             notes += _repeated_note(training.cache, evaluation.cache)
         else:
-            self._evaluation_classes = np.arange(len(self.labels), dtype=np.int32)
+            self._evaluation_classes = self._classes
             self._held_out = _hold_out(training.cache, request.evaluation_share, request.seed)
             self._trained = np.setdiff1d(np.arange(samples), self._held_out)
             if request.evaluation_share:
@@ -66,7 +68,7 @@ class ClassificationData:
 
     def _absent_note(self) -> list[str]:
         held = set(self._training.cache.arrays["labels"][self._held_out].tolist())
-        absent = [label for number, label in enumerate(self.labels) if number not in held]
+        absent = [label for number, label in enumerate(self._training.cache.facts["labels"]) if number not in held]
         if not absent:
             return []
         listed = ", ".join(shown(label) for label in absent[:5]) + (", …" if len(absent) > 5 else "")
@@ -76,6 +78,11 @@ class ClassificationData:
     def count(self) -> int:
         """Training samples of an epoch."""
         return self._order.count
+
+    @property
+    def end_token(self) -> int | None:
+        """What the tokenizer ends a text with."""
+        return self._tokenizer.end
 
     @property
     def evaluation_count(self) -> int:
@@ -93,13 +100,14 @@ class ClassificationData:
     def describe(self) -> dict[str, Any]:
         """Plain values for the record of a run."""
         facts = self._training.cache.facts
+        counts = dict(zip(facts["labels"], facts["samples_per_label"], strict=True))
         return {
             "task": "classification",
             **describe_data(self._request, self._training, self._tokenizer),
             "samples": int(self._training.cache.arrays["labels"].size),
             "sequences": self.count,
             "labels": list(self.labels),
-            "samples_per_label": list(facts["samples_per_label"]),
+            "samples_per_label": [counts.get(label, 0) for label in self.labels],
             "padding": self._request.padding,
             "evaluation_sources": list(self._evaluation.named) if self._evaluation is not None else None,
             "evaluation_sequences": self.evaluation_count,
@@ -111,7 +119,7 @@ class ClassificationData:
     def batch(self, position: int, sequences: int) -> Batch:
         """The samples at so many places of the endless order from `position` on; the same whenever it is asked."""
         chosen = self._trained[self._order.at(position, sequences)]
-        return self._pad(self._training.cache, chosen, self._training.cache.arrays["labels"][chosen])
+        return self._pad(self._training.cache, chosen, self._classes[self._training.cache.arrays["labels"][chosen]])
 
     def evaluation(self, sequences: int) -> Iterator[Batch]:
         """What is held out, once, so many samples at a time."""
@@ -150,8 +158,29 @@ def _check_labels(training: Opened) -> None:
         )
 
 
+def _order_labels(found: tuple[str, ...], known: tuple[str, ...]) -> tuple[tuple[str, ...], list[str]]:
+    """The classes in order: as the weights have them, where there are any that know these labels; and a note."""
+    if not known or set(found) <= set(known):
+        return known or found, []
+    if known == tuple(f"LABEL_{number}" for number in range(len(known))):
+        # What a file says where nobody named them.
+        numbers = tuple(map(str, range(len(known))))
+        if set(found) <= set(numbers):
+            return numbers, []
+        pairs = ", ".join(f"{shown(label)} is {name}" for label, name in zip(found, known, strict=False))
+        return found, [f"the weights name their labels by number: {pairs}"]
+    unknown = [label for label in found if label not in known]
+    listed = ", ".join(shown(label) for label in known[:8]) + (", …" if len(known) > 8 else "")
+    raise FlopwiseError(
+        f"the weights do not know the label {shown(unknown[0])}"
+        + (f" and {len(unknown) - 1:,} more" * (len(unknown) > 1)),
+        why=f"their config.json names {listed}; which class another label is cannot be told",
+        hint="give the data those labels, or correct id2label in the config.json",
+    )
+
+
 def _classes(labels: tuple[str, ...], evaluation: Opened) -> NDArray[np.int32]:
-    """The class of each label of the evaluation, by the training's."""
+    """The class of each label of a set, by its place among `labels`."""
     facts = evaluation.cache.facts
     if not facts["labels"]:
         raise no_text(evaluation.named)

@@ -141,14 +141,20 @@ def _text_groups(found: Iterable[Passage]) -> Iterator[list[Passage]]:
 
 def _write_text(writer: Writer, tokenizer: Tokenizer, found: Iterable[Passage]) -> Facts:
     kind = token_type(tokenizer.size)
+    begin = np.array(tokenizer.begin, dtype=kind)
     end = np.array([] if tokenizer.end is None else [tokenizer.end], dtype=kind)
     used = Used(tokenizer.size)
     documents = 0
+    starts = True
     writer.begin("tokens", kind)
     for group in _text_groups(found):
         for passage, tokens in zip(group, tokenizer.documents([passage.text for passage in group]), strict=True):
+            if starts:
+                writer.append(begin)
+                used.add(begin)
             writer.append(tokens)
             used.add(tokens)
+            starts = passage.last
             if passage.last:
                 writer.append(end)
                 used.add(end)

@@ -15,6 +15,9 @@ from flopwise.engine.data.order import Order
 from flopwise.engine.data.request import DataRequest, Tell
 from flopwise.engine.data.tokenizer import Tokenizer, load_tokenizer
 
+MOST_HELD_OUT = 64
+"""Sequences: enough to tell, and soon evaluated. What `--eval-data` names is evaluated whole."""
+
 
 def open_language_data(request: DataRequest, *, tell: Tell | None = None) -> LanguageData:
     """Text as packed sequences, from its cache where there is one.
@@ -68,6 +71,11 @@ class LanguageData:
         return None
 
     @property
+    def end_token(self) -> int | None:
+        """What the tokenizer ends a text with."""
+        return self._tokenizer.end
+
+    @property
     def evaluation_count(self) -> int:
         """Sequences that are held out."""
         return int(self._held_out.size)
@@ -119,5 +127,5 @@ def _sequences(opened: Opened, length: int) -> int:
 
 def _hold_out(count: int, share: float) -> NDArray[np.int64]:
     """Sequences at even distances: every source has some, and runs with other seeds are judged by the same."""
-    held = min(max(1, round(count * share)), count - 1) if share else 0
+    held = min(max(1, round(count * share)), MOST_HELD_OUT, count - 1) if share else 0
     return (np.arange(held) * 2 + 1) * count // (2 * max(1, held))

@@ -35,6 +35,8 @@ class DataRequest:
     label_column: str = "label"
     padding: Padding = "length"
     """Of a classifier's samples: to `sequence_tokens`, or to the longest of a batch."""
+    labels: tuple[str, ...] = ()
+    """Names of a classifier's classes in the order that its weights have them; none: those of the data, sorted."""
     evaluation: tuple[str, ...] = ()
     """Files or folders that are not trained on; none: a share of the sources is held out."""
     evaluation_share: float = 0.05

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.files import LONGEST_PATH, entry_kind
+from flopwise.base.units import show_bytes
 from flopwise.engine.data.request import Tell
 
 Form = Literal["text", "jsonl", "csv"]
@@ -27,6 +29,27 @@ BEGINNING_BYTES = 2**12
 """Of a file, what is looked at before it is read."""
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+SIGNATURES = {
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\x1f\x8b": "a gzip file",
+    b"\x28\xb5\x2f\xfd": "a zstd file",
+    b"\x93NUMPY": "an array of NumPy's",
+    b"MMIDIDX": "an index of Megatron's",
+    b"PK\x03\x04": "a zip archive",
+    b"BZh": "a bzip2 file",
+    b"\xfd7zXZ": "an xz file",
+    b"%PDF": "a PDF",
+    b"SQLite format 3": "a database of SQLite's",
+    b"\x89HDF": "an HDF5 file",
+}
+"""What files that are no text begin with."""
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+CONTROL = bytes({*range(32), 127} - {*b"\t\n\v\f\r\x1b"})
+"""Bytes that text has hardly any of, whatever its encoding."""
+MOST_CONTROL = 0.01
+MOST_ZEROS = 0.001
+"""What was scraped may hold one here and there; tokens of two bytes are zeros by half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +101,9 @@ def find_sources(named: Iterable[str], *, labelled: bool) -> tuple[tuple[DataSou
         path = Path(name)
         kind = entry_kind(path)
         if kind == "folder":
-            beneath, outside = _beneath(path, labelled=labelled)
+            beneath, left_out = _beneath(path, labelled=labelled)
             found += beneath
-            if outside:
-                notes.append(f"{path}: links that lead out of the folder were left out ({outside:,})")
+            notes += left_out
         elif kind == "file":
             found.append(_named_file(path, labelled=labelled))
             if path.suffix.lower() in OTHER_TABLES:
@@ -121,21 +143,24 @@ def _printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _beneath(folder: Path, *, labelled: bool) -> tuple[list[DataSource], int]:
-    """Files of a folder by their path from there, and how many links lead out of it."""
+def _beneath(folder: Path, *, labelled: bool) -> tuple[list[DataSource], list[str]]:
+    """Files of a folder by their path from there, and notes on what was left out of it; most of it must not be."""
     endings = [ending for ending, form in FORMS.items() if form != "text" or not labelled]
     root = folder.resolve()
     files: dict[Path, Path] = {}
     links: dict[Path, Path] = {}
+    others: Counter[str] = Counter()
     outside = 0
     for above, folders, names in os.walk(root, onerror=_refuse):
         outside += sum(_leads_out(Path(above, name), root) for name in folders if not name.startswith("."))
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             path = Path(above, name)
-            if name.startswith(".") or path.suffix.lower() not in endings or entry_kind(path) != "file":
+            if name.startswith(".") or entry_kind(path) != "file":
                 continue
-            if _leads_out(path, root):
+            if path.suffix.lower() not in endings:
+                others[path.suffix.lower() or "no ending"] += path.lstat().st_size
+            elif _leads_out(path, root):
                 outside += 1
             elif path.is_symlink():
                 links[path] = path.resolve()
@@ -143,16 +168,32 @@ def _beneath(folder: Path, *, labelled: bool) -> tuple[list[DataSource], int]:
                 files[path] = path
     # A link to a file that is read anyway would only repeat it.
     files.update({link: target for link, target in links.items() if target not in files})
+    kinds = ", ".join(kind for kind, _ in others.most_common(4))
+    notes = [f"{folder}: links that lead out of the folder were left out ({outside:,})"] if outside else []
     if not files:
         raise FlopwiseError(
             f"there is nothing to read in {folder}",
-            why=f"links that lead out of it are not followed ({outside:,})" if outside else "no file of it fits",
+            why=f"links that lead out of it are not followed ({outside:,})"
+            if outside
+            else f"it holds files of other kinds: {_printable(kinds)}"
+            if others
+            else "no file of it fits",
             hint=f"it needs files that end in {', '.join(endings)}; hidden ones are left out",
         )
+    if others:
+        taken, left = sum(path.stat().st_size for path in files), others.total()
+        told = f"{show_bytes(left)} of {show_bytes(left + taken)} are in files that are not read: {_printable(kinds)}"
+        if left > taken:
+            raise FlopwiseError(
+                f"most of {folder} would be left out",
+                why=told,
+                hint=f"name the files that are meant; of a folder those are read that end in {', '.join(endings)}",
+            )
+        notes.append(f"{folder}: {told}")
     relative = {path.relative_to(root).as_posix(): path for path in files}
     return [
         DataSource(relative[name], _printable(name), FORMS[relative[name].suffix.lower()]) for name in sorted(relative)
-    ], outside
+    ], notes
 
 
 def _leads_out(path: Path, root: Path) -> bool:
@@ -263,11 +304,40 @@ def decode_text(path: Path, content: bytes, first: int) -> str:
         # Some editors begin a file with a byte-order mark; it is no part of the text.
         first += len(content) - len(content.removeprefix(BYTE_ORDER_MARK))
         content = content.removeprefix(BYTE_ORDER_MARK)
+    if first == 0:
+        _check_signature(path, content)
     try:
-        return content.decode("utf-8")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
+        why = f"byte {first + error.start:,} is 0x{content[error.start]:02x}: {error.reason}"
+        if len(content) - len(content.translate(None, CONTROL)) > MOST_CONTROL * len(content):
+            raise _binary(path, f"{why}, and there are more control characters than text has") from None
         raise FlopwiseError(
             f"{path} is not UTF-8 text",
-            why=f"byte {first + error.start:,} is 0x{content[error.start]:02x}: {error.reason}",
+            why=why,
             hint=f"convert it: iconv -f latin1 -t utf-8 {path.name} > converted; or leave it out",
         ) from None
+    if (zeros := text.count("\0")) > MOST_ZEROS * len(text):
+        raise _binary(path, f"{zeros:,} of its bytes are 0, the first of them byte {first + content.index(0):,}")
+    return text
+
+
+def _check_signature(path: Path, content: bytes) -> None:
+    """Refuse what says in its first bytes that it is another kind of file."""
+    kind = next((kind for start, kind in SIGNATURES.items() if content.startswith(start)), None)
+    if kind is not None:
+        raise _binary(path, f"it begins as {kind} does")
+    if content.startswith(UTF_16):
+        raise FlopwiseError(
+            f"{path} is UTF-16 text",
+            why="text is read as UTF-8",
+            hint=f"convert it: iconv -f utf-16 -t utf-8 {path.name} > converted",
+        )
+
+
+def _binary(path: Path, why: str) -> FlopwiseError:
+    return FlopwiseError(
+        f"{path} is no text",
+        why=f"{why}: trained on as text it would teach nothing",
+        hint="text, or rows as .jsonl or .csv; leave it out otherwise",
+    )

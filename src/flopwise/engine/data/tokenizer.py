@@ -8,15 +8,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.files import read_bounded
+from flopwise.catalog.hub import find_snapshot, is_hub_name
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
+BYTES = "bytes"
+"""The tokenizer that every model has: bytes are their own identifiers."""
 END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 """What tokenizers call the end of a text, the first that is there."""
 PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>")
@@ -36,6 +40,8 @@ class Tokenizer(Protocol):
     name: str
     size: int
     """Every identifier is below it."""
+    begin: tuple[int, ...]
+    """Stands before every document: what the tokenizer itself puts before a text."""
     end: int | None
     """Stands behind every document."""
     pad: int
@@ -57,7 +63,7 @@ def token_type(size: int) -> type[np.uint16] | type[np.uint32]:
 
 def load_tokenizer(path: str | None, vocab: int) -> Tokenizer:
     """A tokenizer whose identifiers a model with so many tokens knows."""
-    tokenizer: Tokenizer = ByteTokenizer() if path is None else FileTokenizer(Path(path))
+    tokenizer: Tokenizer = ByteTokenizer() if path in (None, BYTES) else FileTokenizer(tokenizer_file(path))
     if tokenizer.size > vocab:
         raise FlopwiseError(
             f"{tokenizer.name} does not match the model: it has the token {tokenizer.size - 1:,}",
@@ -70,11 +76,20 @@ def load_tokenizer(path: str | None, vocab: int) -> Tokenizer:
     return tokenizer
 
 
+def tokenizer_file(name: str) -> Path:
+    """The file that is meant: itself, the one in a folder, or the one that was fetched under a hub's name."""
+    if is_hub_name(name):
+        return find_snapshot(name, "tokenizer.json") / "tokenizer.json"
+    path = Path(name)
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
 class ByteTokenizer:
     """Bytes are their own identifiers; 256 stands behind a document and in front of a sample."""
 
-    name = "bytes"
+    name = BYTES
     size = 257
+    begin: tuple[int, ...] = ()
     end: int | None = 256
     pad = 0
 
@@ -101,7 +116,7 @@ class FileTokenizer:
                 why="the package tokenizers is not installed",
                 hint="pip install 'flopwise[train]', or leave the tokenizer out to train on bytes",
             ) from None
-        self.path = path / "tokenizer.json" if path.is_dir() else path
+        self.path = path
         content = _content(self.path)
         with _in_words(f"{self.path} is not a tokenizer", "name the model's tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
@@ -111,8 +126,14 @@ class FileTokenizer:
         self.size = max(known.values(), default=-1) + 1
         if not known:
             raise FlopwiseError(f"{self.path} knows no token", hint="name the model's tokenizer.json")
-        self.end = next((known[name] for name in END_NAMES if name in known), None)
-        self.pad = next((known[name] for name in PAD_NAMES if name in known), 0)
+        self.config = _config_beside(self.path)
+        ends = (_token(self.config.get("eos_token")), *END_NAMES)
+        self.end_name = next((name for name in ends if name in known), None)
+        self.end = None if self.end_name is None else known[self.end_name]
+        self.pad = next(
+            (known[name] for name in (_token(self.config.get("pad_token")), *PAD_NAMES) if name in known), 0
+        )
+        self.begin = self._find_begin()
         self._sha256 = hashlib.sha256(content).hexdigest()
         self._library = tokenizers.__version__
 
@@ -123,11 +144,20 @@ class FileTokenizer:
         if getattr(self._tokenizer.model, "dropout", None):
             self._tokenizer.model.dropout = None  # type: ignore[attr-defined, unused-ignore]
 
+    def _find_begin(self) -> tuple[int, ...]:
+        """What it puts before a text by itself, as Llama 3 and Gemma do."""
+        with _in_words(f"{self.path} cannot tokenize a text", "name the model's tokenizer.json"):
+            bare = list(self._tokenizer.encode("a", add_special_tokens=False).ids)
+            marked = list(self._tokenizer.encode("a", add_special_tokens=True).ids)
+        places = [first for first in range(len(marked)) if bare and marked[first : first + len(bare)] == bare]
+        return tuple(marked[: places[0]]) if places else ()
+
     def ingredients(self) -> dict[str, Any]:
         return {
             "kind": "tokenizer.json",
             "sha256": self._sha256,
             "library": self._library,
+            "begin": self.begin,
             "end": self.end,
             "pad": self.pad,
         }
@@ -163,6 +193,51 @@ class FileTokenizer:
                 hint="name the model's own tokenizer.json",
             )
         return [of_text.astype(token_type(self.size)) for of_text in tokens]
+
+
+def _config_beside(path: Path) -> dict[str, Any]:
+    """The tokenizer_config.json beside a tokenizer; nothing where there is none that can be read."""
+    try:
+        table = msgspec.json.decode(read_bounded(path.with_name("tokenizer_config.json"), MOST_FILE_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _token(written: object) -> str:
+    """A special token as a configuration has it: its text, or an object with it."""
+    text = written.get("content") if isinstance(written, dict) else written
+    return text if isinstance(text, str) else ""
+
+
+def byte_tokenizer_files(*, marked: bool) -> dict[str, bytes]:
+    """The byte tokenizer as files that others read; `marked`: its end stands in front of every sample."""
+    end = "<|endoftext|>"
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    # The letters that GPT-2 writes bytes as.
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": end, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {end: {"id": end, "ids": [256], "tokens": [end]}},
+    }
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    table = {
+        "version": "1.0",
+        "added_tokens": [{"id": 256, "content": end, **flags}],
+        "pre_tokenizer": level,
+        "post_processor": template if marked else None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)}, "merges": []},
+    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    return {
+        "tokenizer.json": msgspec.json.encode(table),
+        "tokenizer_config.json": msgspec.json.encode(config),
+    }
 
 
 @contextmanager

@@ -416,7 +416,9 @@ def check_supported(plan: Plan, model: Transformer, training: Training) -> None:
     check_trainable(model)
     if plan.optimizer != "adamw":
         raise FlopwiseError(
-            f"{plan.optimizer} cannot be trained with yet", why="AdamW is the one there is", hint="--optimizer adamw"
+            f"{plan.optimizer} cannot be trained with yet",
+            why="AdamW is the one there is",
+            hint="`flopwise plan … --optimizer adamw`",
         )
     if training.clip_norm is not None and plan.update_when != "end":
         raise FlopwiseError(

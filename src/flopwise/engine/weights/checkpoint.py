@@ -37,6 +37,13 @@ WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 CONFIG = "config.json"
 STATE = "state.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
+)
+GENERATION = "generation_config.json"
+HANDED_ON = (*TOKENIZER_FILES, GENERATION)
+"""What a checkpoint may hold beside them: files of the model that it was made of, as they came."""
 
 NAME = re.compile(r"(?:\.replaced-)?step-([0-9]{8,})")
 REPLACED = ".replaced-"
@@ -145,12 +152,14 @@ def save(
     state: CheckpointState,
     config: dict[str, Any] | None,
     keep: int,
+    handed_on: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write a checkpoint of `state.step` into a run's folder and remove old ones, so that the `keep` newest are left.
 
     One with numbers that are not finite says so (`CheckpointState.not_finite`), and takes no other one's place. Tensors
-    may be views, lie on a device and have any of `tensor_files.DTYPES`. One that is there for the step already is
-    replaced. Where it cannot be written, the error says why and the checkpoints from before are as they were.
+    may be views, lie on a device and have any of `tensor_files.DTYPES`. `handed_on` are further files, by name. One
+    that is there for the step already is replaced. Where it cannot be written, the error says why and the checkpoints
+    from before are as they were.
     """
     if keep < 1:
         raise FlopwiseError(f"{keep} checkpoints cannot be kept", hint="keep at least 1")
@@ -163,7 +172,8 @@ def save(
             _tidy(parent)
             try:
                 temporary.mkdir()
-                _write(temporary, weights, optimizer, state, config)
+                texts = {} if config is None else {CONFIG: to_json(config).encode() + b"\n"}
+                _write(temporary, weights, optimizer, state, {**texts, **(handed_on or {})})
                 _put(temporary, target)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -184,15 +194,15 @@ def _write(
     weights: Mapping[str, Tensor],
     optimizer: Mapping[str, Tensor],
     state: CheckpointState,
-    config: dict[str, Any] | None,
+    others: Mapping[str, bytes],
 ) -> None:
     bad: list[str] = []
     files = {
         WEIGHTS: _write_file(folder / WEIGHTS, tensor_file(weights, bad)),
         OPTIMIZER: _write_file(folder / OPTIMIZER, tensor_file(optimizer, bad)),
     }
-    if config is not None:
-        files[CONFIG] = _write_file(folder / CONFIG, iter([to_json(config).encode() + b"\n"]))
+    for name, content in others.items():
+        files[name] = _write_file(folder / name, iter([content]))
     told = (*bad[:NAMED], *state.not_finite)
     _write_file(folder / STATE, iter([_seal(replace(state, files=files, not_finite=told))]))
     _sync_folder(folder)
@@ -419,7 +429,8 @@ def read_state(checkpoint: Path) -> CheckpointState:
         state = from_text(text, CheckpointState)
     except FlopwiseError as error:
         raise error if error.hint else _damaged(path, str(error)) from None
-    if not {WEIGHTS, OPTIMIZER} <= set(state.files) <= {WEIGHTS, OPTIMIZER, CONFIG}:
+    others = set(state.files) - {WEIGHTS, OPTIMIZER, CONFIG}
+    if not {WEIGHTS, OPTIMIZER} <= set(state.files) or not others <= set(HANDED_ON):
         raise _damaged(path, f"it lists the files {', '.join(sorted(state.files)) or 'of nothing'}")
     return state
 

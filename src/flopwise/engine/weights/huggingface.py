@@ -99,6 +99,15 @@ def family_of(model: Transformer) -> str:
     )
 
 
+def has_class(model: Transformer) -> bool:
+    """Whether transformers has a class for this network."""
+    try:
+        family_of(model)
+    except FlopwiseError:
+        return False
+    return True
+
+
 def _is_llama_like(model: Transformer) -> bool:
     return (
         model.causal

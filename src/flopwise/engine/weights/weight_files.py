@@ -1,22 +1,71 @@
-"""Files of weights in a folder, found without reading them."""
+"""Files of weights in a folder, found without reading them. No torch here."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import FlopwiseError, shown
+from flopwise.base.files import entry_kind, read_table
+
+INDEX = "model.safetensors.index.json"
+BESIDE = ("optimizer.safetensors", "adapter_model.safetensors")
+"""What lies beside weights under the same ending and is none of the model's."""
+UNREAD = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.npz")
+"""Endings of weights that are not read: most of them run code when they are."""
+UNREAD_HINT = "`AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)` writes *.safetensors beside them"
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights that can be read."""
+    return any(path.name not in BESIDE for path in folder.glob("*.safetensors"))
+
+
+def unread_weights(folder: Path) -> list[Path]:
+    """Files that are probably weights and are not read."""
+    found = sorted(path for pattern in UNREAD for path in folder.glob(pattern))
+    return [path for path in found if not path.name.startswith(("training_args", "optimizer", "scheduler", "rng_"))]
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, or the one that is named, less those of an optimizer."""
+    """The safetensors files of a folder, or the one that is named: those of its index, or those of the model.
+
+    A repository may hold the same weights a second time in the form of whoever made them (`consolidated.safetensors`).
+    """
     if not folder.exists():
         raise FlopwiseError(f"there is no folder {folder}", hint="--weights with a folder of *.safetensors files")
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
-    files = [path for path in files if path.name != "optimizer.safetensors"]
+    if not folder.is_dir():
+        return [folder]
+    if entry_kind(folder / INDEX) == "file":
+        return _indexed(folder)
+    files = sorted(path for path in folder.glob("*.safetensors") if path.name not in BESIDE)
+    files = [path for path in files if path.name.startswith("model")] or files
     if not files:
+        unread = unread_weights(folder)
         raise FlopwiseError(
-            f"{folder} holds no weights",
+            f"{folder} holds no weights" + (f" that are read: {unread[0].name}" if unread else ""),
             why="weights are read from *.safetensors files, and from nothing that runs code when it is read",
-            hint="a folder that `save_pretrained` wrote; without --weights the first values are drawn",
+            hint=UNREAD_HINT
+            if unread
+            else "a folder that `save_pretrained` wrote; without --weights the first values are drawn",
         )
     return files
+
+
+def _indexed(folder: Path) -> list[Path]:
+    """The files that an index names; nothing outside the folder."""
+    places = read_table(folder / INDEX).get("weight_map")
+    names = sorted({str(name) for name in places.values()}) if isinstance(places, dict) else []
+    if not names or any(Path(name).name != name for name in names):
+        raise FlopwiseError(
+            f"{folder / INDEX} names no files of weights",
+            why="its weight_map says for each tensor which file of the folder holds it",
+            hint="fetch the file again",
+        )
+    missing = [name for name in names if entry_kind(folder / name) != "file"]
+    if missing:
+        raise FlopwiseError(
+            f"{folder} lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
+            why=f"{INDEX} says that tensors lie in it",
+            hint=f"fetch {shown(missing[0])} too",
+        )
+    return [folder / name for name in names]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share
 from flopwise.plan.device.estimate import Shape, can_update_on_host
-from flopwise.plan.device.forecast import forecast, recompute_s
+from flopwise.plan.device.forecast import clipping_share, forecast, recompute_s
 from flopwise.plan.device.handing import handing_s, is_replayed
 from flopwise.plan.device.memory import plan_bytes
 from flopwise.plan.device.search import OVERHEAD, FoundPlan, best_estimate, fastest_plan
@@ -123,7 +123,8 @@ def reasons(found: FoundPlan, setup: CappedSetup) -> dict[str, str]:
         else f"what the state leaves of the device, {show_bytes(shape.slot)} each, {show_bytes(spare)} being spare",
         "saves": _saves_reason(plan, shape, setup),
         "update_place": _place_reason(plan, setup),
-        "update_when": "clipping needs the norm of all gradients first"
+        "update_when": "clipping needs the norm of all gradients first; the wait is "
+        f"{show_share(clipping_share(plan, setup.model, setup.hardware))} of the step"
         if plan.update_when == "end"
         else "without clipping nothing else has to be waited for, and its copies run beside the rest of backward",
     }

@@ -180,6 +180,12 @@ def forecast(plan: Plan, model: Model, hardware: Hardware, *, convention: Conven
     )
 
 
+def clipping_share(plan: Plan, model: Model, hardware: Hardware) -> float:
+    """Of the step of a plan that clips, what updates during backward would save."""
+    during = times_of(replace(plan, update_when="backward"), model, hardware)
+    return max(0.0, 1 - during.step_s / times_of(plan, model, hardware).step_s)
+
+
 def _update_s(plan: Plan, costs: TaskSeconds, idle: Mapping[str, float]) -> float:
     """The update's kernels on the device, and what the step waits for its state."""
     waits = sum(idle.get(name, 0.0) for name in ("optimizer state", "room for optimizer state", "update on the host"))

@@ -274,19 +274,23 @@ class _Group:
     prefetch: int
 
     def forward(self) -> StreamTimes:
-        kernels = [self.one.forward[part, self.mine] for part in self.order]
         none = [np.zeros(self.mine.size)] * len(self.order)
-        gathers = [self.moved.gather[part, self.mine] for part in self.order]
+        kernels, gathers = self.layers(self.one.forward), self.layers(self.moved.gather)
         return played(started(none[0]), kernels, gathers, none, self.prefetch)
 
     def backward(self, start: StreamTimes, reductions: Floats) -> StreamTimes:
-        order = self.order[::-1]
-        kernels = [self.one.backward[part, self.mine] for part in order]
-        gathers = [self.moved.gather_again[part, self.mine] for part in order]
-        return played(start, kernels, gathers, [reductions[part, self.mine] for part in order], self.prefetch)
+        kernels, gathers, reduces = (
+            self.layers(seconds)[::-1] for seconds in (self.one.backward, self.moved.gather_again, reductions)
+        )
+        return played(start, kernels, gathers, reduces, self.prefetch)
 
     def total(self, seconds: Floats) -> Floats:
-        return sum((seconds[part, self.mine] for part in self.order), np.zeros(self.mine.size))
+        return sum(self.layers(seconds), np.zeros(self.mine.size))
+
+    def layers(self, seconds: Floats) -> list[Floats]:
+        """Those of each part, in order; all layers of a kind are one array."""
+        parts = {part: seconds[part, self.mine] for part in set(self.order)}
+        return [parts[part] for part in self.order]
 
 
 def _smaller_last(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flopwise.predict.cluster.strategies import Booleans
 from flopwise.predict.kernels.calls import Floats
 
 
@@ -47,10 +48,12 @@ def played(
     done, busy = start.kernels, start.collectives
     count = len(kernels)
     gathered: list[Floats] = []
+    gathers_where, reduces_where = _where_any(gathers), _where_any(reductions)
 
     def gather(index: int, earliest: Floats) -> None:
         nonlocal busy
-        busy = np.where(gathers[index] > 0, np.maximum(busy, earliest) + gathers[index], busy)
+        if (where := gathers_where[index]) is not None:
+            busy = np.where(where, np.maximum(busy, earliest) + gathers[index], busy)
         gathered.append(busy)
 
     for index in range(count):
@@ -60,9 +63,19 @@ def played(
         while len(gathered) < min(count, index + 1 + prefetch):
             gather(len(gathered), earliest)
         # A layer without a gather waits for nothing, however late the collectives are.
-        done = np.where(gathers[index] > 0, np.maximum(done, gathered[index]), done) + kernels[index]
-        busy = np.where(reductions[index] > 0, np.maximum(busy, done) + reductions[index], busy)
+        if (where := gathers_where[index]) is not None:
+            done = np.where(where, np.maximum(done, gathered[index]), done)
+        done = done + kernels[index]
+        if (where := reduces_where[index]) is not None:
+            busy = np.where(where, np.maximum(busy, done) + reductions[index], busy)
     return StreamTimes(done, busy)
+
+
+def _where_any(seconds: Sequence[Floats]) -> list[Booleans | None]:
+    """Where each layer has some; None: nowhere. Layers are mostly the same array again, which is looked at once."""
+    each = {id(array): array > 0 for array in seconds}
+    found = {key: mask if mask.any() else None for key, mask in each.items()}
+    return [found[id(array)] for array in seconds]
 
 
 def started(like: Floats) -> StreamTimes:

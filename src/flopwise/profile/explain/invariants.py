@@ -158,16 +158,16 @@ def _over(profile: Profile, part: str, whole: str) -> Term | None:
     return Term(f"{part} / {whole}", value, slack, above.is_rough or below.is_rough)
 
 
-def _allowed(left: Term, right: Term) -> float:
+def _slack(left: Term, right: Term) -> float:
     relative = MEASURED_SLACK if left.is_rough or right.is_rough else EXACT_SLACK
     return left.slack + right.slack + relative * max(abs(left.value), abs(right.value))
 
 
 def _at_most(left: Term | None, right: Term | None) -> Iterator[Broken]:
-    if left and right and left.value > right.value + _allowed(left, right):
+    if left and right and left.value > right.value + _slack(left, right):
         yield Broken(rule=f"{left.text} <= {right.text}", found=left.value, bound=right.value)
 
 
 def _equal(left: Term | None, right: Term | None) -> Iterator[Broken]:
-    if left and right and abs(left.value - right.value) > _allowed(left, right):
+    if left and right and abs(left.value - right.value) > _slack(left, right):
         yield Broken(rule=f"{left.text} = {right.text}", found=left.value, bound=right.value)

@@ -209,7 +209,7 @@ def _communication_bound(profile: Profile, limits: Thresholds) -> Verdict | None
     return _verdict("communication_bound", _of_wall(profile, share or 0.0), _clue(what, share, ">", bound))
 
 
-def _throttled(profile: Profile, limits: Thresholds) -> Verdict | None:
+def _judge_throttling(profile: Profile, limits: Thresholds) -> Verdict | None:
     loss = profile.get("throttle_loss")
     evidence = _clue("throughput that hardware limits took", loss, ">", limits.throttle_loss)
     for name, what in (("clock_mean_hz", "mean clock"), ("clock_boost_hz", "boost clock"), ("power_w", "mean power")):
@@ -248,7 +248,7 @@ def _invalid(profile: Profile) -> Iterator[Verdict]:
 Rule = Callable[[Profile, Thresholds], Verdict | None]
 RULES: tuple[Rule, ...] = (
     *(_host_bound, _memory_bound, _data_movement_bound, _spill_bound, _layout_overhead, _matrix_underfilled),
-    *(_communication_bound, _throttled, _compute_bound, _capacity),
+    *(_communication_bound, _judge_throttling, _compute_bound, _capacity),
 )
 
 

@@ -89,7 +89,7 @@ class Watcher:
         self._watch_calls()
         self._watch_profilers()
         atexit.register(self._guard, self._close)
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(after_in_child=self._begin_anew)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class Watcher:
         # Threads that are still there end after this, and not in an order that anything could rely on.
         self._end()
 
-    def _forked(self) -> None:
+    def _begin_anew(self) -> None:
         """A copy of the process records on its own account, unless its parent has begun to."""
         self._lock, self._recording = threading.Lock(), threading.Lock()
         if self._recorder is not None:

@@ -175,10 +175,10 @@ def is_abandoned(folder: Path) -> bool:
 
 def _at_work(folder: Path) -> bool:
     """Whether somebody profiles into it: one of several ranks, each profiled on its own."""
-    return not all(_left(place) for place in folder.glob(f"{TOLD}*"))
+    return not all(_is_left(place) for place in folder.glob(f"{TOLD}*"))
 
 
-def _left(place: Path, *, remove: bool = False) -> bool:
+def _is_left(place: Path, *, remove: bool = False) -> bool:
     """Whether nobody holds a file of TOLD; it is removed while we hold it, so that nobody else can begin to."""
     try:
         handle = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -226,7 +226,7 @@ def _remove_partial(folder: Path) -> None:
         with suppress(OSError):
             left.unlink()
     for place in folder.glob(f"{TOLD}*"):
-        _left(place, remove=True)
+        _is_left(place, remove=True)
 
 
 def _run(command: Sequence[str], executable: str, environment: dict[str, str]) -> int:

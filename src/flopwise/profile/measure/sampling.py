@@ -153,7 +153,7 @@ class Sampler:
             shares = {}
         self._repeated.end()
         self._repeated = None
-        powers = _known(sample.power_w for sample in self._samples)
+        powers = _without_none(sample.power_w for sample in self._samples)
         if seconds < ENERGY_WINDOW_S:
             energy_j = None
         boost_hz = self._device.clock_boost_hz()
@@ -163,12 +163,12 @@ class Sampler:
             energy_j=energy_j,
             power_w=_mean(powers) if energy_j is None else energy_j / seconds,
             power_limit_w=self._device.power_limit_w(),
-            clock_mean_hz=_mean(_known(sample.clock_hz for sample in self._samples)),
+            clock_mean_hz=_mean(_without_none(sample.clock_hz for sample in self._samples)),
             clock_boost_hz=boost_hz,
             throttle_share=throttle_share,
             throttle_loss=throttle_loss,
             reasons=_reason_shares(self._samples),
-            temperature_c=max(_known(sample.temperature_c for sample in self._samples), default=None),
+            temperature_c=max(_without_none(sample.temperature_c for sample in self._samples), default=None),
             matrix_share=shares.get("matrix_share"),
             dram_share=shares.get("dram_share"),
             unit_share=shares.get("unit_share"),
@@ -362,7 +362,7 @@ def _throttling(samples: Sequence[_Sample], boost_hz: float | None) -> tuple[flo
     share = len(limited) / len(told)
     if not limited:
         return share, 0.0
-    clock_hz = _mean(_known(sample.clock_hz for sample in limited))
+    clock_hz = _mean(_without_none(sample.clock_hz for sample in limited))
     if clock_hz is None or not boost_hz:
         return share, None
     return share, share * max(0.0, 1 - clock_hz / boost_hz)
@@ -374,7 +374,7 @@ def _reason_shares(samples: Sequence[_Sample]) -> dict[str, float]:
     return {word: count / len(told) for word, count in counts.items() if count}
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
+def _without_none(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 

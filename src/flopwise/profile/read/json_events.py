@@ -173,7 +173,7 @@ class EventStream:
         whole = [(len(waiting.rstrip(_SPACE_AND_COMMA)), len(waiting))] if is_last else []
         cuts = islice(_cuts(waiting), _TRIED_LAST_CUTS if is_last else _TRIED_CUTS)
         for end, begin in chain(whole, cuts):
-            for block in (waiting[:end], _mended(waiting[:end])):
+            for block in (waiting[:end], _mend(waiting[:end])):
                 events, place = self._decode(block)
                 if events is not None:
                     return events, waiting[begin:], False
@@ -239,7 +239,7 @@ class EventStream:
 _TOO_SHORT, _BROKEN = -1, -2
 
 
-def _mended(text: bytes) -> bytes:
+def _mend(text: bytes) -> bytes:
     """With null for the numbers that JSON has not, and a sign in place of bytes that are no text."""
     return _NOT_A_NUMBER.sub(rb"\1null", text.decode(errors="replace").encode())
 

@@ -203,7 +203,7 @@ class Columns:
         start_ns = round(event.ts * 1000)
         end_ns = start_ns + round(event.dur * 1000)
         if category == "cpu_op" and not event.name.startswith("ProfilerStep#"):
-            self.operators.add(event, self._named(event.name), start_ns, end_ns)
+            self.operators.add(event, self._shorten(event.name), start_ns, end_ns)
         elif category in _DEVICE_CATEGORIES:
             self._take_device(event, category, start_ns, end_ns)
         elif category in _LAUNCH_CATEGORIES:
@@ -230,7 +230,7 @@ class Columns:
         self._reached[what] = most
         return False
 
-    def _named(self, name: str) -> str:
+    def _shorten(self, name: str) -> str:
         """The name, kept once and not at any length; a file of nothing but new names must not fill the memory."""
         if len(name) > _LONGEST_NAME:
             name = name[:_LONGEST_NAME] + "…"
@@ -246,7 +246,7 @@ class Columns:
     def _take_device(self, event: Event, category: str, start_ns: int, end_ns: int) -> None:
         if not self._has_room("activities on devices", self._device_rows, MOST_DEVICE_ROWS):
             return
-        name = self._named(event.name)
+        name = self._shorten(event.name)
         arguments = event.args or NO_ARGUMENTS
         number = _whole(arguments.device)
         if number < 0:

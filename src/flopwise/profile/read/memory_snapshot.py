@@ -71,7 +71,7 @@ def looks_like(head: bytes) -> bool:
 
 def read_source(source: TraceFile, name: str) -> Read:
     """A profile for each device that the snapshot holds memory or events of."""
-    data = _loaded(source)
+    data = _load(source)
     if isinstance(data, list):
         data = {"segments": data}
     if not isinstance(data, dict) or not ("segments" in data or "device_traces" in data):
@@ -109,7 +109,7 @@ def _traces(data: Mapping[Any, Any]) -> list[list[Any]]:
     return [_list(trace) if first[id(trace)] == number else [] for number, trace in enumerate(given)]
 
 
-def _loaded(source: TraceFile) -> Any:  # noqa: ANN401 - whatever the file holds
+def _load(source: TraceFile) -> Any:  # noqa: ANN401 - whatever the file holds
     if source.head(64).lstrip()[:1] in (b"{", b"["):
         blocks, size = [], 0
         while block := source.read(BLOCK_BYTES):

@@ -161,7 +161,7 @@ class _TextReader:
     def take(self, number: int, line: bytes) -> None:
         text = clean_line(line)
         if len(line) > LONGEST_LINE:
-            self._damaged(number, f"longer than {LONGEST_LINE} bytes, the rest of the line is left out")
+            self._tell_damage(number, f"longer than {LONGEST_LINE} bytes, the rest of the line is left out")
         stripped = text.strip()
         if not stripped.startswith("|"):
             self._table = None
@@ -190,13 +190,13 @@ class _TextReader:
         if self._kept > MOST_KEPT and not self.is_full:
             self.is_full = True
             self.first_damage = None
-            self._damaged(number, "the document is too large, the rest of it is not read")
+            self._tell_damage(number, "the document is too large, the rest of it is not read")
 
     def _irregular(self, number: int, what: str) -> None:
         self._section.irregularities.append(f"line {number}: {what}")
         self._keep(number, len(what))
 
-    def _damaged(self, number: int, what: str) -> None:
+    def _tell_damage(self, number: int, what: str) -> None:
         self._section.damage.append(f"line {number}: {what}")
         self.first_damage = self.first_damage or self._section.damage[-1]
         self._keep(number, len(what))
@@ -204,7 +204,7 @@ class _TextReader:
     def _take_metric(self, number: int, name: str, metric: TrainMetric) -> None:
         known = self._section.train_metrics.setdefault(name, metric)
         if known.value != metric.value:
-            self._damaged(number, f"{name} is given twice, the first is kept")
+            self._tell_damage(number, f"{name} is given twice, the first is kept")
         self._keep(number, len(name) + len(metric.raw))
 
     def _take_markdown(self, number: int, text: str, stripped: str) -> None:
@@ -283,14 +283,14 @@ class _TextReader:
         *_, name_cell, raw = ("", *cells)
         name = _name(name_cell)
         if len(cells) not in (2, 3) or not METRIC_NAME.match(name):
-            self._damaged(number, f"not a row of a summary: {shown(' | '.join(cells))}")
+            self._tell_damage(number, f"not a row of a summary: {shown(' | '.join(cells))}")
             return
         group = section.stated_group or group_of(name) or section.group
         row = read_value(name, raw, group)
         if row is None:
-            self._damaged(number, f"{name} cannot be {shown(raw)}")
+            self._tell_damage(number, f"{name} cannot be {shown(raw)}")
         elif section.summary.setdefault(name, row) is not row:
-            self._damaged(number, f"{name} is given twice, the first is kept")
+            self._tell_damage(number, f"{name} is given twice, the first is kept")
         else:
             section.group = group
         self._keep(number, len(name) + len(raw))
@@ -304,7 +304,7 @@ class _TextReader:
         amount = read_value("bytes", cells[3], "") if len(cells) == 4 else None
         usage = cells[2].strip("* ") if amount is not None else ""
         if len(indices) != 2 or not usage or amount is None or amount.unit != "B" or isinstance(amount.value, str):
-            self._damaged(number, f"not a row of device memory: {shown(' | '.join(cells))}")
+            self._tell_damage(number, f"not a row of device memory: {shown(' | '.join(cells))}")
             return
         row = NeuronMemory(
             nd_idx=indices[0],
@@ -315,7 +315,7 @@ class _TextReader:
             raw=amount.raw,
         )
         if self._section.memory.setdefault((row.nd_idx, row.nc_idx, usage), row) is not row:
-            self._damaged(number, f"{shown(usage)} is given twice for one core, the first is kept")
+            self._tell_damage(number, f"{shown(usage)} is given twice for one core, the first is kept")
         self._keep(number, len(usage) + len(row.raw))
 
 

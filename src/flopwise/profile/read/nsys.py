@@ -218,7 +218,7 @@ class _Trace:
         odd = 0
         columns = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", "bytes", "copyKind", column)
         for batch in self.database.batches(table, *columns):
-            launched = self._launched(batch)
+            launched = self._launch_times(batch)
             for row, launch in zip(batch, launched, strict=True):
                 start, end, device, stream = _time(row[0]), _time(row[1]), row[2], row[3]
                 device = 0 if device is None else device
@@ -258,7 +258,7 @@ class _Trace:
         self.processes[gpu][process] += 1
         return self.builders.setdefault(gpu, ActivityBuilder())
 
-    def _launched(self, batch: list[tuple[Any, ...]]) -> list[int]:
+    def _launch_times(self, batch: list[tuple[Any, ...]]) -> list[int]:
         """When the host handed each row over; -1: not said."""
         if self._launches is None:
             self._launches = _Launches.of(self.database)

@@ -77,16 +77,16 @@ class TraceFile(io.BufferedReader):
 
 
 @contextmanager
-def opened(path: Path, tell: Tell | None = None) -> Iterator[TraceFile]:
+def open_trace(path: Path, tell: Tell | None = None) -> Iterator[TraceFile]:
     """The file's content, unpacked; `tell` hears of the bytes of the file itself, packed ones where it is packed."""
     name = path.name or str(path)
-    with _opened_file(path) as file:
+    with _open_file(path) as file:
         warnings: list[str] = []
         source = TraceFile(name, _raw_blocks(file, name, tell), warnings)
         if not source.head(1):
             raise FlopwiseError(f"{path} is empty", hint="was the program that writes it still running, or killed?")
         if source.head(2) == _GZIP:
-            source = TraceFile(name, _gunzipped(source, warnings), warnings)
+            source = TraceFile(name, _gunzip(source, warnings), warnings)
             if not source.head(1):
                 raise FlopwiseError(
                     f"{path} unpacks to nothing", why="; ".join(warnings) or None, hint="make or fetch the file again"
@@ -100,7 +100,7 @@ def opened(path: Path, tell: Tell | None = None) -> Iterator[TraceFile]:
         yield source
 
 
-def _opened_file(path: Path) -> BinaryIO:
+def _open_file(path: Path) -> BinaryIO:
     hint = "name a file that a profiler wrote"
     try:
         return open_file(path)
@@ -132,7 +132,7 @@ def _raw_blocks(file: BinaryIO, name: str, tell: Tell | None) -> Iterator[bytes]
         yield block
 
 
-def _gunzipped(packed: TraceFile, warnings: list[str]) -> Iterator[bytes]:
+def _gunzip(packed: TraceFile, warnings: list[str]) -> Iterator[bytes]:
     """Members one after the other; what a damaged or cut one gives before the damage, with a warning."""
     unpacker = gzip.GzipFile(fileobj=packed)
     done = 0

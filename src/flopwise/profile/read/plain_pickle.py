@@ -53,10 +53,10 @@ def plain_data(source: io.BufferedIOBase, limits: Limits | None = None) -> Any: 
         if done.returncode == 0:
             plain.seek(0)
             return marshal.loads(plain.read())  # noqa: S302 - written by `pickle_reader`
-    raise _refused(done.returncode, done.stderr.decode(errors="replace")[-200:], memory_bytes, seconds)
+    raise _refusal(done.returncode, done.stderr.decode(errors="replace")[-200:], memory_bytes, seconds)
 
 
-def _refused(code: int, why: str, memory_bytes: int, seconds: int) -> FlopwiseError:
+def _refusal(code: int, why: str, memory_bytes: int, seconds: int) -> FlopwiseError:
     if code == pickle_reader.NOT_PLAIN:
         hint = "only None, bool, int, float, str, bytes, list, tuple, dict and set are read"
         return FlopwiseError("a pickle that is not plain data", why=why, hint=hint)

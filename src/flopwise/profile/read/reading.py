@@ -11,7 +11,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import entry_kind, schema_name
 from flopwise.profile.measure.sampling import CounterRecord, counters_values, read_counter_record
 from flopwise.profile.read import kineto, memory_snapshot, ncu, neuron_json, neuron_text, nsys, trainer_metrics
-from flopwise.profile.read.opening import Tell, TraceFile, opened
+from flopwise.profile.read.opening import Tell, TraceFile, open_trace
 from flopwise.records.profile import Profile, Read
 from flopwise.store.runs import PROFILE, from_text
 
@@ -85,7 +85,7 @@ def read_profiles(paths: Sequence[Path], tell: Tell | None = None) -> tuple[Read
 def _read(path: Path, tell: Tell | None) -> tuple[Read, ...]:
     if entry_kind(path) == "folder":
         return _read_folder(path, tell)
-    with opened(path, tell) as source:
+    with open_trace(path, tell) as source:
         head = source.head(HEAD_BYTES)
         if nsys.looks_like(head):
             return (nsys.read_path(path, path.name, tell),)

@@ -29,12 +29,12 @@ MOST_ACTIVATIONS = 2**16
 def plan_of_run(run: OffloadRun, model: Transformer, hardware: Hardware) -> Plan:
     """The plan of a run that succeeded, as it ran."""
     _check(run, model)
-    return recorded_plan(run, model, hardware)
+    return plan_as_recorded(run, model, hardware)
 
 
-def recorded_plan(run: OffloadRun, model: Transformer, hardware: Hardware, *, as_run: bool = True) -> Plan:
+def plan_as_recorded(run: OffloadRun, model: Transformer, hardware: Hardware, *, as_run: bool = True) -> Plan:
     """What a run recorded, and blocks on the device, which it did not, by the rule; `as_run` as `placement` has it."""
-    ruled, variant = _configured(run, model, hardware), VARIANTS[RECORDED]
+    ruled, variant = _configure(run, model, hardware), VARIANTS[RECORDED]
     total = run.slots + run.n_full + run.n_attention + run.n_context
     if total % model.layers:
         raise FlopwiseError(
@@ -61,7 +61,7 @@ def recorded_plan(run: OffloadRun, model: Transformer, hardware: Hardware, *, as
     return to_plan(recorded, model, hardware.name, run.device_bytes, run.host_bytes, as_run=as_run)
 
 
-def _configured(run: OffloadRun, model: Transformer, hardware: Hardware) -> RuleChoice:
+def _configure(run: OffloadRun, model: Transformer, hardware: Hardware) -> RuleChoice:
     return configure(
         model,
         hardware,
@@ -75,7 +75,7 @@ def _configured(run: OffloadRun, model: Transformer, hardware: Hardware) -> Rule
 def rule_accepts(run: OffloadRun, model: Transformer, hardware: Hardware) -> bool:
     """Whether the trainer's rule finds a configuration for the run's caps."""
     try:
-        _configured(run, model, hardware)
+        _configure(run, model, hardware)
     except DoesNotFit:
         return False
     return True
@@ -95,7 +95,7 @@ def validate_recorded(
     refuses although it succeeded has no prediction: how many blocks stayed on the device is the rule's to say.
     """
     rows = []
-    steps = repeated_steps(runs, models, hardware)
+    steps = repeat_steps(runs, models, hardware)
     for number, (run, (step_s, accepted)) in enumerate(zip(runs, steps, strict=True), start=1):
         rows.append(_row(run, step_s, accepted))
         if progress:
@@ -105,7 +105,7 @@ def validate_recorded(
     )
 
 
-def repeated_steps(
+def repeat_steps(
     runs: Sequence[OffloadRun], models: Mapping[str, Transformer], hardware: Mapping[str, Hardware]
 ) -> Iterator[tuple[float | None, bool]]:
     """Simulated seconds of each run's step, None where there is no plan, and whether the rule accepts its caps.

@@ -291,7 +291,7 @@ Watch = Callable[[Objective], Objective]
 """Given the objective, one that also tells how far the search is."""
 
 
-def _unwatched(objective: Objective) -> Objective:
+def _leave_as_is(objective: Objective) -> Objective:
     return objective
 
 
@@ -353,7 +353,7 @@ class DesignQuestion:
         return device is not None and step(self.ask(device)).fits
 
 
-def design_by_step(question: DesignQuestion, search: Search, watch: Watch = _unwatched) -> DesignedDevice:
+def design_by_step(question: DesignQuestion, search: Search, watch: Watch = _leave_as_is) -> DesignedDevice:
     """The division of the power among `PARTS` on which the physical method's step is fastest."""
     blueprint = question.blueprint
     first = _divide({name: getattr(blueprint.shares, name) if blueprint.shares else 1.0 for name in PARTS}, search)
@@ -383,7 +383,7 @@ def design_by_step(question: DesignQuestion, search: Search, watch: Watch = _unw
 
 
 def design_by_deepflow(
-    configuration: deepflow.Configuration, search: Search, watch: Watch = _unwatched
+    configuration: deepflow.Configuration, search: Search, watch: Watch = _leave_as_is
 ) -> DesignedDevice:
     """The division on which the reference's formulas are fastest; with parallel degrees the network gets a share."""
     power = configuration.power

@@ -11,7 +11,7 @@ from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.base.files import decode, read_table
 from flopwise.catalog.load import ROOT
 from flopwise.references.published import megatron, mpt, nanotron, vtrain
-from flopwise.references.published.rows import TableRow, column_names, placed, read_rows
+from flopwise.references.published.rows import TableRow, column_names, read_rows, tell_row
 from flopwise.references.validate.protocol import Case, Protocol
 
 
@@ -32,7 +32,7 @@ def _each(case: Callable[[TableRow], Case]) -> Callable[[Sequence[TableRow]], tu
     def cases(rows: Sequence[TableRow]) -> tuple[Case, ...]:
         found = []
         for row in rows:
-            with placed(row):
+            with tell_row(row):
                 found.append(case(row))
         return tuple(found)
 

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.references.published.rows import TableRow, load_device, placed
+from flopwise.references.published.rows import TableRow, load_device, tell_row
 from flopwise.references.validate.protocol import Case
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.setup import SettledSetup
@@ -59,7 +59,7 @@ def _details(rows: Sequence[TableRow]) -> dict[Shape, tuple[int, bool]]:
 
 
 def _case(row: TableRow, details: Mapping[Shape, tuple[int, bool]], slowest: float) -> Case:
-    with placed(row):
+    with tell_row(row):
         model, fits = _model(row, details), _fits(row)
         parallel = _parallel(row)
         micro_batch, steps = row.count("mbs"), row.count("batch_accum")

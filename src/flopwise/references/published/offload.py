@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import ROOT
-from flopwise.references.published.rows import TableRow, placed, read_rows
+from flopwise.references.published.rows import TableRow, read_rows, tell_row
 
 FILE = "offload_h100.csv"
 COLUMNS = (
@@ -69,7 +69,7 @@ def read_offload(path: Path | None = None) -> tuple[OffloadRun, ...]:
 
 
 def _run(row: TableRow) -> OffloadRun:
-    with placed(row):
+    with tell_row(row):
         failed = OffloadRun(
             row=row.number,
             hardware=row.hardware("gpu"),

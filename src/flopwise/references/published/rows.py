@@ -96,7 +96,7 @@ class TableRow:
 
 
 @contextmanager
-def placed(row: TableRow) -> Iterator[None]:
+def tell_row(row: TableRow) -> Iterator[None]:
     """Tell of any mistake found meanwhile which row it is in."""
     try:
         yield

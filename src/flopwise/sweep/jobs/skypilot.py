@@ -209,10 +209,10 @@ def _run(record: SweepRecord, cells: Sequence[Cell], options: SkyOptions) -> str
 
 def quoted(text: str) -> str:
     """A YAML scalar in double quotes, which stands for exactly this text."""
-    return '"' + "".join(map(_escaped, text)) + '"'
+    return '"' + "".join(map(_escape, text)) + '"'
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     if character in '"\\':
         return f"\\{character}"
     if character.isprintable():

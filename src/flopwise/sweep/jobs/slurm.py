@@ -20,7 +20,7 @@ from flopwise.store.cells import (
     CellState,
     SweepRecord,
     says_nothing,
-    standing,
+    standing_attempts,
 )
 from flopwise.store.runs import MOST_RECORD_BYTES, from_text, to_text
 from flopwise.store.sweeps import (
@@ -34,7 +34,7 @@ from flopwise.store.sweeps import (
     verdict,
     write_attempt,
 )
-from flopwise.sweep.attempts import settled
+from flopwise.sweep.attempts import settle_attempt
 from flopwise.sweep.jobs.slurm_queue import UNKNOWN, QueuedTask, ask, is_installed, sbatch
 from flopwise.sweep.jobs.slurm_scripts import (
     JOB_VARIABLE,
@@ -52,6 +52,7 @@ __all__ = [
     "Script",
     "SlurmOptions",
     "Submission",
+    "find_unsettled",
     "reasons",
     "render",
     "settle",
@@ -59,7 +60,6 @@ __all__ = [
     "slurm_folder",
     "states",
     "submit",
-    "unsettled",
 ]
 
 JOBS = "jobs.json"
@@ -255,7 +255,7 @@ def _own_state(store: Path, record: SweepRecord, cell: Cell, attempts: Sequence[
     told = [attempt for attempt in attempts if not says_nothing(attempt)]
     if found == "failed":
         return told[-1].state
-    others = [attempt for attempt in standing(attempts) if attempt.state != "ok"]
+    others = [attempt for attempt in standing_attempts(attempts) if attempt.state != "ok"]
     return "failed" if others and says_nothing(others[-1]) else "planned"
 
 
@@ -268,11 +268,11 @@ def _tasks(listed: JobList, cells: Iterable[str]) -> dict[str, QueuedTask]:
     tasks = {}
     for cell, job in newest.items():
         name = job.task(cell)
-        tasks[cell] = known.get(name) or _unlisted(name, job)
+        tasks[cell] = known.get(name) or _task_unlisted(name, job)
     return tasks
 
 
-def _unlisted(name: str, job: Job) -> QueuedTask:
+def _task_unlisted(name: str, job: Job) -> QueuedTask:
     submitted = moment(job.submitted)
     is_new = submitted is not None and (_now() - submitted).total_seconds() < FORGOTTEN_AFTER_S
     return QueuedTask(id=name, state="PENDING" if is_new else UNKNOWN)
@@ -300,7 +300,7 @@ def _can_settle() -> bool:
     return JOB_VARIABLE not in os.environ and is_installed()
 
 
-def unsettled(store: Path, record: SweepRecord) -> list[str]:
+def find_unsettled(store: Path, record: SweepRecord) -> list[str]:
     """Cells whose newest job has no end in the store yet, where `settle` could ask for it here: nobody is asked now."""
     listed = read_jobs(store, record.name) if _can_settle() else JobList()
     found = []
@@ -341,7 +341,7 @@ def _settle_cell(store: Path, record: SweepRecord, cell: str, task: QueuedTask, 
     written = []
     for attempt in made:
         # The run of one that has no end may have been done all the same.
-        found = settled(store, attempt) if attempt.ended is None else attempt
+        found = settle_attempt(store, attempt) if attempt.ended is None else attempt
         if found.state == "ok" and attempt.ended is None:
             written.append(found)
         elif _is_open(found, task):

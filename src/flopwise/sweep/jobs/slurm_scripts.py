@@ -209,7 +209,7 @@ def _directives(
         if value is not None:
             lines.append(f"--{flag}={value}")
     output = "%A_%a.out" if options.array else "%j.out"
-    lines.append(f"--output={_quoted(str(folder).replace('%', '%%') + '/' + output)}")
+    lines.append(f"--output={_quote(str(folder).replace('%', '%%') + '/' + output)}")
     # A requeued job would find its own attempt still marked as running.
     lines += ["--open-mode=append", "--no-requeue", *options.extra]
     return lines
@@ -253,7 +253,7 @@ def show_minutes(minutes: int) -> str:
     return f"{days}-{rest // 60:02d}:{rest % 60:02d}:00"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """For a line of options in a batch script, which sbatch reads itself: quotes and backslashes, but no variables."""
     if re.fullmatch(r"[A-Za-z0-9_./%@:+=-]+", text):
         return text
