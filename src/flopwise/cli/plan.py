@@ -12,12 +12,17 @@ from flopwise.base.units import parse_devices, read_option
 from flopwise.cli.options import (
     FORMS,
     AttentionOption,
+    BaseOption,
     BatchOption,
     BatchTokensOption,
     ConventionOption,
+    FreezeOption,
     FusionOption,
     LayoutOption,
     LengthsOption,
+    LoraAlphaOption,
+    LoraOnOption,
+    LoraOption,
     MicroOption,
     ModelArgument,
     OptimizerOption,
@@ -25,6 +30,7 @@ from flopwise.cli.options import (
     OutputOption,
     PrecisionOption,
     RecomputeOption,
+    RsloraOption,
     SequenceOption,
     SetOption,
     StackOption,
@@ -33,6 +39,7 @@ from flopwise.cli.options import (
     find_hardware,
     parse_changes,
     takes_options,
+    trained_words,
 )
 from flopwise.cli.output import progress_bar, say, show
 
@@ -87,6 +94,12 @@ class PlanOptions(Options):
         bool, typer.Option("--offload", help="Optimizer state and activations may go to host memory.")
     ] = False
     change: SetOption = None
+    lora: LoraOption = "auto"
+    lora_alpha: LoraAlphaOption = "auto"
+    lora_on: LoraOnOption = "auto"
+    rslora: RsloraOption = False
+    freeze: FreezeOption = "auto"
+    base: BaseOption = "auto"
     write: Annotated[str, typer.Option("--write", "-w", help="Write the plan to this TOML file.")] = ""
     trace: Annotated[str, typer.Option(help="Write the simulated step as a Chrome trace (Perfetto opens it).")] = ""
     heatmap: Annotated[str, typer.Option(help="Write a grid of caps as an SVG picture.")] = ""
@@ -112,7 +125,7 @@ def plan(options: PlanOptions) -> None:
     counting = one_of(options.convention, CONVENTIONS, "--convention")
     check_one_name(options.model, "model")
     check_one_name(options.on, "device")
-    model = load_model(options.model, parse_changes(options.change))
+    model = trained_words(options).of(load_model(options.model, parse_changes(options.change)))
     machine = find_hardware(options.on)
     targets = (("--write", options.write, "plan.toml"), ("--trace", options.trace, "step.json"))
     for option, path, example in (*targets, ("--heatmap", options.heatmap, "caps.svg")):
@@ -150,6 +163,7 @@ def _setup(options: PlanOptions, model: Model, hardware: Hardware, device_mem: s
         batch_tokens=options.batch_tokens,
         micro=options.micro,
         precision=options.precision,
+        base=options.base,
         recompute=options.recompute,
         optimizer=options.optimizer,
         attention=options.attention,

@@ -14,17 +14,23 @@ from flopwise.cli.options import (
     FORMS,
     METHODS,
     AttentionOption,
+    BaseOption,
     ConventionOption,
     DeviceMemoryOption,
+    FreezeOption,
     FusionOption,
     LayoutOption,
     LengthsOption,
+    LoraAlphaOption,
+    LoraOnOption,
+    LoraOption,
     MethodOption,
     OptimizerOption,
     Options,
     OutputOption,
     PrecisionOption,
     RecomputeOption,
+    RsloraOption,
     SetOption,
     StackOption,
     TokenizerOption,
@@ -32,6 +38,7 @@ from flopwise.cli.options import (
     parse_changes,
     split_names,
     takes_options,
+    trained_words,
 )
 from flopwise.cli.output import one_or_all, show
 
@@ -84,6 +91,12 @@ class PredictOptions(Options):
     ] = "auto"
     stack: StackOption = "kernels"
     change: SetOption = None
+    lora: LoraOption = "auto"
+    lora_alpha: LoraAlphaOption = "auto"
+    lora_on: LoraOnOption = "auto"
+    rslora: RsloraOption = False
+    freeze: FreezeOption = "auto"
+    base: BaseOption = "auto"
     method: MethodOption = "physical"
     print_out: Annotated[
         bool, typer.Option("--print-out", help="With --method deepflow: its own print-out, line by line, and stop.")
@@ -114,7 +127,8 @@ def predict(options: PredictOptions) -> None:
         return
     cases = _expand(options)
     changes = parse_changes(options.change)
-    models = [load_model(name, changes) for name in split_names(options.model, "a model")]
+    trained = trained_words(options)
+    models = [trained.of(load_model(name, changes)) for name in split_names(options.model, "a model")]
     machines = [find_hardware(name) for name in split_names(options.on, "a device (--on)")]
     _check_count(len(models) * len(machines) * len(cases))
     setups = [_setup(case, model, machine) for model in models for machine in machines for case in cases]
@@ -139,6 +153,7 @@ def _setup(options: PredictOptions, model: Model, hardware: Hardware) -> Setup:
         batch_tokens=options.batch_tokens,
         micro=options.micro,
         precision=options.precision,
+        base=options.base,
         recompute=options.recompute,
         optimizer=options.optimizer,
         attention=options.attention,

@@ -12,6 +12,7 @@ from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.stack import Stack
+from flopwise.setup.trained import check_base, trains_partly
 from flopwise.setup.words import FUSIONS, MOMENTS, Fusion, Optimizer
 from flopwise.work.describe import check_lengths
 from flopwise.work.formats import POLICIES, Formats
@@ -79,6 +80,14 @@ class Setup:
             self._check_batch(self.batch_sequences, self.parallel.data)
         if self.lengths is not None:
             self._check_lengths(self.lengths)
+        if self.formats is not None:
+            check_base(self.model, self.formats.base)
+        if trains_partly(self.model) and not self.is_plain:
+            raise FlopwiseError(
+                f"{self.model.name} on several devices, or behind a framework",
+                why="of a model that is trained in part, one device that flopwise itself runs is all that is described",
+                hint="without --gpus and --stack, or without --lora and --freeze",
+            )
 
     def _check_lengths(self, lengths: Lengths) -> None:
         if self.sequence_tokens is not None and lengths.longest > self.sequence_tokens:
