@@ -107,6 +107,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
         weight_decay=read_option(options.weight_decay, "weight-decay", _parse_number("--weight-decay 0.1")),
         beta1=read_option(options.beta1, "beta1", _parse_number("--beta1 0.9")),
         beta2=read_option(options.beta2, "beta2", _parse_number("--beta2 0.95")),
+        dropout=read_option(options.dropout, "dropout", _parse_number("--dropout 0.1")),
         clip_norm=read_option(options.clip, "clip", _parse_number("--clip 1.0")),
         stochastic_rounding=options.stochastic_rounding,
         seed=read_option(options.seed, "seed", parse_count(0, "--seed 0")) or 0,

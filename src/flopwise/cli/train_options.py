@@ -49,6 +49,10 @@ class TrainOptions(Options):
     weight_decay: Annotated[str, typer.Option(help="For matrices and tables: 0.1.")] = "auto"
     beta1: Annotated[str, typer.Option(help="AdamW's first: 0.9.")] = "auto"
     beta2: Annotated[str, typer.Option(help="AdamW's second: 0.95.")] = "auto"
+    dropout: Annotated[
+        str,
+        typer.Option(help="Share dropped at every site: 0.1; 0 for none. Default: the model's.", show_default=False),
+    ] = "auto"
     clip: Annotated[
         str,
         typer.Option(

@@ -29,7 +29,7 @@ from flopwise.work.describe import describe
 from flopwise.work.formats import Formats, parse_formats
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model, beyond_context
-from flopwise.work.transformer import Transformer
+from flopwise.work.transformer import Dropout, Transformer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,7 +131,7 @@ def settle(
             plan = replace(plan[0], hardware=name), plan[1]
     model, weights = _model(request, plan, hardware, ranks)
     task = request.task or ("classification" if model.head == "classifier" else "language")
-    model = _for_task(model, task)
+    model = _with_dropout(_for_task(model, task), request.dropout)
     check_trainable(model)
     if request.precision is not None:
         check_formats(parse_formats(request.precision))
@@ -196,7 +196,10 @@ def prepare(
         device=here.device,
         weights=weights,
         origin=weights or _described_in(request),
-        checks=_checks(hardware, settled.place, expected, data.describe(), weights),
+        checks=(
+            *_checks(hardware, settled.place, expected, data.describe(), weights),
+            *_dropout_check(model, training),
+        ),
         notes=(
             *settled.notes,
             *data.notes,
@@ -300,6 +303,31 @@ def _described_in(request: TrainRequest) -> Path | None:
     """The folder whose config.json describes the model, where its weights are not begun with."""
     folder = model_folder(request.model) if request.model is not None and not is_plan(request.model) else None
     return folder if request.model is not None and not request.model.endswith(".toml") else None
+
+
+def _with_dropout(model: Transformer, share: float | None) -> Transformer:
+    """The model with the share that is asked for; where none is, its own stays in the description, unused."""
+    if not share:
+        return model
+    if not 0 < share < 1:
+        raise FlopwiseError(
+            f"a dropout of {share:g} is not possible",
+            why="it is the share of numbers that training sets to zero",
+            hint="--dropout 0.1, or 0 for none",
+        )
+    return replace(model, dropout=Dropout(embedding=share, hidden=share, attention=share))
+
+
+def _dropout_check(model: Transformer, training: Training) -> list[str]:
+    """What training drops, where the model says that it drops anything."""
+    if model.dropout is None or not model.dropout.sites:
+        return []
+    if not training.drops:
+        return ["no dropout"]
+    by_share: dict[float, list[str]] = {}
+    for site, share in model.dropout.sites.items():
+        by_share.setdefault(share, []).append(site)
+    return ["dropout " + ", ".join(f"{share:g} ({', '.join(sites)})" for share, sites in by_share.items())]
 
 
 def _for_task(model: Transformer, task: Task) -> Transformer:
@@ -461,6 +489,7 @@ def _training(
         stochastic_rounding=formats.weights_are_coarse
         if request.stochastic_rounding is None
         else request.stochastic_rounding,
+        drops=request.dropout != 0,
         seed=request.seed,
         **chosen,
     )

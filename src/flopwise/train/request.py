@@ -40,6 +40,8 @@ class TrainRequest(WrittenBatch):
     weight_decay: float | None = None
     beta1: float | None = None
     beta2: float | None = None
+    dropout: float | None = None
+    """The share that is dropped at every site, 0 for none; None: the shares of the model's description."""
     clip_norm: float | None = None
     """0: no clipping; None: 1 for a training that begins from weights, as far as its plan allows."""
     stochastic_rounding: bool | None = None

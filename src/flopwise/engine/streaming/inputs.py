@@ -23,9 +23,8 @@ from flopwise.engine.streaming.block import Chunk
 from flopwise.records.plan import Plan
 from flopwise.work.lengths import granule_of
 
-IDS, LABELS, POSITIONS = range(3)
-KINDS = 3
-"""Identifier, label and position of a token, 4 bytes each."""
+IDS, LABELS, POSITIONS, TOKENS = range(4)
+"""Identifier, label and position of a token, where anything is dropped its number in the step's batch; 4 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +52,15 @@ class Inputs:
         classifies: bool,
         causal: bool,
         granule: int | None = None,
+        numbered: bool = False,
     ) -> None:
-        """`granule`: what the rows of packed chunks are a multiple of; None: 1 on a CPU, a sixteenth on a GPU."""
+        """`numbered`: whether tokens have numbers: sequence · the plan's tokens + position, however they are cut.
+
+        `granule`: what the rows of packed chunks are a multiple of; None: 1 on a CPU, a sixteenth on a GPU."""
         self.plan, self.vocabulary, self.classifies, self.causal = plan, vocabulary, classifies, causal
         self.tokens = plan.tokens_per_round
-        self._block = buffer[: self.bytes].view(torch.int32).view(KINDS, self.tokens)
+        self.kinds = TOKENS + 1 if numbered else TOKENS
+        self._block = buffer[: self.bytes].view(torch.int32).view(self.kinds, self.tokens)
         self.each = max(1, plan.sequences_per_round // plan.chunks_per_round)
         """Sequences of a chunk, where it holds whole ones."""
         by_device = granule_of(self.each * plan.sequence_tokens) if buffer.is_cuda else 1
@@ -73,7 +76,7 @@ class Inputs:
 
     @property
     def bytes(self) -> int:
-        return KINDS * 4 * self.tokens
+        return self.kinds * 4 * self.tokens
 
     # -- a step's tokens in pinned memory ---------------------------------------------------------------------------
 
@@ -91,10 +94,11 @@ class Inputs:
         found = []
         for number, (batch, packed) in enumerate(zip(rounds, packs, strict=True)):
             places = host[number].numpy(), starts[number].numpy()
+            first = number * self.plan.sequences_per_round
             if packed:
-                found.append(self._lay_packed(batch, *places, rows=rows))
+                found.append(self._lay_packed(batch, *places, rows=rows, first_sequence=first))
             else:
-                found.append(self._lay_even(batch, *places, lengths[number].numpy()))
+                found.append(self._lay_even(batch, *places, lengths[number].numpy(), first_sequence=first))
         self._layouts = tuple(found)
         return self._layouts
 
@@ -137,7 +141,7 @@ class Inputs:
         return [(first, min(first + self.each, batch.sequences)) for first in range(0, batch.sequences, self.each)]
 
     def _lay_packed(
-        self, batch: Batch, block: NDArray[np.int32], starts: NDArray[np.int32], *, rows: int
+        self, batch: Batch, block: NDArray[np.int32], starts: NDArray[np.int32], *, rows: int, first_sequence: int
     ) -> RoundLayout:
         assert batch.lengths is not None
         width, room = batch.ids.shape[1], self.each * self.plan.sequence_tokens
@@ -153,7 +157,9 @@ class Inputs:
             block[POSITIONS, begin : begin + total] = np.broadcast_to(places, there.shape)[there]
             if not self.classifies:
                 block[LABELS, begin : begin + total] = batch.labels[first:last][there]
-            block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0])[:, None]
+            if self.kinds > TOKENS:
+                block[TOKENS, begin : begin + total] = self._numbers(first_sequence + first, there.shape)[there]
+            block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0, 0])[: self.kinds, None]
             behind = last - first + 1
             starts[chunk, 0], starts[chunk, 1:behind] = 0, np.cumsum(lengths)
             fillers = starts.shape[1] - behind
@@ -163,8 +169,19 @@ class Inputs:
             block[LABELS, : batch.sequences] = batch.labels
         return RoundLayout(batch.sequences, self.plan.sequence_tokens, tuple(counts))
 
+    def _numbers(self, first_sequence: int, shape: tuple[int, ...]) -> NDArray[np.int32]:
+        """Tokens' numbers in the step's batch, modulo 2³²: the same whatever the sequences are filled up to."""
+        sequences = np.arange(first_sequence, first_sequence + shape[0])[:, None] * self.plan.sequence_tokens
+        return (sequences + np.arange(shape[1])).astype(np.int32)
+
     def _lay_even(
-        self, batch: Batch, block: NDArray[np.int32], starts: NDArray[np.int32], lengths: NDArray[np.int32]
+        self,
+        batch: Batch,
+        block: NDArray[np.int32],
+        starts: NDArray[np.int32],
+        lengths: NDArray[np.int32],
+        *,
+        first_sequence: int,
     ) -> RoundLayout:
         if self.plan.chunks_per_sequence > 1 and batch.ids.shape[1] != self.plan.sequence_tokens:
             batch = _fill_up(batch, self.plan.sequence_tokens)
@@ -173,6 +190,8 @@ class Inputs:
         block[IDS, :count] = batch.ids.reshape(-1)
         block[LABELS, : batch.labels.size] = batch.labels.reshape(-1)
         block[POSITIONS, :count] = np.tile(np.arange(width, dtype=np.int32), sequences)
+        if self.kinds > TOKENS:
+            block[TOKENS, :count] = self._numbers(first_sequence, (sequences, width)).reshape(-1)
         starts[:] = np.arange(starts.shape[1], dtype=np.int32) * width
         # Behind a causal model's sequence there is only padding, which none of its tokens sees.
         if batch.lengths is None or self.causal or int(batch.lengths.min()) == width:
@@ -236,6 +255,11 @@ class Inputs:
             return sequence * layout.width, sequences * layout.width, sequence, max(1, sequences), 0
         count = layout.rows[number] if sequences else 0
         return number * self.each * plan.sequence_tokens, count, sequence, max(1, sequences), 0
+
+    def tokens_of(self, number: int) -> Tensor:
+        """Numbers of a chunk's tokens in the step's batch."""
+        first, count, *_ = self._span(number)
+        return self._block[TOKENS, first : first + count]
 
     def ids(self, number: int) -> Tensor:
         """Identifiers of a chunk."""

@@ -22,6 +22,7 @@ from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
 from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, Streaming, attention_flops, kind_of
+from flopwise.work.plain import NOTHING, Passes, plain_passes, plain_update
 from flopwise.work.traffic import (
     Traffic,
     backward_traffic,
@@ -36,6 +37,10 @@ from flopwise.work.traffic import (
 from flopwise.work.work import Recompute, Work
 
 Floats = NDArray[np.float64]
+
+
+PLAIN_WIDTH = WIDTH_BYTES["fp32"]
+"""Plain kernels compute in fp32."""
 
 
 class Phase(IntEnum):
@@ -95,6 +100,8 @@ class StreamingCall:
     count: int
     bytes: tuple[float, float]
     kernels: int = 1
+    passes: Passes = NOTHING
+    """What a device that fuses nothing does beside moving those bytes, for each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +127,21 @@ def calls_for(
     optimizer: Optimizer,
     layout: Layout = WHOLE,
     lengths: Lengths | None = None,
+    plain: bool = False,
 ) -> StepCalls:
     """`step_calls`, remembered."""
     work = describe(model, sequence_tokens, kernel, layout, lengths)
-    return step_calls(work, formats, policy, fusion, optimizer)
+    return step_calls(work, formats, policy, fusion, optimizer, plain=plain)
 
 
-def step_calls(work: Work, formats: Formats, policy: Recompute, fusion: Fusion, optimizer: Optimizer) -> StepCalls:
-    """List the kernels of a micro-batch, operators first in the model's order and the optimizer's update last."""
-    lister = _Lister(work, formats, fusion, work.recomputed(policy))
+def step_calls(
+    work: Work, formats: Formats, policy: Recompute, fusion: Fusion, optimizer: Optimizer, *, plain: bool = False
+) -> StepCalls:
+    """List the kernels of a micro-batch, operators first in the model's order and the optimizer's update last.
+
+    `plain`: with what flopwise's plain kernels call beside products and attention.
+    """
+    lister = _Lister(work, formats, fusion, work.recomputed(policy), plain=plain)
     for index, op in enumerate(work.ops):
         lister.add(index, op)
     update = StreamingCall(
@@ -136,6 +149,7 @@ def step_calls(work: Work, formats: Formats, policy: Recompute, fusion: Fusion, 
         Phase.UPDATE,
         1,
         (float(work.trained_parameters * update_bytes_per_parameter(formats, MOMENTS[optimizer])), 0.0),
+        passes=plain_update(work.trained_parameters, update_pieces(work)),
     )
     return StepCalls(
         names=(*(op.name for op in work.ops), "optimizer"),
@@ -144,6 +158,11 @@ def step_calls(work: Work, formats: Formats, policy: Recompute, fusion: Fusion, 
         attentions=tuple(lister.attentions),
         streams=(*lister.streams, update),
     )
+
+
+def update_pieces(work: Work) -> int:
+    """Pieces that an optimizer updates one after another: each layer, and what is around them."""
+    return 1 + max((op.layers for op in work.ops if op.in_block), default=0)
 
 
 def calls_of(setup: SettledSetup) -> StepCalls:
@@ -158,6 +177,7 @@ def calls_of(setup: SettledSetup) -> StepCalls:
         optimizer=setup.optimizer,
         layout=setup.parallel.layout,
         lengths=setup.packed,
+        plain=setup.hardware.efficiency.plain is not None,
     )
 
 
@@ -180,14 +200,15 @@ TILE_QUERIES = 128
 """Of one unit: a kernel that takes many sequences at once computes a whole tile for one that is shorter."""
 
 
-def typical_square(op: Attention) -> tuple[float, int, float]:
+def typical_square(op: Attention, least: int) -> tuple[float, int, float]:
     """Tokens of a typical sequence, twice the pairs that kernels compute, and their share of the squares.
 
-    Those of an even one are as they are described: how well kernels do at its length is what was measured.
+    Those of an even one are as they are described: how well kernels do at its length is what was measured. Of uneven
+    ones none is shorter than `least` for a kernel.
     """
     if not op.lengths:
         return op.tokens, op.twice_pairs("mask"), op.twice_pairs("mask") / op.twice_pairs("square")
-    tiled = [(replace(one, tokens=max(one.tokens, TILE_QUERIES)), count) for one, count in op.each()]
+    tiled = [(replace(one, tokens=max(one.tokens, least)), count) for one, count in op.each()]
     pairs = [count * one.twice_pairs("mask") for one, count in tiled]
     squares = sum(count * one.twice_pairs("square") for one, count in tiled)
     # By where the work is: a few long sequences may have most of it.
@@ -196,8 +217,10 @@ def typical_square(op: Attention) -> tuple[float, int, float]:
 
 
 class _Lister:
-    def __init__(self, work: Work, formats: Formats, fusion: Fusion, again: dict[str, Fraction]) -> None:
-        self.work = work
+    def __init__(
+        self, work: Work, formats: Formats, fusion: Fusion, again: dict[str, Fraction], *, plain: bool
+    ) -> None:
+        self.work, self.plain = work, plain
         self.formats = formats
         self.fused = fusion == "fused"
         self.again = again
@@ -215,6 +238,20 @@ class _Lister:
             self._eager_attention(index, op, again)
         else:
             self._streaming(index, op, again)
+        if self.plain and not isinstance(op, Streaming):
+            self._beside(index, op, again)
+
+    def _beside(self, index: int, op: Op, again: Fraction) -> None:
+        """What plain kernels call beside a product or attention."""
+        forward, backward = plain_passes(self.work, op)
+        phases = [
+            (Phase.FORWARD, forward),
+            (Phase.BACKWARD, backward),
+            *([(Phase.RECOMPUTE, forward)] if again else []),
+        ]
+        for phase, passes in phases if op.reached else phases[:1]:
+            copies, moved = (op.layers if phase == Phase.FORWARD else op.reached), (0.0, PLAIN_WIDTH * passes.moved)
+            self.streams.append(StreamingCall(index, phase, copies * op.calls, moved, 0, passes))
 
     def _gemm(self, index: int, op: Gemm, again: Fraction) -> None:
         rows, depth, columns = op.rows / op.groups / self.work.sequences, op.depth, op.columns
@@ -260,7 +297,8 @@ class _Lister:
                 self.streams.append(StreamingCall(index, phase, copies, (share * dequantised, 0.0)))
         cast = cast_bytes(op, self.formats)
         if cast.fixed:
-            self.streams.append(StreamingCall(index, Phase.FORWARD, op.layers, (float(cast.fixed), 0.0)))
+            once = Passes(1, cast.fixed / PLAIN_WIDTH)
+            self.streams.append(StreamingCall(index, Phase.FORWARD, op.layers, (float(cast.fixed), 0.0), passes=once))
         if cast.per_sequence:
             count, back = op.layers * op.calls, cast_back_bytes(op, self.formats)
             calls = [(Phase.FORWARD, Traffic(cast.per_sequence)), (Phase.BACKWARD, back)]
@@ -272,7 +310,8 @@ class _Lister:
 
     def _flash(self, index: int, op: Attention, again: Fraction) -> None:
         copies, sequences = op.layers * op.calls, self.work.sequences
-        tokens, twice_pairs, area = typical_square(op)
+        # On a CPU each sequence has a call of its own.
+        tokens, twice_pairs, area = typical_square(op, 1 if self.plain else TILE_QUERIES)
         forward, backward = (
             attention_flops(way, twice_pairs, op.heads, op.head_dim) / sequences for way in ("forward", "backward")
         )
@@ -325,20 +364,28 @@ class _Lister:
                         width,
                     )
                 )
-            self.streams.append(StreamingCall(index, phase, copies, (0.0, float(moved)), 2))
+            passes = Passes(4, moved / PLAIN_WIDTH, moved / PLAIN_WIDTH / 4)
+            self.streams.append(StreamingCall(index, phase, copies, (0.0, float(moved)), 2, passes))
+
+    def _passes_again(self, op: Streaming, forward: Passes, again: Fraction) -> Passes:
+        """Plain kernels make norms and activations again in their backward, whatever the policy."""
+        products = any(isinstance(other, Gemm) and other.name in self.again for other in self.work.ops)
+        within = op.name == "activation" or (op.kind == "norm" and not products)
+        return NOTHING if within else forward.times(float(again))
 
     def _streaming(self, index: int, op: Op, again: Fraction) -> None:
         assert isinstance(op, Streaming)
         kernels = 1 if self.fused else op.eager_kernels
-        phases: list[tuple[Phase, Traffic]] = [
-            (Phase.FORWARD, forward_traffic(self.work, op, self.formats, fused=self.fused)),
-            (Phase.BACKWARD, backward_traffic(self.work, op, self.formats, fused=self.fused)),
+        forward, backward = plain_passes(self.work, op)
+        phases: list[tuple[Phase, Traffic, Passes]] = [
+            (Phase.FORWARD, forward_traffic(self.work, op, self.formats, fused=self.fused), forward),
+            (Phase.BACKWARD, backward_traffic(self.work, op, self.formats, fused=self.fused), backward),
         ]
         if again:
             made = frozenset(self.again)
             recomputed = forward_traffic(self.work, op, self.formats, fused=self.fused, after=made)
-            phases.append((Phase.RECOMPUTE, scale_traffic(recomputed, again)))
-        for phase, traffic in phases if op.reached else phases[:1]:
+            phases.append((Phase.RECOMPUTE, scale_traffic(recomputed, again), self._passes_again(op, forward, again)))
+        for phase, traffic, passes in phases if op.reached else phases[:1]:
             self.streams.append(
                 StreamingCall(
                     index,
@@ -346,5 +393,6 @@ class _Lister:
                     (op.layers if phase == Phase.FORWARD else op.reached) * op.calls,
                     (float(traffic.fixed), traffic.per_sequence / self.work.sequences),
                     kernels,
+                    passes,
                 )
             )
