@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import show_bytes
 from flopwise.catalog.load import is_plan, load_model, load_plan, model_folder
-from flopwise.engine.data import DataRequest, open_classification_data, open_language_data
+from flopwise.engine.data import (
+    DataRequest,
+    ExampleData,
+    holds_examples,
+    open_classification_data,
+    open_example_data,
+    open_language_data,
+)
+from flopwise.engine.data.request import TokenNumbers
 from flopwise.engine.executable import check_formats, check_several, check_trainable
 from flopwise.profile.measure.this_machine import Here
 from flopwise.records.cluster_plan import ClusterPlan
@@ -23,6 +31,7 @@ from flopwise.setup.training import Task, Training
 from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names
+from flopwise.train.own_data import Data, OwnData
 from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan, note_clipping
 from flopwise.train.request import TrainRequest
 from flopwise.work.describe import describe
@@ -47,6 +56,12 @@ LANGUAGE_STEPS = 200
 
 MANY_EPOCHS = 10
 """More than these are told: they are rarely meant, and the data is learnt by heart."""
+
+TOKEN_FORMATS: dict[str, TokenNumbers] = {
+    "tokens-uint16": "uint16",
+    "tokens-uint32": "uint32",
+    "tokens-int32": "int32",
+}
 
 FIRST_RATE = 1e-3
 """Learning rate of a small model that begins from nothing; larger ones want less."""
@@ -73,7 +88,7 @@ class Prepared:
     plan: Plan | ClusterPlan
     expected: Outcome
     """What a step takes, as far as that is known."""
-    data: LanguageData | ClassificationData
+    data: LanguageData | ExampleData | ClassificationData | OwnData
     hardware: Hardware
     """What it is planned for."""
     place: str
@@ -160,22 +175,27 @@ def prepare(
     plan: tuple[Plan | ClusterPlan, Model] | None = None,
     training: Training | None = None,
     tell: Callable[[str, int, int], None] | None = None,
+    own: Data | None = None,
 ) -> Prepared:
     """Settle everything that was left open.
 
     `plan` and `training`: those of a run which is resumed. With another number of ranks than the plan is for it is made
-    anew for the same sequences, batch and formats.
+    anew for the same sequences, batch and formats. `own`: data that the caller brings.
     """
     here = _here(request.device)
     settled = settle(request, here, ranks=ranks, plan=plan)
     request, model, task, weights = settled.request, settled.model, settled.task, settled.weights
     hardware, sequence = settled.setup.hardware, settled.setup.sequence_tokens
     assert sequence is not None
-    data = _open_data(settled, sequence, tell)
-    if task == "classification":
+    data = OwnData(own, sequence) if own is not None else _open_data(settled, sequence, tell)
+    if task == "classification" and own is None:
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
-    own_plan, expected = plan_of_run(settled, model, ranks, _layout(data.lengths, request, ranks))
+    own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
+    if isinstance(data, ExampleData) and not _shares(request, own_plan):
+        # Attention knows where examples begin in chunks of whole sequences on one device.
+        data.lay_out(packed=False)
+        own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
     batch = expected.batch_sequences or own_plan.batch_sequences
     steps = _steps(request, task, data.count, batch)
     if training is not None:
@@ -210,11 +230,19 @@ def prepare(
     )
 
 
-def _layout(lengths: Lengths | None, request: TrainRequest, ranks: int) -> Lengths | None:
+def _shares(request: TrainRequest, plan: Plan | ClusterPlan) -> bool:
+    """Whether several examples share a sequence."""
+    return request.packing and isinstance(plan, Plan) and plan.chunks_per_sequence == 1
+
+
+def _layout(
+    data: LanguageData | ExampleData | ClassificationData | OwnData, request: TrainRequest, ranks: int
+) -> Lengths | None:
     """The data's lengths as they are run: one device leaves padding out, several compute it."""
-    if lengths is None or ranks == 1:
-        return lengths
-    return replace(lengths, layout="padded" if request.padding == "length" else "longest")
+    if data.lengths is None or ranks == 1:
+        return data.lengths
+    to_longest = request.padding == "longest" or isinstance(data, ExampleData)
+    return replace(data.lengths, layout="longest" if to_longest else "padded")
 
 
 def _here(wanted: str) -> Here:
@@ -365,7 +393,7 @@ def _sequence_tokens(
 
 def _open_data(
     settled: Settled, sequence: int, tell: Callable[[str, int, int], None] | None
-) -> LanguageData | ClassificationData:
+) -> LanguageData | ExampleData | ClassificationData:
     request, model, task = settled.request, settled.model, settled.task
     wanted = DataRequest(
         sources=request.data,
@@ -376,11 +404,15 @@ def _open_data(
         text_column=request.text_column,
         label_column=request.label_column,
         padding=request.padding,
+        train_on=request.train_on,
+        tokens=TOKEN_FORMATS.get(request.data_format or ""),
         labels=label_names(settled.weights) if task == "classification" else (),
         evaluation=request.evaluation_data,
     )
     if task == "classification":
         return open_classification_data(wanted, tell=tell)
+    if holds_examples(wanted):
+        return open_example_data(wanted, tell=tell)
     return open_language_data(wanted, tell=tell)
 
 
