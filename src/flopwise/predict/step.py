@@ -116,7 +116,7 @@ def _prediction(
 ) -> Prediction:
     setup = choice.setup
     model, hardware, devices = setup.model, setup.hardware, setup.parallel.devices
-    n_params, n_active_params = _parameters(model, setup.sequence_tokens)
+    n_params, n_active_params, n_trained_params = _parameters(model, setup.sequence_tokens)
     model_flops, hardware_flops = _flops(setup, convention)
     peak, capacity = peak_flops(hardware, setup.formats.matrix), capacity_bytes(setup)
     mfu = model_flops / (step_s * peak * devices)
@@ -136,6 +136,7 @@ def _prediction(
         optimizer=setup.optimizer,
         n_params=n_params,
         n_active_params=n_active_params,
+        n_trained_params=None if n_trained_params == n_params else n_trained_params,
         model_flops=model_flops,
         hardware_flops=hardware_flops,
         convention=convention,
@@ -164,10 +165,10 @@ def _prediction(
 
 
 @lru_cache(maxsize=1024)
-def _parameters(model: Model, sequence_tokens: int) -> tuple[int, int]:
-    """All of them, and those that a token uses."""
+def _parameters(model: Model, sequence_tokens: int) -> tuple[int, int, int]:
+    """All of them, those that a token uses, and those that are trained."""
     work = describe(model, sequence_tokens)
-    return work.parameters, work.active_parameters
+    return work.parameters, work.active_parameters, work.trained_parameters
 
 
 def _flops(setup: SettledSetup, convention: Convention) -> tuple[int, int]:
