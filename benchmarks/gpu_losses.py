@@ -39,7 +39,7 @@ from flopwise.plan.program.compile import compile_plan
 from flopwise.records.plan import Plan
 from flopwise.setup.setup import CappedSetup
 from flopwise.setup.training import Training
-from flopwise.work.formats import parse_formats
+from flopwise.work.formats import POLICIES, parse_formats
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Transformer
 
@@ -262,7 +262,7 @@ def _update(case: Case, module: ReferenceModel, moments: Mapping[str, Tensor], s
         rounding=Seed(training.seed) if training.stochastic_rounding else None,
     )
     values = dict(module.named_parameters())
-    for numbers in numbers_by_part(parameters_of(case.model, case.sequence_tokens)).values():
+    for numbers in numbers_by_part(parameters_of(case.model, case.sequence_tokens), POLICIES["bf16"]).values():
         for parameter in numbers.parameters:
             value = values[parameter.name]
             gradient = torch.zeros_like(value) if value.grad is None else value.grad

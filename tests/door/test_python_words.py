@@ -56,6 +56,7 @@ VALUES = {
     *("h100-sxm", "h200", "this-machine", "device.toml", "bf16", "bf16-mixed", "bf16-amp", "fp8", "adamw", "cpu"),
     *("language", "classification", "FOLDER", "NAME"),
     *("this-cpu", "cuda", "auto", "layers=2,4", "head=classifier", "labels=2", "bf16,gradients=fp32", '"$store"'),
+    *("all-linear", "embedding,blocks.0-15"),
 }
 """Words that messages give as values; what begins with a digit or a hole is one too."""
 

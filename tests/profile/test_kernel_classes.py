@@ -111,6 +111,8 @@ OUR_KERNELS: dict[str, KernelClass] = {
     "_quantise_rows_kernel": "pointwise",
     "_quantise_columns_kernel": "pointwise",
     "_quantise_columns_amax_kernel": "pointwise",
+    "_dequantise_nf4_kernel": "pointwise",
+    "_dequantise_int8_kernel": "pointwise",
     "_rotate_kernel": "pointwise",
     "_activation_forward_kernel": "pointwise",
     "_activation_backward_kernel": "pointwise",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, get_type_hints
 
 import typer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from flopwise.setup.hardware import Hardware
     from flopwise.setup.setup import Setup
+    from flopwise.setup.trained import TrainedWords
     from flopwise.work.model import Model
 
 Found = TypeVar("Found")
@@ -82,6 +83,22 @@ DeviceMemoryOption = Annotated[
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Change a field of the model: --set layers=16. Repeatable.")
 ]
+LoraOption = Annotated[
+    str, typer.Option("--lora", help="Train adapters of this rank beside a frozen model: 16.", show_default=False)
+]
+LoraAlphaOption = Annotated[
+    str, typer.Option(help="Their scale is alpha ÷ rank. Default: twice the rank.", show_default=False)
+]
+LoraOnOption = Annotated[
+    str, typer.Option(help="Matrices that have one: all-linear, attention, mlp, or some of q,k,v,o,gate,up,down.")
+]
+RsloraOption = Annotated[bool, typer.Option("--rslora", help="The adapters' scale is alpha ÷ √rank.")]
+FreezeOption = Annotated[
+    str, typer.Option(help="Parts that are not trained: embedding,blocks.0-15.", show_default=False)
+]
+BaseOption = Annotated[
+    str, typer.Option(help="Format of frozen weights: nf4, int8, bf16, fp32. Default: bf16.", show_default=False)
+]
 OutputOption = Annotated[str, typer.Option("--output", "-o", help="table, md, csv or json.")]
 StoreOption = Annotated[str, typer.Option(help="Folder of runs. Default: as FLOPWISE_STORE says, else runs.")]
 
@@ -118,6 +135,12 @@ class SetupOptions(Options):
         typer.Option(help="Training framework, by name or TOML (`flopwise ls stacks`); kernels: none in the way."),
     ] = "kernels"
     change: SetOption = None
+    lora: LoraOption = "auto"
+    lora_alpha: LoraAlphaOption = "auto"
+    lora_on: LoraOnOption = "auto"
+    rslora: RsloraOption = False
+    freeze: FreezeOption = "auto"
+    base: BaseOption = "auto"
     output: OutputOption = "table"
 
     def setup(
@@ -143,6 +166,7 @@ class SetupOptions(Options):
             batch_tokens=self.batch_tokens,
             micro=self.micro,
             precision=self.precision,
+            base=self.base,
             recompute=self.recompute,
             optimizer=self.optimizer,
             attention=self.attention,
@@ -220,6 +244,35 @@ def parse_changes(texts: list[str] | None) -> dict[str, Any]:
                 hint="--set layers=16",
             ) from None
     return changes
+
+
+class TrainedOptions(Protocol):
+    """Options that say what of a model is trained."""
+
+    @property
+    def lora(self) -> str: ...
+    @property
+    def lora_alpha(self) -> str: ...
+    @property
+    def lora_on(self) -> str: ...
+    @property
+    def rslora(self) -> bool: ...
+    @property
+    def freeze(self) -> str: ...
+
+
+def trained_words(options: TrainedOptions) -> TrainedWords:
+    """What of a model is trained, as it was typed."""
+    from flopwise.base.units import parse_count, read_option
+    from flopwise.setup.trained import TrainedWords, parse_alpha
+
+    return TrainedWords(
+        lora=read_option(options.lora, "lora", parse_count(1, "--lora 16")),
+        lora_alpha=read_option(options.lora_alpha, "lora-alpha", parse_alpha),
+        lora_on=None if options.lora_on.lower() == "auto" else options.lora_on,
+        rslora=options.rslora,
+        freeze=None if options.freeze.lower() == "auto" else options.freeze,
+    )
 
 
 def check_target(

@@ -16,6 +16,7 @@ from flopwise.cli.options import (
     find_hardware,
     parse_changes,
     takes_options,
+    trained_words,
 )
 from flopwise.cli.output import progress_bar, say, show
 
@@ -76,7 +77,7 @@ def plan(options: PlanOptions) -> None:
     counting = one_of(options.convention, CONVENTIONS, "--convention")
     check_one_name(options.model, "model")
     check_one_name(options.on, "device")
-    model = load_model(options.model, parse_changes(options.change))
+    model = trained_words(options).of(load_model(options.model, parse_changes(options.change)))
     machine = find_hardware(options.on)
     targets = (("--write", options.write, "plan.toml"), ("--trace", options.trace, "step.json"))
     for option, path, example in (*targets, ("--heatmap", options.heatmap, "caps.svg")):

@@ -19,6 +19,7 @@ from flopwise.cli.options import (
     parse_changes,
     split_names,
     takes_options,
+    trained_words,
 )
 from flopwise.cli.output import one_or_all, show
 
@@ -86,7 +87,8 @@ def predict(options: PredictOptions) -> None:
         return
     cases = _expand(options)
     changes = parse_changes(options.change)
-    models = [load_model(name, changes) for name in split_names(options.model, "a model")]
+    trained = trained_words(options)
+    models = [trained.of(load_model(name, changes)) for name in split_names(options.model, "a model")]
     machines = [find_hardware(name) for name in split_names(options.on, "a device (--on)")]
     _check_count(len(models) * len(machines) * len(cases))
     setups = [

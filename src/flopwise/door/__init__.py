@@ -19,6 +19,7 @@ from flopwise.catalog.load import load_model as _load_model
 from flopwise.door.asking import hardware_of, model_of, name_of, paths_of, setup_of
 from flopwise.door.python_words import in_python, options_of, reword
 from flopwise.profile.measure.this_machine import find_hardware
+from flopwise.setup.trained import TrainedWords
 
 if TYPE_CHECKING:
     from flopwise.door.rows import Results
@@ -84,6 +85,12 @@ def predict(
     parallel: str | Parallel | None = None,
     stack: str | Path | Stack | None = None,
     changes: Mapping[str, object] | None = None,
+    lora: int | None = None,
+    lora_alpha: float | None = None,
+    lora_on: str | None = None,
+    rslora: bool = False,
+    freeze: str | None = None,
+    base: str | None = None,
 ) -> Prediction:
     """Predict a training step: time with its interval, tokens/s, MFU, memory by owner, what binds each operator.
 
@@ -98,13 +105,18 @@ def predict(
     from flopwise.door.intervals import predict_step
 
     setup = setup_of(
-        model_of(model, changes),
+        model_of(
+            model,
+            changes,
+            TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze),
+        ),
         hardware_of(on),
         name=name_of(on),
         seq=seq,
         batch=batch,
         batch_tokens=batch_tokens,
         precision=precision,
+        base=base,
         optimizer=optimizer,
         micro=micro,
         recompute=recompute,
@@ -134,6 +146,12 @@ def plan(
     host_mem: Quantity | None = None,
     clip: bool = False,
     changes: Mapping[str, object] | None = None,
+    lora: int | None = None,
+    lora_alpha: float | None = None,
+    lora_on: str | None = None,
+    rslora: bool = False,
+    freeze: str | None = None,
+    base: str | None = None,
     write: str | Path | None = None,
 ) -> Planned: ...
 
@@ -158,6 +176,12 @@ def plan(
     stack: str | Path | Stack | None = None,
     offload: bool = False,
     changes: Mapping[str, object] | None = None,
+    lora: int | None = None,
+    lora_alpha: float | None = None,
+    lora_on: str | None = None,
+    rslora: bool = False,
+    freeze: str | None = None,
+    base: str | None = None,
     write: str | Path | None = None,
 ) -> PlannedCluster: ...
 
@@ -184,6 +208,12 @@ def plan(
     stack: str | Path | Stack | None = None,
     offload: bool = False,
     changes: Mapping[str, object] | None = None,
+    lora: int | None = None,
+    lora_alpha: float | None = None,
+    lora_on: str | None = None,
+    rslora: bool = False,
+    freeze: str | None = None,
+    base: str | None = None,
     write: str | Path | None = None,
 ) -> Planned | PlannedCluster:
     """Find the fastest set-up that fits; `DoesNotFit` is raised where nothing does.
@@ -217,7 +247,9 @@ def plan(
         raise FlopwiseError(
             f"--{given[0]} without --gpus", why="it is for set-ups that a framework runs", hint="--gpus 1, or more"
         )
-    described = model_of(model, changes)
+    described = model_of(
+        model, changes, TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze)
+    )
     setup = setup_of(
         described,
         hardware_of(on),
@@ -226,6 +258,7 @@ def plan(
         batch=batch,
         batch_tokens=batch_tokens,
         precision=precision,
+        base=base,
         optimizer=optimizer,
         micro=micro,
         recompute=recompute,

@@ -16,13 +16,15 @@ from flopwise.base.units import (
     read_word,
 )
 from flopwise.catalog.load import load_model, load_stack
+from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import find_hardware
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel, parse_parallel, shard_all
 from flopwise.setup.setup import Setup, batch_in_sequences
 from flopwise.setup.stack import NO_STACK, Stack
+from flopwise.setup.trained import TrainedWords, check_base
 from flopwise.setup.words import FUSIONS, MOMENTS
-from flopwise.work.formats import Formats, parse_formats
+from flopwise.work.formats import Formats, parse_formats, with_base
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import Model
 from flopwise.work.op import ATTENTION_KERNELS
@@ -30,8 +32,15 @@ from flopwise.work.transformer import Transformer
 from flopwise.work.work import RECOMPUTE_POLICIES
 
 
-def model_of(model: str | Path | Model, changes: Mapping[str, object] | None = None) -> Model:
-    """A model by name, path or description; changes are made to what is loaded."""
+def model_of(
+    model: str | Path | Model, changes: Mapping[str, object] | None = None, trained: TrainedWords | None = None
+) -> Model:
+    """A model by name, path or description; changes are made to what is loaded. `trained`: what of it is."""
+    found = _model_of(model, changes)
+    return found if trained is None else trained.of(found)
+
+
+def _model_of(model: str | Path | Model, changes: Mapping[str, object] | None) -> Model:
     if changes is not None and not isinstance(changes, Mapping):
         raise FlopwiseError("changes are a mapping of fields to values", hint='changes={"layers": 2}')
     if isinstance(model, str | Path):
@@ -72,6 +81,7 @@ def setup_of(
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     precision: str | Formats | None = None,
+    base: str | None = None,
     optimizer: str = "adamw",
     micro: Quantity | None = None,
     recompute: str | None = None,
@@ -99,7 +109,7 @@ def setup_of(
             sequence=sequence,
         ),
         micro_batch_sequences=read_option(micro, "micro", parse_sequences),
-        formats=precision if isinstance(precision, Formats) else read_option(precision, "precision", parse_formats),
+        formats=_formats(model, hardware, precision, base),
         recompute=read_word(recompute, RECOMPUTE_POLICIES, "recompute"),
         attention=read_word(attention, ATTENTION_KERNELS, "attention")
         or (framework.attention_kernel if framework else "flash"),
@@ -111,6 +121,14 @@ def setup_of(
         parallel=_parallel(read_option(devices, "gpus", parse_devices), parallel),
         stack=framework,
     )
+
+
+def _formats(model: Model, hardware: Hardware, precision: str | Formats | None, base: str | None) -> Formats | None:
+    """The formats that are asked for, be it of frozen weights alone; None: as usual."""
+    found = precision if isinstance(precision, Formats) else read_option(precision, "precision", parse_formats)
+    kept = read_option(base, "base", str.lower)
+    check_base(model, kept)
+    return found if kept is None else with_base(found or usual_formats(hardware, model), kept)
 
 
 def _stack(stack: str | Path | Stack | None) -> Stack | None:

@@ -17,7 +17,7 @@ from flopwise.predict.kernels.costs import cost_together, peak_flops
 from flopwise.predict.kernels.memory import device_bytes, memory_line, usable_bytes
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import DEFAULT_SEQUENCE_TOKENS, SettledSetup, Setup, default_sequence
-from flopwise.work.formats import POLICIES, Formats
+from flopwise.work.formats import POLICIES, Formats, parse_formats
 from flopwise.work.model import Model
 from flopwise.work.op import AttentionKernel
 from flopwise.work.transformer import Transformer
@@ -110,7 +110,7 @@ def settle_sizes(setup: Setup) -> tuple[SettledSetup, dict[str, str]]:
         sequence_tokens=sequence,
         batch_sequences=batch,
         micro=setup.micro_batch_sequences or 1,
-        formats=setup.formats or usual_formats(setup.hardware),
+        formats=setup.formats or usual_formats(setup.hardware, setup.model),
         recompute=setup.recompute or "none",
     )
     return base, reasons
@@ -131,9 +131,15 @@ def default_host_bytes(hardware: Hardware) -> int:
     return int(HOST_SHARE * memory.value) if memory and hardware.link else 0
 
 
-def usual_formats(hardware: Hardware) -> Formats:
-    """The number formats that training on a device is usually done in."""
+def usual_formats(hardware: Hardware, model: Model) -> Formats:
+    """The number formats that training on a device is usually done in.
+
+    Adapters are few: they and their state are in fp32 beside a frozen model in 16 bits, as PEFT has them.
+    """
     peaks = hardware.device.peak_flops
+    if getattr(model, "adapters", None):
+        narrow = next((name for name in ("bf16", "fp16") if name in peaks), None)
+        return parse_formats(f"{narrow}-amp,base={narrow}" if narrow else "fp32")
     return POLICIES["bf16" if "bf16" in peaks else "fp16-mixed" if "fp16" in peaks else "fp32"]
 
 

@@ -47,6 +47,9 @@ LEVELS: dict[str, SaveLevel] = {
 LETTERS: dict[str, str] = {name[0]: name for name in LEVELS}
 """`f`, `a`, `c`, `i`: one letter a (layer, chunk) in a plan's `saves`; small ones leave, capital ones stay."""
 
+NO_BACKWARD = "-"
+"""The letter of a (layer, chunk) that keeps nothing: nothing of the layer or before it is trained."""
+
 POLICY: dict[str, Recompute] = {"full": "pointwise", "attention": "attention", "context": "context", "input": "input"}
 """What is made again in backward at each level, as `Work.recomputed` calls it."""
 
@@ -148,7 +151,8 @@ class Plan(WrittenSetup):
                 hint=WRITTEN_BY,
             )
         self._check_sizes()
-        wrong = [row for row in self.saves if len(row) != self.chunks_per_round or row.lower().strip("".join(LETTERS))]
+        known = "".join((*LETTERS, NO_BACKWARD))
+        wrong = [row for row in self.saves if len(row) != self.chunks_per_round or row.lower().strip(known)]
         if not self.saves or wrong:
             raise FlopwiseError(
                 f"`saves` of a plan cannot hold {shown(wrong[0] if wrong else [])}",
@@ -239,7 +243,7 @@ class Plan(WrittenSetup):
 
 def save_words(saves: Iterable[str]) -> str:
     """What backward makes again, by what a plan saves."""
-    letters = Counter("".join(saves).lower())
+    letters = Counter("".join(saves).lower().replace(NO_BACKWARD, ""))
     if set(letters) <= {"f"}:
         return "none"
     return f"saves {', '.join(f'{letters[letter]} {level}' for letter, level in LETTERS.items() if letters[letter])}"

@@ -12,6 +12,7 @@ from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.stack import Stack
+from flopwise.setup.trained import check_base, trains_partly
 from flopwise.setup.words import FUSIONS, MOMENTS, Fusion, Optimizer
 from flopwise.work.formats import POLICIES, Formats
 from flopwise.work.model import Model
@@ -72,6 +73,14 @@ class Setup:
             check_device_cap(self.hardware, self.device_cap_bytes)
         if self.batch_sequences is not None:
             self._check_batch(self.batch_sequences, self.parallel.data)
+        if self.formats is not None:
+            check_base(self.model, self.formats.base)
+        if trains_partly(self.model) and not self.is_plain:
+            raise FlopwiseError(
+                f"{self.model.name} on several devices, or behind a framework",
+                why="of a model that is trained in part, one device that flopwise itself runs is all that is described",
+                hint="without --gpus and --stack, or without --lora and --freeze",
+            )
 
     def _check_batch(self, batch: int, ranks: int) -> None:
         micro, mine = self.micro_batch_sequences, -(-batch // ranks)

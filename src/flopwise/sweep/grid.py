@@ -236,12 +236,12 @@ def expand(axes: Axes, hardware: Mapping[str, Hardware], skip: Sequence[Skip] = 
     batches: tuple[int | Auto | None, ...] = axes.batch_tokens or axes.batch or (None,)
     tokens = bool(axes.batch_tokens)
     rest = (axes.on, axes.gpus, axes.seq, batches, axes.micro, axes.precision, axes.device_mem, axes.host_mem)
-    formats: dict[tuple[str, str], str] = {}
+    formats: dict[tuple[int, str, str], str] = {}
     for index, (model, table) in enumerate(models):
         for on, gpus, seq, batch, micro, precision, device_mem, host_mem in itertools.product(*rest):
             machine = hardware[on]
-            if (on, precision) not in formats:
-                formats[on, precision] = usual_formats(machine).name if precision == AUTO else precision
+            if (index, on, precision) not in formats:
+                formats[index, on, precision] = usual_formats(machine, model).name if precision == AUTO else precision
             length = _default_sequence(model, machine) if seq == AUTO else seq
             sequences = _batch(machine, gpus, batch, length if tokens else None)
             cell = CellSetup(
@@ -251,7 +251,7 @@ def expand(axes: Axes, hardware: Mapping[str, Hardware], skip: Sequence[Skip] = 
                 sequence_tokens=length,
                 batch_sequences=sequences,
                 micro_batch_sequences=micro,
-                precision=formats[on, precision],
+                precision=formats[index, on, precision],
                 task="classification" if isinstance(model, Transformer) and model.head == "classifier" else "language",
                 device_memory_bytes=device_mem,
                 host_memory_bytes=host_mem,

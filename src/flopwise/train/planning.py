@@ -50,7 +50,7 @@ def cap_setup(setup: Setup) -> CappedSetup:
         device = int(CPU_MEMORY_SHARE * setup.hardware.device.dram.size_bytes.value)
     return setup.cap(
         sequence_tokens=setup.sequence_tokens or default_sequence(setup.model),
-        formats=setup.formats or usual_formats(setup.hardware),
+        formats=setup.formats or usual_formats(setup.hardware, setup.model),
         device=max(1, device),
         host=default_host_bytes(setup.hardware) if host is None else host,
     )
@@ -154,7 +154,7 @@ def _several(setup: Setup) -> FoundPlan:
         setup,
         sequence_tokens=setup.sequence_tokens or default_sequence(setup.model),
         batch_sequences=batch,
-        formats=setup.formats or usual_formats(setup.hardware),
+        formats=setup.formats or usual_formats(setup.hardware, setup.model),
         recompute=None if micro is None else "none",
     )
     words = write_setup(asked) | {

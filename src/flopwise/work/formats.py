@@ -12,7 +12,13 @@ WIDTH_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, 
 FP8_MULTIPLE = 16
 """All sides of a product in fp8 are multiples of this: matrix units read sixteen bytes at once."""
 
-ROLES = ("matrix", "compute", "weights", "gradients", "moments", "master")
+QUANTISED_BITS = {"nf4": 4, "int8": 8}
+"""Formats that frozen matrices may be kept in, dequantised where they are used: bits of a number."""
+QUANTISED_BLOCK = {"nf4": 64, "int8": None}
+"""Neighbours in a row that share a scale in fp32; None: all of the row."""
+SCALE_BYTES = 4
+
+ROLES = ("matrix", "compute", "weights", "gradients", "moments", "master", "base")
 """The kinds of tensor that have a format of their own."""
 
 
@@ -31,11 +37,14 @@ class Formats:
     """Each of the optimizer's moments."""
     master: str | None = None
     """A second, more exact copy of the weights; None: there is none."""
+    base: str | None = None
+    """Of weights that are not trained; None: as those that are. Where it is quantised, so are the blocks' matrices, and
+    everything else that is frozen is as the activations are."""
 
     def __post_init__(self) -> None:
         for field in ROLES:
             value = getattr(self, field)
-            if value is not None and value not in WIDTH_BYTES:
+            if value is not None and value not in WIDTH_BYTES and (field != "base" or value not in QUANTISED_BITS):
                 raise unknown_name(f"number format (for {field})", value, WIDTH_BYTES, hint=f"--precision {field}=bf16")
         if WIDTH_BYTES[self.matrix] > WIDTH_BYTES[self.compute]:
             raise FlopwiseError(
@@ -47,6 +56,11 @@ class Formats:
     @property
     def compute_bytes(self) -> int:
         return WIDTH_BYTES[self.compute]
+
+    def kept_as(self, *, in_block: bool, matrix: bool) -> str:
+        """The format that a frozen weight is kept in."""
+        base = self.base or self.weights
+        return base if base not in QUANTISED_BITS or (in_block and matrix) else self.compute
 
     @property
     def statistics_bytes(self) -> int:
@@ -109,9 +123,7 @@ def parse_formats(text: str) -> Formats:
             "precision", head, POLICIES, hint=f"--precision {' | '.join(POLICIES)}, or key=format changes"
         )
     base = POLICIES[head]
-    values = {
-        field: getattr(base, field) for field in ("matrix", "compute", "weights", "gradients", "moments", "master")
-    }
+    values = {field: getattr(base, field) for field in ROLES}
     for change in changes:
         key, _, value = change.partition("=")
         if key not in ROLES or not value:
@@ -120,5 +132,20 @@ def parse_formats(text: str) -> Formats:
                 why=f"a change is one of {', '.join(ROLES)} followed by = and a number format",
                 hint="--precision bf16,gradients=fp32",
             )
-        values[key] = None if (key, value) == ("master", "none") else value
+        values[key] = None if key in ("master", "base") and value == "none" else value
     return replace(base, **values, name=text if changes else head)
+
+
+def with_base(formats: Formats, base: str) -> Formats:
+    """The same with frozen weights in another format."""
+    if base not in WIDTH_BYTES and base not in QUANTISED_BITS:
+        known = ("nf4", "int8", "bf16", "fp32")
+        raise unknown_name("format of frozen weights", base, known, hint=f"--base {' | '.join(known)}")
+    others = [part for part in formats.name.split(",") if not part.startswith("base=")]
+    return parse_formats(",".join([*others, f"base={base}"]))
+
+
+def quantised_bytes(rows: int, depth: int, number_format: str) -> int:
+    """Bytes of a matrix whose rows are quantised, each beginning at a byte: its codes, and a scale for each block."""
+    block = QUANTISED_BLOCK[number_format] or depth
+    return rows * (-(-depth * QUANTISED_BITS[number_format] // 8) + SCALE_BYTES * -(-depth // block))

@@ -19,7 +19,7 @@ def makers_for_one_product(ops: Sequence[Op]) -> dict[str, Op]:
     """
     found: dict[str, Op] = {}
     for op in ops:
-        if not isinstance(op, Gemm):
+        if not isinstance(op, Gemm) or not op.needs:
             continue
         name = op.inputs[0]
         maker = next((other for other in ops if name in other.outputs), None)
@@ -31,7 +31,7 @@ def makers_for_one_product(ops: Sequence[Op]) -> dict[str, Op]:
 
 def has_plain_swiglu(model: Transformer) -> bool:
     """Whether a feed-forward is one that two products with SwiGLU in them can run."""
-    plain = not (model.ffn_bias or model.experts) and model.norm_place == "pre"
+    plain = not (model.ffn_bias or model.experts or model.adapters) and model.norm_place == "pre"
     return model.gated and model.activation == "silu" and plain
 
 

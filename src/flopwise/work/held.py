@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flopwise.work.formats import WIDTH_BYTES, Formats
+from flopwise.work.formats import QUANTISED_BITS, WIDTH_BYTES, Formats
 from flopwise.work.op import Attention, Gemm
 from flopwise.work.traffic import tensor_bytes
 from flopwise.work.transformer import Transformer
@@ -65,8 +65,16 @@ def attention_sums_bytes(model: Transformer, formats: Formats) -> int:
 
 
 def cast_copy_bytes(work: Work, formats: Formats) -> int:
-    """Bytes of the weights' copy in the products' format, kept for the step as torch.autocast caches it."""
-    if WIDTH_BYTES[formats.weights] <= formats.compute_bytes:
-        return 0
-    elements = sum(op.layers * weight.elements for op in work.ops if isinstance(op, Gemm) for weight in op.weights)
+    """Bytes of the weights' copy in the products' format, kept for the step as torch.autocast caches it.
+
+    What is quantised has none: it is dequantised wherever it is used.
+    """
+    elements = 0
+    for op in work.ops:
+        if isinstance(op, Gemm):
+            kept = formats.kept_as(in_block=op.in_block, matrix=True)
+            copies = op.layers - op.frozen if WIDTH_BYTES[formats.weights] > formats.compute_bytes else 0
+            if kept not in QUANTISED_BITS and WIDTH_BYTES[kept] > formats.compute_bytes:
+                copies += op.frozen
+            elements += copies * sum(weight.elements for weight in op.weights)
     return elements * formats.compute_bytes

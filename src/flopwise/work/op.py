@@ -57,7 +57,7 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """A trained tensor of one copy of an operator."""
+    """A tensor of one copy of an operator that its model is made of."""
 
     module: str
     """What holds it: the operator, or one of an embedding's tables."""
@@ -93,11 +93,25 @@ class Op:
     """How often each copy runs in one pass: 1, but the time steps of a recurrent cell."""
     in_block: bool = True
     """Part of the repeated block, so recomputed under checkpointing; embedding and head are not."""
+    frozen: int = 0
+    """Copies whose weights are not trained."""
+    unreached: int = 0
+    """Copies that backward does not come to, since nothing in front of them is trained."""
 
     @property
     def parameters(self) -> int:
         """Parameters of all copies; a tied matrix counts where it is owned."""
         return self.layers * sum(weight.elements for weight in self.weights if weight.owned)
+
+    @property
+    def trained_parameters(self) -> int:
+        """Those of them that are trained."""
+        return self.parameters // self.layers * (self.layers - self.frozen)
+
+    @property
+    def reached(self) -> int:
+        """Copies that backward runs through."""
+        return self.layers - self.unreached
 
     @property
     def active_parameters(self) -> int:
@@ -111,8 +125,13 @@ class Op:
         return 0
 
     def backward_flops(self, kernel: AttentionKernel, pairs: Pairs = "mask") -> int:  # noqa: ARG002
-        """Matrix FLOPs that the backward executes: gradient of the input and of the weights."""
-        return 2 * self.forward_flops(pairs)
+        """Matrix FLOPs that the backward executes: gradient of the input, and of the weights that are trained."""
+        return self.backward_copies * (self.forward_flops(pairs) // self.layers)
+
+    @property
+    def backward_copies(self) -> int:
+        """How many forwards of one copy the backward of all of them is worth."""
+        return self.reached + self.layers - self.frozen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +142,8 @@ class Gemm(Op):
     depth: int
     columns: int
     groups: int = 1
+    adds: bool = False
+    """Its result is added to what the product before it made: an adapter's second matrix."""
 
     def forward_flops(self, pairs: Pairs = "mask") -> int:  # noqa: ARG002
         return product_flops(self.rows, self.depth, self.columns) * self.layers * self.calls
@@ -192,9 +213,14 @@ class Attention(Op):
 
     def backward_flops(self, kernel: AttentionKernel, pairs: Pairs = "mask") -> int:
         if kernel != "flash":
-            return 2 * self.forward_flops(pairs)
+            return self.backward_copies * (self.forward_flops(pairs) // self.layers)
         backward = attention_flops("backward", self.twice_pairs(pairs), self.heads, self.head_dim)
-        return backward * self.layers * self.calls
+        return backward * self.reached * self.calls
+
+    @property
+    def backward_copies(self) -> int:
+        """Both of its inputs' gradients: it has no weights."""
+        return 2 * self.reached
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

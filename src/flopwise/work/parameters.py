@@ -1,4 +1,4 @@
-"""A model's trained numbers by name: which part each belongs to, and where it lies among the numbers of its part.
+"""A model's numbers by name: which part each belongs to, whether it is trained, and where it lies among its like.
 
 Both executors, checkpoints and the first values all go by this list. A name is the operator's weight with its layer in
 front: `layers.3.qkv.weight`, `embedding.weight`, `final_norm.weight`.
@@ -29,13 +29,14 @@ Role = Literal["matrix", "table", "bias", "norm"]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One trained tensor."""
+    """One tensor of a model's weights."""
 
     weight: Weight
     part: Part
     first: int
-    """Its first number's place among those of its part."""
+    """Its first number's place among those of its part that are trained as well, or are not as well."""
     role: Role
+    trained: bool = True
 
     @property
     def name(self) -> str:
@@ -61,16 +62,18 @@ class Parameter:
 
 
 def parameters_of(model: Transformer, sequence_tokens: int) -> tuple[Parameter, ...]:
-    """Every trained tensor once, in the order embedding, layers, head; within a part those that decay, then the others.
+    """Every tensor once, in the order embedding, layers, head; within a part those that decay, then the others.
 
-    A tied matrix is listed as the head's, and the part `head` then holds what comes before the blocks as well.
+    What is trained comes before what is not. A tied matrix is listed as the head's, and the part `head` then holds what
+    comes before the blocks as well.
     """
     before, inside, behind = op_groups(describe(model, sequence_tokens))
     found: list[Parameter] = []
     if not model.tied:
         found += _list_parameters(before, "embedding")
+    frozen = model.frozen_layers
     for layer in range(model.layers):
-        found += _list_parameters(inside, layer)
+        found += _list_parameters(inside, layer, frozen=layer in frozen)
     return (*found, *_list_parameters((*before, *behind) if model.tied else behind, "head"))
 
 
@@ -87,14 +90,19 @@ def split_at_attention(block: tuple[Op, ...]) -> tuple[tuple[Op, ...], Attention
     return block[:place], attention, block[place + 1 :]
 
 
-def _list_parameters(ops: tuple[Op, ...], part: Part) -> Iterator[Parameter]:
-    first = 0
-    owned = [Parameter(weight, part, 0, _role(op, weight)) for op in ops for weight in op.weights if weight.owned]
+def _list_parameters(ops: tuple[Op, ...], part: Part, *, frozen: bool = False) -> Iterator[Parameter]:
+    first = {True: 0, False: 0}
+    owned = [
+        Parameter(weight, part, 0, _role(op, weight), trained=not frozen and op.frozen < op.layers)
+        for op in ops
+        for weight in op.weights
+        if weight.owned
+    ]
     # What decays lies in one piece, and what does not in another: each is one call of an update. A head's matrix comes
     # first, so that something lies behind it: see `engine.streaming.products.HeadProducts`.
-    for parameter in sorted(owned, key=lambda parameter: (not parameter.decays, parameter.local != "head.weight")):
-        yield replace(parameter, first=first)
-        first += parameter.elements
+    for parameter in sorted(owned, key=lambda each: (not each.trained, not each.decays, each.local != "head.weight")):
+        yield replace(parameter, first=first[parameter.trained])
+        first[parameter.trained] += parameter.elements
 
 
 def _role(op: Op, weight: Weight) -> Role:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from flopwise.work.formats import WIDTH_BYTES, Formats
-from flopwise.work.op import Attention, Gemm, Op, Streaming, Tensor
+from flopwise.work.formats import QUANTISED_BITS, WIDTH_BYTES, Formats, quantised_bytes
+from flopwise.work.op import Attention, Gemm, Op, Streaming, Tensor, Weight
 from flopwise.work.work import Recompute, Work
 
 
@@ -39,7 +39,8 @@ def forward_traffic(
     """
     written = _sizes(work, op.outputs, formats)
     if not isinstance(op, Streaming):
-        return Traffic(written + _sizes(work, op.inputs, formats), _weight_bytes(op, formats.compute))
+        there = written if isinstance(op, Gemm) and op.adds else 0
+        return Traffic(there + written + _sizes(work, op.inputs, formats), _weight_bytes(op, formats.compute))
     if op.kind == "embedding":
         # One row read of each table for every row written.
         return Traffic((1 + len(op.weights)) * written)
@@ -68,7 +69,8 @@ def backward_traffic(work: Work, op: Op, formats: Formats, *, fused: bool) -> Tr
     used = {name for other in work.ops for name in other.inputs} | {"output"}
     outputs = _sizes(work, tuple(name for name in op.outputs if name in used), formats)
     if isinstance(op, Gemm):
-        return Traffic(inputs + kept + 2 * outputs, _weight_bytes(op, formats.compute))
+        kernels = 1 if op.frozen == op.layers else 2
+        return Traffic(inputs + kept + kernels * outputs, _weight_bytes(op, formats.compute))
     if not isinstance(op, Streaming):
         return Traffic(inputs + outputs + kept)
     if op.kind == "embedding":
@@ -105,9 +107,10 @@ def least_bytes(work: Work, op: Op, formats: Formats, sequences: int, again: Fra
     forward = forward_traffic(work, op, formats, fused=True)
     backward = backward_traffic(work, op, formats, fused=True)
     once = sequences * forward.per_sequence + forward.fixed
-    total = once + int(once * again) + sequences * backward.per_sequence + backward.fixed
+    total = op.layers * once + op.reached * int(once * again)
+    total += op.reached * (sequences * backward.per_sequence + backward.fixed)
     gradient = _weight_bytes(op, formats.gradients) if isinstance(op, Gemm) else 0
-    return op.layers * (op.calls * total + gradient)
+    return op.calls * total + (op.layers - op.frozen) * gradient
 
 
 def _streaming_before(work: Work, op: Op) -> Streaming | None:
@@ -118,6 +121,32 @@ def _streaming_before(work: Work, op: Op) -> Streaming | None:
 
 def _sizes(work: Work, names: tuple[str, ...], formats: Formats) -> int:
     return sum(tensor_bytes(work.tensors[name], formats) for name in names)
+
+
+def frozen_bytes(op: Op, weight: Weight, formats: Formats) -> int:
+    """Bytes of one copy of a weight that is not trained."""
+    matrix = isinstance(op, Gemm) and weight.kind == "weight"
+    kept = formats.kept_as(in_block=op.in_block, matrix=matrix)
+    if kept in QUANTISED_BITS:
+        return quantised_bytes(weight.elements // weight.shape[-1], weight.shape[-1], kept)
+    return weight.elements * WIDTH_BYTES[kept]
+
+
+def weights_bytes(work: Work, formats: Formats) -> int:
+    """Bytes of all weights: those that are trained, and those that are not."""
+    frozen = sum(
+        op.frozen * frozen_bytes(op, weight, formats) for op in work.ops for weight in op.weights if weight.owned
+    )
+    return work.trained_parameters * WIDTH_BYTES[formats.weights] + frozen
+
+
+def dequantise_bytes(op: Op, formats: Formats) -> int:
+    """Bytes of bringing one copy of a quantised matrix into the products' format, at every use; 0: it is not."""
+    quantised = op.frozen and isinstance(op, Gemm) and formats.kept_as(in_block=op.in_block, matrix=True)
+    if quantised not in QUANTISED_BITS:
+        return 0
+    matrix = op.weights[0]
+    return frozen_bytes(op, matrix, formats) + matrix.elements * formats.compute_bytes
 
 
 def _weight_bytes(op: Op, number_format: str) -> int:
@@ -143,8 +172,9 @@ def cast_bytes(op: Op, formats: Formats) -> Traffic:
     """
     weights = sum(weight.elements for weight in op.weights)
     fixed = per_sequence = 0
-    if WIDTH_BYTES[formats.weights] > formats.compute_bytes:
-        fixed += weights * (WIDTH_BYTES[formats.weights] + formats.compute_bytes)
+    kept = formats.kept_as(in_block=op.in_block, matrix=True) if op.frozen == op.layers else formats.weights
+    if WIDTH_BYTES.get(kept, 0) > formats.compute_bytes and kept not in QUANTISED_BITS:
+        fixed += weights * (WIDTH_BYTES[kept] + formats.compute_bytes)
     if formats.matrix == "fp8" and op.in_block and isinstance(op, Gemm):
         fixed += weights * (formats.compute_bytes + 1)
         per_sequence += op.rows * op.depth * (formats.compute_bytes + 1)

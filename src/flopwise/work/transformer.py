@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
+from flopwise.work.adapters import EMBEDDING, HEAD, Adapters, frozen_layers
 
 LARGEST_SIDE = 2**31 - 1
 """Shapes beyond this overflow the 32-bit sizes of today's kernels; such a number is a typing mistake."""
@@ -183,6 +184,10 @@ class Transformer:
     rotary_base: float = 10_000.0
     """The slowest rotary pair turns by almost 1 ÷ this per token."""
     rotary_scaling: RotaryScaling | None = None
+    adapters: Adapters | None = None
+    """What is trained beside the matrices, which are frozen then, and all else with them; None: the model itself is."""
+    frozen: tuple[str, ...] | None = None
+    """Parts that are not trained: `embedding`, `head`, `blocks.0-15`; None: all are."""
     dropout: Dropout | None = None
     """What training drops; an evaluation drops nothing. None: nothing."""
     note: str | None = None
@@ -208,6 +213,7 @@ class Transformer:
         check_positive(self.name, head_dim=self.head_dim)
         self._check_attention()
         self._check_options()
+        self._check_trained()
 
     def _check_attention(self) -> None:
         if self.heads % self.kv_heads:
@@ -246,6 +252,57 @@ class Transformer:
             raise FlopwiseError(
                 f"{self.name}: a classifier needs `labels`, the number of its classes", hint="labels = 2"
             )
+
+    def _check_trained(self) -> None:
+        """Refuse what leaves nothing to train, and adapters where there are none for."""
+        if self.adapters is not None:
+            if self.frozen is not None:
+                raise FlopwiseError(
+                    f"{self.name}: frozen parts beside adapters",
+                    why="with adapters everything else is frozen already",
+                    hint="one of --lora and --freeze",
+                )
+            if self.experts or self.head == "classifier":
+                kind = "a mixture of experts" if self.experts else "a classifier"
+                raise FlopwiseError(
+                    f"{self.name}: {kind} cannot have adapters yet", hint="train it without --lora, or with --freeze"
+                )
+            if not self.gated and self.adapters.targets == ("gate",):
+                raise FlopwiseError(f"{self.name} has no gate for an adapter", hint="--lora-on all-linear")
+        if self.frozen is None:
+            return
+        layers = frozen_layers(self.frozen, self.layers)
+        if self.tied and (EMBEDDING in self.frozen) != (HEAD in self.frozen):
+            raise FlopwiseError(
+                f"{self.name}: embedding and head are one matrix",
+                why="it is frozen for both or for neither",
+                hint="both of them, or neither",
+            )
+        if len(layers) == self.layers and EMBEDDING in self.frozen:
+            raise FlopwiseError(
+                f"{self.name}: embedding and all blocks are frozen",
+                why="a head alone is not trained here",
+                hint="--freeze embedding,blocks.0-15",
+            )
+
+    @property
+    def frozen_layers(self) -> frozenset[int]:
+        """Blocks of which nothing is trained."""
+        return frozen_layers(self.frozen or (), self.layers)
+
+    def is_frozen(self, part: str) -> bool:
+        """Whether nothing of the embedding, or of the head, is trained."""
+        return self.adapters is not None or part in (self.frozen or ())
+
+    @property
+    def first_reached(self) -> int:
+        """The lowest block that backward comes to; as many as there are blocks: none."""
+        if self.adapters is not None:
+            return 0
+        if not self.is_frozen(EMBEDDING):
+            return 0
+        trained = (layer for layer in range(self.layers) if layer not in self.frozen_layers)
+        return next(trained, self.layers)
 
     def _check_experts(self) -> None:
         if self.experts:

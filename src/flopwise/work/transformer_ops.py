@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from flopwise.work.adapters import DOWN, EMBEDDING, HEAD, LOW, RESULTS, UP, Target
 from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, SaveLevel, Streaming, StreamingKind, Tensor, Weight
 from flopwise.work.transformer import Transformer
@@ -58,6 +59,8 @@ class _Builder:
         self.copies: dict[str, int] = {}
         self.layers = 1
         self.in_block = False
+        self.frozen = self.unreached = 0
+        """Copies of the operators to come whose weights are not trained, and that backward does not come to."""
 
     # -- small makers ---------------------------------------------------------------------------------------------
 
@@ -65,7 +68,7 @@ class _Builder:
         self, name: str, elements: int, level: SaveLevel = SaveLevel.TRANSIENT, number_format: Format = "compute"
     ) -> str:
         self.tensors[name] = Tensor(name=name, elements=elements, level=level, format=number_format)
-        self.copies[name] = self.layers
+        self.copies[name] = self.layers - self.unreached if self.in_block else self.layers
         return name
 
     def gemm(
@@ -91,16 +94,56 @@ class _Builder:
                 name=name,
                 inputs=(source,),
                 outputs=outputs,
-                needs=(source,),
+                # The gradient of the input alone reads nothing but the matrix.
+                needs=(source,) if self.frozen < self.layers else (),
                 weights=tuple(weights),
                 layers=self.layers,
                 in_block=self.in_block,
+                frozen=self.frozen,
+                unreached=self.unreached,
                 rows=self.tokens if rows is None else rows,
                 depth=depth,
                 columns=columns,
                 groups=groups,
             )
         )
+        if self.in_block and self.model.adapters is not None:
+            self.adapt(name, source, outputs, depth=depth)
+
+    def adapt(self, product: str, source: str, outputs: tuple[str, ...], *, depth: int) -> None:
+        """Adapters beside a product: one narrow product for all of them, and one behind it for each, added to what is
+        there."""
+        adapters = self.model.adapters
+        assert adapters is not None
+        beside: list[tuple[Target, str]] = [
+            (target, name) for target, name in zip(RESULTS[product], outputs, strict=True) if target in adapters.targets
+        ]
+        if not beside:
+            return
+        rank, tokens = adapters.rank, self.tokens
+        low = [self.tensor(f"{target}_{LOW}", tokens * rank, SaveLevel.EVERYTHING) for target, _ in beside]
+
+        def add(name: str, given: str, made: tuple[str, ...], *, depth: int, columns: int, adds: bool) -> None:
+            self.ops.append(
+                Gemm(
+                    name=name,
+                    inputs=(given,),
+                    outputs=made,
+                    needs=(given,),
+                    weights=(Weight(module=name, shape=(columns, depth)),),
+                    layers=self.layers,
+                    in_block=True,
+                    rows=tokens,
+                    depth=depth,
+                    columns=columns,
+                    adds=adds,
+                )
+            )
+
+        add(f"{product}_{DOWN}", source, tuple(low), depth=depth, columns=rank * len(low), adds=False)
+        for (target, name), inner in zip(beside, low, strict=True):
+            columns = self.tensors[name].elements // tokens
+            add(f"{target}_{UP}", inner, (name,), depth=rank, columns=columns, adds=True)
 
     def streaming(
         self,
@@ -123,6 +166,8 @@ class _Builder:
                 weights=weights,
                 layers=self.layers,
                 in_block=self.in_block,
+                frozen=self.frozen if weights else 0,
+                unreached=self.unreached,
                 kind=kind,
                 eager_kernels=eager_kernels,
                 pairwise=pairwise,
@@ -155,6 +200,7 @@ class _Builder:
 
     def embedding(self) -> None:
         model, tokens = self.model, self.stream_tokens
+        self.frozen = self.unreached = int(model.is_frozen(EMBEDDING))
         ids = self.tensor("ids", tokens, number_format="index")
         weights = [Weight(module="embedding", shape=(model.vocab, model.hidden), owned=not model.tied)]
         if model.positions == "learned":
@@ -165,6 +211,7 @@ class _Builder:
             weights.append(Weight(module="token_types", shape=(model.token_types, model.hidden)))
         self.layers = model.layers
         block_input = self.tensor("input", tokens * model.hidden, SaveLevel.INPUT)
+        self.copies[block_input] -= model.first_reached
         self.layers = 1
         target = self.tensor("embedded", tokens * model.hidden) if model.embedding_norm else block_input
         self.streaming(
@@ -182,6 +229,8 @@ class _Builder:
     def block(self) -> None:
         model = self.model
         self.layers, self.in_block = model.layers, True
+        self.frozen = model.layers if model.adapters is not None else len(model.frozen_layers)
+        self.unreached = model.first_reached
         width = self.stream_tokens * model.hidden
         if model.norm_place == "post":
             self.attention("input")
@@ -213,6 +262,7 @@ class _Builder:
                 self.tensor("output", width)
                 self.streaming("residual2", ("middle", "fed"), ("output",), kind="residual")
         self.layers, self.in_block = 1, False
+        self.frozen = self.unreached = 0
 
     def attention(self, source: str) -> None:
         model, tokens = self.model, self.tokens
@@ -273,6 +323,7 @@ class _Builder:
                 needs=needs,
                 layers=self.layers,
                 in_block=self.in_block,
+                unreached=self.unreached,
                 tokens=tokens,
                 heads=model.heads,
                 kv_heads=model.kv_heads,
@@ -339,6 +390,7 @@ class _Builder:
 
     def head(self) -> None:
         model, tokens = self.model, self.tokens
+        self.frozen = int(model.is_frozen(HEAD))
         if model.head == "classifier":
             self.classifier()
             return

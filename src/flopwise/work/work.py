@@ -58,8 +58,13 @@ class Work:
 
     @property
     def parameters(self) -> int:
-        """Every trained number, once."""
+        """Every number of the weights, once."""
         return sum(op.parameters for op in self.ops)
+
+    @property
+    def trained_parameters(self) -> int:
+        """Those that are trained: all, unless parts are frozen or adapters lie beside them."""
+        return sum(op.trained_parameters for op in self.ops)
 
     @property
     def active_parameters(self) -> int:
@@ -79,8 +84,9 @@ class Work:
         return sum(self.model_flops_of(op, convention) for op in self.ops)
 
     def model_flops_of(self, op: Op, convention: Convention) -> int:
-        """The same of one operator: three times the forward."""
-        return 3 * self.forward_flops(op, convention)
+        """The same of one operator: three times the forward, less what frozen weights do without."""
+        forward = self.forward_flops(op, convention)
+        return forward + op.backward_copies * forward // op.layers
 
     def hardware_flops(self, op: Op, convention: Convention, again: Fraction) -> int:
         """FLOPs that one operator executes for one sequence, `again` being the share of it that is recomputed.
@@ -90,13 +96,13 @@ class Work:
         masked half as well. The convention changes what a unit is, not how many there are.
         """
         forward = self.forward_flops(op, convention)
-        backward = 2 * forward
+        backward = op.backward_copies * forward // op.layers
         if isinstance(op, Attention):
             counted: Pairs = "mask" if convention == "causal" else "reach"
             pairs: Pairs = counted if self.kernel == "flash" else "square"
             forward = op.forward_flops(pairs)
             backward = op.backward_flops(self.kernel, pairs)
-        return forward + backward + int(forward * again)
+        return forward + backward + int(forward * again * op.reached / op.layers)
 
     def total_hardware_flops(self, convention: Convention, policy: Recompute) -> int:
         """FLOPs that a device executes for forward, recompute and backward over one sequence."""
@@ -130,17 +136,21 @@ class Work:
 
     def made_for(self, needed: Iterable[str], kept: Collection[str]) -> set[str]:
         """The tensors of a block that have to be made to have those that are needed, where some are kept."""
-        producer = {name: op for op in self.ops if op.in_block for name in op.outputs}
+        makers: dict[str, list[Op]] = {}
+        for op in self.ops:
+            for name in op.outputs if op.in_block else ():
+                makers.setdefault(name, []).append(op)
         wanted = [name for name in needed if name not in kept]
         made: set[str] = set()
         while wanted:
             name = wanted.pop()
-            if name in made or name in kept or name not in producer:
+            if name in made or name in kept or name not in makers:
                 continue
             made.add(name)
-            op = producer[name]
-            pairwise = isinstance(op, Streaming) and op.pairwise
-            wanted.extend([op.inputs[op.outputs.index(name)]] if pairwise else op.inputs)
+            # What an adapter adds is a second maker of the same tensor.
+            for op in makers[name]:
+                pairwise = isinstance(op, Streaming) and op.pairwise
+                wanted.extend([op.inputs[op.outputs.index(name)]] if pairwise else op.inputs)
         return made
 
     def _needed(self) -> tuple[set[str], set[str]]:

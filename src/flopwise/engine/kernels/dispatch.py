@@ -80,13 +80,13 @@ def norm_backward(
     *,
     rms: bool,
     out: Tensor,
-    weight_gradient: Tensor,
+    weight_gradient: Tensor | None,
     bias_gradient: Tensor | None,
     accumulate: bool,
     recompute: bool = False,
     bias: Tensor | None = None,
 ) -> None:
-    """`out` gets the gradient of `source`, added to it with `accumulate`; weight and bias have theirs added.
+    """`out` gets the gradient of `source`, added to it with `accumulate`; what is trained has its own added.
 
     Without `accumulate`, `out` may be `gradient` itself. With `recompute` (and the norm's `bias`) the norm's own result
     is recomputed and takes the place of `gradient`.

@@ -97,7 +97,7 @@ def norm_backward(
     *,
     rms: bool,
     out: Tensor,
-    weight_gradient: Tensor,
+    weight_gradient: Tensor | None,
     bias_gradient: Tensor | None,
     accumulate: bool,
     recompute: bool = False,

@@ -61,7 +61,7 @@ def norm_backward(
     *,
     rms: bool,
     out: Tensor,
-    weight_gradient: Tensor,
+    weight_gradient: Tensor | None,
     bias_gradient: Tensor | None,
     accumulate: bool,
     recompute: bool = False,
@@ -102,7 +102,8 @@ def norm_backward(
             add_rounded(out[block], below)
         else:
             out[block] = below
-    add_rounded(weight_gradient, weight_sum)
+    if weight_gradient is not None:
+        add_rounded(weight_gradient, weight_sum)
     if bias_gradient is not None:
         add_rounded(bias_gradient, bias_sum)
 

@@ -10,7 +10,7 @@ from flopwise.engine.batch import NO_LABEL
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.block import Chunk
-from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights
+from flopwise.engine.streaming.operators import Operators, Rows, Sums, Trained, Weights, plain_weight
 from flopwise.engine.streaming.products import padded_width
 from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.work.op import Streaming
@@ -55,18 +55,18 @@ class EmbeddingHead:
         return values
 
     def _look_up(self, ids: Tensor, chunk: Chunk, weights: Weights, out: Tensor) -> None:
-        dispatch.embedding_forward(ids, weights[self._table], out=out)
+        dispatch.embedding_forward(ids, plain_weight(weights, self._table), out=out)
         if self.model.positions == "learned":
-            dispatch.embedding_add(chunk.positions, weights["positions.weight"], out=out)
+            dispatch.embedding_add(chunk.positions, plain_weight(weights, "positions.weight"), out=out)
         if self.model.token_types:
             # Every token is of the first type.
-            out.add_(weights["token_types.weight"][0])
+            out.add_(plain_weight(weights, "token_types.weight")[0])
 
     @property
     def _table(self) -> str:
         return "head.weight" if self.model.tied else "embedding.weight"
 
-    def embed_backward(self, ids: Tensor, chunk: Chunk, weights: Weights, sums: Weights, gradient: Tensor) -> None:
+    def embed_backward(self, ids: Tensor, chunk: Chunk, weights: Weights, sums: Sums, gradient: Tensor) -> None:
         """Add the residual stream's gradient to those of the tables."""
         if self.model.embedding_norm:
             values = self._embedded(ids, chunk, weights, None)
@@ -89,7 +89,7 @@ class EmbeddingHead:
         residual: Tensor,
         labels: Tensor,
         weights: Weights,
-        sums: Weights | None,
+        sums: Sums | None,
         *,
         loss: Loss,
         arena: Arena,

@@ -14,10 +14,12 @@ from flopwise.engine.executable import check_formats, check_trainable
 from flopwise.engine.executor import Evaluated, Moment, StepResult
 from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels import dispatch
+from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.embedding_head import Loss
 from flopwise.engine.streaming.gated import GatedKernels
 from flopwise.engine.streaming.inputs import RoundLayout
 from flopwise.engine.streaming.layout import moment_fields
+from flopwise.engine.streaming.operators import Stored
 from flopwise.engine.streaming.player import Action, Player
 from flopwise.engine.streaming.slabs import Slabs
 from flopwise.engine.streaming.streams import Captured, CudaStreams, InOrder, Span, Streams
@@ -30,7 +32,7 @@ from flopwise.records.program import ALIGNMENT_BYTES, Kind, Program, Role, Value
 from flopwise.setup.training import Training
 from flopwise.work.formats import parse_formats
 from flopwise.work.held import attention_sums_bytes
-from flopwise.work.parameters import Part, Place, parameters_of
+from flopwise.work.parameters import Parameter, Part, Place, parameters_of
 from flopwise.work.transformer import Transformer
 
 FORWARD: tuple[Kind, ...] = ("embed", "forward", "forward-before", "attention", "forward-after", "head")
@@ -95,30 +97,48 @@ class StreamingExecutor:
         for parameter in self.parameters:
             if parameter.name in values:
                 for index in self._holders(Value("weights", parameter.part)):
-                    views = self.player.views(index, parameter.part)
-                    # In its own format first: what is copied to a GPU in another takes room there for a while.
-                    target = views[parameter.local]
-                    target.copy_(values[parameter.name].to(target.dtype))
+                    target = self.player.weights_in(index, parameter.part)[parameter.local]
+                    if isinstance(target, Quantised):
+                        target.quantise(values[parameter.name])
+                    else:
+                        # In its own format first: what is copied to a GPU in another takes room there for a while.
+                        target.copy_(values[parameter.name].to(target.dtype))
         self._master_from_weights(values)
 
     def _master_from_weights(self, values: Mapping[str, Tensor]) -> None:
         """A master copy begins as exact as what it was given."""
         if self.formats.master:
             for parameter in self.parameters:
-                if parameter.name in values:
+                if parameter.trained and parameter.name in values:
                     self.set_moment(parameter.name, "master", values[parameter.name])
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters by name, where they are now: to read, not to keep."""
+        """Trained parameters by name, where they are now: to read, not to keep."""
         found = {}
         for parameter in self.parameters:
-            index = self._holders(Value("weights", parameter.part))[0]
-            found[parameter.name] = self.player.views(index, parameter.part)[parameter.local]
+            tensor = self._weight(parameter)
+            if parameter.trained and isinstance(tensor, Tensor):
+                found[parameter.name] = tensor
         return found
+
+    def frozen_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that are not trained, one after another; what is quantised is dequantised on the way."""
+        for parameter in self.parameters:
+            tensor = self._weight(parameter)
+            if not parameter.trained:
+                if isinstance(tensor, Quantised):
+                    tensor = tensor.dequantise(out=tensor.codes.new_empty(tensor.shape, dtype=self.player.compute))
+                yield parameter.name, tensor
+
+    def _weight(self, parameter: Parameter) -> Stored:
+        index = self._holders(Value("weights", parameter.part))[0]
+        return self.player.weights_in(index, parameter.part)[parameter.local]
 
     def moments(self) -> Iterator[tuple[str, Moment, Tensor]]:
         """(parameter, which, numbers) of the optimizer's state: to read, not to keep."""
         for part, numbers in self.player.numbers.items():
+            if not numbers.count:
+                continue
             whole: dict[Moment, Tensor] = {}
             pieces = list(self._pieces(part))
             for moment in self._moment_names():
@@ -162,7 +182,7 @@ class StreamingExecutor:
 
     def _pieces(self, part: Part, *, every: bool = False) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """(first number, fields) of a part's optimizer state, piece by piece; `every`: in all places that hold it."""
-        counts = self._piece_counts()[part]
+        counts = self._piece_counts().get(part, [])
         first = 0
         for number, count in enumerate(counts):
             holders = self._holders(Value("optimizer", part, number))
@@ -282,6 +302,8 @@ class StreamingExecutor:
                     last[use.value.part] = (index, use.buffer)
         found = {}
         for part, numbers in self.player.numbers.items():
+            if not numbers.count:
+                continue
             index, buffer = last[part]
             gradient = as_numbers(self.slabs.buffers[buffer], TYPES[self.formats.gradients], numbers.count)
             total = torch.zeros((), dtype=self.player.statistics, device=self.device)

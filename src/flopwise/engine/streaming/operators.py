@@ -15,19 +15,32 @@ from torch import Tensor
 
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
+from flopwise.engine.kernels.quantised import Quantised
+from flopwise.engine.streaming.adapters import add_product, scaled_dgrad, scaled_wgrad
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.fp8_products import Fp8Products
 from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
 from flopwise.engine.streaming.products import Products
 from flopwise.engine.streaming.rotary import rotary_frequencies
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
+from flopwise.work.adapters import DOWN
 from flopwise.work.formats import Formats
 from flopwise.work.op import Gemm, Op, Streaming
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
 
-Weights = Mapping[str, Tensor]
-"""Trained tensors of a part by their names in the description, or their gradients."""
+Stored = Tensor | Quantised
+Weights = Mapping[str, Stored]
+"""Tensors of a part by their names in the description; frozen matrices may be quantised."""
+Sums = Mapping[str, Tensor]
+"""Where gradients are summed, of those tensors that are trained."""
+
+
+def plain_weight(weights: Weights, name: str) -> Tensor:
+    """A tensor that is never quantised: a table, a norm's scale."""
+    found = weights[name]
+    assert isinstance(found, Tensor)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +48,7 @@ class Trained:
     """A part's weights, and where their gradients are summed."""
 
     weights: Weights
-    sums: Weights
+    sums: Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +69,12 @@ ALL = slice(None)
 
 def _rows_of(tensor: Tensor, rows: slice) -> Tensor:
     return tensor if rows is ALL else tensor[rows]
+
+
+def _stored_rows(weight: Stored, rows: slice) -> Stored:
+    if isinstance(weight, Quantised):
+        return weight if rows is ALL else weight.rows(rows)
+    return _rows_of(weight, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +107,7 @@ class Operators:
         """Products with the activation in them, where gate and up lie in pairs."""
         self.model, self.work, self.arena, self.device = model, work, arena, arena.room.device
         self.compute, self.statistics = TYPES[formats.compute], statistics_type(formats)
-        self.weights_differ = TYPES[formats.weights] != self.compute
+        self.adapter_scale = 1.0 if model.adapters is None else model.adapters.scale
         self._frequencies: Tensor | None = None
         self._columns: dict[str, list[tuple[str, int, int]]] = {}
         self._plain_products = products
@@ -99,6 +118,11 @@ class Operators:
 
     def forward(self, op: Op, values: Values, weights: Weights, rows: Rows, wanted: Collection[str]) -> None:
         """Make the wanted results of an operator."""
+        if isinstance(op, Gemm) and op.adds:
+            matrix = self._cast(weights[f"{op.name}.weight"])
+            add_product(values[op.inputs[0]], matrix, scale=self.adapter_scale, out=values[op.outputs[0]])
+            self._uncast(matrix, weights[f"{op.name}.weight"])
+            return
         if isinstance(op, Gemm):
             self._product(op, values, weights, wanted)
             return
@@ -131,12 +155,13 @@ class Operators:
     def paired_product(self, op: Op, values: Values, weights: Weights, *, activates: bool) -> None:
         """Gate and up, which have their places, and with `activates` what the activation makes of them."""
         assert self.gated is not None
-        source, matrix = values[op.inputs[0]], self._cast(weights[f"{op.name}.weight"])
+        stored = weights[f"{op.name}.weight"]
+        source, matrix = values[op.inputs[0]], self._cast(stored)
         shape = (source.shape[0], matrix.shape[0] // 2)
         gate, up = (values.allocate(name, shape, self.compute) for name in op.outputs)
         out = values.allocate("activated", shape, self.compute) if activates else None
         self.gated.kernels.forward(source, matrix, pairs=join_pairs(gate, up), activated=out)
-        self._uncast(matrix)
+        self._uncast(matrix, stored)
 
     def _gate_and_up(self, op: Op, values: Values) -> tuple[Tensor | None, Tensor]:
         return (values[op.inputs[0]] if self.model.gated else None), values[op.inputs[-1]]
@@ -172,17 +197,18 @@ class Operators:
 
     def _multiply(self, op: Gemm, source: Tensor, weights: Weights, rows: slice, out: Tensor) -> None:
         """A product with some rows of the weight."""
-        matrix = self._cast(_rows_of(weights[f"{op.name}.weight"], rows))
-        bias = weights.get(f"{op.name}.bias")
-        bias = None if bias is None else self._cast(_rows_of(bias, rows))
+        stored, shift = _stored_rows(weights[f"{op.name}.weight"], rows), weights.get(f"{op.name}.bias")
+        shift = None if shift is None else _stored_rows(shift, rows)
+        matrix, bias = self._cast(stored), None if shift is None else self._cast(shift)
         self._products(op).forward(source, matrix, bias, out=out)
-        self._uncast(matrix)
-        if bias is not None:
-            self._uncast(bias)
+        self._uncast(matrix, stored)
+        self._uncast(bias, shift)
 
     def _products(self, op: Gemm) -> Products:
         if self.gated is not None and self.is_paired(op):
             return self.gated
+        if op.name.endswith(f"_{DOWN}"):
+            return self._plain_products
         if op.in_block:
             return self._block_products
         return self._head_products if op.name == "head" else self._plain_products
@@ -196,15 +222,18 @@ class Operators:
             found = self._columns[op.name] = list(zip(op.outputs, [0, *ends[:-1]], ends, strict=True))
         return found
 
-    def _cast(self, weight: Tensor) -> Tensor:
+    def _cast(self, weight: Stored) -> Tensor:
         """A weight in the format that products read."""
-        if not self.weights_differ:
+        if isinstance(weight, Quantised):
+            return weight.dequantise(out=self.arena.take(weight.shape, self.compute))
+        if weight.dtype == self.compute:
             return weight
         return self.arena.take(tuple(weight.shape), self.compute).copy_(weight)
 
-    def _uncast(self, weight: Tensor) -> None:
-        if self.weights_differ:
-            self.arena.give(weight)
+    def _uncast(self, cast: Tensor | None, weight: Stored | None) -> None:
+        """Done with what `_cast` made of a weight."""
+        if cast is not None and cast is not weight:
+            self.arena.give(cast)
 
     def _norm(self, op: Streaming, values: Values, weights: Weights) -> None:
         source, total = values[op.inputs[0]], values.copies.pop(op.inputs[0], None)
@@ -232,9 +261,8 @@ class Operators:
         total: Tensor | None = None,
         out: Tensor | None = None,
     ) -> None:
-        scale = self._cast(weights[f"{op.name}.weight"])
-        bias = weights.get(f"{op.name}.bias")
-        bias = None if bias is None else self._cast(bias)
+        stored, shift = weights[f"{op.name}.weight"], weights.get(f"{op.name}.bias")
+        scale, bias = self._cast(stored), None if shift is None else self._cast(shift)
         rows = source.numel() // scale.numel()
         shape = (rows, 2) if self.model.norm == "layer" else (rows,)
         if out is None:
@@ -250,9 +278,8 @@ class Operators:
             other=other,
             total=total,
         )
-        self._uncast(scale)
-        if bias is not None:
-            self._uncast(bias)
+        self._uncast(scale, stored)
+        self._uncast(bias, shift)
 
     def _rotate(self, op: Streaming, values: Values, rows: Rows, wanted: Collection[str]) -> None:
         frequencies = self._frequencies_on(rows.positions.device)
@@ -292,13 +319,27 @@ class Operators:
             self._pointwise_backward(op, values, gradients)
 
     def _product_backward(self, op: Gemm, values: Values, gradients: Gradients, trained: Trained) -> None:
-        source = values[op.inputs[0]]
+        if op.adds:
+            self._adapter_backward(op, values, gradients, trained)
+            return
+        is_trained = f"{op.name}.weight" in trained.sums
         # One result after another, so that each one's gradient goes as soon as it is used.
         for part in self._parts(op, gradients):
-            self._wgrad(op, part, source, trained)
-            self._dgrad(op, part, gradients, trained, tuple(source.shape))
+            if is_trained:
+                self._wgrad(op, part, values[op.inputs[0]], trained)
+            self._dgrad(op, part, gradients, trained, (part.gradient.shape[0], op.depth))
             for name in part.names:
                 gradients.drop(name)
+
+    def _adapter_backward(self, op: Gemm, values: Values, gradients: Gradients, trained: Trained) -> None:
+        """Of the product behind an adapter's inner result; the gradient that it reads is the matrix' beside it too."""
+        name, inner = f"{op.name}.weight", op.inputs[0]
+        gradient, scale = gradients[op.outputs[0]], self.adapter_scale
+        scaled_wgrad(gradient, values[inner], scale=scale, total=trained.sums[name])
+        matrix = self._cast(trained.weights[name])
+        target, _ = gradients.target(inner, (gradient.shape[0], op.depth), gradient.dtype)
+        scaled_dgrad(gradient, matrix, scale=scale, out=target)
+        self._uncast(matrix, trained.weights[name])
 
     def dgrad(self, op: Gemm, gradients: Gradients, trained: Trained) -> None:
         """Only the gradient of a product's input; `wgrad` does the rest."""
@@ -308,7 +349,8 @@ class Operators:
     def wgrad(self, op: Gemm, source: Tensor, gradients: Gradients, trained: Trained) -> None:
         """What a product's weight and bias get, from the product's input; its results' gradients go."""
         for part in self._parts(op, gradients):
-            self._wgrad(op, part, source, trained)
+            if f"{op.name}.weight" in trained.sums:
+                self._wgrad(op, part, source, trained)
             for name in part.names:
                 gradients.drop(name)
 
@@ -330,10 +372,11 @@ class Operators:
             dispatch.add_column_sums(part.gradient, total=sums[f"{op.name}.bias"][part.rows])
 
     def _dgrad(self, op: Gemm, part: _Part, gradients: Gradients, trained: Trained, shape: tuple[int, ...]) -> None:
-        matrix = self._cast(_rows_of(trained.weights[f"{op.name}.weight"], part.rows))
+        stored = _stored_rows(trained.weights[f"{op.name}.weight"], part.rows)
+        matrix = self._cast(stored)
         target, there = gradients.target(op.inputs[0], shape, part.gradient.dtype)
         self._products(op).dgrad(part.gradient, matrix, out=target, add=there)
-        self._uncast(matrix)
+        self._uncast(matrix, stored)
 
     def activated_backward(
         self, op: Gemm, activation: Op, values: Values, gradients: Gradients, trained: Trained
@@ -343,12 +386,13 @@ class Operators:
         They take the places of gate and up. Returns the activation's result, recomputed.
         """
         assert self.gated is not None
-        gradient, matrix = gradients[op.outputs[0]], self._cast(trained.weights[f"{op.name}.weight"])
+        stored = trained.weights[f"{op.name}.weight"]
+        gradient, matrix = gradients[op.outputs[0]], self._cast(stored)
         made, there = gradients.target(activation.outputs[0], (gradient.shape[0], op.depth), gradient.dtype)
         assert not there
         gate, up = (values[name] for name in activation.inputs)
         self.gated.kernels.backward(gradient, matrix, pairs=join_pairs(gate, up), activated=made)
-        self._uncast(matrix)
+        self._uncast(matrix, stored)
         for name in activation.inputs:
             gradients.put(name, values[name])
         return made
@@ -373,8 +417,8 @@ class Operators:
     ) -> None:
         weights, sums = trained.weights, trained.sums
         name, source = op.inputs[0], values[op.inputs[0]]
-        scale = self._cast(weights[f"{op.name}.weight"])
-        bias = self._cast(weights[f"{op.name}.bias"]) if recompute and f"{op.name}.bias" in weights else None
+        stored, shift = weights[f"{op.name}.weight"], weights.get(f"{op.name}.bias") if recompute else None
+        scale, bias = self._cast(stored), None if shift is None else self._cast(shift)
         rows = source.numel() // scale.numel()
         gradient = gradients[op.outputs[0]]
         there = name in gradients
@@ -390,7 +434,7 @@ class Operators:
             statistics.view(rows, 2) if self.model.norm == "layer" else statistics.view(rows),
             rms=self.model.norm == "rms",
             out=out.view(rows, -1),
-            weight_gradient=sums[f"{op.name}.weight"],
+            weight_gradient=sums.get(f"{op.name}.weight"),
             bias_gradient=sums.get(f"{op.name}.bias"),
             accumulate=there,
             recompute=recompute,
@@ -398,9 +442,8 @@ class Operators:
         )
         if there and not recompute:
             gradients.drop(op.outputs[0])
-        self._uncast(scale)
-        if bias is not None:
-            self._uncast(bias)
+        self._uncast(scale, stored)
+        self._uncast(bias, shift)
 
     def _rotate_backward(self, op: Streaming, gradients: Gradients, rows: Rows) -> None:
         frequencies = self._frequencies_on(rows.positions.device)

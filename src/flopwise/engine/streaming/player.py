@@ -44,7 +44,7 @@ from flopwise.engine.streaming.embedding_head import EmbeddingHead, Loss
 from flopwise.engine.streaming.gated import GatedKernels
 from flopwise.engine.streaming.inputs import Inputs
 from flopwise.engine.streaming.layout import SavedTensors
-from flopwise.engine.streaming.operators import Operators, Trained
+from flopwise.engine.streaming.operators import Operators, Stored, Trained
 from flopwise.engine.streaming.products import HeadProducts, Products, rows_read_by_head
 from flopwise.engine.streaming.quack_products import gated_kernels, products_for
 from flopwise.engine.streaming.sequence import SequenceBlock, SequenceTensors
@@ -92,7 +92,9 @@ class Player:
         work = describe(model, plan.sequence_tokens)
         self.compute, self.statistics = TYPES[self.formats.compute], statistics_type(self.formats)
         self.model = model
-        self.numbers: dict[Part, PartNumbers] = numbers_by_part(parameters_of(model, plan.sequence_tokens))
+        self.numbers: dict[Part, PartNumbers] = numbers_by_part(
+            parameters_of(model, plan.sequence_tokens), self.formats
+        )
         workspace, head = self._only("temporaries"), self._only("logits")
         self.inputs = Inputs(
             plan, workspace, vocabulary=model.vocab, classifies=model.head == "classifier", causal=model.causal
@@ -130,7 +132,8 @@ class Player:
         self.loss = Loss(torch.zeros((), dtype=self.statistics, device=slabs.device))
         self.scale = torch.zeros((), dtype=self.statistics, device=slabs.device)
         """One over what has a loss in the step."""
-        self._views: dict[tuple[int, Part], dict[str, Tensor]] = {}
+        self._weight_views: dict[tuple[int, Part], dict[str, Stored]] = {}
+        self._sum_views: dict[tuple[int, Part], dict[str, Tensor]] = {}
         self._saved_views: dict[tuple[int, str, int], dict[str, Tensor]] = {}
         """Of what layers keep, by buffer, level and tokens: every step asks for the same ones."""
         self._contexts()
@@ -187,15 +190,20 @@ class Player:
                 return use.buffer
         return None
 
-    def views(self, index: int, part: Part) -> dict[str, Tensor]:
-        """A part's tensors in a buffer of weights or gradients."""
-        found = self._views.get((index, part))
+    def weights_in(self, index: int, part: Part) -> dict[str, Stored]:
+        """A part's tensors in a buffer of weights."""
+        found = self._weight_views.get((index, part))
+        if found is None:
+            found = self._weight_views[index, part] = self.numbers[part].weights(self.slabs.buffers[index])
+        return found
+
+    def sums_in(self, index: int, part: Part) -> dict[str, Tensor]:
+        """A part's gradients in a buffer."""
+        found = self._sum_views.get((index, part))
         if found is None:
             numbers = self.numbers[part]
-            owner = self.program.buffers[index].owner
-            dtype = TYPES[self.formats.weights if owner == "weights" else self.formats.gradients]
-            flat = as_numbers(self.slabs.buffers[index], dtype, numbers.count)
-            found = self._views[index, part] = numbers.views(flat)
+            flat = as_numbers(self.slabs.buffers[index], TYPES[self.formats.gradients], numbers.count)
+            found = self._sum_views[index, part] = numbers.views(flat)
         return found
 
     def part_of(self, task: Task) -> Part:
@@ -252,15 +260,15 @@ class Player:
             return None
         return self.slabs.buffers[index]
 
-    def _weights(self, task: Task) -> dict[str, Tensor]:
+    def _weights(self, task: Task) -> dict[str, Stored]:
         index = self._of(task.reads, "weights")
         assert index is not None
-        return self.views(index, self.part_of(task))
+        return self.weights_in(index, self.part_of(task))
 
     def _sums(self, task: Task) -> dict[str, Tensor]:
+        """Of a part that is not trained there are none."""
         index = self._of(task.writes, "gradients")
-        assert index is not None
-        return self.views(index, self.part_of(task))
+        return {} if index is None else self.sums_in(index, self.part_of(task))
 
     def _trained(self, task: Task) -> Trained:
         return Trained(self._weights(task), self._sums(task))
@@ -287,10 +295,10 @@ class Player:
             self.inputs.ids(task.chunk), chunk, self._weights_of_embedding(task), sums, gradient
         )
 
-    def _weights_of_embedding(self, task: Task) -> dict[str, Tensor]:
+    def _weights_of_embedding(self, task: Task) -> dict[str, Stored]:
         """The norm behind the tables is small and stays where the tables do; others need no weights to go back."""
         index = self._of(task.reads, "weights")
-        return {} if index is None else self.views(index, self.part_of(task))
+        return {} if index is None else self.weights_in(index, self.part_of(task))
 
     def _head(self, task: Task, chunk: Chunk) -> None:
         assert task.chunk is not None

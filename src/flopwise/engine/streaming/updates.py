@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,9 +13,12 @@ from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.adamw import BITS_OF_STEP
 from flopwise.engine.kernels.dispatch import AdamW, Seed
+from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.layout import moment_fields
+from flopwise.engine.streaming.operators import Stored
+from flopwise.records.program import aligned
 from flopwise.setup.training import Training
-from flopwise.work.formats import Formats
+from flopwise.work.formats import QUANTISED_BITS, Formats, quantised_bytes
 from flopwise.work.parameters import Parameter, Part
 
 NORM_EPSILON = 1e-6
@@ -32,10 +35,15 @@ class Run:
 
 
 class PartNumbers:
-    """A part's trained numbers in a row: how many, where they begin among all, and which of them decay."""
+    """A part's trained numbers in a row: how many, where they begin among all, and which of them decay.
 
-    def __init__(self, parameters: Iterable[Parameter], offset: int) -> None:
-        self.parameters = tuple(parameters)
+    What is not trained lies behind them in the part's weights, each tensor at a line.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], offset: int, formats: Formats) -> None:
+        self.parameters = tuple(parameter for parameter in parameters if parameter.trained)
+        self.frozen = tuple(parameter for parameter in parameters if not parameter.trained)
+        self.formats = formats
         self.offset = offset
         self.count = sum(parameter.elements for parameter in self.parameters)
         runs: list[Run] = []
@@ -54,8 +62,25 @@ class PartNumbers:
             for parameter in self.parameters
         }
 
+    def weights(self, buffer: Tensor) -> dict[str, Stored]:
+        """Name within the part → its tensor in a buffer of the part's weights, trained or not."""
+        dtype = TYPES[self.formats.weights]
+        found: dict[str, Stored] = {**self.views(as_numbers(buffer, dtype, self.count))}
+        start = aligned(self.count * dtype.itemsize)
+        for parameter in self.frozen:
+            kept = self.formats.kept_as(in_block=isinstance(parameter.part, int), matrix=parameter.role == "matrix")
+            if kept in QUANTISED_BITS:
+                matrix = Quantised.within(buffer[start:], parameter.shape, kept)
+                found[parameter.local] = matrix
+                start += aligned(quantised_bytes(*matrix.shape, kept))
+            else:
+                own = as_numbers(buffer[start:], TYPES[kept], parameter.elements)
+                found[parameter.local] = own.view(parameter.shape)
+                start += aligned(own.numel() * own.itemsize)
+        return found
 
-def numbers_by_part(parameters: Iterable[Parameter]) -> dict[Part, PartNumbers]:
+
+def numbers_by_part(parameters: Iterable[Parameter], formats: Formats) -> dict[Part, PartNumbers]:
     """All parts of a model."""
     grouped: dict[Part, list[Parameter]] = {}
     for parameter in parameters:
@@ -63,7 +88,7 @@ def numbers_by_part(parameters: Iterable[Parameter]) -> dict[Part, PartNumbers]:
     found: dict[Part, PartNumbers] = {}
     offset = 0
     for part, listed in grouped.items():
-        found[part] = PartNumbers(listed, offset)
+        found[part] = PartNumbers(listed, offset, formats)
         offset += found[part].count
     return found
 

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flopwise.plan.device.levels import Curve, curve_of
-from flopwise.plan.program.sizes import Sizes, largest_piece, sizes_of, slot_bytes, working_bytes
+from flopwise.plan.program.sizes import Sizes, State, largest_piece, sizes_of, slot_bytes, working_bytes
 from flopwise.predict.simulate.tasks import TaskSeconds
 from flopwise.records.plan import Plan, Residency
 from flopwise.setup.hardware import Hardware
+from flopwise.setup.trained import trains_partly
 from flopwise.work.model import Model
 from flopwise.work.parameters import ENDS, Place
 
@@ -82,12 +83,15 @@ class Shape:
         self.costs: TaskSeconds = like.costs if like else TaskSeconds(plan, model, hardware)
         self.sizes: Sizes = sizes_of(model, plan.sequence_tokens, self.costs.formats, plan.optimizer)
         self.curve: Curve = like.curve if like else curve_of(plan, self.sizes, self.costs)
-        self.pairs = plan.layers * plan.chunks_per_round
+        self.block: State = self.sizes.mean_block
+        self.reached = plan.layers - self.sizes.first_reached
+        """Layers that backward comes to: the others keep nothing for it."""
+        self.pairs = self.reached * plan.chunks_per_round
         self.sequences = self.pairs / plan.chunks_per_sequence
         """Sequences in a layer: what the curve is of."""
         self.slot = slot_bytes(self.sizes, plan.tokens_of(0))
         self.base = sum(working_bytes(self.sizes, plan).values())
-        ends = [state for state in (self.sizes.embedding, self.sizes.head) if state.parameters]
+        ends = (self.sizes.embedding, self.sizes.head)
         self.end_piece = max(largest_piece(self.sizes, state) for state in ends)
         self.place: Place = plan.update_place
         self.least_slots = LEAST_SLOTS
@@ -101,13 +105,15 @@ class Shape:
         """The same with another number of rounds, or another place for the update."""
         other = copy(self)
         other.plan, other.place = replace(self.plan, rounds_per_step=rounds, update_place=place), place
-        other.update_s = self.costs.update_s(self.costs.work.parameters, on_host=place == "host")
+        other.update_s = self.costs.update_s(self.costs.work.trained_parameters, on_host=place == "host")
         return other
 
     def _seconds(self) -> None:
         plan, costs = self.plan, self.costs
         self.forward_s = self.backward_s = self.head_s = 0.0
         cut = plan.chunks_per_sequence > 1 and plan.attention == "sequence"
+        reached = range(self.sizes.first_reached, plan.layers)
+        frozen_share = sum(layer in self.sizes.frozen_layers for layer in reached) / len(reached)
         for chunk in range(plan.chunks_per_round):
             group = costs.groups(plan.tokens_of(chunk))
             part = chunk % plan.chunks_per_sequence
@@ -116,6 +122,7 @@ class Shape:
             self.forward_s += group.forward["before"] + group.forward["after"] + attention[0]
             self.backward_s += group.backward["before"] + group.backward["after"] + attention[1]
             self.backward_s += again["before"] + again["after"]
+            self.backward_s -= frozen_share * (group.wgrad["before"] + group.wgrad["after"])
             self.head_s += group.forward["embed"] + group.backward["embed"]
             pieces, rest = divmod(plan.tokens_of(chunk), plan.head_chunk_tokens)
             for tokens, count in ((plan.head_chunk_tokens, pieces), (rest, 1)):
@@ -127,8 +134,8 @@ class Shape:
             self.forward_s += copies * costs.attention_s(None, "forward")
             self.backward_s += copies * costs.attention_s(None, "backward")
         self.forward_s *= plan.layers
-        self.backward_s *= plan.layers
-        self.update_s = costs.update_s(costs.work.parameters, on_host=plan.update_place == "host")
+        self.backward_s *= self.reached
+        self.update_s = costs.update_s(costs.work.trained_parameters, on_host=plan.update_place == "host")
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
@@ -190,12 +197,12 @@ class Shape:
         return np.ones_like(passing) if used_up else passing
 
     def state_on_device(self, choice: Choice) -> Floats:
-        sizes, block = self.sizes, self.sizes.block
+        sizes, block, largest = self.sizes, self.block, self.sizes.largest_block
         embedding, head = sizes.embedding, sizes.head
         shared = max(embedding.weights, head.weights), max(embedding.gradients, head.gradients)
         found = float(self.base) + choice.weights * block.weights + choice.gradients * block.gradients
-        found += self._passes(choice.weights, choice.passing)[1] * block.weights
-        found += self._passes(choice.gradients, self._gradient_slots(choice.passing))[1] * block.gradients
+        found += self._passes(choice.weights, choice.passing)[1] * largest.weights
+        found += self._passes(choice.gradients, self._gradient_slots(choice.passing))[1] * largest.gradients
         found += np.where(choice.ends >= WEIGHTS_SHARE, shared[0], embedding.weights + head.weights)
         found += np.where(choice.ends >= GRADIENTS_SHARE, shared[1], embedding.gradients + head.gradients)
         if self.place == "host":
@@ -205,14 +212,14 @@ class Shape:
         passes = (choice.optimizer < self.plan.layers) | (choice.ends >= STATE_PASSES)
         # At the end of a step the state passes where activations were, as far as they are large enough.
         lent = self.least_slots * self.slot if self.plan.update_when == "end" else 0.0
-        piece = np.where(choice.optimizer < self.plan.layers, max(block.optimizer, self.end_piece), self.end_piece)
+        piece = np.where(choice.optimizer < self.plan.layers, max(largest.optimizer, self.end_piece), self.end_piece)
         found += np.where(
             passes, np.maximum(0.0, choice.updating - np.floor(lent / np.maximum(1.0, piece))) * piece, 0.0
         )
         return np.asarray(found, dtype=np.float64)
 
     def state_on_host(self, choice: Choice) -> Floats:
-        sizes, block, layers = self.sizes, self.sizes.block, self.plan.layers
+        sizes, block, layers = self.sizes, self.block, self.plan.layers
         embedding, head = sizes.embedding, sizes.head
         everything = layers * block.total + embedding.total + head.total
         if self.place == "host":
@@ -241,7 +248,7 @@ class Shape:
 
     def _step_s(self, choice: Choice, again_s: Floats, moved: Floats) -> Floats:
         """A step: its rounds, and in the last one the update."""
-        sizes, block, rounds = self.sizes, self.sizes.block, self.plan.rounds_per_step
+        sizes, block, rounds = self.sizes, self.block, self.plan.rounds_per_step
         embedding, head = sizes.embedding, sizes.head
         passing, through = self._passes(choice.weights, choice.passing)
         weights_in = np.maximum(0.0, passing - through) * block.weights
@@ -267,7 +274,7 @@ class Shape:
         compute = self.backward_s + again_s
         if not last:
             return self._longer(compute, self._link_s(inward, outward))
-        sizes, block, layers = self.sizes, self.sizes.block, self.plan.layers
+        sizes, block, layers = self.sizes, self.block, self.plan.layers
         embedding, head = sizes.embedding, sizes.head
         # What is updated last has nothing left to hide behind: the embedding, or the matrix that it shares.
         last_end = embedding if embedding.parameters else head
@@ -279,8 +286,8 @@ class Shape:
             return self._longer(np.maximum(compute, self.update_s), self._link_s(inward + stay, outward)) + behind
         ends = np.where(choice.ends >= STATE_PASSES, embedding.optimizer + head.optimizer, 0.0)
         state = (layers - choice.optimizer) * block.optimizer + ends
-        new = self._passes(choice.weights, choice.passing)[0] * block.weights
-        new = new + np.where(choice.ends >= WEIGHTS_SHARE, embedding.weights + head.weights, 0.0)
+        new = self._passes(choice.weights, choice.passing)[0] * block.trained
+        new = new + np.where(choice.ends >= WEIGHTS_SHARE, embedding.trained + head.trained, 0.0)
         if self.plan.update_when == "end":
             return self._longer(compute, self._link_s(inward, outward)) + self._longer(
                 self.update_s, self._link_s(state + new + outward, state + new)
@@ -315,6 +322,6 @@ class Shape:
         }
 
 
-def can_update_on_host(hardware: Hardware) -> bool:
-    """Whether the description says how fast the host is."""
-    return hardware.host is not None and hardware.host.update_bytes_per_s is not None
+def can_update_on_host(hardware: Hardware, model: Model) -> bool:
+    """Whether the description says how fast the host is, and no frozen weights would come back with the others."""
+    return not trains_partly(model) and hardware.host is not None and hardware.host.update_bytes_per_s is not None

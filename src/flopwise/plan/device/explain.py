@@ -176,10 +176,10 @@ def _saves_reason(plan: Plan, shape: Shape, setup: CappedSetup) -> str:
 
 
 def _place_reason(plan: Plan, setup: CappedSetup) -> str:
-    if not can_update_on_host(setup.hardware):
+    if not can_update_on_host(setup.hardware, setup.model):
         return f"the hardware file does not say how fast {setup.hardware.name}'s host is"
     costs = TaskSeconds(plan, setup.model, setup.hardware)
-    parameters = costs.work.parameters
+    parameters = costs.work.trained_parameters
     there, here = costs.update_s(parameters, on_host=True), costs.update_s(parameters)
     if plan.update_place == "host":
         return f"{show_seconds(there)} of its cores, hidden behind backward, spare the link the optimizer's state"

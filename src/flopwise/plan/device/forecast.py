@@ -13,7 +13,7 @@ from flopwise.plan.program.sizes import sizes_of
 from flopwise.predict.kernels.costs import peak_flops
 from flopwise.predict.simulate.simulator import LAST_COPIES, simulate, waits_between
 from flopwise.predict.simulate.tasks import TaskSeconds
-from flopwise.records.plan import LETTERS, POLICY, Forecast, Plan
+from flopwise.records.plan import LETTERS, NO_BACKWARD, POLICY, Forecast, Plan
 from flopwise.records.program import Stream, Task
 from flopwise.records.simulation import Simulation
 from flopwise.setup.hardware import Hardware
@@ -134,7 +134,7 @@ def recompute_s(plan: Plan, costs: TaskSeconds) -> float:
     """Seconds of a round in which something is made again that a larger memory would have kept."""
     found = 0.0
     for row in plan.saves:
-        for chunk, letter in enumerate(row):
+        for chunk, letter in enumerate(row.strip(NO_BACKWARD)):
             level = LETTERS[letter.lower()]
             if level != "full":
                 found += costs.recompute_s(level, plan.tokens_of(chunk), chunk % plan.chunks_per_sequence)
@@ -186,7 +186,7 @@ def clipping_share(plan: Plan, model: Model, hardware: Hardware) -> float:
 def _update_s(plan: Plan, costs: TaskSeconds, idle: Mapping[str, float]) -> float:
     """The update's kernels on the device, and what the step waits for its state."""
     waits = sum(idle.get(name, 0.0) for name in ("optimizer state", "room for optimizer state", "update on the host"))
-    on_device = costs.update_s(costs.work.parameters) if plan.update_place == "device" else 0.0
+    on_device = costs.update_s(costs.work.trained_parameters) if plan.update_place == "device" else 0.0
     return on_device + waits
 
 
@@ -219,7 +219,7 @@ def executed_flops(plan: Plan, model: Model, convention: Convention) -> dict[str
     shares = {level: work.recomputed(POLICY[level]) for level in set(LETTERS.values())}
     attention = next(op for op in work.ops if isinstance(op, Attention))
     for row in plan.saves:
-        for chunk, letter in enumerate(row):
+        for chunk, letter in enumerate(row.strip(NO_BACKWARD)):
             share = Fraction(plan.tokens_of(chunk), plan.sequence_tokens)
             for op in work.ops:
                 again = shares[LETTERS[letter.lower()]].get(op.name, Fraction(0)) / op.layers

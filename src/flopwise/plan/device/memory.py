@@ -35,22 +35,24 @@ def _state_bytes(plan: Plan, sizes: Sizes, kind: Owner, residency: Residency) ->
         return found
 
     on_host = kind == "optimizer" and plan.update_place == "host"
-    blocks = 0 if on_host else residency.blocks
+    layers = frozenset() if on_host else residency.staying(sizes.layers)
+    blocks = [size(sizes.of(layer)) for layer in sorted(layers)]
+    in_flight = [mine for layer in range(sizes.layers) if layer not in layers and (mine := size(sizes.of(layer)))]
     ends = ends_of(sizes)
     staying = [state for end, state in ends.items() if end in residency.ends and not on_host]
     passing = [state for end, state in ends.items() if end not in residency.ends or on_host]
-    device = blocks * size(sizes.block) + sum(size(state) for state in staying)
+    device = sum(blocks) + sum(size(state) for state in staying)
     if kind != "optimizer":
-        device += min(residency.passing, sizes.layers - blocks) * size(sizes.block)
+        device += min(residency.passing, len(in_flight)) * max(in_flight, default=0)
         device += max((size(state) for state in passing), default=0)
     elif not on_host:
-        piece = _largest_piece(sizes, passing, some_blocks=blocks < sizes.layers)
+        piece = _largest_piece(sizes, passing, some_blocks=bool(in_flight))
         device += piece and (max(1, residency.passing) - borrowed_slots(plan, sizes, piece)) * piece
     host = 0
     if kept_on_host(plan, kind, stays=False):
-        host += (sizes.layers - blocks) * size(sizes.block) + sum(size(state) for state in passing)
+        host += sum(in_flight) + sum(size(state) for state in passing)
     if kept_on_host(plan, kind, stays=True):
-        host += blocks * size(sizes.block)
+        host += sum(blocks)
     if kept_on_host(plan, kind, stays=True, end=True):
         host += sum(size(state) for state in staying)
     return device, host

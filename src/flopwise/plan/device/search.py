@@ -29,7 +29,7 @@ from flopwise.plan.device.levels import choose_levels
 from flopwise.plan.device.memory import plan_bytes
 from flopwise.plan.device.tight import tight_choices, tight_shapes
 from flopwise.plan.program.sizes import level_bytes
-from flopwise.records.plan import LETTERS, Plan
+from flopwise.records.plan import LETTERS, NO_BACKWARD, Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import CappedSetup
 from flopwise.work.parameters import Place
@@ -186,7 +186,9 @@ class _Search:
             yield shape.variant(rounds, "device")
 
     def _all_shapes(self, cut: Cut) -> Iterator[Shape]:
-        places: tuple[Place, ...] = ("device", "host") if can_update_on_host(self.setup.hardware) else ("device",)
+        places: tuple[Place, ...] = (
+            ("device", "host") if can_update_on_host(self.setup.hardware, self.setup.model) else ("device",)
+        )
         for head_chunk_tokens in head_chunks(cut):
             shape = self._shape(cut, head_chunk_tokens)
             for rounds in list_rounds(self.setup, shape.plan):
@@ -381,9 +383,10 @@ def plan_of(candidate: Candidate, device_bytes: int, host_bytes: int) -> Plan:
     if kept:
         letters = _keep_on_device(letters, shape, float(estimate.kept_bytes[0]))
         slots += letters.count("F")
+    letters = [NO_BACKWARD] * (plan.layers * plan.chunks_per_round - shape.pairs) + letters
     saves = tuple(
         "".join(letters[start : start + plan.chunks_per_round])
-        for start in range(0, shape.pairs, plan.chunks_per_round)
+        for start in range(0, len(letters), plan.chunks_per_round)
     )
     stays = shape.residencies(candidate.chosen)
     return replace(

@@ -42,8 +42,8 @@ from flopwise.plan.program.builder import Builder, FreeSlots
 from flopwise.plan.program.ordering import NominalSeconds, in_order_of_release, order_by_need
 from flopwise.plan.program.runs import check_runs
 from flopwise.plan.program.sizes import Sizes, context_sets, level_bytes, sizes_of, slot_bytes, working_bytes
-from flopwise.plan.program.state import Kept, OptimizerState, copy_state, ends_of, place_of
-from flopwise.records.plan import LETTERS, Plan
+from flopwise.plan.program.state import Kept, OptimizerState, copy_state, ends_of, parts_of, place_of
+from flopwise.records.plan import LETTERS, NO_BACKWARD, Plan
 from flopwise.records.program import Buffer, Kind, Owner, Program, Value, ValueKind, aligned
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats
@@ -86,10 +86,12 @@ class _Compiler:
         self.gradients = Kept(self.builder, whole, sizes, "gradients", plan.gradients)
         self.state = OptimizerState(self.builder, whole, sizes)
         self.ends = list(ends_of(sizes))
+        self.trained = {part for part, state in parts_of(sizes).items() if state.parameters}
+        """Parts that have gradients and an update."""
         self.embedding: Part = "embedding" if "embedding" in self.ends else "head"
         assert isinstance(model, Transformer)  # sizes_of refuses others
         self.causal, self.embedding_norm = model.causal, model.embedding_norm
-        self.nominal = NominalSeconds.of_model(sizes.block.parameters, sizes.head.parameters, plan, model)
+        self.nominal = NominalSeconds.of_model(sizes.block.numbers, sizes.head.numbers, plan, model)
         self.cut = plan.chunks_per_sequence > 1
         self.whole_sequence = self.cut and plan.attention == "sequence"
         self._find_operators(model)
@@ -126,7 +128,7 @@ class _Compiler:
         self.homes: dict[tuple[int, int], int] = {}
         for layer, row in enumerate(plan.saves):
             for chunk, letter in enumerate(row):
-                if letter != "F":
+                if letter not in ("F", NO_BACKWARD):
                     kept = level_bytes(self.sizes, LETTERS[letter.lower()], plan.tokens_of(chunk))
                     place: Place = "device" if letter.isupper() else "host"
                     home = Buffer("activations", place, "home", kept, layer, chunk)
@@ -192,7 +194,7 @@ class _Compiler:
         """Every part's new weights and state where they belong, and the device as the next step expects it."""
         found: dict[int, Value] = {}
         for part in self.weights.parts:
-            value = Value("weights", part, version=1)
+            value = Value("weights", part, version=int(part in self.trained))
             if part in self.weights.staying:
                 found[self.weights.slot[part]] = value
             if part in self.weights.host:
@@ -202,7 +204,7 @@ class _Compiler:
                     if buffer is not None:
                         found[buffer] = Value("optimizer", part, index, version=1)
         for buffer, value in self.builder.at_start.items():
-            found.setdefault(buffer, value._replace(version=1))
+            found.setdefault(buffer, value._replace(version=int(value.part in self.trained)))
         return found
 
     # -- forward --------------------------------------------------------------------------------------------------
@@ -243,6 +245,7 @@ class _Compiler:
     def _forward(self, layer: int, chunk: int, weights: int) -> None:
         """A chunk through a layer, and what it keeps on its way to where it is kept."""
         letter, home = self.plan.saves[layer][chunk], self.homes.get((layer, chunk))
+        level = LETTERS.get(letter.lower(), "input")
         # Every forward works in a slot, whatever its level: what is not kept is gone when the slot is given back.
         slot = self.free.take()
         value = self._value("activations", layer, chunk)
@@ -257,7 +260,6 @@ class _Compiler:
             writes.append((home, value))
         kind: Kind = "forward-after" if self.whole_sequence else "forward"
         segment: Segment = "after" if self.whole_sequence else "block"
-        level = LETTERS[letter.lower()]
         self._compute(kind, segment, chunk, layer=layer, level=level, reads=reads, writes=writes)
         if letter == "F":
             self.slots[layer, chunk] = slot
@@ -272,7 +274,7 @@ class _Compiler:
     def _head_pass(self) -> None:
         plan = self.plan
         weights = self.weights.bring("head", self.round)
-        gradients = self._gradient_slot("head")
+        self._gradient_slot("head")
         for chunk in reversed(range(plan.chunks_per_round)):
             tokens = plan.tokens_of(chunk)
             for first in range(0, tokens, plan.head_chunk_tokens):
@@ -285,19 +287,19 @@ class _Compiler:
                     reads=(weights, self.residual[chunk], *self._summed("head")),
                     writes=(
                         self._residual_gradient(chunk, "head", first),
-                        (gradients, self._gradient("head", chunk, first)),
+                        *self._gradient_writes("head", chunk, first),
                     ),
                 )
-        if self.embedding != "head":
+        if self.embedding != "head" or self.embedding not in self.trained:
             self._gradient_done("head")
 
     # -- backward -------------------------------------------------------------------------------------------------
 
     def _backward_pass(self) -> None:
         plan = self.plan
-        for layer in reversed(range(plan.layers)):
+        for layer in reversed(range(self.sizes.first_reached, plan.layers)):
             weights = self.weights.bring(layer, self.round)
-            gradients = self._gradient_slot(layer)
+            self._gradient_slot(layer)
             # The last chunk first: a chunk's keys have their whole gradient when all queries behind them are done.
             for first in reversed(range(0, plan.chunks_per_round, plan.chunks_per_sequence)):
                 chunks = range(first, first + plan.chunks_per_sequence)
@@ -306,11 +308,13 @@ class _Compiler:
                 for chunk in reversed(chunks):
                     if self.cut and not self.whole_sequence and chunk == chunks[-1]:
                         self._bring_context(layer, chunks, weights)
-                    self._backward(layer, chunk, weights, gradients)
+                    self._backward(layer, chunk, weights)
                 if self.whole_sequence:
-                    self._backward_before(layer, chunks, weights, gradients)
+                    self._backward_before(layer, chunks, weights)
             self._gradient_done(layer)
-        gradients = self._gradient_slot(self.embedding)
+        if self.embedding not in self.trained:
+            return
+        self._gradient_slot(self.embedding)
         # A norm behind the tables is recomputed from their rows.
         table = (self.weights.bring(self.embedding, self.round),) if self.embedding_norm else ()
         for chunk in reversed(range(plan.chunks_per_round)):
@@ -320,7 +324,7 @@ class _Compiler:
                 chunk,
                 reads=(*table, self.residual[chunk], *self._summed(self.embedding)),
                 # A tied matrix gets its head's gradient before, whose versions are first tokens.
-                writes=((gradients, self._gradient(self.embedding, chunk, -1)),),
+                writes=self._gradient_writes(self.embedding, chunk, -1),
             )
         self._gradient_done(self.embedding)
 
@@ -352,10 +356,10 @@ class _Compiler:
                 writes = ((buffer, value),)
                 self._compute("context", segment, chunk, layer=layer, level=level, reads=reads, writes=writes)
 
-    def _backward(self, layer: int, chunk: int, weights: int, gradients: int) -> None:
+    def _backward(self, layer: int, chunk: int, weights: int) -> None:
         """A chunk back through a layer: what was kept is fetched, the rest recomputed."""
         letter, home = self.plan.saves[layer][chunk], self.homes.get((layer, chunk))
-        writes = [self._residual_gradient(chunk, layer, 0), (gradients, self._gradient(layer, chunk, 0))]
+        writes = [self._residual_gradient(chunk, layer, 0), *self._gradient_writes(layer, chunk, 0)]
         reads = [weights, self.residual[chunk], *self._summed(layer)]
         if letter == "F":
             slot = self.slots.pop((layer, chunk))
@@ -400,7 +404,7 @@ class _Compiler:
         self._copy("load", layer, chunk, source=home, target=slot, size=max(0, size))
         return slot
 
-    def _backward_before(self, layer: int, chunks: range, weights: int, gradients: int) -> None:
+    def _backward_before(self, layer: int, chunks: range, weights: int) -> None:
         self._compute(
             "attention-backward",
             "attention",
@@ -415,28 +419,35 @@ class _Compiler:
                 "before",
                 chunk,
                 layer=layer,
-                reads=(weights, self.residual[chunk], self.inputs[chunk - chunks[0]], *self.sequence, gradients),
-                writes=(self._residual_gradient(chunk, layer, 1), (gradients, self._gradient(layer, chunk, 1))),
+                reads=(
+                    *(weights, self.residual[chunk], self.inputs[chunk - chunks[0]], *self.sequence),
+                    *self._summed(layer),
+                ),
+                writes=(self._residual_gradient(chunk, layer, 1), *self._gradient_writes(layer, chunk, 1)),
             )
 
     # -- gradients and updates ------------------------------------------------------------------------------------
 
-    def _gradient(self, part: Part, chunk: int, version: int) -> Value:
-        return Value("gradients", part, chunk, self.round, version)
+    def _gradient_writes(self, part: Part, chunk: int, version: int) -> Writes:
+        """The sum with one more added to it; nothing of a part that is not trained."""
+        if part not in self.trained:
+            return ()
+        return ((self.gradients.slot[part], Value("gradients", part, chunk, self.round, version)),)
 
     def _summed(self, part: Part) -> tuple[int, ...]:
         """The gradient so far, if there is one to add to."""
-        return (self.gradients.slot[part],) if self.gradients.here(part) else ()
+        return (self.gradients.slot[part],) if part in self.trained and self.gradients.here(part) else ()
 
-    def _gradient_slot(self, part: Part) -> int:
-        """Where the part's gradient is summed; the sum of earlier rounds is fetched."""
-        if self.round and not self.gradients.here(part):
-            return self.gradients.bring(part, self.round)
-        return self.gradients.slot[part]
+    def _gradient_slot(self, part: Part) -> None:
+        """The sum of earlier rounds is fetched to where the part's gradient is summed."""
+        if self.round and part in self.trained:
+            self.gradients.bring(part, self.round)
 
     def _gradient_done(self, part: Part) -> None:
         """After a part's last backward of a round: the gradient leaves, or is used up."""
         plan = self.plan
+        if part not in self.trained:
+            return
         if self.last_round and plan.update_when == "backward":
             self._update(part)
         elif part not in self.gradients.staying or (plan.host_copies and part in self.gradients.host):
@@ -448,7 +459,7 @@ class _Compiler:
         self.builder.also_after = (*self.builder.last("compute"), *self.builder.last("copy-out"))
         order: tuple[Part, ...] = ("head", *reversed(range(self.plan.layers)), "embedding")
         for part in order:
-            if part in self.weights.parts:
+            if part in self.trained:
                 self._update(part)
 
     def _update(self, part: Part) -> None:

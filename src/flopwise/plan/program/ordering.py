@@ -33,7 +33,7 @@ class NominalSeconds:
 
     @classmethod
     def of_model(cls, block: int, head: int, plan: Plan, model: Transformer) -> NominalSeconds:
-        """From the parameters of a block and of the head."""
+        """From the numbers of a block and of the head."""
         return cls(2.0 * (block + plan.sequence_tokens * model.hidden), 6.0 * head)
 
     def of(self, task: Task) -> float:

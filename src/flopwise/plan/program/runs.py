@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.records.outcome import WRITTEN_BY
-from flopwise.records.plan import Plan, Residency
+from flopwise.records.plan import NO_BACKWARD, Plan, Residency
+from flopwise.setup.trained import trains_partly
 from flopwise.work.model import Model
 
 
@@ -18,6 +19,20 @@ def check_runs(plan: Plan, model: Model) -> None:
                 why=f"{plan.layers - residency.blocks} of {plan.layers} blocks do not stay",
                 hint=WRITTEN_BY,
             )
+    reached = getattr(model, "first_reached", 0)
+    rows = [row.strip(NO_BACKWARD) for row in plan.saves]
+    if any(rows[:reached]) or not all(len(row) == plan.chunks_per_round for row in rows[reached:]):
+        raise FlopwiseError(
+            "the plan saves other layers than backward comes to",
+            why=f"of {model.name} it comes down to layer {reached}",
+            hint="plan this model anew",
+        )
+    if plan.update_place == "host" and trains_partly(model):
+        raise FlopwiseError(
+            "the plan updates on the host, and not everything is trained",
+            why="frozen weights would come back over the link with the others",
+            hint="plan this model anew",
+        )
     if plan.attention == "chunk" and plan.chunks_per_sequence > 1 and not getattr(model, "causal", True):
         raise FlopwiseError(
             f"attention of {model.name} cannot run chunk by chunk",

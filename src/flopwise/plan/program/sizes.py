@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from fractions import Fraction
 from functools import lru_cache
+from math import ceil
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.plan.program.workspace import workspace_bytes
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES
-from flopwise.records.plan import LETTERS, LEVELS, OWN_RULE, POLICY, Plan
+from flopwise.records.plan import LETTERS, LEVELS, NO_BACKWARD, OWN_RULE, POLICY, Plan
 from flopwise.records.program import LOGITS_ALIGNMENT_BYTES, Owner, aligned
 from flopwise.setup.words import MOMENTS, Optimizer
 from flopwise.work.describe import describe
@@ -16,8 +18,8 @@ from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.held import attention_sums_bytes, temporary_bytes
 from flopwise.work.model import Model
 from flopwise.work.op import Gemm, Op
-from flopwise.work.parameters import op_groups
-from flopwise.work.traffic import block_saved_bytes, tensor_bytes
+from flopwise.work.parameters import Part, op_groups
+from flopwise.work.traffic import block_saved_bytes, frozen_bytes, tensor_bytes
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
 
@@ -33,10 +35,16 @@ INPUT_BYTES_PER_TOKEN = 12
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The trained numbers of a part of the model, and the bytes of what belongs to them."""
+    """The numbers of a part of the model, and the bytes of what belongs to them."""
 
+    numbers: int
+    """With those that are not trained."""
     parameters: int
+    """That are trained."""
     weights: int
+    """Of all numbers: those that are not trained lie behind those that are."""
+    trained: int
+    """Of the weights' bytes, those of trained ones: what an update changes."""
     gradients: int
     optimizer: int
     optimizer_each: int
@@ -54,6 +62,12 @@ class Sizes:
     sequence_tokens: int
     layers: int
     block: State
+    """Of one that is trained."""
+    frozen_block: State
+    frozen_layers: frozenset[int]
+    """Blocks of which nothing is trained."""
+    first_reached: int
+    """The lowest block that backward comes to."""
     embedding: State
     """Empty where the head's matrix is also the embedding's: it belongs to the head."""
     head: State
@@ -72,6 +86,28 @@ class Sizes:
     logits: int
     """Of the head, bytes a token."""
     fixed_workspace: int
+
+    def of(self, part: Part) -> State:
+        """A part's."""
+        if isinstance(part, int):
+            return self.frozen_block if part in self.frozen_layers else self.block
+        return self.embedding if part == "embedding" else self.head
+
+    @property
+    def mean_block(self) -> State:
+        """What a layer has in the mean."""
+        share = Fraction(len(self.frozen_layers), self.layers)
+        if not share:
+            return self.block
+        pairs = zip(astuple(self.block), astuple(self.frozen_block), strict=True)
+        return State(*(ceil((1 - share) * one + share * other) for one, other in pairs))
+
+    @property
+    def largest_block(self) -> State:
+        """What a slot has to hold."""
+        if not self.frozen_layers:
+            return self.block
+        return State(*map(max, astuple(self.block), astuple(self.frozen_block)))
 
     def pieces(self, end: State) -> list[int]:
         """Parameters of the pieces, none larger than a block, in which an end's optimizer state passes."""
@@ -109,15 +145,25 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     work = describe(model, sequence_tokens)
     before, inside, behind = op_groups(work)
 
-    in_block = sum(op.parameters for op in inside) // model.layers
+    in_block = sum(weight.elements for op in inside if not op.frozen or model.frozen for weight in op.weights)
     each_optimizer = MOMENTS[optimizer] * WIDTH_BYTES[formats.moments]
     each_optimizer += WIDTH_BYTES[formats.master] if formats.master else 0
 
-    def state(ops: tuple[Op, ...], copies: int) -> State:
-        parameters = sum(op.parameters for op in ops) // copies
+    def state(ops: tuple[Op, ...], *, frozen: bool = False) -> State:
+        trained = () if frozen else tuple(op for op in ops if op.frozen < op.layers)
+        parameters = sum(op.parameters // op.layers for op in trained)
+        kept = (
+            frozen_bytes(op, weight, formats)
+            for op in ops
+            for weight in op.weights
+            if op not in trained and weight.owned
+        )
+        of_trained = aligned(parameters * WIDTH_BYTES[formats.weights])
         return State(
+            sum(op.parameters // op.layers for op in ops),
             parameters,
-            aligned(parameters * WIDTH_BYTES[formats.weights]),
+            of_trained + sum(map(aligned, kept)),
+            of_trained,
             aligned(parameters * WIDTH_BYTES[formats.gradients]),
             sum(aligned(piece * each_optimizer) for piece in _pieces(parameters, in_block)),
             each_optimizer,
@@ -138,9 +184,12 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     return Sizes(
         sequence_tokens=sequence_tokens,
         layers=model.layers,
-        block=state(inside, model.layers),
-        embedding=state(() if model.tied else before, 1),
-        head=state((*before, *behind) if model.tied else behind, 1),
+        block=state(inside),
+        frozen_block=state(inside, frozen=True),
+        frozen_layers=model.frozen_layers,
+        first_reached=model.first_reached,
+        embedding=state(() if model.tied else before),
+        head=state((*before, *behind) if model.tied else behind),
         saved={name: each(block_saved_bytes(work, POLICY[name], formats)) for name in LEVELS},
         context=each(keys),
         context_gradients=each(
@@ -163,9 +212,18 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
 
 def _cast_bytes(work: Work, formats: Formats) -> int:
     """Room for one matrix in the products' format, where weights are kept or gradients summed in another."""
-    if formats.weights == formats.compute == formats.gradients:
-        return 0
-    largest = max(weight.elements for op in work.ops if isinstance(op, Gemm) for weight in op.weights)
+    cast = formats.weights != formats.compute or formats.gradients != formats.compute
+    largest = max(
+        (
+            weight.elements
+            for op in work.ops
+            if isinstance(op, Gemm)
+            for weight in op.weights
+            if (cast and op.frozen < op.layers)
+            or (op.frozen and formats.kept_as(in_block=op.in_block, matrix=True) != formats.compute)
+        ),
+        default=0,
+    )
     return aligned(largest * formats.compute_bytes)
 
 
@@ -225,7 +283,7 @@ def activation_bytes(sizes: Sizes, plan: Plan) -> dict[str, int]:
     found = {"device": plan.activation_slots * slot_bytes(sizes, plan.tokens_of(0)), "host": 0}
     for row in plan.saves:
         for chunk, letter in enumerate(row):
-            if letter != "F":
+            if letter not in ("F", NO_BACKWARD):
                 place = "device" if letter.isupper() else "host"
                 found[place] += level_bytes(sizes, LETTERS[letter.lower()], plan.tokens_of(chunk))
     return found

@@ -27,8 +27,13 @@ def place_of(part: Part) -> PlaceOf:
 
 
 def ends_of(sizes: Sizes) -> dict[Part, State]:
-    """The ends that hold parameters: one where they share a matrix."""
-    return {end: state for end in ENDS if (state := getattr(sizes, end)).parameters}
+    """The ends that hold weights: one where they share a matrix."""
+    return {end: state for end in ENDS if (state := sizes.of(end)).weights}
+
+
+def parts_of(sizes: Sizes) -> dict[Part, State]:
+    """All parts with weights: layers and ends."""
+    return {**{layer: sizes.of(layer) for layer in range(sizes.layers)}, **ends_of(sizes)}
 
 
 def kept_on_host(plan: Plan, kind: Owner, *, stays: bool, end: bool = False) -> bool:
@@ -82,9 +87,10 @@ class Kept:
     ) -> None:
         self.builder = builder
         self.kind: Literal["weights", "gradients"] = kind
-        self.parts: dict[Part, State] = {**dict.fromkeys(range(sizes.layers), sizes.block), **ends_of(sizes)}
+        self.parts = {part: state for part, state in parts_of(sizes).items() if getattr(state, kind)}
         staying = residency.staying(sizes.layers)
-        self.staying: set[Part] = {*staying, *(end for end in residency.ends if end in self.parts)}
+        self.staying = {part for part in (*staying, *residency.ends) if part in self.parts}
+        self.first_reached, self.updates_at_end = sizes.first_reached, plan.update_when == "end"
         self.slot: dict[Part, int] = {}
         self.host: dict[Part, int] = {}
         for part in self.parts:
@@ -119,13 +125,19 @@ class Kept:
 
         in_flight = [part for part in self.parts if isinstance(part, int) and part not in self.staying]
         count = min(residency.passing, len(in_flight))
-        slots = [slot(self.size(in_flight[number]), number, in_flight[number]) for number in range(count)]
-        for index, part in enumerate(in_flight):
-            if slots:
-                self.slot[part] = slots[index % len(slots)]
+        largest = max(map(self.size, in_flight), default=0)
+        for number in range(count):
+            mine = in_flight[number::count]
+            # Where a step ends: with the lowest layer that is updated behind all of backward, or that backward comes
+            # to, or where it comes to none with the highest.
+            updated = [part for part in mine if self.parts[part].parameters and self.updates_at_end]
+            last = (*updated, *(part for part in mine if part >= self.first_reached), mine[-1])[0]
+            self.slot.update(dict.fromkeys(mine, slot(largest, number, last)))
         ends = [part for part in self.parts if not isinstance(part, int) and part not in self.staying]
         if ends:
-            shared = slot(max(self.size(part) for part in ends), None, ends[0])
+            # The last one that a step needs: the embedding for its update, or the head's backward before it.
+            trained = [end for end in ends if self.parts[end].parameters]
+            shared = slot(max(self.size(part) for part in ends), None, (trained or ends[-1:])[0])
             self.slot.update(dict.fromkeys(ends, shared))
 
     def here(self, part: Part) -> bool:
@@ -144,6 +156,9 @@ class Kept:
     def send(self, part: Part, round_: int) -> None:
         """Store the part's value in its place on the host."""
         source, target, size = self.slot[part], self.host[part], self.size(part)
+        if self.kind == "weights":
+            # What is frozen is there already, behind what is not.
+            size = self.parts[part].trained
         copy_state(self.builder, "store", self.kind, part, round_, source=source, target=target, size=size)
 
 
@@ -167,8 +182,7 @@ class OptimizerState:
         residency = plan.optimizer_state
         staying = {*residency.staying(sizes.layers), *residency.ends}
         on_host = plan.update_place == "host"
-        parts: dict[Part, State] = {**dict.fromkeys(range(sizes.layers), sizes.block), **ends_of(sizes)}
-        for part, state in parts.items():
+        for part, state in parts_of(sizes).items():
             stays = part in staying and not on_host
             whole = stays or on_host or isinstance(part, int)
             self.pieces[part] = [
@@ -180,7 +194,9 @@ class OptimizerState:
                     state.optimizer if whole else aligned(parameters * state.optimizer_each),
                     stays=stays,
                 )
-                for index, parameters in enumerate([state.parameters] if whole else sizes.pieces(state))
+                for index, parameters in enumerate(
+                    [state.parameters][: state.parameters] if whole else sizes.pieces(state)
+                )
             ]
         self.slots: list[int] = []
         if any(piece.device is None for pieces in self.pieces.values() for piece in pieces) and not on_host:

@@ -103,7 +103,7 @@ class _Block:
             whole = packs and isinstance(op, Gemm) and len(op.outputs) > 1 and made.issuperset(op.outputs)
             if whole and op.outputs[0] not in self.placed:
                 self._take_pack(arena, op.outputs, last_use)
-            else:
+            elif not (isinstance(op, Gemm) and op.adds):
                 partly = isinstance(op, Gemm) or (isinstance(op, Streaming) and op.pairwise)
                 self._take(arena, [name for name in op.outputs if name in made or not partly])
             gone += [name for name in op.outputs if name not in last_use]
@@ -140,7 +140,8 @@ class _Block:
             if maker is not None:
                 done.add(maker.name)
                 self._recompute(maker, held, arena)
-            if not isinstance(op, Streaming):
+            # The product that an adapter adds to comes after it, and reads the same gradient.
+            if not isinstance(op, Streaming) and not (isinstance(op, Gemm) and op.adds):
                 for name in op.outputs:
                     self._drop(name, held, arena)
             if maker is not None:

@@ -26,6 +26,7 @@ from flopwise.work.traffic import (
     backward_traffic,
     cast_back_bytes,
     cast_bytes,
+    dequantise_bytes,
     forward_traffic,
     scale_traffic,
     softmax_traffic,
@@ -61,6 +62,8 @@ class GemmCall:
     output_bytes: int
     accumulate: bool = False
     """Whether it is added to what earlier micro-batches gave, where there are any."""
+    adds: bool = False
+    """Whether it is added to what another product made, always."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ def step_calls(work: Work, formats: Formats, policy: Recompute, fusion: Fusion, 
         len(work.ops),
         Phase.UPDATE,
         1,
-        (float(work.parameters * update_bytes_per_parameter(formats, MOMENTS[optimizer])), 0.0),
+        (float(work.trained_parameters * update_bytes_per_parameter(formats, MOMENTS[optimizer])), 0.0),
     )
     return StepCalls(
         names=(*(op.name for op in work.ops), "optimizer"),
@@ -190,23 +193,25 @@ class _Lister:
 
     def _gemm(self, index: int, op: Gemm, again: Fraction) -> None:
         rows, depth, columns = op.rows / op.groups, op.depth, op.columns
-        count = op.layers * op.calls
         number_format = self.formats.matrix if op.in_block else self.formats.sensitive
         width = self.formats.compute_bytes
 
-        def call(phase: Phase, inner: float, outer: float) -> None:
-            self.gemms.append(
-                GemmCall(index, phase, count, (0.0, rows), (inner, 0.0), outer, op.groups, number_format, width)
-            )
+        def call(phase: Phase, copies: int, inner: float, outer: float, *, adds: bool = False) -> None:
+            count, sides = copies * op.calls, ((0.0, rows), (inner, 0.0))
+            if count:
+                self.gemms.append(
+                    GemmCall(index, phase, count, *sides, outer, op.groups, number_format, width, adds=adds)
+                )
 
-        call(Phase.FORWARD, depth, columns)
-        call(Phase.BACKWARD, columns, depth)
+        call(Phase.FORWARD, op.layers, depth, columns, adds=op.adds)
+        call(Phase.BACKWARD, op.reached, columns, depth)
         # The weight gradient sums over all calls of a layer: one product over the time steps of a recurrent cell.
-        self.gemms.append(
+        trained = [op.layers - op.frozen] if op.frozen < op.layers else []
+        self.gemms += [
             GemmCall(
                 index,
                 Phase.BACKWARD,
-                op.layers,
+                copies,
                 (columns, 0.0),
                 (0.0, rows * op.calls),
                 depth,
@@ -215,13 +220,19 @@ class _Lister:
                 WIDTH_BYTES[self.formats.gradients],
                 accumulate=True,
             )
-        )
+            for copies in trained
+        ]
         if again:
-            call(Phase.RECOMPUTE, depth, columns * float(again))
+            call(Phase.RECOMPUTE, op.reached, depth, columns * float(again), adds=op.adds)
         self._casts(index, op, again)
 
     def _casts(self, index: int, op: Gemm, again: Fraction) -> None:
         """Operands into the products' format: weights once a layer, and for fp8 what goes in and comes back."""
+        dequantised = float(dequantise_bytes(op, self.formats))
+        if dequantised:
+            uses = [(Phase.FORWARD, op.layers, 1.0), (Phase.BACKWARD, op.reached, 1.0)]
+            for phase, copies, share in [*uses, *([(Phase.RECOMPUTE, op.reached, float(again))] if again else [])]:
+                self.streams.append(StreamingCall(index, phase, copies, (share * dequantised, 0.0)))
         cast = cast_bytes(op, self.formats)
         if cast.fixed:
             self.streams.append(StreamingCall(index, Phase.FORWARD, op.layers, (float(cast.fixed), 0.0)))
@@ -237,19 +248,20 @@ class _Lister:
     def _flash(self, index: int, op: Attention, again: Fraction) -> None:
         copies = op.layers * op.calls
         forward = op.forward_flops() / copies
-        backward = op.backward_flops("flash") / copies
+        backward = op.backward_flops("flash") / max(1, op.reached * op.calls)
         read = forward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence
         gradients = backward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence
         area = op.twice_pairs("mask") / op.twice_pairs("square")
         calls = [(Phase.FORWARD, forward, read), (Phase.BACKWARD, backward, gradients)]
         if again:
             calls.append((Phase.RECOMPUTE, forward, read))
-        for phase, flops, moved in calls:
+        reached = op.reached * op.calls
+        for phase, flops, moved in calls if reached else calls[:1]:
             self.attentions.append(
                 AttentionCall(
                     index,
                     phase,
-                    copies,
+                    copies if phase == Phase.FORWARD else reached,
                     flops,
                     float(moved),
                     op.tokens,
@@ -264,12 +276,13 @@ class _Lister:
         """Scores, a masked softmax over the whole square, and the weighted sum; each a kernel of its own."""
         tokens, dim, width = float(op.tokens), float(op.head_dim), self.formats.compute_bytes
         keys = tokens * op.parts
-        copies, (softmax, softmax_back) = op.layers * op.calls, softmax_traffic(op, self.formats)
+        softmax, softmax_back = softmax_traffic(op, self.formats)
         scores, summed = (dim, keys), (keys, dim)
         phases = [(Phase.FORWARD, [scores, summed], softmax), (Phase.BACKWARD, [scores, summed] * 2, softmax_back)]
         if again:
             phases.append((Phase.RECOMPUTE, [scores] if again < 1 else [scores, summed], softmax))
-        for phase, products, moved in phases:
+        for phase, products, moved in phases if op.reached else phases[:1]:
+            copies = (op.layers if phase == Phase.FORWARD else op.reached) * op.calls
             for depth, columns in products:
                 # The heads of all sequences are groups of one batched product: rows grow, groups stay.
                 self.gemms.append(
@@ -298,12 +311,12 @@ class _Lister:
             made = frozenset(self.again)
             recomputed = forward_traffic(self.work, op, self.formats, fused=self.fused, after=made)
             phases.append((Phase.RECOMPUTE, scale_traffic(recomputed, again)))
-        for phase, traffic in phases:
+        for phase, traffic in phases if op.reached else phases[:1]:
             self.streams.append(
                 StreamingCall(
                     index,
                     phase,
-                    op.layers * op.calls,
+                    (op.layers if phase == Phase.FORWARD else op.reached) * op.calls,
                     (float(traffic.fixed), float(traffic.per_sequence)),
                     kernels,
                 )

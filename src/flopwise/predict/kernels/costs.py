@@ -118,7 +118,10 @@ def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats,
         groups=_column([call.groups for call in calls]) * np.minimum(np.minimum(rows, depth), 1.0),
         operand_bytes=_column([WIDTH_BYTES[call.number_format] for call in calls]),
         output_bytes=_column([call.output_bytes for call in calls]),
-        accumulate=_column([call.accumulate for call in calls]) * np.asarray(accumulate),
+        accumulate=np.maximum(
+            _column([call.accumulate for call in calls]) * np.asarray(accumulate),
+            _column([call.adds for call in calls]),
+        ),
     )
     return _costs(calls, times.seconds, times.dram_bytes, times.bound(), GEMM_CAUSES)
 

@@ -19,7 +19,7 @@ from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.held import cast_copy_bytes, logits_bytes, temporary_bytes
 from flopwise.work.model import Model
 from flopwise.work.op import AttentionKernel
-from flopwise.work.traffic import saved_bytes
+from flopwise.work.traffic import saved_bytes, weights_bytes
 from flopwise.work.work import Recompute
 
 LIBRARY_WORKSPACE_BYTES = 32 * 2**20
@@ -75,9 +75,9 @@ def _owner_lines(
     master = WIDTH_BYTES[formats.master] if formats.master else 0
     logits = logits_bytes(work, formats, fused=fusion == "fused")
     fixed = {
-        "weights": work.parameters * WIDTH_BYTES[formats.weights],
-        "gradients": work.parameters * WIDTH_BYTES[formats.gradients],
-        "optimizer": work.parameters * (MOMENTS[optimizer] * WIDTH_BYTES[formats.moments] + master),
+        "weights": weights_bytes(work, formats),
+        "gradients": work.trained_parameters * WIDTH_BYTES[formats.gradients],
+        "optimizer": work.trained_parameters * (MOMENTS[optimizer] * WIDTH_BYTES[formats.moments] + master),
         "activations": 0,
         "logits": 0,
         "workspace": cast_copy_bytes(work, formats) + LIBRARY_WORKSPACE_BYTES,

@@ -6,6 +6,7 @@ knows where the chunk lies: its queries look at all keys before them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -15,8 +16,8 @@ import numpy as np
 from flopwise.base.errors import FlopwiseError
 from flopwise.predict.kernels.attention import Direction, attention_times
 from flopwise.predict.kernels.bandwidth import streaming_times
-from flopwise.predict.kernels.calls import Phase, StepCalls, calls_for
-from flopwise.predict.kernels.costs import gemm_costs, peak_flops, streaming_costs
+from flopwise.predict.kernels.calls import GemmCall, Phase, StepCalls, StreamingCall, calls_for
+from flopwise.predict.kernels.costs import Costs, gemm_costs, peak_flops, streaming_costs
 from flopwise.records.plan import POLICY, Plan
 from flopwise.records.program import Kind, Program, Task
 from flopwise.setup.hardware import Hardware
@@ -51,6 +52,8 @@ class GroupSeconds:
 
     forward: dict[Group, float]
     backward: dict[Group, float]
+    wgrad: dict[Group, float]
+    """Of backward, the gradients of matrices: a block that is frozen does without."""
     recompute: dict[str, dict[Group, float]]
     """Save level → group → seconds of what is recomputed, attention left out."""
     products: float
@@ -66,6 +69,7 @@ class TaskSeconds:
         self.formats: Formats = parse_formats(plan.precision)
         self.work: Work = describe(model, plan.sequence_tokens)
         self.layers = plan.layers
+        self.frozen_layers: frozenset[int] = getattr(model, "frozen_layers", frozenset())
         self.attention = next(op for op in self.work.ops if isinstance(op, Attention))
         self._groups: dict[int, GroupSeconds] = {}
         self._tasks: dict[tuple[object, ...], float] = {}
@@ -79,7 +83,8 @@ class TaskSeconds:
                 found.append(0.0)
                 continue
             part = (task.chunk or 0) % self.plan.chunks_per_sequence
-            key = (task.kind, task.stream, task.level, task.tokens, task.parameters, part)
+            frozen = task.layer in self.frozen_layers
+            key = (task.kind, task.stream, task.level, task.tokens, task.parameters, part, frozen)
             seconds = self._tasks.get(key)
             if seconds is None:
                 seconds = self._tasks[key] = self._seconds(task, part) + self._beside_s(task)
@@ -125,6 +130,8 @@ class TaskSeconds:
         forward, backward, kind = group.forward, group.backward, task.kind
         if kind == "forward":
             return forward["before"] + forward["after"] + self.attention_s(part, "forward")
+        if task.layer in self.frozen_layers:
+            backward = {name: seconds - group.wgrad[name] for name, seconds in backward.items()}
         if kind in ("forward-before", "backward-before"):
             return (forward if kind == "forward-before" else backward)["before"]
         if kind == "forward-after":
@@ -185,13 +192,14 @@ class TaskSeconds:
 
     def _costed(self, tokens: int) -> GroupSeconds:
         sums = {level: self._sums(self._calls(level), tokens) for level in POLICY}
-        plain = sums["full"][0]
+        plain, _, wgrad = sums["full"]
         return GroupSeconds(
             forward={name: plain[index, Phase.FORWARD] for index, name in enumerate(GROUPS)},
             backward={name: plain[index, Phase.BACKWARD] for index, name in enumerate(GROUPS)},
+            wgrad={name: wgrad[index] for index, name in enumerate(GROUPS)},
             recompute={
                 level: {name: table[index, Phase.RECOMPUTE] for index, name in enumerate(GROUPS)}
-                for level, (table, _) in sums.items()
+                for level, (table, _, _) in sums.items()
             },
             products=sums["full"][1],
         )
@@ -207,24 +215,28 @@ class TaskSeconds:
             optimizer=self.plan.optimizer,
         )
 
-    def _sums(self, calls: StepCalls, tokens: int) -> tuple[dict[tuple[int, int], float], float]:
-        """Seconds by (group, phase) of one copy, and those of the products of all copies."""
+    def _sums(self, calls: StepCalls, tokens: int) -> tuple[dict[tuple[int, int], float], float, dict[int, float]]:
+        """Seconds by (group, phase) of one copy, those of the products of all copies, and by group those of wgrad."""
         sequences = np.array([tokens / self.plan.sequence_tokens])
         group_of = self._group_of
         found = {(index, int(phase)): 0.0 for index in range(len(GROUPS)) for phase in Phase}
+        wgrad = dict.fromkeys(range(len(GROUPS)), 0.0)
         products = 0.0
-        for costs, are_products in (
-            (gemm_costs(calls.gemms, self.hardware, sequences), True),
-            (streaming_costs(calls.streams, self.hardware, sequences), False),
-        ):
-            for op, phase, seconds in zip(costs.op, costs.phase, costs.seconds[:, 0], strict=True):
+        listed: tuple[tuple[Costs, Sequence[GemmCall | StreamingCall]], ...] = (
+            (gemm_costs(calls.gemms, self.hardware, sequences), calls.gemms),
+            (streaming_costs(calls.streams, self.hardware, sequences), calls.streams),
+        )
+        for costs, these in listed:
+            for op, phase, seconds, call in zip(costs.op, costs.phase, costs.seconds[:, 0], these, strict=True):
                 if phase == Phase.UPDATE or (self._activates and self.work.ops[op].name == "activation"):
                     continue
                 group = group_of[op]
-                found[group, int(phase)] += float(seconds) / (self.layers if self.work.ops[op].in_block else 1)
-                if are_products and phase != Phase.RECOMPUTE:
-                    products += float(seconds)
-        return found, products
+                each = float(seconds) / (call.count if self.work.ops[op].in_block else 1)
+                found[group, int(phase)] += each
+                if isinstance(call, GemmCall):
+                    wgrad[group] += each if call.accumulate else 0.0
+                    products += float(seconds) if phase != Phase.RECOMPUTE else 0.0
+        return found, products, wgrad
 
     @cached_property
     def _activates(self) -> bool:
@@ -282,9 +294,10 @@ class TaskSeconds:
         plan = self.plan
         rounds = [plan.tokens_of(chunk) for chunk in range(plan.chunks_per_round)]
         products = sum(self.groups(tokens).products for tokens in rounds)
-        attention = self.attention_s(None, "forward") + self.attention_s(None, "backward")
+        attention = self.layers * self.attention_s(None, "forward")
+        attention += self.attention.reached * self.attention_s(None, "backward")
         copies = plan.chunks_per_round / plan.chunks_per_sequence
-        return plan.rounds_per_step * (products + self.layers * copies * attention)
+        return plan.rounds_per_step * (products + copies * attention)
 
 
 def host_bytes_per_s(hardware: Hardware) -> float:

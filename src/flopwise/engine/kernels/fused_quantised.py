@@ -1,0 +1,67 @@
+"""Triton's form of `quantised.Quantised.dequantise`: codes and scales are read once, numbers written once."""
+
+# A kernel's arguments arrive by their places.
+# ruff: noqa: PLR0917
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+from torch import Tensor
+
+from flopwise.engine.kernels.jit import kernel
+
+BYTES = 1024
+"""Codes that a program reads at once."""
+
+
+@kernel(unspecialized=["depth", "width", "scale_row"])
+def _dequantise_nf4_kernel(
+    codes: tl.tensor,
+    scales: tl.tensor,
+    table: tl.tensor,
+    out: tl.tensor,
+    depth: tl.tensor,
+    width: tl.tensor,
+    scale_row: tl.tensor,
+    code_stride: tl.tensor,
+    out_stride: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * block + tl.arange(0, block)
+    packed = tl.load(codes + row * code_stride + place, mask=place < width, other=0).to(tl.int32)
+    # Sixty-four numbers, thirty-two bytes, share a scale.
+    scale = tl.load(scales + row * scale_row + place // 32, mask=place < width, other=0.0)
+    first, second = tl.load(table + (packed >> 4)) * scale, tl.load(table + (packed & 15)) * scale
+    both = tl.interleave(first, second)
+    column = tl.program_id(1) * (2 * block) + tl.arange(0, 2 * block)
+    tl.store(out + row * out_stride + column, both.to(out.dtype.element_ty), mask=column < depth)
+
+
+@kernel(unspecialized=["depth"])
+def _dequantise_int8_kernel(
+    codes: tl.tensor,
+    scales: tl.tensor,
+    out: tl.tensor,
+    depth: tl.tensor,
+    code_stride: tl.tensor,
+    out_stride: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    value = tl.load(codes + row * code_stride + column, mask=column < depth, other=0).to(tl.int8, bitcast=True)
+    scaled = value.to(tl.float32) * (tl.load(scales + row) / 127.0)
+    tl.store(out + row * out_stride + column, scaled.to(out.dtype.element_ty), mask=column < depth)
+
+
+def dequantise(codes: Tensor, scales: Tensor, *, kind: str, table: Tensor, out: Tensor) -> None:
+    """`out` gets the numbers of a matrix."""
+    rows, width = codes.shape
+    grid = (rows, triton.cdiv(width, BYTES))
+    if kind == "int8":
+        _dequantise_int8_kernel[grid](codes, scales, out, width, codes.stride(0), out.stride(0), BYTES)
+    else:
+        strides = (scales.stride(0), codes.stride(0), out.stride(0))
+        _dequantise_nf4_kernel[grid](codes, scales, table, out, out.shape[1], width, *strides, BYTES)

@@ -1,0 +1,84 @@
+"""What of a model is trained, in the words of options: adapters, or all but some parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flopwise.base.errors import FlopwiseError, shown
+from flopwise.work.adapters import Adapters, parse_frozen, parse_targets
+from flopwise.work.model import Model
+from flopwise.work.transformer import Transformer
+
+ALPHA_PER_RANK = 2.0
+"""Of an alpha that nobody gives: the scale of adapters is then 2, whatever their rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedWords:
+    """`--lora` and its like, as they were given; without any, everything is trained."""
+
+    lora: int | None = None
+    """Rank of the adapters."""
+    lora_alpha: float | None = None
+    lora_on: str | None = None
+    rslora: bool = False
+    freeze: str | None = None
+
+    def __post_init__(self) -> None:
+        given = {"lora-alpha": self.lora_alpha, "lora-on": self.lora_on, "rslora": self.rslora or None}
+        for name, value in given.items():
+            if value is not None and self.lora is None:
+                raise FlopwiseError(
+                    f"--{name} without --lora", why="it is about adapters, and there are none", hint="--lora 16"
+                )
+
+    def of(self, model: Model) -> Model:
+        """The model, of which so much is trained; its name then tells."""
+        if self.lora is None and self.freeze is None:
+            return model
+        if not isinstance(model, Transformer):
+            raise FlopwiseError(
+                f"{model.name} is trained as a whole", why="it is no transformer", hint="without --lora and --freeze"
+            )
+        if model.adapters is not None or model.frozen is not None:
+            raise FlopwiseError(
+                f"{model.name}: its description says already what is trained", hint="without --lora and --freeze"
+            )
+        if self.freeze is not None:
+            frozen = parse_frozen(self.freeze)
+            named = f"{model.name}+freeze={self.freeze}"
+            if self.lora is None:
+                return replace(model, frozen=frozen, name=named)
+            # The description refuses it, in its own words.
+            return replace(model, frozen=frozen, adapters=Adapters(rank=self.lora, alpha=1.0))
+        assert self.lora is not None
+        adapters = Adapters(
+            rank=self.lora,
+            alpha=ALPHA_PER_RANK * self.lora if self.lora_alpha is None else self.lora_alpha,
+            targets=parse_targets(self.lora_on or "all-linear"),
+            rank_stabilised=self.rslora,
+        )
+        return replace(model, adapters=adapters, name=f"{model.name}+{adapters.label}")
+
+
+def parse_alpha(text: str) -> float:
+    """A number above zero, as `--lora-alpha` has it."""
+    try:
+        return float(text)
+    except ValueError:
+        raise FlopwiseError(f"cannot be {shown(text)}", why="a number is expected", hint="--lora-alpha 32") from None
+
+
+def trains_partly(model: Model) -> bool:
+    """Whether adapters are trained beside a model, or parts of it are frozen."""
+    return isinstance(model, Transformer) and (model.adapters is not None or model.frozen is not None)
+
+
+def check_base(model: Model, base: str | None) -> None:
+    """Refuse a format of frozen weights where none are."""
+    if base is not None and not trains_partly(model):
+        raise FlopwiseError(
+            f"--base {base} for {model.name}, of which everything is trained",
+            why="it is the format of weights that are not",
+            hint="--lora 16, or --precision",
+        )

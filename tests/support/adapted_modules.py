@@ -1,0 +1,91 @@
+"""LoRA as PEFT adds it to plain modules: for each matrix y = W·x + scale · B·(A·x), with W frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from flopwise.engine.modules import ReferenceModel
+from flopwise.work.transformer import Transformer
+from tests.support.tiny_models import random_module
+
+PRODUCTS = {"qkv": ("q", "k", "v"), "output": ("o",), "gate_up": ("gate", "up"), "up": ("up",), "down": ("down",)}
+
+
+class Adapted(nn.Module):
+    """A linear layer, some of whose results have an adapter each."""
+
+    def __init__(
+        self, base: nn.Linear, widths: dict[str, int], targets: tuple[str, ...], rank: int, scale: float
+    ) -> None:
+        super().__init__()
+        self.base, self.widths, self.scale = base.requires_grad_(False), widths, scale
+        chosen = [name for name in widths if name in targets]
+        dtype = base.weight.dtype
+        self.lora_A = nn.ModuleDict(
+            {name: nn.Linear(base.in_features, rank, bias=False, dtype=dtype) for name in chosen}
+        )
+        self.lora_B = nn.ModuleDict({name: nn.Linear(rank, widths[name], bias=False, dtype=dtype) for name in chosen})
+
+    def forward(self, value: Tensor) -> Tensor:
+        parts = []
+        for name, part in zip(self.widths, self.base(value).split(list(self.widths.values()), -1), strict=True):
+            low = self.lora_B[name](self.lora_A[name](value)) * self.scale if name in self.lora_A else 0.0
+            parts.append(part + low)
+        return torch.cat(parts, -1)
+
+
+def adapt(model: Transformer, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> ReferenceModel:
+    """A module with adapters as the description has them, everything else frozen and random; both matrices random."""
+    adapters = model.adapters
+    assert adapters is not None
+    module = random_module(replace(model, adapters=None), dtype=dtype, seed=seed).requires_grad_(False)
+    widths = {
+        "q": model.query_width,
+        "k": model.kv_width,
+        "v": model.kv_width,
+        "o": model.hidden,
+        "gate": model.ffn,
+        "up": model.ffn,
+        "down": model.hidden,
+    }
+    generator = torch.Generator().manual_seed(seed + 1)
+    for layer in module.layers:
+        for product, targets in PRODUCTS.items():
+            base = getattr(layer, product, None)
+            if base is not None and set(targets) & set(adapters.targets):
+                own = {name: widths[name] for name in targets}
+                made = Adapted(base, own, adapters.targets, adapters.rank, adapters.scale)
+                for value in (*made.lora_A.parameters(), *made.lora_B.parameters()):
+                    value.data.copy_(0.3 * torch.randn(value.shape, generator=generator, dtype=torch.float64))
+                setattr(layer, product, made)
+    return module
+
+
+def ours(module: nn.Module, of: Callable[[nn.Parameter], Tensor] = lambda value: value.detach()) -> dict[str, Tensor]:
+    """Something of every parameter under our names: the matrices A of a product are one, below each other."""
+    found: dict[str, Tensor] = {}
+    down: dict[str, list[Tensor]] = {}
+    for name, value in module.named_parameters():
+        place = name.split(".")
+        if "lora_A" in place:
+            down.setdefault(".".join([*place[:2], f"{place[2]}_A.weight"]), []).append(of(value))
+        elif "lora_B" in place:
+            found[".".join([*place[:2], f"{place[4]}_B.weight"])] = of(value)
+        else:
+            found[name.replace(".base.", ".")] = of(value)
+    return found | {name: torch.cat(values) for name, values in down.items()}
+
+
+def trained(module: nn.Module) -> dict[str, Tensor]:
+    """Gradients of what is trained, zeros where it has no part in the loss."""
+
+    def gradient(value: nn.Parameter) -> Tensor:
+        if not value.requires_grad:
+            return torch.empty(0)
+        return torch.zeros_like(value) if value.grad is None else value.grad.clone()
+
+    return {name: values for name, values in ours(module, gradient).items() if values.numel()}

@@ -1,0 +1,198 @@
+"""Adapters and frozen parts in the description: what PEFT publishes, torch's counter, what autograd keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flopwise.base.errors import FlopwiseError
+from flopwise.catalog.load import load_model
+from flopwise.setup.trained import TrainedWords, check_base
+from flopwise.work.adapters import TARGETS, Adapters, parse_targets
+from flopwise.work.describe import describe
+from flopwise.work.formats import POLICIES, parse_formats, quantised_bytes, with_base
+from flopwise.work.parameters import parameters_of
+from flopwise.work.traffic import saved_bytes, weights_bytes
+from flopwise.work.transformer import Transformer
+from tests.support.tiny_models import GPT2, LLAMA
+from tests.support.torch_reference import Reference, eager_attention
+from tests.work.test_saved_tensors import kept_by_autograd
+from tests.work.test_torch_agreement import counted, described
+
+PUBLISHED = {
+    # What `print_trainable_parameters` says of Llama-3-8B and Llama-2-7B (its shape is mistral's without shared heads).
+    ("llama-3-8b", 16, "all-linear"): 41_943_040,
+    ("llama-3-8b", 8, "q,v"): 3_407_872,
+    ("llama-3-70b", 16, "all-linear"): 207_093_760,
+    ("mistral-7b", 64, "all-linear"): 167_772_160,
+}
+
+
+@pytest.mark.parametrize(("name", "rank", "on"), PUBLISHED)
+def test_trained_parameters_are_those_that_peft_prints(name: str, rank: int, on: str) -> None:
+    plain = load_model(name)
+    model = TrainedWords(lora=rank, lora_on=on).of(plain)
+    work = describe(model, 64)
+    assert work.trained_parameters == PUBLISHED[name, rank, on]
+    assert work.parameters - work.trained_parameters == describe(plain, 64).parameters
+    assert isinstance(model, Transformer)
+    listed = parameters_of(model, 64)
+    assert sum(each.elements for each in listed if each.trained) == work.trained_parameters
+    assert sum(each.elements for each in listed) == work.parameters
+
+
+class Lora(nn.Module):
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, value: Tensor) -> Tensor:
+        result: Tensor = self.base(value) + self.up(self.down(value)) * 2.0
+        return result
+
+
+PLACES = {
+    "q": ("attention", "query"),
+    "k": ("attention", "key"),
+    "v": ("attention", "value"),
+    "o": ("attention", "output"),
+    "gate": ("feed", "gate"),
+    "up": ("feed", "up"),
+    "down": ("feed", "down"),
+}
+
+
+def adapted_reference(model: Transformer, tokens: int) -> Reference:
+    """The network of `torch_reference` with adapters; its embedding has gradients, so that backward runs to the end."""
+    adapters = model.adapters
+    assert adapters is not None
+    module = Reference(replace(model, adapters=None), tokens, eager_attention).requires_grad_(False)
+    for block in module.blocks:
+        for target in adapters.targets:
+            part, name = PLACES[target]
+            holder = getattr(block, part)
+            base = getattr(holder, name)
+            if base is not None:
+                setattr(holder, name, Lora(base, adapters.rank))
+    return module
+
+
+CHOSEN = {"all": TARGETS, "queries and values": ("q", "v"), "down": ("down",), "attention": ("q", "k", "v", "o")}
+
+
+@pytest.mark.parametrize("targets", CHOSEN)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_flops_equal_torchs_count(family: str, targets: str) -> None:
+    plain = LLAMA if family == "llama" else replace(GPT2, tied=False)
+    model = replace(plain, adapters=Adapters(rank=3, alpha=6.0, targets=parse_targets(",".join(CHOSEN[targets]))))
+    with torch.device("meta"):
+        module = adapted_reference(model, 12)
+    module.embedding.weight.requires_grad_()
+    assert described(describe(model, 12, "eager"), 2) == counted(module, 2, 12)
+
+
+@pytest.mark.parametrize("targets", CHOSEN)
+def test_kept_is_what_autograd_keeps(targets: str) -> None:
+    model = replace(
+        GPT2, tied=False, adapters=Adapters(rank=3, alpha=6.0, targets=parse_targets(",".join(CHOSEN[targets])))
+    )
+    module = adapted_reference(model, 12)
+    module.embedding.weight.requires_grad_()
+    kept = kept_by_autograd(module, torch.zeros(2, 12, dtype=torch.long))
+    assert kept == 2 * (saved_bytes(describe(model, 12, "eager"), "none", POLICIES["fp32"]) - 4 * 12)
+
+
+@pytest.mark.parametrize("frozen", [("embedding", "blocks.0-1"), ("blocks.1",), ("head", "embedding", "blocks.0")])
+def test_frozen_parts_cost_no_gradients(frozen: tuple[str, ...]) -> None:
+    plain = replace(LLAMA, layers=3)
+    model = replace(plain, frozen=frozen)
+    with torch.device("meta"):
+        module = Reference(plain, 12, eager_attention)
+    if "embedding" in frozen:
+        module.embedding.requires_grad_(False)
+    if "head" in frozen:
+        module.head.requires_grad_(False)
+        module.final_norm.requires_grad_(False)
+    for layer in model.frozen_layers:
+        module.blocks[layer].requires_grad_(False)
+    work = describe(model, 12, "eager")
+    forward, total = described(work, 2)
+    lowest: Any = module.blocks[model.first_reached]
+    # The input of the lowest trained block needs no gradient: torch leaves out that product, which we make.
+    if model.first_reached:
+        lowest.attention.query.weight.requires_grad_()
+        hook = lowest.register_forward_pre_hook(lambda _, given: (given[0].detach().requires_grad_(),))
+        assert counted(module, 2, 12) == (forward, total)
+        hook.remove()
+    else:
+        assert counted(module, 2, 12) == (forward, total)
+    trained = sum(value.numel() for value in module.parameters() if value.requires_grad)
+    assert work.trained_parameters == trained
+
+
+def test_frozen_weights_take_their_own_bytes() -> None:
+    model = replace(LLAMA, adapters=Adapters(rank=2, alpha=4.0))
+    work = describe(model, 8)
+    trained = 4 * work.trained_parameters
+    frozen = work.parameters - work.trained_parameters
+    assert weights_bytes(work, parse_formats("bf16-amp,base=bf16")) == trained + 2 * frozen
+    assert weights_bytes(work, parse_formats("fp32")) == trained + 4 * frozen
+    matrices = [(2 * (24 + 16) // 2, 24), (24, 24), (2 * 37, 24), (24, 37)]
+    in_matrices = 2 * sum(rows * depth for rows, depth in matrices)
+    for base, halves, beside in (("int8", 2, 4), ("nf4", 1, 4)):
+        quantised = 2 * sum(rows * (depth * halves // 2 + depth * halves % 2 + beside) for rows, depth in matrices)
+        found = weights_bytes(work, with_base(POLICIES["bf16-amp"], base))
+        assert found == trained + quantised + 2 * (frozen - in_matrices)
+    assert quantised_bytes(3, 130, "nf4") == 3 * (65 + 4 * 3)
+
+
+WRONG = {
+    "rank": {"lora": 0},
+    "alpha": {"lora": 4, "lora_alpha": 0.0},
+    "alpha alone": {"lora_alpha": 2.0},
+    "targets": {"lora": 4, "lora_on": "keys"},
+    "both": {"lora": 4, "freeze": "embedding"},
+    "a block too many": {"freeze": "blocks.0-2"},
+    "backwards": {"freeze": "blocks.1-0"},
+    "no part": {"freeze": "norms"},
+    "everything": {"freeze": "embedding,head,blocks"},
+    "nothing": {"freeze": ","},
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_trained_is_refused(what: str) -> None:
+    with pytest.raises(FlopwiseError) as told:
+        TrainedWords(**WRONG[what]).of(LLAMA)  # type: ignore[arg-type]
+    assert told.value.hint
+
+
+def test_a_tied_table_is_not_half_frozen() -> None:
+    with pytest.raises(FlopwiseError, match="one matrix"):
+        replace(LLAMA, tied=True, frozen=("embedding",))
+
+
+def test_a_base_needs_frozen_weights() -> None:
+    with pytest.raises(FlopwiseError, match="everything is trained"):
+        check_base(LLAMA, "nf4")
+    with pytest.raises(FlopwiseError, match="format of frozen weights"):
+        with_base(POLICIES["bf16"], "nf3")
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (TrainedWords(lora=16), "llama+lora16"),
+        (TrainedWords(lora=8, lora_on="v,q", rslora=True), "llama+rslora8(q,v)"),
+        (TrainedWords(lora=8, lora_on="attention"), "llama+lora8(attention)"),
+        (TrainedWords(freeze="embedding,blocks.0"), "llama+freeze=embedding,blocks.0"),
+    ],
+)
+def test_the_name_tells(words: TrainedWords, name: str) -> None:
+    assert words.of(LLAMA).name == name
