@@ -35,8 +35,9 @@ from flopwise.setup.parallel import Parallel
 from flopwise.setup.training import Training
 from flopwise.work.formats import parse_formats
 from flopwise.work.parameters import parameters_of
-from flopwise.work.transformer import Transformer
+from flopwise.work.transformer import Dropout, Transformer
 from flopwise.work.work import Recompute
+from tests.support.dropped_reference import DocumentedDrops
 from tests.support.tiny_models import TINY, TOKENS, parameters, random_module
 
 FP64 = "fp32,matrix=fp64,compute=fp64,weights=fp64,gradients=fp64,moments=fp64"
@@ -67,6 +68,13 @@ PLAN = ClusterPlan(
 )
 
 
+DROPPED = {
+    f"{name} dropped": replace(TINY[name], dropout=Dropout(embedding=0.1, hidden=0.3, attention=0.2, classifier=0.4))
+    for name in ("llama", "gpt2", "bert")
+}
+"""Models that drop what the documented masks say."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A training of a few steps."""
@@ -84,7 +92,7 @@ class Case:
 
     @property
     def described(self) -> Transformer:
-        return TINY[self.model]
+        return DROPPED.get(self.model) or TINY[self.model]
 
     def plan(self, world: int) -> ClusterPlan:
         shard = self.shard if world > 1 else None
@@ -112,6 +120,9 @@ EXACT_CASES = [
     Case("masked kept", "bert-masked", 3, reshard=False, recompute="pointwise"),
     Case("less sequences than ranks", "llama", 3, sequences=1),
     Case("many passes", "llama", 2, sequences=7, micro=1, recompute="full"),
+    Case("dropped bert", "bert dropped", 3, recompute="input", training=replace(LEARNING, seed=5)),
+    Case("dropped gpt2", "gpt2 dropped", 0, sequences=7, micro=1, recompute="full"),
+    Case("dropped llama", "llama dropped", 2),
 ]
 FP32_CASES = [
     Case("fp32 llama zero3", "llama", 3, "fp32", recompute="input"),
@@ -189,8 +200,11 @@ class Reference:
         batch = batch_of(case, number)
         self.module.zero_grad()
         assert batch.lengths is not None
+        drops = None
+        if case.described.dropout is not None:
+            drops = DocumentedDrops(case.described, seed=training.seed, step=number, sequence_tokens=TOKENS)
         loss = self.module.loss(
-            torch.from_numpy(batch.ids), torch.from_numpy(batch.labels), torch.from_numpy(batch.lengths)
+            torch.from_numpy(batch.ids), torch.from_numpy(batch.labels), torch.from_numpy(batch.lengths), drops
         )
         torch.autograd.backward(loss / batch.with_loss)
         norm, scale = None, 1.0

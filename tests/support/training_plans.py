@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from flopwise.engine.batch import NO_LABEL, Batch
-from flopwise.engine.modules import ReferenceModel
+from flopwise.engine.modules import Dropper, ReferenceModel
 from flopwise.engine.streaming.executor import StreamingExecutor
 from flopwise.engine.streaming.gated import GatedKernels
 from flopwise.plan.program.compile import compile_plan
@@ -149,12 +149,14 @@ def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.T
     assert not different
 
 
-def reference_gradients(module: ReferenceModel, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+def reference_gradients(
+    module: ReferenceModel, batch: Batch, drops: Dropper | None = None
+) -> tuple[float, dict[str, torch.Tensor]]:
     """The mean loss of a batch and its gradients by autograd; zeros where a parameter has no part in it."""
     module.zero_grad()
     lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths).long()
     labels = torch.from_numpy(batch.labels).long()
-    loss = module.loss(torch.from_numpy(batch.ids).long(), labels, lengths) / max(1, batch.with_loss)
+    loss = module.loss(torch.from_numpy(batch.ids).long(), labels, lengths, drops) / max(1, batch.with_loss)
     loss.backward()  # type: ignore[no-untyped-call]
     found = {
         name: torch.zeros_like(value) if value.grad is None else value.grad.clone()

@@ -80,7 +80,7 @@ def _check_data(request: TrainRequest) -> None:
 def make_request(options: TrainOptions) -> TrainRequest:
     """What was typed, checked as far as that needs neither data nor device; `auto` leaves a choice to flopwise."""
     from flopwise.setup.training import SCHEDULES, TASKS
-    from flopwise.train.request import TrainRequest
+    from flopwise.train.request import DATA_FORMATS, TrainRequest
 
     for name in ("resume", "weights", "on", "store", "tokenizer"):
         if options.is_given(name) and not getattr(options, name).strip():
@@ -93,6 +93,9 @@ def make_request(options: TrainOptions) -> TrainRequest:
         tokenizer=options.tokenizer or None,
         text_column=options.text_column,
         label_column=options.label_column,
+        train_on=one_of(options.train_on, ("answers", "all"), "--train-on"),
+        data_format=read_word(options.data_format, DATA_FORMATS, "data-format"),
+        packing=not options.no_packing,
         padding=one_of(options.padding, ("length", "longest"), "--padding"),
         steps=read_option(options.steps, "steps", parse_count(1, "--steps 100")),
         epochs=read_option(options.epochs, "epochs", _parse_number("--epochs 3")),
@@ -107,6 +110,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
         weight_decay=read_option(options.weight_decay, "weight-decay", _parse_number("--weight-decay 0.1")),
         beta1=read_option(options.beta1, "beta1", _parse_number("--beta1 0.9")),
         beta2=read_option(options.beta2, "beta2", _parse_number("--beta2 0.95")),
+        dropout=read_option(options.dropout, "dropout", _parse_number("--dropout 0.1")),
         clip_norm=read_option(options.clip, "clip", _parse_number("--clip 1.0")),
         stochastic_rounding=options.stochastic_rounding,
         seed=read_option(options.seed, "seed", parse_count(0, "--seed 0")) or 0,

@@ -31,6 +31,20 @@ class TrainOptions(Options):
     task: Annotated[str, typer.Option(help="language or classification; auto: what the model is for.")] = "auto"
     text_column: Annotated[str, typer.Option(help="Where the text is, in JSON lines and CSV.")] = "text"
     label_column: Annotated[str, typer.Option(help="Where the label is.")] = "label"
+    train_on: Annotated[
+        str, typer.Option(help="Of conversations, prompts and instructions: answers, or all tokens.")
+    ] = "answers"
+    data_format: Annotated[
+        str,
+        typer.Option(
+            help="tokens-uint16, tokens-uint32 or tokens-int32: files of token identifiers, as nanoGPT writes them; "
+            ".npy too. Default: text, or rows.",
+            show_default=False,
+        ),
+    ] = "auto"
+    no_packing: Annotated[
+        bool, typer.Option("--no-packing", help="One conversation or other example a sequence, instead of several.")
+    ] = False
     padding: Annotated[
         str, typer.Option(help="Samples are padded to --seq (length), or to the longest of a batch.")
     ] = "length"
@@ -49,6 +63,10 @@ class TrainOptions(Options):
     weight_decay: Annotated[str, typer.Option(help="For matrices and tables: 0.1.")] = "auto"
     beta1: Annotated[str, typer.Option(help="AdamW's first: 0.9.")] = "auto"
     beta2: Annotated[str, typer.Option(help="AdamW's second: 0.95.")] = "auto"
+    dropout: Annotated[
+        str,
+        typer.Option(help="Share dropped at every site: 0.1; 0 for none. Default: the model's.", show_default=False),
+    ] = "auto"
     clip: Annotated[
         str,
         typer.Option(

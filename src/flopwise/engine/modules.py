@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -99,12 +100,22 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
+class Dropper(Protocol):
+    """What training drops of one batch."""
+
+    def rows(self, values: Tensor, layer: int, name: str) -> Tensor:
+        """What is kept of (sequences, tokens, channels), of which the description speaks as `name`."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, layer: int) -> Tensor | None:
+        """Attention over (sequences, heads, tokens, channels) without what is dropped of its weights; None: all."""
+
+
 class PlainBlock(nn.Module):
     """Attention and feed-forward part with their norms, around the residual stream."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, layer: int) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.layer = model, layer
         self.activation = ACTIVATION_FUNCTIONS[model.activation]
         self.norm1, self.norm2 = Norm(model, model.hidden), Norm(model, model.hidden)
         self.qkv = nn.Linear(model.hidden, model.query_width + 2 * model.kv_width, bias=model.qkv_bias)
@@ -117,18 +128,19 @@ class PlainBlock(nn.Module):
             self.up = nn.Linear(model.hidden, model.ffn, bias=model.ffn_bias)
         self.down = nn.Linear(model.ffn, model.hidden, bias=model.ffn_bias)
 
-    def forward(self, stream: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def forward(self, stream: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None) -> Tensor:
         """The next block's input from this one's, (sequences, tokens, hidden)."""
         if self.model.norm_place == "post":
-            stream = self.norm1(stream + self.attention(stream, lengths))
-            result: Tensor = self.norm2(stream + self.feed_forward(stream))
+            stream = self.norm1(stream + self.attention(stream, lengths, drops))
+            result: Tensor = self.norm2(stream + self.feed_forward(stream, drops))
             return result
         if self.model.parallel_residual:
-            return stream + self.attention(self.norm1(stream), lengths) + self.feed_forward(self.norm2(stream))
-        stream = stream + self.attention(self.norm1(stream), lengths)
-        return stream + self.feed_forward(self.norm2(stream))
+            attended = self.attention(self.norm1(stream), lengths, drops)
+            return stream + attended + self.feed_forward(self.norm2(stream), drops)
+        stream = stream + self.attention(self.norm1(stream), lengths, drops)
+        return stream + self.feed_forward(self.norm2(stream), drops)
 
-    def attention(self, value: Tensor, lengths: Tensor | None) -> Tensor:
+    def attention(self, value: Tensor, lengths: Tensor | None, drops: Dropper | None = None) -> Tensor:
         model = self.model
         sequences, tokens, _ = value.shape
         parts = self.qkv(value).split((model.query_width, model.kv_width, model.kv_width), -1)
@@ -138,24 +150,31 @@ class PlainBlock(nn.Module):
         if model.positions == "rotary":
             tables = rotary_tables(model, tokens, value.device)
             query, key = rotate(query, *tables), rotate(key, *tables)
+        attended = None if drops is None else drops.attend(query, key, values, lengths, self.layer)
+        if attended is None:
+            attended = self.attend(query, key, values, lengths)
+        result: Tensor = self.output(attended.transpose(1, 2).reshape(sequences, tokens, model.query_width))
+        return result if drops is None else drops.rows(result, self.layer, "projected")
+
+    def attend(self, query: Tensor, key: Tensor, values: Tensor, lengths: Tensor | None) -> Tensor:
+        """Attention over (sequences, heads, tokens, channels)."""
+        model = self.model
         # Each key and value head serves a run of neighbouring query heads.
         shared = model.heads // model.kv_heads
         key, values = key.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
-        mask = attention_mask(model, tokens, lengths, value.device)
-        attended = functional.scaled_dot_product_attention(
+        mask = attention_mask(model, query.shape[2], lengths, query.device)
+        return functional.scaled_dot_product_attention(
             query, key, values, attn_mask=mask, is_causal=model.causal and mask is None
         )
-        result: Tensor = self.output(attended.transpose(1, 2).reshape(sequences, tokens, model.query_width))
-        return result
 
-    def feed_forward(self, value: Tensor) -> Tensor:
+    def feed_forward(self, value: Tensor, drops: Dropper | None = None) -> Tensor:
         if self.model.gated:
             gate, up = self.gate_up(value).chunk(2, -1)
             inner = self.activation(gate) * up
         else:
             inner = self.activation(self.up(value))
         result: Tensor = self.down(inner)
-        return result
+        return result if drops is None else drops.rows(result, self.layer, "fed")
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
@@ -177,7 +196,7 @@ class ReferenceModel(nn.Module):
         self.positions = _table(model.position_rows or sequence_tokens, hidden) if learned else None
         self.token_types = _table(model.token_types, hidden) if model.token_types else None
         self.embedding_norm = Norm(model, hidden) if model.embedding_norm else None
-        self.layers = nn.ModuleList(PlainBlock(model) for _ in range(model.layers))
+        self.layers = nn.ModuleList(PlainBlock(model, layer) for layer in range(model.layers))
         if model.head == "classifier":
             assert model.labels is not None
             self.pooler = nn.Linear(hidden, hidden)
@@ -189,15 +208,16 @@ class ReferenceModel(nn.Module):
             self.transform_norm = Norm(model, hidden)
         self.head = nn.Linear(hidden, model.vocab, bias=model.head_bias)
 
-    def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None) -> Tensor:
         """Logits: (sequences, tokens, vocab), or (sequences, labels) of a classifier.
 
         A bidirectional model does not look at the tokens of a sequence from its entry of `lengths` on.
         """
         stream = self.embedded(ids)
+        stream = stream if drops is None else drops.rows(stream, 0, "embedding")
         for block in self.layers:
-            stream = block(stream, lengths)
-        return self.logits(stream)
+            stream = block(stream, lengths, drops)
+        return self.logits(stream, drops)
 
     def embedded(self, ids: Tensor) -> Tensor:
         """The first block's input; every token is of the first type."""
@@ -210,11 +230,13 @@ class ReferenceModel(nn.Module):
             stream = stream + self.token_types(torch.zeros_like(ids))
         return stream if self.embedding_norm is None else self.embedding_norm(stream)
 
-    def logits(self, stream: Tensor) -> Tensor:
+    def logits(self, stream: Tensor, drops: Dropper | None = None) -> Tensor:
         """The head's result for the last block's."""
         result: Tensor
         if self.model.head == "classifier":
-            result = self.classifier(self.pooler(stream[:, 0]).tanh())
+            pooled = self.pooler(stream[:, 0]).tanh()
+            pooled = pooled if drops is None else drops.rows(pooled[:, None], 0, "pooled")[:, 0]
+            result = self.classifier(pooled)
             return result
         if self.final_norm is not None:
             stream = self.final_norm(stream)
@@ -223,12 +245,12 @@ class ReferenceModel(nn.Module):
         result = self.head(stream)
         return result
 
-    def loss(self, ids: Tensor, labels: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def loss(self, ids: Tensor, labels: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None) -> Tensor:
         """The sum of the cross-entropies of all labels but NO_LABEL, in fp32 at least.
 
         Labels are what is to be foretold at their place: nothing is shifted here. A classifier has one a sequence.
         """
-        logits = self(ids, lengths)
+        logits = self(ids, lengths, drops)
         wide = logits.to(at_least_fp32(logits.dtype)).reshape(-1, logits.shape[-1])
         return functional.cross_entropy(wide, labels.reshape(-1).long(), ignore_index=NO_LABEL, reduction="sum")
 

@@ -287,6 +287,7 @@ def training_parts(training: Training) -> list[str]:
         f"weight decay {training.weight_decay:g}",
     ]
     parts += [f"clipped to {training.clip_norm:g}"] if training.clip_norm is not None else []
+    parts += [] if training.drops else ["no dropout"]
     parts += ["stochastic rounding"] if training.stochastic_rounding else []
     return [*parts, f"seed {training.seed}"]
 

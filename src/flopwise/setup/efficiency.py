@@ -93,11 +93,20 @@ class AttentionEfficiency:
     """The same for the backward pass; None: as forward."""
     tail: float = 0.5
     """Share of the longest tile's time that the even spread of the work leaves over at the end."""
+    pair_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds of a (query, key) pair beside its products, forward and backward: a CPU's exponentials."""
+    whole_keys: int = 0
+    """Keys of a block that a causal mask leaves whole, as torch's kernel for CPUs does; 0: none."""
 
     def __post_init__(self) -> None:
         _share("attention.head_dim_64", self.head_dim_64)
         if self.head_dim_64_backward is not None:
             _share("attention.head_dim_64_backward", self.head_dim_64_backward)
+        if not 0 <= min(self.pair_s) <= max(self.pair_s) < 1 or not 0 <= self.whole_keys < 2**20:
+            raise FlopwiseError(
+                f"attention.pair_s and whole_keys cannot be {self.pair_s!r} and {self.whole_keys!r}",
+                hint="pair_s = [6e-10, 1e-9], whole_keys = 512; or leave them out",
+            )
         if not 0 <= self.tail <= 1:
             raise FlopwiseError(f"attention.tail must lie between 0 and 1, got {self.tail!r}")
         for name, points in (("forward", self.forward), ("backward", self.backward)):
@@ -126,6 +135,26 @@ class MemoryEfficiency:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlainEfficiency:
+    """Operators that nobody fuses, call by call in caches: how flopwise trains on a CPU."""
+
+    source: str
+    call_s: float
+    """What a call costs whatever its size, the program round it included."""
+    bytes_per_s: float
+    """Read and written by calls whose numbers stay in the caches."""
+    function_s: float
+    """Of an exponential, beside the bytes."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.call_s < 1 or not 0 <= self.function_s < 1 or not 1e6 < self.bytes_per_s < 1e18:
+            raise FlopwiseError(
+                "plain.call_s and function_s are seconds below 1, bytes_per_s is more than 1e6",
+                hint="call_s = 8e-6, bytes_per_s = 4e10, function_s = 8e-10",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
     """What a device's kernels reach of its peaks."""
 
@@ -135,6 +164,8 @@ class Efficiency:
     gemm: GemmEfficiency
     attention: AttentionEfficiency
     memory: MemoryEfficiency
+    plain: PlainEfficiency | None = None
+    """None: operators that are bound by bytes are fused, as on a GPU."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.launch_s < 1:

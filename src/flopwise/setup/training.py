@@ -35,6 +35,8 @@ class Training:
     """Largest norm of all gradients together; None: no clipping."""
     stochastic_rounding: bool = False
     """Weights kept in bf16 are rounded up or down by chance, in proportion to what lies between."""
+    drops: bool = True
+    """Whether what the model's description says is dropped; an evaluation drops nothing."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -23,21 +23,11 @@ from flopwise.engine.weights.huggingface import from_huggingface, has_class, to_
 from flopwise.records.measurement import StepRecord
 from flopwise.setup.training import Training
 from flopwise.store.runs import StepLog
+from flopwise.train.own_data import Data
 from flopwise.work.transformer import Transformer
 
 EVALUATION = "eval_loss"
 """The figure of an evaluation that tells whether it went well."""
-
-
-class Data(Protocol):
-    """What the loop asks of data."""
-
-    @property
-    def count(self) -> int: ...
-
-    def batch(self, position: int, sequences: int) -> Batch: ...
-
-    def evaluation(self, sequences: int) -> Iterator[Batch]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import show_bytes
 from flopwise.catalog.load import is_plan, load_model, load_plan, model_folder
-from flopwise.engine.data import DataRequest, open_classification_data, open_language_data
+from flopwise.engine.data import (
+    DataRequest,
+    ExampleData,
+    holds_examples,
+    open_classification_data,
+    open_example_data,
+    open_language_data,
+)
+from flopwise.engine.data.request import TokenNumbers
 from flopwise.engine.executable import check_formats, check_several, check_trainable
 from flopwise.profile.measure.this_machine import Here
 from flopwise.records.cluster_plan import ClusterPlan
@@ -23,12 +31,13 @@ from flopwise.setup.training import Task, Training
 from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names
+from flopwise.train.own_data import Data, OwnData
 from flopwise.train.planning import FoundPlan, check_fits, expect_lengths, find_plan, given_plan, note_clipping
 from flopwise.train.request import TrainRequest
 from flopwise.work.describe import describe
 from flopwise.work.formats import Formats, parse_formats
 from flopwise.work.model import Model, beyond_context
-from flopwise.work.transformer import Transformer
+from flopwise.work.transformer import Dropout, Transformer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,6 +55,12 @@ LANGUAGE_STEPS = 200
 
 MANY_EPOCHS = 10
 """More than these are told: they are rarely meant, and the data is learnt by heart."""
+
+TOKEN_FORMATS: dict[str, TokenNumbers] = {
+    "tokens-uint16": "uint16",
+    "tokens-uint32": "uint32",
+    "tokens-int32": "int32",
+}
 
 FIRST_RATE = 1e-3
 """Learning rate of a small model that begins from nothing; larger ones want less."""
@@ -72,7 +87,7 @@ class Prepared:
     plan: Plan | ClusterPlan
     expected: Outcome
     """What a step takes, as far as that is known."""
-    data: LanguageData | ClassificationData
+    data: LanguageData | ExampleData | ClassificationData | OwnData
     hardware: Hardware
     """What it is planned for."""
     place: str
@@ -130,7 +145,7 @@ def settle(
             plan = replace(plan[0], hardware=name), plan[1]
     model, weights = _model(request, plan, hardware, ranks)
     task = request.task or ("classification" if model.head == "classifier" else "language")
-    model = _for_task(model, task)
+    model = _with_dropout(_for_task(model, task), request.dropout)
     check_trainable(model)
     if request.precision is not None:
         check_formats(parse_formats(request.precision))
@@ -159,22 +174,26 @@ def prepare(
     plan: tuple[Plan | ClusterPlan, Model] | None = None,
     training: Training | None = None,
     tell: Callable[[str, int, int], None] | None = None,
+    own: Data | None = None,
 ) -> Prepared:
     """Settle everything that was left open.
 
     `plan` and `training`: those of a run which is resumed. With another number of ranks than the plan is for it is made
-    anew for the same sequences, batch and formats.
+    anew for the same sequences, batch and formats. `own`: data that the caller brings.
     """
     here = _here(request.device)
     settled = settle(request, here, ranks=ranks, plan=plan)
     request, model, task, weights = settled.request, settled.model, settled.task, settled.weights
     hardware, sequence = settled.setup.hardware, settled.setup.sequence_tokens
     assert sequence is not None
-    data = _open_data(settled, sequence, tell)
-    if task == "classification":
+    data = OwnData(own, sequence) if own is not None else _open_data(settled, sequence, tell)
+    if task == "classification" and own is None:
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
     found = plan_of_run(settled, model, ranks)
+    if isinstance(data, ExampleData):
+        # Attention knows where examples begin in chunks of whole sequences on one device.
+        data.lay_out(packed=request.packing and isinstance(found[0], Plan) and found[0].chunks_per_sequence == 1)
     own_plan, expected = expect_lengths(found, model, hardware, getattr(data, "mean_tokens", None))
     batch = expected.batch_sequences or own_plan.batch_sequences
     steps = _steps(request, task, data.count, batch)
@@ -196,7 +215,10 @@ def prepare(
         device=here.device,
         weights=weights,
         origin=weights or _described_in(request),
-        checks=_checks(hardware, settled.place, expected, data.describe(), weights),
+        checks=(
+            *_checks(hardware, settled.place, expected, data.describe(), weights),
+            *_dropout_check(model, training),
+        ),
         notes=(
             *settled.notes,
             *data.notes,
@@ -295,6 +317,31 @@ def _described_in(request: TrainRequest) -> Path | None:
     return folder if request.model is not None and not request.model.endswith(".toml") else None
 
 
+def _with_dropout(model: Transformer, share: float | None) -> Transformer:
+    """The model with the share that is asked for; where none is, its own stays in the description, unused."""
+    if not share:
+        return model
+    if not 0 < share < 1:
+        raise FlopwiseError(
+            f"a dropout of {share:g} is not possible",
+            why="it is the share of numbers that training sets to zero",
+            hint="--dropout 0.1, or 0 for none",
+        )
+    return replace(model, dropout=Dropout(embedding=share, hidden=share, attention=share))
+
+
+def _dropout_check(model: Transformer, training: Training) -> list[str]:
+    """What training drops, where the model says that it drops anything."""
+    if model.dropout is None or not model.dropout.sites:
+        return []
+    if not training.drops:
+        return ["no dropout"]
+    by_share: dict[float, list[str]] = {}
+    for site, share in model.dropout.sites.items():
+        by_share.setdefault(share, []).append(site)
+    return ["dropout " + ", ".join(f"{share:g} ({', '.join(sites)})" for share, sites in by_share.items())]
+
+
 def _for_task(model: Transformer, task: Task) -> Transformer:
     """The model with the head that the task needs."""
     if task == "classification":
@@ -330,7 +377,7 @@ def _sequence_tokens(
 
 def _open_data(
     settled: Settled, sequence: int, tell: Callable[[str, int, int], None] | None
-) -> LanguageData | ClassificationData:
+) -> LanguageData | ExampleData | ClassificationData:
     request, model, task = settled.request, settled.model, settled.task
     wanted = DataRequest(
         sources=request.data,
@@ -341,11 +388,15 @@ def _open_data(
         text_column=request.text_column,
         label_column=request.label_column,
         padding=request.padding,
+        train_on=request.train_on,
+        tokens=TOKEN_FORMATS.get(request.data_format or ""),
         labels=label_names(settled.weights) if task == "classification" else (),
         evaluation=request.evaluation_data,
     )
     if task == "classification":
         return open_classification_data(wanted, tell=tell)
+    if holds_examples(wanted):
+        return open_example_data(wanted, tell=tell)
     return open_language_data(wanted, tell=tell)
 
 
@@ -449,6 +500,7 @@ def _training(
         stochastic_rounding=formats.weights_are_coarse
         if request.stochastic_rounding is None
         else request.stochastic_rounding,
+        drops=request.dropout != 0,
         seed=request.seed,
         **chosen,
     )

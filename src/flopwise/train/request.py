@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -12,6 +12,9 @@ from flopwise.records.measurement import RunRecord
 from flopwise.setup.training import Schedule, Task
 from flopwise.setup.written import WrittenBatch
 from flopwise.store.runs import RECORD
+
+DataFormat = Literal["tokens-uint16", "tokens-uint32", "tokens-int32"]
+DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +31,14 @@ class TrainRequest(WrittenBatch):
     text_column: str = "text"
     label_column: str = "label"
     padding: Literal["length", "longest"] = "length"
+    train_on: Literal["answers", "all"] = "answers"
+    """Of conversations and other rows with answers."""
+    own_data: bool = False
+    """An object of the caller's makes the batches; it is no part of a record, and is brought along again to resume."""
+    data_format: DataFormat | None = None
+    """The data are token identifiers; None: text, or rows."""
+    packing: bool = True
+    """Several examples share a sequence, where the plan can have it."""
     task: Task | None = None
     steps: int | None = None
     epochs: float | None = None
@@ -40,6 +51,8 @@ class TrainRequest(WrittenBatch):
     weight_decay: float | None = None
     beta1: float | None = None
     beta2: float | None = None
+    dropout: float | None = None
+    """The share that is dropped at every site, 0 for none; None: the shares of the model's description."""
     clip_norm: float | None = None
     """0: no clipping; None: 1 for a training that begins from weights, as far as its plan allows."""
     stochastic_rounding: bool | None = None

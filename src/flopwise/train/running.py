@@ -51,6 +51,7 @@ from flopwise.train.events import Callback, LogFile, Logger, LoggerCallback, Sta
 from flopwise.train.loop import Loop, LoopSettings, Progress, restore
 from flopwise.train.measuring import commit, measure, metrics
 from flopwise.train.origin import begin_anew, read_config
+from flopwise.train.own_data import Data
 from flopwise.train.planning import products_not_in_fp8
 from flopwise.train.preparing import Prepared, prepare
 from flopwise.train.profiling import RunProfiler
@@ -63,18 +64,23 @@ from flopwise.work.total_flos import total_flos
 def run(
     request: TrainRequest | None = None,
     *,
+    own_data: Data | None = None,
     callbacks: Sequence[Callback] = (),
     loggers: Sequence[Logger] = (),
     **asked: Any,  # noqa: ANN401 - the fields of TrainRequest, checked there
 ) -> RunRecord:
     """Train. Either a request, or its fields as keywords: `train.run(model="gpt2", steps=10)`.
 
+    `own_data` makes the batches itself; `data` may be such an object too.
+
     A callback is a `flopwise.train.Callback` with the methods overridden that it wants to hear of; a logger is anything
     with `log(dict)`, which is given every step's figures.
     """
     if request is not None and asked:
         raise FlopwiseError("both a request and keywords were given", hint="one of them")
-    wanted = request or _make_request(asked)
+    if isinstance(asked.get("data"), Data):
+        own_data = asked.pop("data")
+    wanted = replace(request or _make_request(asked), own_data=own_data is not None)
     listeners = _Listeners([*callbacks, *(LoggerCallback(logger) for logger in loggers)])
     rank = rank_of(os.environ)
     if wanted.devices > 1 and rank.world != wanted.devices:
@@ -86,7 +92,7 @@ def run(
     if rank.world > 1:
         group = rank_group(rank, _device_of(wanted))
     with group:
-        return _Run(wanted, rank, listeners).go()
+        return _Run(wanted, rank, listeners, own_data).go()
 
 
 def _device_of(request: TrainRequest) -> str:
@@ -145,13 +151,19 @@ class _Listeners(Callback):
 class _Run:
     """A training in its folder."""
 
-    def __init__(self, request: TrainRequest, rank: Rank, listeners: _Listeners) -> None:
-        self.rank, self.listeners = rank, listeners
+    def __init__(self, request: TrainRequest, rank: Rank, listeners: _Listeners, own: Data | None) -> None:
+        self.rank, self.listeners, self.own = rank, listeners, own
         self.writes = rank.rank == 0
         self.resumed = find_resumed(request, listeners.on_note) if request.resume else None
         self.request = request
         if self.resumed is not None:
             self.request = begin_anew(merge_resumed(self.resumed.record, request), self.resumed.checkpoint)
+            if self.request.own_data != (own is not None):
+                raise FlopwiseError(
+                    f"run {self.resumed.folder.name} was trained on "
+                    + ("data of the program that began it" if self.request.own_data else "files"),
+                    hint="fw.train(resume=…, data=…) with that object" if self.request.own_data else "leave data out",
+                )
 
     def go(self) -> RunRecord:
         """Prepare, train, and leave a record whatever happens."""
@@ -164,6 +176,7 @@ class _Run:
                 plan=self.resumed.plan if self.resumed else None,
                 training=self.resumed.record.training if self.resumed else None,
                 tell=self.listeners.on_progress,
+                own=self.own,
             )
             executor = self._executor(prepared)
             try:
@@ -438,7 +451,7 @@ class _Run:
             predicted_step_s=expected.step_s,
             template=self._template(prepared),
             origin=read_config(begun),
-            handed_on=files_to_hand_on(begun, tokenizer, prepared.training.task),
+            handed_on=files_to_hand_on(begun, tokenizer, prepared.training.task, own_data=self.own is not None),
             end_token=prepared.data.end_token,
         )
 

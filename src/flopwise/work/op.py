@@ -230,6 +230,8 @@ class Streaming(Op):
     kind: StreamingKind = "pointwise"
     eager_kernels: int = 1
     """Kernels, each reading and writing whole tensors, that unfused code takes for it."""
+    function: str = ""
+    """Which norm or activation it is, by its name in the model's description."""
     pairwise: bool = False
     """Output i follows from input i alone, so that one can be made again without the others."""
 

@@ -155,6 +155,7 @@ class _Builder:
         needs: tuple[str, ...] = (),
         weights: tuple[Weight, ...] = (),
         eager_kernels: int = 1,
+        function: str = "",
         pairwise: bool = False,
     ) -> None:
         self.ops.append(
@@ -170,6 +171,7 @@ class _Builder:
                 unreached=self.unreached,
                 kind=kind,
                 eager_kernels=eager_kernels,
+                function=function,
                 pairwise=pairwise,
             )
         )
@@ -194,6 +196,7 @@ class _Builder:
             needs=(source, statistics),
             weights=tuple(weights),
             eager_kernels=6 if model.norm == "rms" else 1,
+            function=model.norm,
         )
 
     # -- parts of the model ---------------------------------------------------------------------------------------
@@ -358,7 +361,14 @@ class _Builder:
             groups=groups,
         )
         self.tensor("activated", rows * model.ffn)
-        self.streaming("activation", tuple(inner), ("activated",), needs=tuple(inner), eager_kernels=len(inner))
+        self.streaming(
+            "activation",
+            tuple(inner),
+            ("activated",),
+            needs=tuple(inner),
+            eager_kernels=len(inner),
+            function=model.activation,
+        )
         result = self.tensor("expert_output", rows * model.hidden, SaveLevel.EVERYTHING) if model.experts else "fed"
         self.gemm(
             "down",
@@ -411,7 +421,7 @@ class _Builder:
         width = self.stream_tokens * self.model.hidden
         before, after = self.tensor("transformed", width), self.tensor("transformed_activated", width)
         self.gemm("transform", source, (before,), depth=self.model.hidden, columns=self.model.hidden, bias=True)
-        self.streaming("transform_activation", (before,), (after,), needs=(before,))
+        self.streaming("transform_activation", (before,), (after,), needs=(before,), function=self.model.activation)
         final = self.tensor("final", width)
         self.norm("transform_norm", after, final)
         return final
@@ -423,7 +433,7 @@ class _Builder:
         pooled = self.tensor("pooled_raw", hidden)
         activated = self.tensor("pooled", hidden)
         self.gemm("pooler", first, (pooled,), rows=1, depth=hidden, columns=hidden, bias=True)
-        self.streaming("pooler_activation", (pooled,), (activated,), needs=(activated,))
+        self.streaming("pooler_activation", (pooled,), (activated,), needs=(activated,), function="tanh")
         scores = self.tensor("logits", labels)
         self.gemm("classifier", activated, (scores,), rows=1, depth=hidden, columns=labels, bias=True)
         self.loss(scores, rows=1)

@@ -48,124 +48,148 @@ def activation_backward(
     """
     rows, width = up.shape
     wide = compute_type(up.dtype)
-    value, slope = _FUNCTIONS[kind]
+    value_and_slope = _FUNCTIONS[kind][1]
     for block in row_blocks(rows, width * wide.itemsize, 11):
         above, values = gradient[block].to(wide), up[block].to(wide)
         if gate is None:
-            of_up = above * slope(values)
+            activated, slope = value_and_slope(values)
+            of_up = slope.mul_(above)
             if recompute:
-                gradient[block] = value(values)
+                gradient[block] = activated
             up_out[block] = of_up
             continue
         assert gate_out is not None, "a gate has a gradient"
-        gates = gate[block].to(wide)
-        activated = value(gates)
-        of_up, result = above * activated, activated * values
-        gate_out[block] = above * values * slope(gates)
-        up_out[block] = of_up
+        activated, slope = value_and_slope(gate[block].to(wide))
+        of_up, of_gate = above * activated, slope.mul_(above).mul_(values)
         if recompute:
-            gradient[block] = result
+            torch.mul(activated, values, out=activated)
+            gradient[block] = activated
+        gate_out[block], up_out[block] = of_gate, of_up
 
 
-def _sigmoid(values: Tensor) -> Tensor:
-    return 1.0 / (1.0 + torch.exp(-values))
+def _logistic_sum(values: Tensor) -> Tensor:
+    """1 + exp(−x), by which a number is divided for its sigmoid share."""
+    return values.neg().exp_().add_(1.0)
 
 
 def _silu(values: Tensor) -> Tensor:
-    return values / (1.0 + torch.exp(-values))
+    return values / _logistic_sum(values)
 
 
-def _silu_slope(values: Tensor) -> Tensor:
+def _silu_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
+    divisor = _logistic_sum(values)
+    value = values / divisor
+    share = divisor.reciprocal_()
+    return value, (1.0 - share).mul_(values).add_(1.0).mul_(share)
+
+
+def _sigmoid(values: Tensor) -> Tensor:
+    return _logistic_sum(values).reciprocal_()
+
+
+def _sigmoid_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
     share = _sigmoid(values)
-    return share * (1.0 + values * (1.0 - share))
+    return share, (1.0 - share).mul_(share)
 
 
 def _normal_share(values: Tensor) -> Tensor:
-    return 0.5 * (1.0 + torch.erf(values * sqrt(0.5)))
+    return (values * sqrt(0.5)).erf_().add_(1.0).mul_(0.5)
 
 
 def _gelu(values: Tensor) -> Tensor:
-    return values * _normal_share(values)
+    return _normal_share(values).mul_(values)
 
 
-def _gelu_slope(values: Tensor) -> Tensor:
-    return _normal_share(values) + values * (torch.exp(-0.5 * values * values) / sqrt(2 * pi))
+def _gelu_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
+    share = _normal_share(values)
+    density = (values * values).mul_(-0.5).exp_().div_(sqrt(2 * pi))
+    slope = density.mul_(values).add_(share)
+    return share.mul_(values), slope
 
 
 def _gelu_tanh_inner(values: Tensor) -> Tensor:
-    return torch.tanh(GELU_ROOT * (values + GELU_CUBE * values * values * values))
+    squares = values * values
+    return squares.mul_(GELU_CUBE).add_(1.0).mul_(values).mul_(GELU_ROOT).tanh_()
 
 
 def _gelu_tanh(values: Tensor) -> Tensor:
-    return 0.5 * values * (1.0 + _gelu_tanh_inner(values))
+    return _gelu_tanh_inner(values).add_(1.0).mul_(values).mul_(0.5)
 
 
-def _gelu_tanh_slope(values: Tensor) -> Tensor:
+def _gelu_tanh_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
     inner = _gelu_tanh_inner(values)
-    steepness = GELU_ROOT * (1.0 + 3.0 * GELU_CUBE * values * values)
-    return 0.5 * (1.0 + inner) + 0.5 * values * (1.0 - inner * inner) * steepness
+    steepness = (values * values).mul_(3.0 * GELU_CUBE).add_(1.0).mul_(GELU_ROOT)
+    slope = (1.0 - inner * inner).mul_(steepness).mul_(values).add_(inner).add_(1.0).mul_(0.5)
+    return inner.add_(1.0).mul_(values).mul_(0.5), slope
 
 
-def _relu_slope(values: Tensor) -> Tensor:
-    return (values > 0).to(values.dtype)
+def _relu_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.relu(values), (values > 0).to(values.dtype)
 
 
 def _relu2(values: Tensor) -> Tensor:
     positive = torch.relu(values)
-    return positive * positive
+    return positive.mul_(positive)
 
 
-def _relu6_slope(values: Tensor) -> Tensor:
-    return ((values > 0) & (values < 6)).to(values.dtype)
+def _relu2_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
+    positive = torch.relu(values)
+    return positive * positive, positive.mul_(2.0)
+
+
+def _relu6(values: Tensor) -> Tensor:
+    return values.clamp(0.0, 6.0)
+
+
+def _relu6_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
+    return _relu6(values), ((values > 0) & (values < 6)).to(values.dtype)
 
 
 def _leaky_relu(values: Tensor) -> Tensor:
     return torch.where(values > 0, values, LEAK * values)
 
 
-def _leaky_relu_slope(values: Tensor) -> Tensor:
-    return torch.where(values > 0, torch.ones_like(values), LEAK)
+def _leaky_relu_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
+    return _leaky_relu(values), torch.where(values > 0, torch.ones_like(values), LEAK)
 
 
 def _mish_inner(values: Tensor) -> Tensor:
     # tanh(log(1 + e^x)) is n / (n + 2) with n = e^x (e^x + 2); beyond 20 it is 1 in every type.
-    power = torch.exp(values.clamp_max(20.0))
-    product = power * (power + 2.0)
-    return product / (product + 2.0)
+    power = values.clamp_max(20.0).exp_()
+    product = (power + 2.0).mul_(power)
+    return product.div_(product + 2.0)
 
 
 def _mish(values: Tensor) -> Tensor:
-    return values * _mish_inner(values)
+    return _mish_inner(values).mul_(values)
 
 
-def _mish_slope(values: Tensor) -> Tensor:
+def _mish_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
     inner = _mish_inner(values)
-    return inner + values * (1.0 - inner * inner) * _sigmoid(values)
+    slope = (1.0 - inner * inner).mul_(_sigmoid(values)).mul_(values).add_(inner)
+    return inner.mul_(values), slope
 
 
-def _sigmoid_slope(values: Tensor) -> Tensor:
-    share = _sigmoid(values)
-    return share * (1.0 - share)
+def _tanh_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
+    value = torch.tanh(values)
+    return value, 1.0 - value * value
 
 
-def _tanh_slope(values: Tensor) -> Tensor:
-    inner = torch.tanh(values)
-    return 1.0 - inner * inner
+def _linear_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
+    return values.clone(), torch.ones_like(values)
 
 
-_Function = Callable[[Tensor], Tensor]
-
-_FUNCTIONS: dict[str, tuple[_Function, _Function]] = {
-    "silu": (_silu, _silu_slope),
-    "gelu": (_gelu, _gelu_slope),
-    "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope),
-    "relu": (torch.relu, _relu_slope),
-    "relu2": (_relu2, lambda values: 2.0 * torch.relu(values)),
-    "relu6": (lambda values: values.clamp(0.0, 6.0), _relu6_slope),
-    "leaky_relu": (_leaky_relu, _leaky_relu_slope),
-    "mish": (_mish, _mish_slope),
-    "sigmoid": (_sigmoid, _sigmoid_slope),
-    "tanh": (torch.tanh, _tanh_slope),
-    "linear": (lambda values: values, torch.ones_like),
+_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
+    "silu": (_silu, _silu_and_slope),
+    "gelu": (_gelu, _gelu_and_slope),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_and_slope),
+    "relu": (torch.relu, _relu_and_slope),
+    "relu2": (_relu2, _relu2_and_slope),
+    "relu6": (_relu6, _relu6_and_slope),
+    "leaky_relu": (_leaky_relu, _leaky_relu_and_slope),
+    "mish": (_mish, _mish_and_slope),
+    "sigmoid": (_sigmoid, _sigmoid_and_slope),
+    "tanh": (torch.tanh, _tanh_and_slope),
+    "linear": (lambda values: values, _linear_and_slope),
 }
-"""Value and slope of each of `flopwise.work.transformer.ACTIVATIONS`."""
+"""Value, and value and slope in new tensors, of each of `flopwise.work.transformer.ACTIVATIONS`."""

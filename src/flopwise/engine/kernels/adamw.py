@@ -80,12 +80,13 @@ def adamw(
     # With the random bits, which are of 8 bytes each, no more than ten temporaries are alive at once.
     for block in row_blocks(len(weights), wide.itemsize, 10):
         gradient = gradients[block].to(wide) * settings.gradient_scale
-        mean = first[block].to(wide) * settings.beta1
+        # Where they are kept as wide as they are computed, moments and weights are changed where they lie.
+        mean = first[block].to(wide).mul_(settings.beta1)
         mean += gradient * (1.0 - settings.beta1)
-        square = second[block].to(wide) * settings.beta2
+        square = second[block].to(wide).mul_(settings.beta2)
         square += gradient.mul_(gradient).mul_(1.0 - settings.beta2)
         root = square.sqrt().mul_(settings.root_scale).add_(settings.epsilon)
-        updated = kept[block].to(wide) * settings.kept
+        updated = kept[block].to(wide).mul_(settings.kept)
         updated -= torch.div(mean, root, out=root).mul_(settings.step_size)
         place = offset + block.start
         _store(first[block], mean, FIRST, settings, place)
@@ -98,6 +99,9 @@ def adamw(
 
 
 def _store(target: Tensor, values: Tensor, tensor: int, settings: AdamW, place: int) -> None:
+    if target.dtype == values.dtype:
+        # `to` made no copy: they are there.
+        return
     if settings.rounding is not None and target.dtype == torch.bfloat16:
         keys = settings.rounding.keys(settings.step, tensor)
         bits = random_bits(keys, place, len(values), values.device)

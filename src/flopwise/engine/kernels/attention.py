@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.kernels import dispatch, flash_4
+from flopwise.engine.kernels.blocks import has_triton
+from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.plain_attention import AttentionMask, Saved, plain_backward, plain_forward
 
-Kernel = Literal["plain", "cpu-flash", "cudnn", "flash", "flash-4"]
+Kernel = Literal["plain", "cpu-flash", "cudnn", "flash", "flash-4", "triton"]
 
 __all__ = ["AttentionMask", "Kernel", "attention_backward", "attention_forward", "choose_kernel"]
 
@@ -34,13 +36,17 @@ def choose_kernel(
     *,
     padded: bool,
     deterministic: bool,
+    drops: bool = False,
 ) -> Kernel:
     """The fastest kernel that does what is asked.
 
     The choice holds for forward and backward. "flash" is repeatable where the caller asks torch for deterministic
-    algorithms, "cudnn" and "flash-4" are not; "plain" and "cpu-flash" always are. On Hopper cuDNN is 1.7 times as fast
-    as torch's flash kernel; it has no mask for a cut sequence, whose two parts (`_spans`) it takes one after the other.
+    algorithms, "cudnn" and "flash-4" are not; the others always are. On Hopper cuDNN is 1.7 times as fast as torch's
+    flash kernel; it has no mask for a cut sequence, whose two parts (`_spans`) it takes one after the other. `drops`:
+    whether weights are dropped, of which no library's kernel can be told.
     """
+    if drops:
+        return "triton" if draws_masks(device, dtype, mask) else "plain"
     whole = queries == keys and mask.window is None
     if device.type == "cpu":
         return "cpu-flash" if whole and not (padded and mask.causal) and dtype != torch.float16 else "plain"
@@ -51,9 +57,13 @@ def choose_kernel(
     if _is_for_flash_4(device, mask):
         return "flash-4"
     takes_parts = whole or LEAST_QUERIES <= queries < keys
-    if takes_parts and mask.head_dim <= 128 and torch.cuda.get_device_capability(device)[0] >= 9:
-        return "cudnn"
-    return "flash"
+    takes_parts = takes_parts and mask.head_dim <= 128 and torch.cuda.get_device_capability(device)[0] >= 9
+    return "cudnn" if takes_parts else "flash"
+
+
+def draws_masks(device: torch.device, dtype: torch.dtype, mask: AttentionMask) -> bool:
+    """Whether a fast kernel of our own drops weights."""
+    return device.type == "cuda" and dtype in HALVES and mask.head_dim <= 128 and has_triton()
 
 
 def _is_for_flash_4(device: torch.device, mask: AttentionMask) -> bool:
@@ -70,14 +80,21 @@ def attention_forward(
     logsumexp: Tensor,
     lengths: Tensor | None = None,
     kernel: Kernel,
+    drop: DropMask | None = None,
 ) -> None:
     """Each query's mean of the values it sees, weighted by the softmax of its scores; zeros where it sees none.
 
     Queries are the last of their sequence: the last one stands at the last key. Keys at or beyond a sequence's length
-    are not seen.
+    are not seen. `drop`, with a token for each sequence's queries, says what of the softmax's weights is dropped.
     """
+    assert drop is None or kernel in ("plain", "triton")
     if kernel == "plain":
-        plain_forward(query, key, value, mask, out=out, logsumexp=logsumexp, lengths=lengths)
+        plain_forward(query, key, value, mask, out=out, logsumexp=logsumexp, lengths=lengths, drop=drop)
+    elif kernel == "triton":
+        from flopwise.engine.kernels import fused_attention
+
+        assert drop is not None
+        fused_attention.forward(query, key, value, mask, drop, lengths=lengths, out=out, logsumexp=logsumexp)
     elif kernel == "flash-4":
         flash_4.forward(query, key, value, causal=mask.causal, out=out, logsumexp=logsumexp)
     elif kernel == "flash":
@@ -114,6 +131,7 @@ def attention_backward(  # noqa: PLR0917
     accumulate: bool,
     lengths: Tensor | None = None,
     kernel: Kernel,
+    drop: DropMask | None = None,
     spare_bytes: int = 0,
 ) -> None:
     """The gradients of query, key and value from what the forward wrote.
@@ -134,7 +152,15 @@ def attention_backward(  # noqa: PLR0917
             value_gradient=of_values,
             accumulate=accumulate,
             lengths=lengths,
+            drop=drop,
         )
+        return
+    if kernel == "triton":
+        from flopwise.engine.kernels import fused_attention
+
+        assert drop is not None
+        gradients = (query_gradient, of_keys, of_values)
+        fused_attention.backward(saved, mask, drop, gradients, lengths=lengths, accumulate=accumulate)
         return
     # These kernels read it as it lies in memory, whatever its strides.
     saved = saved._replace(logsumexp=logsumexp.contiguous())

@@ -11,12 +11,15 @@ from torch.profiler import record_function
 
 from flopwise.engine.kernels import activations, plain
 from flopwise.engine.kernels import adamw as plain_adamw
+from flopwise.engine.kernels import dropout as plain_dropout
 from flopwise.engine.kernels.adamw import AdamW
 from flopwise.engine.kernels.blocks import has_triton
+from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.rounding import Seed
 
 __all__ = [
     "AdamW",
+    "DropMask",
     "Seed",
     "activation_backward",
     "activation_forward",
@@ -25,6 +28,7 @@ __all__ = [
     "copy_heads",
     "copy_rows",
     "cross_entropy",
+    "dropout",
     "embedding_add",
     "embedding_backward",
     "embedding_forward",
@@ -55,8 +59,12 @@ def norm_forward(
     statistics: Tensor,
     other: Tensor | None = None,
     total: Tensor | None = None,
+    drop_other: DropMask | None = None,
+    drop_out: DropMask | None = None,
 ) -> None:
     """Normalises the rows of `source`, or of its sum with `other`; `total`, which a sum needs, gets what is normalised.
+
+    Of `other` goes into the sum what `drop_other` keeps of it, of the result to `out` what `drop_out` keeps.
 
     With a `total`, `out` may be `source` or `other` itself. `statistics`, in float32 (float64 for float64), gets each
     row's reciprocal root (rms: (rows,)), or its mean and reciprocal deviation ((rows, 2)). With rms the normal rows are
@@ -69,7 +77,20 @@ def norm_forward(
     else:
         forward = plain.norm_forward
     assert other is None or total is not None
-    forward(source, weight, bias, epsilon=epsilon, rms=rms, out=out, statistics=statistics, other=other, total=total)
+    assert drop_other is None or (other is not None and drop_out is None)
+    forward(
+        source,
+        weight,
+        bias,
+        epsilon=epsilon,
+        rms=rms,
+        out=out,
+        statistics=statistics,
+        other=other,
+        total=total,
+        drop_other=drop_other,
+        drop_out=drop_out,
+    )
 
 
 def norm_backward(
@@ -85,13 +106,17 @@ def norm_backward(
     accumulate: bool,
     recompute: bool = False,
     bias: Tensor | None = None,
+    drop: DropMask | None = None,
+    dropped: Tensor | None = None,
 ) -> None:
     """`out` gets the gradient of `source`, added to it with `accumulate`; what is trained has its own added.
 
     Without `accumulate`, `out` may be `gradient` itself. With `recompute` (and the norm's `bias`) the norm's own result
-    is recomputed and takes the place of `gradient`.
+    is recomputed and takes the place of `gradient`. With `drop`, `dropped` gets what it keeps of `out`: the gradient of
+    what was dropped before it was added to the other summand.
     """
     assert not recompute or out.data_ptr() != gradient.data_ptr()
+    assert (drop is None) == (dropped is None)
     if _is_fused(gradient, source, weight, weight_gradient, bias_gradient):
         from flopwise.engine.kernels import fused
 
@@ -110,7 +135,19 @@ def norm_backward(
         accumulate=accumulate,
         recompute=recompute,
         bias=bias,
+        drop=drop,
+        dropped=dropped,
     )
+
+
+def dropout(source: Tensor, mask: DropMask, *, out: Tensor, other: Tensor | None = None) -> None:
+    """`out`, which may be `source` or `other`, gets what is kept of `source`, added to `other` where there is one."""
+    if _is_fused(source, out, other):
+        from flopwise.engine.kernels import fused_dropout
+
+        fused_dropout.dropout(source, mask, out=out, other=other)
+    else:
+        plain_dropout.dropout(source, mask, out=out, other=other)
 
 
 def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tensor, inverse: bool) -> None:

@@ -17,6 +17,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from flopwise.engine.kernels.adamw import AdamW
+from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.fused_narrow_norm import narrow_norm_backward_kernel, narrow_norm_forward_kernel
 from flopwise.engine.kernels.fused_norm import (
     add_rows_kernel,
@@ -54,6 +55,8 @@ def norm_forward(
     statistics: Tensor,
     other: Tensor | None = None,
     total: Tensor | None = None,
+    drop_other: DropMask | None = None,
+    drop_out: DropMask | None = None,
 ) -> None:
     """See `dispatch.norm_forward`."""
     rows, width = source.shape
@@ -62,7 +65,8 @@ def norm_forward(
     tensors = (source, added, weight, weight if bias is None else bias, out, kept, statistics)
     strides = (source.stride(0), added.stride(0), out.stride(0), kept.stride(0))
     asked = {"rms": rms, "biased": bias is not None, "added": other is not None, "kept": total is not None}
-    if block <= _NARROW:
+    drop = drop_other or drop_out
+    if block <= _NARROW and drop is None:
         lines = _TILE // block
         narrow_norm_forward_kernel[(triton.cdiv(rows, lines),)](
             *tensors,
@@ -79,8 +83,20 @@ def norm_forward(
         return
     chosen = whole_norm_forward_kernel if block >= width else norm_forward_kernel
     chosen[(rows,)](
-        *tensors, width, *strides, float(epsilon), **asked, block=block, num_warps=warps_for(block), **ARITHMETIC
+        *(*tensors, width, *strides, float(epsilon), *_masking(drop, statistics)),
+        **asked,
+        drops_other=drop_other is not None,
+        drops_out=drop_out is not None,
+        threshold=0 if drop is None else drop.threshold,
+        block=block,
+        num_warps=warps_for(block),
+        **ARITHMETIC,
     )
+
+
+def _masking(drop: DropMask | None, unused: Tensor) -> tuple[Tensor, Tensor, float]:
+    """What kernels are told of a mask, or anything where they are told not to use it."""
+    return (unused, unused, 1.0) if drop is None else (drop.tokens, drop.keys, drop.scale)
 
 
 @cache
@@ -102,11 +118,13 @@ def norm_backward(
     accumulate: bool,
     recompute: bool = False,
     bias: Tensor | None = None,
+    drop: DropMask | None = None,
+    dropped: Tensor | None = None,
 ) -> None:
     """See `dispatch.norm_backward`. Programs sum the weight's gradient over their rows; a second kernel adds up."""
     rows, width = source.shape
     block = column_block(width, 8192)
-    biased, narrow = bias_gradient is not None, block <= _NARROW
+    biased, narrow = bias_gradient is not None, block <= _NARROW and drop is None
     lines = _TILE // block if narrow else 1
     whole = block >= width
     # Fewer threads with more numbers each: a few programs and the rows that they read ahead fill a multiprocessor.
@@ -118,6 +136,9 @@ def norm_backward(
     partial = torch.empty if whole else torch.zeros
     sums = partial((2 if biased else 1, programs, width), dtype=torch.float32, device=source.device)
     wide = whole_norm_backward_kernel if whole else norm_backward_kernel
+    beside = out if dropped is None else dropped
+    masking = () if narrow else (*_masking(drop, statistics), beside, beside.stride(0))
+    masked = {} if narrow else {"drops": drop is not None, "threshold": 0 if drop is None else drop.threshold}
     chosen, tile = (narrow_norm_backward_kernel, {"lines": lines}) if narrow else (wide, {})
     chosen[(programs,)](
         gradient,
@@ -133,10 +154,12 @@ def norm_backward(
         gradient.stride(0),
         source.stride(0),
         out.stride(0),
+        *masking,
         rms=rms,
         biased=biased,
         accumulate=accumulate,
         recompute=recompute,
+        **masked,
         **tile,
         block=block,
         num_warps=warps,

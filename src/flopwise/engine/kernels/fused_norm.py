@@ -7,12 +7,48 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
+from flopwise.engine.kernels.fused_dropout import keep_some, lower_hash, token_of, upper_hash
 from flopwise.engine.kernels.jit import kernel
 
 
 @kernel()
 def _rounded_sum(values: tl.tensor, others: tl.tensor) -> tl.tensor:
     return (values.to(tl.float32) + others.to(tl.float32)).to(values.dtype)
+
+
+@kernel()
+def _kept(
+    values: tl.tensor,
+    tokens: tl.tensor,
+    keys: tl.tensor,
+    row: tl.tensor,
+    columns: tl.tensor,
+    scale: tl.tensor,
+    threshold: tl.constexpr,
+) -> tl.tensor:
+    """What dropout keeps of a row's numbers, in float32."""
+    upper = upper_hash(token_of(tokens, row), keys)
+    return keep_some(values.to(tl.float32), lower_hash(columns, keys), upper, scale, threshold)
+
+
+@kernel()
+def _result(
+    normal: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    place: tl.tensor,
+    inside: tl.tensor,
+    out: tl.tensor,
+    rms: tl.constexpr,
+    biased: tl.constexpr,
+) -> tl.tensor:
+    """The norm's result from the normal numbers, which with rms are rounded before the weight."""
+    if rms:
+        normal = normal.to(out.dtype.element_ty).to(tl.float32)
+    normal *= tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    if biased:
+        normal += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
+    return normal
 
 
 @kernel()
@@ -26,13 +62,8 @@ def _store_normal(
     rms: tl.constexpr,
     biased: tl.constexpr,
 ) -> None:
-    """The norm's result from the normal numbers, which with rms are rounded before the weight."""
-    if rms:
-        normal = normal.to(out.dtype.element_ty).to(tl.float32)
-    normal *= tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    if biased:
-        normal += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, normal.to(out.dtype.element_ty), mask=inside)
+    result = _result(normal, weight, bias, place, inside, out, rms, biased)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
 
 
 @kernel()
@@ -61,19 +92,31 @@ def whole_norm_forward_kernel(
     out_stride: tl.tensor,
     total_stride: tl.tensor,
     epsilon: tl.tensor,
+    tokens: tl.tensor,
+    keys: tl.tensor,
+    drop_scale: tl.tensor,
     rms: tl.constexpr,
     biased: tl.constexpr,
     added: tl.constexpr,
     kept: tl.constexpr,
+    drops_other: tl.constexpr,
+    drops_out: tl.constexpr,
+    threshold: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """A row a program, in one block. With `kept` it goes to `total` as well, with `added` as the sum with the other."""
+    """A row a program, in one block. With `kept` it goes to `total` as well, with `added` as the sum with the other.
+
+    Of the other, or of the result, a part may be dropped, as `fused_dropout` does.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, block)
     inside = columns < width
     values = tl.load(source + row * source_stride + columns, mask=inside, other=0.0)
     if added:
-        values = _rounded_sum(values, tl.load(other + row * other_stride + columns, mask=inside, other=0.0))
+        others = tl.load(other + row * other_stride + columns, mask=inside, other=0.0)
+        if drops_other:
+            others = _kept(others, tokens, keys, row, columns, drop_scale, threshold)
+        values = _rounded_sum(values, others)
     if kept:
         tl.store(total + row * total_stride + columns, values, mask=inside)
     values = values.to(tl.float32)
@@ -82,7 +125,10 @@ def whole_norm_forward_kernel(
         mean = tl.sum(values, 0) / width
         values = tl.where(inside, values - mean, 0.0)
     reciprocal = 1.0 / tl.sqrt(tl.sum(values * values, 0) / width + epsilon)
-    _store_normal(out + row * out_stride, values * reciprocal, weight, bias, columns, inside, rms, biased)
+    result = _result(values * reciprocal, weight, bias, columns, inside, out, rms, biased)
+    if drops_out:
+        result = _kept(result, tokens, keys, row, columns, drop_scale, threshold)
+    tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
     _store_statistics(statistics, row, mean, reciprocal, rms)
 
 
@@ -101,10 +147,16 @@ def norm_forward_kernel(
     out_stride: tl.tensor,
     total_stride: tl.tensor,
     epsilon: tl.tensor,
+    tokens: tl.tensor,
+    keys: tl.tensor,
+    drop_scale: tl.tensor,
     rms: tl.constexpr,
     biased: tl.constexpr,
     added: tl.constexpr,
     kept: tl.constexpr,
+    drops_other: tl.constexpr,
+    drops_out: tl.constexpr,
+    threshold: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     """The same for rows of several blocks, which are read more than once."""
@@ -119,6 +171,8 @@ def norm_forward_kernel(
             values = tl.load(source + first + columns, mask=inside, other=0.0)
             if added:
                 others = tl.load(other + row * other_stride + first + columns, mask=inside, other=0.0)
+                if drops_other:
+                    others = _kept(others, tokens, keys, row, first + columns, drop_scale, threshold)
                 values = _rounded_sum(values, others)
             tl.store(total + first + columns, values, mask=inside)
         # What one thread has written another may read.
@@ -140,7 +194,11 @@ def norm_forward_kernel(
     for first in range(0, width, block):
         inside = first + columns < width
         values = tl.load(source + first + columns, mask=inside, other=0.0).to(tl.float32)
-        _store_normal(out, (values - mean) * reciprocal, weight, bias, first + columns, inside, rms, biased)
+        place, normal = first + columns, (values - mean) * reciprocal
+        result = _result(normal, weight, bias, place, inside, out, rms, biased)
+        if drops_out:
+            result = _kept(result, tokens, keys, row, place, drop_scale, threshold)
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
     _store_statistics(statistics, row, mean, reciprocal, rms)
 
 
@@ -213,15 +271,23 @@ def norm_backward_kernel(
     gradient_stride: tl.tensor,
     source_stride: tl.tensor,
     out_stride: tl.tensor,
+    tokens: tl.tensor,
+    keys: tl.tensor,
+    drop_scale: tl.tensor,
+    dropped: tl.tensor,
+    dropped_stride: tl.tensor,
     rms: tl.constexpr,
     biased: tl.constexpr,
     accumulate: tl.constexpr,
     recompute: tl.constexpr,
+    drops: tl.constexpr,
+    threshold: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     """Every so manieth row a program, which adds its rows' weight gradients to its partial sums, for long rows.
 
-    With `recompute` the norm's own result takes the place of its gradient.
+    With `recompute` the norm's own result takes the place of its gradient. With `drops` what a mask keeps of `out` goes
+    to `dropped`.
     """
     program = tl.program_id(0)
     columns = tl.arange(0, block)
@@ -248,7 +314,11 @@ def norm_backward_kernel(
             target = out + row * out_stride + place
             if accumulate:
                 below += tl.load(target, mask=inside, other=0.0).to(tl.float32)
-            tl.store(target, below.to(out.dtype.element_ty), mask=inside)
+            below = below.to(out.dtype.element_ty)
+            tl.store(target, below, mask=inside)
+            if drops:
+                some = _kept(below, tokens, keys, row, place, drop_scale, threshold)
+                tl.store(dropped + row * dropped_stride + place, some.to(dropped.dtype.element_ty), mask=inside)
             if recompute:
                 _store_normal(above_row, normal, weight, bias, place, inside, rms, biased)
 
@@ -268,10 +338,17 @@ def whole_norm_backward_kernel(
     gradient_stride: tl.tensor,
     source_stride: tl.tensor,
     out_stride: tl.tensor,
+    tokens: tl.tensor,
+    keys: tl.tensor,
+    drop_scale: tl.tensor,
+    dropped: tl.tensor,
+    dropped_stride: tl.tensor,
     rms: tl.constexpr,
     biased: tl.constexpr,
     accumulate: tl.constexpr,
     recompute: tl.constexpr,
+    drops: tl.constexpr,
+    threshold: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     """The same where a block is a whole row: every number is read once, a row ahead, and sums stay in registers."""
@@ -307,7 +384,11 @@ def whole_norm_backward_kernel(
             scaled -= tl.sum(scaled, 0) / width
         below = (scaled - normal * share) * reciprocal
         below = below + total if accumulate else below
-        tl.store(out + row * out_stride + columns, below.to(out.dtype.element_ty), mask=inside)
+        below = below.to(out.dtype.element_ty)
+        tl.store(out + row * out_stride + columns, below, mask=inside)
+        if drops:
+            some = _kept(below, tokens, keys, row, columns, drop_scale, threshold)
+            tl.store(dropped + row * dropped_stride + columns, some.to(dropped.dtype.element_ty), mask=inside)
         if recompute:
             _store_normal(gradient + row * gradient_stride, normal, weight, bias, columns, inside, rms, biased)
     own = program.to(tl.int64) * width

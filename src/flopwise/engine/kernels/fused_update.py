@@ -11,7 +11,7 @@ from flopwise.engine.kernels.jit import kernel
 
 
 @kernel()
-def _mix(values: tl.tensor) -> tl.tensor:
+def mix(values: tl.tensor) -> tl.tensor:
     """The 32-bit mix that `rounding` describes."""
     values ^= values >> 16
     values *= 0x85EBCA6B
@@ -35,7 +35,7 @@ def _store(
         low = place.to(tl.uint32)
         high = (place >> 32).to(tl.uint32) * 0x9E3779B1
         key0, key1 = tl.load(keys).to(tl.uint32, bitcast=True), tl.load(keys + 1).to(tl.uint32, bitcast=True)
-        random = _mix(_mix(low ^ key0) ^ high ^ key1) >> 16
+        random = mix(mix(low ^ key0) ^ high ^ key1) >> 16
         bits = values.to(tl.int32, bitcast=True)
         added = (bits + random.to(tl.int32)) & -65536
         is_finite = (bits & 0x7F800000) != 0x7F800000

@@ -7,6 +7,7 @@ Query, output and their gradients are (rows, heads, channels), keys and values (
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,11 +16,14 @@ from torch import Tensor
 
 from flopwise.engine.kernels.attention import (
     HALVES,
+    Kernel,
     attention_backward,
     attention_forward,
     choose_kernel,
+    draws_masks,
     flash_window,
 )
+from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.plain_attention import AttentionMask, Saved
 
 
@@ -32,8 +36,10 @@ class Packed(NamedTuple):
     """No sequence has more rows, nor has any of those that fill up."""
 
 
-def takes_all(device: torch.device, dtype: torch.dtype, mask: AttentionMask) -> bool:
-    """Whether one call of torch's flash kernel does it."""
+def takes_all(device: torch.device, dtype: torch.dtype, mask: AttentionMask, *, drops: bool = False) -> bool:
+    """Whether one call does it: of torch's flash kernel, or of ours where weights are dropped."""
+    if drops:
+        return draws_masks(device, dtype, mask)
     return device.type == "cuda" and dtype in HALVES and mask.head_dim % 8 == 0 and mask.head_dim <= 256
 
 
@@ -45,10 +51,23 @@ def _rows_of_each(packed: Packed) -> Iterator[slice]:
 
 
 def packed_forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, packed: Packed, *, out: Tensor, logsumexp: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    packed: Packed,
+    *,
+    out: Tensor,
+    logsumexp: Tensor,
+    drop: DropMask | None = None,
 ) -> None:
-    """Each query's mean of the values of its own sequence that it sees."""
-    if takes_all(query.device, query.dtype, mask):
+    """Each query's mean of the values of its own sequence that it sees, without the weights that are dropped."""
+    if drop is not None and draws_masks(query.device, query.dtype, mask):
+        from flopwise.engine.kernels import fused_attention
+
+        fused_attention.packed_forward(query, key, value, mask, drop, packed, out=out, logsumexp=logsumexp)
+        return
+    if drop is None and takes_all(query.device, query.dtype, mask):
         found = torch.ops.aten._flash_attention_forward(
             *(query, key, value, packed.starts, packed.starts),
             *(packed.longest, packed.longest, 0.0, mask.causal, False),
@@ -63,8 +82,15 @@ def packed_forward(
             *(query[None, rows], key[None, rows], value[None, rows], mask),
             out=out[None, rows],
             logsumexp=logsumexp[None, :, rows],
-            kernel=choose_kernel(query.device, query.dtype, mask, tokens, tokens, padded=False, deterministic=True),
+            kernel=_kernel(query, mask, tokens, drop),
+            drop=None if drop is None else replace(drop, tokens=drop.tokens[rows]),
         )
+
+
+def _kernel(query: Tensor, mask: AttentionMask, tokens: int, drop: DropMask | None) -> Kernel:
+    """Of one sequence alone."""
+    drops = drop is not None
+    return choose_kernel(query.device, query.dtype, mask, tokens, tokens, padded=False, deterministic=True, drops=drops)
 
 
 def packed_backward(
@@ -75,9 +101,16 @@ def packed_backward(
     query_gradient: Tensor,
     key_gradient: Tensor,
     value_gradient: Tensor,
+    drop: DropMask | None = None,
 ) -> None:
     """The gradients of query, key and value, which are overwritten, from what the forward wrote."""
-    if takes_all(saved.query.device, saved.query.dtype, mask):
+    if drop is not None and draws_masks(saved.query.device, saved.query.dtype, mask):
+        from flopwise.engine.kernels import fused_attention
+
+        gradients = (query_gradient, key_gradient, value_gradient)
+        fused_attention.packed_backward(saved, mask, drop, packed, gradients)
+        return
+    if drop is None and takes_all(saved.query.device, saved.query.dtype, mask):
         unused = torch.zeros(2, dtype=torch.int64, device=saved.query.device)
         found = torch.ops.aten._flash_attention_backward(
             *saved._replace(logsumexp=saved.logsumexp.contiguous()),
@@ -101,7 +134,6 @@ def packed_backward(
             key_gradient=key_gradient[None, rows],
             value_gradient=value_gradient[None, rows],
             accumulate=False,
-            kernel=choose_kernel(
-                saved.query.device, saved.query.dtype, mask, tokens, tokens, padded=False, deterministic=True
-            ),
+            kernel=_kernel(saved.query, mask, tokens, drop),
+            drop=None if drop is None else replace(drop, tokens=drop.tokens[rows]),
         )

@@ -6,10 +6,13 @@ bytes, a row's result depends on that row alone, and equal calls give equal bits
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from flopwise.engine.kernels.blocks import add_rounded, compute_type, row_blocks, row_sums
+from flopwise.engine.kernels.dropout import DropMask, dropout, row_scales
 
 
 def norm_forward(
@@ -23,17 +26,23 @@ def norm_forward(
     statistics: Tensor,
     other: Tensor | None = None,
     total: Tensor | None = None,
+    drop_other: DropMask | None = None,
+    drop_out: DropMask | None = None,
 ) -> None:
     """Normalises rows; `statistics` gets the reciprocal root (rms), or mean and reciprocal deviation, of each.
 
     With `other` it is their sum that is normalised; `total` gets what is.
     """
-    if total is not None:
+    if total is not None and other is not None and drop_other is not None:
+        dropout(other, drop_other, out=total, other=source)
+        source = total
+    elif total is not None:
         source = total.copy_(source) if other is None else torch.add(source, other, out=total)
     rows, width = source.shape
     wide = compute_type(source.dtype)
+    columns = torch.arange(width, device=source.device)
     scale, shift = weight.to(wide), None if bias is None else bias.to(wide)
-    for block in row_blocks(rows, width * wide.itemsize, 3):
+    for block in row_blocks(rows, width * wide.itemsize, 3 if drop_out is None else 9):
         values = source[block].to(wide)
         if rms:
             reciprocal = torch.rsqrt(row_sums(values * values) / width + epsilon)
@@ -50,6 +59,8 @@ def norm_forward(
         values = values * scale
         if shift is not None:
             values += shift
+        if drop_out is not None:
+            values *= row_scales(drop_out, block, columns, wide)
         out[block] = values
 
 
@@ -66,17 +77,21 @@ def norm_backward(
     accumulate: bool,
     recompute: bool = False,
     bias: Tensor | None = None,
+    drop: DropMask | None = None,
+    dropped: Tensor | None = None,
 ) -> None:
     """The gradient of the rows, and of weight and bias, which are added to. `out` may be `gradient` itself.
 
-    With `recompute` the norm's own result, made from its statistics, takes the place of `gradient`.
+    With `recompute` the norm's own result, made from its statistics, takes the place of `gradient`. `dropped` gets what
+    `drop` keeps of `out`.
     """
     rows, width = source.shape
     wide = compute_type(source.dtype)
+    columns = torch.arange(width, device=source.device)
     scale = weight.to(wide)
     weight_sum = torch.zeros(width, dtype=wide, device=source.device)
     bias_sum = torch.zeros_like(weight_sum)
-    for block in row_blocks(rows, width * wide.itemsize, 6):
+    for block in row_blocks(rows, width * wide.itemsize, 6 if drop is None else 12):
         above = gradient[block].to(wide)
         if rms:
             reciprocal = statistics[block, None].to(wide)
@@ -102,6 +117,8 @@ def norm_backward(
             add_rounded(out[block], below)
         else:
             out[block] = below
+        if drop is not None and dropped is not None:
+            dropped[block] = out[block].to(wide) * row_scales(drop, block, columns, wide)
     if weight_gradient is not None:
         add_rounded(weight_gradient, weight_sum)
     if bias_gradient is not None:
@@ -116,16 +133,34 @@ def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tenso
     tokens, heads, dim = source.shape
     half = dim // 2
     wide = compute_type(source.dtype)
+    # Every layer turns queries and keys by the same angles, there and back.
+    at_most = 1 << int(positions.max()).bit_length() if tokens and source.device.type == "cpu" else 0
+    table = _turns(frequencies, at_most, wide) if 0 < at_most * half * wide.itemsize <= TABLE_BYTES else None
     for block in row_blocks(tokens, heads * dim * wide.itemsize, 5):
-        angles = torch.outer(positions[block].to(torch.float32), frequencies)[:, None]
-        cosine, sine = angles.cos().to(wide), angles.sin().to(wide)
+        if table is None:
+            angles = torch.outer(positions[block].to(torch.float32), frequencies)
+            cosine, sine = angles.cos().to(wide), angles.sin().to(wide)
+        else:
+            cosine, sine = (each.index_select(0, positions[block]) for each in table)
+        cosine, sine = cosine[:, None], sine[:, None]
         if inverse:
             sine = -sine
         first, second = source[block, :, :half].to(wide), source[block, :, half:].to(wide)
-        turned = first * cosine - second * sine
-        second = second * cosine + first * sine
+        turned = (first * cosine).sub_(second * sine)
+        second = (second * cosine).add_(first * sine)
         out[block, :, :half] = turned
         out[block, :, half:] = second
+
+
+TABLE_BYTES = 1 << 20
+"""A table of cosines may take as much, and one of sines."""
+
+
+@lru_cache(maxsize=2)
+def _turns(frequencies: Tensor, positions: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles. Frequencies are known by which tensor they are, and never change."""
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=frequencies.device), frequencies)
+    return angles.cos().to(wide), angles.sin().to(wide)
 
 
 def merge_attention(

@@ -7,13 +7,14 @@ hides are not computed. The backward recomputes the scores from their logsumexp.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flopwise.engine.kernels.blocks import add_rounded, compute_type
+from flopwise.engine.kernels.dropout import DropMask, attention_scales
 
 TILE_BYTES = 8 << 20
 """What the temporaries of a tile may take together."""
@@ -68,6 +69,8 @@ class _Tiling:
     seen: int
     """Keys before the sequence's end; those beyond it are padding."""
     wide: torch.dtype
+    drop: DropMask | None = None
+    """What of the softmax's weights is dropped, with the tokens of this sequence's queries."""
 
     @property
     def keys_step(self) -> int:
@@ -77,6 +80,8 @@ class _Tiling:
     def queries_step(self) -> int:
         # Of a head's tile: scores, weights and their gradients, and the query, output and gradient rows they are from.
         row_bytes = self.mask.group * (3 * self.keys_step + 5 * self.mask.head_dim) * self.wide.itemsize
+        # The hash takes a few integers of 8 bytes for each score.
+        row_bytes += 0 if self.drop is None else 32 * self.mask.group * self.keys_step
         return max(1, min(self.queries, (TILE_BYTES // 2) // row_bytes))
 
     def heads(self) -> Iterator[slice]:
@@ -118,12 +123,27 @@ class _Tiling:
         later = key > query
         return later if self.mask.window is None else later | (key <= query - self.mask.window)
 
+    def scales(self, heads: slice, rows: slice, columns: slice) -> Tensor:
+        """What a tile's weights are multiplied by, (key and value heads, group · rows, keys)."""
+        assert self.drop is not None
+        numbers = torch.arange(self.mask.heads, device=self.drop.tokens.device)
+        of_tile = numbers.view(self.mask.kv_heads, self.mask.group)[heads]
+        found = attention_scales(
+            self.drop, rows, of_tile.reshape(-1), columns, all_heads=self.mask.heads, dtype=self.wide
+        )
+        return found.view(of_tile.shape[0], -1, columns.stop - columns.start)
 
-def _tilings(query: Tensor, key: Tensor, mask: AttentionMask, lengths: Tensor | None) -> Iterator[tuple[int, _Tiling]]:
+
+def _tilings(
+    query: Tensor, key: Tensor, mask: AttentionMask, lengths: Tensor | None, drop: DropMask | None
+) -> Iterator[tuple[int, _Tiling]]:
     sequences, queries, keys = query.shape[0], query.shape[1], key.shape[1]
     seen = [keys] * sequences if lengths is None else [min(keys, length) for length in lengths.tolist()]
     for sequence in range(sequences):
-        yield sequence, _Tiling(mask, queries, keys, seen[sequence], compute_type(query.dtype))
+        of_sequence = drop
+        if drop is not None:
+            of_sequence = replace(drop, tokens=drop.tokens[sequence * queries : (sequence + 1) * queries])
+        yield sequence, _Tiling(mask, queries, keys, seen[sequence], compute_type(query.dtype), of_sequence)
 
 
 def _rows_of(tensor: Tensor, heads: slice, mask: AttentionMask, wide: torch.dtype) -> Tensor:
@@ -156,9 +176,10 @@ def plain_forward(
     out: Tensor,
     logsumexp: Tensor,
     lengths: Tensor | None,
+    drop: DropMask | None = None,
 ) -> None:
     """Attention's output, and the logsumexp of each query's scores (−∞ for one that sees nothing)."""
-    for sequence, tiling in _tilings(query, key, mask, lengths):
+    for sequence, tiling in _tilings(query, key, mask, lengths, drop):
         for heads in tiling.heads():
             for rows in tiling.query_tiles():
                 tensors = (query[sequence, rows], key[sequence], value[sequence])
@@ -190,6 +211,8 @@ def _forward_tile(
         scores.sub_(base).exp_()
         shrunk = torch.exp(largest - base)
         weights = weights * shrunk + scores.sum(-1, keepdim=True)
+        if tiling.drop is not None:
+            scores *= tiling.scales(heads, rows, columns)
         total = torch.baddbmm(total.mul_(shrunk), scores, values)
         largest = larger
     nothing = weights == 0.0
@@ -206,9 +229,10 @@ def plain_backward(
     value_gradient: Tensor,
     accumulate: bool,
     lengths: Tensor | None,
+    drop: DropMask | None = None,
 ) -> None:
     """Gradients of query, key and value. Each is summed in the type of the arithmetic and rounded once."""
-    for sequence, tiling in _tilings(saved.query, saved.key, mask, lengths):
+    for sequence, tiling in _tilings(saved.query, saved.key, mask, lengths, drop):
         backward = _Backward(tiling, Saved(*(each[sequence] for each in saved)))
         for heads in tiling.heads():
             backward.of_keys(
@@ -251,7 +275,7 @@ class _Backward:
                     continue
                 within = slice(columns.start - tile.start, columns.stop - tile.start)
                 taken = self._queries(rows, heads)
-                weights, changes = self._tile(taken, keys[:, within], values[:, within], (rows, columns))
+                weights, changes = self._tile(taken, keys[:, within], values[:, within], (heads, rows, columns))
                 value_sum[:, within].baddbmm_(weights.transpose(1, 2), taken.above)
                 key_sum[:, within].baddbmm_(changes.transpose(1, 2), taken.queries)
                 if len(tiles) == 1:
@@ -275,7 +299,7 @@ class _Backward:
                 columns = self.tiling.visible(rows, tile)
                 if columns.start < columns.stop:
                     keys, values = self._keys(columns, heads)
-                    changes = self._tile(taken, keys, values, (rows, columns))[1]
+                    changes = self._tile(taken, keys, values, (heads, rows, columns))[1]
                     below.baddbmm_(changes, keys)
             _put_rows(query_gradient[rows], heads, self.tiling.mask, below.mul_(self.tiling.mask.scale))
 
@@ -296,9 +320,14 @@ class _Backward:
         # A query that sees nothing has a logsumexp of −∞, and scores of −∞ alone.
         return _Rows(queries, above, delta, sums.masked_fill(sums == -torch.inf, 0.0))
 
-    def _tile(self, taken: _Rows, keys: Tensor, values: Tensor, place: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
-        """A tile's weights, and the gradient of its scores."""
-        hidden = self.tiling.hidden(*place, keys.device)
+    def _tile(
+        self, taken: _Rows, keys: Tensor, values: Tensor, place: tuple[slice, slice, slice]
+    ) -> tuple[Tensor, Tensor]:
+        """A tile's weights as they multiplied the values, and the gradient of its scores."""
+        hidden = self.tiling.hidden(*place[1:], keys.device)
         weights = _scores(taken.queries, keys, hidden, self.tiling.mask.group).sub_(taken.sums).exp_()
-        changes = torch.bmm(taken.above, values.transpose(1, 2)).sub_(taken.delta).mul_(weights)
-        return weights, changes
+        changes = torch.bmm(taken.above, values.transpose(1, 2))
+        if self.tiling.drop is None:
+            return weights, changes.sub_(taken.delta).mul_(weights)
+        scales = self.tiling.scales(*place)
+        return weights * scales, changes.mul_(scales).sub_(taken.delta).mul_(weights)

@@ -44,6 +44,8 @@ from flopwise.engine.executor import Evaluated, Moment, StepResult
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.modules import ReferenceModel, at_least_fp32, build
+from flopwise.engine.sharded.dropping import BatchDrops
+from flopwise.engine.streaming.dropping import Drops
 from flopwise.engine.streaming.updates import Updates
 from flopwise.engine.weights.finite import not_finite
 from flopwise.records.cluster_plan import ClusterPlan
@@ -109,6 +111,8 @@ class DistributedExecutor:
         self._units = [unit for unit in self.module.modules() if isinstance(unit, FSDPModule)]
         self._shards = {shard.parameter.name: shard for shard in self._all_shards()}
         self._updates = Updates(training, self.formats, {}, self.device)
+        dropout = model.dropout if training.drops else None
+        self._drops = None if dropout is None else Drops(model, dropout, training.seed, device)
         self.clear_moments()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -210,10 +214,13 @@ class DistributedExecutor:
         with_loss = batch.with_loss
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         passes = self._passes(batch)
+        first = share_of(batch.sequences, self.rank, self.world)[0]
+        if self._drops is not None:
+            self._drops.begin(number)
         with _products(self.formats):
             for index, micro in enumerate(passes):
                 self._announce(last=index == len(passes) - 1)
-                loss, _ = self._loss(micro)
+                loss, _ = self._loss(micro, self._drops_of(micro, first + index * self.plan.micro_batch_sequences))
                 # Over all that has a loss in the whole batch: the ranks' gradients are summed, not averaged.
                 torch.autograd.backward(loss / max(1, with_loss))
                 total += loss.detach()
@@ -281,7 +288,21 @@ class DistributedExecutor:
         passes = max(1, -(-share_of(batch.sequences, 0, self.world)[1] // size))
         return found + [_without_loss(batch)] * (passes - len(found))
 
-    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _drops_of(self, batch: Batch, first_sequence: int) -> BatchDrops | None:
+        """What training drops of a micro-batch that begins at this sequence of the batch."""
+        if self._drops is None:
+            return None
+        sequences, tokens = batch.ids.shape
+        return BatchDrops(
+            self.model,
+            self._drops,
+            first_sequence=first_sequence,
+            sequences=sequences,
+            tokens=tokens,
+            sequence_tokens=self.plan.sequence_tokens,
+        )
+
+    def _loss(self, batch: Batch, drops: BatchDrops | None = None) -> tuple[Tensor, Tensor]:
         """The sum of the cross-entropies of a micro-batch, in fp32 at least, and how many answers are right."""
         # Copied, since data may come from files that nobody may write to.
         ids = torch.tensor(batch.ids, device=self.device)
@@ -290,7 +311,7 @@ class DistributedExecutor:
         with warnings.catch_warnings():
             # FSDP warns that its hook would be lost if the logits were changed in place, which they are not.
             warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
-            logits = self.module(ids, lengths)
+            logits = self.module(ids, lengths, drops)
         wide = logits.to(at_least_fp32(logits.dtype)).view(-1, logits.shape[-1])
         loss = functional.cross_entropy(wide, labels, ignore_index=NO_LABEL, reduction="sum")
         with torch.no_grad():

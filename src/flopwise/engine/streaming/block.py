@@ -21,6 +21,7 @@ from flopwise.engine.kernels.attention import (
 from flopwise.engine.kernels.packed_attention import Packed, packed_backward, packed_forward, takes_all
 from flopwise.engine.kernels.plain_attention import Saved
 from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.layout import SavedTensors
 from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights
 from flopwise.engine.streaming.values import Gradients, Values
@@ -51,10 +52,12 @@ class Chunk:
     """Rows at which whole sequences begin, with the end of the last; behind packed ones, those that fill up."""
     packed: bool = False
     """Whether sequences of uneven length lie behind each other, without padding."""
+    drops: RowDrops | None = None
+    """What dropout drops; None: nothing."""
 
     @property
     def rows(self) -> Rows:
-        return Rows(self.positions)
+        return Rows(self.positions, self.drops)
 
     @property
     def count(self) -> int:
@@ -115,6 +118,8 @@ class Block:
         self.mask = AttentionMask(model.heads, model.kv_heads, model.head_dim, model.causal, model.window)
         self.key_extras = KEY_NORM if model.qk_norm else ()
         self.extras = (*QUERY_NORM, *KEY_NORM) if model.qk_norm else ()
+        self.drops_weights = False
+        """Whether training drops weights of attention."""
         self.cut = False
         """Whether sequences are cut into chunks, so that a chunk's attention must come out the same alone."""
 
@@ -143,7 +148,7 @@ class Block:
             elif summed is not None:
                 done = [name for name in summed.inputs if last_use[name] < index and name not in keep]
                 free = None if op.outputs[0] in values.places else next(filter(values.is_temporary, done), None)
-                self.operators.residual_norm(summed, op, values, weights, over=free)
+                self.operators.residual_norm(summed, op, values, weights, chunk.rows, over=free)
                 values.drop(done)
                 summed = None
             elif is_sum_for_norm(op, following):
@@ -170,11 +175,12 @@ class Block:
 
     def attend(self, query: Tensor, keys: Keys, out: Tensor, logsumexp: Tensor, chunk: Chunk) -> None:
         """Attention of a chunk's queries; they are the last of those that see the keys."""
+        drop = mask_of(chunk.drops, "attention")
         if chunk.packed:
             assert chunk.starts is not None
             rows = [self._heads(each, 1)[0] for each in (query, keys.key, keys.value, out)]
             packed = Packed(chunk.starts, chunk.tokens)
-            packed_forward(rows[0], rows[1], rows[2], self.mask, packed, out=rows[3], logsumexp=logsumexp[0])
+            packed_forward(rows[0], rows[1], rows[2], self.mask, packed, out=rows[3], logsumexp=logsumexp[0], drop=drop)
             return
         key, value = self._heads(keys.key, chunk.sequences), self._heads(keys.value, chunk.sequences)
         attention_forward(
@@ -186,17 +192,18 @@ class Block:
             logsumexp=logsumexp,
             lengths=chunk.lengths,
             kernel=self._kernel(query, chunk, key.shape[1]),
+            drop=drop,
         )
 
-    def attends_whole(self, query: Tensor) -> bool:
+    def attends_whole(self, query: Tensor, drops: RowDrops | None) -> bool:
         """Whether attention over a whole sequence is one call: where a kernel is much faster that way."""
-        whole = Chunk(1, query.shape[0], 0, query.new_empty(0), None)
+        whole = Chunk(1, query.shape[0], 0, query.new_empty(0), None, drops=drops)
         return self._kernel(query, whole, query.shape[0]) in ("cudnn", "flash-4")
 
     @property
     def packs_at_once(self) -> bool:
         """Whether attention over packed sequences is one call, which does not ask the device where they begin."""
-        return takes_all(self.operators.device, self.operators.compute, self.mask)
+        return takes_all(self.operators.device, self.operators.compute, self.mask, drops=self.drops_weights)
 
     def _heads(self, tensor: Tensor, sequences: int) -> Tensor:
         return tensor.view(sequences, -1, tensor.shape[-1] // self.model.head_dim, self.model.head_dim)
@@ -210,6 +217,7 @@ class Block:
             keys,
             padded=chunk.lengths is not None,
             deterministic=self.deterministic,
+            drops=mask_of(chunk.drops, "attention") is not None,
         )
 
     # -- a chunk through a block in one piece ---------------------------------------------------------------------
@@ -274,7 +282,7 @@ class Block:
             maker = self._makers.get(op.name)
             if maker is not None and isinstance(op, Gemm) and op.inputs[0] not in values:
                 # The weight's gradient waits until the product's input is there again.
-                source = self._back_to_maker(op, maker, values, gradients, trained)
+                source = self._back_to_maker(op, maker, values, gradients, trained, rows=chunk.rows)
                 self.operators.wgrad(op, source, gradients, trained)
                 gradients.drop(maker.outputs[0])
                 done.add(maker.name)
@@ -285,12 +293,14 @@ class Block:
             for each in used:
                 values.drop(name for name in each.needs if self._first_need[name] is each)
 
-    def _back_to_maker(self, op: Gemm, maker: Op, values: Values, gradients: Gradients, trained: Trained) -> Tensor:
+    def _back_to_maker(
+        self, op: Gemm, maker: Op, values: Values, gradients: Gradients, trained: Trained, *, rows: Rows
+    ) -> Tensor:
         """Back through a product to what its input was made of; returns that input, recomputed."""
         if maker.name == "activation" and self.operators.gated is not None:
             return self.operators.activated_backward(op, maker, values, gradients, trained)
         self.operators.dgrad(op, gradients, trained)
-        return self.operators.backward_recomputing(maker, values, gradients, trained)
+        return self.operators.backward_recomputing(maker, values, gradients, trained, rows)
 
     def _attention_back(
         self, values: Values, gradients: Gradients, chunk: Chunk, keys: Keys | None, key_sums: Keys | None
@@ -352,6 +362,7 @@ class Block:
             accumulate=accumulate,
             lengths=chunk.lengths,
             kernel=self._kernel(query, chunk, key.shape[1]),
+            drop=mask_of(chunk.drops, "attention"),
             spare_bytes=self.spare_bytes,
         )
 
@@ -369,6 +380,7 @@ class Block:
             query_gradient=rows[5],
             key_gradient=rows[6],
             value_gradient=rows[7],
+            drop=mask_of(chunk.drops, "attention"),
         )
 
     # -- keys and values recomputed --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from flopwise.engine.batch import NO_LABEL
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.block import Chunk
+from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.operators import Operators, Rows, Sums, Trained, Weights, plain_weight
 from flopwise.engine.streaming.products import padded_width
 from flopwise.engine.streaming.values import Gradients, Values
@@ -43,6 +44,7 @@ class EmbeddingHead:
         """Rows of the tables, summed, to the residual stream."""
         if not self.model.embedding_norm:
             self._look_up(ids, chunk, weights, out)
+            self._drop(chunk, out)
             return
         values = self._embedded(ids, chunk, weights, out)
         values.close()
@@ -62,12 +64,19 @@ class EmbeddingHead:
             # Every token is of the first type.
             out.add_(plain_weight(weights, "token_types.weight")[0])
 
+    @staticmethod
+    def _drop(chunk: Chunk, rows: Tensor) -> None:
+        mask = mask_of(chunk.drops, "embedding")
+        if mask is not None:
+            dispatch.dropout(rows, mask, out=rows)
+
     @property
     def _table(self) -> str:
         return "head.weight" if self.model.tied else "embedding.weight"
 
     def embed_backward(self, ids: Tensor, chunk: Chunk, weights: Weights, sums: Sums, gradient: Tensor) -> None:
         """Add the residual stream's gradient to those of the tables."""
+        self._drop(chunk, gradient)
         if self.model.embedding_norm:
             values = self._embedded(ids, chunk, weights, None)
             gradients = Gradients(self.operators.arena)
@@ -94,6 +103,7 @@ class EmbeddingHead:
         loss: Loss,
         arena: Arena,
         scale: Tensor,
+        drops: RowDrops | None = None,
     ) -> None:
         """From the last block's output to the loss and back to its gradient, written over it.
 
@@ -105,9 +115,12 @@ class EmbeddingHead:
         room = vocabulary if self.classifies else padded_width(vocabulary, self.operators.compute)
         values.reserve("logits", (residual.shape[0], vocabulary), self.operators.compute, room=room)
         values["first" if self.classifies else self._entry] = residual
-        rows = Rows(labels)
+        rows = Rows(labels, drops)
         for op in self.behind:
             self.operators.forward(op, values, weights, rows, op.outputs)
+            mask = mask_of(drops, op.outputs[0])
+            if mask is not None:
+                dispatch.dropout(values[op.outputs[0]], mask, out=values[op.outputs[0]])
         logits = values["logits"]
         if loss.correct is not None:
             with_loss = labels != NO_LABEL

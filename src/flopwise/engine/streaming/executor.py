@@ -216,6 +216,8 @@ class StreamingExecutor:
         layouts = player.inputs.prepare(rounds)
         player.scale.fill_(1.0 / max(1, with_loss))
         player.updates.begin(number)
+        if player.drops is not None:
+            player.drops.begin(number)
         try:
             norm = self._replay(layouts) if self._replays(layouts) else self._play_step()
             self.submit_s = time.perf_counter() - begun

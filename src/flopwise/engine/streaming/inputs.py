@@ -18,16 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.engine.batch import NO_LABEL, Batch
+from flopwise.engine.batch import MOST_DOCUMENTS, NO_LABEL, Batch
 from flopwise.engine.streaming.block import Chunk
 from flopwise.records.plan import Plan
 
-IDS, LABELS, POSITIONS = range(3)
-KINDS = 3
-"""Identifier, label and position of a token, 4 bytes each."""
+IDS, LABELS, POSITIONS, TOKENS = range(4)
+"""Identifier, label and position of a token, where anything is dropped its number in the step's batch; 4 bytes each."""
 SHAPES = 16
 """Sizes that packed chunks of a GPU come in."""
 LEAST_GRANULE = 64
+PLACES = 32
+"""Beginnings of packed sequences are looked at in multiples of so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class RoundLayout:
     """Of each chunk, where sequences are packed; None: they are even."""
     padded: bool = False
     """Whether even sequences have padding that attention must not see."""
+    places: tuple[int, ...] = ()
+    """Of each chunk, how many beginnings and ends are looked at where sequences hold several documents; else all."""
 
 
 class Inputs:
@@ -55,11 +58,15 @@ class Inputs:
         classifies: bool,
         causal: bool,
         granule: int | None = None,
+        numbered: bool = False,
     ) -> None:
-        """`granule`: what the rows of packed chunks are a multiple of; None: 1 on a CPU, a sixteenth on a GPU."""
+        """`numbered`: whether tokens have numbers: sequence · the plan's tokens + position, however they are cut.
+
+        `granule`: what the rows of packed chunks are a multiple of; None: 1 on a CPU, a sixteenth on a GPU."""
         self.plan, self.vocabulary, self.classifies, self.causal = plan, vocabulary, classifies, causal
         self.tokens = plan.tokens_per_round
-        self._block = buffer[: self.bytes].view(torch.int32).view(KINDS, self.tokens)
+        self.kinds = TOKENS + 1 if numbered else TOKENS
+        self._block = buffer[: self.bytes].view(torch.int32).view(self.kinds, self.tokens)
         self.each = max(1, plan.sequences_per_round // plan.chunks_per_round)
         """Sequences of a chunk, where it holds whole ones."""
         rows = self.each * plan.sequence_tokens
@@ -67,7 +74,8 @@ class Inputs:
         self.granule = by_device if granule is None else granule
         # Where each sequence of a chunk begins, then those that fill it up, none longer than others may be, and an end.
         alone = plan.chunks_per_round == plan.rounds_per_step == 1
-        places = self.each + (-(-(self.granule - 1) // plan.sequence_tokens) if alone else self.each) + 1
+        fillers = -(-(self.granule - 1) // plan.sequence_tokens) if alone else self.each
+        places = self.each * MOST_DOCUMENTS + fillers + 1
         self._starts = torch.zeros((plan.chunks_per_round, places), dtype=torch.int32, device=buffer.device)
         self._lengths = torch.zeros(plan.sequences_per_round, dtype=torch.int32, device=buffer.device)
         self._host: tuple[Tensor, Tensor, Tensor] | None = None
@@ -76,7 +84,7 @@ class Inputs:
 
     @property
     def bytes(self) -> int:
-        return KINDS * 4 * self.tokens
+        return self.kinds * 4 * self.tokens
 
     # -- a step's tokens in pinned memory ---------------------------------------------------------------------------
 
@@ -93,10 +101,11 @@ class Inputs:
         found = []
         for number, (batch, packed) in enumerate(zip(rounds, packs, strict=True)):
             places = host[number].numpy(), starts[number].numpy()
+            first = number * self.plan.sequences_per_round
             if packed:
-                found.append(self._lay_packed(batch, *places, rows=rows))
+                found.append(self._lay_packed(batch, *places, rows=rows, first_sequence=first))
             else:
-                found.append(self._lay_even(batch, *places, lengths[number].numpy()))
+                found.append(self._lay_even(batch, *places, lengths[number].numpy(), first_sequence=first))
         self._layouts = tuple(found)
         return self._layouts
 
@@ -121,6 +130,9 @@ class Inputs:
     def _packs(self, batch: Batch) -> bool:
         """Whether padding is left out: where there is any, and chunks hold whole sequences."""
         whole = self.plan.chunks_per_sequence == 1
+        if batch.documents is not None:
+            assert whole, "documents lie behind each other in whole sequences alone"
+            return True
         return whole and batch.lengths is not None and int(batch.lengths.min()) < batch.ids.shape[1]
 
     def _packed_rows(self, batches: Sequence[Batch]) -> int:
@@ -135,12 +147,12 @@ class Inputs:
         return [(first, min(first + self.each, batch.sequences)) for first in range(0, batch.sequences, self.each)]
 
     def _lay_packed(
-        self, batch: Batch, block: NDArray[np.int32], starts: NDArray[np.int32], *, rows: int
+        self, batch: Batch, block: NDArray[np.int32], starts: NDArray[np.int32], *, rows: int, first_sequence: int
     ) -> RoundLayout:
         assert batch.lengths is not None
         width, room = batch.ids.shape[1], self.each * self.plan.sequence_tokens
         places = np.arange(width, dtype=np.int32)
-        counts = []
+        counts, looked_at = [], []
         for chunk, (first, last) in enumerate(self._chunk_spans(batch)):
             lengths = batch.lengths[first:last]
             there = places < lengths[:, None]
@@ -148,21 +160,40 @@ class Inputs:
             count = rows if self.granule > 1 else total
             begin = chunk * room
             block[IDS, begin : begin + total] = batch.ids[first:last][there]
-            block[POSITIONS, begin : begin + total] = np.broadcast_to(places, there.shape)[there]
+            if batch.documents is not None:
+                lengths = np.concatenate(batch.documents[first:last])
+            ends = np.cumsum(lengths)
+            block[POSITIONS, begin : begin + total] = np.arange(total) - np.repeat(ends - lengths, lengths)
             if not self.classifies:
                 block[LABELS, begin : begin + total] = batch.labels[first:last][there]
-            block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0])[:, None]
-            behind = last - first + 1
-            starts[chunk, 0], starts[chunk, 1:behind] = 0, np.cumsum(lengths)
+            if self.kinds > TOKENS:
+                block[TOKENS, begin : begin + total] = self._numbers(first_sequence + first, there.shape)[there]
+            block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0, 0])[: self.kinds, None]
+            behind = lengths.size + 1
+            starts[chunk, 0], starts[chunk, 1:behind] = 0, ends
             fillers = starts.shape[1] - behind
             starts[chunk, behind:] = np.minimum(total + self.plan.sequence_tokens * np.arange(1, fillers + 1), count)
             counts.append(count)
+            # Kernels have work for every beginning: few shapes, and not many more than there are.
+            needed = behind + -(-(count - total) // self.plan.sequence_tokens)
+            looked_at.append(min(-(-needed // PLACES) * PLACES, starts.shape[1]))
         if self.classifies:
             block[LABELS, : batch.sequences] = batch.labels
-        return RoundLayout(batch.sequences, self.plan.sequence_tokens, tuple(counts))
+        return RoundLayout(batch.sequences, self.plan.sequence_tokens, tuple(counts), places=tuple(looked_at))
+
+    def _numbers(self, first_sequence: int, shape: tuple[int, ...]) -> NDArray[np.int32]:
+        """Tokens' numbers in the step's batch, modulo 2³²: the same whatever the sequences are filled up to."""
+        sequences = np.arange(first_sequence, first_sequence + shape[0])[:, None] * self.plan.sequence_tokens
+        return (sequences + np.arange(shape[1])).astype(np.int32)
 
     def _lay_even(
-        self, batch: Batch, block: NDArray[np.int32], starts: NDArray[np.int32], lengths: NDArray[np.int32]
+        self,
+        batch: Batch,
+        block: NDArray[np.int32],
+        starts: NDArray[np.int32],
+        lengths: NDArray[np.int32],
+        *,
+        first_sequence: int,
     ) -> RoundLayout:
         if self.plan.chunks_per_sequence > 1 and batch.ids.shape[1] != self.plan.sequence_tokens:
             batch = _fill_up(batch, self.plan.sequence_tokens)
@@ -171,6 +202,8 @@ class Inputs:
         block[IDS, :count] = batch.ids.reshape(-1)
         block[LABELS, : batch.labels.size] = batch.labels.reshape(-1)
         block[POSITIONS, :count] = np.tile(np.arange(width, dtype=np.int32), sequences)
+        if self.kinds > TOKENS:
+            block[TOKENS, :count] = self._numbers(first_sequence, (sequences, width)).reshape(-1)
         starts[:] = np.arange(starts.shape[1], dtype=np.int32) * width
         # Behind a causal model's sequence there is only padding, which none of its tokens sees.
         if batch.lengths is None or self.causal or int(batch.lengths.min()) == width:
@@ -209,13 +242,14 @@ class Inputs:
         first, count, sequence, sequences, begin = self._span(number)
         if not count:
             return None
+        places = layout.places[number] if layout.places else 0
         return Chunk(
             sequences,
             layout.width if self.plan.chunks_per_sequence == 1 else count,
             begin,
             self._block[POSITIONS, first : first + count],
             self._lengths[sequence : sequence + sequences] if layout.padded else None,
-            self._starts[number] if self.plan.chunks_per_sequence == 1 else self._starts[0],
+            self._starts[number if self.plan.chunks_per_sequence == 1 else 0][: places or None],
             packed=layout.rows is not None,
         )
 
@@ -234,6 +268,11 @@ class Inputs:
             return sequence * layout.width, sequences * layout.width, sequence, max(1, sequences), 0
         count = layout.rows[number] if sequences else 0
         return number * self.each * plan.sequence_tokens, count, sequence, max(1, sequences), 0
+
+    def tokens_of(self, number: int) -> Tensor:
+        """Numbers of a chunk's tokens in the step's batch."""
+        first, count, *_ = self._span(number)
+        return self._block[TOKENS, first : first + count]
 
     def ids(self, number: int) -> Tensor:
         """Identifiers of a chunk."""

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
+from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.adapters import add_product, scaled_dgrad, scaled_wgrad
 from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.fp8_products import Fp8Products
 from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
 from flopwise.engine.streaming.products import Products
@@ -25,7 +27,9 @@ from flopwise.engine.streaming.rotary import rotary_frequencies
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.adapters import DOWN
 from flopwise.work.formats import Formats
+from flopwise.work.fusion import is_sum_for_norm
 from flopwise.work.op import Gemm, Op, Streaming
+from flopwise.work.parameters import op_groups
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
 
@@ -57,6 +61,7 @@ class Rows:
 
     positions: Tensor
     """Of each token within its sequence, int32."""
+    drops: RowDrops | None = None
 
     @property
     def count(self) -> int:
@@ -109,6 +114,9 @@ class Operators:
         self.compute, self.statistics = TYPES[formats.compute], statistics_type(formats)
         self.adapter_scale = 1.0 if model.adapters is None else model.adapters.scale
         self._frequencies: Tensor | None = None
+        ops = op_groups(work)[1]
+        self._branches = {norm.name: op.inputs[1] for op, norm in pairwise(ops) if is_sum_for_norm(op, norm)}
+        """Norms that read a sum of two → its second term."""
         self._columns: dict[str, list[tuple[str, int, int]]] = {}
         self._plain_products = products
         self._head_products = head_products or products
@@ -128,13 +136,9 @@ class Operators:
             return
         assert isinstance(op, Streaming)
         if op.kind == "norm":
-            self._norm(op, values, weights)
+            self._norm(op, values, weights, rows)
         elif op.kind == "residual":
-            source = values[op.inputs[0]]
-            out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
-            torch.add(source, values[op.inputs[1]], out=out)
-            for name in op.inputs[2:]:
-                out.add_(values[name])
+            self._add(op, values, rows)
         elif op.name == "rotary":
             self._rotate(op, values, rows, wanted)
         elif op.name == "activation":
@@ -147,6 +151,18 @@ class Operators:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
             dispatch.activation_forward(kind, None, source, out=out)
+
+    def _add(self, op: Op, values: Values, rows: Rows) -> None:
+        """The residual stream and what is kept of the branches beside it."""
+        source = values[op.inputs[0]]
+        out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
+        for name in op.inputs[1:]:
+            mask = mask_of(rows.drops, name)
+            if mask is None:
+                torch.add(source, values[name], out=out)
+            else:
+                dispatch.dropout(values[name], mask, out=out, other=source)
+            source = out
 
     def is_paired(self, op: Op) -> bool:
         """Whether an operator makes gate and up in pairs."""
@@ -235,20 +251,22 @@ class Operators:
         if cast is not None and cast is not weight:
             self.arena.give(cast)
 
-    def _norm(self, op: Streaming, values: Values, weights: Weights) -> None:
+    def _norm(self, op: Streaming, values: Values, weights: Weights, rows: Rows) -> None:
         source, total = values[op.inputs[0]], values.copies.pop(op.inputs[0], None)
-        self._normalise(op, values, weights, source, total=total)
+        dropped = mask_of(rows.drops, "embedding") if op.name == "embedding_norm" else None
+        self._normalise(op, values, weights, source, total=total, drop_out=dropped)
         if total is not None:
             values.replace(op.inputs[0], total)
 
     def residual_norm(
-        self, residual: Op, norm: Op, values: Values, weights: Weights, *, over: str | None = None
+        self, residual: Op, norm: Op, values: Values, weights: Weights, rows: Rows, *, over: str | None = None
     ) -> None:
         """A sum of two and its norm in one go. `over`: the one of them whose place the norm's result takes."""
         first, second = (values[name] for name in residual.inputs)
         total = values.allocate(residual.outputs[0], tuple(first.shape), first.dtype)
         out = None if over is None else values.hand_over(over, norm.outputs[0])
-        self._normalise(norm, values, weights, first, other=second, total=total, out=out)
+        dropped = mask_of(rows.drops, residual.inputs[1])
+        self._normalise(norm, values, weights, first, other=second, total=total, out=out, drop_other=dropped)
 
     def _normalise(
         self,
@@ -260,6 +278,8 @@ class Operators:
         other: Tensor | None = None,
         total: Tensor | None = None,
         out: Tensor | None = None,
+        drop_other: DropMask | None = None,
+        drop_out: DropMask | None = None,
     ) -> None:
         stored, shift = weights[f"{op.name}.weight"], weights.get(f"{op.name}.bias")
         scale, bias = self._cast(stored), None if shift is None else self._cast(shift)
@@ -277,6 +297,8 @@ class Operators:
             statistics=values.allocate(op.outputs[1], shape, self.statistics),
             other=other,
             total=total,
+            drop_other=drop_other,
+            drop_out=drop_out,
         )
         self._uncast(scale, stored)
         self._uncast(bias, shift)
@@ -308,15 +330,28 @@ class Operators:
             return
         assert isinstance(op, Streaming)
         if op.kind == "norm":
-            self._norm_backward(op, values, gradients, trained)
+            self._norm_backward(op, values, gradients, trained, rows)
         elif op.kind == "residual":
-            gradients.share(op.outputs[0], op.inputs)
+            self._residual_backward(op, gradients, rows)
         elif op.name == "rotary":
             self._rotate_backward(op, gradients, rows)
         elif op.name == "activation":
             self._activation_backward(op, values, gradients)
         else:
-            self._pointwise_backward(op, values, gradients)
+            self._pointwise_backward(op, values, gradients, rows)
+
+    def _residual_backward(self, op: Op, gradients: Gradients, rows: Rows) -> None:
+        """A sum's gradient is that of each of its terms, and of a branch what the mask keeps of it."""
+        gradient, whole = gradients[op.outputs[0]], [op.inputs[0]]
+        for name in op.inputs[1:]:
+            mask = mask_of(rows.drops, name)
+            if mask is None:
+                whole.append(name)
+            elif name not in gradients:
+                # A norm behind the sum has made it already.
+                dropped, _ = gradients.target(name, tuple(gradient.shape), gradient.dtype)
+                dispatch.dropout(gradient, mask, out=dropped)
+        gradients.share(op.outputs[0], whole)
 
     def _product_backward(self, op: Gemm, values: Values, gradients: Gradients, trained: Trained) -> None:
         if op.adds:
@@ -397,14 +432,16 @@ class Operators:
             gradients.put(name, values[name])
         return made
 
-    def backward_recomputing(self, op: Op, values: Values, gradients: Gradients, trained: Trained) -> Tensor:
+    def backward_recomputing(
+        self, op: Op, values: Values, gradients: Gradients, trained: Trained, rows: Rows
+    ) -> Tensor:
         """The backward of a norm or an activation that recomputes its result, in the place of its gradient.
 
         An activation's gradients take the places of its inputs.
         """
         made = gradients[op.outputs[0]]
         if op.name != "activation":
-            self._norm_backward(op, values, gradients, trained, recompute=True)
+            self._norm_backward(op, values, gradients, trained, rows, recompute=True)
             return made
         gate, up = self._gate_and_up(op, values)
         dispatch.activation_backward(self.model.activation, made, gate, up, gate_out=gate, up_out=up, recompute=True)
@@ -413,13 +450,20 @@ class Operators:
         return made
 
     def _norm_backward(
-        self, op: Op, values: Values, gradients: Gradients, trained: Trained, *, recompute: bool = False
+        self,
+        op: Op,
+        values: Values,
+        gradients: Gradients,
+        trained: Trained,
+        rows: Rows,
+        *,
+        recompute: bool = False,
     ) -> None:
         weights, sums = trained.weights, trained.sums
         name, source = op.inputs[0], values[op.inputs[0]]
         stored, shift = weights[f"{op.name}.weight"], weights.get(f"{op.name}.bias") if recompute else None
         scale, bias = self._cast(stored), None if shift is None else self._cast(shift)
-        rows = source.numel() // scale.numel()
+        count = source.numel() // scale.numel()
         gradient = gradients[op.outputs[0]]
         there = name in gradients
         if there or recompute:
@@ -427,23 +471,36 @@ class Operators:
         else:
             out = gradients.replace(op.outputs[0], name)
         statistics = values[op.outputs[1]]
+        mask, dropped = self._branch_of(op, gradients, rows, like=source)
         dispatch.norm_backward(
-            gradient.view(rows, -1),
-            source.view(rows, -1),
+            gradient.view(count, -1),
+            source.view(count, -1),
             scale,
-            statistics.view(rows, 2) if self.model.norm == "layer" else statistics.view(rows),
+            statistics.view(count, 2) if self.model.norm == "layer" else statistics.view(count),
             rms=self.model.norm == "rms",
-            out=out.view(rows, -1),
+            out=out.view(count, -1),
             weight_gradient=sums.get(f"{op.name}.weight"),
             bias_gradient=sums.get(f"{op.name}.bias"),
             accumulate=there,
             recompute=recompute,
             bias=bias,
+            drop=mask,
+            dropped=dropped,
         )
         if there and not recompute:
             gradients.drop(op.outputs[0])
         self._uncast(scale, stored)
         self._uncast(bias, shift)
+
+    def _branch_of(
+        self, norm: Op, gradients: Gradients, rows: Rows, *, like: Tensor
+    ) -> tuple[DropMask | None, Tensor | None]:
+        """Of the sum that a norm reads, the branch's mask and where its gradient goes, if anything is dropped."""
+        branch = self._branches.get(norm.name)
+        mask = None if branch is None else mask_of(rows.drops, branch)
+        if branch is None or mask is None:
+            return None, None
+        return mask, gradients.target(branch, tuple(like.shape), like.dtype)[0]
 
     def _rotate_backward(self, op: Streaming, gradients: Gradients, rows: Rows) -> None:
         frequencies = self._frequencies_on(rows.positions.device)
@@ -461,10 +518,16 @@ class Operators:
         up_out = gradients.replace(op.outputs[0], op.inputs[-1])
         dispatch.activation_backward(self.model.activation, gradient, gate, up, gate_out=gate_out, up_out=up_out)
 
-    def _pointwise_backward(self, op: Streaming, values: Values, gradients: Gradients) -> None:
+    def _pointwise_backward(self, op: Streaming, values: Values, gradients: Gradients, rows: Rows) -> None:
         name = op.inputs[0]
         gradient = gradients[op.outputs[0]]
         out = gradients.replace(op.outputs[0], name)
+        mask = mask_of(rows.drops, op.outputs[0])
+        if mask is not None:
+            # The result is there as the last product read it, without what was dropped.
+            dispatch.dropout(gradient, mask, out=out)
+            dispatch.activation_backward("tanh", out, None, values[name], gate_out=None, up_out=out)
+            return
         if op.name == "pooler_activation":
             # From the result: 1 − tanh².
             out.copy_(torch.ops.aten.tanh_backward(gradient, values[op.outputs[0]]))

@@ -33,6 +33,7 @@ but nothing that only training needs is written.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from torch import Tensor
 from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.streaming.arena import MOST_VIEWS, Arena
 from flopwise.engine.streaming.block import Block, Chunk, Keys
+from flopwise.engine.streaming.dropping import Drops, RowDrops
 from flopwise.engine.streaming.embedding_head import EmbeddingHead, Loss
 from flopwise.engine.streaming.gated import GatedKernels
 from flopwise.engine.streaming.inputs import Inputs
@@ -96,8 +98,15 @@ class Player:
             parameters_of(model, plan.sequence_tokens), self.formats
         )
         workspace, head = self._only("temporaries"), self._only("logits")
+        dropout = model.dropout if training.drops else None
+        self.drops = None if dropout is None else Drops(model, dropout, training.seed, slabs.device)
         self.inputs = Inputs(
-            plan, workspace, vocabulary=model.vocab, classifies=model.head == "classifier", causal=model.causal
+            plan,
+            workspace,
+            vocabulary=model.vocab,
+            classifies=model.head == "classifier",
+            causal=model.causal,
+            numbered=self.drops is not None,
         )
         self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
         self.head_arena = Arena(head, spill=self.arena)
@@ -125,6 +134,7 @@ class Player:
         )
         spare_bytes = spare_under_cap(plan, program) if slabs.device.type == "cuda" else 0
         self.block = Block(model, work, operators, self.saved, deterministic=deterministic, spare_bytes=spare_bytes)
+        self.block.drops_weights = dropout is not None and dropout.attention > 0
         self.block.cut = plan.chunks_per_sequence > 1
         self.whole_sequence = self.block.cut and plan.attention == "sequence"
         self.embedding_head = EmbeddingHead(model, work, operators)
@@ -247,11 +257,18 @@ class Player:
         def act() -> None:
             if zeroed is not None and not self.evaluating:
                 zeroed.zero_()
-            chunk = self.inputs.chunk(number)
+            chunk = self._chunk(task, number)
             if chunk is not None:
                 chunk_action(task, chunk)
 
         return act
+
+    def _chunk(self, task: Task, number: int) -> Chunk | None:
+        """The tokens of a chunk, and in training what a task's layer drops of them."""
+        chunk = self.inputs.chunk(number)
+        if chunk is None or self.drops is None or self.evaluating:
+            return chunk
+        return replace(chunk, drops=self.drops.of_layer(task.layer, self.inputs.tokens_of(number)))
 
     def _gradient_to_clear(self, task: Task) -> Tensor | None:
         """A gradient that is written without being read begins anew."""
@@ -320,12 +337,15 @@ class Player:
             return
         pooled = self.arena.take((len(begins), self.model.hidden), self.compute)
         torch.index_select(residual, 0, begins, out=pooled)
-        self._loss(task, pooled, self.inputs.labels(task.chunk))
+        drops = chunk.drops
+        if drops is not None:
+            drops = drops.with_tokens(drops.tokens.index_select(0, begins))
+        self._loss(task, pooled, self.inputs.labels(task.chunk), drops)
         if not self.evaluating:
             residual.zero_().index_copy_(0, begins.long(), pooled)
         self.arena.give(pooled)
 
-    def _loss(self, task: Task, rows: Tensor, labels: Tensor) -> None:
+    def _loss(self, task: Task, rows: Tensor, labels: Tensor, drops: RowDrops | None = None) -> None:
         """The loss of some rows, and their gradients in their place."""
         self.embedding_head.head(
             rows,
@@ -335,6 +355,7 @@ class Player:
             loss=self.loss,
             arena=self.head_arena,
             scale=self.scale,
+            drops=drops,
         )
 
     # -- blocks in one piece --------------------------------------------------------------------------------------
@@ -445,7 +466,7 @@ class Player:
         assert task.chunk is not None
         parts = self.plan.chunks_per_sequence
         first = task.chunk // parts * parts
-        return [chunk for number in range(first, first + parts) if (chunk := self.inputs.chunk(number)) is not None]
+        return [chunk for number in range(first, first + parts) if (chunk := self._chunk(task, number)) is not None]
 
     def _forward_before(self, task: Task, chunk: Chunk) -> None:
         assert self.sequence is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import torch
 from torch import Tensor
 
 from flopwise.engine.streaming.block import Block, Chunk, Keys
@@ -73,8 +74,8 @@ class SequenceBlock:
         """Of all queries: at once, or chunk by chunk, as it will run when one chunk's is recomputed."""
         block, tensors = self.block, self.tensors
         query, out, sums = tensors.whole("query"), tensors.whole("attended"), tensors.whole("logsumexp")
-        if block.attends_whole(query):
-            whole = Chunk(1, tensors.tokens, 0, query.new_empty(0), chunks[0].lengths)
+        if block.attends_whole(query, chunks[0].drops):
+            whole = self._whole(chunks, query)
             block.attend(query, keys, out, sums.view(1, *sums.shape), whole)
             return
         for chunk in chunks:
@@ -89,6 +90,13 @@ class SequenceBlock:
             )
             tensors.rows("logsumexp", chunk).copy_(part[0])
             block.arena.give(part)
+
+    def _whole(self, chunks: Sequence[Chunk], query: Tensor) -> Chunk:
+        """All chunks of a sequence as one."""
+        drops = chunks[0].drops
+        if drops is not None:
+            drops = drops.with_tokens(torch.cat([chunk.drops.tokens for chunk in chunks if chunk.drops is not None]))
+        return Chunk(1, self.tensors.tokens, 0, query.new_empty(0), chunks[0].lengths, drops=drops)
 
     def forward_after(
         self,
@@ -175,7 +183,7 @@ class SequenceBlock:
         values = Values(block.arena)
         for name in ("query", "attended", "logsumexp"):
             values[name] = tensors.whole(name)
-        whole = Chunk(1, tensors.tokens, 0, values["query"].new_empty(0), chunks[0].lengths)
+        whole = self._whole(chunks, values["query"])
         found = Keys(tensors.whole(f"{GRADIENT}key"), tensors.whole(f"{GRADIENT}value"))
         gradient = tensors.whole(f"{GRADIENT}attended")
         target = tensors.whole(f"{GRADIENT}query")

@@ -31,6 +31,8 @@ LINES_BYTES = aligned(1 << 14)
 
 INPUT_BYTES_PER_TOKEN = 12
 """Identifier, label and position."""
+NUMBER_BYTES = 4
+"""Of a token's number in the batch, which dropout draws its masks by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ class Sizes:
     logits: int
     """Of the head, bytes a token."""
     fixed_workspace: int
+    inputs: int
+    """Of what is known of a token, bytes."""
 
     def of(self, part: Part) -> State:
         """A part's."""
@@ -206,6 +210,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
             + sum(tensor_bytes(work.tensors[name], formats) for name in ("logsumexp", *_normed_heads(model)))
         ),
         logits=each(head_rows + 2 * residual) + unaligned,
+        inputs=INPUT_BYTES_PER_TOKEN + (NUMBER_BYTES if model.dropout else 0),
         fixed_workspace=LIBRARY_WORKSPACE_BYTES + _cast_bytes(work, formats) + fixed_copies + LINES_BYTES,
     )
 
@@ -314,7 +319,7 @@ def working_bytes(sizes: Sizes, plan: Plan) -> dict[Owner, int]:
     chunks = (aligned(sizes.residual * plan.tokens_of(index)) for index in range(plan.chunks_per_sequence))
     residual = groups * sum(chunks)
     workspace = sizes.fixed_workspace + aligned(sizes.temporary * chunk)
-    workspace += aligned(INPUT_BYTES_PER_TOKEN * groups * round_tokens)
+    workspace += aligned(sizes.inputs * groups * round_tokens)
     if whole:
         # The inputs of the layer's chunks wait beside it for the backward of what comes before attention.
         workspace += aligned(sizes.sequence_attention * sequence) + residual // groups

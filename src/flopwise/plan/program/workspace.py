@@ -8,6 +8,7 @@ Temporaries get the first place that is large enough, as they do there, so that 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from itertools import pairwise
 
 from flopwise.records.plan import POLICY
 from flopwise.work.formats import Formats
@@ -28,7 +29,7 @@ def workspace_bytes(model: Transformer, work: Work, formats: Formats) -> int:
 
     What attention's kernels sum up in is theirs alone: it is counted beside the most that everything else takes.
     """
-    block = _Block(work, formats)
+    block = _Block(work, formats, drops=model.dropout is not None and model.dropout.hidden > 0)
     most = max(
         max(block.forward(packs=packs), *(block.backward(kept, packs=packs) for kept in block.levels))
         for packs in ((False,) if model.qk_norm else (True, False))
@@ -64,11 +65,13 @@ class _FirstFit:
 
 
 class _Block:
-    def __init__(self, work: Work, formats: Formats) -> None:
-        self.work = work
+    def __init__(self, work: Work, formats: Formats, *, drops: bool) -> None:
+        self.work, self.drops = work, drops
         self.ops: tuple[Op, ...] = op_groups(work)[1]
         self.size = {name: tensor_bytes(tensor, formats) for name, tensor in work.tensors.items()}
         self.placed = {tensor.name for tensor in work.saved("pointwise")} | {"input", "output"}
+        self.branches = {norm.name: op.inputs[1] for op, norm in pairwise(self.ops) if is_sum_for_norm(op, norm)}
+        """Norms that read a sum of two → its second term."""
         self.makers = makers_for_one_product(self.ops)
         lazy = {maker.outputs[0] for maker in self.makers.values()}
         self.needed = {name for op in self.ops for name in op.needs} - lazy
@@ -159,15 +162,19 @@ class _Block:
         elif isinstance(op, Gemm):
             self._target(op.inputs[0], held, arena)
         elif isinstance(op, Streaming) and op.kind == "residual":
+            for name in op.inputs[1:] if self.drops else ():
+                self._target(name, held, arena)
             tensor = held.pop(op.outputs[0])
             for name in op.inputs:
                 held.setdefault(name, tensor)
         elif isinstance(op, Streaming) and op.kind == "norm":
             if op.inputs[0] in held:
                 self._target(op.inputs[0], held, arena)
+                self._branch(op, held, arena)
                 self._drop(op.outputs[0], held, arena)
             else:
                 self._replace(op.outputs[0], op.inputs[0], held, arena)
+                self._branch(op, held, arena)
         elif op.name == "activation":
             for name in op.inputs[:-1]:
                 self._target(name, held, arena)
@@ -191,6 +198,12 @@ class _Block:
             held.update((name, OUTSIDE) for name in maker.inputs)
         else:
             self._target(maker.inputs[0], held, arena)
+            self._branch(maker, held, arena)
+
+    def _branch(self, norm: Op, held: dict[str, str], arena: _FirstFit) -> None:
+        """A norm's backward leaves beside the gradient of the sum that it read what a mask keeps of it."""
+        if self.drops and norm.name in self.branches:
+            self._target(self.branches[norm.name], held, arena)
 
     def _target(self, name: str, held: dict[str, str], arena: _FirstFit) -> None:
         """A gradient that is added to lies in a tensor of its own."""

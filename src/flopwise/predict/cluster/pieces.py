@@ -209,6 +209,7 @@ def _seconds(setup: SettledSetup, layout: Layout, sequences: Floats, accumulate:
         fusion=setup.fusion,
         optimizer=setup.optimizer,
         layout=layout,
+        plain=setup.hardware.efficiency.plain is not None,
     )
     costs = step_costs(calls, setup.hardware, sequences, accumulate)
     parts = np.array([*parts_of(work), -1])[costs.op]

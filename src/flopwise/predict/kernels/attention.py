@@ -35,6 +35,7 @@ from numpy.typing import ArrayLike, NDArray
 from flopwise.predict.kernels.bandwidth import dram_bytes_per_s
 from flopwise.setup.efficiency import Efficiency
 from flopwise.setup.hardware import Device
+from flopwise.work.op import ATTENTION_PRODUCTS
 
 Floats = NDArray[np.float64]
 Direction = Literal["forward", "backward"]
@@ -82,6 +83,15 @@ def attention_times(
     area = np.asarray(area_share, dtype=np.float64)
     share = attention_share(efficiency, direction, area * length * (1.0 + 2.0 * area), head_dim)
     even_s = work / (np.asarray(peak_flops, dtype=np.float64) * share)
+    attention = efficiency.attention
+    if attention.whole_keys:
+        # Half a block more than the mask leaves, in the mean; a whole square has no more.
+        whole = np.minimum(1.0, np.where(area < 1.0, area + 0.5 * attention.whole_keys / length, area))
+        even_s = even_s * (whole / area)
+        work = work * (whole / area)
+    products = ATTENTION_PRODUCTS[direction]
+    pairs = work / (2.0 * products * np.asarray(head_dim, dtype=np.float64))
+    even_s = even_s + pairs * attention.pair_s[direction == "backward"]
     # Of one head's work: its part of the queries times how much longer than the mean its row of keys is.
     longest = np.minimum(np.minimum(TILE_QUERIES / length, 1.0) * np.minimum(1.0 / area, 2.0), 1.0)
     longest_s = even_s * (longest * device.units.value / np.asarray(heads, dtype=np.float64))

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flopwise.setup.efficiency import Efficiency
 from flopwise.setup.hardware import Device
+from flopwise.work.formats import WIDTH_BYTES
 
 Floats = NDArray[np.float64]
 
@@ -46,6 +47,27 @@ def streaming_times(
     bytes_and_start = np.asarray(moved_bytes, dtype=np.float64) + count * efficiency.memory.half_bytes
     dram_s = bytes_and_start / dram_bytes_per_s(device, efficiency)
     launch_s = np.broadcast_to(count * efficiency.launch_s, dram_s.shape)
+    return StreamingTimes(seconds=launch_s + dram_s, dram_s=dram_s, launch_s=launch_s)
+
+
+def plain_times(
+    device: Device,
+    efficiency: Efficiency,
+    moved_bytes: ArrayLike,
+    *,
+    calls: ArrayLike,
+    numbers: ArrayLike,
+    functions: ArrayLike,
+) -> StreamingTimes:
+    """Time operators that nobody fuses: what they bring from main memory, and in the caches so many calls that read and
+    write so many fp32 numbers and compute so many exponentials."""
+    plain = efficiency.plain
+    assert plain is not None
+    launch_s = np.asarray(calls, dtype=np.float64) * plain.call_s
+    dram_s = np.asarray(moved_bytes, dtype=np.float64) / dram_bytes_per_s(device, efficiency)
+    dram_s = dram_s + np.asarray(numbers, dtype=np.float64) * (WIDTH_BYTES["fp32"] / plain.bytes_per_s)
+    dram_s = dram_s + np.asarray(functions, dtype=np.float64) * plain.function_s
+    launch_s, dram_s = np.broadcast_arrays(launch_s, dram_s)
     return StreamingTimes(seconds=launch_s + dram_s, dram_s=dram_s, launch_s=launch_s)
 
 

@@ -21,6 +21,7 @@ from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.model import Model
 from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, Streaming, kind_of
+from flopwise.work.plain import NOTHING, Passes, plain_passes, plain_update
 from flopwise.work.traffic import (
     Traffic,
     backward_traffic,
@@ -35,6 +36,10 @@ from flopwise.work.traffic import (
 from flopwise.work.work import Recompute, Work
 
 Floats = NDArray[np.float64]
+
+
+PLAIN_WIDTH = WIDTH_BYTES["fp32"]
+"""Plain kernels compute in fp32."""
 
 
 class Phase(IntEnum):
@@ -92,6 +97,8 @@ class StreamingCall:
     count: int
     bytes: tuple[float, float]
     kernels: int = 1
+    passes: Passes = NOTHING
+    """What a device that fuses nothing does beside moving those bytes, for each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +123,21 @@ def calls_for(
     fusion: Fusion,
     optimizer: Optimizer,
     layout: Layout = WHOLE,
+    plain: bool = False,
 ) -> StepCalls:
     """`step_calls`, remembered."""
     work = describe(model, sequence_tokens, kernel, layout)
-    return step_calls(work, formats, policy, fusion, optimizer)
+    return step_calls(work, formats, policy, fusion, optimizer, plain=plain)
 
 
-def step_calls(work: Work, formats: Formats, policy: Recompute, fusion: Fusion, optimizer: Optimizer) -> StepCalls:
-    """List the kernels of a micro-batch, operators first in the model's order and the optimizer's update last."""
-    lister = _Lister(work, formats, fusion, work.recomputed(policy))
+def step_calls(
+    work: Work, formats: Formats, policy: Recompute, fusion: Fusion, optimizer: Optimizer, *, plain: bool = False
+) -> StepCalls:
+    """List the kernels of a micro-batch, operators first in the model's order and the optimizer's update last.
+
+    `plain`: with what flopwise's plain kernels call beside products and attention.
+    """
+    lister = _Lister(work, formats, fusion, work.recomputed(policy), plain=plain)
     for index, op in enumerate(work.ops):
         lister.add(index, op)
     update = StreamingCall(
@@ -132,6 +145,7 @@ def step_calls(work: Work, formats: Formats, policy: Recompute, fusion: Fusion, 
         Phase.UPDATE,
         1,
         (float(work.trained_parameters * update_bytes_per_parameter(formats, MOMENTS[optimizer])), 0.0),
+        passes=plain_update(work.trained_parameters, update_pieces(work)),
     )
     return StepCalls(
         names=(*(op.name for op in work.ops), "optimizer"),
@@ -140,6 +154,11 @@ def step_calls(work: Work, formats: Formats, policy: Recompute, fusion: Fusion, 
         attentions=tuple(lister.attentions),
         streams=(*lister.streams, update),
     )
+
+
+def update_pieces(work: Work) -> int:
+    """Pieces that an optimizer updates one after another: each layer, and what is around them."""
+    return 1 + max((op.layers for op in work.ops if op.in_block), default=0)
 
 
 def calls_of(setup: SettledSetup) -> StepCalls:
@@ -153,6 +172,7 @@ def calls_of(setup: SettledSetup) -> StepCalls:
         fusion=setup.fusion,
         optimizer=setup.optimizer,
         layout=setup.parallel.layout,
+        plain=setup.hardware.efficiency.plain is not None,
     )
 
 
@@ -171,8 +191,10 @@ def kernels_key(setup: SettledSetup) -> tuple[object, ...]:
 
 
 class _Lister:
-    def __init__(self, work: Work, formats: Formats, fusion: Fusion, again: dict[str, Fraction]) -> None:
-        self.work = work
+    def __init__(
+        self, work: Work, formats: Formats, fusion: Fusion, again: dict[str, Fraction], *, plain: bool
+    ) -> None:
+        self.work, self.plain = work, plain
         self.formats = formats
         self.fused = fusion == "fused"
         self.again = again
@@ -190,6 +212,20 @@ class _Lister:
             self._eager_attention(index, op, again)
         else:
             self._streaming(index, op, again)
+        if self.plain and not isinstance(op, Streaming):
+            self._beside(index, op, again)
+
+    def _beside(self, index: int, op: Op, again: Fraction) -> None:
+        """What plain kernels call beside a product or attention."""
+        forward, backward = plain_passes(self.work, op)
+        phases = [
+            (Phase.FORWARD, forward),
+            (Phase.BACKWARD, backward),
+            *([(Phase.RECOMPUTE, forward)] if again else []),
+        ]
+        for phase, passes in phases if op.reached else phases[:1]:
+            copies, moved = (op.layers if phase == Phase.FORWARD else op.reached), (0.0, PLAIN_WIDTH * passes.moved)
+            self.streams.append(StreamingCall(index, phase, copies * op.calls, moved, 0, passes))
 
     def _gemm(self, index: int, op: Gemm, again: Fraction) -> None:
         rows, depth, columns = op.rows / op.groups, op.depth, op.columns
@@ -235,7 +271,8 @@ class _Lister:
                 self.streams.append(StreamingCall(index, phase, copies, (share * dequantised, 0.0)))
         cast = cast_bytes(op, self.formats)
         if cast.fixed:
-            self.streams.append(StreamingCall(index, Phase.FORWARD, op.layers, (float(cast.fixed), 0.0)))
+            once = Passes(1, cast.fixed / PLAIN_WIDTH)
+            self.streams.append(StreamingCall(index, Phase.FORWARD, op.layers, (float(cast.fixed), 0.0), passes=once))
         if cast.per_sequence:
             count, back = op.layers * op.calls, cast_back_bytes(op, self.formats)
             calls = [(Phase.FORWARD, Traffic(cast.per_sequence)), (Phase.BACKWARD, back)]
@@ -298,20 +335,28 @@ class _Lister:
                         width,
                     )
                 )
-            self.streams.append(StreamingCall(index, phase, copies, (0.0, float(moved)), 2))
+            passes = Passes(4, moved / PLAIN_WIDTH, moved / PLAIN_WIDTH / 4)
+            self.streams.append(StreamingCall(index, phase, copies, (0.0, float(moved)), 2, passes))
+
+    def _passes_again(self, op: Streaming, forward: Passes, again: Fraction) -> Passes:
+        """Plain kernels make norms and activations again in their backward, whatever the policy."""
+        products = any(isinstance(other, Gemm) and other.name in self.again for other in self.work.ops)
+        within = op.name == "activation" or (op.kind == "norm" and not products)
+        return NOTHING if within else forward.times(float(again))
 
     def _streaming(self, index: int, op: Op, again: Fraction) -> None:
         assert isinstance(op, Streaming)
         kernels = 1 if self.fused else op.eager_kernels
-        phases: list[tuple[Phase, Traffic]] = [
-            (Phase.FORWARD, forward_traffic(self.work, op, self.formats, fused=self.fused)),
-            (Phase.BACKWARD, backward_traffic(self.work, op, self.formats, fused=self.fused)),
+        forward, backward = plain_passes(self.work, op)
+        phases: list[tuple[Phase, Traffic, Passes]] = [
+            (Phase.FORWARD, forward_traffic(self.work, op, self.formats, fused=self.fused), forward),
+            (Phase.BACKWARD, backward_traffic(self.work, op, self.formats, fused=self.fused), backward),
         ]
         if again:
             made = frozenset(self.again)
             recomputed = forward_traffic(self.work, op, self.formats, fused=self.fused, after=made)
-            phases.append((Phase.RECOMPUTE, scale_traffic(recomputed, again)))
-        for phase, traffic in phases if op.reached else phases[:1]:
+            phases.append((Phase.RECOMPUTE, scale_traffic(recomputed, again), self._passes_again(op, forward, again)))
+        for phase, traffic, passes in phases if op.reached else phases[:1]:
             self.streams.append(
                 StreamingCall(
                     index,
@@ -319,5 +364,6 @@ class _Lister:
                     (op.layers if phase == Phase.FORWARD else op.reached) * op.calls,
                     (float(traffic.fixed), float(traffic.per_sequence)),
                     kernels,
+                    passes,
                 )
             )

@@ -14,7 +14,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.predict.kernels.attention import CAUSES as ATTENTION_CAUSES
 from flopwise.predict.kernels.attention import Direction, attention_times
 from flopwise.predict.kernels.bandwidth import CAUSES as STREAMING_CAUSES
-from flopwise.predict.kernels.bandwidth import streaming_times
+from flopwise.predict.kernels.bandwidth import plain_times, streaming_times
 from flopwise.predict.kernels.calls import (
     AttentionCall,
     Floats,
@@ -154,9 +154,21 @@ def attention_costs(calls: Sequence[AttentionCall], hardware: Hardware, sequence
 def streaming_costs(calls: Sequence[StreamingCall], hardware: Hardware, sequences: Floats) -> Costs:
     """Kernels bound by bytes."""
     moved = _linear([call.bytes for call in calls], sequences)
-    times = streaming_times(
-        hardware.device, hardware.efficiency, moved, kernels=_column([call.kernels for call in calls])
-    )
+    if hardware.efficiency.plain is None:
+        kernels = _column([call.kernels for call in calls])
+        times = streaming_times(hardware.device, hardware.efficiency, moved, kernels=kernels)
+    else:
+        # The update is the one that does not grow with the sequences.
+        count = np.where(_column([call.phase == Phase.UPDATE for call in calls]), 1.0, sequences)
+        passes = [call.passes for call in calls]
+        times = plain_times(
+            hardware.device,
+            hardware.efficiency,
+            moved,
+            calls=_column([each.calls for each in passes]),
+            numbers=_column([each.moved for each in passes]) * count,
+            functions=_column([each.functions for each in passes]) * count,
+        )
     return _costs(calls, times.seconds, moved, times.bound(), STREAMING_CAUSES)
 
 

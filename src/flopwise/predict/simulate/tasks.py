@@ -15,8 +15,8 @@ import numpy as np
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.predict.kernels.attention import Direction, attention_times
-from flopwise.predict.kernels.bandwidth import streaming_times
-from flopwise.predict.kernels.calls import GemmCall, Phase, StepCalls, StreamingCall, calls_for
+from flopwise.predict.kernels.bandwidth import plain_times, streaming_times
+from flopwise.predict.kernels.calls import GemmCall, Phase, StepCalls, StreamingCall, calls_for, update_pieces
 from flopwise.predict.kernels.costs import Costs, gemm_costs, peak_flops, streaming_costs
 from flopwise.records.plan import POLICY, Plan
 from flopwise.records.program import Kind, Program, Task
@@ -28,6 +28,7 @@ from flopwise.work.fusion import swiglu_in_products
 from flopwise.work.model import Model
 from flopwise.work.op import Attention, Gemm, attention_flops
 from flopwise.work.parameters import op_groups, split_at_attention
+from flopwise.work.plain import COPY, Passes, plain_update
 from flopwise.work.traffic import (
     backward_traffic,
     forward_traffic,
@@ -178,10 +179,17 @@ class TaskSeconds:
         if on_host:
             moved = parameters * update_bytes_per_parameter(POLICIES["fp32"], moments)
             return moved / host_bytes_per_s(self.hardware)
-        return self._streaming(float(parameters * update_bytes_per_parameter(self.formats, moments)))
+        parts = max(1, round(update_pieces(self.work) * parameters / max(1, self.work.trained_parameters)))
+        moved = parameters * update_bytes_per_parameter(self.formats, moments)
+        return self._streaming(float(moved), plain_update(parameters, parts))
 
-    def _streaming(self, moved: float) -> float:
-        return float(streaming_times(self.hardware.device, self.hardware.efficiency, moved).seconds)
+    def _streaming(self, moved: float, passes: Passes = COPY) -> float:
+        device, efficiency = self.hardware.device, self.hardware.efficiency
+        if efficiency.plain is not None:
+            calls, numbers, functions = passes
+            times = plain_times(device, efficiency, moved, calls=calls, numbers=numbers, functions=functions)
+            return float(times.seconds)
+        return float(streaming_times(device, efficiency, moved).seconds)
 
     def groups(self, tokens: int) -> GroupSeconds:
         """Seconds of the model's groups of operators for a chunk of `tokens`."""
@@ -213,6 +221,7 @@ class TaskSeconds:
             policy=POLICY[level],
             fusion="fused",
             optimizer=self.plan.optimizer,
+            plain=self.hardware.efficiency.plain is not None,
         )
 
     def _sums(self, calls: StepCalls, tokens: int) -> tuple[dict[tuple[int, int], float], float, dict[int, float]]:
@@ -285,6 +294,9 @@ class TaskSeconds:
                 area_share=twice / 2 / ((last - first) * keys),
             ).seconds
         )
+        if self.hardware.efficiency.plain is not None:
+            group = self.groups((last - first) * copies)
+            seconds += (group.forward if direction == "forward" else group.backward)["attention"]
         if direction == "backward" and not whole:
             seconds += self._streaming(key_sums_bytes(self.work) * last / plan.sequence_tokens)
         return seconds

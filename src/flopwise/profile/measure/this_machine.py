@@ -1,7 +1,7 @@
 """Describe the machine we run on: its GPU by name, or its CPU by detection and a second of measuring.
 
-The CPU's "peak" is measured, not computed: the best of several matrix products through numpy's BLAS, since a
-frequency times a vector width says little about a shared or virtual machine. So is its memory bandwidth.
+The CPU's "peak" is measured, not computed: the best of several matrix products, since a frequency times a vector width
+says little about a shared or virtual machine. So is everything else that its kernels reach (`cpu_rates`).
 """
 
 from __future__ import annotations
@@ -12,25 +12,22 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import decode, read_table
 from flopwise.catalog.load import THIS_CPU, THIS_MACHINE, hardware_aliases, hardware_names, load_hardware
+from flopwise.profile.measure.cpu_rates import attention_efficiency, measure_cpu
 from flopwise.profile.measure.nvml import open_nvml, visible_device
 from flopwise.setup.efficiency import Efficiency
 from flopwise.setup.hardware import Device, Fact, Hardware, Host, MemoryLevel, Source
-from flopwise.work.op import product_flops
 
 _FALLBACK_CACHE_BYTES = 32 * 2**20
 
@@ -137,8 +134,7 @@ def this_cpu() -> Hardware:
     cores = len(os.sched_getaffinity(0))
     cache_bytes = last_level_cache_bytes()
     memory = memory_bytes()
-    rates = {"fp32": _gemm_rate(np.float32), "fp64": _gemm_rate(np.float64)}
-    bandwidth = _copy_rate(max(4 * cache_bytes, 128 * 2**20))
+    rates = measure_cpu(cache_bytes)
     measured, system = "measured", "system"
     told = read_table(Path(__file__).with_name("this_cpu.toml"))
 
@@ -150,50 +146,29 @@ def this_cpu() -> Hardware:
         architecture=cpu_title(),
         kind="cpu",
         units=fact(cores, system),
-        peak_flops={name: fact(rate) for name, rate in rates.items()},
+        peak_flops={name: fact(rate) for name, rate in rates.product_flops.items()},
         vector_flops=None,
         memory=(
             MemoryLevel(name="l2", size_bytes=fact(cache_bytes, system)),
-            MemoryLevel(name="dram", size_bytes=fact(memory, system), bandwidth_bytes_per_s=fact(bandwidth)),
+            MemoryLevel(
+                name="dram", size_bytes=fact(memory, system), bandwidth_bytes_per_s=fact(rates.copy_bytes_per_s)
+            ),
         ),
     )
+    efficiency = decode(told["efficiency"], Efficiency, THIS_CPU)
     return Hardware(
         name=THIS_CPU,
         title=f"{cpu_title()}, {cores} cores",
         device=device,
-        efficiency=decode(told["efficiency"], Efficiency, THIS_CPU),
+        efficiency=replace(
+            efficiency,
+            launch_s=efficiency.launch_s if rates.plain is None else rates.plain.call_s,
+            attention=attention_efficiency(rates, efficiency.attention),
+            plain=rates.plain or efficiency.plain,
+        ),
         sources={key: Source(**source) for key, source in told["sources"].items()},
         host=Host(memory_bytes=fact(memory, system), cores=fact(cores, system)),
     )
-
-
-def _best_seconds(run: Callable[[], object], budget_s: float) -> float:
-    """The fastest of as many runs as fit the budget, at least three; the first only warms up."""
-    run()
-    best = float("inf")
-    started = time.perf_counter()
-    rounds = 0
-    while rounds < 3 or time.perf_counter() - started < budget_s:
-        begin = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - begin)
-        rounds += 1
-    return best
-
-
-def _gemm_rate(number_format: type[np.floating]) -> float:
-    side = 1024
-    generator = np.random.default_rng(0)
-    left = generator.standard_normal((side, side)).astype(number_format)
-    right = generator.standard_normal((side, side)).astype(number_format)
-    result = np.empty((side, side), number_format)
-    return product_flops(side, side, side) / _best_seconds(lambda: np.matmul(left, right, out=result), 0.2)
-
-
-def _copy_rate(size_bytes: int) -> float:
-    source = np.ones(size_bytes // 8)
-    target = np.empty_like(source)
-    return 2 * source.nbytes / _best_seconds(lambda: np.copyto(target, source), 0.2)
 
 
 def cpu_title() -> str:
