@@ -19,7 +19,8 @@ from flopwise.engine.data import (
     open_language_data,
 )
 from flopwise.engine.data.request import TokenNumbers
-from flopwise.engine.executable import check_formats, check_several, check_trainable
+from flopwise.engine.executable import check_adapters, check_formats, check_several, check_trainable
+from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import Here
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.outcome import Outcome
@@ -27,15 +28,16 @@ from flopwise.records.plan import MOST_PAIRS, Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
+from flopwise.setup.trained import check_base
 from flopwise.setup.training import Task, Training
 from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names
 from flopwise.train.own_data import Data, OwnData
 from flopwise.train.planning import FoundPlan, check_fits, expect_lengths, find_plan, given_plan, note_clipping
-from flopwise.train.request import TrainRequest
+from flopwise.train.request import TrainRequest, trained_words
 from flopwise.work.describe import describe
-from flopwise.work.formats import Formats, parse_formats
+from flopwise.work.formats import Formats, parse_formats, with_base
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.transformer import Dropout, Transformer
 
@@ -67,6 +69,8 @@ FIRST_RATE = 1e-3
 LARGE_RATE = 3e-4
 LARGE_PARAMETERS = 10**8
 FINE_TUNING_RATE = 5e-5
+ADAPTER_RATE = 2e-4
+"""Of adapters, as QLoRA's paper has it for models of 7 and 13 billion parameters."""
 FINE_TUNING_NORM = 1.0
 """What gradients are clipped to where a training begins from weights: what most fine-tuning has."""
 
@@ -147,6 +151,14 @@ def settle(
     task = request.task or ("classification" if model.head == "classifier" else "language")
     model = _with_dropout(_for_task(model, task), request.dropout)
     check_trainable(model)
+    precision = plan[0].precision if plan is not None else request.precision
+    check_adapters(model, parse_formats(precision) if precision else None)
+    check_base(model, request.base)
+    if request.merge and model.adapters is None:
+        raise FlopwiseError("--merge without --lora", why="there are no adapters to be merged", hint="--lora 16")
+    if request.base is not None:
+        formats = parse_formats(request.precision) if request.precision else usual_formats(hardware, model)
+        request = replace(request, precision=with_base(formats, request.base).name)
     if request.precision is not None:
         check_formats(parse_formats(request.precision))
     if ranks > 1:
@@ -274,9 +286,10 @@ def _model(
         described: Model = plan[1]
     elif request.model is None:
         # Each rank measures this machine for itself, and all have to train the same.
-        return default_model(hardware, DEFAULT_WIDTHS if ranks == 1 else DEFAULT_WIDTHS[-1:]), weights
+        widths = DEFAULT_WIDTHS if ranks == 1 else DEFAULT_WIDTHS[-1:]
+        described = trained_words(request).of(default_model(hardware, widths))
     else:
-        described = load_model(request.model)
+        described = trained_words(request).of(load_model(request.model))
     if not isinstance(described, Transformer):
         raise FlopwiseError(
             f"{described.name} cannot be trained yet",
@@ -483,7 +496,8 @@ def _training(
 ) -> Training:
     """The settings; what was left open is as small models and fine-tuning have it."""
     large = describe(model, sequence).parameters >= LARGE_PARAMETERS
-    rate = FINE_TUNING_RATE if from_weights else LARGE_RATE if large else FIRST_RATE
+    tuned = FINE_TUNING_RATE if model.adapters is None else ADAPTER_RATE
+    rate = tuned if from_weights else LARGE_RATE if large else FIRST_RATE
     chosen: dict[str, Any] = {
         "learning_rate": rate,
         "warmup_steps": min(100, steps // 10),
