@@ -47,9 +47,6 @@ class PredictOptions(SetupOptions):
         str, typer.Option(help="Hardware: catalogue name or TOML, several with commas; this-machine, this-cpu.")
     ] = "this-machine"
     seq: Annotated[str, typer.Option(help=f"Tokens of a sequence: 8192, 8k; {SEVERAL}")] = "auto"
-    lengths: LengthsOption = "auto"
-    layout: LayoutOption = "auto"
-    tokenizer: TokenizerOption = ""
     batch: Annotated[str, typer.Option(help=f"Sequences of a step, over all micro-batches; {SEVERAL}")] = "auto"
     batch_tokens: Annotated[str, typer.Option(help=f"The same in tokens: 512k, 2M; {SEVERAL}")] = "auto"
     micro: Annotated[str, typer.Option(help=f"Sequences that run at once; {SEVERAL}")] = "auto"
