@@ -7,7 +7,20 @@ from typing import Annotated
 
 import typer
 
-from flopwise.cli.options import BatchOption, DeviceMemoryOption, MicroOption, Options, SequenceOption, StoreOption
+from flopwise.cli.options import (
+    BaseOption,
+    BatchOption,
+    DeviceMemoryOption,
+    FreezeOption,
+    LoraAlphaOption,
+    LoraOnOption,
+    LoraOption,
+    MicroOption,
+    Options,
+    RsloraOption,
+    SequenceOption,
+    StoreOption,
+)
 
 
 # Where the help says what happens without an option, its default is not printed once more.
@@ -20,7 +33,9 @@ class TrainOptions(Options):
     data: Annotated[
         list[str] | None,
         typer.Option(
-            "--data", help="File or folder to train on. Repeatable. Default: the sources of Python's library."
+            "--data",
+            help="File or folder to train on, perhaps with how often an epoch sees it: a.jsonl:2. Repeatable. "
+            "Default: the sources of Python's library.",
         ),
     ] = None
     eval_data: Annotated[
@@ -57,6 +72,15 @@ class TrainOptions(Options):
         str,
         typer.Option(help="bf16, bf16-mixed, bf16-amp, fp32, tf32 or fp8; changes as key=format: bf16,gradients=fp32."),
     ] = "auto"
+    lora: LoraOption = "auto"
+    lora_alpha: LoraAlphaOption = "auto"
+    lora_on: LoraOnOption = "auto"
+    rslora: RsloraOption = False
+    freeze: FreezeOption = "auto"
+    base: BaseOption = "auto"
+    merge: Annotated[
+        bool, typer.Option("--merge", help="At the end, write the whole model with its adapters merged into it.")
+    ] = False
     learning_rate: Annotated[str, typer.Option(help="The highest: 3e-4.")] = "auto"
     warmup: Annotated[str, typer.Option(help="Steps until it is reached.")] = "auto"
     schedule: Annotated[str, typer.Option(help="What follows: cosine, linear or constant.")] = "auto"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.base.units import show_bytes
+from flopwise.base.units import show_bytes, show_share
 from flopwise.catalog.load import is_plan, load_model, load_plan, model_folder
 from flopwise.engine.data import (
     DataRequest,
@@ -19,7 +19,8 @@ from flopwise.engine.data import (
     open_language_data,
 )
 from flopwise.engine.data.request import TokenNumbers
-from flopwise.engine.executable import check_formats, check_several, check_trainable
+from flopwise.engine.executable import check_adapters, check_formats, check_several, check_trainable
+from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import Here
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.outcome import Outcome
@@ -27,15 +28,17 @@ from flopwise.records.plan import MOST_PAIRS, Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
+from flopwise.setup.trained import check_base
 from flopwise.setup.training import Task, Training
 from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names
 from flopwise.train.own_data import Data, OwnData
-from flopwise.train.planning import FoundPlan, check_fits, expect_lengths, find_plan, given_plan, note_clipping
-from flopwise.train.request import TrainRequest
+from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan, note_clipping
+from flopwise.train.request import TrainRequest, trained_words
 from flopwise.work.describe import describe
-from flopwise.work.formats import Formats, parse_formats
+from flopwise.work.formats import Formats, parse_formats, with_base
+from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.transformer import Dropout, Transformer
 
@@ -52,6 +55,8 @@ CLASSIFIER_BATCH_SEQUENCES = 8
 """As the usual fine-tuning script has it."""
 CLASSIFIER_EPOCHS = 3
 LANGUAGE_STEPS = 200
+LANGUAGE_EPOCHS = 3
+"""As many steps at most as see the data so often: most fine-tuning does no more."""
 
 MANY_EPOCHS = 10
 """More than these are told: they are rarely meant, and the data is learnt by heart."""
@@ -67,6 +72,8 @@ FIRST_RATE = 1e-3
 LARGE_RATE = 3e-4
 LARGE_PARAMETERS = 10**8
 FINE_TUNING_RATE = 5e-5
+ADAPTER_RATE = 2e-4
+"""Of adapters, as QLoRA's paper has it for models of 7 and 13 billion parameters."""
 FINE_TUNING_NORM = 1.0
 """What gradients are clipped to where a training begins from weights: what most fine-tuning has."""
 
@@ -147,6 +154,14 @@ def settle(
     task = request.task or ("classification" if model.head == "classifier" else "language")
     model = _with_dropout(_for_task(model, task), request.dropout)
     check_trainable(model)
+    precision = plan[0].precision if plan is not None else request.precision
+    check_adapters(model, parse_formats(precision) if precision else None)
+    check_base(model, request.base)
+    if request.merge and model.adapters is None:
+        raise FlopwiseError("--merge without --lora", why="there are no adapters to be merged", hint="--lora 16")
+    if request.base is not None:
+        formats = parse_formats(request.precision) if request.precision else usual_formats(hardware, model)
+        request = replace(request, precision=with_base(formats, request.base).name)
     if request.precision is not None:
         check_formats(parse_formats(request.precision))
     if ranks > 1:
@@ -190,13 +205,14 @@ def prepare(
     if task == "classification" and own is None:
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
-    found = plan_of_run(settled, model, ranks)
-    if isinstance(data, ExampleData):
+    own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
+    if isinstance(data, ExampleData) and not _shares(request, own_plan):
         # Attention knows where examples begin in chunks of whole sequences on one device.
-        data.lay_out(packed=request.packing and isinstance(found[0], Plan) and found[0].chunks_per_sequence == 1)
-    own_plan, expected = expect_lengths(found, model, hardware, getattr(data, "mean_tokens", None))
+        data.lay_out(packed=False)
+        own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
     batch = expected.batch_sequences or own_plan.batch_sequences
     steps = _steps(request, task, data.count, batch)
+    resumed = training is not None
     if training is not None:
         asked = request.steps is not None or request.epochs is not None
         training = replace(training, steps=steps if asked else training.steps)
@@ -223,10 +239,26 @@ def prepare(
             *settled.notes,
             *data.notes,
             *_notes(model, hardware, expected, training, data.count),
+            *([] if resumed else _length_notes(request, task, training, batch, data.count)),
             *_rounding_notes(own_plan, training),
             *([note_clipping(own_plan, model, hardware)] if training.clip_norm is not None else []),
         ),
     )
+
+
+def _shares(request: TrainRequest, plan: Plan | ClusterPlan) -> bool:
+    """Whether several examples share a sequence."""
+    return request.packing and isinstance(plan, Plan) and plan.chunks_per_sequence == 1
+
+
+def _layout(
+    data: LanguageData | ExampleData | ClassificationData | OwnData, request: TrainRequest, ranks: int
+) -> Lengths | None:
+    """The data's lengths as they are run: one device leaves padding out, several compute it."""
+    if data.lengths is None or ranks == 1:
+        return data.lengths
+    to_longest = request.padding == "longest" or isinstance(data, ExampleData)
+    return replace(data.lengths, layout="longest" if to_longest else "padded")
 
 
 def _here(wanted: str) -> Here:
@@ -274,9 +306,10 @@ def _model(
         described: Model = plan[1]
     elif request.model is None:
         # Each rank measures this machine for itself, and all have to train the same.
-        return default_model(hardware, DEFAULT_WIDTHS if ranks == 1 else DEFAULT_WIDTHS[-1:]), weights
+        widths = DEFAULT_WIDTHS if ranks == 1 else DEFAULT_WIDTHS[-1:]
+        described = trained_words(request).of(default_model(hardware, widths))
     else:
-        described = load_model(request.model)
+        described = trained_words(request).of(load_model(request.model))
     if not isinstance(described, Transformer):
         raise FlopwiseError(
             f"{described.name} cannot be trained yet",
@@ -411,8 +444,8 @@ def _for_other_ranks(request: TrainRequest, plan: Plan | ClusterPlan) -> TrainRe
     )
 
 
-def plan_of_run(settled: Settled, model: Transformer, ranks: int) -> FoundPlan:
-    """The plan that is given, or the one that is found, with what it takes."""
+def plan_of_run(settled: Settled, model: Transformer, ranks: int, lengths: Lengths | None = None) -> FoundPlan:
+    """The plan that is given, or the one that is found, with what it takes where sequences have these lengths."""
     request, plan, hardware = settled.request, settled.plan, settled.setup.hardware
     if plan is not None and settled.resumed and plan[0].devices != ranks:
         request, plan = _for_other_ranks(request, plan[0]), None
@@ -423,7 +456,7 @@ def plan_of_run(settled: Settled, model: Transformer, ranks: int) -> FoundPlan:
                 f"the plan is for {devices} device{'s' if devices > 1 else ''}, and {ranks} run",
                 hint=f"--gpus {devices}, or plan again",
             )
-        found = given_plan(plan[0], model, hardware, request.batch_sequences)
+        found = given_plan(plan[0], model, hardware, request.batch_sequences, lengths)
         return found if settled.resumed else _within_caps(found, model, hardware, anywhere=request.anywhere)
     batch = request.batch_sequences
     if batch is not None and batch > MOST_PAIRS:
@@ -436,7 +469,12 @@ def plan_of_run(settled: Settled, model: Transformer, ranks: int) -> FoundPlan:
         batch = CLASSIFIER_BATCH_SEQUENCES * ranks
     elif batch is None and (hardware.link is None or ranks > 1 or request.model is None):
         batch = CPU_BATCH_SEQUENCES * ranks
-    more = {"batch_sequences": batch, "clip": request.clip_norm is not None, "parallel": shard_all(ranks)}
+    more = {
+        "lengths": lengths,
+        "batch_sequences": batch,
+        "clip": request.clip_norm is not None,
+        "parallel": shard_all(ranks),
+    }
     settled_already = {name: getattr(settled.setup, name) for name in ("hardware_name", "sequence_tokens")}
     return find_plan(read_setup(request, Setup, model, hardware, **more | settled_already))
 
@@ -468,7 +506,20 @@ def _steps(request: TrainRequest, task: Task, count: int, batch: int) -> int:
         steps = max(1, ceil(epochs * count / batch))
     if steps is None:
         steps = DEFAULT_STEPS if request.model is None else LANGUAGE_STEPS
+        if request.data or request.own_data:
+            steps = min(steps, max(1, ceil(LANGUAGE_EPOCHS * count / batch)))
     return steps
+
+
+def _length_notes(request: TrainRequest, task: Task, training: Training, batch: int, count: int) -> list[str]:
+    """How often the data is seen, where nobody said how long a language model is trained on it."""
+    if task == "classification" or not (request.data or request.own_data):
+        return []
+    if request.steps is not None or request.epochs is not None:
+        return []
+    seen = training.steps * batch / count
+    told = f"{seen:.1f} times" if seen >= 1 else f"as far as {show_share(seen)}"
+    return [f"{training.steps:,} steps see the {count:,} sequences {told}: --epochs 3 or --steps says otherwise"]
 
 
 def _training(
@@ -483,7 +534,8 @@ def _training(
 ) -> Training:
     """The settings; what was left open is as small models and fine-tuning have it."""
     large = describe(model, sequence).parameters >= LARGE_PARAMETERS
-    rate = FINE_TUNING_RATE if from_weights else LARGE_RATE if large else FIRST_RATE
+    tuned = FINE_TUNING_RATE if model.adapters is None else ADAPTER_RATE
+    rate = tuned if from_weights else LARGE_RATE if large else FIRST_RATE
     chosen: dict[str, Any] = {
         "learning_rate": rate,
         "warmup_steps": min(100, steps // 10),

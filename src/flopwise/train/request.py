@@ -9,6 +9,7 @@ import msgspec
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.records.measurement import RunRecord
+from flopwise.setup.trained import TrainedWords
 from flopwise.setup.training import Schedule, Task
 from flopwise.setup.written import WrittenBatch
 from flopwise.store.runs import RECORD
@@ -57,6 +58,17 @@ class TrainRequest(WrittenBatch):
     """0: no clipping; None: 1 for a training that begins from weights, as far as its plan allows."""
     stochastic_rounding: bool | None = None
     """None: where weights are kept in bf16 alone."""
+    lora: int | None = None
+    """Rank of adapters that are trained beside the model; None: the model itself is."""
+    lora_alpha: float | None = None
+    lora_on: str | None = None
+    rslora: bool = False
+    freeze: str | None = None
+    """Parts that are not trained."""
+    base: str | None = None
+    """Format of frozen weights; None: that of the activations beside adapters, else the trained ones'."""
+    merge: bool = False
+    """Write the whole model with its adapters merged into it, at the end."""
     seed: int = 0
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
@@ -68,6 +80,8 @@ class TrainRequest(WrittenBatch):
     """The machine that it runs on, which `on` may describe."""
     optimizer: None = field(default=None, init=False)
     """AdamW alone is trained with."""
+    lengths: None = field(default=None, init=False)
+    """The data's own."""
     devices: int = 1
     from_scratch: bool = False
     """First values are drawn even where the model's folder has weights."""
@@ -91,6 +105,17 @@ class TrainRequest(WrittenBatch):
     store: str | None = None
     resume: str | None = None
     """A run's number or folder, or `last`: go on from its last checkpoint."""
+
+
+def trained_words(request: TrainRequest) -> TrainedWords:
+    """What of the model is trained."""
+    return TrainedWords(
+        lora=request.lora,
+        lora_alpha=request.lora_alpha,
+        lora_on=request.lora_on,
+        rslora=request.rslora,
+        freeze=request.freeze,
+    )
 
 
 def merge_resumed(record: RunRecord, request: TrainRequest) -> TrainRequest:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwise.base.errors import FlopwiseError, unknown_name
-from flopwise.base.files import plain, to_toml, write_whole
+from flopwise.base.files import plain, to_json, to_toml, write_whole
 from flopwise.base.units import AUTO
 from flopwise.catalog.load import model_table, plan_table
 from flopwise.engine.devices import device_facts
@@ -21,6 +21,7 @@ from flopwise.engine.executor import Executor
 from flopwise.engine.launch import Rank, rank_of
 from flopwise.engine.signals import Stop
 from flopwise.engine.weights import checkpoint
+from flopwise.engine.weights.adapter_files import adapter_config, base_name
 from flopwise.engine.weights.checkpoint import CheckpointState
 from flopwise.engine.weights.handed_on import files_to_hand_on
 from flopwise.plan.program.compile import compile_plan
@@ -59,6 +60,9 @@ from flopwise.train.request import TrainRequest, merge_resumed
 from flopwise.train.resuming import Resumed, as_written, find_resumed
 from flopwise.work.describe import describe
 from flopwise.work.total_flos import total_flos
+
+MERGED = "merged"
+"""A run's folder for the model that its adapters were merged into."""
 
 
 def run(
@@ -230,6 +234,9 @@ class _Run:
                 self.listeners.on_note(f"drawn anew, since the weights have none: {', '.join(missing[:4])}")
             return Progress()
         loaded = self.resumed.loaded
+        if model.adapters is not None:
+            # What they lie beside is no part of a checkpoint.
+            first_weights(executor, model, prepared.training.seed, prepared.weights, tokens)
         template = self._template(prepared)
         checkpoint.check_matches(
             loaded.state,
@@ -380,6 +387,8 @@ class _Run:
                 ranks=self.rank.world,
                 slowed=profiler.traced if profiler else range(0),
             )
+            if self.request.merge and self.writes:
+                listeners.on_note(f"merged into {loop.save_merged(folder / MERGED)}")
             record = replace(record, reason=outcome.stopped_by, measurement=found, metrics=metrics(prepared, outcome))
         except BaseException as error:
             if profiler is not None:
@@ -450,8 +459,9 @@ class _Run:
             peak_flops=expected.peak_flops,
             predicted_step_s=expected.step_s,
             template=self._template(prepared),
-            origin=read_config(begun),
-            handed_on=files_to_hand_on(begun, tokenizer, prepared.training.task, own_data=self.own is not None),
+            origin=read_config(begun if model.adapters is None else prepared.origin),
+            handed_on=files_to_hand_on(begun, tokenizer, prepared.training.task, own_data=self.own is not None)
+            | _adapter_config(prepared),
             end_token=prepared.data.end_token,
         )
 
@@ -467,6 +477,14 @@ class _Run:
             checks=prepared.checks,
             notes=(*prepared.notes, *([] if in_bf16 is None else [in_bf16])),
         )
+
+
+def _adapter_config(prepared: Prepared) -> dict[str, bytes]:
+    """What PEFT reads beside adapters, where there are some."""
+    if prepared.model.adapters is None:
+        return {}
+    table = adapter_config(prepared.model, base_name(prepared.weights, prepared.model))
+    return {checkpoint.ADAPTER_CONFIG: to_json(table).encode() + b"\n"}
 
 
 def _now() -> str:

@@ -105,7 +105,7 @@ def _describes(origin: Mapping[str, Any], model: Transformer) -> bool:
         described = from_config(dict(origin), model.name)
     except FlopwiseError:
         return False
-    same = ["title", "source", "note", "context", "dropout"]
+    same = ["title", "source", "note", "context", "dropout", "adapters", "frozen"]
     same += ["head", "labels", "tied", "final_norm"] if model.head == "classifier" else []
     return replace(described, **{name: getattr(model, name) for name in same}) == model
 
