@@ -111,6 +111,24 @@ class SetupOptions(Options):
     on: Annotated[str, typer.Option(help="Hardware: catalogue name or TOML; this-machine.")] = "this-machine"
     gpus: Annotated[str, typer.Option(help="Devices: 8, 64, 4096.")] = "auto"
     seq: SequenceOption = "auto"
+    lengths: Annotated[
+        str,
+        typer.Option(
+            help="How long sequences are: data.csv (its column length, tokens or text; data.csv:NAME), a file of one "
+            "number a line, 5,17x3,128, mean=24, or min=2,p50=17,max=66. Default: all are as long as --seq."
+        ),
+    ] = "auto"
+    layout: Annotated[
+        str,
+        typer.Option(
+            help="Of uneven sequences: packed (no padding), padded (to --seq), longest (to a micro-batch's longest). "
+            "Default: packed on one device without a stack, else padded."
+        ),
+    ] = "auto"
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="tokenizer.json that says how long the texts of --lengths are; else by their characters."),
+    ] = ""
     batch: BatchOption = "auto"
     batch_tokens: Annotated[str, typer.Option(help="The same in tokens: 512k, 2M.")] = "auto"
     micro: MicroOption = "auto"
@@ -162,6 +180,9 @@ class SetupOptions(Options):
             hardware,
             name=name,
             seq=self.seq,
+            lengths=self.lengths,
+            layout=self.layout,
+            tokenizer=self.tokenizer or None,
             batch=self.batch,
             batch_tokens=self.batch_tokens,
             micro=self.micro,

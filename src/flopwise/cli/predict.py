@@ -189,6 +189,7 @@ def _settings(options: PredictOptions, asked: Setup) -> dict[str, dict[str, Any]
         ),
         "stack": (setup.stack.name if setup.stack else options.stack.lower(), origin("stack")),
         "sequence_tokens": (setup.sequence_tokens, origin("seq", "sequence_tokens")),
+        **({"lengths": (setup.lengths.brief, origin("lengths"))} if setup.lengths else {}),
         "batch_sequences": (setup.batch_sequences, origin(batch, "batch_sequences")),
         "micro_batch_sequences": (setup.micro_batch_sequences, origin("micro", "micro_batch_sequences")),
         "precision": (setup.formats.name, origin("precision", "precision")),
