@@ -217,7 +217,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss
     """Logits become the gradient of scale · Σ cross-entropy; `loss` gets the unscaled sum added.
 
     Rows with a negative label count for nothing, and their gradient is zero. `scale` is a tensor of no dimensions where
-    it changes from one replay of a captured step to the next.
+    it changes from one replay of a captured step to the next. Room behind a row may be overwritten with zeros, up
+    to the next 16 bytes.
     """
     if _is_fused(logits):
         from flopwise.engine.kernels import fused
