@@ -93,6 +93,8 @@ class AttentionEfficiency:
     """The same for the backward pass; None: as forward."""
     tail: float = 0.5
     """Share of the longest tile's time that the even spread of the work leaves over at the end."""
+    packed_most: float | None = None
+    """Share of the peak that kernels for sequences of uneven length reach at most; None: as for even ones."""
     pair_s: tuple[float, float] = (0.0, 0.0)
     """Seconds of a (query, key) pair beside its products, forward and backward: a CPU's exponentials."""
     whole_keys: int = 0
@@ -102,6 +104,8 @@ class AttentionEfficiency:
         _share("attention.head_dim_64", self.head_dim_64)
         if self.head_dim_64_backward is not None:
             _share("attention.head_dim_64_backward", self.head_dim_64_backward)
+        if self.packed_most is not None:
+            _share("attention.packed_most", self.packed_most)
         if not 0 <= min(self.pair_s) <= max(self.pair_s) < 1 or not 0 <= self.whole_keys < 2**20:
             raise FlopwiseError(
                 f"attention.pair_s and whole_keys cannot be {self.pair_s!r} and {self.whole_keys!r}",

@@ -34,10 +34,11 @@ from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names, read_adapters
 from flopwise.train.own_data import Data, OwnData
-from flopwise.train.planning import FoundPlan, check_fits, expect_lengths, find_plan, given_plan, note_clipping
+from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan, note_clipping
 from flopwise.train.request import TrainRequest, trained_words
 from flopwise.work.describe import describe
 from flopwise.work.formats import Formats, parse_formats, with_base
+from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.transformer import Dropout, Transformer
 
@@ -202,11 +203,11 @@ def prepare(
     if task == "classification" and own is None:
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
-    found = plan_of_run(settled, model, ranks)
-    if isinstance(data, ExampleData):
+    own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
+    if isinstance(data, ExampleData) and not _shares(request, own_plan):
         # Attention knows where examples begin in chunks of whole sequences on one device.
-        data.lay_out(packed=request.packing and isinstance(found[0], Plan) and found[0].chunks_per_sequence == 1)
-    own_plan, expected = expect_lengths(found, model, hardware, getattr(data, "mean_tokens", None))
+        data.lay_out(packed=False)
+        own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
     batch = expected.batch_sequences or own_plan.batch_sequences
     steps = _steps(request, task, data.count, batch)
     if training is not None:
@@ -239,6 +240,21 @@ def prepare(
             *([note_clipping(own_plan, model, hardware)] if training.clip_norm is not None else []),
         ),
     )
+
+
+def _shares(request: TrainRequest, plan: Plan | ClusterPlan) -> bool:
+    """Whether several examples share a sequence."""
+    return request.packing and isinstance(plan, Plan) and plan.chunks_per_sequence == 1
+
+
+def _layout(
+    data: LanguageData | ExampleData | ClassificationData | OwnData, request: TrainRequest, ranks: int
+) -> Lengths | None:
+    """The data's lengths as they are run: one device leaves padding out, several compute it."""
+    if data.lengths is None or ranks == 1:
+        return data.lengths
+    to_longest = request.padding == "longest" or isinstance(data, ExampleData)
+    return replace(data.lengths, layout="longest" if to_longest else "padded")
 
 
 def _here(wanted: str) -> Here:
@@ -436,8 +452,8 @@ def _for_other_ranks(request: TrainRequest, plan: Plan | ClusterPlan) -> TrainRe
     )
 
 
-def plan_of_run(settled: Settled, model: Transformer, ranks: int) -> FoundPlan:
-    """The plan that is given, or the one that is found, with what it takes."""
+def plan_of_run(settled: Settled, model: Transformer, ranks: int, lengths: Lengths | None = None) -> FoundPlan:
+    """The plan that is given, or the one that is found, with what it takes where sequences have these lengths."""
     request, plan, hardware = settled.request, settled.plan, settled.setup.hardware
     if plan is not None and settled.resumed and plan[0].devices != ranks:
         request, plan = _for_other_ranks(request, plan[0]), None
@@ -448,7 +464,7 @@ def plan_of_run(settled: Settled, model: Transformer, ranks: int) -> FoundPlan:
                 f"the plan is for {devices} device{'s' if devices > 1 else ''}, and {ranks} run",
                 hint=f"--gpus {devices}, or plan again",
             )
-        found = given_plan(plan[0], model, hardware, request.batch_sequences)
+        found = given_plan(plan[0], model, hardware, request.batch_sequences, lengths)
         return found if settled.resumed else _within_caps(found, model, hardware, anywhere=request.anywhere)
     batch = request.batch_sequences
     if batch is not None and batch > MOST_PAIRS:
@@ -461,7 +477,12 @@ def plan_of_run(settled: Settled, model: Transformer, ranks: int) -> FoundPlan:
         batch = CLASSIFIER_BATCH_SEQUENCES * ranks
     elif batch is None and (hardware.link is None or ranks > 1 or request.model is None):
         batch = CPU_BATCH_SEQUENCES * ranks
-    more = {"batch_sequences": batch, "clip": request.clip_norm is not None, "parallel": shard_all(ranks)}
+    more = {
+        "lengths": lengths,
+        "batch_sequences": batch,
+        "clip": request.clip_norm is not None,
+        "parallel": shard_all(ranks),
+    }
     settled_already = {name: getattr(settled.setup, name) for name in ("hardware_name", "sequence_tokens")}
     return find_plan(read_setup(request, Setup, model, hardware, **more | settled_already))
 

@@ -35,6 +35,7 @@ from flopwise.engine.data.rows import (
 from flopwise.engine.data.sources import DataSource, Entry, ReadingProgress, find_sources, survey
 from flopwise.engine.data.tokenizer import BYTES, Tokenizer, Tokens, load_tokenizer, token_type
 from flopwise.engine.data.used import Used
+from flopwise.work.lengths import Lengths, count_lengths
 
 MOST_HELD_OUT = 256
 """Examples: they are shorter than sequences of text are."""
@@ -378,9 +379,10 @@ class ExampleData:
         return self._tokenizer.end
 
     @property
-    def mean_tokens(self) -> float:
-        """Of a training sequence, padding left out."""
-        return float(self._pieces.reads[self._trained].sum() / len(self._rows))
+    def lengths(self) -> Lengths | None:
+        """Of training sequences, padding left out; None: all are as long as may be."""
+        lengths = [int(self._pieces.reads[row].sum()) for row in self._rows]
+        return None if min(lengths) == self._request.sequence_tokens else count_lengths(lengths)
 
     def describe(self) -> dict[str, Any]:
         """Plain values for the record of a run."""

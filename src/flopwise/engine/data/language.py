@@ -66,6 +66,11 @@ class LanguageData:
         return self._order.count
 
     @property
+    def lengths(self) -> None:
+        """All sequences are as long as may be."""
+        return None
+
+    @property
     def end_token(self) -> int | None:
         """What the tokenizer ends a text with."""
         return self._tokenizer.end
