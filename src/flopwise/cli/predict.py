@@ -73,6 +73,9 @@ class PredictOptions(Options):
     optimizer: OptimizerOption = "adamw"
     attention: AttentionOption = "auto"
     fusion: FusionOption = "auto"
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help="Steps are captured and replayed: no kernel waits for the host.")
+    ] = False
     convention: ConventionOption = "causal"
     device_mem: DeviceMemoryOption = "auto"
     gpus: Annotated[str, typer.Option(help=f"Devices: 8, 64; {SEVERAL}")] = "auto"
@@ -149,6 +152,7 @@ def _setup(options: PredictOptions, model: Model, hardware: Hardware) -> Setup:
         optimizer=options.optimizer,
         attention=options.attention,
         fusion=options.fusion,
+        cuda_graphs=options.cuda_graphs,
         device_mem=options.device_mem,
         devices=options.gpus,
         parallel=options.parallel,
@@ -246,6 +250,7 @@ def _settings(options: PredictOptions, asked: Setup) -> dict[str, dict[str, Any]
         "optimizer": (setup.optimizer, origin("optimizer")),
         "attention": (setup.attention, origin("attention")),
         "fusion": (setup.fusion, origin("fusion")),
+        "cuda_graphs": (setup.cuda_graphs, origin("cuda_graphs")),
         "convention": (options.convention.lower(), origin("convention")),
         "set": (parse_changes(options.change), origin("change")),
     }

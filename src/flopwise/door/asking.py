@@ -90,6 +90,7 @@ def setup_of(
     device_mem: Quantity | None = None,
     host_mem: Quantity | None = None,
     clip: bool = False,
+    cuda_graphs: bool = False,
     devices: Quantity | None = None,
     parallel: str | Parallel | None = None,
     stack: str | Path | Stack | None = None,
@@ -118,6 +119,7 @@ def setup_of(
         device_cap_bytes=read_option(device_mem, "device-mem", parse_cap("device")),
         host_cap_bytes=read_option(host_mem, "host-mem", parse_cap("host")),
         clip=clip,
+        cuda_graphs=cuda_graphs,
         parallel=_parallel(read_option(devices, "gpus", parse_devices), parallel),
         stack=framework,
     )
