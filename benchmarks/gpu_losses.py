@@ -144,6 +144,8 @@ def case_of(given: argparse.Namespace) -> Case:
             warmup_steps=given.steps // WARM_UP_SHARE,
             schedule="constant",
             stochastic_rounding=True,
+            # The plain modules are called without.
+            drops=False,
         ),
         device=torch.device(choose_device(given.device)),
         device_bytes=int(given.device_gib * GIB),

@@ -1,7 +1,8 @@
 """Small, short and padded work on one GPU beside compiled transformers: `python -m benchmarks.gpu_small`.
 
 Cells are trained as `flopwise train` does, task by task and replayed; peers are transformers' own classes under
-torch.compile with torch's fused AdamW, in bf16 as the cells are, all without dropout.
+torch.compile with torch's fused AdamW, in bf16 as the cells are. Cells that end in -dropout drop what the model's
+configuration says, on both sides; the others drop nothing.
 """
 
 from __future__ import annotations
@@ -47,9 +48,23 @@ class SmallCell:
     sequences: int
     uneven: bool = False
     """Lengths as the rows of dair-ai/emotion have them, padded to `sequence_tokens`."""
+    drops: bool = False
+    """Whether both sides train with the model's dropout."""
+
+    @property
+    def described(self) -> Transformer:
+        """Its model, with dropout or without."""
+        found = load_model(self.model)
+        assert isinstance(found, Transformer)
+        return found if self.drops else replace(found, dropout=None)
+
+    @property
+    def with_dropout(self) -> SmallCell:
+        """The same cell with it."""
+        return replace(self, name=f"{self.name}-dropout", drops=True)
 
 
-CELLS = (
+BERT_CELLS = (
     *(
         SmallCell(name=f"bert-{count}", model="bert-base", sequence_tokens=128, sequences=count)
         for count in (8, 32, 64, 256)
@@ -58,7 +73,13 @@ CELLS = (
         SmallCell(name=f"emotion-{count}", model="bert-base", sequence_tokens=128, sequences=count, uneven=True)
         for count in (8, 32, 64, 256)
     ),
-    SmallCell(name="gpt2", model="gpt2", sequence_tokens=1024, sequences=32),
+)
+GPT2 = SmallCell(name="gpt2", model="gpt2", sequence_tokens=1024, sequences=32)
+CELLS = (
+    *BERT_CELLS,
+    *(cell.with_dropout for cell in BERT_CELLS),
+    GPT2,
+    GPT2.with_dropout,
     SmallCell(name="mpt-125m", model="mpt-125m", sequence_tokens=2048, sequences=32),
     SmallCell(name="qwen3-0.6b", model="qwen3-0.6b", sequence_tokens=4096, sequences=8),
 )
@@ -121,8 +142,7 @@ def plan_cell(cell: SmallCell, model: Transformer, gib: float) -> tuple[Plan, fl
 
 def run_flopwise(cell: SmallCell, *, replay: bool | None, seconds: float, output: Path | None) -> dict[str, object]:
     """Its row; `replay` None: as planned."""
-    model = load_model(cell.model)
-    assert isinstance(model, Transformer)
+    model = cell.described
     plan, predicted_s, ideal_s = plan_cell(cell, model, 120)
     plan = plan if replay is None else replace(plan, replay=replay)
     executor = StreamingExecutor(
@@ -175,15 +195,11 @@ def run_peer(cell: SmallCell, *, compiled: bool, seconds: float) -> dict[str, ob
     """transformers' own model on the same batches."""
     import transformers
 
-    model = load_model(cell.model)
-    assert isinstance(model, Transformer)
+    model = cell.described
     settings = {
         name: value for name, value in config_of(model, cell.sequence_tokens).items() if name != "architectures"
     }
     config = transformers.AutoConfig.for_model(**settings)
-    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
     classifies = model.head == "classifier"
     made: Any = transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModelForCausalLM
     with torch.device("cuda"):

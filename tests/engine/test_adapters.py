@@ -75,7 +75,7 @@ def check_gradients(model: Transformer, plan: Plan, module: Any, *, packs: bool 
     loss = module.loss(torch.from_numpy(batch.ids).long(), labels) / max(1, batch.with_loss)
     loss.backward()
     executor = executor_for(plan, model, ours(module), packs=packs)
-    frozen = {name: values.clone() for name, values in executor.frozen_weights()}
+    frozen = {name: values.clone() for name, values in executor.frozen_weights().items()}
     result = executor.step(batch, 0)
     assert result.loss == pytest.approx(float(loss.detach()), rel=1e-11, abs=1e-12)
     assert largest_error(first_gradients(executor), trained(module)) < 1e-10

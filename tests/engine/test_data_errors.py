@@ -140,7 +140,7 @@ def test_malformed_json_lines_are_told_with_their_line(content: str, line: int, 
         ("text,label\n\ngood,a\nalone\n", 4, "the header has 2"),
         ('text,label\n"two\nlines",a\n"never closed,b\nmore,c\n', 4, ""),
         ('text,label\n"closed"early,b\n', 2, ""),
-        ("body,label\ngood,a\n", 1, "there are: 'body', 'label'"),
+        ("body,label\ngood,a\n", 2, "there are: 'body', 'label'"),
     ],
 )
 def test_malformed_csv_rows_are_told_with_their_line(content: str, line: int, why: str, tmp_path: Path) -> None:

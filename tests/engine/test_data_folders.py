@@ -84,7 +84,7 @@ def test_a_file_of_any_other_name_is_text(tmp_path: Path) -> None:
     assert data.describe()["documents"] == 1
     assert bytes(data.batch(0, 1).ids[0].astype("uint8")) == b'{"text":'
     assert not [note for note in data.notes if "plain text" in note]
-    data = open_language_data(request(tmp_path, text_file(tmp_path / "lines.json", '{"text": "abc"}')))
+    data = open_language_data(request(tmp_path, text_file(tmp_path / "lines.tsv", "text\nabcdefghijkl")))
     assert [note for note in data.notes if "read as plain text" in note]
 
 

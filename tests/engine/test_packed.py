@@ -19,6 +19,7 @@ from flopwise.engine.kernels.packed_attention import Packed, packed_backward, pa
 from flopwise.engine.kernels.plain_attention import AttentionMask, Saved  # noqa: E402
 from flopwise.engine.streaming.inputs import IDS, LABELS, POSITIONS, Inputs  # noqa: E402
 from flopwise.records.plan import Plan  # noqa: E402
+from flopwise.work.transformer import Transformer  # noqa: E402
 from tests.support.tiny_models import TINY, parameters, random_module  # noqa: E402
 from tests.support.training_plans import (  # noqa: E402
     everything_stays,
@@ -186,3 +187,76 @@ def test_a_step_after_one_that_failed_is_as_if_it_had_not(monkeypatch: pytest.Mo
     executor.clear_moments()
     executor.set_weights(parameters(module))
     assert executor.step(batch, 0) == expected.step(batch, 0)
+
+
+# -- several documents in a sequence ----------------------------------------------------------------------------------
+
+DOCUMENTS = ([5, 3, 3], [2, 7], [11], [1, 1, 1, 1, 1, 1], [10, 1])
+"""Of each sequence of eleven tokens."""
+
+
+def of_documents(model: Transformer, rows: int) -> tuple[Batch, Batch]:
+    """The same documents sharing sequences, and one a sequence."""
+    dice = np.random.default_rng(5)
+    each = [length for row in DOCUMENTS[:rows] for length in row]
+    alone = np.zeros((len(each), 11), dtype=np.int32)
+    labels = np.full_like(alone, NO_LABEL)
+    for row, length in enumerate(each):
+        alone[row, :length] = dice.integers(0, model.vocab, length)
+        there = dice.random(length) < 0.7
+        labels[row, :length] = np.where(there, dice.integers(0, model.vocab, length), NO_LABEL)
+    packed_ids, packed_labels = np.zeros((rows, 11), np.int32), np.full((rows, 11), NO_LABEL, np.int32)
+    number = 0
+    for row in range(rows):
+        first = 0
+        for length in DOCUMENTS[row]:
+            packed_ids[row, first : first + length] = alone[number, :length]
+            packed_labels[row, first : first + length] = labels[number, :length]
+            first, number = first + length, number + 1
+    documents = tuple(np.array(row, dtype=np.int32) for row in DOCUMENTS[:rows])
+    lengths = np.array([sum(row) for row in DOCUMENTS[:rows]], dtype=np.int32)
+    whole = Batch(alone, labels, np.array(each, dtype=np.int32))
+    return Batch(packed_ids, packed_labels, lengths, documents), whole
+
+
+@pytest.mark.parametrize("granule", [1, 8, 64])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen3"])
+def test_documents_of_a_sequence_know_nothing_of_each_other(family: str, granule: int) -> None:
+    model = TINY[family]
+    packed, alone = of_documents(model, 5)
+    # The last round is not full.
+    plan = everything_stays(model, sequence=11, sequences=3, rounds_per_step=2)
+    module = random_module(model)
+    expected = reference_gradients(module, alone)
+    executor = executor_for(plan, model, parameters(module))
+    inputs = executor.player.inputs
+    executor.player.inputs = Inputs(
+        plan,
+        inputs._block.view(-1).view(torch.uint8),
+        vocabulary=model.vocab,
+        classifies=False,
+        causal=True,
+        granule=granule,
+    )
+    assert executor.evaluate([packed]).loss == pytest.approx(expected[0], rel=1e-9)
+    result = executor.step(packed, 0)
+    assert result.loss == pytest.approx(expected[0], rel=1e-9)
+    assert largest_error(first_gradients(executor), expected[1]) < 1e-9
+    assert packed.lengths_counted() == alone.lengths_counted() and packed.tokens == alone.tokens
+
+
+def test_few_beginnings_are_looked_at_and_all_that_there_are() -> None:
+    plan = everything_stays(TINY["llama"], sequence=40, sequences=2)
+    inputs = inputs_for(plan, granule=8)
+    ids = np.ones((2, 40), dtype=np.int32)
+    found = []
+    for documents in ([1] * 40, [40]):
+        rows = tuple(np.array(documents, dtype=np.int32) for _ in range(2))
+        layout = inputs.prepare([Batch(ids, ids, np.array([40, 40], dtype=np.int32), rows)])
+        inputs.bring(0)
+        chunk = inputs.chunk(0)
+        assert chunk is not None and chunk.starts is not None
+        ends = chunk.starts.tolist()
+        assert ends[: 2 * len(documents) + 1] == [0, *np.cumsum(documents * 2)] and ends[-1] == 80
+        found.append((len(ends), layout[0].places))
+    assert found == [(96, (96,)), (32, (32,))]

@@ -35,10 +35,10 @@ def byte_level(folder: Path, *, begins: bool = True) -> Path:
     return folder / "tokenizer.json"
 
 
-def chat_folder(folder: Path, *, template: str = TEMPLATE, config: dict[str, Any] | None = None) -> Path:
-    """A tiny Llama that chats, as `save_pretrained` leaves it."""
+def chat_folder(folder: Path, *, family: str = "Llama") -> Path:
+    """A tiny Llama, or one of its kin, that chats, as `save_pretrained` leaves it."""
     transformers: Any = pytest.importorskip("transformers")
-    settings = transformers.LlamaConfig(
+    settings = getattr(transformers, f"{family}Config")(
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -58,17 +58,17 @@ def chat_folder(folder: Path, *, template: str = TEMPLATE, config: dict[str, Any
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 128,
         },
-        **(config or {}),
+        head_dim=8,
     )
     torch.manual_seed(0)
-    network = transformers.LlamaForCausalLM(settings)
+    network = getattr(transformers, f"{family}ForCausalLM")(settings)
     network.generation_config.temperature = 0.5
     network.generation_config.do_sample = True
     network.save_pretrained(folder)
     table = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(table | {"mine": {"kept": [1, 2]}}))
     byte_level(folder)
-    (folder / "chat_template.jinja").write_text(template)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     names = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
     return folder

@@ -10,7 +10,7 @@ import typer
 
 from flopwise.base.errors import FlopwiseError, one_of, shown
 from flopwise.base.units import parse_cap, parse_count, parse_sequences, parse_tokens, read_option, read_word
-from flopwise.cli.options import takes_options
+from flopwise.cli.options import takes_options, trained_words
 from flopwise.cli.output import show
 from flopwise.cli.train_options import TrainOptions
 
@@ -67,7 +67,10 @@ SETTINGS = (
     *("stochastic_rounding", "seed"),
 )
 """Fields that the request has in common with the optimizer's settings."""
-PLAN_SAYS = ("seq", "micro", "precision", "device_mem", "host_mem")
+PLAN_SAYS = (
+    *("seq", "micro", "precision", "device_mem", "host_mem"),
+    *("lora", "lora_alpha", "lora_on", "rslora", "freeze", "base"),
+)
 
 
 def _check_data(request: TrainRequest) -> None:
@@ -80,12 +83,13 @@ def _check_data(request: TrainRequest) -> None:
 def make_request(options: TrainOptions) -> TrainRequest:
     """What was typed, checked as far as that needs neither data nor device; `auto` leaves a choice to flopwise."""
     from flopwise.setup.training import SCHEDULES, TASKS
-    from flopwise.train.request import TrainRequest
+    from flopwise.train.request import DATA_FORMATS, TrainRequest
 
     for name in ("resume", "weights", "on", "store", "tokenizer"):
         if options.is_given(name) and not getattr(options, name).strip():
             raise FlopwiseError(f"--{name} is empty", why="a variable was not set?", hint=f"leave --{name} out")
     devices = read_option(options.gpus, "gpus", parse_count(1, "--gpus 8"))
+    trained = trained_words(options)
     request = TrainRequest(
         model=options.model or None,
         data=tuple(options.data or ()),
@@ -93,6 +97,9 @@ def make_request(options: TrainOptions) -> TrainRequest:
         tokenizer=options.tokenizer or None,
         text_column=options.text_column,
         label_column=options.label_column,
+        train_on=one_of(options.train_on, ("answers", "all"), "--train-on"),
+        data_format=read_word(options.data_format, DATA_FORMATS, "data-format"),
+        packing=not options.no_packing,
         padding=one_of(options.padding, ("length", "longest"), "--padding"),
         steps=read_option(options.steps, "steps", parse_count(1, "--steps 100")),
         epochs=read_option(options.epochs, "epochs", _parse_number("--epochs 3")),
@@ -100,6 +107,13 @@ def make_request(options: TrainOptions) -> TrainRequest:
         batch_sequences=read_option(options.batch, "batch", parse_sequences),
         micro_batch_sequences=read_option(options.micro, "micro", parse_sequences),
         precision=read_option(options.precision, "precision", _check_precision),
+        lora=trained.lora,
+        lora_alpha=trained.lora_alpha,
+        lora_on=trained.lora_on,
+        rslora=trained.rslora,
+        freeze=trained.freeze,
+        base=read_option(options.base, "base", str.lower),
+        merge=options.merge,
         task=read_word(options.task, TASKS, "task"),
         learning_rate=read_option(options.learning_rate, "learning-rate", _parse_number("--learning-rate 3e-4")),
         warmup_steps=read_option(options.warmup, "warmup", parse_count(0, "--warmup 10")),

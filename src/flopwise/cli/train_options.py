@@ -7,7 +7,20 @@ from typing import Annotated
 
 import typer
 
-from flopwise.cli.options import BatchOption, DeviceMemoryOption, MicroOption, Options, SequenceOption, StoreOption
+from flopwise.cli.options import (
+    BaseOption,
+    BatchOption,
+    DeviceMemoryOption,
+    FreezeOption,
+    LoraAlphaOption,
+    LoraOnOption,
+    LoraOption,
+    MicroOption,
+    Options,
+    RsloraOption,
+    SequenceOption,
+    StoreOption,
+)
 
 
 # Where the help says what happens without an option, its default is not printed once more.
@@ -31,6 +44,20 @@ class TrainOptions(Options):
     task: Annotated[str, typer.Option(help="language or classification; auto: what the model is for.")] = "auto"
     text_column: Annotated[str, typer.Option(help="Where the text is, in JSON lines and CSV.")] = "text"
     label_column: Annotated[str, typer.Option(help="Where the label is.")] = "label"
+    train_on: Annotated[
+        str, typer.Option(help="Of conversations, prompts and instructions: answers, or all tokens.")
+    ] = "answers"
+    data_format: Annotated[
+        str,
+        typer.Option(
+            help="tokens-uint16, tokens-uint32 or tokens-int32: files of token identifiers, as nanoGPT writes them; "
+            ".npy too. Default: text, or rows.",
+            show_default=False,
+        ),
+    ] = "auto"
+    no_packing: Annotated[
+        bool, typer.Option("--no-packing", help="One conversation or other example a sequence, instead of several.")
+    ] = False
     padding: Annotated[
         str, typer.Option(help="Samples are padded to --seq (length), or to the longest of a batch.")
     ] = "length"
@@ -43,6 +70,15 @@ class TrainOptions(Options):
         str,
         typer.Option(help="bf16, bf16-mixed, bf16-amp, fp32, tf32 or fp8; changes as key=format: bf16,gradients=fp32."),
     ] = "auto"
+    lora: LoraOption = "auto"
+    lora_alpha: LoraAlphaOption = "auto"
+    lora_on: LoraOnOption = "auto"
+    rslora: RsloraOption = False
+    freeze: FreezeOption = "auto"
+    base: BaseOption = "auto"
+    merge: Annotated[
+        bool, typer.Option("--merge", help="At the end, write the whole model with its adapters merged into it.")
+    ] = False
     learning_rate: Annotated[str, typer.Option(help="The highest: 3e-4.")] = "auto"
     warmup: Annotated[str, typer.Option(help="Steps until it is reached.")] = "auto"
     schedule: Annotated[str, typer.Option(help="What follows: cosine, linear or constant.")] = "auto"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, cast, overload
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.units import Quantity, parse_cap, parse_devices, parse_sequences, parse_tokens, read_option
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from flopwise.setup.training import Schedule, Task
     from flopwise.setup.words import Fusion, Optimizer
     from flopwise.train.events import Callback, Logger
+    from flopwise.train.own_data import Data
+    from flopwise.train.request import DataFormat
     from flopwise.work.formats import Formats
     from flopwise.work.model import Model
     from flopwise.work.op import AttentionKernel, Convention
@@ -290,19 +292,29 @@ def plan(
 def train(
     model: str | Path | Model | None = None,
     *,
-    data: str | Path | Sequence[str | Path] = (),
+    data: str | Path | Sequence[str | Path] | Data = (),
     eval_data: str | Path | Sequence[str | Path] = (),
     tokenizer: str | Path | None = None,
     task: Task | None = None,
     text_column: str = "text",
     label_column: str = "label",
     padding: Literal["length", "longest"] = "length",
+    train_on: Literal["answers", "all"] = "answers",
+    data_format: DataFormat | None = None,
+    packing: bool = True,
     steps: int | None = None,
     epochs: float | None = None,
     seq: Quantity | None = None,
     batch: Quantity | None = None,
     micro: Quantity | None = None,
     precision: str | None = None,
+    lora: int | None = None,
+    lora_alpha: float | None = None,
+    lora_on: str | None = None,
+    rslora: bool = False,
+    freeze: str | None = None,
+    base: str | None = None,
+    merge: bool = False,
     learning_rate: float | None = None,
     warmup: int | None = None,
     schedule: Schedule | None = None,
@@ -335,7 +347,8 @@ def train(
 ) -> RunRecord:
     """Train a model, measured beside what was predicted; the record is what the run's folder keeps.
 
-    `model` may be a plan's file too, and None is a small Llama that learns in about a minute. A callback is a
+    `model` may be a plan's file too, and None is a small Llama that learns in about a minute. `data` are files and
+    folders, or an object with `count`, `batch` and `evaluation` (`flopwise.train.own_data.Data`). A callback is a
     `flopwise.train.Callback`; a logger anything with `log(dict)`. Several devices need a process for each, which
     `flopwise train`, torchrun or srun start.
 
@@ -345,15 +358,21 @@ def train(
     """
     from flopwise.train.request import TrainRequest
 
+    # What has paths in it counts them too, but makes no batches.
+    own = cast("Data", data) if hasattr(data, "batch") and hasattr(data, "evaluation") else None
     with ExitStack() as until_done:
         request = TrainRequest(
             model=_model_file(model, until_done),
-            data=paths_of(data),
+            data=() if own is not None else paths_of(cast("str | Path | Sequence[str | Path]", data)),
+            own_data=own is not None,
             evaluation_data=paths_of(eval_data),
             tokenizer=_text(tokenizer),
             text_column=text_column,
             label_column=label_column,
             padding=padding,
+            train_on=train_on,
+            data_format=data_format,
+            packing=packing,
             task=task,
             steps=steps,
             epochs=epochs,
@@ -361,6 +380,13 @@ def train(
             batch_sequences=read_option(batch, "batch", parse_sequences),
             micro_batch_sequences=read_option(micro, "micro", parse_sequences),
             precision=precision,
+            lora=lora,
+            lora_alpha=lora_alpha,
+            lora_on=lora_on,
+            rslora=rslora,
+            freeze=freeze,
+            base=base,
+            merge=merge,
             learning_rate=learning_rate,
             warmup_steps=warmup,
             schedule=schedule,
@@ -395,7 +421,7 @@ def train(
         # torch comes with it.
         from flopwise.train import run
 
-        return run(request, callbacks=callbacks, loggers=loggers)
+        return run(request, own_data=own, callbacks=callbacks, loggers=loggers)
 
 
 def _model_file(model: str | Path | Model | None, until_done: ExitStack) -> str | None:

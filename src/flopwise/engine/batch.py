@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 NO_LABEL = -1
 """The label of a token that has no loss: padding, the last of a sequence, what was masked."""
+MOST_DOCUMENTS = 64
+"""Of a sequence: room for where they begin is taken in advance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,10 @@ class Batch:
     """(sequences, tokens): what each token should foretell, or NO_LABEL. For a classifier (sequences,): the class."""
     lengths: NDArray[np.int32] | None = None
     """(sequences,): tokens that are no padding; None: all are."""
+
+    documents: tuple[NDArray[np.int32], ...] | None = None
+    """Of each sequence, how long the documents are that lie behind each other in it: attention and positions know
+    nothing of the ones before. None: each sequence is one."""
 
     @property
     def sequences(self) -> int:
@@ -38,15 +44,17 @@ class Batch:
         return int((self.labels != NO_LABEL).sum())
 
     def lengths_counted(self) -> list[tuple[int, int]]:
-        """(tokens, sequences that have so many)."""
-        if self.lengths is None:
+        """(tokens, sequences or documents that have so many)."""
+        lengths = self.lengths if self.documents is None else np.concatenate(self.documents)
+        if lengths is None:
             return [(int(self.ids.shape[1]), self.sequences)]
-        return list(zip(*(each.tolist() for each in np.unique(self.lengths, return_counts=True)), strict=True))
+        return list(zip(*(each.tolist() for each in np.unique(lengths, return_counts=True)), strict=True))
 
     def part(self, first: int, last: int) -> Batch:
         """Some of the sequences."""
         lengths = None if self.lengths is None else self.lengths[first:last]
-        return Batch(self.ids[first:last], self.labels[first:last], lengths)
+        documents = None if self.documents is None else self.documents[first:last]
+        return Batch(self.ids[first:last], self.labels[first:last], lengths, documents)
 
     def micro_batches(self, sequences: int) -> Iterator[Batch]:
         """In pieces of at most so many sequences: 48 in elevens is four of 11 and one of 4."""

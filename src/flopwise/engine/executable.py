@@ -41,6 +41,23 @@ def check_trainable(model: Transformer) -> None:
         )
 
 
+def check_adapters(model: Transformer, formats: Formats | None) -> None:
+    """Refuse adapters of a network that PEFT would have other ones for."""
+    llama_like = model.positions == "rotary" and model.gated and model.causal and model.norm_place == "pre"
+    if model.adapters is not None and not llama_like:
+        raise FlopwiseError(
+            f"{model.name}: adapters of this network cannot be trained yet",
+            why="they are saved as PEFT has them for Llama, Mistral and Qwen, an adapter for each matrix",
+            hint="--freeze embedding,blocks.0-15, or a model of those families",
+        )
+    if model.adapters is not None and formats is not None and formats.matrix == "fp8":
+        raise FlopwiseError(
+            f"{model.name} cannot be trained in {formats.name} yet",
+            why="there are no kernels for products in fp8 beside adapters",
+            hint="--precision bf16",
+        )
+
+
 def check_formats(formats: Formats) -> None:
     """Refuse formats that nothing here computes in."""
     if "fp16" in (formats.compute, formats.weights, formats.gradients):

@@ -54,7 +54,10 @@ class Executor(Protocol):
         """Nothing was learned yet."""
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters by name, whole: to read, not to keep."""
+        """Trained parameters by name, whole: to read, not to keep."""
+
+    def frozen_weights(self) -> Mapping[str, Tensor]:
+        """Those that are not trained, each made when it is asked for: to read, not to keep."""
 
     def moments(self) -> Iterator[tuple[str, Moment, Tensor]]:
         """(parameter, which, numbers) of the optimizer's state, whole: to read, not to keep."""

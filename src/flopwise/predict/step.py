@@ -131,7 +131,7 @@ def _prediction(
     setup = choice.setup
     model, hardware, devices = setup.model, setup.hardware, setup.parallel.devices
     counts = _counts(model, setup.sequence_tokens, setup.attention, setup.recompute, convention)
-    n_params, n_active_params, model_flops, hardware_flops = counts
+    n_params, n_active_params, n_trained_params, model_flops, hardware_flops = counts
     model_flops, hardware_flops = setup.batch_sequences * model_flops, setup.batch_sequences * hardware_flops
     peak, capacity = peak_flops(hardware, setup.formats.matrix), capacity_bytes(setup)
     mfu = model_flops / (step_s * peak * devices)
@@ -150,6 +150,7 @@ def _prediction(
         optimizer=setup.optimizer,
         n_params=n_params,
         n_active_params=n_active_params,
+        n_trained_params=None if n_trained_params == n_params else n_trained_params,
         model_flops=model_flops,
         hardware_flops=hardware_flops,
         convention=convention,
@@ -179,11 +180,11 @@ def _prediction(
 @lru_cache(maxsize=1024)
 def _counts(
     model: Model, sequence_tokens: int, attention: AttentionKernel, policy: Recompute, convention: Convention
-) -> tuple[int, int, int, int]:
-    """Parameters, those of them that a token uses, and FLOPs of one sequence: the model's and the hardware's."""
+) -> tuple[int, int, int, int, int]:
+    """Parameters, those that a token uses, those that are trained, and FLOPs of one sequence: model's, hardware's."""
     work = describe(model, sequence_tokens, attention)
     flops = work.model_flops(convention), work.total_hardware_flops(convention, policy)
-    return work.parameters, work.active_parameters, *flops
+    return work.parameters, work.active_parameters, work.trained_parameters, *flops
 
 
 def _source_kind(hardware: Hardware, key: str) -> str:

@@ -82,6 +82,8 @@ class Prediction(Shown, Outcome):
     parallel: Parallel = field(default_factory=Parallel)
     n_params: int
     n_active_params: int
+    n_trained_params: int | None = None
+    """None: all of them."""
     step_s: float
     tokens_per_s: float
     mfu: float

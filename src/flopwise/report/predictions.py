@@ -106,6 +106,8 @@ def _heading(prediction: Prediction, title: str) -> Iterator[str]:
     parameters = f"{show_count(prediction.n_params)} parameters"
     if active != prediction.n_params:
         parameters += f", {show_count(active)} active"
+    if prediction.n_trained_params is not None:
+        parameters += f", {show_count(prediction.n_trained_params)} trained"
     yield (
         f"{prediction.model} · {prediction.devices:,} × {title} · sequence {prediction.sequence_tokens:,}"
         f" · {OPTIMIZER_TITLES[prediction.optimizer]} · {prediction.precision}"

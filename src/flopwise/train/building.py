@@ -24,6 +24,7 @@ from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.plan import Plan
 from flopwise.records.program import Program
 from flopwise.setup.training import Training
+from flopwise.work.parameters import is_of_adapter
 from flopwise.work.transformer import Transformer
 
 
@@ -60,6 +61,7 @@ def first_weights(
 ) -> tuple[str, ...]:
     """Draw every parameter, or take them from a folder; returns those that the folder did not have."""
     missing = {parameter.name for parameter in executor.parameters}
+    beside: set[str] = set()
     if folder is not None:
         tensors = FolderTensors(folder)
         if missing <= set(tensors):
@@ -69,14 +71,18 @@ def first_weights(
             executor.set_weights(tensors)
             missing = set()
         else:
-            loaded = from_huggingface(model, tensors, sequence_tokens)
-            _check_finite(tensors, loaded.tensors.items())
-            executor.set_weights(loaded.tensors)
-            missing = set(loaded.missing)
+
+            def take(name: str, values: Tensor) -> None:
+                _check_finite(tensors, [(name, values)])
+                executor.set_weights({name: values})
+
+            drawn_anew = set(from_huggingface(model, tensors, sequence_tokens, take).missing)
+            beside = {parameter.name for parameter in executor.parameters if is_of_adapter(parameter)}
+            missing = drawn_anew | beside
     drawn = (parameter for parameter in executor.parameters if parameter.name in missing)
     for parameter, values in all_initial_values(drawn, seed, model.layers):
         executor.set_weights({parameter.name: values})
-    return () if folder is None else tuple(sorted(missing))
+    return () if folder is None else tuple(sorted(name for name in missing if name not in beside))
 
 
 def _check_shapes(executor: Executor, tensors: Mapping[str, Tensor]) -> None:

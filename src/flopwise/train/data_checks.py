@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import is_plan, load_model, load_plan
+from flopwise.engine.data.examples import check_template, kind_of_source
 from flopwise.engine.data.records import check_columns
 from flopwise.engine.data.sources import check_beginnings, find_sources
 from flopwise.engine.data.tokenizer import load_tokenizer
@@ -22,16 +23,20 @@ def check_data(request: TrainRequest) -> None:
         return
     labelled = _is_labelled(request)
     columns = (request.text_column, request.label_column) if labelled else (request.text_column,)
+    kinds: dict[str, str] = {}
     for named in (request.data, request.evaluation_data):
-        sources, _ = find_sources(named, labelled=labelled)
+        sources, _ = find_sources(named, labelled=labelled, tokens=request.data_format is not None)
         check_beginnings(sources)
         for source in sources:
-            check_columns(source, columns)
+            kind = "text" if labelled else kind_of_source(source, request.text_column)
+            if kind == "text":
+                check_columns(source, columns)
+            kinds.setdefault(kind, str(source.path))
     weights = find_weights(request)
     check_weights(weights)
-    tokenizer = choose_tokenizer(request, weights)
-    if tokenizer is not None:
-        load_tokenizer(tokenizer, ANY_VOCABULARY)
+    tokenizer = load_tokenizer(choose_tokenizer(request, weights), ANY_VOCABULARY)
+    for kind, path in kinds.items():
+        check_template(kind, tokenizer, path)
 
 
 def _is_labelled(request: TrainRequest) -> bool:

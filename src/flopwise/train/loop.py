@@ -13,31 +13,23 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.base.files import to_json
 from flopwise.engine.batch import Batch
 from flopwise.engine.executor import MOMENTS, Executor
 from flopwise.engine.signals import Stop
 from flopwise.engine.weights import checkpoint
+from flopwise.engine.weights.adapter_files import Merged, from_peft, to_peft
 from flopwise.engine.weights.checkpoint import CheckpointState
 from flopwise.engine.weights.handed_on import config_to_save
 from flopwise.engine.weights.huggingface import from_huggingface, has_class, to_huggingface
 from flopwise.records.measurement import StepRecord
 from flopwise.setup.training import Training
 from flopwise.store.runs import StepLog
+from flopwise.train.own_data import Data
 from flopwise.work.transformer import Transformer
 
 EVALUATION = "eval_loss"
 """The figure of an evaluation that tells whether it went well."""
-
-
-class Data(Protocol):
-    """What the loop asks of data."""
-
-    @property
-    def count(self) -> int: ...
-
-    def batch(self, position: int, sequences: int) -> Batch: ...
-
-    def evaluation(self, sequences: int) -> Iterator[Batch]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,6 +257,8 @@ class Loop:
     def save(self, progress: Progress, evaluation: dict[str, float] | None = None) -> None:
         """A checkpoint of now. Every rank takes part, one writes; all end where its numbers are not finite."""
         weights = self.executor.weights()
+        if self.model.frozen is not None:
+            weights |= dict(self.executor.frozen_weights())
         optimizer = {f"{moment}/{name}": values for name, moment, values in self.executor.moments()}
         bad = self._write(progress, weights, optimizer, evaluation) if self.settings.writes else ()
         self._check_numbers(progress.step, bad)
@@ -273,6 +267,26 @@ class Loop:
         self.saved = checkpoint.path_of(self.settings.folder, progress.step)
         if self.settings.writes:
             self.on_checkpoint(self.saved)
+
+    def save_merged(self, target: Path) -> Path:
+        """The whole model with its adapters merged into it, as transformers reads it."""
+        weights = Merged(self.model, self.executor.weights(), self.executor.frozen_weights())
+        config = self._config(replace(self.model, adapters=None), str(next(iter(weights.values())).dtype))
+        assert config is not None  # adapters of other models are refused
+        texts = {name: text for name, text in self.settings.handed_on.items() if name != checkpoint.ADAPTER_CONFIG}
+        texts[checkpoint.CONFIG] = to_json(config).encode() + b"\n"
+        return checkpoint.save_model(target, weights=weights, texts=texts)
+
+    def _config(self, model: Transformer, dtype: str) -> dict[str, Any] | None:
+        template = self.settings.template
+        return config_to_save(
+            model,
+            template.sequence_tokens,
+            origin=self.settings.origin,
+            labels=tuple(template.data.get("labels", ())),
+            dtype=dtype.removeprefix("torch."),
+            end=self.settings.end_token,
+        )
 
     def _write(
         self,
@@ -290,15 +304,11 @@ class Loop:
             totals=dict(progress.totals),
             not_finite=(EVALUATION,) if _is_bad(evaluation) else (),
         )
-        config = config_to_save(
-            self.model,
-            template.sequence_tokens,
-            origin=self.settings.origin,
-            labels=tuple(template.data.get("labels", ())),
-            dtype=str(next(iter(weights.values())).dtype).removeprefix("torch."),
-            end=self.settings.end_token,
-        )
-        if config is not None:
+        config = self._config(self.model, str(next(iter(weights.values())).dtype))
+        if self.model.adapters is not None:
+            # A configuration beside adapters would pass for that of a whole model.
+            config, weights = None, to_peft(self.model, weights)
+        elif config is not None:
             weights = to_huggingface(self.model, weights)
         saved = checkpoint.save(
             self.settings.folder,
@@ -315,12 +325,16 @@ class Loop:
 def restore(executor: Executor, loaded: checkpoint.Loaded, model: Transformer) -> Progress:
     """Bring a checkpoint's numbers into an executor."""
     tokens = loaded.state.sequence_tokens
-    if not has_class(model):
+    if model.adapters is not None:
+        executor.set_weights(from_peft(model, loaded.weights))
+    elif not has_class(model):
         executor.set_weights(loaded.weights)
     else:
         executor.set_weights(from_huggingface(model, loaded.weights, tokens).tensors)
     for moment in MOMENTS:
         for parameter in executor.parameters:
+            if not parameter.trained:
+                continue
             name = f"{moment}/{parameter.name}"
             if name in loaded.optimizer:
                 executor.set_moment(parameter.name, moment, loaded.optimizer[name])

@@ -108,6 +108,8 @@ def choose_tokenizer(request: TrainRequest, weights: Path | None) -> str | None:
     trained_with = _tokenizer_of_checkpoint(folder)
     if trained_with is not None and (trained_with == BYTES or entry_kind(Path(trained_with)) != "nothing"):
         return trained_with
+    if request.own_data:
+        return None
     others = sorted(path.name for pattern in OTHER_TOKENIZERS for path in folder.glob(pattern))
     raise FlopwiseError(
         f"{folder} has weights and no tokenizer.json",

@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Any
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.units import show_bytes
 from flopwise.catalog.load import is_plan, load_model, load_plan, model_folder
-from flopwise.engine.data import DataRequest, open_classification_data, open_language_data
-from flopwise.engine.executable import check_formats, check_several, check_trainable
+from flopwise.engine.data import (
+    DataRequest,
+    ExampleData,
+    holds_examples,
+    open_classification_data,
+    open_example_data,
+    open_language_data,
+)
+from flopwise.engine.data.request import TokenNumbers
+from flopwise.engine.executable import check_adapters, check_formats, check_several, check_trainable
+from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import Here
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.outcome import Outcome
@@ -19,14 +28,16 @@ from flopwise.records.plan import MOST_PAIRS, Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
+from flopwise.setup.trained import check_base
 from flopwise.setup.training import Task, Training
 from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names
+from flopwise.train.own_data import Data, OwnData
 from flopwise.train.planning import FoundPlan, check_fits, expect_lengths, find_plan, given_plan, note_clipping
-from flopwise.train.request import TrainRequest
+from flopwise.train.request import TrainRequest, trained_words
 from flopwise.work.describe import describe
-from flopwise.work.formats import Formats, parse_formats
+from flopwise.work.formats import Formats, parse_formats, with_base
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.transformer import Dropout, Transformer
 
@@ -47,11 +58,19 @@ LANGUAGE_STEPS = 200
 MANY_EPOCHS = 10
 """More than these are told: they are rarely meant, and the data is learnt by heart."""
 
+TOKEN_FORMATS: dict[str, TokenNumbers] = {
+    "tokens-uint16": "uint16",
+    "tokens-uint32": "uint32",
+    "tokens-int32": "int32",
+}
+
 FIRST_RATE = 1e-3
 """Learning rate of a small model that begins from nothing; larger ones want less."""
 LARGE_RATE = 3e-4
 LARGE_PARAMETERS = 10**8
 FINE_TUNING_RATE = 5e-5
+ADAPTER_RATE = 2e-4
+"""Of adapters, as QLoRA's paper has it for models of 7 and 13 billion parameters."""
 FINE_TUNING_NORM = 1.0
 """What gradients are clipped to where a training begins from weights: what most fine-tuning has."""
 
@@ -72,7 +91,7 @@ class Prepared:
     plan: Plan | ClusterPlan
     expected: Outcome
     """What a step takes, as far as that is known."""
-    data: LanguageData | ClassificationData
+    data: LanguageData | ExampleData | ClassificationData | OwnData
     hardware: Hardware
     """What it is planned for."""
     place: str
@@ -132,6 +151,14 @@ def settle(
     task = request.task or ("classification" if model.head == "classifier" else "language")
     model = _with_dropout(_for_task(model, task), request.dropout)
     check_trainable(model)
+    precision = plan[0].precision if plan is not None else request.precision
+    check_adapters(model, parse_formats(precision) if precision else None)
+    check_base(model, request.base)
+    if request.merge and model.adapters is None:
+        raise FlopwiseError("--merge without --lora", why="there are no adapters to be merged", hint="--lora 16")
+    if request.base is not None:
+        formats = parse_formats(request.precision) if request.precision else usual_formats(hardware, model)
+        request = replace(request, precision=with_base(formats, request.base).name)
     if request.precision is not None:
         check_formats(parse_formats(request.precision))
     if ranks > 1:
@@ -159,22 +186,26 @@ def prepare(
     plan: tuple[Plan | ClusterPlan, Model] | None = None,
     training: Training | None = None,
     tell: Callable[[str, int, int], None] | None = None,
+    own: Data | None = None,
 ) -> Prepared:
     """Settle everything that was left open.
 
     `plan` and `training`: those of a run which is resumed. With another number of ranks than the plan is for it is made
-    anew for the same sequences, batch and formats.
+    anew for the same sequences, batch and formats. `own`: data that the caller brings.
     """
     here = _here(request.device)
     settled = settle(request, here, ranks=ranks, plan=plan)
     request, model, task, weights = settled.request, settled.model, settled.task, settled.weights
     hardware, sequence = settled.setup.hardware, settled.setup.sequence_tokens
     assert sequence is not None
-    data = _open_data(settled, sequence, tell)
-    if task == "classification":
+    data = OwnData(own, sequence) if own is not None else _open_data(settled, sequence, tell)
+    if task == "classification" and own is None:
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
     found = plan_of_run(settled, model, ranks)
+    if isinstance(data, ExampleData):
+        # Attention knows where examples begin in chunks of whole sequences on one device.
+        data.lay_out(packed=request.packing and isinstance(found[0], Plan) and found[0].chunks_per_sequence == 1)
     own_plan, expected = expect_lengths(found, model, hardware, getattr(data, "mean_tokens", None))
     batch = expected.batch_sequences or own_plan.batch_sequences
     steps = _steps(request, task, data.count, batch)
@@ -255,9 +286,10 @@ def _model(
         described: Model = plan[1]
     elif request.model is None:
         # Each rank measures this machine for itself, and all have to train the same.
-        return default_model(hardware, DEFAULT_WIDTHS if ranks == 1 else DEFAULT_WIDTHS[-1:]), weights
+        widths = DEFAULT_WIDTHS if ranks == 1 else DEFAULT_WIDTHS[-1:]
+        described = trained_words(request).of(default_model(hardware, widths))
     else:
-        described = load_model(request.model)
+        described = trained_words(request).of(load_model(request.model))
     if not isinstance(described, Transformer):
         raise FlopwiseError(
             f"{described.name} cannot be trained yet",
@@ -358,7 +390,7 @@ def _sequence_tokens(
 
 def _open_data(
     settled: Settled, sequence: int, tell: Callable[[str, int, int], None] | None
-) -> LanguageData | ClassificationData:
+) -> LanguageData | ExampleData | ClassificationData:
     request, model, task = settled.request, settled.model, settled.task
     wanted = DataRequest(
         sources=request.data,
@@ -369,11 +401,15 @@ def _open_data(
         text_column=request.text_column,
         label_column=request.label_column,
         padding=request.padding,
+        train_on=request.train_on,
+        tokens=TOKEN_FORMATS.get(request.data_format or ""),
         labels=label_names(settled.weights) if task == "classification" else (),
         evaluation=request.evaluation_data,
     )
     if task == "classification":
         return open_classification_data(wanted, tell=tell)
+    if holds_examples(wanted):
+        return open_example_data(wanted, tell=tell)
     return open_language_data(wanted, tell=tell)
 
 
@@ -460,7 +496,8 @@ def _training(
 ) -> Training:
     """The settings; what was left open is as small models and fine-tuning have it."""
     large = describe(model, sequence).parameters >= LARGE_PARAMETERS
-    rate = FINE_TUNING_RATE if from_weights else LARGE_RATE if large else FIRST_RATE
+    tuned = FINE_TUNING_RATE if model.adapters is None else ADAPTER_RATE
+    rate = tuned if from_weights else LARGE_RATE if large else FIRST_RATE
     chosen: dict[str, Any] = {
         "learning_rate": rate,
         "warmup_steps": min(100, steps // 10),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.records.measurement import RunRecord
+from flopwise.setup.trained import TrainedWords
 from flopwise.setup.training import Schedule, Task
 from flopwise.setup.written import WrittenBatch
 from flopwise.store.runs import RECORD
+
+DataFormat = Literal["tokens-uint16", "tokens-uint32", "tokens-int32"]
+DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +32,14 @@ class TrainRequest(WrittenBatch):
     text_column: str = "text"
     label_column: str = "label"
     padding: Literal["length", "longest"] = "length"
+    train_on: Literal["answers", "all"] = "answers"
+    """Of conversations and other rows with answers."""
+    own_data: bool = False
+    """An object of the caller's makes the batches; it is no part of a record, and is brought along again to resume."""
+    data_format: DataFormat | None = None
+    """The data are token identifiers; None: text, or rows."""
+    packing: bool = True
+    """Several examples share a sequence, where the plan can have it."""
     task: Task | None = None
     steps: int | None = None
     epochs: float | None = None
@@ -46,6 +58,17 @@ class TrainRequest(WrittenBatch):
     """0: no clipping; None: 1 for a training that begins from weights, as far as its plan allows."""
     stochastic_rounding: bool | None = None
     """None: where weights are kept in bf16 alone."""
+    lora: int | None = None
+    """Rank of adapters that are trained beside the model; None: the model itself is."""
+    lora_alpha: float | None = None
+    lora_on: str | None = None
+    rslora: bool = False
+    freeze: str | None = None
+    """Parts that are not trained."""
+    base: str | None = None
+    """Format of frozen weights; None: that of the activations beside adapters, else the trained ones'."""
+    merge: bool = False
+    """Write the whole model with its adapters merged into it, at the end."""
     seed: int = 0
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
@@ -80,6 +103,17 @@ class TrainRequest(WrittenBatch):
     store: str | None = None
     resume: str | None = None
     """A run's number or folder, or `last`: go on from its last checkpoint."""
+
+
+def trained_words(request: TrainRequest) -> TrainedWords:
+    """What of the model is trained."""
+    return TrainedWords(
+        lora=request.lora,
+        lora_alpha=request.lora_alpha,
+        lora_on=request.lora_on,
+        rslora=request.rslora,
+        freeze=request.freeze,
+    )
 
 
 def merge_resumed(record: RunRecord, request: TrainRequest) -> TrainRequest:

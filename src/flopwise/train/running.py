@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwise.base.errors import FlopwiseError, unknown_name
-from flopwise.base.files import plain, to_toml, write_whole
+from flopwise.base.files import plain, to_json, to_toml, write_whole
 from flopwise.base.units import AUTO
 from flopwise.catalog.load import model_table, plan_table
 from flopwise.engine.devices import device_facts
@@ -21,6 +21,7 @@ from flopwise.engine.executor import Executor
 from flopwise.engine.launch import Rank, rank_of
 from flopwise.engine.signals import Stop
 from flopwise.engine.weights import checkpoint
+from flopwise.engine.weights.adapter_files import adapter_config, base_name
 from flopwise.engine.weights.checkpoint import CheckpointState
 from flopwise.engine.weights.handed_on import files_to_hand_on
 from flopwise.plan.program.compile import compile_plan
@@ -51,6 +52,7 @@ from flopwise.train.events import Callback, LogFile, Logger, LoggerCallback, Sta
 from flopwise.train.loop import Loop, LoopSettings, Progress, restore
 from flopwise.train.measuring import commit, measure, metrics
 from flopwise.train.origin import begin_anew, read_config
+from flopwise.train.own_data import Data
 from flopwise.train.planning import products_not_in_fp8
 from flopwise.train.preparing import Prepared, prepare
 from flopwise.train.profiling import RunProfiler
@@ -59,22 +61,30 @@ from flopwise.train.resuming import Resumed, as_written, find_resumed
 from flopwise.work.describe import describe
 from flopwise.work.total_flos import total_flos
 
+MERGED = "merged"
+"""A run's folder for the model that its adapters were merged into."""
+
 
 def run(
     request: TrainRequest | None = None,
     *,
+    own_data: Data | None = None,
     callbacks: Sequence[Callback] = (),
     loggers: Sequence[Logger] = (),
     **asked: Any,  # noqa: ANN401 - the fields of TrainRequest, checked there
 ) -> RunRecord:
     """Train. Either a request, or its fields as keywords: `train.run(model="gpt2", steps=10)`.
 
+    `own_data` makes the batches itself; `data` may be such an object too.
+
     A callback is a `flopwise.train.Callback` with the methods overridden that it wants to hear of; a logger is anything
     with `log(dict)`, which is given every step's figures.
     """
     if request is not None and asked:
         raise FlopwiseError("both a request and keywords were given", hint="one of them")
-    wanted = request or _make_request(asked)
+    if isinstance(asked.get("data"), Data):
+        own_data = asked.pop("data")
+    wanted = replace(request or _make_request(asked), own_data=own_data is not None)
     listeners = _Listeners([*callbacks, *(LoggerCallback(logger) for logger in loggers)])
     rank = rank_of(os.environ)
     if wanted.devices > 1 and rank.world != wanted.devices:
@@ -86,7 +96,7 @@ def run(
     if rank.world > 1:
         group = rank_group(rank, _device_of(wanted))
     with group:
-        return _Run(wanted, rank, listeners).go()
+        return _Run(wanted, rank, listeners, own_data).go()
 
 
 def _device_of(request: TrainRequest) -> str:
@@ -145,13 +155,19 @@ class _Listeners(Callback):
 class _Run:
     """A training in its folder."""
 
-    def __init__(self, request: TrainRequest, rank: Rank, listeners: _Listeners) -> None:
-        self.rank, self.listeners = rank, listeners
+    def __init__(self, request: TrainRequest, rank: Rank, listeners: _Listeners, own: Data | None) -> None:
+        self.rank, self.listeners, self.own = rank, listeners, own
         self.writes = rank.rank == 0
         self.resumed = find_resumed(request, listeners.on_note) if request.resume else None
         self.request = request
         if self.resumed is not None:
             self.request = begin_anew(merge_resumed(self.resumed.record, request), self.resumed.checkpoint)
+            if self.request.own_data != (own is not None):
+                raise FlopwiseError(
+                    f"run {self.resumed.folder.name} was trained on "
+                    + ("data of the program that began it" if self.request.own_data else "files"),
+                    hint="fw.train(resume=…, data=…) with that object" if self.request.own_data else "leave data out",
+                )
 
     def go(self) -> RunRecord:
         """Prepare, train, and leave a record whatever happens."""
@@ -164,6 +180,7 @@ class _Run:
                 plan=self.resumed.plan if self.resumed else None,
                 training=self.resumed.record.training if self.resumed else None,
                 tell=self.listeners.on_progress,
+                own=self.own,
             )
             executor = self._executor(prepared)
             try:
@@ -217,6 +234,9 @@ class _Run:
                 self.listeners.on_note(f"drawn anew, since the weights have none: {', '.join(missing[:4])}")
             return Progress()
         loaded = self.resumed.loaded
+        if model.adapters is not None:
+            # What they lie beside is no part of a checkpoint.
+            first_weights(executor, model, prepared.training.seed, prepared.weights, tokens)
         template = self._template(prepared)
         checkpoint.check_matches(
             loaded.state,
@@ -367,6 +387,8 @@ class _Run:
                 ranks=self.rank.world,
                 slowed=profiler.traced if profiler else range(0),
             )
+            if self.request.merge and self.writes:
+                listeners.on_note(f"merged into {loop.save_merged(folder / MERGED)}")
             record = replace(record, reason=outcome.stopped_by, measurement=found, metrics=metrics(prepared, outcome))
         except BaseException as error:
             if profiler is not None:
@@ -437,8 +459,9 @@ class _Run:
             peak_flops=expected.peak_flops,
             predicted_step_s=expected.step_s,
             template=self._template(prepared),
-            origin=read_config(begun),
-            handed_on=files_to_hand_on(begun, tokenizer, prepared.training.task),
+            origin=read_config(begun if model.adapters is None else prepared.origin),
+            handed_on=files_to_hand_on(begun, tokenizer, prepared.training.task, own_data=self.own is not None)
+            | _adapter_config(prepared),
             end_token=prepared.data.end_token,
         )
 
@@ -454,6 +477,14 @@ class _Run:
             checks=prepared.checks,
             notes=(*prepared.notes, *([] if in_bf16 is None else [in_bf16])),
         )
+
+
+def _adapter_config(prepared: Prepared) -> dict[str, bytes]:
+    """What PEFT reads beside adapters, where there are some."""
+    if prepared.model.adapters is None:
+        return {}
+    table = adapter_config(prepared.model, base_name(prepared.weights, prepared.model))
+    return {checkpoint.ADAPTER_CONFIG: to_json(table).encode() + b"\n"}
 
 
 def _now() -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from flopwise.work.adapters import DOWN, UP
 from flopwise.work.describe import describe
 from flopwise.work.op import Attention, Gemm, Op, Streaming, Weight
 from flopwise.work.transformer import Transformer
@@ -75,6 +76,11 @@ def parameters_of(model: Transformer, sequence_tokens: int) -> tuple[Parameter, 
     for layer in range(model.layers):
         found += _list_parameters(inside, layer, frozen=layer in frozen)
     return (*found, *_list_parameters((*before, *behind) if model.tied else behind, "head"))
+
+
+def is_of_adapter(parameter: Parameter) -> bool:
+    """Whether it is one of an adapter's two matrices."""
+    return parameter.weight.module.endswith((f"_{DOWN}", f"_{UP}"))
 
 
 def op_groups(work: Work) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:

@@ -6,7 +6,17 @@ A file of tokens is kept for each set of data, under a name made of everything t
 from __future__ import annotations
 
 from flopwise.engine.data.classification import ClassificationData, open_classification_data
+from flopwise.engine.data.examples import ExampleData, holds_examples, open_example_data
 from flopwise.engine.data.language import LanguageData, open_language_data
 from flopwise.engine.data.request import DataRequest
 
-__all__ = ["ClassificationData", "DataRequest", "LanguageData", "open_classification_data", "open_language_data"]
+__all__ = [
+    "ClassificationData",
+    "DataRequest",
+    "ExampleData",
+    "LanguageData",
+    "holds_examples",
+    "open_classification_data",
+    "open_example_data",
+    "open_language_data",
+]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.data import embedded
@@ -17,7 +16,9 @@ from flopwise.engine.data.cache import Facts, Ingredients, TokenCache, Writer, o
 from flopwise.engine.data.records import Passage, TextRecord, passages, samples
 from flopwise.engine.data.request import DataRequest, Tell
 from flopwise.engine.data.sources import ReadingProgress, find_sources, survey
+from flopwise.engine.data.token_files import write_tokens
 from flopwise.engine.data.tokenizer import Tokenizer, token_type
+from flopwise.engine.data.used import Used
 
 GROUP_CHARACTERS = 4 * 2**20
 GROUP_TEXTS = 4096
@@ -35,24 +36,10 @@ class Opened:
     notes: tuple[str, ...]
 
 
-class Used:
-    """Which identifiers occur."""
-
-    def __init__(self, size: int) -> None:
-        self._seen = np.zeros(size, dtype=np.bool_)
-
-    def add(self, tokens: NDArray[Any]) -> None:
-        self._seen[tokens] = True
-
-    @property
-    def count(self) -> int:
-        return int(self._seen.sum())
-
-
 def open_text(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer, tell: Tell | None) -> Opened:
     """Documents one after the other, each with the end of a text behind it."""
     if named:
-        sources, notes = find_sources(named, labelled=False)
+        sources, notes = find_sources(named, labelled=False, tokens=request.tokens is not None)
     else:
         sources, notes = embedded.text_sources(), ()
     entries = survey(sources, tell)
@@ -60,10 +47,14 @@ def open_text(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer
 
     def build(writer: Writer) -> Facts:
         progress = ReadingProgress(tell, "tokenize", size)
+        if request.tokens is not None:
+            return write_tokens(writer, tokenizer, entries, request.tokens, progress)
         found = (passage for entry in entries for passage in passages(entry, request.text_column, progress))
         return _write_text(writer, tokenizer, found)
 
-    ingredients = _ingredients("language", request, tokenizer, [entry.ingredient() for entry in entries])
+    ingredients = ingredients_of("language", request, tokenizer, [entry.ingredient() for entry in entries])
+    if request.tokens is not None:
+        ingredients["tokens"] = request.tokens
     cache, damage = open_cache(request.cache_folder(), ingredients, build)
     return Opened(cache, named or (embedded.NAME,), len(entries), size, (*notes, *damage))
 
@@ -84,7 +75,7 @@ def open_samples(request: DataRequest, named: tuple[str, ...], tokenizer: Tokeni
         found = (sample for entry in entries for sample in samples(entry, *columns, progress))
         return _write_samples(writer, tokenizer, found, request.sequence_tokens)
 
-    ingredients = _ingredients("classification", request, tokenizer, [entry.ingredient() for entry in entries])
+    ingredients = ingredients_of("classification", request, tokenizer, [entry.ingredient() for entry in entries])
     cache, damage = open_cache(request.cache_folder(), ingredients, build)
     return Opened(cache, named, len(entries), size, (*notes, *damage))
 
@@ -102,14 +93,14 @@ def _open_embedded_samples(request: DataRequest, tokenizer: Tokenizer, tell: Tel
         return facts
 
     content = [{"name": "embedded", "bytes": size, "sha256": digest.hexdigest()}]
-    ingredients = _ingredients("classification", request, tokenizer, content)
+    ingredients = ingredients_of("classification", request, tokenizer, content)
     cache, notes = open_cache(request.cache_folder(), ingredients, build)
     files = len({sample.place.rpartition(":")[0] for sample in found})
     return Opened(cache, (embedded.NAME,), files, size, notes)
 
 
-def _ingredients(
-    kind: Literal["language", "classification"],
+def ingredients_of(
+    kind: Literal["language", "classification", "examples"],
     request: DataRequest,
     tokenizer: Tokenizer,
     content: list[dict[str, object]],

@@ -7,14 +7,25 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.engine.data.sources import PIECE_BYTES, DataSource, Entry, ReadingProgress, decode_text, pieces
+from flopwise.engine.data.sources import (
+    PIECE_BYTES,
+    DataSource,
+    Entry,
+    ReadingProgress,
+    decode_text,
+    open_source,
+    pieces,
+)
 
 LARGEST_FIELD = 2**31 - 1
 """Characters of a field of a CSV file; Python's own limit is that of a long page."""
+ROWS_AT_ONCE = 1024
+KNOWN_ROWS = "messages, conversations, prompt with completion, instruction with output, and input_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +50,9 @@ class TextRecord:
 def passages(entry: Entry, text_column: str, progress: ReadingProgress | None) -> Iterator[Passage]:
     """The documents of a file: a text file is one, every line or row of the others is. Blank ones are left out."""
     if entry.source.form != "text":
-        for line, (value,) in _records(entry, (text_column,), progress):
-            text = _text(value, text_column, entry.source.path, line)
+        for line, row in table_rows(entry.source, progress, entry):
+            check_row(entry.source.path, line, row, (text_column,))
+            text = _text(row[text_column], text_column, entry.source.path, line)
             if text.strip():
                 yield Passage(text, last=True)
         return
@@ -60,10 +72,13 @@ def samples(
 ) -> Iterator[TextRecord]:
     """The labelled texts of a file, blank ones too."""
     path = entry.source.path
-    for line, (text, label) in _records(entry, (text_column, label_column), progress):
-        yield TextRecord(
-            _text(text, text_column, path, line), _label(label, label_column, path, line), f"{entry.source.name}:{line}"
+    for line, row in table_rows(entry.source, progress, entry):
+        check_row(path, line, row, (text_column, label_column))
+        text, label = (
+            _text(row[text_column], text_column, path, line),
+            _label(row[label_column], label_column, path, line),
         )
+        yield TextRecord(text, label, f"{entry.source.name}:{line}")
 
 
 def _text(value: object, column: str, path: Path, line: int) -> str:
@@ -88,26 +103,103 @@ def _label(value: object, column: str, path: Path, line: int) -> str:
     )
 
 
-def _records(
-    entry: Entry, columns: tuple[str, ...], progress: ReadingProgress | None
-) -> Iterator[tuple[int, list[object]]]:
-    """The line number and the asked-for columns of every record."""
-    lines = pieces(entry, progress, whole_lines=True)
-    if entry.source.form == "jsonl":
-        return _json_records(entry.source.path, lines, columns)
-    return _csv_records(entry.source.path, lines, columns)
+def table_rows(
+    source: DataSource, progress: ReadingProgress | None, entry: Entry | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The line number and the columns of every record; without `entry` as far as the file's beginning tells."""
+    if source.form in ("parquet", "arrow"):
+        return _arrow_rows(source, progress, entry)
+    if entry is None:
+        with open_source(source.path) as stream:
+            content = stream.read(PIECE_BYTES)
+        whole = content if len(content) < PIECE_BYTES else content[: content.rfind(b"\n") + 1]
+        texts = iter([decode_text(source.path, whole, 0)])
+        if source.form == "json" and len(content) == PIECE_BYTES:
+            # What is cut cannot be read as one list.
+            return iter(())
+    else:
+        texts = pieces(entry, progress, whole_lines=True)
+    if source.form == "json":
+        return _json_list(source.path, "".join(texts))
+    return _json_objects(source.path, texts) if source.form == "jsonl" else _csv_rows(source.path, texts)
+
+
+def first_columns(source: DataSource) -> tuple[str, ...]:
+    """The columns of a table's first record, as far as its beginning tells."""
+    found = next(table_rows(source, None), None)
+    return tuple(found[1]) if found else ()
+
+
+def check_row(path: Path, line: int, row: dict[str, Any], columns: tuple[str, ...]) -> None:
+    """Refuse a record that lacks a column."""
+    if not all(column in row for column in columns):
+        raise _missing(path, line, columns, list(row))
 
 
 def check_columns(source: DataSource, columns: tuple[str, ...]) -> None:
     """Refuse a table whose first record lacks a column; as far as its beginning tells."""
-    if source.form == "text":
+    if source.form in ("text", "tokens"):
         return
-    with source.path.open("rb") as stream:
-        content = stream.read(PIECE_BYTES)
-    whole = content if len(content) < PIECE_BYTES else content[: content.rfind(b"\n") + 1]
-    texts = iter([decode_text(source.path, whole, 0)])
-    read = _json_records if source.form == "jsonl" else _csv_records
-    next(iter(read(source.path, texts, columns)), None)
+    found = next(table_rows(source, None), None)
+    if found is not None:
+        check_row(source.path, *found, columns)
+
+
+def _arrow_rows(
+    source: DataSource, progress: ReadingProgress | None, entry: Entry | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of Parquet files and of Arrow's, which Hugging Face datasets are saved in."""
+    import pyarrow  # type: ignore[import-not-found, unused-ignore]
+    from pyarrow import ipc, parquet
+
+    try:
+        if source.form == "parquet":
+            batches = parquet.ParquetFile(source.path).iter_batches(batch_size=ROWS_AT_ONCE)
+        else:
+            with pyarrow.OSFile(str(source.path)) as opened:
+                head = opened.read(6)
+            mapped = pyarrow.memory_map(str(source.path))
+            reader = ipc.open_file(mapped) if head == b"ARROW1" else ipc.open_stream(mapped)
+            batches = (
+                (reader.get_batch(number) for number in range(reader.num_record_batches))
+                if head == b"ARROW1"
+                else reader
+            )
+        number = 0
+        for batch in batches:
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise FlopwiseError(
+            f"{source.path} cannot be read", why=str(error)[:200], hint="fetch the file again; it may be cut short"
+        ) from None
+    if progress is not None and entry is not None:
+        progress.add(entry.size_bytes)
+
+
+def _json_list(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a list; or those of lines, which many a .json holds."""
+    try:
+        found = msgspec.json.decode(text)
+    except (ValueError, RecursionError):
+        yield from _json_objects(path, iter([text]))
+        return
+    if isinstance(found, dict):
+        # A file of lines that has one.
+        found = [found]
+    if not isinstance(found, list):
+        raise FlopwiseError(
+            f"{path} holds no rows",
+            why=f"it is {shown(found)}, and not a list of objects",
+            hint='a list of objects, or a .jsonl with an object on every line: {"text": "…"}',
+        )
+    for number, row in enumerate(found, 1):
+        if not isinstance(row, dict):
+            raise FlopwiseError(
+                f"{path}, row {number} is not an object", why=f"it is {shown(row)}", hint='[{"text": "…"}, …]'
+            )
+        yield number, row
 
 
 def _missing(path: Path, line: int, columns: tuple[str, ...], there: list[str]) -> FlopwiseError:
@@ -116,11 +208,12 @@ def _missing(path: Path, line: int, columns: tuple[str, ...], there: list[str]) 
     return FlopwiseError(
         f"{path}, line {line}: there is no column {shown(wanted)}",
         why=f"there are: {listed}" if there else "there is none at all",
-        hint="name the columns of the text and of the label as the file does",
+        hint="name the columns of the text and of the label as the file does"
+        + (f"; read without a name are {KNOWN_ROWS}" if wanted == "text" else ""),
     )
 
 
-def _json_records(path: Path, texts: Iterator[str], columns: tuple[str, ...]) -> Iterator[tuple[int, list[object]]]:
+def _json_objects(path: Path, texts: Iterator[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     number = 0
     for text in texts:
         # A piece ends with its last line's end, behind which there is no further line.
@@ -142,16 +235,13 @@ def _json_records(path: Path, texts: Iterator[str], columns: tuple[str, ...]) ->
                     why=f"it is {shown(record)}",
                     hint='every line is one object: {"text": "…"}',
                 )
-            if not all(column in record for column in columns):
-                raise _missing(path, number, columns, list(record))
-            yield number, [record[column] for column in columns]
+            yield number, record
 
 
-def _csv_records(path: Path, texts: Iterator[str], columns: tuple[str, ...]) -> Iterator[tuple[int, list[object]]]:
+def _csv_rows(path: Path, texts: Iterator[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     lines = (line for text in texts for line in io.StringIO(text, newline=""))
     reader = csv.reader(lines, strict=True)
     header: list[str] | None = None
-    places: list[int] = []
     first = 1
     limit = csv.field_size_limit(LARGEST_FIELD)
     try:
@@ -161,9 +251,6 @@ def _csv_records(path: Path, texts: Iterator[str], columns: tuple[str, ...]) -> 
                 continue
             if header is None:
                 header = [name.strip() for name in row]
-                if not all(column in header for column in columns):
-                    raise _missing(path, line, columns, header)
-                places = [header.index(column) for column in columns]
             elif len(row) != len(header):
                 raise FlopwiseError(
                     f"{path}, line {line} has {len(row):,} fields",
@@ -171,7 +258,7 @@ def _csv_records(path: Path, texts: Iterator[str], columns: tuple[str, ...]) -> 
                     hint="put a text that holds a comma or the end of a line in double quotes",
                 )
             else:
-                yield line, [row[place] for place in places]
+                yield line, dict(zip(header, row, strict=True))
     except csv.Error as error:
         raise FlopwiseError(
             f"{path}, line {first} is not valid CSV",

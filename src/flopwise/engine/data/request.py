@@ -13,6 +13,10 @@ from flopwise.base.errors import FlopwiseError, shown, unknown_name
 Padding = Literal["length", "longest"]
 PADDINGS: tuple[Padding, ...] = get_args(Padding)
 
+TrainOn = Literal["answers", "all"]
+TokenNumbers = Literal["uint16", "uint32", "int32"]
+"""How files of token identifiers hold them."""
+
 Tell = Callable[[str, int, int], None]
 """Is told what is being done (`read`, `tokenize`), how many bytes of it are, and of how many."""
 
@@ -35,6 +39,10 @@ class DataRequest:
     label_column: str = "label"
     padding: Padding = "length"
     """Of a classifier's samples: to `sequence_tokens`, or to the longest of a batch."""
+    train_on: TrainOn = "answers"
+    """Of conversations and other rows with answers: what is learned."""
+    tokens: TokenNumbers | None = None
+    """The sources hold token identifiers; None: text, or rows."""
     labels: tuple[str, ...] = ()
     """Names of a classifier's classes in the order that its weights have them; none: those of the data, sorted."""
     evaluation: tuple[str, ...] = ()

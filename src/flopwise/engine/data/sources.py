@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal, cast
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.files import LONGEST_PATH, entry_kind
 from flopwise.base.units import show_bytes
 from flopwise.engine.data.request import Tell
 
-Form = Literal["text", "jsonl", "csv"]
-FORMS: dict[str, Form] = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".csv": "csv"}
+Form = Literal["text", "jsonl", "csv", "json", "parquet", "arrow", "tokens"]
+FORMS: dict[str, Form] = {
+    **{".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"},
+    **{".parquet": "parquet", ".arrow": "arrow"},
+}
 """What is read out of a folder. A file that is named itself is text whatever else it is called."""
+NAMED_FORMS: dict[str, Form] = {**FORMS, ".json": "json"}
+"""The same of a file that is named itself: in folders .json files mostly say something of the others."""
+COMPRESSED = (".gz", ".zst")
 
-OTHER_TABLES = (".json", ".ndjson", ".tsv")
+OTHER_TABLES = (".tsv",)
 """Text that was perhaps meant as something else."""
 
 PIECE_BYTES = 2**20
@@ -90,10 +99,12 @@ class ReadingProgress:
             self.tell(self.what, self.done, self.of)
 
 
-def find_sources(named: Iterable[str], *, labelled: bool) -> tuple[tuple[DataSource, ...], tuple[str, ...]]:
+def find_sources(
+    named: Iterable[str], *, labelled: bool, tokens: bool = False
+) -> tuple[tuple[DataSource, ...], tuple[str, ...]]:
     """The files that names stand for, in the order they are read, and notes on what was left out.
 
-    `labelled`: only what has columns will do.
+    `labelled`: only what has columns will do. `tokens`: files hold token identifiers, whatever they are called.
     """
     found: list[DataSource] = []
     notes: list[str] = []
@@ -116,6 +127,8 @@ def find_sources(named: Iterable[str], *, labelled: bool) -> tuple[tuple[DataSou
                 why="it is a device or a pipe, or a folder above it may not be looked into",
                 hint="name a file or a folder that can be read",
             )
+    if tokens:
+        found = [replace(source, form="tokens") for source in found]
     paths = [source.path.resolve() for source in found]
     if len(set(paths)) < len(paths):
         notes.append(f"{len(paths) - len(set(paths)):,} of {len(paths):,} files are read more than once")
@@ -123,14 +136,37 @@ def find_sources(named: Iterable[str], *, labelled: bool) -> tuple[tuple[DataSou
 
 
 def _named_file(path: Path, *, labelled: bool) -> DataSource:
-    form = FORMS.get(path.suffix.lower(), "text")
+    form = NAMED_FORMS.get(ending_of(path), "text")
     if labelled and form == "text":
         raise FlopwiseError(
             f"{path} has no labels",
-            why="text with labels is read from .jsonl and .csv files",
+            why="text with labels is read from .jsonl, .csv and .parquet files",
             hint='a .csv with the header text,label, or a .jsonl of {"text": …, "label": …}',
         )
     return DataSource(path, _printable(path.name), form)
+
+
+def ending_of(path: Path) -> str:
+    """What a file's name ends in, that of a compressed one without what it is compressed by."""
+    name = path.name.lower()
+    for compressed in COMPRESSED:
+        name = name.removesuffix(compressed)
+    return Path(name).suffix
+
+
+def open_source(path: Path) -> BinaryIO:
+    """A file's content, decompressed."""
+    if path.suffix.lower() == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    if path.suffix.lower() == ".zst":
+        try:
+            import zstandard  # type: ignore[import-not-found, unused-ignore]
+        except ImportError:
+            raise FlopwiseError(
+                f"{path} cannot be read", why="the package zstandard is not installed", hint="pip install zstandard"
+            ) from None
+        return cast(BinaryIO, zstandard.open(path, "rb"))
+    return path.open("rb")
 
 
 def _shown_path(name: str) -> str:
@@ -158,7 +194,7 @@ def _beneath(folder: Path, *, labelled: bool) -> tuple[list[DataSource], list[st
             path = Path(above, name)
             if name.startswith(".") or entry_kind(path) != "file":
                 continue
-            if path.suffix.lower() not in endings:
+            if ending_of(path) not in endings:
                 others[path.suffix.lower() or "no ending"] += path.lstat().st_size
             elif _leads_out(path, root):
                 outside += 1
@@ -192,7 +228,7 @@ def _beneath(folder: Path, *, labelled: bool) -> tuple[list[DataSource], list[st
         notes.append(f"{folder}: {told}")
     relative = {path.relative_to(root).as_posix(): path for path in files}
     return [
-        DataSource(relative[name], _printable(name), FORMS[relative[name].suffix.lower()]) for name in sorted(relative)
+        DataSource(relative[name], _printable(name), FORMS[ending_of(relative[name])]) for name in sorted(relative)
     ], notes
 
 
@@ -220,7 +256,7 @@ def survey(sources: Iterable[DataSource], tell: Tell | None) -> tuple[Entry, ...
                     progress.add(len(block))
             entries.append(Entry(source, size, digest.hexdigest()))
     except OSError as error:
-        raise _unreadable(error) from None
+        raise unreadable(error) from None
     if not any(entry.size_bytes for entry in entries):
         raise _empty(sources)
     return tuple(entries)
@@ -232,11 +268,14 @@ def check_beginnings(sources: Iterable[DataSource]) -> None:
     empty = True
     for source in sources:
         try:
-            with source.path.open("rb") as stream:
+            with open_source(source.path) as stream:
                 content = bytearray(stream.read(BEGINNING_BYTES))
-        except OSError as error:
-            raise _unreadable(error) from None
-        if content:
+        except (OSError, EOFError) as error:
+            raise unreadable(error, source.path) from None
+        if content and source.form in BINARY_FORMS:
+            empty = False
+            check_binary(source)
+        elif content:
             empty = False
             # The last character may be cut.
             whole = len(content) < BEGINNING_BYTES
@@ -250,9 +289,34 @@ def _empty(sources: tuple[DataSource, ...]) -> FlopwiseError:
     return FlopwiseError(f"the data is empty: {names}", hint="name files with text in them")
 
 
-def _unreadable(error: OSError) -> FlopwiseError:
+BINARY_FORMS = {"parquet": b"PAR1", "arrow": None, "tokens": None}
+"""Forms that are no text, with what a file of each begins with where that is always the same."""
+
+
+def check_binary(source: DataSource) -> None:
+    """Refuse a table of another kind than its name says, and one that nothing is installed to read."""
+    if source.form == "tokens":
+        return
+    start = BINARY_FORMS[source.form]
+    with source.path.open("rb") as stream:
+        if start is not None and stream.read(len(start)) != start:
+            raise FlopwiseError(
+                f"{source.path} is no Parquet file", why="it does not begin as one does", hint="fetch the file again"
+            )
+    if find_spec("pyarrow") is None:
+        raise FlopwiseError(
+            f"{source.path} cannot be read",
+            why=f"{source.form} files are read by the package pyarrow, which is not installed",
+            hint="pip install pyarrow, or write its rows as .jsonl",
+        )
+
+
+def unreadable(error: OSError | EOFError, path: Path | None = None) -> FlopwiseError:
+    named, why = getattr(error, "filename", None), getattr(error, "strerror", None)
     return FlopwiseError(
-        f"{error.filename or 'a file'} cannot be read", why=error.strerror, hint="check its permissions and its disk"
+        f"{named or path or 'a file'} cannot be read",
+        why=why or str(error),
+        hint="check its permissions and its disk" if why else "fetch the file again; it may be cut short",
     )
 
 
@@ -263,14 +327,16 @@ def pieces(entry: Entry, progress: ReadingProgress | None, *, whole_lines: bool 
     """
     path = entry.source.path
     digest = hashlib.sha256()
+    compressed = path.suffix.lower() in COMPRESSED
     first = 0
     held = bytearray()
     try:
-        with path.open("rb") as stream:
+        with open_source(path) as stream:
             while block := stream.read(PIECE_BYTES):
-                digest.update(block)
-                if progress is not None:
-                    progress.add(len(block))
+                if not compressed:
+                    digest.update(block)
+                    if progress is not None:
+                        progress.add(len(block))
                 held += block
                 if len(block) < PIECE_BYTES:
                     continue
@@ -281,14 +347,23 @@ def pieces(entry: Entry, progress: ReadingProgress | None, *, whole_lines: bool 
                     yield decode_text(path, bytes(held[:cut]), first)
                     first += cut
                     del held[:cut]
-    except OSError as error:
-        raise _unreadable(error) from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise unreadable(error if not isinstance(error, zlib.error) else EOFError(str(error)), path) from None
+    if compressed:
+        digest = _digest_of(path)
+        if progress is not None:
+            progress.add(entry.size_bytes)
     if digest.hexdigest() != entry.sha256:
         raise FlopwiseError(
             f"{path} changed while it was read", why="its tokens would not be those of any one file", hint="try again"
         )
     if held:
         yield decode_text(path, bytes(held), first)
+
+
+def _digest_of(path: Path) -> hashlib._Hash:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256")
 
 
 def _last_character(content: bytearray) -> int:

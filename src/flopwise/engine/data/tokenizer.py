@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.files import read_bounded
 from flopwise.catalog.hub import find_snapshot, is_hub_name
+from flopwise.engine.data.chat import ChatTemplate
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -46,6 +47,9 @@ class Tokenizer(Protocol):
     """Stands behind every document."""
     pad: int
 
+    template: ChatTemplate | None
+    """How conversations are written; None: it has none."""
+
     def ingredients(self) -> dict[str, Any]:
         """Whatever decides which identifiers come out: part of a cache's key."""
 
@@ -54,6 +58,9 @@ class Tokenizer(Protocol):
 
     def samples(self, texts: Sequence[str], most: int) -> list[Tokens]:
         """Texts as a classifier sees them: with the tokens that mark a sample, at most so many in all."""
+
+    def placed(self, texts: Sequence[str]) -> list[tuple[Tokens, NDArray[np.int64]]]:
+        """Texts in full with the characters of each token, the first and the one behind the last."""
 
 
 def token_type(size: int) -> type[np.uint16] | type[np.uint32]:
@@ -92,6 +99,7 @@ class ByteTokenizer:
     begin: tuple[int, ...] = ()
     end: int | None = 256
     pad = 0
+    template: ChatTemplate | None = None
 
     def ingredients(self) -> dict[str, Any]:
         return {"kind": "bytes", "end": self.end, "class": self.end, "pad": self.pad}
@@ -102,6 +110,9 @@ class ByteTokenizer:
     def samples(self, texts: Sequence[str], most: int) -> list[Tokens]:
         front = np.array([self.end], dtype=np.uint16)
         return [np.concatenate([front, tokens[: most - 1]]) for tokens in self.documents(texts)]
+
+    def placed(self, texts: Sequence[str]) -> list[tuple[Tokens, NDArray[np.int64]]]:
+        raise AssertionError(f"{len(texts)} conversations, and bytes have no template")
 
 
 class FileTokenizer:
@@ -117,6 +128,7 @@ class FileTokenizer:
                 hint="pip install 'flopwise[train]', or leave the tokenizer out to train on bytes",
             ) from None
         self.path = path
+        self._placing: tokenizers.Tokenizer | None = None
         content = _content(self.path)
         with _in_words(f"{self.path} is not a tokenizer", "name the model's tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
@@ -134,6 +146,7 @@ class FileTokenizer:
             (known[name] for name in (_token(self.config.get("pad_token")), *PAD_NAMES) if name in known), 0
         )
         self.begin = self._find_begin()
+        self.template = self._find_template()
         self._sha256 = hashlib.sha256(content).hexdigest()
         self._library = tokenizers.__version__
 
@@ -143,6 +156,19 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         if getattr(self._tokenizer.model, "dropout", None):
             self._tokenizer.model.dropout = None  # type: ignore[attr-defined, unused-ignore]
+
+    def _find_template(self) -> ChatTemplate | None:
+        """The template beside the tokenizer, in a file of its own or in its configuration."""
+        source = _read_template(self.path.parent) or self.config.get("chat_template")
+        if isinstance(source, list):
+            # Several by name: the default one is for conversations without tools.
+            named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+            source = named.get("default")
+        if not isinstance(source, str):
+            return None
+        special = {key: _token(self.config[key]) for key in self.config if key.endswith("_token")}
+        self._template_sha256 = hashlib.sha256(source.encode()).hexdigest()
+        return ChatTemplate(source, {key: name for key, name in special.items() if name}, str(self.path))
 
     def _find_begin(self) -> tuple[int, ...]:
         """What it puts before a text by itself, as Llama 3 and Gemma do."""
@@ -158,6 +184,7 @@ class FileTokenizer:
             "sha256": self._sha256,
             "library": self._library,
             "begin": self.begin,
+            "template": self._template_sha256 if self.template is not None else None,
             "end": self.end,
             "pad": self.pad,
         }
@@ -178,6 +205,21 @@ class FileTokenizer:
             )
         self._tokenizer.enable_truncation(most, direction="right")
         return self._encode(texts, special=True)
+
+    def placed(self, texts: Sequence[str]) -> list[tuple[Tokens, NDArray[np.int64]]]:
+        import tokenizers
+
+        if self._placing is None:
+            # Without its post-processor, which may leave spaces out of the characters of a token.
+            self._placing = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+            self._placing.no_truncation()
+            self._placing.post_processor = None  # type: ignore[assignment, unused-ignore]
+        with _in_words(f"{self.path} cannot tokenize the text", "name the model's tokenizer.json"):
+            found: list[Encoding] = self._placing.encode_batch(list(texts), add_special_tokens=False)
+        kind = token_type(self.size)
+        return [
+            (np.array(each.ids, dtype=kind), np.array(each.offsets, dtype=np.int64).reshape(-1, 2)) for each in found
+        ]
 
     def _encode(self, texts: Sequence[str], *, special: bool) -> list[Tokens]:
         hint = "a tokenizer needs a token for what it does not know, such as [UNK]"
@@ -202,6 +244,17 @@ def _config_beside(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return table if isinstance(table, dict) else {}
+
+
+def _read_template(folder: Path) -> str | None:
+    """What files of their own hold as a chat template."""
+    for name in ("chat_template.jinja", "chat_template.json"):
+        try:
+            content = read_bounded(folder / name, MOST_FILE_BYTES).decode("utf-8")
+            return content if name.endswith(".jinja") else msgspec.json.decode(content)["chat_template"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
 
 
 def _token(written: object) -> str:

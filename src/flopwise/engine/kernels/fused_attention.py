@@ -59,12 +59,20 @@ def _bounds(
     else:
         first = sequence * queries
         first_key = sequence * keys
-        count = queries
-        key_count = keys
-        seen = keys
+        # Not as they came: a number that is 1 is no tensor.
+        count = sequence * 0 + queries
+        key_count = sequence * 0 + keys
+        seen = key_count
         if padded:
-            seen = tl.minimum(keys, tl.load(lengths + sequence))
+            seen = tl.minimum(seen, tl.load(lengths + sequence))
     return first.to(tl.int64), first_key.to(tl.int64), count, key_count, seen
+
+
+@kernel()
+def _place_of(tiles: tl.tensor, heads: tl.tensor) -> tl.tensor:
+    """A program's tile, head and sequence. In one row: a grid has room for 65,535 sequences elsewhere."""
+    number = tl.program_id(0)
+    return number % tiles, number // tiles % heads, number // tiles // heads
 
 
 @kernel()
@@ -81,7 +89,7 @@ def _visible(
 
 
 @kernel()
-def _forward_kernel(
+def _attention_forward_kernel(
     query: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,
@@ -118,9 +126,9 @@ def _forward_kernel(
     tile_channels: tl.constexpr,
 ) -> None:
     """A tile of a head's queries a program."""
-    head, sequence = tl.program_id(1), tl.program_id(2)
+    tile, head, sequence = _place_of(tl.cdiv(queries, tile_queries), heads)
     first, first_key, count, key_count, seen = _bounds(starts, lengths, sequence, queries, keys, packed, padded)
-    begin = tl.program_id(0) * tile_queries
+    begin = tile * tile_queries
     row = begin + tl.arange(0, tile_queries)
     there = row < count
     channel = tl.arange(0, tile_channels)
@@ -180,7 +188,7 @@ def _sums_of(sums: tl.tensor, place: tl.tensor, there: tl.tensor) -> tl.tensor:
 
 
 @kernel()
-def _query_gradients_kernel(
+def _attention_query_gradients_kernel(
     gradient: tl.tensor,
     query: tl.tensor,
     key: tl.tensor,
@@ -223,9 +231,9 @@ def _query_gradients_kernel(
     tile_channels: tl.constexpr,
 ) -> None:
     """A tile of a head's queries a program."""
-    head, sequence = tl.program_id(1), tl.program_id(2)
+    tile, head, sequence = _place_of(tl.cdiv(queries, tile_queries), heads)
     first, first_key, count, key_count, seen = _bounds(starts, lengths, sequence, queries, keys, packed, padded)
-    begin = tl.program_id(0) * tile_queries
+    begin = tile * tile_queries
     row = begin + tl.arange(0, tile_queries)
     there = row < count
     channel = tl.arange(0, tile_channels)
@@ -277,7 +285,7 @@ def _store_or_add(target: tl.tensor, values: tl.tensor, inside: tl.tensor, adds:
 
 
 @kernel()
-def _key_gradients_kernel(
+def _attention_key_gradients_kernel(
     gradient: tl.tensor,
     query: tl.tensor,
     key: tl.tensor,
@@ -324,9 +332,9 @@ def _key_gradients_kernel(
     tile_channels: tl.constexpr,
 ) -> None:
     """A tile of a key and value head's keys a program, with the query heads that share it one after another."""
-    own, sequence = tl.program_id(1), tl.program_id(2)
+    tile, own, sequence = _place_of(tl.cdiv(keys, tile_keys), heads // group)
     first, first_key, count, key_count, seen = _bounds(starts, lengths, sequence, queries, keys, packed, padded)
-    start = tl.program_id(0) * tile_keys
+    start = tile * tile_keys
     column = start + tl.arange(0, tile_keys)
     channel = tl.arange(0, tile_channels)
     across = channel < channels
@@ -419,7 +427,7 @@ def _forward(
 ) -> None:
     query = rows[0]
     assert sums.stride(-1) == 1
-    _forward_kernel[(triton.cdiv(layout.queries, _QUERIES), mask.heads, layout.sequences)](
+    _attention_forward_kernel[(triton.cdiv(layout.queries, _QUERIES) * mask.heads * layout.sequences,)](
         *(*rows, sums),
         *_asked(query, mask, drop, layout),
         *(side for each in rows for side in each.stride()[:2]),
@@ -496,10 +504,10 @@ def _backward(
     assert sums.stride(-1) == 1
     asked, chosen = _asked(read[1], mask, drop, layout), _chosen(mask, drop, layout)
     sides = (*(side for each in read for side in each.stride()[:2]), sums_sequence, sums.stride(-2))
-    _query_gradients_kernel[(triton.cdiv(layout.queries, _QUERIES), mask.heads, layout.sequences)](
+    _attention_query_gradients_kernel[(triton.cdiv(layout.queries, _QUERIES) * mask.heads * layout.sequences,)](
         *(*read, sums, of_query, *asked, *sides, *of_query.stride()[:2]), **chosen
     )
-    _key_gradients_kernel[(triton.cdiv(layout.keys, _KEYS), mask.kv_heads, layout.sequences)](
+    _attention_key_gradients_kernel[(triton.cdiv(layout.keys, _KEYS) * mask.kv_heads * layout.sequences,)](
         *(*read, sums, of_key, of_value, *asked, *sides, *of_key.stride()[:2], *of_value.stride()[:2]),
         adds=adds,
         **chosen,

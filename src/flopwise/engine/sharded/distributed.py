@@ -174,6 +174,10 @@ class DistributedExecutor:
         return found
 
     @torch.no_grad()
+    def frozen_weights(self) -> Mapping[str, Tensor]:
+        """Everything is trained here."""
+        return {}
+
     def moments(self) -> Iterator[tuple[str, Moment, Tensor]]:
         """(parameter, which, numbers) of the optimizer's state, whole, on rank 0's host: to read, not to keep.
 

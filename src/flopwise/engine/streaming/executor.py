@@ -42,6 +42,25 @@ MOST_CAPTURED = 64
 """Shapes of steps that are captured; further ones are played task by task."""
 
 
+class FrozenWeights(Mapping[str, Tensor]):
+    """Tensors by name; what is quantised is dequantised whenever it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Stored], compute: torch.dtype) -> None:
+        self._tensors, self._compute = tensors, compute
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        if isinstance(tensor, Quantised):
+            return tensor.dequantise(out=tensor.codes.new_empty(tensor.shape, dtype=self._compute))
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 class StreamingExecutor:
     """Weights, their optimizer state and the program that trains them, in memory that is taken once."""
 
@@ -121,14 +140,10 @@ class StreamingExecutor:
                 found[parameter.name] = tensor
         return found
 
-    def frozen_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that are not trained, one after another; what is quantised is dequantised on the way."""
-        for parameter in self.parameters:
-            tensor = self._weight(parameter)
-            if not parameter.trained:
-                if isinstance(tensor, Quantised):
-                    tensor = tensor.dequantise(out=tensor.codes.new_empty(tensor.shape, dtype=self.player.compute))
-                yield parameter.name, tensor
+    def frozen_weights(self) -> FrozenWeights:
+        """Those that are not trained."""
+        tensors = {each.name: self._weight(each) for each in self.parameters if not each.trained}
+        return FrozenWeights(tensors, self.player.compute)
 
     def _weight(self, parameter: Parameter) -> Stored:
         index = self._holders(Value("weights", parameter.part))[0]

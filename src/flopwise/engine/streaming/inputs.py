@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.engine.batch import NO_LABEL, Batch
+from flopwise.engine.batch import MOST_DOCUMENTS, NO_LABEL, Batch
 from flopwise.engine.streaming.block import Chunk
 from flopwise.records.plan import Plan
 
@@ -27,6 +27,8 @@ IDS, LABELS, POSITIONS, TOKENS = range(4)
 SHAPES = 16
 """Sizes that packed chunks of a GPU come in."""
 LEAST_GRANULE = 64
+PLACES = 32
+"""Beginnings of packed sequences are looked at in multiples of so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class RoundLayout:
     """Of each chunk, where sequences are packed; None: they are even."""
     padded: bool = False
     """Whether even sequences have padding that attention must not see."""
+    places: tuple[int, ...] = ()
+    """Of each chunk, how many beginnings and ends are looked at where sequences hold several documents; else all."""
 
 
 class Inputs:
@@ -70,7 +74,8 @@ class Inputs:
         self.granule = by_device if granule is None else granule
         # Where each sequence of a chunk begins, then those that fill it up, none longer than others may be, and an end.
         alone = plan.chunks_per_round == plan.rounds_per_step == 1
-        places = self.each + (-(-(self.granule - 1) // plan.sequence_tokens) if alone else self.each) + 1
+        fillers = -(-(self.granule - 1) // plan.sequence_tokens) if alone else self.each
+        places = self.each * MOST_DOCUMENTS + fillers + 1
         self._starts = torch.zeros((plan.chunks_per_round, places), dtype=torch.int32, device=buffer.device)
         self._lengths = torch.zeros(plan.sequences_per_round, dtype=torch.int32, device=buffer.device)
         self._host: tuple[Tensor, Tensor, Tensor] | None = None
@@ -125,6 +130,9 @@ class Inputs:
     def _packs(self, batch: Batch) -> bool:
         """Whether padding is left out: where there is any, and chunks hold whole sequences."""
         whole = self.plan.chunks_per_sequence == 1
+        if batch.documents is not None:
+            assert whole, "documents lie behind each other in whole sequences alone"
+            return True
         return whole and batch.lengths is not None and int(batch.lengths.min()) < batch.ids.shape[1]
 
     def _packed_rows(self, batches: Sequence[Batch]) -> int:
@@ -144,7 +152,7 @@ class Inputs:
         assert batch.lengths is not None
         width, room = batch.ids.shape[1], self.each * self.plan.sequence_tokens
         places = np.arange(width, dtype=np.int32)
-        counts = []
+        counts, looked_at = [], []
         for chunk, (first, last) in enumerate(self._chunk_spans(batch)):
             lengths = batch.lengths[first:last]
             there = places < lengths[:, None]
@@ -152,20 +160,26 @@ class Inputs:
             count = rows if self.granule > 1 else total
             begin = chunk * room
             block[IDS, begin : begin + total] = batch.ids[first:last][there]
-            block[POSITIONS, begin : begin + total] = np.broadcast_to(places, there.shape)[there]
+            if batch.documents is not None:
+                lengths = np.concatenate(batch.documents[first:last])
+            ends = np.cumsum(lengths)
+            block[POSITIONS, begin : begin + total] = np.arange(total) - np.repeat(ends - lengths, lengths)
             if not self.classifies:
                 block[LABELS, begin : begin + total] = batch.labels[first:last][there]
             if self.kinds > TOKENS:
                 block[TOKENS, begin : begin + total] = self._numbers(first_sequence + first, there.shape)[there]
             block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0, 0])[: self.kinds, None]
-            behind = last - first + 1
-            starts[chunk, 0], starts[chunk, 1:behind] = 0, np.cumsum(lengths)
+            behind = lengths.size + 1
+            starts[chunk, 0], starts[chunk, 1:behind] = 0, ends
             fillers = starts.shape[1] - behind
             starts[chunk, behind:] = np.minimum(total + self.plan.sequence_tokens * np.arange(1, fillers + 1), count)
             counts.append(count)
+            # Kernels have work for every beginning: few shapes, and not many more than there are.
+            needed = behind + -(-(count - total) // self.plan.sequence_tokens)
+            looked_at.append(min(-(-needed // PLACES) * PLACES, starts.shape[1]))
         if self.classifies:
             block[LABELS, : batch.sequences] = batch.labels
-        return RoundLayout(batch.sequences, self.plan.sequence_tokens, tuple(counts))
+        return RoundLayout(batch.sequences, self.plan.sequence_tokens, tuple(counts), places=tuple(looked_at))
 
     def _numbers(self, first_sequence: int, shape: tuple[int, ...]) -> NDArray[np.int32]:
         """Tokens' numbers in the step's batch, modulo 2³²: the same whatever the sequences are filled up to."""
@@ -228,13 +242,14 @@ class Inputs:
         first, count, sequence, sequences, begin = self._span(number)
         if not count:
             return None
+        places = layout.places[number] if layout.places else 0
         return Chunk(
             sequences,
             layout.width if self.plan.chunks_per_sequence == 1 else count,
             begin,
             self._block[POSITIONS, first : first + count],
             self._lengths[sequence : sequence + sequences] if layout.padded else None,
-            self._starts[number] if self.plan.chunks_per_sequence == 1 else self._starts[0],
+            self._starts[number if self.plan.chunks_per_sequence == 1 else 0][: places or None],
             packed=layout.rows is not None,
         )
 

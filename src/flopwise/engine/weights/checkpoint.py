@@ -34,6 +34,9 @@ from flopwise.store.runs import CHECKPOINTS, from_text, to_text
 FORMAT = 2
 """1 did not say whether its numbers are finite."""
 WEIGHTS = "model.safetensors"
+ADAPTERS = "adapter_model.safetensors"
+"""In its place where adapters alone are trained, under PEFT's names."""
+ADAPTER_CONFIG = "adapter_config.json"
 OPTIMIZER = "optimizer.safetensors"
 CONFIG = "config.json"
 STATE = "state.json"
@@ -42,7 +45,7 @@ TOKENIZER_FILES = (
     *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
 )
 GENERATION = "generation_config.json"
-HANDED_ON = (*TOKENIZER_FILES, GENERATION)
+HANDED_ON = (*TOKENIZER_FILES, GENERATION, ADAPTER_CONFIG)
 """What a checkpoint may hold beside them: files of the model that it was made of, as they came."""
 
 NAME = re.compile(r"(?:\.replaced-)?step-([0-9]{8,})")
@@ -184,6 +187,23 @@ def save(
     return target
 
 
+def save_model(target: Path, *, weights: Mapping[str, Tensor], texts: Mapping[str, bytes]) -> Path:
+    """Write a model that others can load into a folder of its own: whole, or not at all."""
+    temporary = target.with_name(f".{target.name}-{os.getpid()}")
+    try:
+        temporary.mkdir()
+        try:
+            _write_file(temporary / WEIGHTS, tensor_file(weights, []))
+            for name, content in texts.items():
+                _write_file(temporary / name, iter([content]))
+            _put(temporary, target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise _unwritable(target, error) from None
+    return target
+
+
 def path_of(folder: Path, step: int) -> Path:
     """Where a run's folder has the checkpoint of a step."""
     return folder / CHECKPOINTS / f"step-{step:08d}"
@@ -197,8 +217,9 @@ def _write(
     others: Mapping[str, bytes],
 ) -> None:
     bad: list[str] = []
+    name = ADAPTERS if ADAPTER_CONFIG in others else WEIGHTS
     files = {
-        WEIGHTS: _write_file(folder / WEIGHTS, tensor_file(weights, bad)),
+        name: _write_file(folder / name, tensor_file(weights, bad)),
         OPTIMIZER: _write_file(folder / OPTIMIZER, tensor_file(optimizer, bad)),
     }
     for name, content in others.items():
@@ -403,7 +424,8 @@ def load(checkpoint: Path) -> Loaded:
             raise _damaged(path, f"it cannot be read: {error.strerror}") from None
         if digest != expected.sha256:
             raise _damaged(path, f"its sha256 begins with {digest[:12]}, not {expected.sha256[:12]}")
-    return Loaded(state, LazyTensors(checkpoint / WEIGHTS), LazyTensors(checkpoint / OPTIMIZER))
+    weights = ADAPTERS if ADAPTERS in state.files else WEIGHTS
+    return Loaded(state, LazyTensors(checkpoint / weights), LazyTensors(checkpoint / OPTIMIZER))
 
 
 def read_state(checkpoint: Path) -> CheckpointState:
@@ -429,8 +451,9 @@ def read_state(checkpoint: Path) -> CheckpointState:
         state = from_text(text, CheckpointState)
     except FlopwiseError as error:
         raise error if error.hint else _damaged(path, str(error)) from None
-    others = set(state.files) - {WEIGHTS, OPTIMIZER, CONFIG}
-    if not {WEIGHTS, OPTIMIZER} <= set(state.files) or not others <= set(HANDED_ON):
+    own = {ADAPTERS if ADAPTERS in state.files else WEIGHTS, OPTIMIZER}
+    others = set(state.files) - own - {CONFIG}
+    if not own <= set(state.files) or not others <= set(HANDED_ON):
         raise _damaged(path, f"it lists the files {', '.join(sorted(state.files)) or 'of nothing'}")
     return state
 

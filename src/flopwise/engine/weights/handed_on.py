@@ -24,12 +24,16 @@ HEADS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification")
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def files_to_hand_on(weights: Path | None, tokenizer: str | None, task: Task) -> dict[str, bytes]:
-    """The tokenizer's files and the settings of generation, by name."""
+def files_to_hand_on(
+    weights: Path | None, tokenizer: str | None, task: Task, *, own_data: bool = False
+) -> dict[str, bytes]:
+    """The tokenizer's files and the settings of generation, by name; `own_data`: nobody said which tokenizer it is."""
     found: dict[str, bytes] = {}
     if weights is not None:
         folder = weights if weights.is_dir() else weights.parent
         found |= _read(folder, (GENERATION,))
+    if tokenizer is None and own_data:
+        return found
     if tokenizer in (None, BYTES):
         return found | byte_tokenizer_files(marked=task == "classification")
     path = tokenizer_file(tokenizer)
@@ -101,7 +105,7 @@ def _describes(origin: Mapping[str, Any], model: Transformer) -> bool:
         described = from_config(dict(origin), model.name)
     except FlopwiseError:
         return False
-    same = ["title", "source", "note", "context", "dropout"]
+    same = ["title", "source", "note", "context", "dropout", "adapters", "frozen"]
     same += ["head", "labels", "tied", "final_norm"] if model.head == "classifier" else []
     return replace(described, **{name: getattr(model, name) for name in same}) == model
 

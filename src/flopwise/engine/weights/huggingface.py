@@ -6,8 +6,8 @@ names here are those of `save_pretrained`, with the prefix of the network withou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -242,9 +242,15 @@ def to_huggingface(model: Transformer, parameters: Mapping[str, Tensor]) -> dict
     return found
 
 
-def from_huggingface(model: Transformer, tensors: Mapping[str, Tensor], sequence_tokens: int) -> LoadedFolder:
-    """A file's tensors under our names, in the types that they have.
+def from_huggingface(
+    model: Transformer,
+    tensors: Mapping[str, Tensor],
+    sequence_tokens: int,
+    take: Callable[[str, Tensor], None] | None = None,
+) -> LoadedFolder:
+    """A file's tensors under our names, in the types that they have; adapters are no part of it.
 
+    With `take` each is handed over as soon as it is read, so that a model never lies whole in memory.
     A classifier may be begun from an encoder that has no such head, or another one: `missing` tells what it lacks.
     """
     names = NAMES[family_of(model)]
@@ -253,10 +259,10 @@ def from_huggingface(model: Transformer, tensors: Mapping[str, Tensor], sequence
     lacking: list[str] = []
     missing: list[str] = []
     misshapen: list[str] = []
-    for parameter in parameters_of(model, sequence_tokens):
+    for parameter in parameters_of(replace(model, adapters=None), sequence_tokens):
         place = place_of(model, names, parameter)
         parts = [given.pop(_bare(name), None) for name in place.names]
-        present = [part for part in parts if part is not None]
+        present = [tensors[part] for part in parts if part is not None]
         if len(present) < len(parts):
             missing.append(parameter.name)
             lacking += [name for name, part in zip(place.names, parts, strict=True) if part is None]
@@ -264,7 +270,9 @@ def from_huggingface(model: Transformer, tensors: Mapping[str, Tensor], sequence
         for name, part, shape in zip(place.names, present, place.shapes(parameter), strict=True):
             if tuple(part.shape) != shape:
                 misshapen.append(f"{name} is {_sides(part.shape)}, not {_sides(shape)}")
-        if not misshapen:
+        if not misshapen and take is not None:
+            take(parameter.name, place.join(present))
+        elif not misshapen:
             found[parameter.name] = place.join(present)
     if _only_a_new_head(model, missing):
         lacking = []
@@ -275,10 +283,11 @@ def from_huggingface(model: Transformer, tensors: Mapping[str, Tensor], sequence
     return LoadedFolder(found, tuple(missing))
 
 
-def _without_prefixes(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _without_prefixes(model: Transformer, tensors: Iterable[str]) -> dict[str, str]:
+    """Names without their prefixes → as they are in the file."""
+    found: dict[str, str] = {}
     twice: list[str] = []
-    for name, value in tensors.items():
+    for name in tensors:
         if name.endswith(BUFFERS):
             continue
         bare = _bare(name)
@@ -286,7 +295,7 @@ def _without_prefixes(model: Transformer, tensors: Mapping[str, Tensor]) -> dict
             bare = bare.removesuffix(old) + new if bare.endswith(old) else bare
         if bare in found:
             twice.append(name)
-        found[bare] = value
+        found[bare] = name
     _refuse(model, "has tensors twice, with a prefix and without", twice, "which of the two is meant?")
     return found
 

@@ -11,6 +11,7 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
+from flopwise.work.adapters import DOWN, UP
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Transformer
 
@@ -31,10 +32,14 @@ def initial_values(parameter: Parameter, seed: int, layers: int) -> Tensor:
     """
     if parameter.role == "norm":
         return torch.ones(parameter.shape)
-    if parameter.role == "bias":
+    if parameter.role == "bias" or parameter.local.endswith(f"_{UP}.weight"):
+        # Adapters begin as nothing: their second matrix is zero.
         return torch.zeros(parameter.shape)
     digest = hashlib.sha256(f"{seed} {parameter.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if parameter.local.endswith(f"_{DOWN}.weight"):
+        # As PEFT has them, in the bounds of torch's own linear layers.
+        return torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1).div_(sqrt(parameter.shape[-1]))
     deviation = max(LEAST_DEVIATION, sqrt(2 / (5 * parameter.shape[-1])))
     if isinstance(parameter.part, int) and parameter.local in INTO_THE_STREAM:
         deviation /= sqrt(2 * layers)

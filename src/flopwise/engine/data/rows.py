@@ -1,0 +1,181 @@
+"""Rows of tables as examples to learn: conversations, prompts with their completions, instructions, tokens.
+
+An example is a list of segments, each text or tokens and whether it is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flopwise.base.errors import FlopwiseError, shown
+from flopwise.engine.data.chat import Message
+
+Kind = Literal["text", "messages", "conversations", "prompt", "instruction", "tokens"]
+
+COLUMNS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "messages": (("messages",), ("tools",)),
+    "conversations": (("conversations",), ("system", "tools")),
+    "prompt": (("prompt", "completion"), ("tools",)),
+    "instruction": (("instruction", "output"), ("input", "system")),
+    "tokens": (("input_ids",), ("labels",)),
+}
+"""Kind of rows → columns that it has, and others that it may have. The first that fits is taken."""
+
+ROLES = {
+    **{name: name for name in ("system", "user", "assistant", "tool", "developer")},
+    **{"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "model": "assistant"},
+    **{"observation": "tool", "function": "tool"},
+}
+"""Who speaks, as ShareGPT and its kin call them."""
+
+PREFERRED = {"chosen", "rejected"}
+IGNORED_LABEL = -100
+"""Of a token without a loss, in rows of tokens, as torch has it."""
+
+ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n{}### Response:\n"
+)
+"""How rows of instructions are written where a tokenizer has no template of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages, and from which of them on answers are learned."""
+
+    messages: list[Message]
+    first: int = 0
+    tools: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A text that is given and one that is learned."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Identifiers:
+    """Tokens, and which of them are learned."""
+
+    tokens: list[int]
+    learned: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A text that is learned from end to end."""
+
+    text: str
+
+
+Row = Conversation | Completion | Identifiers | Whole
+
+
+def kind_of(columns: Collection[str], text_column: str, *, named: bool) -> Kind:
+    """What rows with these columns are; `named`: the user said which column is the text."""
+    if text_column in columns or named:
+        return "text"
+    for kind, (needed, _) in COLUMNS.items():
+        if set(needed) <= set(columns):
+            return kind
+    if set(columns) >= PREFERRED:
+        raise FlopwiseError(
+            "pairs of a chosen and a rejected answer cannot be trained on yet",
+            why="they are for preference training (DPO), and every token of them would be learned",
+            hint="rows of {'messages': …} with the chosen answers",
+        )
+    return "text"
+
+
+def read_row(kind: Kind, values: dict[str, Any], *, has_template: bool) -> Row | None:
+    """A row as an example; None: there is nothing in it. A ValueError says what is wrong with it."""
+    if kind == "text":
+        text = values["text"]
+        if not isinstance(text, str):
+            raise ValueError(f"its text is {shown(text)}")
+        return Whole(text) if text.strip() else None
+    if kind == "tokens":
+        return _identifiers(values["input_ids"], values.get("labels"))
+    tools = values.get("tools") or None
+    if kind == "prompt":
+        return _prompted(values["prompt"], values["completion"], tools)
+    if kind == "instruction":
+        return _instructed(values, has_template=has_template)
+    messages = _messages(values[kind])
+    system = values.get("system")
+    if isinstance(system, str) and system.strip():
+        messages.insert(0, {"role": "system", "content": system})
+    return Conversation(messages, tools=tools) if messages else None
+
+
+def _messages(value: object) -> list[Message]:
+    if not isinstance(value, list):
+        raise ValueError(f"a conversation is a list of messages, and this is {shown(value)}")
+    return [_message(each) for each in value]
+
+
+def _message(value: object) -> Message:
+    if not isinstance(value, dict):
+        raise ValueError(f"a message is an object with role and content, and this is {shown(value)}")
+    role, content = value.get("role", value.get("from")), value.get("content", value.get("value"))
+    if not isinstance(role, str) or role not in ROLES:
+        raise ValueError(f"nobody is called {shown(role)}; roles are {', '.join(ROLES)}")
+    if not isinstance(content, str | list) and not value.get("tool_calls"):
+        raise ValueError(f"a message of the role {role} says nothing: its content is {shown(content)}")
+    rest = {key: item for key, item in value.items() if key not in ("role", "from", "content", "value")}
+    return {**rest, "role": ROLES[role], "content": content}
+
+
+def _prompted(prompt: object, completion: object, tools: object) -> Row | None:
+    if isinstance(prompt, list) and isinstance(completion, list):
+        given = _messages(prompt)
+        return Conversation([*given, *_messages(completion)], len(given), tools)
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        raise ValueError("prompt and completion are two texts, or two lists of messages")
+    return Completion(prompt, completion) if completion else None
+
+
+def _instructed(values: dict[str, Any], *, has_template: bool) -> Row | None:
+    instruction, given, output = (values.get(name) or "" for name in ("instruction", "input", "output"))
+    if not all(isinstance(each, str) for each in (instruction, given, output)):
+        raise ValueError("instruction, input and output are texts")
+    if not output.strip():
+        return None
+    if not has_template:
+        about = ", paired with an input that provides further context" if given else ""
+        return Completion(ALPACA.format(about, instruction, f"### Input:\n{given}\n\n" if given else ""), output)
+    asked = f"{instruction}\n\n{given}" if given else instruction
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+    system = values.get("system")
+    before = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+    return Conversation([*before, *turns])
+
+
+def _identifiers(tokens: object, labels: object) -> Identifiers | None:
+    if not _whole_numbers(tokens) or (labels is not None and not _whole_numbers(labels)):
+        raise ValueError("input_ids and labels are lists of whole numbers")
+    assert isinstance(tokens, list)
+    if labels is None:
+        return Identifiers(tokens, [True] * len(tokens)) if tokens else None
+    assert isinstance(labels, list)
+    if len(labels) != len(tokens):
+        raise ValueError(f"there are {len(tokens):,} input_ids and {len(labels):,} labels")
+    learned = [label != IGNORED_LABEL for label in labels]
+    if any(label != token for token, label, here in zip(tokens, labels, learned, strict=True) if here):
+        raise ValueError("a label is neither -100 nor the token at its place")
+    return Identifiers(tokens, learned) if tokens else None
+
+
+def _whole_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+
+
+def placed(found: Iterator[tuple[int, dict[str, Any]]], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows with the file and line that they stand in."""
+    for line, values in found:
+        yield f"{name}:{line}", values
