@@ -33,8 +33,8 @@ from flopwise.profile.measure.this_machine import find_hardware
 from flopwise.records.plan import Plan
 from flopwise.setup.setup import CappedSetup
 from flopwise.setup.training import Training
-from flopwise.train.planning import expect_lengths
 from flopwise.work.formats import parse_formats
+from flopwise.work.lengths import Lengths, count_lengths
 from flopwise.work.transformer import Transformer
 
 
@@ -85,11 +85,15 @@ CELLS = (
 )
 
 
+DRAWN = 16384
+"""Rows of data that a plan knows the lengths of."""
+
+
 class Batches:
     """Random batches of a cell."""
 
-    def __init__(self, cell: SmallCell, model: Transformer) -> None:
-        self.cell, self.model, self.draw = cell, model, np.random.default_rng(0)
+    def __init__(self, cell: SmallCell, model: Transformer, *, seed: int = 0) -> None:
+        self.cell, self.model, self.draw = cell, model, np.random.default_rng(seed)
 
     def lengths(self) -> NDArray[np.int32] | None:
         """Words are 19 in the mean and 66 at most; a word is 1.1 tokens, and there are two more."""
@@ -98,6 +102,15 @@ class Batches:
         words = np.clip(np.round(self.draw.lognormal(np.log(16.5), 0.55, self.cell.sequences)), 2, 66)
         found: NDArray[np.int32] = np.minimum(np.ceil(1.1 * words) + 2, self.cell.sequence_tokens).astype(np.int32)
         return found
+
+    def expected(self) -> Lengths | None:
+        """The lengths of many batches: those of data, of which each batch is a part."""
+        if not self.cell.uneven:
+            return None
+        drawn = [
+            Batches(self.cell, self.model, seed=seed).lengths() for seed in range(1, 1 + DRAWN // self.cell.sequences)
+        ]
+        return count_lengths(int(tokens) for some in drawn if some is not None for tokens in some)
 
     def batch(self) -> Batch:
         shape = (self.cell.sequences, self.cell.sequence_tokens)
@@ -131,13 +144,10 @@ def plan_cell(cell: SmallCell, model: Transformer, gib: float) -> tuple[Plan, fl
         host_cap_bytes=0,
         formats=parse_formats("bf16"),
         batch_sequences=cell.sequences,
+        lengths=Batches(cell, model).expected(),
     )
     found = make_plan(setup, helps=False)
-    lengths = Batches(cell, model).batch().lengths
-    mean = None if lengths is None else float(lengths.mean())
-    _, expected = expect_lengths((found.plan, found.forecast), model, setup.hardware, mean)
-    assert expected.step_s is not None
-    return found.plan, expected.step_s, found.forecast.model_flops / found.forecast.peak_flops
+    return found.plan, found.forecast.step_s, found.forecast.model_flops / found.forecast.peak_flops
 
 
 def run_flopwise(cell: SmallCell, *, replay: bool | None, seconds: float, output: Path | None) -> dict[str, object]:
@@ -176,8 +186,7 @@ def run_flopwise(cell: SmallCell, *, replay: bool | None, seconds: float, output
         "sequences_per_s": cell.sequences / step_s,
         "tokens_per_s": float(np.mean(rows)) / step_s,
         "padded_tokens_per_s": cell.sequences * cell.sequence_tokens / step_s,
-        # Of uneven rows the model's FLOPs are fewer than those of full ones.
-        "mfu": None if cell.uneven else ideal_s / step_s,
+        "mfu": ideal_s / step_s,
         "predicted_per_measured": step_s / predicted_s,
         "submit_ms": 1e3 * quantile(waited[len(warm) :], 0.5),
         "warm_s": warm_s,

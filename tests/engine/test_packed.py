@@ -18,8 +18,13 @@ from flopwise.engine.kernels.attention import attention_backward, attention_forw
 from flopwise.engine.kernels.packed_attention import Packed, packed_backward, packed_forward  # noqa: E402
 from flopwise.engine.kernels.plain_attention import AttentionMask, Saved  # noqa: E402
 from flopwise.engine.streaming.inputs import IDS, LABELS, POSITIONS, Inputs  # noqa: E402
+from flopwise.plan.device.forecast import flops_of  # noqa: E402
 from flopwise.records.plan import Plan  # noqa: E402
+from flopwise.work.describe import describe  # noqa: E402
+from flopwise.work.lengths import count_lengths  # noqa: E402
+from flopwise.work.op import Attention, Pairs  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
+from tests.engine.test_streaming_counts import Counting  # noqa: E402
 from tests.support.tiny_models import TINY, parameters, random_module  # noqa: E402
 from tests.support.training_plans import (  # noqa: E402
     everything_stays,
@@ -28,6 +33,7 @@ from tests.support.training_plans import (  # noqa: E402
     largest_error,
     random_batch,
     reference_gradients,
+    total_error,
 )
 
 MASKS = {
@@ -187,6 +193,82 @@ def test_a_step_after_one_that_failed_is_as_if_it_had_not(monkeypatch: pytest.Mo
     executor.clear_moments()
     executor.set_weights(parameters(module))
     assert executor.step(batch, 0) == expected.step(batch, 0)
+
+
+# -- the same with and without padding --------------------------------------------------------------------------------
+
+ODD = {
+    "a row of one token": (1, 9, 4),
+    "a row of full length": (11, 2, 7),
+    "all equal": (5, 5, 5),
+    "one token each": (1, 1, 1),
+    "both ends": (11, 1, 11),
+}
+FP32 = {"precision": "fp32"}
+
+
+def of_lengths(batch: Batch, lengths: tuple[int, ...]) -> Batch:
+    """The batch with sequences of these lengths."""
+    count = np.array(lengths, dtype=np.int32)
+    labels = batch.labels.copy()
+    if labels.ndim > 1:
+        labels[np.arange(labels.shape[1]) >= count[:, None]] = NO_LABEL
+        # One has a loss, whatever was masked.
+        labels[0, 0] = 3
+    return Batch(batch.ids, labels, count)
+
+
+@pytest.mark.parametrize("lengths", ODD)
+@pytest.mark.parametrize("family", ["bert", "bert-masked", "llama", "gpt2"])
+def test_padded_and_packed_batches_give_the_same_losses_and_gradients(
+    family: str, lengths: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = TINY[family]
+    plan = everything_stays(model, sequence=11, sequences=3, **FP32)
+    batch = of_lengths(random_batch(model, 3, 11, 5), ODD[lengths])
+    weights = {name: values.float() for name, values in parameters(random_module(model)).items()}
+    packed, padded = (executor_for(plan, model, weights) for _ in range(2))
+    monkeypatch.setattr(padded.player.inputs, "_packs", lambda _: False)
+    found, expected = packed.step(batch, 0), padded.step(batch, 0)
+    assert packed.player.inputs.layout.rows is not None
+    assert padded.player.inputs.layout.rows is None
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.with_loss == expected.with_loss
+    assert total_error(first_gradients(packed), first_gradients(padded)) < 1e-6
+    # Of a parameter whose gradient is nearly nothing the rounding of larger numbers is more.
+    assert largest_error(first_gradients(packed), first_gradients(padded)) < 1e-5
+
+
+@pytest.mark.parametrize("lengths", ODD)
+@pytest.mark.parametrize("family", ["bert", "bert-masked", "llama"])
+def test_a_packed_step_runs_the_products_that_its_plan_counts(family: str, lengths: str) -> None:
+    model = TINY[family]
+    found = count_lengths(ODD[lengths])
+    plan = everything_stays(model, sequence=11, sequences=3, lengths=found.words)
+    executor = executor_for(plan, model, parameters(random_module(model)))
+    counting = Counting()
+    with counting:
+        executor.step(of_lengths(random_batch(model, 3, 11, 5), ODD[lengths]), 0)
+    work = describe(model, 11, lengths=found)
+    batches = len(ODD[lengths]) // work.sequences
+    attention = next(op for op in work.ops if isinstance(op, Attention))
+
+    def of_attention(pairs: Pairs) -> int:
+        return batches * (attention.forward_flops(pairs) + attention.backward_flops("flash", pairs))
+
+    # torch's attention on a CPU computes the whole square.
+    assert counting.flops["attention"] == of_attention("square")
+    assert counting.flops["products"] + of_attention("mask") == flops_of(plan, model, "causal")[1]
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_chunks_of_a_step_that_is_replayed_have_as_many_rows_as_the_fullest(replay: bool) -> None:
+    model = TINY["bert-masked"]
+    cut: dict[str, Any] = {"chunk_tokens": 12, "chunks_per_round": 2, "saves": ("FF",) * model.layers}
+    plan = everything_stays(model, sequence=6, replay=replay, **cut)
+    inputs = inputs_for(plan, granule=4)
+    layouts = inputs.prepare([ragged([2, 1, 6, 3], 6)])
+    assert layouts[0].rows == ((12, 12) if replay else (4, 12))
 
 
 # -- several documents in a sequence ----------------------------------------------------------------------------------

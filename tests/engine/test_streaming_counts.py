@@ -26,7 +26,7 @@ from tests.support.training_plans import cut_plan, everything_stays, executor_fo
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the FLOPs of products of matrices, and of attention where one operator does it."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def counted(plan: Plan, model: Transformer) -> Counter[str]:
     executor = executor_for(plan, model, parameters(random_module(model)))
     sequences = plan.sequences_per_round * plan.rounds_per_step
     batch = random_batch(model, sequences, plan.sequence_tokens, 0)
-    counting = _Counting()
+    counting = Counting()
     with counting:
         executor.step(Batch(batch.ids, batch.labels), 0)
     return counting.flops

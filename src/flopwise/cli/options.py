@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from flopwise.setup.hardware import Hardware
+    from flopwise.setup.setup import Setup
     from flopwise.setup.trained import TrainedWords
+    from flopwise.work.model import Model
 
 Found = TypeVar("Found")
 FORMS = ("table", "md", "csv", "json")
@@ -70,28 +72,10 @@ def takes_options(command: Callable[[Taken], None]) -> Callable[..., None]:
 ModelArgument = Annotated[str, typer.Argument(help="Catalogue name, config.json or its folder, or a TOML.")]
 SequenceOption = Annotated[str, typer.Option(help="Tokens of a sequence: 8192, 8k.")]
 BatchOption = Annotated[str, typer.Option(help="Sequences of a step, over all micro-batches.")]
-BatchTokensOption = Annotated[str, typer.Option(help="The same in tokens: 512k, 2M.")]
 MicroOption = Annotated[str, typer.Option(help="Sequences that run at once; need not divide the batch.")]
 PrecisionOption = Annotated[
     str,
     typer.Option(help="bf16, bf16-mixed, bf16-amp, fp16-mixed, fp16-amp, fp32, tf32, fp8; changes as key=format."),
-]
-RecomputeOption = Annotated[
-    str,
-    typer.Option(
-        help="What backward makes again: none, selective, pointwise; all but attention, context or input; full."
-    ),
-]
-OptimizerOption = Annotated[str, typer.Option(help="adamw, lion or sgd.")]
-AttentionOption = Annotated[str, typer.Option(help="flash or eager; auto: the stack's.")]
-FusionOption = Annotated[
-    str, typer.Option(help="fused (compiled or hand-written kernels) or eager; auto: the stack's.")
-]
-StackOption = Annotated[
-    str, typer.Option(help="Training framework, by name or TOML (`flopwise ls stacks`); kernels: none in the way.")
-]
-ConventionOption = Annotated[
-    str, typer.Option(help="How model FLOPs are counted: causal (half the square) or palm (6·N + full square).")
 ]
 DeviceMemoryOption = Annotated[
     str, typer.Option(help="Cap on device memory: 40GiB. Default: all but a reserve of 1 GiB.")
@@ -117,6 +101,107 @@ BaseOption = Annotated[
 ]
 OutputOption = Annotated[str, typer.Option("--output", "-o", help="table, md, csv or json.")]
 StoreOption = Annotated[str, typer.Option(help="Folder of runs. Default: as FLOPWISE_STORE says, else runs.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetupOptions(Options):
+    """What `predict` and `plan` are asked about; where one of them takes several values, its own field says so."""
+
+    model: ModelArgument
+    on: Annotated[str, typer.Option(help="Hardware: catalogue name or TOML; this-machine.")] = "this-machine"
+    gpus: Annotated[str, typer.Option(help="Devices: 8, 64, 4096.")] = "auto"
+    seq: SequenceOption = "auto"
+    lengths: Annotated[
+        str,
+        typer.Option(
+            help="How long sequences are: data.csv (its column length, tokens or text; data.csv:NAME), a file of one "
+            "number a line, 5,17x3,128, mean=24, or min=2,p50=17,max=66. Default: all are as long as --seq."
+        ),
+    ] = "auto"
+    layout: Annotated[
+        str,
+        typer.Option(
+            help="Of uneven sequences: packed (no padding), padded (to --seq), longest (to a micro-batch's longest). "
+            "Default: packed on one device without a stack, else padded."
+        ),
+    ] = "auto"
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="tokenizer.json that says how long the texts of --lengths are; else by their characters."),
+    ] = ""
+    batch: BatchOption = "auto"
+    batch_tokens: Annotated[str, typer.Option(help="The same in tokens: 512k, 2M.")] = "auto"
+    micro: MicroOption = "auto"
+    precision: PrecisionOption = "auto"
+    recompute: Annotated[
+        str,
+        typer.Option(
+            help="What backward makes again: none, selective, pointwise; all but attention, context or input; full."
+        ),
+    ] = "auto"
+    optimizer: Annotated[str, typer.Option(help="adamw, lion or sgd.")] = "adamw"
+    attention: Annotated[str, typer.Option(help="flash or eager; auto: the stack's.")] = "auto"
+    fusion: Annotated[
+        str, typer.Option(help="fused (compiled or hand-written kernels) or eager; auto: the stack's.")
+    ] = "auto"
+    convention: Annotated[
+        str, typer.Option(help="How model FLOPs are counted: causal (half the square) or palm (6·N + full square).")
+    ] = "causal"
+    device_mem: DeviceMemoryOption = "auto"
+    stack: Annotated[
+        str,
+        typer.Option(help="Training framework, by name or TOML (`flopwise ls stacks`); kernels: none in the way."),
+    ] = "kernels"
+    change: SetOption = None
+    lora: LoraOption = "auto"
+    lora_alpha: LoraAlphaOption = "auto"
+    lora_on: LoraOnOption = "auto"
+    rslora: RsloraOption = False
+    freeze: FreezeOption = "auto"
+    base: BaseOption = "auto"
+    output: OutputOption = "table"
+
+    def setup(
+        self,
+        model: Model,
+        hardware: Hardware,
+        *,
+        name: str,
+        device_mem: str,
+        devices: str | None = None,
+        parallel: str | None = None,
+        clip: bool = False,
+        cuda_graphs: bool = False,
+    ) -> Setup:
+        """The set-up that they say, on hardware of that `name`."""
+        from flopwise.door.asking import setup_of
+
+        return setup_of(
+            model,
+            hardware,
+            name=name,
+            seq=self.seq,
+            lengths=self.lengths,
+            layout=self.layout,
+            tokenizer=self.tokenizer or None,
+            batch=self.batch,
+            batch_tokens=self.batch_tokens,
+            micro=self.micro,
+            precision=self.precision,
+            base=self.base,
+            recompute=self.recompute,
+            optimizer=self.optimizer,
+            attention=self.attention,
+            fusion=self.fusion,
+            device_mem=device_mem,
+            devices=devices,
+            parallel=parallel,
+            clip=clip,
+            cuda_graphs=cuda_graphs,
+            stack=self.stack,
+        )
+
+
 METHODS = ("physical", "deepflow")
 MethodOption = Annotated[
     str, typer.Option(help="physical, or deepflow: the formulas of that analytical model of 2019.")

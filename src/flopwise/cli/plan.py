@@ -11,27 +11,7 @@ from flopwise.base.errors import FlopwiseError, one_of
 from flopwise.base.units import parse_devices, read_option
 from flopwise.cli.options import (
     FORMS,
-    AttentionOption,
-    BaseOption,
-    BatchOption,
-    BatchTokensOption,
-    ConventionOption,
-    FreezeOption,
-    FusionOption,
-    LoraAlphaOption,
-    LoraOnOption,
-    LoraOption,
-    MicroOption,
-    ModelArgument,
-    OptimizerOption,
-    Options,
-    OutputOption,
-    PrecisionOption,
-    RecomputeOption,
-    RsloraOption,
-    SequenceOption,
-    SetOption,
-    StackOption,
+    SetupOptions,
     check_target,
     find_hardware,
     parse_changes,
@@ -52,20 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(Options):
-    model: ModelArgument
-    on: Annotated[str, typer.Option(help="Hardware: catalogue name or TOML; this-machine.")] = "this-machine"
-    gpus: Annotated[str, typer.Option(help="Devices: 8, 64, 4096.")] = "auto"
-    seq: SequenceOption = "auto"
-    batch: BatchOption = "auto"
-    batch_tokens: BatchTokensOption = "auto"
-    micro: MicroOption = "auto"
-    precision: PrecisionOption = "auto"
-    recompute: RecomputeOption = "auto"
-    optimizer: OptimizerOption = "adamw"
-    attention: AttentionOption = "auto"
-    fusion: FusionOption = "auto"
-    convention: ConventionOption = "causal"
+class PlanOptions(SetupOptions):
     device_mem: Annotated[
         str,
         typer.Option(help="Cap on device memory: 40GiB; several as 16,24,40GiB. Default: all but a reserve of 1 GiB."),
@@ -83,21 +50,12 @@ class PlanOptions(Options):
             "-jul20, -jul23, -jul31, -sep19, -head (dataflow alone: jul20, its recorded runs)."
         ),
     ] = "flopwise"
-    stack: StackOption = "kernels"
     offload: Annotated[
         bool, typer.Option("--offload", help="Optimizer state and activations may go to host memory.")
     ] = False
-    change: SetOption = None
-    lora: LoraOption = "auto"
-    lora_alpha: LoraAlphaOption = "auto"
-    lora_on: LoraOnOption = "auto"
-    rslora: RsloraOption = False
-    freeze: FreezeOption = "auto"
-    base: BaseOption = "auto"
     write: Annotated[str, typer.Option("--write", "-w", help="Write the plan to this TOML file.")] = ""
     trace: Annotated[str, typer.Option(help="Write the simulated step as a Chrome trace (Perfetto opens it).")] = ""
     heatmap: Annotated[str, typer.Option(help="Write a grid of caps as an SVG picture.")] = ""
-    output: OutputOption = "table"
 
 
 @takes_options
@@ -126,13 +84,17 @@ def plan(options: PlanOptions) -> None:
         if path:
             check_target(path, option, example, inputs=(options.model, options.on))
     devices = read_option(options.gpus, "gpus", parse_devices) or 1
+
+    def setup_under(device_mem: str) -> Setup:
+        return options.setup(model, machine, name=options.on, device_mem=device_mem, clip=options.clip)
+
     if _is_streamed(options, model, devices):
         # Of caps there may be several.
-        plan_one_device(_setup(options, model, machine, "auto"), options, convention=counting, form=form)
+        plan_one_device(setup_under("auto"), options, convention=counting, form=form)
         return
     check_one_cap(options.device_mem)
     # How the devices share the work is what is looked for.
-    setup = _setup(options, model, machine, options.device_mem)
+    setup = setup_under(options.device_mem)
     answer = _search(setup, devices, offload=options.offload)
     found = plan_cluster(setup, answer, convention=counting)
     document = plan_document(found.prediction, answer, machine.title)
@@ -140,29 +102,6 @@ def plan(options: PlanOptions) -> None:
     if options.write:
         write_plan(Path(options.write), found.plan, model)
         say(f"wrote {options.write}")
-
-
-def _setup(options: PlanOptions, model: Model, hardware: Hardware, device_mem: str) -> Setup:
-    from flopwise.door.asking import setup_of
-
-    return setup_of(
-        model,
-        hardware,
-        name=options.on,
-        seq=options.seq,
-        batch=options.batch,
-        batch_tokens=options.batch_tokens,
-        micro=options.micro,
-        precision=options.precision,
-        base=options.base,
-        recompute=options.recompute,
-        optimizer=options.optimizer,
-        attention=options.attention,
-        fusion=options.fusion,
-        device_mem=device_mem,
-        clip=options.clip,
-        stack=options.stack,
-    )
 
 
 OF_FRAMEWORKS = ("micro", "recompute", "attention", "fusion", "stack", "offload")

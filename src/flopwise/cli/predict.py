@@ -13,24 +13,8 @@ from flopwise.base.units import parse_counts, parse_devices, parse_tokens, read_
 from flopwise.cli.options import (
     FORMS,
     METHODS,
-    AttentionOption,
-    BaseOption,
-    ConventionOption,
-    DeviceMemoryOption,
-    FreezeOption,
-    FusionOption,
-    LoraAlphaOption,
-    LoraOnOption,
-    LoraOption,
     MethodOption,
-    OptimizerOption,
-    Options,
-    OutputOption,
-    PrecisionOption,
-    RecomputeOption,
-    RsloraOption,
-    SetOption,
-    StackOption,
+    SetupOptions,
     find_hardware,
     parse_changes,
     split_names,
@@ -43,9 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flopwise.records.prediction import Prediction
-    from flopwise.setup.hardware import Hardware
     from flopwise.setup.setup import Setup
-    from flopwise.work.model import Model
     from flopwise.work.op import Convention
 
 
@@ -56,7 +38,7 @@ MOST_SET_UPS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictOptions(Options):
+class PredictOptions(SetupOptions):
     model: Annotated[
         str,
         typer.Argument(help="Catalogue name, config.json or its folder, or a TOML, several with commas; or a plan."),
@@ -68,16 +50,9 @@ class PredictOptions(Options):
     batch: Annotated[str, typer.Option(help=f"Sequences of a step, over all micro-batches; {SEVERAL}")] = "auto"
     batch_tokens: Annotated[str, typer.Option(help=f"The same in tokens: 512k, 2M; {SEVERAL}")] = "auto"
     micro: Annotated[str, typer.Option(help=f"Sequences that run at once; {SEVERAL}")] = "auto"
-    precision: PrecisionOption = "auto"
-    recompute: RecomputeOption = "auto"
-    optimizer: OptimizerOption = "adamw"
-    attention: AttentionOption = "auto"
-    fusion: FusionOption = "auto"
     cuda_graphs: Annotated[
         bool, typer.Option("--cuda-graphs", help="Steps are captured and replayed: no kernel waits for the host.")
     ] = False
-    convention: ConventionOption = "causal"
-    device_mem: DeviceMemoryOption = "auto"
     gpus: Annotated[str, typer.Option(help=f"Devices: 8, 64; {SEVERAL}")] = "auto"
     parallel: Annotated[
         str,
@@ -86,19 +61,10 @@ class PredictOptions(Options):
             "sp kept prefetch2 balanced chunks2 gpipe optimizer-on-host activations-on-host."
         ),
     ] = "auto"
-    stack: StackOption = "kernels"
-    change: SetOption = None
-    lora: LoraOption = "auto"
-    lora_alpha: LoraAlphaOption = "auto"
-    lora_on: LoraOnOption = "auto"
-    rslora: RsloraOption = False
-    freeze: FreezeOption = "auto"
-    base: BaseOption = "auto"
     method: MethodOption = "physical"
     print_out: Annotated[
         bool, typer.Option("--print-out", help="With --method deepflow: its own print-out, line by line, and stop.")
     ] = False
-    output: OutputOption = "table"
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print every setting and where it came from, and stop.")
     ] = False
@@ -128,36 +94,24 @@ def predict(options: PredictOptions) -> None:
     models = [trained.of(load_model(name, changes)) for name in split_names(options.model, "a model")]
     machines = [find_hardware(name) for name in split_names(options.on, "a device (--on)")]
     _check_count(len(models) * len(machines) * len(cases))
-    setups = [_setup(case, model, machine) for model in models for machine in machines for case in cases]
+    setups = [
+        case.setup(
+            model,
+            machine,
+            name=machine.name,
+            device_mem=case.device_mem,
+            devices=case.gpus,
+            parallel=case.parallel,
+            cuda_graphs=case.cuda_graphs,
+        )
+        for model in models
+        for machine in machines
+        for case in cases
+    ]
     if options.show_config:
         _print_settings([_settings(options, setup) for setup in setups], form)
         return
     _print_predictions(predict_steps(setups, counting), {machine.name: machine.title for machine in machines}, form)
-
-
-def _setup(options: PredictOptions, model: Model, hardware: Hardware) -> Setup:
-    from flopwise.door.asking import setup_of
-
-    return setup_of(
-        model,
-        hardware,
-        name=hardware.name,
-        seq=options.seq,
-        batch=options.batch,
-        batch_tokens=options.batch_tokens,
-        micro=options.micro,
-        precision=options.precision,
-        base=options.base,
-        recompute=options.recompute,
-        optimizer=options.optimizer,
-        attention=options.attention,
-        fusion=options.fusion,
-        cuda_graphs=options.cuda_graphs,
-        device_mem=options.device_mem,
-        devices=options.gpus,
-        parallel=options.parallel,
-        stack=options.stack,
-    )
 
 
 def _expand(options: PredictOptions) -> list[PredictOptions]:
@@ -239,6 +193,7 @@ def _settings(options: PredictOptions, asked: Setup) -> dict[str, dict[str, Any]
         ),
         "stack": (setup.stack.name if setup.stack else options.stack.lower(), origin("stack")),
         "sequence_tokens": (setup.sequence_tokens, origin("seq", "sequence_tokens")),
+        **({"lengths": (setup.lengths.brief, origin("lengths"))} if setup.lengths else {}),
         "batch_sequences": (setup.batch_sequences, origin(batch, "batch_sequences")),
         "micro_batch_sequences": (setup.micro_batch_sequences, origin("micro", "micro_batch_sequences")),
         "precision": (setup.formats.name, origin("precision", "precision")),

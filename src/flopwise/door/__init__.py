@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from flopwise.train.own_data import Data
     from flopwise.train.request import DataFormat
     from flopwise.work.formats import Formats
+    from flopwise.work.lengths import Lengths, SequenceLayout
     from flopwise.work.model import Model
     from flopwise.work.op import AttentionKernel, Convention
     from flopwise.work.work import Recompute
@@ -73,6 +74,9 @@ def predict(
     *,
     on: str | Path | Hardware = "this-machine",
     seq: Quantity | None = None,
+    lengths: str | Path | Sequence[int] | Lengths | None = None,
+    layout: SequenceLayout | None = None,
+    tokenizer: str | Path | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     micro: Quantity | None = None,
@@ -98,12 +102,16 @@ def predict(
     """Predict a training step: time with its interval, tokens/s, MFU, memory by owner, what binds each operator.
 
     What is None is chosen, and `Prediction.chosen` says why. A set-up that does not fit is predicted too: `fits` tells.
+    `lengths` of sequences that are not all as long as `seq`: a list, a file of data or of numbers, or words such as
+    `mean=24`; `layout` says whether their padding is computed.
 
     >>> step = fw.predict("llama-3-8b", on="h100-sxm", seq="8k", batch=16)
     >>> step.fits, step.devices, step.interval is not None
     (True, 1, True)
     >>> fw.predict("llama-3-8b", on="h100-sxm", devices=64, stack="torchtitan").fits
     True
+    >>> fw.predict("bert-base", on="h200", seq=128, batch=2, lengths=[24, 40]).batch_tokens
+    64
     """
     from flopwise.door.intervals import predict_step
 
@@ -116,6 +124,9 @@ def predict(
         hardware_of(on),
         name=name_of(on),
         seq=seq,
+        lengths=lengths,
+        layout=layout,
+        tokenizer=tokenizer,
         batch=batch,
         batch_tokens=batch_tokens,
         precision=precision,
@@ -141,6 +152,9 @@ def plan(
     on: str | Path | Hardware = "this-machine",
     devices: None = None,
     seq: Quantity | None = None,
+    lengths: str | Path | Sequence[int] | Lengths | None = None,
+    layout: SequenceLayout | None = None,
+    tokenizer: str | Path | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     precision: str | Formats | None = None,
@@ -167,6 +181,9 @@ def plan(
     on: str | Path | Hardware = "this-machine",
     devices: Quantity,
     seq: Quantity | None = None,
+    lengths: str | Path | Sequence[int] | Lengths | None = None,
+    layout: SequenceLayout | None = None,
+    tokenizer: str | Path | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     precision: str | Formats | None = None,
@@ -197,6 +214,9 @@ def plan(
     on: str | Path | Hardware = "this-machine",
     devices: Quantity | None = None,
     seq: Quantity | None = None,
+    lengths: str | Path | Sequence[int] | Lengths | None = None,
+    layout: SequenceLayout | None = None,
+    tokenizer: str | Path | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     precision: str | Formats | None = None,
@@ -259,6 +279,9 @@ def plan(
         hardware_of(on),
         name=name_of(on),
         seq=seq,
+        lengths=lengths,
+        layout=layout,
+        tokenizer=tokenizer,
         batch=batch,
         batch_tokens=batch_tokens,
         precision=precision,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError, one_of, shown
 from flopwise.base.units import (
+    AUTO,
     Quantity,
     parse_cap,
     parse_devices,
@@ -20,16 +22,20 @@ from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import find_hardware
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel, parse_parallel, shard_all
-from flopwise.setup.setup import Setup, batch_in_sequences
+from flopwise.setup.setup import ONE_DEVICE, Setup, batch_in_sequences
 from flopwise.setup.stack import NO_STACK, Stack
 from flopwise.setup.trained import TrainedWords, check_base
 from flopwise.setup.words import FUSIONS, MOMENTS
 from flopwise.work.formats import Formats, parse_formats, with_base
+from flopwise.work.lengths import SEQUENCE_LAYOUTS, Lengths, SequenceLayout
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import Model
 from flopwise.work.op import ATTENTION_KERNELS
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import RECOMPUTE_POLICIES
+
+LengthsGiven = str | Path | Sequence[int] | Lengths
+"""A file, words, lengths one by one, or their distribution."""
 
 
 def model_of(
@@ -78,6 +84,9 @@ def setup_of(
     *,
     name: str,
     seq: Quantity | None = None,
+    lengths: LengthsGiven | None = None,
+    layout: str | None = None,
+    tokenizer: str | Path | None = None,
     batch: Quantity | None = None,
     batch_tokens: Quantity | None = None,
     precision: str | Formats | None = None,
@@ -98,11 +107,29 @@ def setup_of(
     """What `predict` and `plan` are asked, on hardware of that `name`; None and `auto` leave a choice to flopwise."""
     framework = _stack(stack)
     sequence = read_option(seq, "seq", parse_tokens)
+    spread = _parallel(read_option(devices, "gpus", parse_devices), parallel)
+    uneven = None
+    if lengths is not None and not (isinstance(lengths, str) and lengths.lower() == AUTO):
+        # Only here: most questions have no use for files of data.
+        from flopwise.door.lengths import lengths_of
+
+        usual: SequenceLayout = "packed" if framework is None and spread == ONE_DEVICE else "padded"
+        found = lengths_of(lengths, model, tokenizer=tokenizer, sequence=sequence)
+        chosen = found.layout if isinstance(lengths, Lengths) else usual
+        said = one_of(layout, SEQUENCE_LAYOUTS, "--layout") if layout is not None and _is_said(layout) else chosen
+        uneven = replace(found, layout=said)
+    elif beside := next(
+        (name for name, value in (("layout", layout), ("tokenizer", tokenizer)) if _is_said(value)), None
+    ):
+        raise FlopwiseError(
+            f"--{beside} without --lengths", why="sequences of one length have no padding", hint="--lengths data.csv"
+        )
     return Setup(
         model=model,
         hardware=hardware,
         hardware_name=name,
         sequence_tokens=sequence,
+        lengths=uneven,
         batch_sequences=batch_in_sequences(
             model,
             sequences=read_option(batch, "batch", parse_sequences),
@@ -120,9 +147,13 @@ def setup_of(
         host_cap_bytes=read_option(host_mem, "host-mem", parse_cap("host")),
         clip=clip,
         cuda_graphs=cuda_graphs,
-        parallel=_parallel(read_option(devices, "gpus", parse_devices), parallel),
+        parallel=spread,
         stack=framework,
     )
+
+
+def _is_said(value: object) -> bool:
+    return value is not None and str(value).lower() not in ("", AUTO)
 
 
 def _formats(model: Model, hardware: Hardware, precision: str | Formats | None, base: str | None) -> Formats | None:

@@ -50,6 +50,7 @@ def _interval(prediction: Prediction, setup: Setup) -> Interval | None:
 
     model = setup.model
     kind = "a recurrent model" if isinstance(model, Lstm) else "a mixture of experts" if model.experts else ""
+    kinds = [words for words in (kind, UNEVEN if prediction.lengths else "") if words]
     found = interval(
         [entry for entry in load_evidence() if entry.stack != STREAMED],
         stack=_measured_stack(setup),
@@ -60,7 +61,7 @@ def _interval(prediction: Prediction, setup: Setup) -> Interval | None:
         tensor=prediction.parallel.tensor,
         pipeline=prediction.parallel.pipeline,
         zero=prediction.parallel.zero,
-        features=(*prediction.parallel.features, *((kind,) if kind else ())),
+        features=(*prediction.parallel.features, *kinds),
         micro_tokens=prediction.micro_batch_sequences * prediction.sequence_tokens,
     )
     return _around(prediction.step_s, found)
@@ -73,6 +74,9 @@ def _around(step_s: float, found: SupportedInterval | None) -> Interval | None:
         low_s=step_s * found.low, high_s=step_s * found.high, basis=", ".join(found.basis), outside=found.outside
     )
 
+
+UNEVEN = "sequences of uneven length"
+"""No step of the published tables has any."""
 
 STREAMED = "dataflow"
 """The trainer whose recorded runs tell how far simulated steps are off."""
@@ -94,7 +98,10 @@ def add_interval(planned: Planned, model: Model, hardware: Hardware) -> Planned:
         devices=1,
         tensor=1,
         pipeline=1,
-        features=("flopwise's own executor",) if plan.rule == OWN_RULE else (),
+        features=(
+            *(("flopwise's own executor",) if plan.rule == OWN_RULE else ()),
+            *((UNEVEN,) if plan.lengths else ()),
+        ),
         micro_tokens=plan.tokens_of(0),
     )
     return replace(planned, interval=_around(planned.forecast.step_s, found))

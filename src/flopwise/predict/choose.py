@@ -103,7 +103,7 @@ def settle_sizes(setup: Setup) -> tuple[SettledSetup, dict[str, str]]:
         peak_flops(setup.hardware, setup.formats.matrix)
     else:
         reasons["precision"] = f"the first of bf16, fp16-mixed and fp32 that {setup.hardware.name} has a peak for"
-    sequence, batch = setup.sequence_tokens or _sequence(setup.model, reasons), setup.batch_sequences
+    sequence, batch = setup.sequence_tokens or _sequence(setup, reasons), setup.batch_sequences
     if batch is None:
         batch, reasons["batch_sequences"] = default_batch(setup.model, sequence, setup.parallel.data)
     base = setup.settle(
@@ -143,7 +143,11 @@ def usual_formats(hardware: Hardware, model: Model) -> Formats:
     return POLICIES["bf16" if "bf16" in peaks else "fp16-mixed" if "fp16" in peaks else "fp32"]
 
 
-def _sequence(model: Model, reasons: dict[str, str]) -> int:
+def _sequence(setup: Setup, reasons: dict[str, str]) -> int:
+    if setup.lengths is not None:
+        reasons["sequence_tokens"] = "the longest of the lengths"
+        return setup.lengths.longest
+    model = setup.model
     own = model.context <= DEFAULT_SEQUENCE_TOKENS
     reasons["sequence_tokens"] = "the model's own" if own else f"the model's own is {model.context:,}"
     return default_sequence(model)

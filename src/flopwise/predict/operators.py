@@ -77,7 +77,8 @@ class OperatorTimes:
         self, row: int, convention: Convention, moved: list[float], phases: list[list[float]]
     ) -> list[OpPrediction]:
         setup, calls = self.costs.setups[row], self.costs.calls
-        work = describe(setup.model, setup.sequence_tokens, setup.attention)
+        work = describe(setup.model, setup.width, setup.attention, lengths=setup.packed)
+        real = describe(setup.model, setup.sequence_tokens, lengths=setup.lengths) if setup.lengths else work
         again = work.recomputed(setup.recompute)
         # The bytes of several devices' kernels are those of one micro-batch.
         rounds = 1 if setup.is_plain else setup.accumulation_steps
@@ -88,7 +89,7 @@ class OperatorTimes:
             if index < len(work.ops):
                 op, share = work.ops[index], again.get(name, Fraction(0))
                 flops = work.hardware_flops(op, convention, share)
-                model_flops = work.model_flops_of(op, convention)
+                model_flops = real.model_flops_of(real.ops[index], convention)
                 if setup.is_plain:
                     sizes = setup.micro_batches()
                     least = sum(count * least_bytes(work, op, setup.formats, size, share) for size, count in sizes)
@@ -97,8 +98,8 @@ class OperatorTimes:
                 OpPrediction(
                     name=name,
                     kind=calls.kinds[index],
-                    flops=setup.batch_sequences * flops,
-                    model_flops=setup.batch_sequences * model_flops,
+                    flops=work.of_batch(flops, setup.batch_sequences),
+                    model_flops=real.of_batch(model_flops, setup.batch_sequences),
                     bytes=all_moved,
                     least_bytes=least,
                     time_s=time_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -21,6 +22,7 @@ from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import SettledSetup, Setup
 from flopwise.setup.stack import NO_STACK
 from flopwise.work.describe import describe
+from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.op import CONVENTIONS, AttentionKernel, Convention
 from flopwise.work.work import Recompute
@@ -130,15 +132,15 @@ def _prediction(
 ) -> Prediction:
     setup = choice.setup
     model, hardware, devices = setup.model, setup.hardware, setup.parallel.devices
-    counts = _counts(model, setup.sequence_tokens, setup.attention, setup.recompute, convention)
-    n_params, n_active_params, n_trained_params, model_flops, hardware_flops = counts
-    model_flops, hardware_flops = setup.batch_sequences * model_flops, setup.batch_sequences * hardware_flops
+    n_params, n_active_params, n_trained_params = _parameters(model, setup.sequence_tokens)
+    model_flops, hardware_flops = _flops(setup, convention)
     peak, capacity = peak_flops(hardware, setup.formats.matrix), capacity_bytes(setup)
     mfu = model_flops / (step_s * peak * devices)
     return Prediction(
         model=model.name,
         hardware=hardware.name,
         sequence_tokens=setup.sequence_tokens,
+        lengths=setup.lengths.words if setup.lengths else None,
         batch_sequences=setup.batch_sequences,
         micro_batch_sequences=setup.micro_batch_sequences,
         accumulation_steps=setup.accumulation_steps,
@@ -156,6 +158,7 @@ def _prediction(
         convention=convention,
         step_s=step_s,
         tokens_per_s=setup.batch_tokens / step_s,
+        padded_tokens_per_s=setup.padded_tokens / step_s if setup.padded_tokens != setup.batch_tokens else None,
         mfu=mfu,
         hfu=hardware_flops / (step_s * peak * devices),
         peak_flops=peak,
@@ -178,13 +181,46 @@ def _prediction(
 
 
 @lru_cache(maxsize=1024)
-def _counts(
-    model: Model, sequence_tokens: int, attention: AttentionKernel, policy: Recompute, convention: Convention
-) -> tuple[int, int, int, int, int]:
-    """Parameters, those that a token uses, those that are trained, and FLOPs of one sequence: model's, hardware's."""
-    work = describe(model, sequence_tokens, attention)
-    flops = work.model_flops(convention), work.total_hardware_flops(convention, policy)
-    return work.parameters, work.active_parameters, work.trained_parameters, *flops
+def _parameters(model: Model, sequence_tokens: int) -> tuple[int, int, int]:
+    """All of them, those that a token uses, and those that are trained."""
+    work = describe(model, sequence_tokens)
+    return work.parameters, work.active_parameters, work.trained_parameters
+
+
+def _flops(setup: SettledSetup, convention: Convention) -> tuple[int, int]:
+    """Of a batch: the model's, padding left out, and the hardware's; operator by operator, as tables have them."""
+    lengths, sequences = setup.lengths, setup.batch_sequences
+    needed = model_flops(setup.model, setup.sequence_tokens, lengths, sequences, convention)
+    work = describe(setup.model, setup.width, setup.attention, lengths=setup.packed)
+    executed = _executed(
+        setup.model, setup.width, setup.attention, packed=setup.packed, again=setup.recompute, by=convention
+    )
+    return needed, sum(work.of_batch(flops, sequences) for flops in executed)
+
+
+def model_flops(
+    model: Model, sequence_tokens: int, lengths: Lengths | None, sequences: int, convention: Convention
+) -> int:
+    """FLOPs that a batch needs, padding left out."""
+    work = describe(model, sequence_tokens, lengths=lengths)
+    return sum(work.of_batch(flops, sequences) for flops in _needed(model, sequence_tokens, lengths, convention))
+
+
+@lru_cache(maxsize=1024)
+def _needed(model: Model, sequence_tokens: int, lengths: Lengths | None, convention: Convention) -> tuple[int, ...]:
+    """Of each operator."""
+    work = describe(model, sequence_tokens, lengths=lengths)
+    return tuple(work.model_flops_of(op, convention) for op in work.ops)
+
+
+@lru_cache(maxsize=1024)
+def _executed(
+    model: Model, width: int, attention: AttentionKernel, *, packed: Lengths | None, again: Recompute, by: Convention
+) -> tuple[int, ...]:
+    """The same with what is executed."""
+    work = describe(model, width, attention, lengths=packed)
+    shares = work.recomputed(again)
+    return tuple(work.hardware_flops(op, by, shares.get(op.name, Fraction(0))) for op in work.ops)
 
 
 def _source_kind(hardware: Hardware, key: str) -> str:
@@ -203,6 +239,18 @@ def estimated_words(hardware: Hardware) -> str:
     return f"efficiency of {', '.join(estimated)} on {hardware.name} is estimated, not measured" if estimated else ""
 
 
+def length_notes(setup: Setup) -> list[str]:
+    """Where lengths come from, and which batch has its memory counted."""
+    lengths = setup.lengths
+    if lengths is None:
+        return []
+    notes = [lengths.note] if lengths.note else []
+    if lengths.layout != "padded" and len(lengths.counted) > 1:
+        widest = "the worst batch: every sequence" if setup.is_plain else "the mean micro-batch; the longest sequence"
+        notes.append(f"memory is that of {widest} has {lengths.longest:,} tokens")
+    return notes
+
+
 def _notes(setup: SettledSetup, mfu: float, bound: str, convention: Convention) -> tuple[str, ...]:
     notes = [setup.model.note] if setup.model.note else []
     beyond = beyond_context(setup.model, setup.sequence_tokens)
@@ -213,6 +261,7 @@ def _notes(setup: SettledSetup, mfu: float, bound: str, convention: Convention) 
         notes.append(estimated)
     if bound == "host" and setup.stack is None and not setup.hardware.host_is_measured:
         notes.append(f"what starting a kernel takes of the host is estimated: {setup.hardware.launch_s * 1e6:.0f} µs")
+    notes += length_notes(setup)
     if setup.fusion == "eager":
         notes.append("activations are counted for fused kernels; plain code keeps more")
     if convention == "palm" and mfu > PALM_NOTE_MFU:

@@ -49,6 +49,9 @@ class Outcome(WrittenStrategy):
     micro_batch_sequences: int | None = None
     step_s: float | None = None
     tokens_per_s: float | None = None
+    """Padding left out."""
+    padded_tokens_per_s: float | None = None
+    """Of sequences filled up to `sequence_tokens`, be the padding computed or not; None: there is none."""
     mfu: float | None = None
     """Model FLOPs by those of the peak."""
     hfu: float | None = None
@@ -86,6 +89,7 @@ class Outcome(WrittenStrategy):
         return Outcome(
             step_s=self.step_s,
             tokens_per_s=self.tokens_per_s,
+            padded_tokens_per_s=self.padded_tokens_per_s,
             mfu=self.mfu,
             hfu=self.hfu,
             device_bytes=self.device_total,

@@ -21,6 +21,7 @@ from flopwise.records.outcome import WRITTEN_BY, Interval, Outcome, check_expect
 from flopwise.setup.words import Optimizer
 from flopwise.setup.written import WrittenSetup
 from flopwise.work.formats import parse_formats
+from flopwise.work.lengths import Lengths, parse_lengths
 from flopwise.work.op import Convention, SaveLevel
 from flopwise.work.parameters import End, Place
 from flopwise.work.work import Recompute
@@ -150,6 +151,8 @@ class Plan(WrittenSetup):
                 why=f"a sequence is {self.chunks_per_sequence} chunks of {self.chunk_tokens:,} tokens",
                 hint=WRITTEN_BY,
             )
+        if self.lengths is not None:
+            self._check_lengths(parse_lengths(self.lengths))
         self._check_sizes()
         known = "".join((*LETTERS, NO_BACKWARD))
         wrong = [row for row in self.saves if len(row) != self.chunks_per_round or row.lower().strip(known)]
@@ -164,6 +167,15 @@ class Plan(WrittenSetup):
             if getattr(self, kind).blocks > len(self.saves):
                 raise FlopwiseError(f"more blocks of {kind} stay than the plan has layers", hint=WRITTEN_BY)
         parse_formats(self.precision)
+
+    def _check_lengths(self, lengths: Lengths) -> None:
+        """Refuse lengths that sequences cannot have, and padding, which nothing here computes."""
+        if lengths.layout != "packed" or lengths.longest > self.sequence_tokens:
+            raise FlopwiseError(
+                f"a plan for sequences of {self.sequence_tokens:,} tokens cannot have the lengths {lengths.brief}",
+                why="one device runs sequences packed, none longer than the plan's",
+                hint=WRITTEN_BY,
+            )
 
     def _check_sizes(self) -> None:
         """Refuse caps that no machine has, and more tasks than a plan can mean."""
@@ -226,7 +238,19 @@ class Plan(WrittenSetup):
 
     @property
     def tokens_per_step(self) -> int:
+        """For which there is room."""
         return self.rounds_per_step * self.tokens_per_round
+
+    @property
+    def packed(self) -> Lengths | None:
+        """The lengths of sequences that chunks hold without padding: of whole ones, not of parts."""
+        return None if self.lengths is None or self.chunks_per_sequence > 1 else parse_lengths(self.lengths)
+
+    @property
+    def batch_tokens(self) -> int:
+        """Of a step, padding left out."""
+        whole = self.tokens_per_step
+        return whole if self.lengths is None else parse_lengths(self.lengths).batch_tokens(self.batch_sequences)
 
     def tokens_of(self, chunk: int) -> int:
         """Tokens of a chunk; the last one of a sequence may be shorter than the others."""

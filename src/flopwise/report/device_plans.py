@@ -12,7 +12,7 @@ from flopwise.records.program import OWNERS
 from flopwise.report.document import Block, Document, Table, Words, beside_rows, facts, note_rows
 from flopwise.report.predictions import OPTIMIZER_TITLES, TIGHT, outside_words
 from flopwise.report.tables import Styled
-from flopwise.report.words import count_nouns, list_words, signed_share, size_words
+from flopwise.report.words import count_nouns, lengths_words, list_words, padded_words, signed_share, size_words
 from flopwise.setup.words import MOMENTS
 from flopwise.work.formats import parse_formats
 from flopwise.work.parameters import ENDS
@@ -47,10 +47,11 @@ def device_plan_document(planned: Planned, title: str) -> Document:
 def _blocks(planned: Planned, title: str) -> Iterator[Block]:
     plan = planned.plan
     caps = f"caps: device {show_bytes(plan.device_memory_bytes)}, host {show_bytes(plan.host_memory_bytes)}"
+    uneven = f"\nsequences {lengths_words(plan.lengths)}" if plan.lengths else ""
     rule = "" if plan.rule == "flopwise" else f" · by the rule {plan.rule}"
     yield Words(
         f"{planned.model} · 1 × {title} · sequence {plan.sequence_tokens:,}"
-        f" · {OPTIMIZER_TITLES[plan.optimizer]} · {plan.precision}\n{caps}{rule}"
+        f" · {OPTIMIZER_TITLES[plan.optimizer]} · {plan.precision}{uneven}\n{caps}{rule}"
     )
     yield _memory(planned, ("", "device", " ", "host", "  "))
     yield _answer(planned)
@@ -194,7 +195,7 @@ def _answer(planned: Planned) -> Table:
     spread, evidence = interval_words(interval, forecast.step_s)
     waited = [(name, s) for name, s in forecast.idle.items() if s > 1e-6 * forecast.step_s]
     waits = sorted(waited, key=lambda item: -item[1])
-    rate = f"{significant(forecast.tokens_per_s)} tok/s{spread}"
+    rate = f"{significant(forecast.tokens_per_s)} tok/s{padded_words(forecast.padded_tokens_per_s)}{spread}"
     ceiling = f"{show_share(forecast.ceiling_share)} of the kernels' own ceiling (matrix products and attention alone)"
     peak = f"{show_count(forecast.peak_flops)}FLOP/s dense {forecast.peak_format}"
     searched = f"{count_nouns(planned.searched, 'plan')}, {planned.simulated:,} of them simulated"
@@ -226,9 +227,10 @@ def _schedule(plan: Plan) -> str:
     if plan.chunks_per_sequence == 1:
         attention = "over whole sequences"
     when = {"backward": "right after a layer's last backward", "end": "when all gradients are there"}
+    room = f", and room for {plan.tokens_per_step:,}" if plan.batch_tokens != plan.tokens_per_step else ""
     return (
         f"chunk {plan.chunk_tokens:,} tokens{part} · {count_nouns(plan.chunks_per_round, 'chunk')} a round"
-        f" · {count_nouns(plan.rounds_per_step, 'round')} a step = {plan.tokens_per_step:,} tokens\n"
+        f" · {count_nouns(plan.rounds_per_step, 'round')} a step = {plan.batch_tokens:,} tokens{room}\n"
         f"attention {attention} · update on the {plan.update_place}, {when[plan.update_when]}"
         f"{' · steps replayed' if plan.replay else ''}"
     )
@@ -327,10 +329,10 @@ def value_words(plan: Plan, name: str) -> str:
 
 OF_PLAN = (
     *("hardware", "rule", "precision", "optimizer", "device_memory_bytes", "host_memory_bytes", "sequence_tokens"),
-    *("chunk_tokens", "chunks_per_round", "rounds_per_step", "head_chunk_tokens", "tokens_per_step"),
+    *("lengths", "chunk_tokens", "chunks_per_round", "rounds_per_step", "head_chunk_tokens", "tokens_per_step"),
     *("attention", "update_place", "update_when", "replay", "activation_slots"),
 )
-OF_FORECAST = ("step_s", "tokens_per_s", "mfu", "hfu", "ceiling_share", "bound")
+OF_FORECAST = ("step_s", "tokens_per_s", "padded_tokens_per_s", "mfu", "hfu", "ceiling_share", "bound")
 MORE_OF_FORECAST = (
     *("compute_s", "recompute_s", "update_s", "exposed_copy_s", "copy_in_bytes", "copy_out_bytes", "link_share"),
     *("peak_flops", "model_flops", "hardware_flops"),

@@ -10,7 +10,7 @@ from flopwise.records.outcome import Interval
 from flopwise.records.prediction import DeviceBytes, Prediction, StagePrediction
 from flopwise.report.document import Block, Document, Table, Words, beside_rows, facts, note_rows
 from flopwise.report.tables import Styled
-from flopwise.report.words import UNKNOWN, signed_share
+from flopwise.report.words import UNKNOWN, lengths_words, padded_words, signed_share
 
 OPTIMIZER_TITLES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
 PART_WORDS = {
@@ -78,7 +78,7 @@ def set_up_blocks(prediction: Prediction, title: str) -> Iterator[Block]:
 
 
 def speed_words(prediction: Prediction) -> str:
-    rate = f"{significant(prediction.tokens_per_s)} tok/s"
+    rate = f"{significant(prediction.tokens_per_s)} tok/s{padded_words(prediction.padded_tokens_per_s)}"
     return Styled(f"{rate} · {show_share(prediction.mfu)} MFU · {show_share(prediction.hfu)} HFU", "bold")
 
 
@@ -114,7 +114,9 @@ def _heading(prediction: Prediction, title: str) -> Iterator[str]:
     )
     if prediction.stages:
         yield f"{prediction.parallel.label} · stack {prediction.stack}"
-    yield f"{parameters} · batch {prediction.batch_sequences:,} = {prediction.batch_tokens:,} tokens"
+    batch = f"batch {prediction.batch_sequences:,} = {prediction.batch_tokens:,} tokens"
+    uneven = lengths_words(prediction.lengths)
+    yield f"{parameters} · {batch}{f' · sequences {uneven}' if uneven else ''}"
     micro = f"micro-batch {prediction.micro_batch_sequences:,}, {prediction.accumulation_steps:,} a step"
     yield f"{micro} · recompute {prediction.recompute}"
 
@@ -218,31 +220,36 @@ COMPARED: dict[str, Callable[[Prediction], str]] = {
     "devices": lambda one: f"{one.devices:,}",
     "precision": lambda one: one.precision,
     "seq": lambda one: f"{one.sequence_tokens:,}",
+    "lengths": lambda one: lengths_words(one.lengths),
     "batch": lambda one: f"{one.batch_sequences:,}",
     "micro": lambda one: f"{one.micro_batch_sequences:,}",
     "recompute": lambda one: one.recompute,
     "memory": lambda one: f"{'✓' if one.fits else '✗'} {show_bytes(one.device_bytes.total)}",
     "step": lambda one: show_seconds(one.step_s),
     "tok/s": lambda one: significant(one.tokens_per_s),
+    "padded tok/s": lambda one: significant(one.padded_tokens_per_s) if one.padded_tokens_per_s else "",
     "MFU": lambda one: show_share(one.mfu),
     "bound by": lambda one: one.bound,
 }
 """The sign before the memory says whether it fits."""
-GIVING_WAY = ("bound by", "batch", "micro", "seq", "recompute")
-LEFT = {"model", "hardware", "precision", "recompute", "bound by"}
-SAID_ONCE = {"model": "", "hardware": "", "devices": "", "precision": "", "seq": "sequence ", "batch": "batch "}
+GIVING_WAY = ("bound by", "padded tok/s", "batch", "micro", "seq", "recompute")
+LEFT = {"model", "hardware", "precision", "lengths", "recompute", "bound by"}
+SAID_ONCE = {
+    **dict.fromkeys(("model", "hardware", "devices", "precision"), ""),
+    **{"seq": "sequence ", "lengths": "sequences ", "batch": "batch "},
+}
 """What stands above the table where it is the same in every row."""
 
 
 def _compare(predictions: Sequence[Prediction]) -> Iterator[Block]:
     """Several predictions in a table; what is the same in every row is said once, above it."""
-    cells = {name: [words(one) for one in predictions] for name, words in COMPARED.items()}
+    cells = _cells(predictions)
     varied = [name for name, column in cells.items() if len(set(column)) > 1]
-    same = {name: cells[name][0] for name in SAID_ONCE if name not in varied}
-    columns = [name for name in COMPARED if name not in same]
+    same = {name: cells[name][0] for name in SAID_ONCE if name in cells and name not in varied}
+    columns = [name for name in cells if name not in same]
     # What tells the rows apart stays; the micro-batch only where nothing else does.
     kept = {name for name in varied if name in SAID_ONCE}
-    before = list(COMPARED)[: list(COMPARED).index("micro")]
+    before = list(cells)[: list(cells).index("micro")]
     if len(set(zip(*(cells[name] for name in before), strict=True))) < len(predictions):
         kept.add("micro")
     said = [f"{SAID_ONCE[name]}{value}" for name, value in same.items() if name != "devices"]
@@ -256,6 +263,12 @@ def _compare(predictions: Sequence[Prediction]) -> Iterator[Block]:
     )
 
 
+def _cells(predictions: Sequence[Prediction]) -> dict[str, list[str]]:
+    """The columns that say anything."""
+    cells = {name: [words(one) for one in predictions] for name, words in COMPARED.items()}
+    return {name: column for name, column in cells.items() if any(column)}
+
+
 def _devices(predictions: Sequence[Prediction]) -> str:
     if all(prediction.devices == 1 for prediction in predictions):
         return "1 device"
@@ -265,8 +278,8 @@ def _devices(predictions: Sequence[Prediction]) -> str:
 
 def _tables(predictions: Sequence[Prediction]) -> Iterator[Block]:
     """The rows for an issue; one prediction brings its operators and its memory too."""
-    rows = [[words(one) for words in COMPARED.values()] for one in predictions]
-    yield Table(columns=tuple(COMPARED), rows=rows, left=LEFT)
+    cells = _cells(predictions)
+    yield Table(columns=tuple(cells), rows=list(zip(*cells.values(), strict=True)), left=LEFT)
     if len(predictions) == 1:
         memory = predictions[0].device_bytes
         yield _operators(predictions[0])

@@ -108,6 +108,7 @@ TABLE: dict[str, OfResult] = {
     "device cap": lambda row: size_words(row.device_cap_bytes),
     "host cap": lambda row: size_words(row.host_cap_bytes),
     "tok/s": lambda row: rate_words(row.tokens_per_s),
+    "padded": lambda row: rate_words(row.padded_tokens_per_s),
     "p20–p80": lambda row: spread_words(row.tokens_per_s_p20, row.tokens_per_s_p80),
     "predicted": lambda row: rate_words(row.predicted_tokens_per_s),
     "error": lambda row: signed_share(row.prediction_error),
@@ -132,7 +133,7 @@ SAME_FOR_ALL: dict[str, Callable[[Result], str]] = {
 }
 """Columns that need not be, where all rows say the same: it stands above the table instead."""
 GIVING_WAY = (
-    *("cell", "host", "bound", "micro", "J/tok", "HFU", "p20–p80", "on", "precision", "error", "predicted"),
+    *("cell", "padded", "host", "bound", "micro", "J/tok", "HFU", "p20–p80", "on", "precision", "error", "predicted"),
     *("memory", "host cap", "device cap", "devices", "batch", "tok/$", "MFU"),
 )
 MOST_NAMED = 6

@@ -15,6 +15,7 @@ from flopwise.report.predictions import OPTIMIZER_TITLES
 from flopwise.report.training import measured_parts, memory_table, metrics_block, state_parts
 from flopwise.report.words import (
     UNKNOWN,
+    lengths_words,
     loss_words,
     printable,
     rate_words,
@@ -230,6 +231,7 @@ def plan_parts(record: RunRecord) -> list[str]:
         parts = [
             f"{measured.devices} × {printable(measured.hardware)}",
             f"sequence {measured.sequence_tokens:,}",
+            *([f"sequences {uneven}"] if (uneven := lengths_words(measured.lengths)) else []),
             f"batch {measured.batch_sequences:,} = {measured.batch_tokens:,} tokens",
             f"micro-batch {measured.micro_batch_sequences:,}",
             f"precision {printable(measured.precision)}",

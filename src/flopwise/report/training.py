@@ -146,6 +146,8 @@ def measured_parts(measurement: Measurement) -> list[str]:
     """Speed and memory as measured, beside what was predicted and planned."""
     spread = f"{rate_words(measurement.tokens_per_s_p20)}–{rate_words(measurement.tokens_per_s_p80)}"
     parts = [f"measured {rate_words(measurement.tokens_per_s)} tok/s (p20–p80 {spread})"]
+    if measurement.padded_tokens_per_s is not None:
+        parts.append(f"{rate_words(measurement.padded_tokens_per_s)} with padding")
     predicted = measurement.predicted_tokens_per_s
     if predicted is not None:
         known = measurement.tokens_per_s > 0

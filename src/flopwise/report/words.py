@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import encodable
 from flopwise.base.units import show_bytes, show_seconds, show_share, significant
+from flopwise.work.lengths import parse_lengths
 
 if TYPE_CHECKING:
     from flopwise.records.profile import Unit
@@ -82,6 +84,22 @@ def loss_words(loss: float | None) -> str:
 def rate_words(per_s: float | None, digits: int = 3) -> str:
     """Tokens a second, without the unit."""
     return UNKNOWN if per_s is None else significant(per_s, digits)
+
+
+def padded_words(per_s: float | None) -> str:
+    """Behind a rate in tokens a second, what it is with padding; nothing where there is none."""
+    return "" if per_s is None else f" ({rate_words(per_s)} with padding)"
+
+
+def lengths_words(words: str | None) -> str:
+    """How long sequences are, of the words that records hold; nothing where all are alike."""
+    if words is None:
+        return ""
+    try:
+        return parse_lengths(words).brief
+    except FlopwiseError:
+        # A record may be damaged.
+        return printable(words)
 
 
 def share_words(share: float | None) -> str:

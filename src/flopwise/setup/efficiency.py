@@ -93,6 +93,8 @@ class AttentionEfficiency:
     """The same for the backward pass; None: as forward."""
     tail: float = 0.5
     """Share of the longest tile's time that the even spread of the work leaves over at the end."""
+    packed_most: float | None = None
+    """Share of the peak that kernels for sequences of uneven length reach at most; None: as for even ones."""
     pair_s: tuple[float, float] | None = None
     """Seconds of a (query, key) pair beside its products, forward and backward: a CPU's exponentials."""
     whole_keys: int | None = None
@@ -102,6 +104,8 @@ class AttentionEfficiency:
         _share("attention.head_dim_64", self.head_dim_64)
         if self.head_dim_64_backward is not None:
             _share("attention.head_dim_64_backward", self.head_dim_64_backward)
+        if self.packed_most is not None:
+            _share("attention.packed_most", self.packed_most)
         pair_s, whole_keys = self.pair_s or (0.0, 0.0), self.whole_keys or 0
         if not 0 <= min(pair_s) <= max(pair_s) < 1 or not 0 <= whole_keys < 2**20:
             raise FlopwiseError(

@@ -14,7 +14,9 @@ from flopwise.setup.parallel import Parallel
 from flopwise.setup.stack import Stack
 from flopwise.setup.trained import check_base, trains_partly
 from flopwise.setup.words import FUSIONS, MOMENTS, Fusion, Optimizer
+from flopwise.work.describe import check_lengths
 from flopwise.work.formats import POLICIES, Formats
+from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
 from flopwise.work.op import ATTENTION_KERNELS, AttentionKernel
 from flopwise.work.work import RECOMPUTE_POLICIES, Recompute
@@ -34,13 +36,16 @@ WORDS: dict[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """One optimizer step over a batch of equal sequences; None where flopwise is to choose."""
+    """One optimizer step over a batch of sequences; None where flopwise is to choose."""
 
     model: Model
     hardware: Hardware
     hardware_name: str = ""
     """As the user named it; nothing: by its own name."""
     sequence_tokens: int | None = None
+    """Of each sequence, or of the longest that there may be."""
+    lengths: Lengths | None = None
+    """How long sequences are, and whether what is left of `sequence_tokens` is computed; None: all have so many."""
     batch_sequences: int | None = None
     """Of all devices together."""
     micro_batch_sequences: int | None = None
@@ -75,6 +80,8 @@ class Setup:
             check_device_cap(self.hardware, self.device_cap_bytes)
         if self.batch_sequences is not None:
             self._check_batch(self.batch_sequences, self.parallel.data)
+        if self.lengths is not None:
+            self._check_lengths(self.lengths)
         if self.formats is not None:
             check_base(self.model, self.formats.base)
         if trains_partly(self.model) and not self.is_plain:
@@ -83,6 +90,21 @@ class Setup:
                 why="of a model that is trained in part, one device that flopwise itself runs is all that is described",
                 hint="without --gpus and --stack, or without --lora and --freeze",
             )
+
+    def _check_lengths(self, lengths: Lengths) -> None:
+        if self.sequence_tokens is not None and lengths.longest > self.sequence_tokens:
+            raise FlopwiseError(
+                f"a sequence of {lengths.longest:,} tokens is longer than --seq {self.sequence_tokens:,}",
+                why="sequences have at most so many",
+                hint=f"--seq {lengths.longest}",
+            )
+        if lengths.layout == "packed" and not self.is_plain:
+            raise FlopwiseError(
+                "packed sequences are for one device without a framework",
+                why="what runs on several devices, and what frameworks run, fills sequences up",
+                hint="--layout padded, or --layout longest",
+            )
+        check_lengths(self.model, lengths, self.attention)
 
     def _check_batch(self, batch: int, ranks: int) -> None:
         micro, mine = self.micro_batch_sequences, -(-batch // ranks)
@@ -148,7 +170,26 @@ class SettledSetup(Setup):
 
     @property
     def batch_tokens(self) -> int:
+        """Without padding."""
+        whole = self.padded_tokens
+        return whole if self.lengths is None else self.lengths.batch_tokens(self.batch_sequences)
+
+    @property
+    def padded_tokens(self) -> int:
+        """Of a batch whose sequences are filled up to as many tokens as they may have."""
         return self.batch_sequences * self.sequence_tokens
+
+    @property
+    def width(self) -> int:
+        """To how many tokens sequences are filled up; packed ones have room for so many each."""
+        if self.lengths is None:
+            return self.sequence_tokens
+        return self.lengths.width(self.sequence_tokens, self.micro_batch_sequences)
+
+    @property
+    def packed(self) -> Lengths | None:
+        """The lengths of sequences that are computed without padding."""
+        return self.lengths if self.lengths and self.lengths.layout == "packed" else None
 
     @property
     def rank_sequences(self) -> int:
@@ -174,6 +215,15 @@ class CappedSetup(Setup):
     formats: Formats = POLICIES["bf16"]
     device_cap_bytes: int
     host_cap_bytes: int = 0
+
+    def _check_lengths(self, lengths: Lengths) -> None:
+        Setup._check_lengths(self, lengths)
+        if lengths.layout != "packed":
+            raise FlopwiseError(
+                f"a plan for one device cannot have sequences {lengths.layout}",
+                why="flopwise's own trainer computes no padding",
+                hint="--layout packed, or --stack with the framework that runs it",
+            )
 
 
 def _narrow(setup: Setup, kind: type[Narrowed], **settled: object) -> Narrowed:

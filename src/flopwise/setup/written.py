@@ -18,6 +18,7 @@ from flopwise.setup.setup import Setup
 from flopwise.setup.stack import NO_STACK
 from flopwise.setup.training import Task
 from flopwise.work.formats import parse_formats
+from flopwise.work.lengths import parse_lengths
 from flopwise.work.model import Model
 
 Asked = TypeVar("Asked", bound=Setup)
@@ -35,6 +36,9 @@ class WrittenSetup:
     hardware: str | None = None
     """Catalogue name, or the file that was named."""
     sequence_tokens: int | None = None
+    lengths: str | None = None
+    """How long sequences are and how they lie in memory, as `work.lengths` writes it: `packed:5x2,17,128`; None: all
+    have `sequence_tokens`."""
     precision: str | None = None
     optimizer: str | None = None
 
@@ -101,6 +105,9 @@ def cell_id(setup: CellSetup) -> str:
     """Twelve hexadecimal digits of the set-up's hash, the same in every process and version of Python."""
     table = msgspec.to_builtins(setup)
     table["model"] = {key: value for key, value in table["model"].items() if key not in NOT_IDENTITY}
+    if table["lengths"] is None:
+        # Sequences of one length are the same cell as before there were others.
+        del table["lengths"]
     return hashlib.sha256(msgspec.json.encode(table, order="sorted")).hexdigest()[:12]
 
 
@@ -114,6 +121,7 @@ def write_setup(setup: Setup) -> dict[str, Any]:
         "hardware": setup.hardware_name or setup.hardware.name,
         "devices": setup.parallel.devices,
         "sequence_tokens": setup.sequence_tokens,
+        "lengths": setup.lengths.words if setup.lengths else None,
         "batch_sequences": setup.batch_sequences,
         "micro_batch_sequences": setup.micro_batch_sequences,
         "precision": setup.formats.name if setup.formats else None,
@@ -132,6 +140,8 @@ def read_setup(words: WrittenBatch, kind: type[Asked], model: Model, hardware: H
         name: None if getattr(words, name) == AUTO else getattr(words, name)
         for name in ("sequence_tokens", "batch_sequences", "micro_batch_sequences")
     }
+    if words.lengths is not None:
+        given["lengths"] = parse_lengths(words.lengths)
     for place in ("device", "host"):
         given[f"{place}_cap_bytes"] = getattr(words, f"{place}_memory_bytes", None)
     for name in ("recompute", "attention", "fusion", "optimizer", "parallel"):

@@ -50,6 +50,8 @@ class Result(Shown, WrittenBatch):
     step_s_p20: float | None = None
     step_s_p80: float | None = None
     tokens_per_s: float | None = None
+    """Padding left out."""
+    padded_tokens_per_s: float | None = None
     tokens_per_s_p20: float | None = None
     tokens_per_s_p80: float | None = None
     tokens_per_s_per_device: float | None = None
@@ -304,7 +306,7 @@ def fastest(rows: Sequence[Result]) -> list[Result]:
     for row in rows:
         if row.state != "ok" or row.tokens_per_s is None:
             continue
-        key = (row.model, row.hardware, row.devices, row.sequence_tokens, row.precision)
+        key = (row.model, row.hardware, row.devices, row.sequence_tokens, row.lengths, row.precision)
         other = found.get(key)
         if other is None or row.tokens_per_s > (other.tokens_per_s or 0.0):
             found[key] = row

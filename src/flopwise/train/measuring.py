@@ -7,12 +7,14 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from flopwise.predict.step import model_flops
 from flopwise.records.measurement import Measurement, MemoryRow, StepRecord, measured_bytes
 from flopwise.setup.written import words_of
 from flopwise.store.statistics import LEAST_WARM_UP, warm_up_steps
 from flopwise.train.loop import LoopEnd
 from flopwise.train.preparing import Prepared
 from flopwise.work.describe import describe
+from flopwise.work.lengths import parse_lengths
 
 
 def measure(
@@ -42,19 +44,21 @@ def measure(
     work = describe(model, plan.sequence_tokens)
     batch, flops = prepared.batch_sequences, outcome.model_flops // len(steps)
     mfu = statistics.median(shares) if shares else None
-    whole = batch * work.model_flops("causal")
+    lengths = parse_lengths(plan.lengths) if plan.lengths else None
+    whole = model_flops(model, plan.sequence_tokens, lengths, batch, "causal")
     executed = None if expected.hardware_flops is None else expected.hardware_flops * flops // whole
     words = words_of(plan, "recompute") | {"model": model.name, "hardware": prepared.hardware.name, "devices": ranks}
-    tokens = sum(step.tokens for step in timed) / len(timed)
+    tokens, padded = sum(step.tokens for step in timed) / len(timed), batch * plan.sequence_tokens
     return Measurement(
         **words | {"batch_sequences": batch, "micro_batch_sequences": min(plan.micro_batch_sequences, batch)},
-        batch_tokens=batch * plan.sequence_tokens,
+        batch_tokens=round(tokens),
         n_params=work.parameters,
         steps=len(timed),
         step_s=statistics.median(seconds),
         step_s_p20=_share_of(seconds, 0.2),
         step_s_p80=_share_of(seconds, 0.8),
         tokens_per_s=statistics.median(rates),
+        padded_tokens_per_s=padded / statistics.median(seconds) if padded > tokens else None,
         tokens_per_s_p20=_share_of(rates, 0.2),
         tokens_per_s_p80=_share_of(rates, 0.8),
         model_flops=flops,
@@ -70,7 +74,7 @@ def measure(
         last_loss=steps[-1].loss,
         memory=memory,
         predicted_step_s=expected.step_s,
-        # Of the tokens that the steps had: a plan counts padding, which is nothing to train on.
+        # Of the tokens that the steps had, which are not quite those of the mean batch.
         predicted_tokens_per_s=tokens / expected.step_s if expected.step_s else None,
     )
 

@@ -29,6 +29,8 @@ class OwnData:
 
     notes: tuple[str, ...] = ()
     end_token: int | None = None
+    lengths: None = None
+    """Nobody knows before they are there: all as long as may be."""
 
     def __init__(self, data: Data, sequence_tokens: int) -> None:
         count: object = data.count

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil
 
 from flopwise.base.errors import DoesNotFit, FlopwiseError
 from flopwise.base.units import show_bytes, show_share
@@ -24,6 +23,7 @@ from flopwise.setup.stack import NO_STACK
 from flopwise.setup.written import words_of, write_setup
 from flopwise.work.describe import describe
 from flopwise.work.formats import FP8_MULTIPLE, POLICIES, parse_formats
+from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
 from flopwise.work.op import Gemm
 from flopwise.work.transformer import Transformer
@@ -69,27 +69,6 @@ def _one(setup: Setup) -> FoundPlan:
     return _known(found.plan, found.forecast, batch)
 
 
-FILLED_UP = 1 / 32
-"""Of the room for a packed chunk on a GPU, what is filled up in the mean: half of `Inputs.granule`."""
-
-
-def expect_lengths(found: FoundPlan, model: Transformer, hardware: Hardware, tokens: float | None) -> FoundPlan:
-    """The same plan with what its steps take where sequences have so many tokens in the mean, padding left out."""
-    plan, expected = found
-    if not isinstance(plan, Plan) or tokens is None or expected.step_s is None or plan.chunks_per_sequence > 1:
-        return found
-    whole = plan.sequence_tokens
-    rows = min(whole, ceil(tokens + (FILLED_UP * whole if hardware.device.kind != "cpu" else 0)))
-    if rows == whole:
-        return found
-    each = plan.chunk_tokens // whole
-    head = min(plan.head_chunk_tokens, each * rows)
-    shorter = replace(plan, sequence_tokens=rows, chunk_tokens=each * rows, head_chunk_tokens=head)
-    step_s = expected.step_s * forecast(shorter, model, hardware).step_s / forecast(plan, model, hardware).step_s
-    batch = expected.batch_sequences or plan.batch_sequences
-    return plan, replace(expected, step_s=step_s, tokens_per_s=batch * tokens / step_s)
-
-
 def note_clipping(plan: Plan | ClusterPlan, model: Transformer, hardware: Hardware) -> str:
     """That gradients are clipped, and what the wait for the last of them costs where that is known."""
     told = "gradients are clipped by their norm (--clip 0 for none)"
@@ -127,8 +106,11 @@ def _known(plan: Plan | ClusterPlan, found: Forecast | Prediction, batch: int | 
     )
 
 
-def given_plan(plan: Plan | ClusterPlan, model: Transformer, hardware: Hardware, batch: int | None) -> FoundPlan:
-    """A plan from a file, with what it takes on the hardware that it is run on."""
+def given_plan(
+    plan: Plan | ClusterPlan, model: Transformer, hardware: Hardware, batch: int | None, lengths: Lengths | None = None
+) -> FoundPlan:
+    """A plan from a file, with what it takes on the hardware that it is run on, with sequences as they are there."""
+    plan = replace(plan, lengths=lengths.words if lengths else None)
     if isinstance(plan, ClusterPlan):
         return _predicted(plan, plan.setup(model, hardware))
     check_runs(plan, model)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.base.units import show_bytes
+from flopwise.base.units import show_bytes, show_share
 from flopwise.catalog.load import is_plan, load_model, load_plan, model_folder
 from flopwise.engine.data import (
     DataRequest,
@@ -34,10 +34,11 @@ from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names
 from flopwise.train.own_data import Data, OwnData
-from flopwise.train.planning import FoundPlan, check_fits, expect_lengths, find_plan, given_plan, note_clipping
+from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan, note_clipping
 from flopwise.train.request import TrainRequest, trained_words
 from flopwise.work.describe import describe
 from flopwise.work.formats import Formats, parse_formats, with_base
+from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.transformer import Dropout, Transformer
 
@@ -54,6 +55,8 @@ CLASSIFIER_BATCH_SEQUENCES = 8
 """As the usual fine-tuning script has it."""
 CLASSIFIER_EPOCHS = 3
 LANGUAGE_STEPS = 200
+LANGUAGE_EPOCHS = 3
+"""As many steps at most as see the data so often: most fine-tuning does no more."""
 
 MANY_EPOCHS = 10
 """More than these are told: they are rarely meant, and the data is learnt by heart."""
@@ -202,13 +205,14 @@ def prepare(
     if task == "classification" and own is None:
         # Its labels are what the data has; a plan for another number of them differs by a few rows.
         model = replace(model, labels=len(getattr(data, "labels", ())))
-    found = plan_of_run(settled, model, ranks)
-    if isinstance(data, ExampleData):
+    own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
+    if isinstance(data, ExampleData) and not _shares(request, own_plan):
         # Attention knows where examples begin in chunks of whole sequences on one device.
-        data.lay_out(packed=request.packing and isinstance(found[0], Plan) and found[0].chunks_per_sequence == 1)
-    own_plan, expected = expect_lengths(found, model, hardware, getattr(data, "mean_tokens", None))
+        data.lay_out(packed=False)
+        own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
     batch = expected.batch_sequences or own_plan.batch_sequences
     steps = _steps(request, task, data.count, batch)
+    resumed = training is not None
     if training is not None:
         asked = request.steps is not None or request.epochs is not None
         training = replace(training, steps=steps if asked else training.steps)
@@ -235,10 +239,26 @@ def prepare(
             *settled.notes,
             *data.notes,
             *_notes(model, hardware, expected, training, data.count),
+            *([] if resumed else _length_notes(request, task, training, batch, data.count)),
             *_rounding_notes(own_plan, training),
             *([note_clipping(own_plan, model, hardware)] if training.clip_norm is not None else []),
         ),
     )
+
+
+def _shares(request: TrainRequest, plan: Plan | ClusterPlan) -> bool:
+    """Whether several examples share a sequence."""
+    return request.packing and isinstance(plan, Plan) and plan.chunks_per_sequence == 1
+
+
+def _layout(
+    data: LanguageData | ExampleData | ClassificationData | OwnData, request: TrainRequest, ranks: int
+) -> Lengths | None:
+    """The data's lengths as they are run: one device leaves padding out, several compute it."""
+    if data.lengths is None or ranks == 1:
+        return data.lengths
+    to_longest = request.padding == "longest" or isinstance(data, ExampleData)
+    return replace(data.lengths, layout="longest" if to_longest else "padded")
 
 
 def _here(wanted: str) -> Here:
@@ -424,8 +444,8 @@ def _for_other_ranks(request: TrainRequest, plan: Plan | ClusterPlan) -> TrainRe
     )
 
 
-def plan_of_run(settled: Settled, model: Transformer, ranks: int) -> FoundPlan:
-    """The plan that is given, or the one that is found, with what it takes."""
+def plan_of_run(settled: Settled, model: Transformer, ranks: int, lengths: Lengths | None = None) -> FoundPlan:
+    """The plan that is given, or the one that is found, with what it takes where sequences have these lengths."""
     request, plan, hardware = settled.request, settled.plan, settled.setup.hardware
     if plan is not None and settled.resumed and plan[0].devices != ranks:
         request, plan = _for_other_ranks(request, plan[0]), None
@@ -436,7 +456,7 @@ def plan_of_run(settled: Settled, model: Transformer, ranks: int) -> FoundPlan:
                 f"the plan is for {devices} device{'s' if devices > 1 else ''}, and {ranks} run",
                 hint=f"--gpus {devices}, or plan again",
             )
-        found = given_plan(plan[0], model, hardware, request.batch_sequences)
+        found = given_plan(plan[0], model, hardware, request.batch_sequences, lengths)
         return found if settled.resumed else _within_caps(found, model, hardware, anywhere=request.anywhere)
     batch = request.batch_sequences
     if batch is not None and batch > MOST_PAIRS:
@@ -449,7 +469,12 @@ def plan_of_run(settled: Settled, model: Transformer, ranks: int) -> FoundPlan:
         batch = CLASSIFIER_BATCH_SEQUENCES * ranks
     elif batch is None and (hardware.link is None or ranks > 1 or request.model is None):
         batch = CPU_BATCH_SEQUENCES * ranks
-    more = {"batch_sequences": batch, "clip": request.clip_norm is not None, "parallel": shard_all(ranks)}
+    more = {
+        "lengths": lengths,
+        "batch_sequences": batch,
+        "clip": request.clip_norm is not None,
+        "parallel": shard_all(ranks),
+    }
     settled_already = {name: getattr(settled.setup, name) for name in ("hardware_name", "sequence_tokens")}
     return find_plan(read_setup(request, Setup, model, hardware, **more | settled_already))
 
@@ -481,7 +506,20 @@ def _steps(request: TrainRequest, task: Task, count: int, batch: int) -> int:
         steps = max(1, ceil(epochs * count / batch))
     if steps is None:
         steps = DEFAULT_STEPS if request.model is None else LANGUAGE_STEPS
+        if request.data or request.own_data:
+            steps = min(steps, max(1, ceil(LANGUAGE_EPOCHS * count / batch)))
     return steps
+
+
+def _length_notes(request: TrainRequest, task: Task, training: Training, batch: int, count: int) -> list[str]:
+    """How often the data is seen, where nobody said how long a language model is trained on it."""
+    if task == "classification" or not (request.data or request.own_data):
+        return []
+    if request.steps is not None or request.epochs is not None:
+        return []
+    seen = training.steps * batch / count
+    told = f"{seen:.1f} times" if seen >= 1 else f"as far as {show_share(seen)}"
+    return [f"{training.steps:,} steps see the {count:,} sequences {told}: --epochs 3 or --steps says otherwise"]
 
 
 def _training(

@@ -80,6 +80,8 @@ class TrainRequest(WrittenBatch):
     """The machine that it runs on, which `on` may describe."""
     optimizer: None = field(default=None, init=False)
     """AdamW alone is trained with."""
+    lengths: None = field(default=None, init=False)
+    """The data's own."""
     devices: int = 1
     from_scratch: bool = False
     """First values are drawn even where the model's folder has weights."""

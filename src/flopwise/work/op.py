@@ -1,7 +1,9 @@
 """The operators that a model is made of, and what one of them costs.
 
 Every shape is for one sequence, so that a batch of b sequences is b times the work of one, exactly; only the
-weights do not grow with the batch. FLOPs are exact integers: a matrix product of (m × k)·(k × n) is 2·m·k·n.
+weights do not grow with the batch. Sequences of uneven length are described together, behind each other: sums over
+tokens are those of all of them, and attention alone knows where each ends. FLOPs are exact integers: a matrix product
+of (m × k)·(k × n) is 2·m·k·n.
 
 Two conventions for counting *model* FLOPs, because published figures use both:
 
@@ -13,7 +15,8 @@ Two conventions for counting *model* FLOPs, because published figures use both:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import prod
 from typing import Literal, get_args
@@ -184,6 +187,14 @@ class Attention(Op):
     window: int | None = None
     parts: int = 1
     """Devices that share the sequence, each with an equal part of its pairs."""
+    lengths: tuple[tuple[int, int], ...] = ()
+    """Of sequences that lie behind each other: (tokens, sequences that have so many), `tokens` being all of theirs.
+    None: one sequence."""
+
+    def each(self) -> Iterator[tuple[Attention, int]]:
+        """The same over one sequence of each length, and how many sequences have it."""
+        for tokens, count in self.lengths or ((self.tokens, 1),):
+            yield replace(self, tokens=tokens, lengths=()), count
 
     def twice_pairs(self, pairs: Pairs) -> int:
         """Twice the number of (query, key) pairs of a head: S² under a causal mask, 2·S² without one.
@@ -191,6 +202,8 @@ class Attention(Op):
         The diagonal is halved too: the usual S²/2 and not S·(S+1)/2, a difference of 1/S. A window w leaves the
         band w·S − w²/2 of a causal square.
         """
+        if self.lengths:
+            return sum(count * one.twice_pairs(pairs) for one, count in self.each())
         keys = self.tokens * self.parts
         if pairs == "square":
             return 2 * self.tokens * keys

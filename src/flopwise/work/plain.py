@@ -68,7 +68,16 @@ RUNS_OF_PART = 2
 
 
 def plain_passes(work: Work, op: Op) -> tuple[Passes, Passes]:
-    """One copy of an operator for one sequence, forward and backward; of products and attention what is beside them."""
+    """One copy of an operator for one sequence, forward and backward; of products and attention what is beside them.
+
+    Of uneven sequences for the mean one."""
+    forward, backward = _passes(work, op)
+    share = 1 / work.sequences
+    return forward.times(share), backward.times(share)
+
+
+def _passes(work: Work, op: Op) -> tuple[Passes, Passes]:
+    """The same for all sequences that are described."""
     if isinstance(op, Gemm):
         return _beside_product(work, op)
     if isinstance(op, Attention):

@@ -102,13 +102,15 @@ def key_sums_bytes(work: Work) -> int:
 def least_bytes(work: Work, op: Op, formats: Formats, sequences: int, again: Fraction) -> int:
     """Bytes of one operator for `sequences` sequences at once: forward, backward and what is made again.
 
+    Of uneven ones as many as have the mean of those that are described.
+
     The weights' gradient is written once for each layer.
     """
     forward = forward_traffic(work, op, formats, fused=True)
     backward = backward_traffic(work, op, formats, fused=True)
-    once = sequences * forward.per_sequence + forward.fixed
+    once = work.of_batch(forward.per_sequence, sequences) + forward.fixed
     total = op.layers * once + op.reached * int(once * again)
-    total += op.reached * (sequences * backward.per_sequence + backward.fixed)
+    total += op.reached * (work.of_batch(backward.per_sequence, sequences) + backward.fixed)
     gradient = _weight_bytes(op, formats.gradients) if isinstance(op, Gemm) else 0
     return op.calls * total + (op.layers - op.frozen) * gradient
 

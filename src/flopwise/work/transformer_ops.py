@@ -7,6 +7,7 @@ from typing import Literal
 
 from flopwise.work.adapters import DOWN, EMBEDDING, HEAD, LOW, RESULTS, UP, Target
 from flopwise.work.layout import WHOLE, Layout
+from flopwise.work.lengths import Lengths
 from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, SaveLevel, Streaming, StreamingKind, Tensor, Weight
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import SCORES, Work
@@ -15,32 +16,44 @@ Format = Literal["compute", "fp32", "index"]
 
 
 def transformer_work(
-    model: Transformer, sequence_tokens: int, kernel: AttentionKernel = "flash", layout: Layout = WHOLE
+    model: Transformer,
+    sequence_tokens: int,
+    kernel: AttentionKernel = "flash",
+    layout: Layout = WHOLE,
+    lengths: Lengths | None = None,
 ) -> Work:
-    """Describe one forward pass over one sequence; backward and recompute follow from it.
+    """Describe one forward pass over one sequence, or over those of `lengths`; backward and recompute follow from it.
 
     With a `layout` it is what one device of it does: its heads, its columns of the feed-forward part and of the
     vocabulary (padded to equal parts), its tokens and its experts, each of which gets an equal part of the tokens.
     """
     model.check_sequence(sequence_tokens)
-    builder = _Builder(model, sequence_tokens, kernel, layout)
+    builder = _Builder(model, sequence_tokens, kernel, layout, lengths)
     builder.embedding()
     builder.block()
     builder.head()
     return Work(
         name=model.name,
-        sequence_tokens=sequence_tokens,
+        sequence_tokens=sequence_tokens if lengths is None else lengths.tokens,
         ops=tuple(builder.ops),
         tensors=builder.tensors,
         copies=builder.copies,
         kernel=kernel,
+        sequences=builder.sequences,
     )
 
 
 class _Builder:
     """Collects operators and tensors; each method appends one part of the model."""
 
-    def __init__(self, model: Transformer, sequence_tokens: int, kernel: AttentionKernel, layout: Layout) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        sequence_tokens: int,
+        kernel: AttentionKernel,
+        layout: Layout,
+        lengths: Lengths | None,
+    ) -> None:
         self.model = replace(
             model,
             heads=model.heads // layout.tensor,
@@ -50,7 +63,9 @@ class _Builder:
         )
         self.layout = layout
         self.sequence_tokens = sequence_tokens
-        self.tokens = sequence_tokens // layout.context
+        self.lengths = lengths.counted if lengths else ()
+        self.sequences = lengths.sequences if lengths else 1
+        self.tokens = lengths.tokens if lengths else sequence_tokens // layout.context
         # Tokens of the residual stream, of which sequence parallelism gives each tensor rank a part.
         self.stream_tokens = self.tokens // layout.tensor if layout.sequence else self.tokens
         self.kernel = kernel
@@ -334,6 +349,7 @@ class _Builder:
                 causal=model.causal,
                 window=model.window,
                 parts=self.layout.context,
+                lengths=self.lengths,
             )
         )
 
@@ -428,15 +444,15 @@ class _Builder:
 
     def classifier(self) -> None:
         """The first token through a dense layer and tanh, then to the labels."""
-        hidden, labels = self.model.hidden, self.model.labels or 1
-        first = self.tensor("first", hidden)
-        pooled = self.tensor("pooled_raw", hidden)
-        activated = self.tensor("pooled", hidden)
-        self.gemm("pooler", first, (pooled,), rows=1, depth=hidden, columns=hidden, bias=True)
+        hidden, labels, rows = self.model.hidden, self.model.labels or 1, self.sequences
+        first = self.tensor("first", rows * hidden)
+        pooled = self.tensor("pooled_raw", rows * hidden)
+        activated = self.tensor("pooled", rows * hidden)
+        self.gemm("pooler", first, (pooled,), rows=rows, depth=hidden, columns=hidden, bias=True)
         self.streaming("pooler_activation", (pooled,), (activated,), needs=(activated,), function="tanh")
-        scores = self.tensor("logits", labels)
-        self.gemm("classifier", activated, (scores,), rows=1, depth=hidden, columns=labels, bias=True)
-        self.loss(scores, rows=1)
+        scores = self.tensor("logits", rows * labels)
+        self.gemm("classifier", activated, (scores,), rows=rows, depth=hidden, columns=labels, bias=True)
+        self.loss(scores, rows=rows)
 
     def loss(self, logits: str, *, rows: int) -> None:
         loss = self.tensor("loss", rows, number_format="fp32")

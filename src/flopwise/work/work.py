@@ -41,15 +41,18 @@ _LEVEL: dict[Recompute, SaveLevel] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """One model on one sequence length: the operators in the order of the forward pass."""
+    """One model on one sequence, or on several of uneven length: the operators in the order of the forward pass."""
 
     name: str
     sequence_tokens: int
+    """Of all its sequences together."""
     ops: tuple[Op, ...]
     tensors: dict[str, Tensor]
     copies: dict[str, int] = field(default_factory=dict)
     """How many copies of a tensor one sequence makes: one for each layer and call; 1 when not named."""
     kernel: AttentionKernel = "flash"
+    sequences: int = 1
+    """That are described together, where they are uneven; every count is that of all of them."""
 
     def __post_init__(self) -> None:
         known = set(self.tensors)
@@ -70,6 +73,10 @@ class Work:
     def active_parameters(self) -> int:
         """The parameters that one token uses: fewer than all in a mixture of experts."""
         return sum(op.active_parameters for op in self.ops)
+
+    def of_batch(self, counted: int, sequences: int) -> int:
+        """What so many sequences have in the mean of something that all of these together have."""
+        return (2 * counted * sequences + self.sequences) // (2 * self.sequences)
 
     def forward_flops(self, op: Op, convention: Convention) -> int:
         """Model FLOPs of one operator's forward pass over one sequence."""

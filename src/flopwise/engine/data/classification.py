@@ -18,6 +18,7 @@ from flopwise.engine.data.corpus import Opened, describe_data, fingerprint, no_t
 from flopwise.engine.data.order import Order
 from flopwise.engine.data.request import DataRequest, Tell
 from flopwise.engine.data.tokenizer import Tokenizer, load_tokenizer
+from flopwise.work.lengths import Lengths, count_lengths
 
 
 def open_classification_data(request: DataRequest, *, tell: Tell | None = None) -> ClassificationData:
@@ -89,10 +90,12 @@ class ClassificationData:
         return int(self._held_out.size)
 
     @property
-    def mean_tokens(self) -> float:
-        """Of a training sample, padding left out."""
-        lengths = np.diff(self._training.cache.arrays["bounds"])
-        return float(lengths[self._trained].mean())
+    def lengths(self) -> Lengths | None:
+        """Of training samples, padding left out; None: all are as long as may be."""
+        lengths = np.diff(self._training.cache.arrays["bounds"])[self._trained]
+        if int(lengths.min()) == self._request.sequence_tokens:
+            return None
+        return count_lengths(lengths.tolist())
 
     def describe(self) -> dict[str, Any]:
         """Plain values for the record of a run."""

@@ -136,6 +136,22 @@ def check_row(path: Path, line: int, row: dict[str, Any], columns: tuple[str, ..
         raise _missing(path, line, columns, list(row))
 
 
+def lines_of(entry: Entry) -> Iterator[str]:
+    """The lines of a file that are not blank."""
+    for piece in pieces(entry, None, whole_lines=True):
+        yield from (line.strip() for line in piece.splitlines() if line.strip())
+
+
+def column_of(entry: Entry, names: tuple[str, ...]) -> Iterator[object]:
+    """The values of a table's first column of those names that it has, or of its only one."""
+    there = first_columns(entry.source)
+    only = there[0] if len(there) == 1 and len(names) > 1 else names[0]
+    wanted = next((name for name in names if name in there), only)
+    for line, row in table_rows(entry.source, None, entry):
+        check_row(entry.source.path, line, row, (wanted,))
+        yield row[wanted]
+
+
 def check_columns(source: DataSource, columns: tuple[str, ...]) -> None:
     """Refuse a table whose first record lacks a column; as far as its beginning tells."""
     if source.form in ("text", "tokens"):

@@ -21,12 +21,10 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.engine.batch import MOST_DOCUMENTS, NO_LABEL, Batch
 from flopwise.engine.streaming.block import Chunk
 from flopwise.records.plan import Plan
+from flopwise.work.lengths import granule_of
 
 IDS, LABELS, POSITIONS, TOKENS = range(4)
 """Identifier, label and position of a token, where anything is dropped its number in the step's batch; 4 bytes each."""
-SHAPES = 16
-"""Sizes that packed chunks of a GPU come in."""
-LEAST_GRANULE = 64
 PLACES = 32
 """Beginnings of packed sequences are looked at in multiples of so many."""
 
@@ -69,8 +67,7 @@ class Inputs:
         self._block = buffer[: self.bytes].view(torch.int32).view(self.kinds, self.tokens)
         self.each = max(1, plan.sequences_per_round // plan.chunks_per_round)
         """Sequences of a chunk, where it holds whole ones."""
-        rows = self.each * plan.sequence_tokens
-        by_device = -(-rows // (SHAPES * LEAST_GRANULE)) * LEAST_GRANULE if buffer.is_cuda else 1
+        by_device = granule_of(self.each * plan.sequence_tokens) if buffer.is_cuda else 1
         self.granule = by_device if granule is None else granule
         # Where each sequence of a chunk begins, then those that fill it up, none longer than others may be, and an end.
         alone = plan.chunks_per_round == plan.rounds_per_step == 1
@@ -91,13 +88,14 @@ class Inputs:
     def prepare(self, rounds: Sequence[Batch]) -> tuple[RoundLayout, ...]:
         """Lay out the micro-batches of a step; `bring` then takes one of them to the device.
 
-        All packed chunks of a step have as many rows as the fullest, where they are filled up.
+        All packed chunks of a step that is replayed have as many rows as the fullest: few graphs serve all steps.
         """
         for batch in rounds:
             self._check_size(batch)
         host, starts, lengths = self._host_rooms(len(rounds))
         packs = [self._packs(batch) for batch in rounds]
-        rows = self._packed_rows([batch for batch, packed in zip(rounds, packs, strict=True) if packed])
+        alike = self.plan.replay and self.granule > 1
+        rows = self._packed_rows([batch for batch, packed in zip(rounds, packs, strict=True) if packed and alike])
         found = []
         for number, (batch, packed) in enumerate(zip(rounds, packs, strict=True)):
             places = host[number].numpy(), starts[number].numpy()
@@ -136,12 +134,16 @@ class Inputs:
         return whole and batch.lengths is not None and int(batch.lengths.min()) < batch.ids.shape[1]
 
     def _packed_rows(self, batches: Sequence[Batch]) -> int:
-        """Rows of the fullest packed chunk, filled up; no more than a chunk has room for."""
+        """Rows of the fullest packed chunk, filled up."""
         most = 0
         for batch in batches:
             assert batch.lengths is not None
             most = max(most, *(int(batch.lengths[first:last].sum()) for first, last in self._chunk_spans(batch)))
-        return min(-(-most // self.granule) * self.granule, self.each * self.plan.sequence_tokens)
+        return self._filled_up(most)
+
+    def _filled_up(self, rows: int) -> int:
+        """No more than a chunk has room for."""
+        return min(-(-rows // self.granule) * self.granule, self.each * self.plan.sequence_tokens)
 
     def _chunk_spans(self, batch: Batch) -> list[tuple[int, int]]:
         return [(first, min(first + self.each, batch.sequences)) for first in range(0, batch.sequences, self.each)]
@@ -157,7 +159,7 @@ class Inputs:
             lengths = batch.lengths[first:last]
             there = places < lengths[:, None]
             total = int(lengths.sum())
-            count = rows if self.granule > 1 else total
+            count = max(rows, self._filled_up(total))
             begin = chunk * room
             block[IDS, begin : begin + total] = batch.ids[first:last][there]
             if batch.documents is not None:

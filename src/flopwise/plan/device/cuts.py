@@ -116,6 +116,7 @@ def skeleton(setup: CappedSetup, cut: Cut, head_chunk_tokens: int) -> Plan:
         device_memory_bytes=setup.device_cap_bytes,
         host_memory_bytes=setup.host_cap_bytes,
         sequence_tokens=setup.sequence_tokens,
+        lengths=setup.lengths.words if setup.lengths else None,
         chunk_tokens=cut.chunk_tokens,
         chunks_per_round=parts * cut.groups,
         rounds_per_step=1,

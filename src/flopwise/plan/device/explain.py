@@ -43,7 +43,7 @@ def make_plan(
         searched=found.estimated,
         simulated=found.simulated,
         helps=what_helps(found, setup) if helps else (),
-        notes=notes(setup.model, setup.hardware, setup.sequence_tokens),
+        notes=(*notes(setup.model, setup.hardware, setup.sequence_tokens), *length_notes(setup, found.plan)),
     )
 
 
@@ -84,6 +84,18 @@ def notes(model: Model, hardware: Hardware, sequence_tokens: int) -> tuple[str, 
         if kind != "measured":
             found.append(f"the rate of the link between {hardware.name} and its host is {kind}, not measured")
     return tuple(found)
+
+
+def length_notes(setup: CappedSetup, plan: Plan) -> list[str]:
+    """Where lengths come from, and what memory and time are those of."""
+    lengths = setup.lengths
+    if lengths is None:
+        return []
+    if plan.packed is None:
+        told = f"a sequence is {plan.chunks_per_sequence} chunks, which are filled up: padding is computed"
+    else:
+        told = f"memory holds any batch: room for {plan.sequence_tokens:,} tokens of each sequence"
+    return [*([lengths.note] if lengths.note else []), told]
 
 
 def reasons(found: FoundPlan, setup: CappedSetup) -> dict[str, str]:

@@ -13,12 +13,14 @@ from flopwise.plan.program.sizes import sizes_of
 from flopwise.predict.kernels.costs import peak_flops
 from flopwise.predict.simulate.simulator import LAST_COPIES, simulate, waits_between
 from flopwise.predict.simulate.tasks import TaskSeconds
+from flopwise.predict.step import model_flops
 from flopwise.records.plan import LETTERS, NO_BACKWARD, POLICY, Forecast, Plan
 from flopwise.records.program import Stream, Task
 from flopwise.records.simulation import Simulation
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.written import words_of
 from flopwise.work.describe import describe
+from flopwise.work.lengths import parse_lengths
 from flopwise.work.model import Model
 from flopwise.work.op import Attention, Convention
 
@@ -146,17 +148,18 @@ def forecast(plan: Plan, model: Model, hardware: Hardware, *, convention: Conven
     costs = TaskSeconds(plan, model, hardware)
     times = with_host(times_of(plan, model, hardware, costs), plan, hardware)
     taken = plan_bytes(plan, sizes_of(model, plan.sequence_tokens, costs.formats, plan.optimizer))
-    model_flops, hardware_flops = flops_of(plan, model, convention)
+    needed, executed = flops_of(plan, model, convention)
     peak = peak_flops(hardware, costs.formats.matrix)
-    tokens = plan.tokens_per_step
+    tokens, whole = plan.batch_tokens, plan.tokens_per_step
     idle = {name: seconds for name, seconds in times.idle.items() if seconds > 0}
     update_s = _update_s(plan, costs, idle)
     return Forecast(
         **words_of(plan, "recompute") | {"model": model.name, "hardware": hardware.name},
         step_s=times.step_s,
         tokens_per_s=tokens / times.step_s,
-        mfu=model_flops / (times.step_s * peak),
-        hfu=hardware_flops / (times.step_s * peak),
+        padded_tokens_per_s=whole / times.step_s if whole != tokens else None,
+        mfu=needed / (times.step_s * peak),
+        hfu=executed / (times.step_s * peak),
         peak_flops=peak,
         ceiling_share=costs.ceiling_s() / times.step_s,
         compute_s=times.compute_s,
@@ -170,8 +173,8 @@ def forecast(plan: Plan, model: Model, hardware: Hardware, *, convention: Conven
         bound=bound_of(times),
         device_bytes=taken["device"],
         host_bytes=taken["host"],
-        model_flops=model_flops,
-        hardware_flops=hardware_flops,
+        model_flops=needed,
+        hardware_flops=executed,
         convention=convention,
         peak_format=costs.formats.matrix,
     )
@@ -206,21 +209,22 @@ def bound_of(times: Times) -> str:
 
 
 def flops_of(plan: Plan, model: Model, convention: Convention) -> tuple[int, int]:
-    """Model FLOPs of a step, and those that are executed."""
-    model_flops = plan.batch_sequences * describe(model, plan.sequence_tokens).model_flops(convention)
-    return model_flops, int(sum(executed_flops(plan, model, convention).values()))
+    """Model FLOPs of a step, and those that are executed; what fills packed chunks up is in neither."""
+    lengths = parse_lengths(plan.lengths) if plan.lengths else None
+    needed = model_flops(model, plan.sequence_tokens, lengths, plan.batch_sequences, convention)
+    return needed, int(sum(executed_flops(plan, model, convention).values()))
 
 
 def executed_flops(plan: Plan, model: Model, convention: Convention) -> dict[str, Fraction]:
     """Operator → FLOPs that a step executes: with what flash attention and save levels make again."""
-    work = describe(model, plan.sequence_tokens)
-    sequences = plan.batch_sequences
+    work = describe(model, plan.sequence_tokens, lengths=plan.packed)
+    sequences = Fraction(plan.batch_sequences, work.sequences)
     executed = {op.name: Fraction(sequences * work.hardware_flops(op, convention, Fraction(0))) for op in work.ops}
     shares = {level: work.recomputed(POLICY[level]) for level in set(LETTERS.values())}
     attention = next(op for op in work.ops if isinstance(op, Attention))
     for row in plan.saves:
         for chunk, letter in enumerate(row.strip(NO_BACKWARD)):
-            share = Fraction(plan.tokens_of(chunk), plan.sequence_tokens)
+            share = Fraction(plan.tokens_of(chunk), plan.sequence_tokens * work.sequences)
             for op in work.ops:
                 again = shares[LETTERS[letter.lower()]].get(op.name, Fraction(0)) / op.layers
                 if not again:

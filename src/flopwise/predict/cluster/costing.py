@@ -10,7 +10,7 @@ The parts of a step (`PARTS`) add up to its seconds, on the slowest stage: what 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -145,6 +145,8 @@ def cost_laid_out(
     setups: Sequence[SettledSetup], cost: Callable[[Listed, Hardware, Stack], Found]
 ) -> Iterator[tuple[list[int], Listed, Found]]:
     """Cost set-ups on any hardware and stacks, many at once: places in `setups`, and those laid out and costed."""
+    # What is filled up is computed like tokens.
+    setups = [replace(one, sequence_tokens=one.width, lengths=None) if one.lengths else one for one in setups]
     alike: dict[tuple[int, int], list[int]] = {}
     for place, setup in enumerate(setups):
         # By their identity: neither description has a hash.

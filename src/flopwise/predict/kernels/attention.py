@@ -21,7 +21,10 @@ arXiv 2307.08691) and of cuDNN; the backward pass takes its tiles along the keys
 The backward pass runs three kernels (row sums, the main one, the conversion of the queries' gradient) and, by the
 flash convention that recomputes one of its five products, has 2.5 times the forward's FLOPs.
 
-Left out: splitting the keys among units (flash decoding), dropout, and a spread of lengths within a batch.
+Sequences of uneven length are timed by a typical one (`calls.typical_square`), no faster than the kernels that take
+them are on their own: on Hopper those are FlashAttention-2's.
+
+Left out: splitting the keys among units (flash decoding), dropout.
 """
 
 from __future__ import annotations
@@ -72,16 +75,20 @@ def attention_times(
     head_dim: ArrayLike,
     peak_flops: ArrayLike,
     area_share: ArrayLike = 0.5,
+    packed: ArrayLike = False,
 ) -> AttentionTimes:
     """Time calls of `flops` and `moved_bytes` each; every argument broadcasts.
 
     `heads` counts the query heads of all sequences in the call, `tokens` are those of one sequence, and `area_share`
     is the part of the tokens × tokens square that is computed: 0.5 causal, 1 bidirectional, about window / tokens
-    for a window.
+    for a window. `packed`: whether sequences are of uneven length, for which there may be slower kernels alone.
     """
     work, length = np.asarray(flops, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
     area = np.asarray(area_share, dtype=np.float64)
     share = attention_share(efficiency, direction, area * length * (1.0 + 2.0 * area), head_dim)
+    most = efficiency.attention.packed_most
+    if most is not None:
+        share = np.where(packed, np.minimum(share, most), share)
     even_s = work / (np.asarray(peak_flops, dtype=np.float64) * share)
     attention = efficiency.attention
     if attention.whole_keys:

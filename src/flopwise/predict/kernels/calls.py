@@ -6,7 +6,7 @@ thing that changes: a side of a matrix product is `constant + slope · sequences
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from fractions import Fraction
 from functools import lru_cache
@@ -20,8 +20,9 @@ from flopwise.setup.words import MOMENTS, Fusion, Optimizer
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.layout import WHOLE, Layout
+from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
-from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, Streaming, kind_of
+from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, Streaming, attention_flops, kind_of
 from flopwise.work.plain import NOTHING, Passes, plain_passes, plain_update
 from flopwise.work.traffic import (
     Traffic,
@@ -81,12 +82,14 @@ class AttentionCall:
     count: int
     flops: float
     bytes: float
-    tokens: int
+    tokens: float
     heads: int
     head_dim: int
     area_share: float
     """Part of the tokens × tokens square that is computed."""
     number_format: str
+    packed: bool = False
+    """Over sequences of uneven length; `tokens` are those of a typical one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +127,11 @@ def calls_for(
     fusion: Fusion,
     optimizer: Optimizer,
     layout: Layout = WHOLE,
+    lengths: Lengths | None = None,
     plain: bool = False,
 ) -> StepCalls:
     """`step_calls`, remembered."""
-    work = describe(model, sequence_tokens, kernel, layout)
+    work = describe(model, sequence_tokens, kernel, layout, lengths)
     return step_calls(work, formats, policy, fusion, optimizer, plain=plain)
 
 
@@ -176,13 +180,14 @@ def calls_of(setup: SettledSetup) -> StepCalls:
     """The kernels of a device's micro-batch; its size and that of the batch do not change them."""
     return calls_for(
         setup.model,
-        sequence_tokens=setup.sequence_tokens,
+        sequence_tokens=setup.width,
         kernel=setup.attention,
         formats=setup.formats,
         policy=setup.recompute,
         fusion=setup.fusion,
         optimizer=setup.optimizer,
         layout=setup.parallel.layout,
+        lengths=setup.packed,
         plain=setup.hardware.efficiency.plain is not None,
     )
 
@@ -191,14 +196,35 @@ def kernels_key(setup: SettledSetup) -> tuple[object, ...]:
     """Everything that changes a step's kernels, but for the hardware and the micro-batch."""
     return (
         setup.model,
-        setup.sequence_tokens,
+        setup.width,
         setup.attention,
         setup.fusion,
         setup.optimizer,
         setup.formats,
         setup.recompute,
         setup.parallel.layout,
+        setup.packed,
     )
+
+
+TILE_QUERIES = 128
+"""Of one unit: a kernel that takes many sequences at once computes a whole tile for one that is shorter."""
+
+
+def typical_square(op: Attention, least: int) -> tuple[float, int, float]:
+    """Tokens of a typical sequence, twice the pairs that kernels compute, and their share of the squares.
+
+    Those of an even one are as they are described: how well kernels do at its length is what was measured. Of uneven
+    ones none is shorter than `least` for a kernel.
+    """
+    if not op.lengths:
+        return op.tokens, op.twice_pairs("mask"), op.twice_pairs("mask") / op.twice_pairs("square")
+    tiled = [(replace(one, tokens=max(one.tokens, least)), count) for one, count in op.each()]
+    pairs = [count * one.twice_pairs("mask") for one, count in tiled]
+    squares = sum(count * one.twice_pairs("square") for one, count in tiled)
+    # By where the work is: a few long sequences may have most of it.
+    tokens = sum(some * one.tokens for some, (one, _) in zip(pairs, tiled, strict=True)) / sum(pairs)
+    return tokens, sum(pairs), sum(pairs) / squares
 
 
 class _Lister:
@@ -239,7 +265,7 @@ class _Lister:
             self.streams.append(StreamingCall(index, phase, copies * op.calls, moved, 0, passes))
 
     def _gemm(self, index: int, op: Gemm, again: Fraction) -> None:
-        rows, depth, columns = op.rows / op.groups, op.depth, op.columns
+        rows, depth, columns = op.rows / op.groups / self.work.sequences, op.depth, op.columns
         number_format = self.formats.matrix if op.in_block else self.formats.sensitive
         width = self.formats.compute_bytes
 
@@ -290,16 +316,18 @@ class _Lister:
             if again:
                 calls.append((Phase.RECOMPUTE, cast))
             for phase, moved in calls:
-                line = (float(moved.fixed), float(moved.per_sequence))
+                line = (float(moved.fixed), moved.per_sequence / self.work.sequences)
                 self.streams.append(StreamingCall(index, phase, count, line))
 
     def _flash(self, index: int, op: Attention, again: Fraction) -> None:
-        copies = op.layers * op.calls
-        forward = op.forward_flops() / copies
-        backward = op.backward_flops("flash") / max(1, op.reached * op.calls)
-        read = forward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence
-        gradients = backward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence
-        area = op.twice_pairs("mask") / op.twice_pairs("square")
+        copies, sequences = op.layers * op.calls, self.work.sequences
+        # On a CPU each sequence has a call of its own.
+        tokens, twice_pairs, area = typical_square(op, 1 if self.plain else TILE_QUERIES)
+        forward, backward = (
+            attention_flops(way, twice_pairs, op.heads, op.head_dim) / sequences for way in ("forward", "backward")
+        )
+        read = forward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence / sequences
+        gradients = backward_traffic(self.work, op, self.formats, fused=self.fused).per_sequence / sequences
         calls = [(Phase.FORWARD, forward, read), (Phase.BACKWARD, backward, gradients)]
         if again:
             calls.append((Phase.RECOMPUTE, forward, read))
@@ -311,12 +339,13 @@ class _Lister:
                     phase,
                     copies if phase == Phase.FORWARD else reached,
                     flops,
-                    float(moved),
-                    op.tokens,
+                    moved,
+                    tokens,
                     op.heads,
                     op.head_dim,
                     area,
                     self.formats.sensitive,
+                    packed=bool(op.lengths),
                 )
             )
 
@@ -373,7 +402,7 @@ class _Lister:
                     index,
                     phase,
                     (op.layers if phase == Phase.FORWARD else op.reached) * op.calls,
-                    (float(traffic.fixed), float(traffic.per_sequence)),
+                    (float(traffic.fixed), traffic.per_sequence / self.work.sequences),
                     kernels,
                     passes,
                 )

@@ -146,6 +146,7 @@ def attention_costs(calls: Sequence[AttentionCall], hardware: Hardware, sequence
             head_dim=_column([call.head_dim for call in group]),
             peak_flops=_column([peak_flops(hardware, call.number_format) for call in group]),
             area_share=_column([call.area_share for call in group]),
+            packed=_column([call.packed for call in group]),
         )
         parts.append(_costs(group, times.seconds, moved, times.bound(), ATTENTION_CAUSES))
     return joined(parts)

@@ -50,13 +50,19 @@ def memory_line(setup: SettledSetup, policy: Recompute) -> tuple[int, int]:
 def _owners(setup: SettledSetup, policy: Recompute) -> tuple[dict[str, int], dict[str, int]]:
     return _owner_lines(
         setup.model,
-        sequence_tokens=setup.sequence_tokens,
+        sequence_tokens=_widest(setup),
         attention=setup.attention,
         formats=setup.formats,
         fusion=setup.fusion,
         optimizer=setup.optimizer,
         policy=policy,
     )
+
+
+def _widest(setup: SettledSetup) -> int:
+    """Tokens of each sequence of the batch that takes the most."""
+    uneven = setup.lengths is not None and setup.lengths.layout != "padded"
+    return setup.lengths.longest if uneven and setup.lengths else setup.sequence_tokens
 
 
 @lru_cache(maxsize=4096)

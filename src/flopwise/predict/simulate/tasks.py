@@ -17,7 +17,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.predict.kernels.attention import Direction, attention_times
 from flopwise.predict.kernels.bandwidth import plain_times, streaming_times
 from flopwise.predict.kernels.calls import GemmCall, Phase, StepCalls, StreamingCall, calls_for, update_pieces
-from flopwise.predict.kernels.costs import Costs, gemm_costs, peak_flops, streaming_costs
+from flopwise.predict.kernels.costs import Costs, attention_costs, gemm_costs, peak_flops, streaming_costs
 from flopwise.records.plan import POLICY, Plan
 from flopwise.records.program import Kind, Program, Task
 from flopwise.setup.hardware import Hardware
@@ -25,6 +25,7 @@ from flopwise.setup.words import MOMENTS
 from flopwise.work.describe import describe
 from flopwise.work.formats import POLICIES, WIDTH_BYTES, Formats, parse_formats
 from flopwise.work.fusion import swiglu_in_products
+from flopwise.work.lengths import granule_of
 from flopwise.work.model import Model
 from flopwise.work.op import Attention, Gemm, attention_flops
 from flopwise.work.parameters import op_groups, split_at_attention
@@ -68,13 +69,29 @@ class TaskSeconds:
         self.plan, self.hardware = plan, hardware
         self.model = model
         self.formats: Formats = parse_formats(plan.precision)
-        self.work: Work = describe(model, plan.sequence_tokens)
+        self.work: Work = describe(model, plan.sequence_tokens, lengths=plan.packed)
+        self.filled = self._filled()
         self.layers = plan.layers
         self.frozen_layers: frozenset[int] = getattr(model, "frozen_layers", frozenset())
         self.attention = next(op for op in self.work.ops if isinstance(op, Attention))
         self._groups: dict[int, GroupSeconds] = {}
         self._tasks: dict[tuple[object, ...], float] = {}
         self._attention: dict[tuple[int | None, Direction], float] = {}
+
+    def _filled(self) -> float:
+        """Rows of a packed chunk over the tokens that it has: on a GPU chunks come in a few sizes."""
+        plan, packed = self.plan, self.plan.packed
+        if packed is None:
+            return 1.0
+        room = plan.tokens_of(0)
+        sequences = room // plan.sequence_tokens
+        granule = 1 if self.hardware.device.kind == "cpu" else granule_of(room)
+        chunks = plan.chunks_per_round * plan.rounds_per_step if plan.replay else 1
+        return packed.rows(sequences, chunks=chunks, room=room, granule=granule) / (sequences * packed.mean)
+
+    def _sequences(self, tokens: int) -> float:
+        """Of a chunk with room for so many tokens, or of a part of it; what fills it up counted as such."""
+        return self.filled * tokens / self.plan.sequence_tokens
 
     def of(self, program: Program) -> list[float]:
         """Seconds of every task; copies, which the link decides, take none here."""
@@ -114,8 +131,8 @@ class TaskSeconds:
             return 0.0
         copied = {"forward": ("attended",), "backward": ("query", "key", "value")}.get(task.kind, ())
         read = (*copied, *copied, *(self._biased if task.kind == "backward" else ()))
-        elements = sum(self.work.tensors[name].elements for name in read) / self.plan.sequence_tokens
-        moved = elements * task.tokens * WIDTH_BYTES[self.formats.compute]
+        elements = sum(self.work.tensors[name].elements for name in read) / self.work.sequences
+        moved = elements * self._sequences(task.tokens) * WIDTH_BYTES[self.formats.compute]
         return beside * self.hardware.efficiency.launch_s + self._streaming(moved)
 
     @cached_property
@@ -221,12 +238,13 @@ class TaskSeconds:
             policy=POLICY[level],
             fusion="fused",
             optimizer=self.plan.optimizer,
+            lengths=self.plan.packed,
             plain=self.hardware.efficiency.plain is not None,
         )
 
     def _sums(self, calls: StepCalls, tokens: int) -> tuple[dict[tuple[int, int], float], float, dict[int, float]]:
         """Seconds by (group, phase) of one copy, those of the products of all copies, and by group those of wgrad."""
-        sequences = np.array([tokens / self.plan.sequence_tokens])
+        sequences = np.array([self._sequences(tokens)])
         group_of = self._group_of
         found = {(index, int(phase)): 0.0 for index in range(len(GROUPS)) for phase in Phase}
         wgrad = dict.fromkeys(range(len(GROUPS)), 0.0)
@@ -268,7 +286,23 @@ class TaskSeconds:
             found = self._attention[part, direction] = self._attention_s(part, direction)
         return found
 
+    def _packed_attention_s(self, direction: Direction) -> float:
+        """Of a chunk of sequences of uneven length."""
+        phase = Phase.FORWARD if direction == "forward" else Phase.BACKWARD
+        calls = [call for call in self._calls("full").attentions if call.phase == phase]
+        copies, tokens = max(1, sum(call.count for call in calls)), self.plan.tokens_of(0)
+        sequences, plain = self._sequences(tokens), self.hardware.efficiency.plain is not None
+        costs = attention_costs(calls, self.hardware, np.array([1.0 if plain else sequences]))
+        seconds = float(costs.seconds.sum()) / copies
+        if not plain:
+            return seconds
+        # A CPU takes them one after another, and brings what it has found to its place.
+        group = self.groups(tokens)
+        return sequences * seconds + (group.forward if direction == "forward" else group.backward)["attention"]
+
     def _attention_s(self, part: int | None, direction: Direction) -> float:
+        if self.plan.packed is not None:
+            return self._packed_attention_s(direction)
         plan, op = self.plan, self.attention
         whole = part is None or plan.chunks_per_sequence == 1
         first = 0 if whole or part is None else part * plan.chunk_tokens

@@ -27,6 +27,7 @@ PROMISES = {
     "hardware": "the other trainer takes the devices that it finds",
     "device_memory_bytes": "the other trainer has no cap on memory",
     "expected": "a prediction for flopwise's plan, not a setting",
+    "lengths": "sequences are as long as the other trainer's data has them, and filled up or packed as it does",
 }
 """Fields that no other trainer has a place for, and why."""
 
@@ -57,7 +58,9 @@ class ExportedBatch:
 
 def field_names(plan: AnyPlan) -> tuple[str, ...]:
     """All that an export has to account for: the plan's fields, those of its Parallel as `parallel.NAME`, the model."""
-    own = tuple(field.name for field in fields(plan) if field.name not in (MODEL, "parallel"))
+    # Without lengths there is nothing to carry over.
+    elsewhere = (MODEL, "parallel", *(("lengths",) if plan.lengths is None else ()))
+    own = tuple(field.name for field in fields(plan) if field.name not in elsewhere)
     inner = tuple(f"parallel.{field.name}" for field in fields(Parallel)) if isinstance(plan, ClusterPlan) else ()
     return (*own, *inner, MODEL)
 
