@@ -234,8 +234,10 @@ def _rotate_kernel(
     source_head: tl.tensor,
     out_token: tl.tensor,
     out_head: tl.tensor,
+    scale: tl.tensor,
     half: tl.constexpr,
     inverse: tl.constexpr,
+    neighbours: tl.constexpr,
     token_block: tl.constexpr,
     head_block: tl.constexpr,
     block: tl.constexpr,
@@ -247,20 +249,31 @@ def _rotate_kernel(
     there = token < tokens
     position = tl.load(positions + token, mask=there, other=0).to(tl.float32)
     angle = position[:, None] * tl.load(frequencies + channel, mask=channel < half, other=0.0)[None, :]
-    cosine, sine = tl.cos(angle)[:, None, :], tl.sin(angle)[:, None, :]
+    cosine, sine = (tl.cos(angle) * scale)[:, None, :], (tl.sin(angle) * scale)[:, None, :]
     if inverse:
         sine = -sine
     inside = there[:, None, None] & (head < heads)[None, :, None] & (channel < half)[None, None, :]
-    place = head[None, :, None], channel[None, None, :]
+    step = 2 if neighbours else 1
+    apart = 1 if neighbours else half
+    place = head[None, :, None], channel[None, None, :] * step
     read = source + token[:, None, None] * source_token + place[0] * source_head + place[1]
     first = tl.load(read, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(read + half, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(read + apart, mask=inside, other=0.0).to(tl.float32)
     write = out + token[:, None, None] * out_token + place[0] * out_head + place[1]
     tl.store(write, (first * cosine - second * sine).to(out.dtype.element_ty), mask=inside)
-    tl.store(write + half, (second * cosine + first * sine).to(out.dtype.element_ty), mask=inside)
+    tl.store(write + apart, (second * cosine + first * sine).to(out.dtype.element_ty), mask=inside)
 
 
-def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tensor, inverse: bool) -> None:
+def rotate(
+    source: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    *,
+    out: Tensor,
+    inverse: bool,
+    scale: float = 1.0,
+    neighbours: bool = False,
+) -> None:
     """See `dispatch.rotate`."""
     tokens, heads, dim = source.shape
     head_block, block = column_block(heads, _TURNED_HEADS), column_block(dim // 2, dim)
@@ -276,14 +289,22 @@ def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tenso
         source.stride(1),
         out.stride(0),
         out.stride(1),
+        scale,
         half=dim // 2,
         inverse=inverse,
+        neighbours=neighbours,
         token_block=token_block,
         head_block=head_block,
         block=block,
         num_warps=4,
         **ARITHMETIC,
     )
+
+
+@kernel()
+def _tanh(values: tl.tensor) -> tl.tensor:
+    """1 − 2 ÷ (1 + e²ˣ), whose ends are −1 and 1."""
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * values))
 
 
 @kernel()
@@ -295,6 +316,8 @@ def _cross_entropy_kernel(
     lines: tl.tensor,
     stride_lines: tl.tensor,
     scales: tl.tensor,
+    cap: tl.tensor,
+    capped: tl.constexpr,
     line: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -307,11 +330,15 @@ def _cross_entropy_kernel(
     columns = tl.arange(0, block)
     if label >= 0:
         chosen = tl.load(start + label).to(tl.float32)
+        if capped:
+            chosen = cap * _tanh(chosen / cap)
         largest = -float("inf")
         total = 0.0
         for first in range(0, lines, block // line):
             column = first * line + columns
             values = tl.load(start + column, mask=column < width, other=-float("inf")).to(tl.float32)
+            if capped:
+                values = cap * _tanh(values / cap)
             values = tl.where(column < vocabulary, values, -float("inf"))
             larger = tl.maximum(largest, tl.max(values, 0))
             # Where all so far are hidden, any finite number keeps their powers at zero.
@@ -323,8 +350,14 @@ def _cross_entropy_kernel(
         for first in range(0, lines, block // line):
             column = first * line + columns
             values = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
+            if capped:
+                bent = _tanh(values / cap)
+                values = cap * bent
+                slope = 1.0 - bent * bent
             result = tl.exp(values - largest) * share
             result = tl.where(column == label, result - 1.0, result) * scale
+            if capped:
+                result = result * slope
             result = tl.where(column < vocabulary, result, 0.0)
             tl.store(start + column, result.to(logits.dtype.element_ty), mask=column < width)
     else:
@@ -424,7 +457,9 @@ def _line_of(logits: Tensor) -> int:
     return line if fits and logits.stride(0) % line == 0 and logits.data_ptr() % 16 == 0 else 1
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor) -> None:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor, cap: float | None = None
+) -> None:
     """See `dispatch.cross_entropy`."""
     rows, vocabulary = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -438,6 +473,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss
         triton.cdiv(vocabulary, line),
         logits.stride(0) // line,
         scale if isinstance(scale, Tensor) else _scalar(float(scale), logits.device),
+        1.0 if cap is None else cap,
+        capped=cap is not None,
         line=line,
         block=block,
         num_warps=warps_for(block),
