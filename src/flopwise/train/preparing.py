@@ -168,7 +168,7 @@ def settle(
         _check_several(request, plan[0] if plan else None, resumed=resumed)
     sequence = _sequence_tokens(request, plan, model, here.device)
     if not resumed:
-        check_weights(weights, sequence)
+        check_weights(weights)
     request, clipping = _with_clipping(replace(request, tokenizer=choose_tokenizer(request, weights)), plan, weights)
     return Settled(
         request=request,
