@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.huggingface import from_config
 from flopwise.catalog.huggingface_families import FAMILIES
+from flopwise.work.describe import describe
 from flopwise.work.transformer import Dropout, RotaryScaling, Transformer
+from tests.catalog.hub_configs import HUB, PUBLISHED
 from tests.catalog.test_model_catalog import transformer, transformer_parameters
 
 Config = dict[str, object]
@@ -154,7 +156,8 @@ SIX_LABELS: Config = {
     "id2label": {str(index): f"LABEL_{index}" for index in range(6)},
 }
 CONFIGS = {
-    str(config["model_type"]): config for config in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, MPT, BERT)
+    str(config["model_type"]): config
+    for config in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, MPT, BERT, *HUB.values())
 }
 
 
@@ -165,7 +168,7 @@ def without(config: Config, *keys: str) -> Config:
 
 def shape(model: Transformer) -> dict[str, object]:
     """Everything but the words."""
-    words = ("name", "title", "source", "note")
+    words = ("name", "title", "source", "note", "family")
     return {field: value for field, value in dataclasses.asdict(model).items() if field not in words}
 
 
@@ -178,6 +181,13 @@ def error_of(config: Config) -> FlopwiseError:
 
 def test_every_family_has_an_example() -> None:
     assert set(CONFIGS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_that_were_published(name: str) -> None:
+    model = from_config(HUB[name], name)
+    assert model.note is None
+    assert describe(model, 1024).parameters == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(
@@ -298,7 +308,15 @@ LLAMA_3_2 = RotaryScaling(factor=32.0, original_context=8192, low_frequency_fact
             LLAMA | {"rope_scaling": without(LLAMA_SCALING, "original_max_position_embeddings")},
             *(1e-5, 500_000.0, dataclasses.replace(LLAMA_3_2, original_context=8192)),
         ),
-        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 1e-5, 500_000.0, None),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            *(1e-5, 500_000.0, RotaryScaling(method="yarn", factor=4.0, original_context=8192)),
+        ),
+        (
+            QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            *(1e-6, 1e6, RotaryScaling(method="dynamic", factor=2.0, original_context=32768)),
+        ),
+        (LLAMA | {"rope_scaling": {"rope_type": "spiral", "factor": 4.0}}, 1e-5, 500_000.0, None),
     ],
 )
 def test_numbers_that_only_values_depend_on(
@@ -349,9 +367,9 @@ def test_scaled_rotary_positions_are_those_of_the_catalogue() -> None:
         (BERT | {"architectures": ["BertForSequenceClassification"]}, "names no labels; 2 are assumed"),
         (MPT | {"no_bias": False}, "as in llm-foundry"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config is ignored"),
-        (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn' is left out"),
+        (LLAMA | {"rope_scaling": {"type": "spiral", "factor": 4.0}}, "rotary scaling 'spiral' is left out"),
         (QWEN2 | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "'by kind of block' is left out"),
-        (LLAMA | {"hidden_act": "quick_gelu"}, "quick_gelu is taken for gelu"),
+        (LLAMA | {"hidden_act": "gelu_10"}, "gelu_10 is taken for gelu"),
         (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "divided by √head_dim"),
     ],
 )

@@ -16,10 +16,12 @@ from flopwise.records.program import check  # noqa: E402
 from flopwise.setup.training import Training  # noqa: E402
 from flopwise.work.adapters import TARGETS, Adapters  # noqa: E402
 from flopwise.work.parameters import parameters_of  # noqa: E402
-from flopwise.work.transformer import Transformer  # noqa: E402
+from flopwise.work.transformer import Dropout, Transformer  # noqa: E402
 from tests.support.adapted_modules import adapt, ours, trained  # noqa: E402
+from tests.support.dropped_reference import DocumentedDrops  # noqa: E402
 from tests.support.tiny_models import GPT2, LLAMA, TINY, TOKENS, random_module  # noqa: E402
 from tests.support.training_plans import (  # noqa: E402
+    GRADIENTS,
     cut_plan,
     everything_stays,
     executor_for,
@@ -29,6 +31,7 @@ from tests.support.training_plans import (  # noqa: E402
 )
 
 ALL = Adapters(rank=3, alpha=5.0)
+DROPOUT = Dropout(embedding=0.2, hidden=0.3, attention=0.25)
 TUNED = {
     "llama": replace(LLAMA, adapters=ALL),
     "llama, tied": replace(LLAMA, adapters=ALL, tied=True),
@@ -40,6 +43,8 @@ TUNED = {
     "gpt2": replace(GPT2, adapters=ALL),
     "beside each other": replace(LLAMA, adapters=ALL, parallel_residual=True),
     "norms behind": replace(LLAMA, adapters=ALL, norm_place="post", embedding_norm=True),
+    "gpt2, with dropout": replace(GPT2, adapters=ALL, dropout=DROPOUT),
+    "norms behind, with dropout": replace(LLAMA, adapters=ALL, norm_place="post", embedding_norm=True, dropout=DROPOUT),
 }
 PASS = Residency(blocks=0, passing=1)
 RESIDENCIES: dict[str, dict[str, Any]] = {
@@ -72,7 +77,10 @@ def check_gradients(model: Transformer, plan: Plan, module: Any, *, packs: bool 
     batch: Batch = random_batch(model, plan.sequences_per_round * plan.rounds_per_step, TOKENS, seed)
     labels = torch.from_numpy(batch.labels).long()
     module.zero_grad()
-    loss = module.loss(torch.from_numpy(batch.ids).long(), labels) / max(1, batch.with_loss)
+    drops = None
+    if model.dropout is not None:
+        drops = DocumentedDrops(model, seed=GRADIENTS.seed, step=0, sequence_tokens=TOKENS)
+    loss = module.loss(torch.from_numpy(batch.ids).long(), labels, drops=drops) / max(1, batch.with_loss)
     loss.backward()
     executor = executor_for(plan, model, ours(module), packs=packs)
     frozen = {name: values.clone() for name, values in executor.frozen_weights().items()}
@@ -117,9 +125,10 @@ FROZEN = {
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
 @pytest.mark.parametrize("parts", FROZEN)
-@pytest.mark.parametrize("family", ["llama", "gpt2-untied"])
+@pytest.mark.parametrize("family", ["llama", "gpt2-untied", "gpt2-untied with dropout"])
 def test_frozen_parts_leave_the_others_the_gradients_of_autograd(family: str, parts: str, residency: str) -> None:
-    model = replace(TINY[family], layers=3, frozen=FROZEN[parts])
+    name, _, drops = family.partition(" with ")
+    model = replace(TINY[name], layers=3, frozen=FROZEN[parts], dropout=DROPOUT if drops else None)
     module = random_module(replace(model, frozen=None))
     by_name = {each.name: each for each in parameters_of(model, TOKENS)}
     for name, value in module.named_parameters():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.engine.batch import NO_LABEL
 from flopwise.engine.data.chat import ChatTemplate
 from flopwise.engine.data.examples import ExampleData, open_example_data, pack
+from flopwise.engine.data.language import open_language_data
 from flopwise.engine.data.request import DataRequest
 from flopwise.train.data_checks import check_data
 from flopwise.train.request import TrainRequest
@@ -318,3 +320,32 @@ def test_conversations_need_a_template(tmp_path: Path) -> None:
     with pytest.raises(FlopwiseError, match="has no chat template"):
         check_data(TrainRequest(data=(str(rows),), tokenizer=str(without)))
     check_data(TrainRequest(data=(str(rows),), tokenizer=str(tokenizer(tmp_path / "good"))))
+
+
+# -- several sources --------------------------------------------------------------------------------------------------
+
+
+def test_sources_are_seen_as_often_as_they_say(tmp_path: Path) -> None:
+    first = json_lines(tmp_path / "a.jsonl", [{"input_ids": [1, number]} for number in range(40)])
+    second = json_lines(tmp_path / "b.jsonl", [{"input_ids": [2, number]} for number in range(40)])
+    place = str(tokenizer(tmp_path / "tokenizer"))
+    asked = request(tmp_path, tokenizer=place, sequence_tokens=8, vocab=VOCABULARY, evaluation_share=0.0)
+    data = open_example_data(replace(asked, sources=(f"{first}:2", f"{second}:0.5")))
+    seen = [ids[0] for ids, _ in learned(data)]
+    assert (seen.count(1), seen.count(2)) == (80, 20)
+    plain = open_example_data(replace(asked, sources=(str(first), str(second))))
+    assert plain.describe()["cache"] == data.describe()["cache"]
+    assert plain.describe()["fingerprint"] != data.describe()["fingerprint"]
+
+
+def test_text_is_seen_as_often_as_it_says(tmp_path: Path) -> None:
+    first, second = text_file(tmp_path / "a.txt", "a" * 399), text_file(tmp_path / "b.txt", "b" * 401)
+    asked = request(tmp_path, sequence_tokens=8, vocab=257, evaluation_share=0.0)
+    data = open_language_data(replace(asked, sources=(f"{first}:3", f"{second}:0.25")))
+    seen = [chr(row[0]) for row in data.batch(0, data.count).ids]
+    assert (seen.count("a"), seen.count("b")) == (150, 12)
+    with pytest.raises(FlopwiseError, match="is seen 0 times"):
+        open_language_data(replace(asked, sources=(f"{first}:0",)))
+    # A file may be called so.
+    odd = text_file(tmp_path / "c:2", "c" * 99)
+    assert open_language_data(replace(asked, sources=(str(odd),))).count == 12

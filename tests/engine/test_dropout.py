@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
@@ -18,6 +20,7 @@ from flopwise.records.plan import Plan  # noqa: E402
 from flopwise.records.program import ALIGNMENT_BYTES  # noqa: E402
 from flopwise.setup.training import Training  # noqa: E402
 from flopwise.work.transformer import Dropout, Transformer  # noqa: E402
+from tests.engine.test_streaming_gradients import settings_of_a_step  # noqa: E402
 from tests.support.dropped_reference import DocumentedDrops, bits_of, keys_of  # noqa: E402
 from tests.support.tiny_models import TINY, TOKENS, parameters, random_module  # noqa: E402
 from tests.support.training_plans import (  # noqa: E402
@@ -42,19 +45,21 @@ SEED = 77
 TRAINING = replace(GRADIENTS, seed=SEED)
 
 
-def assert_documented_gradients(model: Transformer, plan: Plan, batch: Batch, step: int = 0, **changes: Any) -> None:
+def assert_documented_gradients(
+    model: Transformer, plan: Plan, batch: Batch, step: int = 0, **changes: Any
+) -> DocumentedDrops:
     module = random_module(model)
     drops = DocumentedDrops(model, seed=SEED, step=step, sequence_tokens=plan.sequence_tokens)
     loss, expected = reference_gradients(module, batch, drops)
     executor = executor_for(plan, model, parameters(module), replace(TRAINING, steps=step + 1), **changes)
     result = executor.step(batch, step)
-    assert drops.dropped or not drops.drawn
     assert result.loss == pytest.approx(loss, rel=1e-11, abs=1e-12)
     assert largest_error(first_gradients(executor), expected) < 1e-10
     assert executor.player.arena.empty
     assert executor.player.head_arena.empty
     assert executor.player.arena.peak_beside_bytes <= executor.slabs.left_to_libraries["temporaries"]
     assert not any(buffer.data_ptr() % ALIGNMENT_BYTES for buffer in executor.slabs.buffers if buffer.numel())
+    return drops
 
 
 @pytest.mark.parametrize("letters", [*"faci", "fAcI"])
@@ -116,7 +121,8 @@ def test_each_site_alone(family: str, only: Dropout) -> None:
         pytest.skip("it has no classifier")
     model = replace(MODELS[family], dropout=only)
     plan = everything_stays(model, sequence=TOKENS, sequences=2, saves=("i",) * model.layers)
-    assert_documented_gradients(model, plan, random_batch(model, 2, TOKENS, 6))
+    drops = assert_documented_gradients(model, plan, random_batch(model, 2, TOKENS, 6))
+    assert drops.dropped
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
@@ -133,6 +139,14 @@ def test_what_is_kept_changes_no_bit_of_the_weights(family: str) -> None:
         states.append(state_of(executor))
     for state in states[1:]:
         assert_same_bits(state, states[0])
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(settings_of_a_step(), st.integers(0, 9))
+def test_random_plans_drop_what_is_documented(setting: tuple[Transformer, Plan, Batch], step: int) -> None:
+    model, plan, batch = setting
+    assert_documented_gradients(replace(model, dropout=DROPOUT), plan, batch, step)
 
 
 def test_nothing_dropped_gives_the_bits_of_a_model_without_dropout() -> None:

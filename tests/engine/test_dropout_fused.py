@@ -47,9 +47,9 @@ def mask_of(rows: int, share: float = 0.3) -> DropMask:
     return DropMask(share, torch.tensor([-123456789, 987654321], dtype=torch.int32).to(DEVICE), tokens.to(DEVICE))
 
 
-def close(found: Tensor, expected: Tensor, steps: float = 2.0) -> None:
-    """Equal within so many roundings of the type, as a share of the largest number."""
-    step = 2**-8 if found.dtype == HALF else 4e-6
+def close(found: Tensor, expected: Tensor, steps: float = 2.0, *, of: torch.dtype | None = None) -> None:
+    """Equal within so many roundings of its type or another, as a share of the largest number."""
+    step = 2**-8 if (of or found.dtype) == HALF else 4e-6
     largest = max(1.0, float(expected.abs().amax()))
     difference = float((found.double() - expected.double()).abs().amax())
     assert difference <= steps * step * largest, difference / (step * largest)
@@ -126,8 +126,10 @@ MASKS = {
 
 
 def assert_equal_attention(found: list[Tensor], expected: list[Tensor]) -> None:
-    for got, wanted in zip(found, expected, strict=True):
-        close(got, wanted, 4.0 if got.dtype == HALF else 30.0)
+    """Result, logsumexp and gradients. Weights are rounded to the inputs' type, wherever their products are summed."""
+    for place, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+        of = torch.float32 if place == 1 else found[0].dtype
+        close(got, wanted, 4.0 if of == HALF else 30.0, of=of)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -73,7 +73,9 @@ def test_gradients_are_those_of_the_documented_masks(family: str, deterministic:
 def test_save_levels_and_residencies_change_no_bit(family: str) -> None:
     for cut in cuts_of(family):
         with repeatable(True):
-            assert_all_alike(variants(MODELS[family], cut, rounds_per_step=2), MODELS[family], TRAINING, CUDA)
+            # Some of them update while gradients are still made.
+            unclipped = replace(TRAINING, clip_norm=None)
+            assert_all_alike(variants(MODELS[family], cut, rounds_per_step=2), MODELS[family], unclipped, CUDA)
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -176,9 +176,12 @@ def test_norms_of_sums_and_norms_made_again(rows: int, width: int, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (9, 7), (5, 4097), (3, 50257)])
-def test_cross_entropy(dtype: torch.dtype, rows: int, vocabulary: int) -> None:
-    logits = normal(rows, vocabulary, dtype=dtype) * 5
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (9, 7), (5, 4097), (3, 50257), (4, 50304)])
+@pytest.mark.parametrize("room", [0, 3, 15])
+def test_cross_entropy(dtype: torch.dtype, rows: int, vocabulary: int, room: int) -> None:
+    """With room behind rows of 50,257 that begins a line, and with such that does not."""
+    logits = (normal(rows, vocabulary + room, dtype=dtype) * 5)[:, :vocabulary]
+    before = logits.as_strided((rows, vocabulary + room), (vocabulary + room, 1))[:, vocabulary:].clone()
     labels = torch.randint(0, vocabulary, (rows,), dtype=torch.int32).to(DEVICE)
     labels[rows // 2] = -1
     if rows > 1:
@@ -189,6 +192,8 @@ def test_cross_entropy(dtype: torch.dtype, rows: int, vocabulary: int) -> None:
     fused.cross_entropy(logits, labels, scale=3.0, loss=losses[1])
     close(logits, expected)
     assert (logits[rows // 2] == 0).all()
+    behind = logits.as_strided((rows, vocabulary + room), (vocabulary + room, 1))[:, vocabulary:]
+    assert ((behind == before) | (behind == 0)).all()
     assert float(losses[1]) == pytest.approx(float(losses[0]), rel=1e-5)
 
 

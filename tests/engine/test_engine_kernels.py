@@ -176,6 +176,7 @@ REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "mish": functional.mish,
     "sigmoid": functional.sigmoid,
     "tanh": torch.tanh,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "linear": lambda values: values,
 }
 

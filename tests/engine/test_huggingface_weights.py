@@ -43,7 +43,7 @@ def shape(model: Transformer) -> dict[str, object]:
     return {
         field: value
         for field, value in dataclasses.asdict(model).items()
-        if field not in ("name", "title", "source", "note")
+        if field not in ("name", "title", "source", "note", "family")
     }
 
 

@@ -44,6 +44,7 @@ def tiny(model: Transformer) -> Transformer:
         heads=heads,
         kv_heads=2 if model.kv_heads < model.heads else heads,
         head_dim=6,
+        rotary_dim=2 if model.rotary_dim else None,
         ffn=11,
         vocab=29,
         context=TOKENS,
@@ -96,9 +97,17 @@ def wide_norm(self: Any, hidden_states: Tensor) -> Tensor:
     return result
 
 
+def wide_layer_norm(self: Any, hidden_states: Tensor) -> Tensor:
+    """The same of Cohere's norm."""
+    return functional.layer_norm(hidden_states, self.weight.shape, self.weight, None, self.variance_epsilon)
+
+
 def widen_norms(theirs: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in {type(part) for part in theirs.modules() if type(part).__name__.endswith("RMSNorm")}:
-        monkeypatch.setattr(kind, "forward", wide_norm)
+    for kind in {type(part) for part in theirs.modules()}:
+        if kind.__name__.endswith("RMSNorm"):
+            monkeypatch.setattr(kind, "forward", wide_norm)
+        if kind.__name__ == "CohereLayerNorm":
+            monkeypatch.setattr(kind, "forward", wide_layer_norm)
 
 
 def their_logits(theirs: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -191,6 +200,7 @@ def test_parallel_residual_reads_the_blocks_input_twice() -> None:
     stream = torch.randn(2, 7, model.hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         attended = plain.attention(plain.norm1(stream), None)
+        assert plain.norm2 is not None
         fed = plain.feed_forward(plain.norm2(stream))
         torch.testing.assert_close(block(stream, None), stream + attended + fed)
 

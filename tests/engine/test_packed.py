@@ -178,7 +178,7 @@ def test_a_step_after_one_that_failed_is_as_if_it_had_not(monkeypatch: pytest.Mo
     plan = everything_stays(model, sequence=11, sequences=3)
     module, batch = random_module(model), random_batch(model, 3, 11, 3)
     expected, executor = (executor_for(plan, model, parameters(module)) for _ in range(2))
-    block = executor.player.block
+    (block,) = executor.player.blocks.values()
 
     def fail(*_: object, **__: object) -> None:
         executor.player.arena.take((5,), torch.float64)

@@ -7,7 +7,10 @@ from hypothesis import strategies as st
 from flopwise.work.lstm import Lstm
 from flopwise.work.transformer import Transformer
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "mpt", "mixtral", "bert", "bert_masked")
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "mpt", "mixtral", "bert", "bert_masked"),
+    *("olmo2", "granite", "glm4", "cohere"),
+)
 
 
 @st.composite
@@ -16,7 +19,7 @@ def transformers(draw: st.DrawFn, family: str | None = None) -> Transformer:
     family = family or draw(st.sampled_from(FAMILIES))
     kv_heads = draw(st.integers(1, 3))
     head_dim = 2 * draw(st.integers(1, 9))
-    grouped = family in ("llama", "mistral", "qwen2", "qwen3", "mixtral")
+    grouped = family in ("llama", "mistral", "qwen2", "qwen3", "mixtral", "olmo2", "granite", "glm4", "cohere")
     heads = kv_heads * draw(st.integers(1, 3)) if grouped else kv_heads
     own_width = family == "qwen3"
     shared = {
@@ -43,6 +46,15 @@ def transformers(draw: st.DrawFn, family: str | None = None) -> Transformer:
         "gpt_neox": {**plain, **biased, "parallel_residual": draw(st.booleans())},
         "mpt": {**plain, **(biased if draw(st.booleans()) else {}), "positions": "learned", "tied": True},
         "mixtral": {"experts": 4, "experts_per_token": 2},
+        "olmo2": {"norm_place": "behind", "qk_norm": True, "qk_norm_over": "all"},
+        "granite": {"residual_scale": 0.25, "embedding_scale": 3.0, "attention_scale": 0.5, "logit_scale": 0.125},
+        "glm4": {
+            "norm_place": "sandwich",
+            "rotary_pairs": "neighbours",
+            "rotary_dim": max(2, head_dim // 4 * 2),
+            "qkv_bias": True,
+        },
+        "cohere": {"norm": "layer", "parallel_residual": True, "shared_norm": True, "rotary_pairs": "neighbours"},
     }
     encoder = {
         **plain,

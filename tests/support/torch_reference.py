@@ -59,14 +59,19 @@ class SelfAttention(nn.Module):
         self.key = nn.Linear(model.hidden, narrow, bias=model.qkv_bias)
         self.value = nn.Linear(model.hidden, narrow, bias=model.qkv_bias)
         self.output = nn.Linear(wide, model.hidden, bias=model.output_bias)
-        self.query_norm = Norm(model, model.head_dim) if model.qk_norm else nn.Identity()
-        self.key_norm = Norm(model, model.head_dim) if model.qk_norm else nn.Identity()
+        whole = model.qk_norm_over == "all"
+        self.query_norm = Norm(model, wide if whole else model.head_dim) if model.qk_norm else nn.Identity()
+        self.key_norm = Norm(model, narrow if whole else model.head_dim) if model.qk_norm else nn.Identity()
 
     def forward(self, value: Tensor) -> Tensor:
         model = self.model
         batch, tokens, _ = value.shape
-        query = self.query_norm(self.query(value).view(batch, tokens, model.heads, model.head_dim)).transpose(1, 2)
-        key = self.key_norm(self.key(value).view(batch, tokens, model.kv_heads, model.head_dim)).transpose(1, 2)
+        by_head = (batch, tokens, -1, model.head_dim)
+        if model.qk_norm_over == "all":
+            query, key = self.query_norm(self.query(value)).view(by_head), self.key_norm(self.key(value)).view(by_head)
+        else:
+            query, key = self.query_norm(self.query(value).view(by_head)), self.key_norm(self.key(value).view(by_head))
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
         values = self.value(value).view(batch, tokens, model.kv_heads, model.head_dim).transpose(1, 2)
         if model.positions == "rotary":
             query, key = rotate(query), rotate(key)
@@ -126,17 +131,29 @@ class Block(nn.Module):
         self.attention = SelfAttention(model, attend)
         self.feed = Experts(model) if model.experts else FeedForward(model)
         self.norm1, self.norm2 = Norm(model, model.hidden), Norm(model, model.hidden)
+        sandwich = model.norm_place == "sandwich"
+        self.norm3, self.norm4 = (Norm(model, model.hidden) if sandwich else nn.Identity() for _ in range(2))
+        if model.shared_norm:
+            self.norm2.weight, self.norm2.bias = self.norm1.weight, self.norm1.bias
+
+    def scaled(self, value: Tensor) -> Tensor:
+        return value if self.model.residual_scale == 1.0 else value * self.model.residual_scale
 
     def forward(self, value: Tensor) -> Tensor:
         result: Tensor
+        if self.model.norm_place == "behind":
+            value = value + self.scaled(self.norm1(self.attention(value)))
+            result = value + self.scaled(self.norm2(self.feed(value)))
+            return result
         if self.model.norm_place == "post":
-            value = self.norm1(value + self.attention(value))
-            result = self.norm2(value + self.feed(value))
+            value = self.norm1(value + self.scaled(self.attention(value)))
+            result = self.norm2(value + self.scaled(self.feed(value)))
         elif self.model.parallel_residual:
-            result = value + self.attention(self.norm1(value)) + self.feed(self.norm2(value))
+            attended, fed = self.attention(self.norm1(value)), self.feed(self.norm2(value))
+            result = value + self.scaled(attended) + self.scaled(fed)
         else:
-            value = value + self.attention(self.norm1(value))
-            result = value + self.feed(self.norm2(value))
+            value = value + self.scaled(self.norm3(self.attention(self.norm1(value))))
+            result = value + self.scaled(self.norm4(self.feed(self.norm2(value))))
         return result
 
 

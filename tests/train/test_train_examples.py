@@ -146,3 +146,13 @@ def test_an_object_of_the_callers_is_data(folder: Path) -> None:
 
     with pytest.raises(FlopwiseError, match="2 were asked for"):
         fw.train(folder / "chatty", data=Short(), **asked)
+
+
+def test_small_data_is_seen_three_times_unless_it_is_said_otherwise(folder: Path) -> None:
+    notes = Notes()
+    record, steps = trained(folder, steps=None, callbacks=[notes])
+    assert len(steps) == -(-3 * record.data["sequences"] // 2)
+    assert "--epochs 3 or --steps says otherwise" in " ".join(notes.told)
+    notes = Notes()
+    assert len(trained(folder, steps=None, epochs=1.0, callbacks=[notes])[1]) == -(-record.data["sequences"] // 2)
+    assert "otherwise" not in " ".join(notes.told)

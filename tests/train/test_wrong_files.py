@@ -18,7 +18,7 @@ import pytest
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.train.data_checks import check_data
-from flopwise.train.origin import check_weights, choose_tokenizer, find_weights
+from flopwise.train.origin import choose_tokenizer
 from flopwise.train.request import TrainRequest
 from tests.support.data_files import byte_pair_tokenizer, json_lines, text_file
 
@@ -117,9 +117,8 @@ WRONG: dict[str, tuple[Callable[[Path], TrainRequest], str]] = {
         lambda f: model(f, rope_scaling={"rope_type": "spiral", "factor": 4.0}),
         "another network",
     ),
-    "quick gelu": (lambda f: model(f, hidden_act="quick_gelu"), "another network"),
+    "nearly a gelu": (lambda f: model(f, hidden_act="gelu_10"), "another network"),
     "scores by layer": (lambda f: model(f, **GPT2, scale_attn_by_inverse_layer_idx=True), "another network"),
-    "scores not scaled": (lambda f: model(f, **GPT2, scale_attn_weights=False), "another network"),
     "weights in .bin": (only_bin, "has weights that are not read: pytorch_model.bin"),
     "sentencepiece": (other_tokenizer("tokenizer.model"), "tokenizer.model is a tokenizer of a kind that is not read"),
     "tekken": (other_tokenizer("tekken.json"), "tekken.json is a tokenizer of a kind that is not read"),
@@ -143,6 +142,14 @@ WRONG: dict[str, tuple[Callable[[Path], TrainRequest], str]] = {
     "folder of binaries": (lambda f: folder_of(f, {"README.md": b"hi", "data/a.mds": TOKENS}), "most of"),
     "folder of nothing": (lambda f: folder_of(f, {"a.mds": TOKENS}), "it holds files of other kinds: .mds"),
     "no object": (lambda f: rows(f, ["a"]), "is not an object"),
+    "conversations for bytes": (lambda f: rows(f, {"messages": []}), "bytes has no chat template"),
+    "preferences": (lambda f: rows(f, {"chosen": "a", "rejected": "b"}), "cannot be trained on yet"),
+    "Parquet by name alone": (lambda f: data(f / "a.parquet", TOKENS), "is no Parquet file"),
+    "Parquet as text": (lambda f: data(f / "a.txt", b"PAR1" + TOKENS), "it begins as a Parquet file does"),
+    "gzip that is cut": (lambda f: data(f / "a.jsonl.gz", compress(TEXT.encode())[:12]), "cannot be read"),
+    "gzip by name alone": (lambda f: data(f / "a.jsonl.gz", TEXT.encode()), "cannot be read"),
+    "JSON of one number": (lambda f: data(f / "a.json", b"3"), "holds no rows"),
+    "seen never": (lambda f: TrainRequest(data=(f"{text_file(f / 'a.txt', TEXT)}:0",)), "is seen 0 times"),
     "other columns": (lambda f: rows(f, {"question": "a"}), "there is no column 'text'"),
 }
 
@@ -202,11 +209,3 @@ def test_what_is_right_passes(tmp_path: Path) -> None:
     check_data(meant)
     assert choose_tokenizer(meant, begun) == "bytes"
     check_data(TrainRequest(model=str(begun), from_scratch=True))
-
-
-def test_dynamic_scaling_is_as_good_as_none_up_to_the_models_length(tmp_path: Path) -> None:
-    begun = weights(tmp_path / "model", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
-    assert find_weights(TrainRequest(model=str(begun))) == begun
-    check_weights(begun, 256)
-    with pytest.raises(FlopwiseError, match="another network"):
-        check_weights(begun, 257)

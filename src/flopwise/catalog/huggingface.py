@@ -1,7 +1,6 @@
 """Describe the network that Hugging Face `transformers` builds from a `config.json`.
 
-Left out, because no description holds it: the share of channels that rotary positions turn (`rotary_pct`), other
-rotary scaling than that of Llama 3.1 and linear scaling, quantisation, auxiliary losses.
+Left out, because no description holds it: quantisation, auxiliary losses.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from flopwise.catalog.huggingface_families import (
     FAMILIES,
     Family,
     activation_note,
-    rotary_kind,
     rotary_note,
 )
 from flopwise.catalog.huggingface_settings import ConfigKeys
@@ -38,23 +36,19 @@ def from_config(config: dict[str, object], name: str) -> Transformer:
         name=name,
         title=f"{name} ({family.title})",
         source=f'Hugging Face config.json, model_type "{model_type}"',
+        family=model_type,
         note="; ".join(filter(None, notes)) or None,
         **{**fields, **head.fields},
     )
 
 
-def computed_otherwise(config: dict[str, object], name: str, sequence_tokens: int | None) -> tuple[str, ...]:
-    """What of a `config.json` its description leaves out so that the network's numbers would differ, in words.
-
-    Dynamic rotary scaling changes nothing up to the length that a model was made for.
-    """
+def computed_otherwise(config: dict[str, object], name: str) -> tuple[str, ...]:
+    """What of a `config.json` its description leaves out so that the network's numbers would differ, in words."""
     settings = ConfigKeys(config, name)
     _, family = _family(settings)
     told = [family.note(settings), activation_note(settings)]
     if "rotary_scaling" in family.rules:
-        context = settings.size("max_position_embeddings", absent=0)
-        if rotary_kind(settings) != "dynamic" or (sequence_tokens or 0) > context:
-            told.append(rotary_note(settings))
+        told.append(rotary_note(settings))
     return tuple(filter(None, told))
 
 

@@ -17,13 +17,14 @@ from flopwise.work.transformer import Dropout, RotaryScaling
 
 ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), "silu"),
-    **dict.fromkeys(("gelu", "gelu_10", "gelu_python", "quick_gelu"), "gelu"),
+    **dict.fromkeys(("gelu", "gelu_10", "gelu_python"), "gelu"),
     **dict.fromkeys(("gelu_accurate", "gelu_fast", "gelu_new", "gelu_python_tanh", "gelu_pytorch_tanh"), "gelu_tanh"),
     **{name: name for name in ("leaky_relu", "linear", "mish", "relu", "relu2", "relu6", "sigmoid", "tanh")},
+    "quick_gelu": "quick_gelu",
 }
 """Names of activations in `transformers`, and ours."""
 
-NEARLY_GELU = ("gelu_10", "quick_gelu")
+NEARLY_GELU = ("gelu_10",)
 """Activations with other values than the GELU that they are described as; they read and write the same bytes."""
 
 # -- the parts of a family's table ------------------------------------------------------------------------------------
@@ -172,27 +173,81 @@ def _rotary_base(key: str, absent: float) -> Rule:
 
 
 def _rotary_scaling(settings: ConfigKeys) -> RotaryScaling | None:
-    kind, rotary = rotary_kind(settings), _rotary_settings(settings)
+    return _scaling_in(_rotary_settings(settings), settings)
+
+
+def _scaling_in(rotary: ConfigKeys, settings: ConfigKeys) -> RotaryScaling | None:
+    """The scaling that a group of rotary numbers tells; None also where no description holds it."""
+    kind = rotary.text("rope_type", rotary.text("type", "default"))
+    if settings.table.get("model_type") == "phi3" and kind in ("su", "yarn"):
+        # Earlier names of what it has always computed.
+        kind = "longrope"
     if kind == "linear":
         return RotaryScaling(factor=rotary.number("factor"))
-    if kind != "llama3":
+    if kind not in SCALINGS:
         return None
     context = settings.size("max_position_embeddings", absent=2048)
+    if kind == "dynamic":
+        return RotaryScaling(method="dynamic", factor=rotary.number("factor"), original_context=context)
+    inside = rotary.size("original_max_position_embeddings", absent=context, null=context)
+    original = settings.size("original_max_position_embeddings", absent=inside, null=inside)
     try:
+        if kind == "llama3":
+            return RotaryScaling(
+                factor=rotary.number("factor"),
+                original_context=inside,
+                low_frequency_factor=rotary.number("low_freq_factor"),
+                high_frequency_factor=rotary.number("high_freq_factor"),
+            )
+        factor = rotary.number("factor", absent=context / original)
+        attention = rotary.number("attention_factor", absent=0.0) or None
+        if kind == "longrope":
+            return RotaryScaling(
+                method="longrope",
+                factor=factor,
+                original_context=original,
+                attention_factor=attention,
+                short_factors=tuple(rotary.numbers("short_factor")),
+                long_factors=tuple(rotary.numbers("long_factor")),
+            )
         return RotaryScaling(
-            factor=rotary.number("factor"),
-            original_context=rotary.size("original_max_position_embeddings", absent=context, null=context),
-            low_frequency_factor=rotary.number("low_freq_factor"),
-            high_frequency_factor=rotary.number("high_freq_factor"),
+            method="yarn",
+            factor=factor,
+            original_context=original,
+            attention_factor=attention,
+            beta_fast=rotary.number("beta_fast", absent=32.0),
+            beta_slow=rotary.number("beta_slow", absent=1.0),
+            mscale=rotary.number("mscale", absent=0.0) or None,
+            mscale_all_dim=rotary.number("mscale_all_dim", absent=0.0) or None,
+            truncate=rotary.flag("truncate", absent=True),
         )
     except FlopwiseError as error:
         raise error.within(settings.owner) from None
 
 
+SCALINGS = ("llama3", "dynamic", "yarn", "longrope")
+"""Rotary scalings that need to know the context before them."""
+
+
+def _rotary_dim(absent: float, old_key: str = "partial_rotary_factor") -> Rule:
+    """The channels of a head that turn, where only a share of them does."""
+
+    def rule(settings: ConfigKeys) -> int | None:
+        beside = settings.number(old_key, absent=absent)
+        share = _rotary_settings(settings).number("partial_rotary_factor", absent=beside)
+        whole = settings.size("head_dim", absent=0, null=0)
+        whole = whole or settings.size("hidden_size") // settings.size("num_attention_heads")
+        # More than all is refused with the description; a number beyond any size is no whole number at all.
+        turned = int(whole * min(share, 2.0))
+        return None if turned == whole else turned
+
+    return rule
+
+
 def rotary_note(settings: ConfigKeys) -> str:
     """What to tell about a rotary scaling that no description holds; what is counted does not depend on it."""
     kind = rotary_kind(settings)
-    if kind in ("default", "linear", "llama3"):
+    if kind in ("default", "linear", *SCALINGS) or (kind == "su" and settings.table.get("model_type") == "phi3"):
         return ""
     return f"rotary scaling {shown(kind)} is left out; unscaled rotary positions are assumed"
 
@@ -288,10 +343,9 @@ def _gpt2_ffn(settings: ConfigKeys) -> int:
 
 
 def _gpt2_note(settings: ConfigKeys) -> str:
-    """Scores that are not divided by √head_dim alone have other values, but are counted the same."""
-    usual = settings.flag("scale_attn_weights", absent=True)
-    usual = usual and not settings.flag("scale_attn_by_inverse_layer_idx", absent=False)
-    return "" if usual else "attention scores are taken to be divided by √head_dim, as in the released GPT-2"
+    """Scores that are divided by a number of each layer have other values, but are counted the same."""
+    by_layer = settings.flag("scale_attn_by_inverse_layer_idx", absent=False)
+    return "attention scores are taken to be divided by √head_dim, as in the released GPT-2" if by_layer else ""
 
 
 def _mpt_positions(settings: ConfigKeys) -> str:
@@ -320,14 +374,31 @@ def _mpt_note(settings: ConfigKeys) -> str:
     return "positions, biases and expansion as in llm-foundry; transformers builds ALiBi, no biases and 4"
 
 
+def _glm_like() -> dict[str, Rule]:
+    return {
+        **_llama_like(context=131_072, kv_heads=2),
+        "head_dim": _size("head_dim", absent=128, null=0),
+        "qkv_bias": _flag("attention_bias", absent=True),
+        "rotary_pairs": _fix("neighbours"),
+        "rotary_dim": _rotary_dim(0.5),
+        "norm_epsilon": _number("rms_norm_eps", absent=1.5625e-7),
+    }
+
+
+ATTENTION_BIAS = {
+    "qkv_bias": _flag("attention_bias", absent=False),
+    "output_bias": _flag("attention_bias", absent=False),
+}
+"""One switch for all four products around attention."""
+NO_QK_NORM = Only("qk_layernorm", (False,), "its norms of queries and keys are none that a description holds")
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         title="Llama",
         bare=("LlamaModel",),
         rules={
             **_llama_like(context=2048, kv_heads=0),
-            "qkv_bias": _flag("attention_bias", absent=False),
-            "output_bias": _flag("attention_bias", absent=False),
+            **ATTENTION_BIAS,
             "ffn_bias": _flag("mlp_bias", absent=False),
         },
     ),
@@ -360,8 +431,7 @@ FAMILIES: dict[str, Family] = {
             **_llama_like(context=32768, kv_heads=32),
             "head_dim": _size("head_dim", absent=128),
             "window": _qwen_window,
-            "qkv_bias": _flag("attention_bias", absent=False),
-            "output_bias": _flag("attention_bias", absent=False),
+            **ATTENTION_BIAS,
             "qk_norm": _fix(True),
         },
     ),
@@ -380,6 +450,7 @@ FAMILIES: dict[str, Family] = {
             "vocab": _size("vocab_size"),
             "context": _size("max_position_embeddings", "n_positions", absent=1024),
             "positions": _fix("learned"),
+            "attention_scale": lambda settings: None if settings.flag("scale_attn_weights", absent=True) else 1.0,
             "position_rows": _size("max_position_embeddings", "n_positions", absent=1024),
             "activation": _activation("activation_function", absent="gelu_new"),
             "norm_epsilon": _number("layer_norm_epsilon", absent=1e-5),
@@ -408,6 +479,7 @@ FAMILIES: dict[str, Family] = {
             "norm_epsilon": _number("layer_norm_eps", absent=1e-5),
             "rotary_base": _rotary_base("rotary_emb_base", absent=10_000.0),
             "rotary_scaling": _rotary_scaling,
+            "rotary_dim": _rotary_dim(0.25, "rotary_pct"),
             "dropout": _dropout(attention="attention_dropout", hidden="hidden_dropout", embedding="hidden_dropout"),
         },
     ),
@@ -474,6 +546,134 @@ FAMILIES: dict[str, Family] = {
                 embedding="hidden_dropout_prob",
                 classifier="classifier_dropout",
             ),
+        },
+    ),
+    "phi": Family(
+        title="Phi",
+        bare=("PhiModel",),
+        only=(NO_QK_NORM,),
+        rules={
+            **_llama_like(context=2048, kv_heads=0),
+            **GPT_LIKE,
+            "activation": _activation("hidden_act", absent="gelu_new"),
+            "parallel_residual": _fix(True),
+            "shared_norm": _fix(True),
+            "head_bias": _fix(True),
+            "norm_epsilon": _number("layer_norm_eps", absent=1e-5),
+            "rotary_dim": _rotary_dim(0.5),
+            "dropout": _dropout(attention="attention_dropout", hidden="resid_pdrop", embedding="embd_pdrop"),
+        },
+    ),
+    "phi3": Family(
+        title="Phi-3",
+        bare=("Phi3Model",),
+        rules={
+            **_llama_like(context=4096, kv_heads=0),
+            "window": _window(absent=0),
+            "norm_epsilon": _number("rms_norm_eps", absent=1e-5),
+            "rotary_dim": _rotary_dim(1.0),
+            "dropout": _dropout(attention="attention_dropout", hidden="resid_pdrop"),
+        },
+    ),
+    "starcoder2": Family(
+        title="Starcoder2",
+        bare=("Starcoder2Model",),
+        rules={
+            **_llama_like(context=4096, kv_heads=2),
+            "norm": _fix("layer"),
+            "norm_bias": _fix(True),
+            "gated": _fix(False),
+            **dict.fromkeys(("qkv_bias", "output_bias", "ffn_bias"), _flag("use_bias", absent=True)),
+            "activation": _activation("hidden_act", absent="gelu_pytorch_tanh"),
+            "norm_epsilon": _number("norm_epsilon", absent=1e-5),
+            "window": _window(absent=0),
+            "tied": _flag("tie_word_embeddings", absent=True),
+            "dropout": _dropout(
+                attention="attention_dropout", hidden="residual_dropout", embedding="embedding_dropout"
+            ),
+        },
+    ),
+    "stablelm": Family(
+        title="StableLM",
+        bare=("StableLmModel",),
+        only=(NO_QK_NORM, Only("hidden_dropout", (0.0, 0), "it drops of the feed-forward part alone")),
+        rules={
+            **_llama_like(context=4096, kv_heads=32),
+            "norm": _fix("layer"),
+            "norm_bias": _fix(True),
+            "qkv_bias": _flag("use_qkv_bias", absent=False),
+            "parallel_residual": _flag("use_parallel_residual", absent=False),
+            "shared_norm": _flag("use_parallel_residual", absent=False),
+            "norm_epsilon": _number("layer_norm_eps", absent=1e-5),
+            "rotary_dim": _rotary_dim(0.25),
+        },
+    ),
+    "arcee": Family(
+        title="Arcee",
+        bare=("ArceeModel",),
+        rules={
+            **_llama_like(context=4096, kv_heads=0),
+            **ATTENTION_BIAS,
+            "gated": _fix(False),
+            "activation": _activation("hidden_act", absent="relu2"),
+            "ffn_bias": _flag("mlp_bias", absent=False),
+            "norm_epsilon": _number("rms_norm_eps", absent=1e-5),
+        },
+    ),
+    "olmo2": Family(
+        title="OLMo 2",
+        bare=("Olmo2Model",),
+        rules={
+            **_llama_like(context=2048, kv_heads=0),
+            **ATTENTION_BIAS,
+            "norm_place": _fix("behind"),
+            "qk_norm": _fix(True),
+            "qk_norm_over": _fix("all"),
+            "norm_epsilon": _number("rms_norm_eps", absent=1e-5),
+        },
+    ),
+    "granite": Family(
+        title="Granite",
+        bare=("GraniteModel",),
+        rules={
+            **_llama_like(context=2048, kv_heads=0),
+            **ATTENTION_BIAS,
+            "ffn_bias": _flag("mlp_bias", absent=False),
+            "embedding_scale": _number("embedding_multiplier", absent=1.0),
+            "residual_scale": _number("residual_multiplier", absent=1.0),
+            "attention_scale": _number("attention_multiplier", absent=1.0),
+            "logit_scale": lambda settings: 1.0 / settings.number("logits_scaling", absent=1.0),
+        },
+    ),
+    "glm": Family(title="GLM", bare=("GlmModel",), rules=_glm_like()),
+    "glm4": Family(title="GLM-4", bare=("Glm4Model",), rules={**_glm_like(), "norm_place": _fix("sandwich")}),
+    "cohere": Family(
+        title="Cohere",
+        bare=("CohereModel",),
+        only=(Only("use_qk_norm", (False,), "its norms of queries and keys are none that a description holds"),),
+        rules={
+            **_llama_like(context=8192, kv_heads=0),
+            **ATTENTION_BIAS,
+            "norm": _fix("layer"),
+            "parallel_residual": _fix(True),
+            "shared_norm": _fix(True),
+            "rotary_pairs": _fix("neighbours"),
+            "rotary_base": _rotary_base("rope_theta", absent=500_000.0),
+            "logit_scale": _number("logit_scale", absent=0.0625),
+            "norm_epsilon": _number("layer_norm_eps", absent=1e-5),
+            "tied": _flag("tie_word_embeddings", absent=True),
+        },
+    ),
+    "seed_oss": Family(
+        title="Seed-OSS",
+        bare=("SeedOssModel",),
+        rules={
+            **_llama_like(context=524_288, kv_heads=8),
+            "head_dim": _size("head_dim", absent=128, null=0),
+            "qkv_bias": _flag("attention_bias", absent=True),
+            "output_bias": _flag("attention_out_bias", absent=False),
+            "ffn_bias": _flag("mlp_bias", absent=False),
+            "dropout": _dropout(0.1, attention="attention_dropout", hidden="residual_dropout"),
         },
     ),
 }

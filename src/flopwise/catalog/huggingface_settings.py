@@ -59,6 +59,13 @@ class ConfigKeys:
             )
         return float(value)
 
+    def numbers(self, key: str) -> list[float]:
+        """The list of numbers under `key`."""
+        value = self.table.get(key)
+        if not isinstance(value, list) or any(isinstance(n, bool) or not isinstance(n, int | float) for n in value):
+            raise self._missing(key) if value is None else self._wrong(key, "a list of numbers", value)
+        return [float(number) for number in value]
+
     def share(self, key: str, absent: float) -> float:
         """The number from 0 to less than 1 under `key`; a JSON null counts as absent."""
         value = self.table.get(key)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from flopwise.setup.hardware import Hardware
 from flopwise.setup.stack import Stack
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import ARCHITECTURES, Model
-from flopwise.work.transformer import Transformer
+from flopwise.work.transformer import RotaryScaling, Transformer
 
 if TYPE_CHECKING:
     from flopwise.records.cluster_plan import ClusterPlan
@@ -358,7 +359,28 @@ def model_table(model: Model) -> dict[str, Any]:
             del table["kv_heads"]
         if model.head_dim * model.heads == model.hidden:
             del table["head_dim"]
+        table = _without_defaults(table, model, OF_SOME_FAMILIES)
+        if (scaling := model.rotary_scaling) is not None:
+            table["rotary_scaling"] = _without_defaults(table["rotary_scaling"], scaling, OF_SOME_SCALINGS)
+            if scaling.method in ("linear", "llama3"):
+                table["rotary_scaling"].pop("method", None)
     return table
+
+
+OF_SOME_FAMILIES = (
+    *("norm_adds_one", "qk_norm_over", "shared_norm", "rotary_pairs", "other_blocks", "embedding_scale"),
+    *("residual_scale", "logit_scale", "family"),
+)
+"""Fields of a transformer that stand in a file only where a model has them."""
+OF_SOME_SCALINGS = ("beta_fast", "beta_slow", "truncate", "short_factors", "long_factors")
+
+
+def _without_defaults(
+    table: dict[str, Any], described: Transformer | RotaryScaling, names: Collection[str]
+) -> dict[str, Any]:
+    usual = {item.name: item.default for item in dataclasses.fields(described)}
+    left_out = {name for name in names if getattr(described, name) == usual[name]}
+    return {key: value for key, value in table.items() if key not in left_out}
 
 
 def _decode_model(table: dict[str, Any], where: str, changes: Mapping[str, Any] | None) -> Model:

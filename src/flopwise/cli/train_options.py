@@ -33,7 +33,9 @@ class TrainOptions(Options):
     data: Annotated[
         list[str] | None,
         typer.Option(
-            "--data", help="File or folder to train on. Repeatable. Default: the sources of Python's library."
+            "--data",
+            help="File or folder to train on, perhaps with how often an epoch sees it: a.jsonl:2. Repeatable. "
+            "Default: the sources of Python's library.",
         ),
     ] = None
     eval_data: Annotated[

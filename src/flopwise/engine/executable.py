@@ -12,6 +12,10 @@ TRAINED_IN = ("fp64", "fp32", "tf32", "bf16", "fp16")
 """Formats that torch's tensors have; products may be in fp8 too."""
 
 
+JOINED = ("glm", "glm4", "gpt_neox", "phi3")
+"""Families whose files have queries, keys and values, or gate and up, in one matrix."""
+
+
 def no_gpu() -> FlopwiseError:
     """What to say where --device cuda has none."""
     return FlopwiseError("there is no GPU that torch can use", hint="--device cpu, or a torch built for the GPU")
@@ -34,6 +38,21 @@ def check_trainable(model: Transformer) -> None:
         raise FlopwiseError(
             f"{model.name}: a norm behind the blocks and a masked head that has its own cannot be trained",
             hint="final_norm = false, as BERT has it",
+        )
+    if (
+        model.dropout is not None
+        and model.dropout.hidden
+        and (model.norm_place in ("behind", "sandwich") or model.residual_scale != 1.0)
+    ):
+        raise FlopwiseError(
+            f"{model.name}: dropout of branches whose results are normed or scaled cannot be trained yet",
+            hint="dropout without `hidden`",
+        )
+    if model.adapters is not None and model.family in JOINED:
+        raise FlopwiseError(
+            f"{model.name}: adapters of {model.family} cannot be trained yet",
+            why="its files have several matrices in one, whose adapters PEFT would share",
+            hint="train all of it, or freeze parts of it",
         )
     if model.tied and model.head == "classifier":
         raise FlopwiseError(

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from flopwise.engine.batch import NO_LABEL
 from flopwise.engine.executable import check_trainable
-from flopwise.engine.streaming.rotary import rotary_frequencies
+from flopwise.engine.streaming.rotary import rotation_of
 from flopwise.work.transformer import Transformer
 
 
@@ -26,6 +26,10 @@ def _relu_squared(value: Tensor) -> Tensor:
 
 def _unchanged(value: Tensor) -> Tensor:
     return value
+
+
+def _quick_gelu(value: Tensor) -> Tensor:
+    return value * torch.sigmoid(1.702 * value)
 
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -40,24 +44,37 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "linear": _unchanged,
+    "quick_gelu": _quick_gelu,
 }
 """Every activation that a description may name."""
 
 
 @lru_cache(maxsize=4)
 def rotary_tables(model: Transformer, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, (tokens, head_dim ÷ 2) each, in fp32: computed once on the CPU, equal on every device."""
+    """Cosines and sines, scaled, (tokens, turned channels ÷ 2) each, in fp32: computed once on the CPU, equal on every
+    device. `model` has blocks of one kind."""
+    rotation = rotation_of(model, tokens, torch.device("cpu"))
+    assert rotation is not None
     # What is kept for later calls may be asked for first by an evaluation, whose tensors no backward pass may use.
     with torch.inference_mode(False):
-        angles = torch.arange(tokens, dtype=torch.float32)[:, None] * rotary_frequencies(model)
-        return angles.cos().to(device), angles.sin().to(device)
+        angles = torch.arange(tokens, dtype=torch.float32)[:, None] * rotation.frequencies
+        return (angles.cos() * rotation.scale).to(device), (angles.sin() * rotation.scale).to(device)
 
 
-def rotate(value: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn (…, tokens, head_dim) by its positions; channel i is paired with i + head_dim ÷ 2, as in `transformers`."""
+def rotate(value: Tensor, cosines: Tensor, sines: Tensor, *, neighbours: bool = False) -> Tensor:
+    """Turn the first channels of (…, tokens, head_dim) by their positions, as many as there are angles for.
+
+    Channel i is paired with that of the other half of those, or with its neighbour, as in `transformers`.
+    """
     cosines, sines = cosines.to(value.dtype), sines.to(value.dtype)
-    first, second = value.chunk(2, -1)
-    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1)
+    channels = 2 * cosines.shape[-1]
+    turned, rest = value[..., :channels], value[..., channels:]
+    if neighbours:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+        pairs = torch.stack((first * cosines - second * sines, second * cosines + first * sines), -1)
+        return torch.cat((pairs.flatten(-2), rest), -1)
+    first, second = turned.chunk(2, -1)
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines, rest), -1)
 
 
 def attention_mask(model: Transformer, tokens: int, lengths: Tensor | None, device: torch.device) -> Tensor | None:
@@ -77,21 +94,36 @@ def attention_mask(model: Transformer, tokens: int, lengths: Tensor | None, devi
     return (back >= 0) & (back < model.window)
 
 
+def capped_attention(model: Transformer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention with capped scores, over the whole square: torch has no kernel for it."""
+    cap = model.attention_cap
+    assert cap is not None
+    scores = query @ key.transpose(-1, -2) * model.score_scale
+    scores = (scores / cap).tanh() * cap
+    if mask is None and model.causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    result: Tensor = scores.softmax(-1, dtype=at_least_fp32(scores.dtype)).to(query.dtype) @ value
+    return result
+
+
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last `width` channels; narrow types are normalised in fp32."""
 
     def __init__(self, model: Transformer, width: int) -> None:
         super().__init__()
-        self.rms, self.epsilon = model.norm == "rms", model.norm_epsilon
+        self.rms, self.epsilon, self.adds_one = model.norm == "rms", model.norm_epsilon, model.norm_adds_one
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if model.norm_bias else None
 
     def forward(self, value: Tensor) -> Tensor:
+        weight = self.weight + 1.0 if self.adds_one else self.weight
         if not self.rms:
-            return functional.layer_norm(value, self.weight.shape, self.weight, self.bias, self.epsilon)
+            return functional.layer_norm(value, weight.shape, weight, self.bias, self.epsilon)
         wide = value.to(at_least_fp32(value.dtype))
         normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(value.dtype)
-        scaled = self.weight * normed
+        scaled = weight * normed
         return scaled if self.bias is None else scaled + self.bias
 
 
@@ -115,12 +147,18 @@ class PlainBlock(nn.Module):
 
     def __init__(self, model: Transformer, layer: int) -> None:
         super().__init__()
+        assert model.other_attention is None, "a block is of one kind"
         self.model, self.layer = model, layer
         self.activation = ACTIVATION_FUNCTIONS[model.activation]
-        self.norm1, self.norm2 = Norm(model, model.hidden), Norm(model, model.hidden)
+        self.norm1 = Norm(model, model.hidden)
+        self.norm2 = None if model.shared_norm else Norm(model, model.hidden)
+        sandwich = model.norm_place == "sandwich"
+        self.attention_norm = Norm(model, model.hidden) if sandwich else None
+        self.feed_norm = Norm(model, model.hidden) if sandwich else None
         self.qkv = nn.Linear(model.hidden, model.query_width + 2 * model.kv_width, bias=model.qkv_bias)
-        self.query_norm = Norm(model, model.head_dim) if model.qk_norm else None
-        self.key_norm = Norm(model, model.head_dim) if model.qk_norm else None
+        whole = model.qk_norm_over == "all"
+        self.query_norm = Norm(model, model.query_width if whole else model.head_dim) if model.qk_norm else None
+        self.key_norm = Norm(model, model.kv_width if whole else model.head_dim) if model.qk_norm else None
         self.output = nn.Linear(model.query_width, model.hidden, bias=model.output_bias)
         if model.gated:
             self.gate_up = nn.Linear(model.hidden, 2 * model.ffn, bias=model.ffn_bias)
@@ -130,26 +168,38 @@ class PlainBlock(nn.Module):
 
     def forward(self, stream: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None) -> Tensor:
         """The next block's input from this one's, (sequences, tokens, hidden)."""
+        second: Norm = self.norm1 if self.norm2 is None else self.norm2
         if self.model.norm_place == "post":
-            stream = self.norm1(stream + self.attention(stream, lengths, drops))
-            result: Tensor = self.norm2(stream + self.feed_forward(stream, drops))
+            stream = self.norm1(stream + self.scaled(self.attention(stream, lengths, drops)))
+            result: Tensor = second(stream + self.scaled(self.feed_forward(stream, drops)))
             return result
-        if self.model.parallel_residual:
-            attended = self.attention(self.norm1(stream), lengths, drops)
-            return stream + attended + self.feed_forward(self.norm2(stream), drops)
-        stream = stream + self.attention(self.norm1(stream), lengths, drops)
-        return stream + self.feed_forward(self.norm2(stream), drops)
+        if self.model.norm_place == "behind":
+            stream = stream + self.scaled(self.norm1(self.attention(stream, lengths, drops)))
+            return stream + self.scaled(second(self.feed_forward(stream, drops)))
+        if self.attention_norm is not None and self.feed_norm is not None:
+            stream = stream + self.scaled(self.attention_norm(self.attention(self.norm1(stream), lengths, drops)))
+            return stream + self.scaled(self.feed_norm(self.feed_forward(second(stream), drops)))
+        attended = stream + self.scaled(self.attention(self.norm1(stream), lengths, drops))
+        source = stream if self.model.parallel_residual else attended
+        return attended + self.scaled(self.feed_forward(second(source), drops))
+
+    def scaled(self, branch: Tensor) -> Tensor:
+        """A branch's result as it is added to the residual stream."""
+        return branch if self.model.residual_scale == 1.0 else branch * self.model.residual_scale
 
     def attention(self, value: Tensor, lengths: Tensor | None, drops: Dropper | None = None) -> Tensor:
         model = self.model
         sequences, tokens, _ = value.shape
-        parts = self.qkv(value).split((model.query_width, model.kv_width, model.kv_width), -1)
+        parts = list(self.qkv(value).split((model.query_width, model.kv_width, model.kv_width), -1))
+        by_head = model.qk_norm_over == "head"
+        if self.query_norm is not None and self.key_norm is not None and not by_head:
+            parts[:2] = self.query_norm(parts[0]), self.key_norm(parts[1])
         query, key, values = (part.view(sequences, tokens, -1, model.head_dim).transpose(1, 2) for part in parts)
-        if self.query_norm is not None and self.key_norm is not None:
+        if self.query_norm is not None and self.key_norm is not None and by_head:
             query, key = self.query_norm(query), self.key_norm(key)
         if model.positions == "rotary":
-            tables = rotary_tables(model, tokens, value.device)
-            query, key = rotate(query, *tables), rotate(key, *tables)
+            tables, neighbours = rotary_tables(model, tokens, value.device), model.rotary_pairs == "neighbours"
+            query, key = (rotate(each, *tables, neighbours=neighbours) for each in (query, key))
         attended = None if drops is None else drops.attend(query, key, values, lengths, self.layer)
         if attended is None:
             attended = self.attend(query, key, values, lengths)
@@ -163,8 +213,10 @@ class PlainBlock(nn.Module):
         shared = model.heads // model.kv_heads
         key, values = key.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
         mask = attention_mask(model, query.shape[2], lengths, query.device)
+        if model.attention_cap is not None:
+            return capped_attention(model, query, key, values, mask)
         return functional.scaled_dot_product_attention(
-            query, key, values, attn_mask=mask, is_causal=model.causal and mask is None
+            query, key, values, attn_mask=mask, is_causal=model.causal and mask is None, scale=model.attention_scale
         )
 
     def feed_forward(self, value: Tensor, drops: Dropper | None = None) -> Tensor:
@@ -196,7 +248,7 @@ class ReferenceModel(nn.Module):
         self.positions = _table(model.position_rows or sequence_tokens, hidden) if learned else None
         self.token_types = _table(model.token_types, hidden) if model.token_types else None
         self.embedding_norm = Norm(model, hidden) if model.embedding_norm else None
-        self.layers = nn.ModuleList(PlainBlock(model, layer) for layer in range(model.layers))
+        self.layers = nn.ModuleList(PlainBlock(model.kind_of(layer), layer) for layer in range(model.layers))
         if model.head == "classifier":
             assert model.labels is not None
             self.pooler = nn.Linear(hidden, hidden)
@@ -224,6 +276,9 @@ class ReferenceModel(nn.Module):
         # A tied model has one matrix, the head's, and looks its tokens up there.
         table = self.head.weight if self.embedding is None else self.embedding.weight
         stream = functional.embedding(ids, table)
+        if self.model.embedding_scale != 1.0:
+            # Rounded to the type of the numbers, as `transformers` does for Gemma.
+            stream = stream * torch.tensor(self.model.embedding_scale, dtype=stream.dtype, device=stream.device)
         if self.positions is not None:
             stream = stream + self.positions(torch.arange(ids.shape[1], device=ids.device))
         if self.token_types is not None:
@@ -243,7 +298,10 @@ class ReferenceModel(nn.Module):
         if self.model.head == "masked":
             stream = self.transform_norm(ACTIVATION_FUNCTIONS[self.model.activation](self.transform(stream)))
         result = self.head(stream)
-        return result
+        if self.model.logit_scale != 1.0:
+            result = result * self.model.logit_scale
+        cap = self.model.logit_cap
+        return result if cap is None else (result / cap).tanh() * cap
 
     def loss(self, ids: Tensor, labels: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None) -> Tensor:
         """The sum of the cross-entropies of all labels but NO_LABEL, in fp32 at least.

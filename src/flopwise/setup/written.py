@@ -23,7 +23,7 @@ from flopwise.work.model import Model
 
 Asked = TypeVar("Asked", bound=Setup)
 
-NOT_IDENTITY = ("name", "title", "source", "dropout")
+NOT_IDENTITY = ("name", "title", "source", "family", "dropout")
 """Fields of a model's table that say nothing of its shape: the same one under two names is one cell."""
 
 

@@ -127,7 +127,8 @@ def _check_files(settled: Settled) -> None:
     """Refuse data, tokenizers and weights that are not there or are of another kind, without reading them whole."""
     request = settled.request
     for named in (request.data, request.evaluation_data):
-        sources, _ = find_sources(named, labelled=settled.task == "classification")
+        tokens = request.data_format is not None
+        sources, _ = find_sources(named, labelled=settled.task == "classification", tokens=tokens)
         check_beginnings(sources)
     load_tokenizer(request.tokenizer, settled.model.vocab)
     if settled.weights is not None and not settled.resumed:

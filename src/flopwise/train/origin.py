@@ -102,7 +102,7 @@ def read_adapters(folder: Path) -> TrainedWords:
     )
 
 
-def check_weights(weights: Path | None, sequence_tokens: int | None = None) -> None:
+def check_weights(weights: Path | None) -> None:
     """Refuse weights that are not there, and those of a network whose numbers are not computed as its file says."""
     if weights is None:
         return
@@ -110,7 +110,7 @@ def check_weights(weights: Path | None, sequence_tokens: int | None = None) -> N
     config = read_config(weights)
     if config is None or "model_type" not in config:
         return
-    otherwise = computed_otherwise(config, str(weights), sequence_tokens)
+    otherwise = computed_otherwise(config, str(weights))
     if otherwise:
         raise FlopwiseError(
             f"{weights}: these weights would be trained as another network",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.base.units import show_bytes
+from flopwise.base.units import show_bytes, show_share
 from flopwise.catalog.load import is_plan, load_model, load_plan, model_folder
 from flopwise.engine.data import (
     DataRequest,
@@ -55,6 +55,8 @@ CLASSIFIER_BATCH_SEQUENCES = 8
 """As the usual fine-tuning script has it."""
 CLASSIFIER_EPOCHS = 3
 LANGUAGE_STEPS = 200
+LANGUAGE_EPOCHS = 3
+"""As many steps at most as see the data so often: most fine-tuning does no more."""
 
 MANY_EPOCHS = 10
 """More than these are told: they are rarely meant, and the data is learnt by heart."""
@@ -166,7 +168,7 @@ def settle(
         _check_several(request, plan[0] if plan else None, resumed=resumed)
     sequence = _sequence_tokens(request, plan, model, here.device)
     if not resumed:
-        check_weights(weights, sequence)
+        check_weights(weights)
     request, clipping = _with_clipping(replace(request, tokenizer=choose_tokenizer(request, weights)), plan, weights)
     return Settled(
         request=request,
@@ -210,6 +212,7 @@ def prepare(
         own_plan, expected = plan_of_run(settled, model, ranks, _layout(data, request, ranks))
     batch = expected.batch_sequences or own_plan.batch_sequences
     steps = _steps(request, task, data.count, batch)
+    resumed = training is not None
     if training is not None:
         asked = request.steps is not None or request.epochs is not None
         training = replace(training, steps=steps if asked else training.steps)
@@ -236,6 +239,7 @@ def prepare(
             *settled.notes,
             *data.notes,
             *_notes(model, hardware, expected, training, data.count),
+            *([] if resumed else _length_notes(request, task, training, batch, data.count)),
             *_rounding_notes(own_plan, training),
             *([note_clipping(own_plan, model, hardware)] if training.clip_norm is not None else []),
         ),
@@ -514,7 +518,20 @@ def _steps(request: TrainRequest, task: Task, count: int, batch: int) -> int:
         steps = max(1, ceil(epochs * count / batch))
     if steps is None:
         steps = DEFAULT_STEPS if request.model is None else LANGUAGE_STEPS
+        if request.data or request.own_data:
+            steps = min(steps, max(1, ceil(LANGUAGE_EPOCHS * count / batch)))
     return steps
+
+
+def _length_notes(request: TrainRequest, task: Task, training: Training, batch: int, count: int) -> list[str]:
+    """How often the data is seen, where nobody said how long a language model is trained on it."""
+    if task == "classification" or not (request.data or request.own_data):
+        return []
+    if request.steps is not None or request.epochs is not None:
+        return []
+    seen = training.steps * batch / count
+    told = f"{seen:.1f} times" if seen >= 1 else f"as far as {show_share(seen)}"
+    return [f"{training.steps:,} steps see the {count:,} sequences {told}: --epochs 3 or --steps says otherwise"]
 
 
 def _training(

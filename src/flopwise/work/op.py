@@ -185,6 +185,9 @@ class Attention(Op):
     head_dim: int
     causal: bool
     window: int | None = None
+    kinds: tuple[tuple[int | None, int, int], ...] = ()
+    """Window, copies and those of them that are not reached, of each kind, where some blocks look back otherwise than
+    others; empty: all are alike."""
     parts: int = 1
     """Devices that share the sequence, each with an equal part of its pairs."""
     lengths: tuple[tuple[int, int], ...] = ()
@@ -196,12 +199,22 @@ class Attention(Op):
         for tokens, count in self.lengths or ((self.tokens, 1),):
             yield replace(self, tokens=tokens, lengths=()), count
 
+    def by_kind(self) -> tuple[Attention, ...]:
+        """The same attention as one operator for each kind of block."""
+        if not self.kinds:
+            return (self,)
+        return tuple(
+            replace(self, window=window, layers=copies, unreached=unreached, kinds=())
+            for window, copies, unreached in self.kinds
+        )
+
     def twice_pairs(self, pairs: Pairs) -> int:
         """Twice the number of (query, key) pairs of a head: S² under a causal mask, 2·S² without one.
 
         The diagonal is halved too: the usual S²/2 and not S·(S+1)/2, a difference of 1/S. A window w leaves the
-        band w·S − w²/2 of a causal square.
+        band w·S − w²/2 of a causal square. Of one copy: where copies differ, `by_kind` tells them apart.
         """
+        assert not self.kinds
         if self.lengths:
             return sum(count * one.twice_pairs(pairs) for one, count in self.each())
         keys = self.tokens * self.parts
@@ -214,6 +227,7 @@ class Attention(Op):
 
     def twice_pairs_of(self, first: int, last: int) -> int:
         """The same for the queries `first` to before `last` alone, of what the mask leaves."""
+        assert not self.kinds
         keys = self.tokens * self.parts
         reach = keys if self.window is None else min(self.window, keys)
         if not self.causal:
@@ -221,12 +235,16 @@ class Attention(Op):
         return last**2 - max(0, last - reach) ** 2 - (first**2 - max(0, first - reach) ** 2)
 
     def forward_flops(self, pairs: Pairs = "mask") -> int:
+        if self.kinds:
+            return sum(kind.forward_flops(pairs) for kind in self.by_kind())
         forward = attention_flops("forward", self.twice_pairs(pairs), self.heads, self.head_dim)
         return forward * self.layers * self.calls
 
     def backward_flops(self, kernel: AttentionKernel, pairs: Pairs = "mask") -> int:
         if kernel != "flash":
             return self.backward_copies * (self.forward_flops(pairs) // self.layers)
+        if self.kinds:
+            return sum(kind.backward_flops(kernel, pairs) for kind in self.by_kind())
         backward = attention_flops("backward", self.twice_pairs(pairs), self.heads, self.head_dim)
         return backward * self.reached * self.calls
 

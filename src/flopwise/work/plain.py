@@ -48,6 +48,7 @@ ACTIVATIONS = {
     "sigmoid": (Passes(5, 11, 1), Passes(9, 22, 1)),
     "tanh": (Passes(2, 5, 3), Passes(6, 15, 3)),
     "linear": (Passes(1, 3), Passes(5, 13)),
+    "quick_gelu": (Passes(7, 16, 1), Passes(14, 34, 1)),
 }
 """Without a gate: forward, and backward that makes the activation's result again. erf counts 1.5, tanh 3."""
 GATED = (Passes(1, 3), Passes(4, 12))

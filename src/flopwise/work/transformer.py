@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import isfinite, log, sqrt
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
@@ -14,10 +15,12 @@ LARGEST_SIDE = 2**31 - 1
 
 ACTIVATIONS = (
     *("silu", "gelu", "gelu_tanh", "relu", "relu2", "relu6", "leaky_relu", "mish", "sigmoid", "tanh", "linear"),
+    "quick_gelu",
 )
 """Activations that a feed-forward part may have; all read and write the same bytes.
 
-`gelu` is the exact one, `gelu_tanh` the approximation by a tanh that GPT-2 was trained with.
+`gelu` is the exact one, `gelu_tanh` the approximation by a tanh that GPT-2 was trained with, `quick_gelu` that by a
+sigmoid (of 1.702 x).
 """
 
 
@@ -57,31 +60,91 @@ def check_real(owner: str, **numbers: float) -> None:
             )
 
 
+RotaryMethod = Literal["linear", "llama3", "dynamic", "yarn", "longrope"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotaryScaling:
-    """How the rotary frequencies are lowered for a context longer than the first one: as Llama 3.1 does, or linearly.
+    """How the rotary frequencies are lowered for a context longer than the first one.
 
-    Llama 3.1 divides by `factor` the frequencies that turn less than `low_frequency_factor` times in the original
-    context, leaves those that turn more than `high_frequency_factor` times, and goes over smoothly in between.
+    linear    divides all frequencies by `factor`
+    llama3    divides by `factor` those that turn less than `low_frequency_factor` times in the original context, leaves
+              those that turn more than `high_frequency_factor` times, and goes over smoothly in between
+    dynamic   raises the base for sequences longer than the original context (NTK)
+    yarn      divides by `factor` the pairs that turn less than `beta_slow` times, leaves those that turn more than
+              `beta_fast` times, with a ramp over the pairs in between (Peng et al., arXiv 2309.00071)
+    longrope  divides each pair's by a number of its own: of `long_factors` for sequences longer than the original
+              context, else of `short_factors` (Ding et al., arXiv 2402.13753)
     """
 
     factor: float
     original_context: int | None = None
-    """Tokens of the context before; None: linear scaling, which divides all frequencies."""
+    """Tokens of the context before; linear scaling needs none."""
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
+    method: RotaryMethod | None = None
+    """None: as Llama 3.1 does where there is an original context, else linearly."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Whether the ends of YaRN's ramp are whole numbers."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    """What rotated queries and keys are multiplied by; None: what the method takes (`attention_scale`)."""
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         low, high = self.low_frequency_factor, self.high_frequency_factor
+        if self.method is None:
+            object.__setattr__(self, "method", "linear" if self.original_context is None else "llama3")
         check_real("rotary_scaling", factor=self.factor, low_frequency_factor=low, high_frequency_factor=high)
+        check_real("rotary_scaling", beta_fast=self.beta_fast, beta_slow=self.beta_slow)
         if self.original_context is not None:
             check_positive("rotary_scaling", original_context=self.original_context)
+        elif self.method != "linear":
+            raise FlopwiseError(
+                f"rotary_scaling: {self.method} needs original_context", hint="the tokens of the context before"
+            )
         if low >= high:
             raise FlopwiseError(
                 f"rotary_scaling: low_frequency_factor = {low} is not below high_frequency_factor = {high}",
                 why="frequencies between the two are scaled in part",
                 hint="Llama 3.1 has 1 and 4",
             )
+        if self.attention_factor is not None:
+            check_real("rotary_scaling", attention_factor=self.attention_factor)
+        for factor in (*self.short_factors, *self.long_factors):
+            check_real("rotary_scaling", short_and_long_factors=factor)
+
+    @property
+    def attention_scale(self) -> float:
+        """What rotated queries and keys are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.method == "longrope" and self.factor > 1.0:
+            assert self.original_context is not None
+            return sqrt(1 + log(self.factor) / log(self.original_context))
+        if self.method != "yarn":
+            return 1.0
+        if self.mscale and self.mscale_all_dim:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
+
+    def _mscale(self, scale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * scale * log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherAttention:
+    """The attention of some blocks where it is not that of the others: how far it looks, and how positions turn."""
+
+    window: int | None = None
+    rotary_base: float = 10_000.0
+    rotary_scaling: RotaryScaling | None = None
+    rotary: bool = True
+    """False: these blocks have no positions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +193,11 @@ def _check_dropped(field: str, share: float) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transformer:
-    """A stack of equal blocks between an embedding and a head."""
+    """A stack of blocks between an embedding and a head.
+
+    Blocks are equal in their parameters and in what they keep; the attention of some may see less, or turn otherwise
+    (`other_attention`).
+    """
 
     name: str
     title: str
@@ -157,7 +224,11 @@ class Transformer:
     """Rows of the learned position table; None: one for each token of the sequence, as MPT trains."""
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
-    norm_place: Literal["pre", "post"] = "pre"
+    norm_place: Literal["pre", "post", "behind", "sandwich"] = "pre"
+    """pre: of a branch's input. post: of the sum, as BERT. behind: of a branch's result, as OLMo 2. sandwich: of its
+    input and its result, as Gemma 2."""
+    norm_adds_one: bool = False
+    """A norm's scale is one more than its weight, as Gemma has it."""
     embedding_norm: bool = False
     final_norm: bool = True
     gated: bool = True
@@ -169,8 +240,12 @@ class Transformer:
     head_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over the channels of each query and key head, before the rotary embedding."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """all: over the channels of all heads at once, as OLMo 2."""
     parallel_residual: bool = False
     """Attention and feed-forward both read the block's input."""
+    shared_norm: bool = False
+    """Both branches of a parallel residual read one norm's result."""
     experts: int = 0
     experts_per_token: int = 0
     head: Literal["language", "masked", "classifier"] = "language"
@@ -184,6 +259,26 @@ class Transformer:
     rotary_base: float = 10_000.0
     """The slowest rotary pair turns by almost 1 ÷ this per token."""
     rotary_scaling: RotaryScaling | None = None
+    rotary_dim: int | None = None
+    """Channels of a head that are turned, the first ones; None: all."""
+    rotary_pairs: Literal["halves", "neighbours"] = "halves"
+    """Which channels turn together: one of each half of those that are turned, or neighbours."""
+    other_attention: OtherAttention | None = None
+    other_blocks: tuple[int, ...] = ()
+    """The blocks that have `other_attention`, from 0."""
+    attention_scale: float | None = None
+    """What scores are multiplied by; None: 1 ÷ √head_dim."""
+    attention_cap: float | None = None
+    """Scores s become cap · tanh(s ÷ cap)."""
+    logit_cap: float | None = None
+    """The same of the logits."""
+    embedding_scale: float = 1.0
+    """What the token embedding is multiplied by."""
+    residual_scale: float = 1.0
+    """What a branch's result is multiplied by before it is added to the residual stream."""
+    logit_scale: float = 1.0
+    family: str = ""
+    """The `model_type` of the class of `transformers` that it was read from and is saved for; empty: what fits."""
     adapters: Adapters | None = None
     """What is trained beside the matrices, which are frozen then, and all else with them; None: the model itself is."""
     frozen: tuple[str, ...] | None = None
@@ -222,7 +317,14 @@ class Transformer:
                 why="each key-value head serves the same number of query heads",
                 hint=f"kv_heads = {_divisor_below(self.heads, self.kv_heads)}",
             )
-        if self.positions == "rotary" and self.head_dim % 2:
+        turned = self.rotary_dim
+        if self.positions == "rotary" and turned is not None and (turned % 2 or not 0 < turned <= self.head_dim):
+            raise FlopwiseError(
+                f"{self.name}: rotary_dim = {shown(turned)} of {self.head_dim} channels cannot be turned",
+                why="rotary positions turn pairs of a head's channels",
+                hint="an even rotary_dim, at most head_dim",
+            )
+        if self.positions == "rotary" and self.turned_channels % 2:
             raise FlopwiseError(
                 f"{self.name}: rotary positions turn pairs of channels, so head_dim = {self.head_dim} must be even",
                 hint=f"head_dim = {self.head_dim + 1}, or other positions",
@@ -230,6 +332,51 @@ class Transformer:
         if self.window is not None:
             check_positive(self.name, window=self.window)
         check_real(self.name, norm_epsilon=self.norm_epsilon, rotary_base=self.rotary_base)
+        scales = {"attention_scale": self.attention_scale, "attention_cap": self.attention_cap}
+        check_real(self.name, **{field: value for field, value in scales.items() if value is not None})
+        self._check_scaling(self.rotary_base, self.rotary_scaling)
+        self._check_others()
+
+    def _check_scaling(self, base: float, scaling: RotaryScaling | None) -> None:
+        """Refuse what no angles follow from."""
+        if scaling is None or self.positions != "rotary":
+            return
+        pairs = self.turned_channels // 2
+        given = {len(scaling.short_factors), len(scaling.long_factors)}
+        wrong = {
+            "longrope has a number for each pair": scaling.method == "longrope" and given != {pairs},
+            "longrope takes a logarithm of the context": scaling.method == "longrope" and scaling.original_context == 1,
+            "dynamic scaling needs more than a pair": scaling.method == "dynamic" and pairs < 2,
+            "YaRN takes a logarithm of the base": scaling.method == "yarn" and base == 1.0,
+        }
+        for why, there in wrong.items():
+            if there:
+                raise FlopwiseError(
+                    f"{self.name}: rotary_scaling does not fit {pairs} pairs of channels",
+                    why=why,
+                    hint="as many short and long factors as pairs, an original context above 1, a base that is not 1",
+                )
+
+    def _check_others(self) -> None:
+        if bool(self.other_blocks) != (self.other_attention is not None):
+            raise FlopwiseError(
+                f"{self.name}: other_attention and other_blocks come together",
+                why="one says how some blocks differ, the other which they are",
+                hint="give both, or leave both out",
+            )
+        if self.other_attention is None:
+            return
+        blocks = self.other_blocks
+        if list(blocks) != sorted({*blocks}) or blocks[0] < 0 or blocks[-1] >= self.layers:
+            raise FlopwiseError(
+                f"{self.name}: other_blocks are no blocks of {self.layers} in their order",
+                why=f"blocks are counted from 0 to {self.layers - 1}",
+                hint="other_blocks = [1, 3, 5]",
+            )
+        if self.other_attention.window is not None:
+            check_positive(f"{self.name}: other_attention", window=self.other_attention.window)
+        check_real(f"{self.name}: other_attention", rotary_base=self.other_attention.rotary_base)
+        self._check_scaling(self.other_attention.rotary_base, self.other_attention.rotary_scaling)
 
     def _check_options(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -245,6 +392,19 @@ class Transformer:
                 )
         if self.token_types:
             check_positive(self.name, token_types=self.token_types)
+        scales = {"embedding_scale": self.embedding_scale, "residual_scale": self.residual_scale}
+        check_real(self.name, **scales, logit_scale=self.logit_scale)
+        if self.logit_cap is not None:
+            check_real(self.name, logit_cap=self.logit_cap)
+        if self.shared_norm and not (self.parallel_residual and self.norm_place == "pre"):
+            raise FlopwiseError(
+                f"{self.name}: a shared norm is one before both branches of a parallel residual",
+                hint='parallel_residual = true and norm_place = "pre", or leave out shared_norm',
+            )
+        if self.parallel_residual and self.norm_place != "pre":
+            raise FlopwiseError(
+                f"{self.name}: norms of a parallel residual are before its branches", hint='norm_place = "pre"'
+            )
         self._check_experts()
         if self.labels is not None:
             check_positive(self.name, labels=self.labels)
@@ -328,6 +488,51 @@ class Transformer:
         """Channels of all key heads, and of all value heads."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def turned_channels(self) -> int:
+        """Channels of a head that rotary positions turn."""
+        return self.rotary_dim or self.head_dim
+
+    @property
+    def score_scale(self) -> float:
+        """What attention's scores are multiplied by."""
+        return float(self.head_dim**-0.5) if self.attention_scale is None else self.attention_scale
+
+    @property
+    def unusual(self) -> tuple[str, ...]:
+        """What it has that other trainers' configurations and rules do not tell, in words."""
+        scaling, scales = self.rotary_scaling, (self.embedding_scale, self.residual_scale, self.logit_scale)
+        had = {
+            "blocks with other attention": self.other_attention is not None,
+            "norms of the branches' results": self.norm_place in ("behind", "sandwich"),
+            "norms whose scale is one more than their weight": self.norm_adds_one,
+            "norms of queries and keys over all heads": self.qk_norm and self.qk_norm_over == "all",
+            "one norm for both branches": self.shared_norm,
+            "rotary positions of some channels": self.turned_channels != self.head_dim,
+            "rotary pairs of neighbours": self.rotary_pairs == "neighbours",
+            "its own rotary scaling": scaling is not None and scaling.method in ("dynamic", "yarn", "longrope"),
+            "its own scale of scores": self.attention_scale is not None,
+            "scaled embeddings, branches or logits": scales != (1.0, 1.0, 1.0),
+            "capped scores or logits": (self.attention_cap, self.logit_cap) != (None, None),
+        }
+        return tuple(words for words, there in had.items() if there)
+
+    def kind_of(self, layer: int) -> Transformer:
+        """The description of which all blocks are like this one."""
+        return _of_kind(self, layer in self.other_blocks)
+
+    @property
+    def kinds(self) -> tuple[Transformer, ...]:
+        """Each kind of block, as a description of which all are alike."""
+        return tuple(kind for kind, _, _ in self.counted_kinds)
+
+    @property
+    def counted_kinds(self) -> tuple[tuple[Transformer, int, bool], ...]:
+        """The same with how many blocks there are, and whether they are the `other_blocks`."""
+        others = len(self.other_blocks)
+        found = ((_of_kind(self, False), self.layers - others, False), (_of_kind(self, True), others, True))
+        return tuple(each for each in found if each[1])
+
     def check_sequence(self, tokens: int) -> None:
         """Refuse a sequence that the position table cannot number."""
         if self.positions == "learned" and self.position_rows is not None and tokens > self.position_rows:
@@ -336,6 +541,23 @@ class Transformer:
                 why="there is no row for the later tokens",
                 hint=f"--seq {self.position_rows} or less, or a model with rotary positions",
             )
+
+
+@lru_cache(maxsize=256)
+def _of_kind(model: Transformer, other: bool) -> Transformer:
+    attention = model.other_attention
+    if attention is None:
+        return model
+    plain = replace(model, other_attention=None, other_blocks=())
+    if not other:
+        return plain
+    return replace(
+        plain,
+        window=attention.window,
+        rotary_base=attention.rotary_base,
+        rotary_scaling=attention.rotary_scaling,
+        positions=model.positions if attention.rotary else "none",
+    )
 
 
 def _divisor_below(number: int, limit: int) -> int:

@@ -191,17 +191,23 @@ class _Builder:
             )
         )
 
-    def norm(self, name: str, source: str, output: str, *, rows: int | None = None, width: int = 0) -> None:
-        """RMSNorm or LayerNorm over `width` channels; keeps the input and its statistics in fp32."""
+    def norm(
+        self, name: str, source: str, output: str, *, rows: int | None = None, width: int = 0, weights_of: str = ""
+    ) -> None:
+        """RMSNorm or LayerNorm over `width` channels; keeps the input and its statistics in fp32.
+
+        `weights_of`: the norm that has its weights, where it is made a second time.
+        """
         model = self.model
         width = width or model.hidden
         rows = rows or self.stream_tokens
         statistics = self.tensor(
             f"{name}.statistics", rows * (2 if model.norm == "layer" else 1), SaveLevel.CONTEXT, "fp32"
         )
-        weights = [Weight(module=name, shape=(width,))]
+        module, owned = weights_of or name, not weights_of
+        weights = [Weight(module=module, shape=(width,), owned=owned)]
         if model.norm_bias:
-            weights.append(Weight(module=name, kind="bias", shape=(width,)))
+            weights.append(Weight(module=module, kind="bias", shape=(width,), owned=owned))
         # Unfused RMSNorm is a cast, a square, a mean, a reciprocal root, two products and a cast back.
         self.streaming(
             name,
@@ -251,36 +257,70 @@ class _Builder:
         self.unreached = model.first_reached
         width = self.stream_tokens * model.hidden
         if model.norm_place == "post":
-            self.attention("input")
+            attended = self.attention_branch("input")
             self.tensor("middle_sum", width, SaveLevel.EVERYTHING)
-            self.streaming("residual1", ("input", "projected"), ("middle_sum",), kind="residual")
+            self.streaming("residual1", ("input", attended), ("middle_sum",), kind="residual")
             self.tensor("middle", width)
             self.norm("norm1", "middle_sum", "middle")
-            self.feed_forward("middle")
+            fed = self.feed_branch("middle")
             self.tensor("output_sum", width, SaveLevel.EVERYTHING)
-            self.streaming("residual2", ("middle", "fed"), ("output_sum",), kind="residual")
+            self.streaming("residual2", ("middle", fed), ("output_sum",), kind="residual")
             self.tensor("output", width)
             self.norm("norm2", "output_sum", "output")
-        else:
+        elif model.parallel_residual:
             self.tensor("normed1", width)
             self.norm("norm1", "input", "normed1")
-            self.attention("normed1")
+            attended = self.attention_branch("normed1")
             self.tensor("normed2", width)
-            if model.parallel_residual:
-                self.norm("norm2", "input", "normed2")
-                self.feed_forward("normed2")
-                self.tensor("output", width)
-                branches = ("input", "projected", "fed")
-                self.streaming("residual", branches, ("output",), kind="residual", eager_kernels=2)
-            else:
-                self.tensor("middle", width, SaveLevel.EVERYTHING)
-                self.streaming("residual1", ("input", "projected"), ("middle",), kind="residual")
+            # A norm that both read is made for each of them, so that what is before attention and what is after it
+            # hand on nothing but the block's input.
+            self.norm("norm2", "input", "normed2", weights_of="norm1" if model.shared_norm else "")
+            branches = ("input", attended, self.feed_branch("normed2"))
+            self.tensor("output", width)
+            self.streaming("residual", branches, ("output",), kind="residual", eager_kernels=2)
+        else:
+            before = model.norm_place != "behind"
+            if before:
+                self.tensor("normed1", width)
+                self.norm("norm1", "input", "normed1")
+            attended = self.attention_branch("normed1" if before else "input")
+            if before:
+                self.tensor("normed2", width)
+            self.tensor("middle", width, SaveLevel.EVERYTHING)
+            self.streaming("residual1", ("input", attended), ("middle",), kind="residual")
+            if before:
                 self.norm("norm2", "middle", "normed2")
-                self.feed_forward("normed2")
-                self.tensor("output", width)
-                self.streaming("residual2", ("middle", "fed"), ("output",), kind="residual")
+            fed = self.feed_branch("normed2" if before else "middle")
+            self.tensor("output", width)
+            self.streaming("residual2", ("middle", fed), ("output",), kind="residual")
         self.layers, self.in_block = 1, False
         self.frozen = self.unreached = 0
+
+    def attention_branch(self, source: str) -> str:
+        """Attention and what follows it up to the sum with the residual stream: the name of its result."""
+        self.attention(source)
+        names = {"behind": "norm1", "sandwich": "attention_norm"}
+        return self.to_residual("projected", names.get(self.model.norm_place))
+
+    def feed_branch(self, source: str) -> str:
+        """The same of the feed-forward part."""
+        self.feed_forward(source)
+        names = {"behind": "norm2", "sandwich": "feed_norm"}
+        return self.to_residual("fed", names.get(self.model.norm_place))
+
+    def to_residual(self, name: str, norm: str | None) -> str:
+        """A branch's result, normed and scaled where a model does so."""
+        width = self.stream_tokens * self.model.hidden
+        if norm is not None:
+            # The norm's backward reads what the product wrote.
+            self.tensor(name, width, SaveLevel.EVERYTHING)
+            self.norm(norm, name, self.tensor(f"{name}_normed", width))
+            name = f"{name}_normed"
+        if self.model.residual_scale != 1.0:
+            scaled = self.tensor(f"{name}_scaled", width)
+            self.streaming(f"{name}_scale", (name,), (scaled,))
+            name = scaled
+        return name
 
     def attention(self, source: str) -> None:
         model, tokens = self.model, self.tokens
@@ -307,7 +347,10 @@ class _Builder:
             heads = (("query", model.heads, query_size), ("key", model.kv_heads, kv_size))
             for part, count, size in heads:
                 output = self.tensor(f"{part}_normed", size) if rotary else part
-                self.norm(f"{part}_norm", f"{part}_raw", output, rows=tokens * count, width=model.head_dim)
+                each = 1 if model.qk_norm_over == "all" else count
+                self.norm(
+                    f"{part}_norm", f"{part}_raw", output, rows=tokens * each, width=count // each * model.head_dim
+                )
             query, key = "query_normed", "key_normed"
         if rotary:
             # Unfused: two products, a negation, a concatenation and a sum, for queries and keys alike.
@@ -348,10 +391,20 @@ class _Builder:
                 head_dim=model.head_dim,
                 causal=model.causal,
                 window=model.window,
+                kinds=self.attention_kinds(),
                 parts=self.layout.context,
                 lengths=self.lengths,
             )
         )
+
+    def attention_kinds(self) -> tuple[tuple[int | None, int, int], ...]:
+        """Window, copies and those of them that backward does not come to, of each kind of block."""
+        model = self.model
+        if model.other_attention is None:
+            return ()
+        unreached = sum(layer in model.other_blocks for layer in range(self.unreached))
+        none_of = {True: unreached, False: self.unreached - unreached}
+        return tuple((kind.window, each, none_of[other]) for kind, each, other in model.counted_kinds)
 
     def feed_forward(self, source: str) -> None:
         model, tokens = self.model, self.tokens

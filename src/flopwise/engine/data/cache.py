@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from flopwise.base.errors import FlopwiseError
 
-FORMAT = 1
+FORMAT = 2
 """Counted up whenever the same ingredients would make another file."""
 MAGIC = b"flopwise tokens\n"
 ALIGNMENT_BYTES = 64

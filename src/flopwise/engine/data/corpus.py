@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.data import embedded
 from flopwise.engine.data.cache import Facts, Ingredients, TokenCache, Writer, open_cache
+from flopwise.engine.data.order import Order
 from flopwise.engine.data.records import Passage, TextRecord, passages, samples
 from flopwise.engine.data.request import DataRequest, Tell
 from flopwise.engine.data.sources import ReadingProgress, find_sources, survey
@@ -34,6 +36,21 @@ class Opened:
     files: int
     size_bytes: int
     notes: tuple[str, ...]
+    times: tuple[float, ...] = ()
+    """Of each file, how often an epoch goes through it; empty: once."""
+
+    def repeat(self, chosen: NDArray[np.int64], begins: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+        """Of what begins at so many tokens or examples, each as often as its file is seen; a part by chance."""
+        if all(times == 1 for times in self.times):
+            return chosen
+        files = np.searchsorted(np.cumsum(self.cache.facts["of_files"]), begins[chosen], side="right")
+        found = []
+        for file, times in enumerate(self.times):
+            here = chosen[files == file]
+            whole, part = int(times), round((times - int(times)) * here.size)
+            mixed = here[Order(here.size, seed).at(0, here.size)] if here.size else here
+            found += [np.repeat(here, whole), mixed[:part]]
+        return np.concatenate(found)
 
 
 def open_text(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer, tell: Tell | None) -> Opened:
@@ -49,14 +66,25 @@ def open_text(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer
         progress = ReadingProgress(tell, "tokenize", size)
         if request.tokens is not None:
             return write_tokens(writer, tokenizer, entries, request.tokens, progress)
-        found = (passage for entry in entries for passage in passages(entry, request.text_column, progress))
-        return _write_text(writer, tokenizer, found)
+        found = (
+            (number, passage)
+            for number, entry in enumerate(entries)
+            for passage in passages(entry, request.text_column, progress)
+        )
+        return _write_text(writer, tokenizer, found, len(entries))
 
     ingredients = ingredients_of("language", request, tokenizer, [entry.ingredient() for entry in entries])
     if request.tokens is not None:
         ingredients["tokens"] = request.tokens
     cache, damage = open_cache(request.cache_folder(), ingredients, build)
-    return Opened(cache, named or (embedded.NAME,), len(entries), size, (*notes, *damage))
+    return Opened(
+        cache,
+        named or (embedded.NAME,),
+        len(entries),
+        size,
+        (*notes, *damage),
+        tuple(entry.source.times for entry in entries),
+    )
 
 
 def open_samples(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer, tell: Tell | None) -> Opened:
@@ -117,11 +145,11 @@ def ingredients_of(
     }
 
 
-def _text_groups(found: Iterable[Passage]) -> Iterator[list[Passage]]:
-    group: list[Passage] = []
+def _text_groups(found: Iterable[tuple[int, Passage]]) -> Iterator[list[tuple[int, Passage]]]:
+    group: list[tuple[int, Passage]] = []
     characters = 0
-    for passage in found:
-        group.append(passage)
+    for number, passage in found:
+        group.append((number, passage))
         characters += len(passage.text)
         if characters >= GROUP_CHARACTERS or len(group) >= GROUP_TEXTS:
             yield group
@@ -130,27 +158,25 @@ def _text_groups(found: Iterable[Passage]) -> Iterator[list[Passage]]:
         yield group
 
 
-def _write_text(writer: Writer, tokenizer: Tokenizer, found: Iterable[Passage]) -> Facts:
+def _write_text(writer: Writer, tokenizer: Tokenizer, found: Iterable[tuple[int, Passage]], files: int) -> Facts:
     kind = token_type(tokenizer.size)
     begin = np.array(tokenizer.begin, dtype=kind)
     end = np.array([] if tokenizer.end is None else [tokenizer.end], dtype=kind)
     used = Used(tokenizer.size)
     documents = 0
+    of_files = [0] * files
     starts = True
     writer.begin("tokens", kind)
     for group in _text_groups(found):
-        for passage, tokens in zip(group, tokenizer.documents([passage.text for passage in group]), strict=True):
-            if starts:
-                writer.append(begin)
-                used.add(begin)
-            writer.append(tokens)
-            used.add(tokens)
+        texts = tokenizer.documents([passage.text for _, passage in group])
+        for (number, passage), tokens in zip(group, texts, strict=True):
+            for piece in (*([begin] if starts else []), tokens, *([end] if passage.last else [])):
+                writer.append(piece)
+                used.add(piece)
+                of_files[number] += piece.size
             starts = passage.last
-            if passage.last:
-                writer.append(end)
-                used.add(end)
-                documents += 1
-    return {"documents": documents, "vocabulary_used": used.count}
+            documents += passage.last
+    return {"documents": documents, "vocabulary_used": used.count, "of_files": of_files}
 
 
 def _sample_groups(found: Iterable[TextRecord]) -> Iterator[list[TextRecord]]:
@@ -219,7 +245,9 @@ def describe_data(request: DataRequest, opened: Opened, tokenizer: Tokenizer) ->
 def fingerprint(request: DataRequest, training: Opened, evaluation: Opened | None, *more: object) -> str:
     """A digest of what a training sees but for the order: equal tokens, wherever they lie, whoever tokenized them."""
     held_out = evaluation.cache.checksum if evaluation is not None else request.evaluation_share
-    parts = (training.cache.checksum, held_out, request.sequence_tokens, *more)
+    parts: tuple[object, ...] = (training.cache.checksum, held_out, request.sequence_tokens, *more)
+    if any(times != 1 for times in training.times):
+        parts = (*parts, training.times)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

@@ -91,14 +91,17 @@ def _open(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer, te
 
     def build(writer: Writer) -> Facts:
         progress = ReadingProgress(tell, "tokenize", size)
-        found = (row for entry in entries for row in _rows(entry, request, tokenizer, progress))
-        return _write(writer, tokenizer, found, answers=request.train_on == "answers")
+        found = (
+            (number, *row) for number, entry in enumerate(entries) for row in _rows(entry, request, tokenizer, progress)
+        )
+        return _write(writer, tokenizer, found, answers=request.train_on == "answers", files=len(entries))
 
     # Examples are kept whole: one cache serves sequences of every length.
     key = replace(request, sequence_tokens=1, padding="length")
     ingredients = ingredients_of("examples", key, tokenizer, [entry.ingredient() for entry in entries])
     cache, damage = open_cache(request.cache_folder(), ingredients | {"train_on": request.train_on}, build)
-    return Opened(cache, named, len(entries), size, (*notes, *damage))
+    times = tuple(entry.source.times for entry in entries)
+    return Opened(cache, named, len(entries), size, (*notes, *damage), times)
 
 
 def _rows(
@@ -125,28 +128,32 @@ def _rows(
 # -- tokens -----------------------------------------------------------------------------------------------------------
 
 
-def _write(writer: Writer, tokenizer: Tokenizer, found: Iterable[tuple[str, Row | None]], *, answers: bool) -> Facts:
+def _write(
+    writer: Writer, tokenizer: Tokenizer, found: Iterable[tuple[int, str, Row | None]], *, answers: bool, files: int
+) -> Facts:
+    """`found`: number of the file, place and example."""
     used = Used(tokenizer.size)
-    bounds, learned, blank, whole = [0], [], 0, 0
+    bounds, learned, blank, of_files = [0], [], 0, [0] * files
     writer.begin("tokens", token_type(tokenizer.size))
     rows = iter(found)
     while group := list(islice(rows, GROUP_TEXTS)):
-        there = [(place, row) for place, row in group if row is not None]
+        there = [(place, row) for _, place, row in group if row is not None]
+        for number, _, row in group:
+            of_files[number] += row is not None
         blank += len(group) - len(there)
-        for (place, row), (tokens, marks) in zip(there, _encode(there, tokenizer, answers=answers), strict=True):
+        for (place, _), (tokens, marks) in zip(there, _encode(there, tokenizer, answers=answers), strict=True):
             _check_tokens(tokens, tokenizer, place)
             writer.append(tokens)
             used.add(tokens)
             bounds.append(bounds[-1] + tokens.size)
             learned.append(np.packbits(marks))
-            whole += isinstance(row, Whole)
     writer.begin("bounds", np.int64)
     writer.append(np.array(bounds, dtype=np.int64))
     # Eight marks a byte; those of each example begin with a new one.
     writer.begin("learned", np.uint8)
     for eights in learned:
         writer.append(eights)
-    return {"documents": len(bounds) - 1, "blank": blank, "texts": whole, "vocabulary_used": used.count}
+    return {"documents": len(bounds) - 1, "blank": blank, "of_files": of_files, "vocabulary_used": used.count}
 
 
 def _check_tokens(tokens: Tokens, tokenizer: Tokenizer, place: str) -> None:
@@ -253,7 +260,7 @@ class _Pieces:
                     reads.append(read)
                     owners.append(example)
             self.nothing += len(firsts) == before
-        self._firsts, self.reads, self._owners = (np.array(each, dtype=np.int64) for each in (firsts, reads, owners))
+        self._firsts, self.reads, self.owners = (np.array(each, dtype=np.int64) for each in (firsts, reads, owners))
 
     def _marks(self, example: int) -> NDArray[np.bool_]:
         length = int(self._bounds[example + 1] - self._bounds[example])
@@ -262,7 +269,7 @@ class _Pieces:
 
     def piece(self, number: int) -> tuple[Tokens, NDArray[np.int32]]:
         """Tokens that are read, and what each should foretell."""
-        example, first, read = int(self._owners[number]), int(self._firsts[number]), int(self.reads[number])
+        example, first, read = int(self.owners[number]), int(self._firsts[number]), int(self.reads[number])
         begin = int(self._bounds[example]) + first
         tokens = self.tokens[begin : begin + read + 1]
         marks = self._marks(example)[first + 1 : first + read + 1]
@@ -321,6 +328,7 @@ class ExampleData:
         if not count:
             raise self._empty(training)
         # As mixed as they may be: equal lengths are packed in an order of the seed's.
+        trained = training.repeat(trained, self._pieces.owners, request.seed)
         self._trained = trained[Order(trained.size, request.seed).at(0, trained.size)]
         self.notes: tuple[str, ...] = tuple(notes)
         self.lay_out(packed=True)

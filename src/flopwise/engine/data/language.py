@@ -57,6 +57,8 @@ class LanguageData:
             self._trained = np.setdiff1d(np.arange(count), held)
         if tokenizer.end is None and training.cache.facts["documents"] > 1:
             notes.append(f"{tokenizer.name} has no token for the end of a text: documents follow without one")
+        begins = np.arange(count, dtype=np.int64) * request.sequence_tokens
+        self._trained = training.repeat(self._trained, begins, request.seed)
         self._order = Order(self._trained.size, request.seed)
         self.notes: tuple[str, ...] = tuple(notes)
 

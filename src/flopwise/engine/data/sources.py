@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,8 @@ COMPRESSED = (".gz", ".zst")
 
 OTHER_TABLES = (".tsv",)
 """Text that was perhaps meant as something else."""
+
+WEIGHTED = re.compile(r"(.+):([0-9]{1,6}(?:\.[0-9]{1,6})?)")
 
 PIECE_BYTES = 2**20
 """A longer text is tokenized in pieces of about this size, each cut at the end of a line."""
@@ -69,6 +72,8 @@ class DataSource:
     name: str
     """Of a file its own, of one in a folder its path from there: the cache must not depend on where they lie."""
     form: Form
+    times: float = 1.0
+    """How often an epoch goes through it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +113,16 @@ def find_sources(
     """
     found: list[DataSource] = []
     notes: list[str] = []
-    for name in named:
+    for given in named:
+        name, times = split_weight(given)
         path = Path(name)
         kind = entry_kind(path)
         if kind == "folder":
             beneath, left_out = _beneath(path, labelled=labelled)
-            found += beneath
+            found += [replace(source, times=times) for source in beneath]
             notes += left_out
         elif kind == "file":
-            found.append(_named_file(path, labelled=labelled))
+            found.append(replace(_named_file(path, labelled=labelled), times=times))
             if path.suffix.lower() in OTHER_TABLES:
                 notes.append(f"{path} is read as plain text: columns are read from .jsonl and .csv files")
         elif kind == "nothing":
@@ -127,12 +133,30 @@ def find_sources(
                 why="it is a device or a pipe, or a folder above it may not be looked into",
                 hint="name a file or a folder that can be read",
             )
+    if labelled and any(source.times != 1 for source in found):
+        raise FlopwiseError(
+            "labelled rows have no weight", why="each is seen once an epoch", hint="the file's name alone"
+        )
     if tokens:
         found = [replace(source, form="tokens") for source in found]
     paths = [source.path.resolve() for source in found]
     if len(set(paths)) < len(paths):
         notes.append(f"{len(paths) - len(set(paths)):,} of {len(paths):,} files are read more than once")
     return tuple(found), tuple(notes)
+
+
+def split_weight(name: str) -> tuple[str, float]:
+    """A name and how often an epoch goes through what it names: `books/:2`, `web.jsonl:0.5`; a path may hold colons."""
+    match = WEIGHTED.fullmatch(name)
+    if match is None or entry_kind(Path(name)) != "nothing":
+        return name, 1.0
+    if not float(match[2]):
+        raise FlopwiseError(
+            f"{_shown_path(name)} is seen 0 times",
+            why="the number is how often an epoch goes through it",
+            hint="leave it out",
+        )
+    return match[1], float(match[2])
 
 
 def _named_file(path: Path, *, labelled: bool) -> DataSource:

@@ -24,6 +24,7 @@ def write_tokens(
     """The identifiers of all files, one after the other, as they are."""
     used = Used(tokenizer.size)
     files = 0
+    of_files: list[int] = []
     writer.begin("tokens", token_type(tokenizer.size))
     for entry in entries:
         found = _read(entry, numbers)
@@ -39,7 +40,8 @@ def write_tokens(
             used.add(piece)
         progress.add(entry.size_bytes)
         files += bool(found.size)
-    return {"documents": files, "vocabulary_used": used.count}
+        of_files.append(int(found.size))
+    return {"documents": files, "vocabulary_used": used.count, "of_files": of_files}
 
 
 def _pieces(found: NDArray[Any]) -> Iterator[NDArray[Any]]:

@@ -18,6 +18,8 @@ LEAK = 0.01
 """The slope of `leaky_relu` below zero."""
 GELU_ROOT = sqrt(2 / pi)
 GELU_CUBE = 0.044715
+QUICK = 1.702
+"""Of `quick_gelu`, x · sigmoid(1.702 x)."""
 
 
 def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tensor) -> None:
@@ -179,6 +181,16 @@ def _linear_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
     return values.clone(), torch.ones_like(values)
 
 
+def _quick_gelu(values: Tensor) -> Tensor:
+    return _sigmoid(QUICK * values).mul_(values)
+
+
+def _quick_gelu_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
+    share = _sigmoid(QUICK * values)
+    slope = (1.0 - share).mul_(values).mul_(QUICK).add_(1.0).mul_(share)
+    return share.mul_(values), slope
+
+
 _FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
     "silu": (_silu, _silu_and_slope),
     "gelu": (_gelu, _gelu_and_slope),
@@ -191,5 +203,6 @@ _FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple
     "sigmoid": (_sigmoid, _sigmoid_and_slope),
     "tanh": (torch.tanh, _tanh_and_slope),
     "linear": (lambda values: values, _linear_and_slope),
+    "quick_gelu": (_quick_gelu, _quick_gelu_and_slope),
 }
 """Value, and value and slope in new tensors, of each of `flopwise.work.transformer.ACTIVATIONS`."""

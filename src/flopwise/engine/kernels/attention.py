@@ -48,9 +48,9 @@ def choose_kernel(
     if drops:
         return "triton" if draws_masks(device, dtype, mask) else "plain"
     whole = queries == keys and mask.window is None
-    if device.type == "cpu":
+    if device.type == "cpu" and mask.cap is None:
         return "cpu-flash" if whole and not (padded and mask.causal) and dtype != torch.float16 else "plain"
-    if device.type != "cuda" or dtype not in HALVES or mask.head_dim % 8 or mask.head_dim > 256:
+    if device.type != "cuda" or dtype not in HALVES or mask.cap is not None or mask.head_dim % 8 or mask.head_dim > 256:
         return "plain"
     if padded or deterministic or mask.window is not None:
         return "flash"
@@ -63,7 +63,7 @@ def choose_kernel(
 
 def draws_masks(device: torch.device, dtype: torch.dtype, mask: AttentionMask) -> bool:
     """Whether a fast kernel of our own drops weights."""
-    return device.type == "cuda" and dtype in HALVES and mask.head_dim <= 128 and has_triton()
+    return device.type == "cuda" and dtype in HALVES and mask.head_dim <= 128 and mask.cap is None and has_triton()
 
 
 def _is_for_flash_4(device: torch.device, mask: AttentionMask) -> bool:
@@ -96,7 +96,7 @@ def attention_forward(
         assert drop is not None
         fused_attention.forward(query, key, value, mask, drop, lengths=lengths, out=out, logsumexp=logsumexp)
     elif kernel == "flash-4":
-        flash_4.forward(query, key, value, causal=mask.causal, out=out, logsumexp=logsumexp)
+        flash_4.forward(query, key, value, causal=mask.causal, scale=mask.scaled_by, out=out, logsumexp=logsumexp)
     elif kernel == "flash":
         for part, count in _parts(key, lengths):
             _flash_forward(
@@ -278,7 +278,7 @@ def _span_forward(
     key, value = key[:, span.keys], value[:, span.keys]
     if kernel == "cudnn":
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *(each.transpose(1, 2) for each in (query, key, value)), None, True, 0.0, span.causal, False
+            *(each.transpose(1, 2) for each in (query, key, value)), None, True, 0.0, span.causal, False, **_scale(mask)
         )
     else:
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -288,6 +288,7 @@ def _span_forward(
             0.0,
             span.causal,
             attn_mask=_padding(query, None if lengths is None else lengths[piece.sequences]),
+            **_scale(mask),
         )
     return found[0], found[1]
 
@@ -342,6 +343,7 @@ def _flash_4_pieces(
             out,
             logsumexp=saved.logsumexp[piece.sequences, piece.heads].contiguous(),
             causal=mask.causal,
+            scale=mask.scaled_by,
             query_gradient=piece.of(gradients.query),
             key_gradient=found[0],
             value_gradient=found[1],
@@ -400,6 +402,7 @@ def _span_backward(
             key.shape[1],
             0.0,
             span.causal,
+            **_scale(mask),
         )
         return found[0], found[1].transpose(1, 2), found[2].transpose(1, 2)
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -412,6 +415,7 @@ def _span_backward(
         0.0,
         span.causal,
         attn_mask=_padding(query, None if lengths is None else lengths[piece.sequences]),
+        **_scale(mask),
     )
     of_keys, of_values = (
         torch.unflatten(each, 1, (mask.kv_heads, mask.group)).sum(2, dtype=logsumexp.dtype).transpose(1, 2)
@@ -420,9 +424,15 @@ def _span_backward(
     return found[0], of_keys, of_values
 
 
-def flash_window(mask: AttentionMask) -> dict[str, int]:
-    """What torch's flash kernels are told of a window."""
-    return {} if mask.window is None else {"window_size_left": mask.window - 1, "window_size_right": 0}
+def _scale(mask: AttentionMask) -> dict[str, float]:
+    """What torch's kernels are told of another scale than their own."""
+    return {} if mask.scaled_by is None else {"scale": mask.scaled_by}
+
+
+def flash_options(mask: AttentionMask) -> dict[str, float]:
+    """What torch's flash kernels are told of a window and a scale."""
+    window = {} if mask.window is None else {"window_size_left": mask.window - 1, "window_size_right": 0}
+    return {**window, **_scale(mask)}
 
 
 def _flash_forward(
@@ -433,7 +443,7 @@ def _flash_forward(
         logsumexp.fill_(-torch.inf)
         return
     found = torch.ops.aten._flash_attention_forward(
-        query, key, value, None, None, query.shape[1], key.shape[1], 0.0, mask.causal, False, **flash_window(mask)
+        query, key, value, None, None, query.shape[1], key.shape[1], 0.0, mask.causal, False, **flash_options(mask)
     )
     out.copy_(found[0])
     logsumexp.copy_(found[1])
@@ -445,6 +455,6 @@ def _flash_backward(saved: Saved, mask: AttentionMask) -> tuple[Tensor, Tensor, 
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     unused = torch.zeros(2, dtype=torch.int64, device=query.device)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        *saved, None, None, query.shape[1], key.shape[1], 0.0, mask.causal, unused, unused, **flash_window(mask)
+        *saved, None, None, query.shape[1], key.shape[1], 0.0, mask.causal, unused, unused, **flash_options(mask)
     )
     return found

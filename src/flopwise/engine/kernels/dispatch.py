@@ -150,18 +150,28 @@ def dropout(source: Tensor, mask: DropMask, *, out: Tensor, other: Tensor | None
         plain_dropout.dropout(source, mask, out=out, other=other)
 
 
-def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tensor, inverse: bool) -> None:
-    """Turns each head (tokens, heads, channels) by its token's angles, or back with `inverse`.
+def rotate(
+    source: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    *,
+    out: Tensor,
+    inverse: bool,
+    scale: float = 1.0,
+    neighbours: bool = False,
+) -> None:
+    """Turns each head (tokens, heads, channels) by its token's angles, or back with `inverse`, and scales it.
 
     An angle is the token's position times the frequency of the pair (channels / 2), in fp32. Channel i turns with
-    channel i + channels / 2. `out` may be `source` itself.
+    channel i + channels / 2, or with `neighbours` channel 2 i with 2 i + 1. `out` may be `source` itself.
     """
     if _is_fused(source, out):
         from flopwise.engine.kernels import fused
 
-        fused.rotate(source, positions, frequencies, out=out, inverse=inverse)
+        turn = fused.rotate
     else:
-        plain.rotate(source, positions, frequencies, out=out, inverse=inverse)
+        turn = plain.rotate
+    turn(source, positions, frequencies, out=out, inverse=inverse, scale=scale, neighbours=neighbours)
 
 
 def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tensor) -> None:
@@ -213,18 +223,21 @@ def merge_attention(
         plain.merge_attention(one, other, out=out, logsumexp=logsumexp)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor) -> None:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor, cap: float | None = None
+) -> None:
     """Logits become the gradient of scale · Σ cross-entropy; `loss` gets the unscaled sum added.
 
-    Rows with a negative label count for nothing, and their gradient is zero. `scale` is a tensor of no dimensions where
-    it changes from one replay of a captured step to the next.
+    Rows with a negative label count for nothing, and their gradient is zero. With a `cap` the loss is that of
+    cap · tanh(logits / cap). `scale` is a tensor of no dimensions where it changes from one replay of a captured step
+    to the next. Room behind a row may be overwritten with zeros, up to the next 16 bytes.
     """
     if _is_fused(logits):
         from flopwise.engine.kernels import fused
 
-        fused.cross_entropy(logits, labels, scale=scale, loss=loss)
+        fused.cross_entropy(logits, labels, scale=scale, loss=loss, cap=cap)
     else:
-        plain.cross_entropy(logits, labels, scale=scale, loss=loss)
+        plain.cross_entropy(logits, labels, scale=scale, loss=loss, cap=cap)
 
 
 def copy_rows(source: Tensor, *, out: Tensor) -> None:

@@ -51,11 +51,20 @@ def fits_device(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and is_installed()
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, out: Tensor, logsumexp: Tensor) -> None:
-    """Queries are the last of those that see the keys."""
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    out: Tensor,
+    logsumexp: Tensor,
+) -> None:
+    """Queries are the last of those that see the keys. `scale`: of scores; None: one over the root of the channels."""
     calls = _calls()
     assert calls is not None
-    calls.forward(query, key, value, causal=causal, out=out, lse=logsumexp)
+    calls.forward(query, key, value, softmax_scale=scale, causal=causal, out=out, lse=logsumexp)
 
 
 def backward(
@@ -67,6 +76,7 @@ def backward(
     *,
     logsumexp: Tensor,
     causal: bool,
+    scale: float | None = None,
     query_gradient: Tensor,
     key_gradient: Tensor,
     value_gradient: Tensor,
@@ -81,6 +91,7 @@ def backward(
         out,
         gradient,
         logsumexp,
+        softmax_scale=scale,
         causal=causal,
         dq=query_gradient,
         dk=key_gradient,

@@ -21,7 +21,7 @@ from flopwise.engine.kernels.attention import (
     attention_forward,
     choose_kernel,
     draws_masks,
-    flash_window,
+    flash_options,
 )
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.plain_attention import AttentionMask, Saved
@@ -40,7 +40,8 @@ def takes_all(device: torch.device, dtype: torch.dtype, mask: AttentionMask, *, 
     """Whether one call does it: of torch's flash kernel, or of ours where weights are dropped."""
     if drops:
         return draws_masks(device, dtype, mask)
-    return device.type == "cuda" and dtype in HALVES and mask.head_dim % 8 == 0 and mask.head_dim <= 256
+    takes = mask.cap is None and mask.head_dim % 8 == 0 and mask.head_dim <= 256
+    return device.type == "cuda" and dtype in HALVES and takes
 
 
 def _rows_of_each(packed: Packed) -> Iterator[slice]:
@@ -71,7 +72,7 @@ def packed_forward(
         found = torch.ops.aten._flash_attention_forward(
             *(query, key, value, packed.starts, packed.starts),
             *(packed.longest, packed.longest, 0.0, mask.causal, False),
-            **flash_window(mask),
+            **flash_options(mask),
         )
         out.copy_(found[0])
         logsumexp.copy_(found[1])
@@ -115,7 +116,7 @@ def packed_backward(
         found = torch.ops.aten._flash_attention_backward(
             *saved._replace(logsumexp=saved.logsumexp.contiguous()),
             *(packed.starts, packed.starts, packed.longest, packed.longest, 0.0, mask.causal, unused, unused),
-            **flash_window(mask),
+            **flash_options(mask),
         )
         for target, result in zip((query_gradient, key_gradient, value_gradient), found, strict=True):
             target.copy_(result)

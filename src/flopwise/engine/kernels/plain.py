@@ -125,13 +125,23 @@ def norm_backward(
         add_rounded(bias_gradient, bias_sum)
 
 
-def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tensor, inverse: bool) -> None:
-    """Turns the halves of each head by its token's angles; `inverse` turns back. `out` may be `source` itself.
+def rotate(
+    source: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    *,
+    out: Tensor,
+    inverse: bool,
+    scale: float = 1.0,
+    neighbours: bool = False,
+) -> None:
+    """Turns the halves (or `neighbours`) of each head by its token's angles. `out` may be `source` itself.
 
     Angles are in fp32, as the published models were trained with.
     """
     tokens, heads, dim = source.shape
     half = dim // 2
+    one, other = (slice(0, dim, 2), slice(1, dim, 2)) if neighbours else (slice(0, half), slice(half, dim))
     wide = compute_type(source.dtype)
     # Every layer turns queries and keys by the same angles, there and back.
     at_most = 1 << int(positions.max()).bit_length() if tokens and source.device.type == "cpu" else 0
@@ -143,13 +153,15 @@ def rotate(source: Tensor, positions: Tensor, frequencies: Tensor, *, out: Tenso
         else:
             cosine, sine = (each.index_select(0, positions[block]) for each in table)
         cosine, sine = cosine[:, None], sine[:, None]
+        if scale != 1.0:
+            cosine, sine = cosine * scale, sine * scale
         if inverse:
             sine = -sine
-        first, second = source[block, :, :half].to(wide), source[block, :, half:].to(wide)
+        first, second = source[block, :, one].to(wide), source[block, :, other].to(wide)
         turned = (first * cosine).sub_(second * sine)
         second = (second * cosine).add_(first * sine)
-        out[block, :, :half] = turned
-        out[block, :, half:] = second
+        out[block, :, one] = turned
+        out[block, :, other] = second
 
 
 TABLE_BYTES = 1 << 20
@@ -173,18 +185,22 @@ def merge_attention(
     logsumexp.copy_(total)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor) -> None:
-    """Logits become the gradient of scale · Σ cross-entropy; `loss` gets the unscaled sum added.
-
-    Rows with a negative label count for nothing, and their gradient is zero.
-    """
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor, cap: float | None = None
+) -> None:
+    """See `dispatch.cross_entropy`."""
     rows, vocabulary = logits.shape
     wide = compute_type(logits.dtype)
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
-    for block in row_blocks(rows, vocabulary * wide.itemsize, 2):
+    for block in row_blocks(rows, vocabulary * wide.itemsize, 2 if cap is None else 3):
         counted = labels[block, None] >= 0
         label = labels[block, None].clamp_min(0).long()
         values = logits[block].to(wide, copy=True)
+        slope: Tensor | None = None
+        if cap is not None:
+            share = values.div_(cap).tanh_()
+            slope = 1.0 - share * share
+            values *= cap
         values -= values.amax(-1, keepdim=True)
         chosen = values.gather(1, label)
         values.exp_()
@@ -193,6 +209,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss
         values /= sums
         values.scatter_(1, label, values.gather(1, label) - 1.0)
         values *= scale
+        if slope is not None:
+            values *= slope
         values.masked_fill_(~counted, 0.0)
         logits[block] = values
     loss += total.to(loss.dtype)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flopwise.engine.kernels.blocks import add_rounded, compute_type
 from flopwise.engine.kernels.dropout import DropMask, attention_scales
+from flopwise.work.transformer import Transformer
 
 TILE_BYTES = 8 << 20
 """What the temporaries of a tile may take together."""
@@ -25,7 +26,7 @@ _MOST_KEYS = 1024
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
-    """Heads, and what a query sees: scores are scaled by one over the root of the channels."""
+    """Heads, what a query sees, and what becomes of its scores."""
 
     heads: int
     kv_heads: int
@@ -33,6 +34,10 @@ class AttentionMask:
     causal: bool
     window: int | None
     """The last so many keys are seen, the query's own included; None: all before it. Only for causal attention."""
+    scaled_by: float | None = None
+    """What scores are multiplied by; None: one over the root of the channels."""
+    cap: float | None = None
+    """Scores s, scaled, become cap · tanh(s / cap)."""
 
     def __post_init__(self) -> None:
         assert self.heads % self.kv_heads == 0, "query heads share key and value heads evenly"
@@ -45,7 +50,20 @@ class AttentionMask:
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.scaled_by is None else self.scaled_by
+
+
+def mask_for(model: Transformer) -> AttentionMask:
+    """That of a model whose blocks are of one kind."""
+    return AttentionMask(
+        model.heads,
+        model.kv_heads,
+        model.head_dim,
+        model.causal,
+        model.window,
+        scaled_by=model.attention_scale,
+        cap=model.attention_cap,
+    )
 
 
 class Saved(NamedTuple):
@@ -79,14 +97,16 @@ class _Tiling:
     @property
     def queries_step(self) -> int:
         # Of a head's tile: scores, weights and their gradients, and the query, output and gradient rows they are from.
-        row_bytes = self.mask.group * (3 * self.keys_step + 5 * self.mask.head_dim) * self.wide.itemsize
+        tiles = 3 if self.mask.cap is None else 5
+        row_bytes = self.mask.group * (tiles * self.keys_step + 5 * self.mask.head_dim) * self.wide.itemsize
         # The hash takes a few integers of 8 bytes for each score.
         row_bytes += 0 if self.drop is None else 32 * self.mask.group * self.keys_step
         return max(1, min(self.queries, (TILE_BYTES // 2) // row_bytes))
 
     def heads(self) -> Iterator[slice]:
         """Key and value heads of a tile: as many as fit beside each other."""
-        of_queries = self.queries_step * self.mask.group * (3 * self.keys_step + 5 * self.mask.head_dim)
+        tiles = 3 if self.mask.cap is None else 5
+        of_queries = self.queries_step * self.mask.group * (tiles * self.keys_step + 5 * self.mask.head_dim)
         of_keys = 5 * self.keys_step * self.mask.head_dim
         step = max(1, TILE_BYTES // ((of_queries + of_keys) * self.wide.itemsize))
         for first in range(0, self.mask.kv_heads, step):
@@ -159,12 +179,19 @@ def _put_rows(target: Tensor, heads: slice, mask: AttentionMask, values: Tensor)
     ).permute(2, 0, 1, 3)
 
 
-def _scores(query: Tensor, key: Tensor, hidden: Tensor | None, group: int) -> Tensor:
-    """Products of scaled queries (heads, group · rows, channels) and keys (heads, keys, channels), −∞ where hidden."""
-    scores = torch.bmm(query, key.transpose(1, 2))
+def _scores(query: Tensor, key: Tensor, hidden: Tensor | None, mask: AttentionMask) -> tuple[Tensor, Tensor | None]:
+    """Products of scaled queries (heads, group · rows, channels) and keys (heads, keys, channels), −∞ where hidden.
+
+    Where they are capped, with the slope of the cap.
+    """
+    scores, slope = torch.bmm(query, key.transpose(1, 2)), None
+    if mask.cap is not None:
+        share = scores.div_(mask.cap).tanh_()
+        slope = 1.0 - share * share
+        scores.mul_(mask.cap)
     if hidden is not None:
-        torch.unflatten(scores, 1, (group, -1)).masked_fill_(hidden, -torch.inf)
-    return scores
+        torch.unflatten(scores, 1, (mask.group, -1)).masked_fill_(hidden, -torch.inf)
+    return scores, slope
 
 
 def plain_forward(
@@ -204,7 +231,7 @@ def _forward_tile(
         if columns.start == columns.stop:
             continue
         keys, values = (each[columns, heads].to(wide).transpose(0, 1) for each in (key, value))
-        scores = _scores(queries, keys, tiling.hidden(rows, columns, query.device), mask.group)
+        scores = _scores(queries, keys, tiling.hidden(rows, columns, query.device), mask)[0]
         larger = torch.maximum(largest, scores.amax(-1, keepdim=True))
         # A query that has seen nothing yet has no largest score: any finite one keeps its weights at zero.
         base = torch.where(larger == -torch.inf, 0.0, larger)
@@ -325,9 +352,13 @@ class _Backward:
     ) -> tuple[Tensor, Tensor]:
         """A tile's weights as they multiplied the values, and the gradient of its scores."""
         hidden = self.tiling.hidden(*place[1:], keys.device)
-        weights = _scores(taken.queries, keys, hidden, self.tiling.mask.group).sub_(taken.sums).exp_()
+        scores, slope = _scores(taken.queries, keys, hidden, self.tiling.mask)
+        weights = scores.sub_(taken.sums).exp_()
         changes = torch.bmm(taken.above, values.transpose(1, 2))
-        if self.tiling.drop is None:
-            return weights, changes.sub_(taken.delta).mul_(weights)
-        scales = self.tiling.scales(*place)
-        return weights * scales, changes.mul_(scales).sub_(taken.delta).mul_(weights)
+        scales = None if self.tiling.drop is None else self.tiling.scales(*place)
+        if scales is not None:
+            changes.mul_(scales)
+        changes.sub_(taken.delta).mul_(weights)
+        if slope is not None:
+            changes.mul_(slope)
+        return (weights if scales is None else weights * scales), changes

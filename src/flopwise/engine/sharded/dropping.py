@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.attention import attention_backward, attention_forward, choose_kernel
 from flopwise.engine.kernels.dropout import DropMask
-from flopwise.engine.kernels.plain_attention import AttentionMask
+from flopwise.engine.kernels.plain_attention import AttentionMask, mask_for
 from flopwise.engine.streaming.dropping import Drops
 from flopwise.work.transformer import Transformer
 
@@ -36,7 +36,7 @@ class BatchDrops:
         begins = torch.arange(first_sequence, first_sequence + sequences, device=device) * sequence_tokens
         self._tokens = (begins[:, None] + torch.arange(tokens, device=device)).to(torch.int32)
         self._drops = drops
-        self._mask = AttentionMask(model.heads, model.kv_heads, model.head_dim, model.causal, model.window)
+        self._masks = [mask_for(model.kind_of(layer)) for layer in range(model.layers)]
 
     def rows(self, values: Tensor, layer: int, name: str) -> Tensor:
         """See `modules.Dropper`."""
@@ -53,8 +53,9 @@ class BatchDrops:
         if drop is None:
             return None
         # What is behind a causal sequence none of its tokens sees.
-        seen = None if self._mask.causal else lengths
-        result: Tensor = _AttendSome.apply((self._mask, drop, seen), query, key, value)  # type: ignore[no-untyped-call]
+        mask = self._masks[layer]
+        seen = None if mask.causal else lengths
+        result: Tensor = _AttendSome.apply((mask, drop, seen), query, key, value)  # type: ignore[no-untyped-call]
         return result
 
 

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flopwise.engine.kernels.attention import (
-    AttentionMask,
     Kernel,
     attention_backward,
     attention_forward,
     choose_kernel,
 )
 from flopwise.engine.kernels.packed_attention import Packed, packed_backward, packed_forward, takes_all
-from flopwise.engine.kernels.plain_attention import Saved
+from flopwise.engine.kernels.plain_attention import Saved, mask_for
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.layout import SavedTensors
 from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights
+from flopwise.engine.streaming.rotary import rotation_of
 from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.work.fusion import is_sum_for_norm, makers_for_one_product
 from flopwise.work.op import Attention, Gemm, Op, Streaming
@@ -56,10 +56,6 @@ class Chunk:
     """What dropout drops; None: nothing."""
 
     @property
-    def rows(self) -> Rows:
-        return Rows(self.positions, self.drops)
-
-    @property
     def count(self) -> int:
         """Rows of all sequences together."""
         return int(self.positions.shape[0])
@@ -89,7 +85,7 @@ class Keys:
 
 
 class Block:
-    """One block of a model; which layer it is only the weights know."""
+    """One kind of block of a model; which layer it is only the weights know."""
 
     def __init__(
         self,
@@ -115,13 +111,13 @@ class Block:
         """What backward needs and recomputes itself, so that nobody else has to."""
         first = ops[0]
         self.begins_with_norm = isinstance(first, Streaming) and first.kind == "norm" and first.inputs == ("input",)
-        self.mask = AttentionMask(model.heads, model.kv_heads, model.head_dim, model.causal, model.window)
+        assert model.other_attention is None, "a block is of one kind"
+        self.mask = mask_for(model)
+        self.rotation = rotation_of(model, work.sequence_tokens, operators.device)
         self.key_extras = KEY_NORM if model.qk_norm else ()
         self.extras = (*QUERY_NORM, *KEY_NORM) if model.qk_norm else ()
         self.drops_weights = False
         """Whether training drops weights of attention."""
-        self.cut = False
-        """Whether sequences are cut into chunks, so that a chunk's attention must come out the same alone."""
 
     # -- one operator after another -------------------------------------------------------------------------------
 
@@ -148,7 +144,7 @@ class Block:
             elif summed is not None:
                 done = [name for name in summed.inputs if last_use[name] < index and name not in keep]
                 free = None if op.outputs[0] in values.places else next(filter(values.is_temporary, done), None)
-                self.operators.residual_norm(summed, op, values, weights, chunk.rows, over=free)
+                self.operators.residual_norm(summed, op, values, weights, self._rows(chunk), over=free)
                 values.drop(done)
                 summed = None
             elif is_sum_for_norm(op, following):
@@ -158,10 +154,13 @@ class Block:
                 activates = following is not None and following.name == "activation"
                 self.operators.paired_product(op, values, weights, activates=activates)
             elif op.name != "activation" or "activated" not in values:
-                self.operators.forward(op, values, weights, chunk.rows, made)
+                self.operators.forward(op, values, weights, self._rows(chunk), made)
             used_up = [name for name in op.inputs if last_use[name] == index]
             unread = [name for name in op.outputs if name not in last_use]
             values.drop(name for name in (*used_up, *unread) if name not in keep)
+
+    def _rows(self, chunk: Chunk) -> Rows:
+        return Rows(chunk.positions, chunk.drops, self.rotation)
 
     def _attend(self, values: Values, chunk: Chunk, keys: Keys | None) -> None:
         query = values["query"]
@@ -282,14 +281,14 @@ class Block:
             maker = self._makers.get(op.name)
             if maker is not None and isinstance(op, Gemm) and op.inputs[0] not in values:
                 # The weight's gradient waits until the product's input is there again.
-                source = self._back_to_maker(op, maker, values, gradients, trained, rows=chunk.rows)
+                source = self._back_to_maker(op, maker, values, gradients, trained, rows=self._rows(chunk))
                 self.operators.wgrad(op, source, gradients, trained)
                 gradients.drop(maker.outputs[0])
                 done.add(maker.name)
                 # What an activation read holds gradients now.
                 used += [maker] if maker.name != "activation" else []
             else:
-                self.operators.backward(op, values, gradients, trained, chunk.rows)
+                self.operators.backward(op, values, gradients, trained, self._rows(chunk))
             for each in used:
                 values.drop(name for name in each.needs if self._first_need[name] is each)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from flopwise.engine.batch import NO_LABEL
@@ -53,11 +54,15 @@ class EmbeddingHead:
         values = Values(self.operators.arena, {} if out is None else {"input": out})
         shape = (ids.numel(), self.model.hidden)
         self._look_up(ids, chunk, weights, values.allocate("embedded", shape, self.operators.compute))
-        self.operators.forward(self.before[1], values, weights, chunk.rows, self.before[1].outputs)
+        self.operators.forward(
+            self.before[1], values, weights, Rows(chunk.positions, chunk.drops), self.before[1].outputs
+        )
         return values
 
     def _look_up(self, ids: Tensor, chunk: Chunk, weights: Weights, out: Tensor) -> None:
         dispatch.embedding_forward(ids, plain_weight(weights, self._table), out=out)
+        if self.model.embedding_scale != 1.0:
+            out.mul_(self._scale)
         if self.model.positions == "learned":
             dispatch.embedding_add(chunk.positions, plain_weight(weights, "positions.weight"), out=out)
         if self.model.token_types:
@@ -69,6 +74,11 @@ class EmbeddingHead:
         mask = mask_of(chunk.drops, "embedding")
         if mask is not None:
             dispatch.dropout(rows, mask, out=rows)
+
+    @property
+    def _scale(self) -> float:
+        """What the embedding is multiplied by: rounded as its numbers are, as `transformers` does for Gemma."""
+        return float(torch.tensor(self.model.embedding_scale, dtype=self.operators.compute))
 
     @property
     def _table(self) -> str:
@@ -83,13 +93,16 @@ class EmbeddingHead:
             gradients.put("input", gradient)
             norm = self.before[1]
             assert isinstance(norm, Streaming)
-            self.operators.backward(norm, values, gradients, Trained(weights, sums), chunk.rows)
+            self.operators.backward(norm, values, gradients, Trained(weights, sums), Rows(chunk.positions, chunk.drops))
             values.close()
-        dispatch.embedding_backward(ids, gradient, table_gradient=sums[self._table])
         if self.model.positions == "learned":
             dispatch.embedding_backward(chunk.positions, gradient, table_gradient=sums["positions.weight"])
         if self.model.token_types:
             dispatch.add_column_sums(gradient, total=sums["token_types.weight"][0])
+        if self.model.embedding_scale != 1.0:
+            # Nobody reads the gradient any more.
+            gradient.mul_(self._scale)
+        dispatch.embedding_backward(ids, gradient, table_gradient=sums[self._table])
 
     # -- head -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +138,11 @@ class EmbeddingHead:
         if loss.correct is not None:
             with_loss = labels != NO_LABEL
             loss.correct.add_(((logits.argmax(-1) == labels) & with_loss).sum())
-        dispatch.cross_entropy(logits, labels, scale=scale, loss=loss.total)
+        if self.model.logit_scale != 1.0:
+            logits.mul_(self.model.logit_scale)
+        dispatch.cross_entropy(logits, labels, scale=scale, loss=loss.total, cap=self.model.logit_cap)
+        if self.model.logit_scale != 1.0:
+            logits.mul_(self.model.logit_scale)
         if sums is not None:
             self._head_backward(residual, values, Trained(weights, sums), rows)
         values.close()

@@ -285,7 +285,7 @@ class StreamingExecutor:
         if any(layout.padded for layout in layouts):
             # Kernels for them ask the device how long sequences are, which nobody can while a step is captured.
             return False
-        if any(layout.rows is not None for layout in layouts) and not self.player.block.packs_at_once:
+        if any(layout.rows is not None for layout in layouts) and not self.player.packs_at_once:
             return False
         return layouts in self._seen
 

@@ -23,7 +23,7 @@ from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.fp8_products import Fp8Products
 from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
 from flopwise.engine.streaming.products import Products
-from flopwise.engine.streaming.rotary import rotary_frequencies
+from flopwise.engine.streaming.rotary import Rotation
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.adapters import DOWN
 from flopwise.work.formats import Formats
@@ -62,11 +62,17 @@ class Rows:
     positions: Tensor
     """Of each token within its sequence, int32."""
     drops: RowDrops | None = None
+    """What dropout drops; None: nothing."""
+    rotation: Rotation | None = None
+    """How the block's heads turn with them."""
 
     @property
     def count(self) -> int:
         return int(self.positions.shape[0])
 
+
+SCALED = ("projected_scale", "projected_normed_scale", "fed_scale", "fed_normed_scale")
+"""Operators that scale a branch's result on its way to the residual stream."""
 
 ALL = slice(None)
 """Of a weight's rows."""
@@ -113,11 +119,10 @@ class Operators:
         self.model, self.work, self.arena, self.device = model, work, arena, arena.room.device
         self.compute, self.statistics = TYPES[formats.compute], statistics_type(formats)
         self.adapter_scale = 1.0 if model.adapters is None else model.adapters.scale
-        self._frequencies: Tensor | None = None
         ops = op_groups(work)[1]
         self._branches = {norm.name: op.inputs[1] for op, norm in pairwise(ops) if is_sum_for_norm(op, norm)}
         """Norms that read a sum of two → its second term."""
-        self._columns: dict[str, list[tuple[str, int, int]]] = {}
+        self._columns: dict[tuple[str, tuple[str, ...]], list[tuple[str, int, int]]] = {}
         self._plain_products = products
         self._head_products = head_products or products
         self._block_products = Fp8Products(arena) if formats.matrix == "fp8" else self._plain_products
@@ -146,6 +151,10 @@ class Operators:
             dispatch.activation_forward(
                 self.model.activation, gate, up, out=values.allocate("activated", tuple(up.shape), up.dtype)
             )
+        elif op.name in SCALED:
+            source = values[op.inputs[0]]
+            out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
+            torch.mul(source, self.model.residual_scale, out=out)
         else:
             kind = {"pooler_activation": "tanh", "transform_activation": self.model.activation}[op.name]
             source = values[op.inputs[0]]
@@ -231,11 +240,11 @@ class Operators:
 
     def columns(self, op: Gemm) -> list[tuple[str, int, int]]:
         """Each result of a product with its rows of the weight."""
-        found = self._columns.get(op.name)
+        found = self._columns.get((op.name, op.outputs))
         if found is None:
             ends = list(accumulate(self.work.tensors[name].elements // op.rows for name in op.outputs))
             assert ends[-1] == op.columns
-            found = self._columns[op.name] = list(zip(op.outputs, [0, *ends[:-1]], ends, strict=True))
+            found = self._columns[op.name, op.outputs] = list(zip(op.outputs, [0, *ends[:-1]], ends, strict=True))
         return found
 
     def _cast(self, weight: Stored) -> Tensor:
@@ -281,8 +290,9 @@ class Operators:
         drop_other: DropMask | None = None,
         drop_out: DropMask | None = None,
     ) -> None:
-        stored, shift = weights[f"{op.name}.weight"], weights.get(f"{op.name}.bias")
-        scale, bias = self._cast(stored), None if shift is None else self._cast(shift)
+        module = op.weights[0].module
+        stored, shift = weights[f"{module}.weight"], weights.get(f"{module}.bias")
+        scale, bias = self._norm_scale(stored), None if shift is None else self._cast(shift)
         rows = source.numel() // scale.numel()
         shape = (rows, 2) if self.model.norm == "layer" else (rows,)
         if out is None:
@@ -300,26 +310,49 @@ class Operators:
             drop_other=drop_other,
             drop_out=drop_out,
         )
-        self._uncast(scale, stored)
+        self._drop_norm_scale(scale, stored)
         self._uncast(bias, shift)
 
+    def _norm_scale(self, weight: Stored) -> Tensor:
+        """What a norm multiplies by: its weight, or one more."""
+        if not self.model.norm_adds_one:
+            return self._cast(weight)
+        assert isinstance(weight, Tensor), "norms are not quantised"
+        return self.arena.take(tuple(weight.shape), self.statistics).copy_(weight).add_(1.0)
+
+    def _drop_norm_scale(self, scale: Tensor, stored: Stored) -> None:
+        if self.model.norm_adds_one:
+            self.arena.give(scale)
+        else:
+            self._uncast(scale, stored)
+
     def _rotate(self, op: Streaming, values: Values, rows: Rows, wanted: Collection[str]) -> None:
-        frequencies = self._frequencies_on(rows.positions.device)
         for source, target in zip(op.inputs, op.outputs, strict=True):
             if target in wanted:
                 tensor = values[source]
                 out = values.allocate(target, tuple(tensor.shape), tensor.dtype)
-                dispatch.rotate(
-                    self._by_head(tensor), rows.positions, frequencies, out=self._by_head(out), inverse=False
-                )
+                self._turn(tensor, rows, out=out, inverse=False)
+
+    def _turn(self, source: Tensor, rows: Rows, *, out: Tensor, inverse: bool) -> None:
+        """Heads turned, all of their channels or the first ones."""
+        rotation = rows.rotation
+        assert rotation is not None, "only blocks with rotary positions turn"
+        source, out = self._by_head(source), self._by_head(out)
+        turned = rotation.channels
+        if turned < self.model.head_dim and out is not source and out.data_ptr() != source.data_ptr():
+            out[..., turned:].copy_(source[..., turned:])
+        dispatch.rotate(
+            source[..., :turned],
+            rows.positions,
+            rotation.frequencies,
+            out=out[..., :turned],
+            inverse=inverse,
+            scale=rotation.scale,
+            neighbours=rotation.neighbours,
+        )
 
     def _by_head(self, tensor: Tensor) -> Tensor:
         return tensor.view(tensor.shape[0], -1, self.model.head_dim)
-
-    def _frequencies_on(self, device: torch.device) -> Tensor:
-        if self._frequencies is None:
-            self._frequencies = rotary_frequencies(self.model).to(device)
-        return self._frequencies
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -461,8 +494,9 @@ class Operators:
     ) -> None:
         weights, sums = trained.weights, trained.sums
         name, source = op.inputs[0], values[op.inputs[0]]
-        stored, shift = weights[f"{op.name}.weight"], weights.get(f"{op.name}.bias") if recompute else None
-        scale, bias = self._cast(stored), None if shift is None else self._cast(shift)
+        module = op.weights[0].module
+        stored, shift = weights[f"{module}.weight"], weights.get(f"{module}.bias") if recompute else None
+        scale, bias = self._norm_scale(stored), None if shift is None else self._cast(shift)
         count = source.numel() // scale.numel()
         gradient = gradients[op.outputs[0]]
         there = name in gradients
@@ -479,8 +513,8 @@ class Operators:
             statistics.view(count, 2) if self.model.norm == "layer" else statistics.view(count),
             rms=self.model.norm == "rms",
             out=out.view(count, -1),
-            weight_gradient=sums.get(f"{op.name}.weight"),
-            bias_gradient=sums.get(f"{op.name}.bias"),
+            weight_gradient=sums.get(f"{module}.weight"),
+            bias_gradient=sums.get(f"{module}.bias"),
             accumulate=there,
             recompute=recompute,
             bias=bias,
@@ -489,7 +523,7 @@ class Operators:
         )
         if there and not recompute:
             gradients.drop(op.outputs[0])
-        self._uncast(scale, stored)
+        self._drop_norm_scale(scale, stored)
         self._uncast(bias, shift)
 
     def _branch_of(
@@ -503,11 +537,9 @@ class Operators:
         return mask, gradients.target(branch, tuple(like.shape), like.dtype)[0]
 
     def _rotate_backward(self, op: Streaming, gradients: Gradients, rows: Rows) -> None:
-        frequencies = self._frequencies_on(rows.positions.device)
         for source, target in zip(op.inputs, op.outputs, strict=True):
             gradient = gradients[target]
-            out = gradients.replace(target, source)
-            dispatch.rotate(self._by_head(gradient), rows.positions, frequencies, out=self._by_head(out), inverse=True)
+            self._turn(gradient, rows, out=gradients.replace(target, source), inverse=True)
 
     def _activation_backward(self, op: Streaming, values: Values, gradients: Gradients) -> None:
         gate, up = self._gate_and_up(op, values)
@@ -522,6 +554,9 @@ class Operators:
         name = op.inputs[0]
         gradient = gradients[op.outputs[0]]
         out = gradients.replace(op.outputs[0], name)
+        if op.name in SCALED:
+            torch.mul(gradient, self.model.residual_scale, out=out)
+            return
         mask = mask_of(rows.drops, op.outputs[0])
         if mask is not None:
             # The result is there as the last product read it, without what was dropped.

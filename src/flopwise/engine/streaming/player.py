@@ -122,7 +122,7 @@ class Player:
             gated = gated_kernels(model, self.formats, slabs.device)
         paired = ("gate", "up") if gated is not None else ()
         self.saved = SavedTensors(work, self.formats, packed=packs, paired=paired)
-        operators = Operators(
+        self.operators = operators = Operators(
             model,
             work,
             self.formats,
@@ -133,10 +133,21 @@ class Player:
             head_products=self._head_products(products),
         )
         spare_bytes = spare_under_cap(plan, program) if slabs.device.type == "cuda" else 0
-        self.block = Block(model, work, operators, self.saved, deterministic=deterministic, spare_bytes=spare_bytes)
-        self.block.drops_weights = dropout is not None and dropout.attention > 0
-        self.block.cut = plan.chunks_per_sequence > 1
-        self.whole_sequence = self.block.cut and plan.attention == "sequence"
+        self.blocks = {
+            kind: Block(
+                kind,
+                describe(kind, plan.sequence_tokens),
+                operators,
+                self.saved,
+                deterministic=deterministic,
+                spare_bytes=spare_bytes,
+            )
+            for kind in model.kinds
+        }
+        """One for each kind of block."""
+        for block in self.blocks.values():
+            block.drops_weights = dropout is not None and dropout.attention > 0
+        self.cut = plan.chunks_per_sequence > 1
         self.embedding_head = EmbeddingHead(model, work, operators)
         self.updates = Updates(training, self.formats, self.numbers, slabs.device)
         self.loss = Loss(torch.zeros((), dtype=self.statistics, device=slabs.device))
@@ -147,7 +158,7 @@ class Player:
         self._saved_views: dict[tuple[int, str, int], dict[str, Tensor]] = {}
         """Of what layers keep, by buffer, level and tokens: every step asks for the same ones."""
         self._contexts()
-        self._sequence_block()
+        self._sequence_blocks()
         self.evaluating = False
 
     def _head_products(self, products: Products) -> Products | None:
@@ -179,13 +190,31 @@ class Player:
         numbers = as_numbers(buffer, dtype, 2 * tokens * width)
         return Keys(numbers[: tokens * width].view(tokens, width), numbers[tokens * width :].view(tokens, width))
 
-    def _sequence_block(self) -> None:
-        self.sequence: SequenceBlock | None = None
+    def _sequence_blocks(self) -> None:
+        self.sequences: dict[Transformer, SequenceBlock] = {}
+        """The same where attention runs over a whole sequence at once."""
         for index in self.slabs.with_role("attention"):
-            packed = self.block.operators.packs
-            buffer = self.slabs.buffers[index]
-            tensors = SequenceTensors(buffer, self.saved, self.plan.sequence_tokens, self.block.extras, packed=packed)
-            self.sequence = SequenceBlock(self.block, tensors)
+            for kind, block in self.blocks.items():
+                packed = block.operators.packs
+                buffer, tokens = self.slabs.buffers[index], self.plan.sequence_tokens
+                tensors = SequenceTensors(buffer, self.saved, tokens, block.extras, packed=packed)
+                self.sequences[kind] = SequenceBlock(block, tensors)
+
+    def _kind(self, task: Task) -> Transformer:
+        """The kind of the block that a task is about."""
+        assert task.layer is not None
+        return self.model.kind_of(task.layer)
+
+    def _block(self, task: Task) -> Block:
+        return self.blocks[self._kind(task)]
+
+    def _sequence(self, task: Task) -> SequenceBlock:
+        return self.sequences[self._kind(task)]
+
+    @property
+    def packs_at_once(self) -> bool:
+        """Whether attention over packed sequences is one call in every block."""
+        return all(block.packs_at_once for block in self.blocks.values())
 
     def _only(self, role: Role) -> Tensor:
         """The buffer of a role that every program has once."""
@@ -381,13 +410,14 @@ class Player:
         tokens = chunk.count
         slot, residual = self._slot(task, tokens), self._residual(task, chunk)
         values = Values(self.arena, {**slot, "output": residual})
-        if self.block.begins_with_norm:
+        block = self._block(task)
+        if block.begins_with_norm:
             # The norm reads it anyway.
             values["input"], values.copies["input"] = residual, slot["input"]
         else:
             slot["input"].copy_(residual)
             values["input"] = slot["input"]
-        self.block.forward(values, self._weights(task), chunk, self._context_keys(task) if self.block.cut else None)
+        block.forward(values, self._weights(task), chunk, self._context_keys(task) if self.cut else None)
         values.close()
         self._keep(task, slot, tokens)
 
@@ -410,18 +440,18 @@ class Player:
             if source is not None and task.level == "input":
                 found["input"] = self._rows(source, tokens)
         for name, tensor in found.items():
-            if not (self.block.cut and name in ("key", "value")):
+            if not (self.cut and name in ("key", "value")):
                 values[name] = tensor
         return values
 
     def _backward(self, task: Task, chunk: Chunk) -> None:
-        values, trained = self._kept_values(task, chunk), self._trained(task)
+        values, trained, block = self._kept_values(task, chunk), self._trained(task), self._block(task)
         weights = trained.weights
         kept = {*self.saved.names(task.level)}
         gradient = self._residual(task, chunk)
-        if not self.block.cut:
-            self.block.recompute(values, weights, chunk, kept)
-            self.block.backward(values, trained, gradient, chunk)
+        if not self.cut:
+            block.recompute(values, weights, chunk, kept)
+            block.backward(values, trained, gradient, chunk)
             values.close()
             return
         keys, key_sums = self._context_keys(task), self.key_sums
@@ -432,8 +462,8 @@ class Player:
             key_sums.value.zero_()
         # Keys and values have come by the task `context`, whatever the level keeps.
         kept |= {"key", "value"}
-        self.block.recompute(values, weights, chunk, kept, keys=self.block.select_visible(keys, chunk))
-        self.block.backward(values, trained, gradient, chunk, keys=keys, key_sums=key_sums)
+        block.recompute(values, weights, chunk, kept, keys=block.select_visible(keys, chunk))
+        block.backward(values, trained, gradient, chunk, keys=keys, key_sums=key_sums)
         values.close()
 
     def _context(self, task: Task, chunk: Chunk) -> None:
@@ -450,13 +480,13 @@ class Player:
             source_rows = home["input"]
         else:
             source_rows = self._slot(task, tokens)["input"] if inputs is None else self._rows(inputs, tokens)
-        if self.sequence is not None:
-            self.sequence.make_keys(source_rows, self._weights(task), chunk, keys)
+        if self.sequences:
+            self._sequence(task).make_keys(source_rows, self._weights(task), chunk, keys)
             return
         places = {"key": keys.key[chunk.first : chunk.last], "value": keys.value[chunk.first : chunk.last]}
         values = Values(self.arena, places)
         values["input"] = source_rows
-        self.block.make_keys(values, self._weights(task), chunk)
+        self._block(task).make_keys(values, self._weights(task), chunk)
         values.close()
 
     # -- blocks in three pieces -----------------------------------------------------------------------------------
@@ -469,32 +499,30 @@ class Player:
         return [chunk for number in range(first, first + parts) if (chunk := self._chunk(task, number)) is not None]
 
     def _forward_before(self, task: Task, chunk: Chunk) -> None:
-        assert self.sequence is not None
         residual = self._residual(task, chunk)
-        self.sequence.forward_before(residual, self._weights(task), chunk, self._context_keys(task))
+        self._sequence(task).forward_before(residual, self._weights(task), chunk, self._context_keys(task))
 
     def _attention(self, task: Task, chunk: Chunk) -> None:
         del chunk
-        assert self.sequence is not None
-        self.sequence.attention(self._chunks(task), self._context_keys(task))
+        self._sequence(task).attention(self._chunks(task), self._context_keys(task))
 
     def _forward_after(self, task: Task, chunk: Chunk) -> None:
-        assert self.sequence is not None
         tokens = chunk.tokens
         slot, residual = self._slot(task, tokens), self._residual(task, chunk)
         kept = self.saved.names(task.level)
-        self.sequence.forward_after(residual, slot, self._weights(task), chunk, self._context_keys(task), kept=kept)
+        self._sequence(task).forward_after(
+            residual, slot, self._weights(task), chunk, self._context_keys(task), kept=kept
+        )
         self._keep(task, slot, tokens)
 
     def _backward_after(self, task: Task, chunk: Chunk) -> None:
-        assert self.sequence is not None
         values = self._kept_values(task, chunk)
         inputs = self._of(task.writes, "workspace", "inputs")
         if inputs is not None:
             self._rows(inputs, chunk.tokens).copy_(values["input"])
         keys = self._whole_keys(task)
         gradient = self._residual(task, chunk)
-        self.sequence.backward_after(values, self._trained(task), gradient, chunk, keys, level=task.level)
+        self._sequence(task).backward_after(values, self._trained(task), gradient, chunk, keys, level=task.level)
 
     def _whole_keys(self, task: Task) -> Keys:
         """Where the keys of a task's layer and sequence are; at levels that keep attention's result none are read."""
@@ -503,15 +531,13 @@ class Player:
 
     def _attention_backward(self, task: Task, chunk: Chunk) -> None:
         del chunk
-        assert self.sequence is not None
-        self.sequence.attention_backward(self._chunks(task), self._context_keys(task))
+        self._sequence(task).attention_backward(self._chunks(task), self._context_keys(task))
 
     def _backward_before(self, task: Task, chunk: Chunk) -> None:
-        assert self.sequence is not None
         inputs = self._of(task.reads, "workspace", "inputs")
         assert inputs is not None
         source, gradient = self._rows(inputs, chunk.tokens), self._residual(task, chunk)
-        self.sequence.backward_before(source, self._trained(task), gradient, chunk)
+        self._sequence(task).backward_before(source, self._trained(task), gradient, chunk)
 
     # -- updates and copies ---------------------------------------------------------------------------------------
 
@@ -554,7 +580,7 @@ class Player:
             target[:size].copy_(source[:size], non_blocking=True)
             return
         # Where sequences are cut, keys and values come back on their own, before the rest.
-        apart = ("key", "value") if task.kind == "load" and self.block.cut else ()
+        apart = ("key", "value") if task.kind == "load" and self.cut else ()
         for low, full, size in self.saved.copies(task.level, "full", tokens, without=apart):
             at_source, at_target = (full, low) if task.kind == "store" else (low, full)
             target[at_target : at_target + size].copy_(source[at_source : at_source + size], non_blocking=True)

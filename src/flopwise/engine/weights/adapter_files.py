@@ -27,12 +27,13 @@ def _layers(model: Transformer) -> dict[str, dict[Target, str]]:
     """Product → target → transformers' name of its layer, of those that have an adapter."""
     adapters, names = model.adapters, NAMES[family_of(model)].layer
     assert adapters is not None
+    without = "up" if model.gated else "gate_up"
     return {
         product: {
             target: name for target, name in zip(RESULTS[product], layers, strict=True) if target in adapters.targets
         }
         for product, layers in names.items()
-        if product in RESULTS
+        if product in RESULTS and product != without
     }
 
 

@@ -63,7 +63,7 @@ SEAL_DIGITS = 64
 NAMED = 8
 """Tensors that are not finite which a state names."""
 
-LABELS = ("name", "title", "source", "note")
+LABELS = ("name", "title", "source", "note", "family")
 """Fields of a description that may differ: they change no number."""
 
 

@@ -66,11 +66,11 @@ def config_to_save(
     if not has_class(model):
         return None
     family = family_of(model)
-    if model.positions == "rotary":
+    if model.positions == "rotary" and not _is_scaled_by_context(model):
         model = replace(model, context=max(model.context, sequence_tokens))
     config = config_of(model, sequence_tokens)
     if origin is not None and NAMES.get(str(origin.get("model_type"))) is NAMES[family] and _describes(origin, model):
-        config = _carry_over(origin, config, sequence_tokens)
+        config = _carry_over(origin, config, 0 if _is_scaled_by_context(model) else sequence_tokens)
     elif origin is not None:
         config |= {key: origin[key] for key in SPECIAL if origin.get(key) is not None}
     if config.get("eos_token_id") is None and end is not None and model.head == "language":
@@ -99,13 +99,19 @@ def _carry_over(origin: Mapping[str, Any], ours: Mapping[str, Any], sequence_tok
     return config
 
 
+def _is_scaled_by_context(model: Transformer) -> bool:
+    """Whether its positions would turn otherwise if its configuration told of another context."""
+    scaling = model.rotary_scaling
+    return scaling is not None and scaling.method in ("dynamic", "yarn", "longrope")
+
+
 def _describes(origin: Mapping[str, Any], model: Transformer) -> bool:
     """Whether a configuration is that of the trained network, whatever its head and its labels are."""
     try:
         described = from_config(dict(origin), model.name)
     except FlopwiseError:
         return False
-    same = ["title", "source", "note", "context", "dropout", "adapters", "frozen"]
+    same = ["title", "source", "note", "context", "dropout", "family", "adapters", "frozen"]
     same += ["head", "labels", "tied", "final_norm"] if model.head == "classifier" else []
     return replace(described, **{name: getattr(model, name) for name in same}) == model
 

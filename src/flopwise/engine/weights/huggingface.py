@@ -7,18 +7,28 @@ names here are those of `save_pretrained`, with the prefix of the network withou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.catalog.huggingface import from_config
+from flopwise.engine.weights.families import (
+    LLAMA_ENDS,
+    LLAMA_LAYER,
+    NO_SPECIAL_TOKENS,
+    SAVED,
+    Names,
+    activation_of,
+    rotary_scaling_of,
+)
 from flopwise.engine.weights.initial import LEAST_DEVIATION
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Dropout, Transformer
 
-PREFIXES = ("model.", "transformer.", "bert.")
+PREFIXES = ("model.", "transformer.", "bert.", "gpt_neox.")
 """What the names of the network without its head begin with in a file of the network with one."""
 
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "embeddings.position_ids")
@@ -49,11 +59,15 @@ class Place:
     """Of each tensor, where there are several."""
     transposed: bool = False
     """GPT-2 keeps its matrices with the inputs as rows."""
+    groups: tuple[int, int] | None = None
+    """Key heads and a head's channels, where each key head's queries, key and value lie together in the file."""
 
     def split(self, value: Tensor) -> dict[str, Tensor]:
         """The tensors of a file: views of the parameter, so that a model on a device needs no second place there."""
         if self.transposed:
             value = value.t()
+        if self.groups is not None:
+            value = _together(value, *self.groups)
         if not self.rows:
             return {self.names[0]: value}
         return dict(zip(self.names, torch.split(value, list(self.rows)), strict=True))
@@ -68,21 +82,44 @@ class Place:
         """The parameter that the tensors make up."""
         if self.transposed:
             return parts[0].t().contiguous()
+        if self.groups is not None:
+            return _apart(parts[0], *self.groups)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _together(value: Tensor, key_heads: int, head_dim: int) -> Tensor:
+    """Rows of all queries, keys and values → those of each key head beside each other."""
+    width = key_heads * head_dim
+    parts = torch.split(value, [value.shape[0] - 2 * width, width, width])
+    return torch.cat([torch.unflatten(part, 0, (key_heads, -1)) for part in parts], 1).flatten(0, 1)
+
+
+def _apart(value: Tensor, key_heads: int, head_dim: int) -> Tensor:
+    """The way back of `_together`."""
+    by_head = torch.unflatten(value, 0, (key_heads, -1))
+    queries = by_head.shape[1] - 2 * head_dim
+    return torch.cat([part.flatten(0, 1) for part in torch.split(by_head, [queries, head_dim, head_dim], 1)])
 
 
 # -- which class of transformers a description is ---------------------------------------------------------------------
 
 
 def family_of(model: Transformer) -> str:
-    """The `model_type` of the class that has exactly this network: llama, mistral, qwen2, qwen3, gpt2 or bert."""
+    """The `model_type` of the class that has exactly this network: the one it was read from, or the first that fits."""
+    if model.family in SAVED and _comes_back(model):
+        return model.family
     for family, matches in (("gpt2", _is_gpt2), ("bert", _is_bert)):
         if matches(model):
             return family
     if _is_llama_like(model):
         attention_biases = (model.qkv_bias, model.output_bias)
         biased = any((*attention_biases, model.ffn_bias))
-        if model.qk_norm and attention_biases in ((False, False), (True, True)) and not model.ffn_bias:
+        if (
+            model.qk_norm
+            and model.norm_place == "pre"
+            and attention_biases in ((False, False), (True, True))
+            and not model.ffn_bias
+        ):
             return "qwen3"
         if not model.qk_norm and attention_biases == (True, False) and not model.ffn_bias:
             return "qwen2"
@@ -94,9 +131,30 @@ def family_of(model: Transformer) -> str:
             return "llama"
     raise FlopwiseError(
         f"{model.name}: transformers has no class for this network",
-        why="its norms, positions, biases or head are not together in Llama, Mistral, Qwen2, Qwen3, GPT-2 or BERT",
+        why="its norms, positions, biases, scales or head are not together in any family that is known here",
         hint="save it under flopwise's own names, which `flopwise train` reads back",
     )
+
+
+PLAIN = Transformer(name="plain", title="", source="", layers=1, hidden=2, heads=1, ffn=1, vocab=1, context=1)
+VALUES_ONLY = (
+    *("norm_adds_one", "qk_norm_over", "shared_norm", "rotary_dim", "rotary_pairs", "other_blocks"),
+    *("attention_cap", "logit_cap", "embedding_scale", "residual_scale", "logit_scale"),
+)
+"""Fields that the first six families leave as they are."""
+
+
+def _comes_back(model: Transformer) -> bool:
+    """Whether the configuration that is written for its family describes this very network."""
+    return _shape(from_config(SAVED[model.family].config(model.family, model), model.name)) == _shape(model)
+
+
+def _shape(model: Transformer) -> dict[str, Any]:
+    """Everything but the words, and what is trained of it."""
+    turned = model.turned_channels
+    same = replace(model, rotary_dim=None if turned == model.head_dim else turned)
+    left_out = ("name", "title", "source", "note", "adapters", "frozen")
+    return {item.name: getattr(same, item.name) for item in fields(same) if item.name not in left_out}
 
 
 def has_class(model: Transformer) -> bool:
@@ -110,8 +168,10 @@ def has_class(model: Transformer) -> bool:
 
 def _is_llama_like(model: Transformer) -> bool:
     return (
-        model.causal
+        _is_plain(model)
+        and model.causal
         and model.head == "language"
+        and model.attention_scale is None
         and model.positions == "rotary"
         and (model.norm, model.norm_bias, model.norm_place) == ("rms", False, "pre")
         and model.final_norm
@@ -121,10 +181,16 @@ def _is_llama_like(model: Transformer) -> bool:
     )
 
 
+def _is_plain(model: Transformer) -> bool:
+    """Whether it has nothing that only later families have."""
+    return all(getattr(model, name) == getattr(PLAIN, name) for name in VALUES_ONLY)
+
+
 def _has_gpt_blocks(model: Transformer) -> bool:
     """Learned positions, LayerNorm, two matrices in the feed-forward part, biases in all of them."""
     return (
-        model.positions == "learned"
+        _is_plain(model)
+        and model.positions == "learned"
         and (model.norm, model.norm_bias) == ("layer", True)
         and model.qkv_bias
         and model.output_bias
@@ -138,29 +204,20 @@ def _has_gpt_blocks(model: Transformer) -> bool:
 
 def _is_gpt2(model: Transformer) -> bool:
     plain = not (model.embedding_norm or model.head_bias or model.token_types)
-    pre_norm = model.norm_place == "pre" and model.final_norm
+    pre_norm = model.norm_place == "pre" and model.final_norm and model.attention_scale in (None, 1.0)
     return _has_gpt_blocks(model) and model.causal and model.head == "language" and pre_norm and plain
 
 
 def _is_bert(model: Transformer) -> bool:
-    post_norm = model.norm_place == "post" and model.embedding_norm and not model.final_norm
+    post_norm = (
+        model.norm_place == "post" and model.attention_scale is None and model.embedding_norm and not model.final_norm
+    )
     head = model.head == "classifier" or (model.head == "masked" and model.tied and model.head_bias)
     return _has_gpt_blocks(model) and not model.causal and head and post_norm and model.token_types > 0
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
-LLAMA_LAYER = {
-    "norm1": ("input_layernorm",),
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "query_norm": ("self_attn.q_norm",),
-    "key_norm": ("self_attn.k_norm",),
-    "output": ("self_attn.o_proj",),
-    "norm2": ("post_attention_layernorm",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-LLAMA_ENDS = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
 GPT2_LAYER = {
     "norm1": ("ln_1",),
     "qkv": ("attn.c_attn",),
@@ -196,21 +253,12 @@ BERT_ENDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """How a family calls the parts of a layer and of the ends."""
-
-    layers: str
-    layer: Mapping[str, tuple[str, ...]]
-    ends: Mapping[str, str]
-    transposed: bool = False
-
-
 LLAMA_NAMES = Names("model.layers", LLAMA_LAYER, LLAMA_ENDS)
 NAMES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA_NAMES),
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), LLAMA_NAMES),
     "gpt2": Names("transformer.h", GPT2_LAYER, GPT2_ENDS, transposed=True),
     "bert": Names("bert.encoder.layer", BERT_LAYER, BERT_ENDS),
+    **{family: saved.names for family, saved in SAVED.items()},
 }
 
 
@@ -225,6 +273,8 @@ def place_of(model: Transformer, names: Names, parameter: Parameter) -> Place:
     if len(own) > 1:
         rows = (model.ffn, model.ffn) if module == "gate_up" else (model.query_width, model.kv_width, model.kv_width)
         return Place(own, rows)
+    if names.heads_together and module == "qkv":
+        return Place(own, groups=(model.kv_heads, model.head_dim))
     return Place(own, transposed=names.transposed and parameter.role == "matrix")
 
 
@@ -341,6 +391,8 @@ def config_of(model: Transformer, sequence_tokens: int | None = None) -> dict[st
     """
     family = family_of(model)
     rows = model.position_rows or sequence_tokens or model.context
+    if family in SAVED:
+        return SAVED[family].config(family, model)
     if family == "gpt2":
         return _gpt2_config(model, rows)
     return _bert_config(model, rows) if family == "bert" else _llama_config(model, family)
@@ -348,20 +400,14 @@ def config_of(model: Transformer, sequence_tokens: int | None = None) -> dict[st
 
 CLASSES = {
     "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-
-NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id"))
-"""Until a tokenizer tells them; without the keys `transformers` would take those of the first model of the family."""
 
 
 def _llama_config(model: Transformer, family: str) -> dict[str, Any]:
     if family == "llama":
         own: dict[str, Any] = {"attention_bias": model.qkv_bias, "mlp_bias": model.ffn_bias}
-    elif family == "mistral":
-        own = {"sliding_window": model.window}
     else:
         own = {
             "use_sliding_window": model.window is not None,
@@ -382,34 +428,15 @@ def _llama_config(model: Transformer, family: str) -> dict[str, Any]:
         "intermediate_size": model.ffn,
         "vocab_size": model.vocab,
         "max_position_embeddings": model.context,
-        "hidden_act": _activation(model),
+        "hidden_act": activation_of(model),
         "rms_norm_eps": model.norm_epsilon,
         "rope_theta": model.rotary_base,
-        "rope_scaling": _rotary_scaling(model),
+        "rope_scaling": rotary_scaling_of(model.rotary_scaling),
         "tie_word_embeddings": model.tied,
         "initializer_range": LEAST_DEVIATION,
         "attention_dropout": (model.dropout or Dropout()).attention,
         **NO_SPECIAL_TOKENS,
         **own,
-    }
-
-
-def _activation(model: Transformer) -> str:
-    return "gelu_pytorch_tanh" if model.activation == "gelu_tanh" else model.activation
-
-
-def _rotary_scaling(model: Transformer) -> dict[str, Any] | None:
-    scaling = model.rotary_scaling
-    if scaling is None:
-        return None
-    if scaling.original_context is None:
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_frequency_factor,
-        "high_freq_factor": scaling.high_frequency_factor,
-        "original_max_position_embeddings": scaling.original_context,
     }
 
 
@@ -424,8 +451,9 @@ def _gpt2_config(model: Transformer, rows: int) -> dict[str, Any]:
         "n_inner": model.ffn,
         "n_positions": rows,
         "vocab_size": model.vocab,
-        "activation_function": _activation(model),
+        "activation_function": activation_of(model),
         "layer_norm_epsilon": model.norm_epsilon,
+        "scale_attn_weights": model.attention_scale is None,
         "tie_word_embeddings": model.tied,
         "initializer_range": LEAST_DEVIATION,
         **NO_SPECIAL_TOKENS,
@@ -458,7 +486,7 @@ def _bert_config(model: Transformer, rows: int) -> dict[str, Any]:
         "max_position_embeddings": rows,
         "type_vocab_size": model.token_types,
         "vocab_size": model.vocab,
-        "hidden_act": _activation(model),
+        "hidden_act": activation_of(model),
         "layer_norm_eps": model.norm_epsilon,
         "position_embedding_type": "absolute",
         "initializer_range": LEAST_DEVIATION,

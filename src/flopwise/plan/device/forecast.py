@@ -240,5 +240,8 @@ def _pairs_share(plan: Plan, attention: Attention, chunk: int) -> Fraction:
         return Fraction(1)
     first = chunk % plan.chunks_per_sequence * plan.chunk_tokens
     tokens = plan.tokens_of(chunk)
-    pairs = attention.twice_pairs_of(first, first + tokens)
-    return Fraction(pairs * plan.sequence_tokens, tokens * attention.twice_pairs("mask"))
+    kinds = attention.by_kind()
+    pairs = sum(kind.layers * kind.twice_pairs_of(first, first + tokens) for kind in kinds)
+    return Fraction(
+        pairs * plan.sequence_tokens, tokens * sum(kind.layers * kind.twice_pairs("mask") for kind in kinds)
+    )

@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from flopwise.predict.kernels.attention import KERNELS
 from flopwise.setup.setup import SettledSetup
 from flopwise.setup.words import MOMENTS, Fusion, Optimizer
 from flopwise.work.describe import describe
@@ -160,6 +161,16 @@ def step_calls(
     )
 
 
+def kernels_of(calls: StepCalls) -> tuple[float, float]:
+    """Kernels that a host starts for a micro-batch, and for the update that ends a step."""
+    each = float(sum(call.count for call in calls.gemms))
+    each += sum(
+        call.count * KERNELS["backward" if call.phase == Phase.BACKWARD else "forward"] for call in calls.attentions
+    )
+    update = sum(call.count * call.kernels for call in calls.streams if call.phase == Phase.UPDATE)
+    return each + sum(call.count * call.kernels for call in calls.streams) - update, float(update)
+
+
 def update_pieces(work: Work) -> int:
     """Pieces that an optimizer updates one after another: each layer, and what is around them."""
     return 1 + max((op.layers for op in work.ops if op.in_block), default=0)
@@ -233,7 +244,8 @@ class _Lister:
         if isinstance(op, Gemm):
             self._gemm(index, op, again)
         elif isinstance(op, Attention) and self.work.kernel == "flash":
-            self._flash(index, op, again)
+            for kind in op.by_kind():
+                self._flash(index, op, kind, again)
         elif isinstance(op, Attention):
             self._eager_attention(index, op, again)
         else:
@@ -308,10 +320,11 @@ class _Lister:
                 line = (float(moved.fixed), moved.per_sequence / self.work.sequences)
                 self.streams.append(StreamingCall(index, phase, count, line))
 
-    def _flash(self, index: int, op: Attention, again: Fraction) -> None:
-        copies, sequences = op.layers * op.calls, self.work.sequences
+    def _flash(self, index: int, op: Attention, kind: Attention, again: Fraction) -> None:
+        """The copies of one kind, which move what all do and see what theirs sees."""
+        copies, sequences = kind.layers * kind.calls, self.work.sequences
         # On a CPU each sequence has a call of its own.
-        tokens, twice_pairs, area = typical_square(op, 1 if self.plain else TILE_QUERIES)
+        tokens, twice_pairs, area = typical_square(kind, 1 if self.plain else TILE_QUERIES)
         forward, backward = (
             attention_flops(way, twice_pairs, op.heads, op.head_dim) / sequences for way in ("forward", "backward")
         )
@@ -320,7 +333,7 @@ class _Lister:
         calls = [(Phase.FORWARD, forward, read), (Phase.BACKWARD, backward, gradients)]
         if again:
             calls.append((Phase.RECOMPUTE, forward, read))
-        reached = op.reached * op.calls
+        reached = kind.reached * kind.calls
         for phase, flops, moved in calls if reached else calls[:1]:
             self.attentions.append(
                 AttentionCall(

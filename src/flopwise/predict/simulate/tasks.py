@@ -76,7 +76,11 @@ class TaskSeconds:
         self.attention = next(op for op in self.work.ops if isinstance(op, Attention))
         self._groups: dict[int, GroupSeconds] = {}
         self._tasks: dict[tuple[object, ...], float] = {}
-        self._attention: dict[tuple[int | None, Direction], float] = {}
+        self._attention: dict[tuple[int | None, Direction, Attention], float] = {}
+        kinds = self.attention.by_kind()
+        others = getattr(model, "other_blocks", ())
+        self._kind_of = {layer: kinds[-1 if layer in others else 0] for layer in range(plan.layers)}
+        """Layer → its kind's attention."""
 
     def _filled(self) -> float:
         """Rows of a packed chunk over the tokens that it has: on a GPU chunks come in a few sizes."""
@@ -102,7 +106,8 @@ class TaskSeconds:
                 continue
             part = (task.chunk or 0) % self.plan.chunks_per_sequence
             frozen = task.layer in self.frozen_layers
-            key = (task.kind, task.stream, task.level, task.tokens, task.parameters, part, frozen)
+            attention = None if task.layer is None else self._kind_of[task.layer]
+            key = (task.kind, task.stream, task.level, task.tokens, task.parameters, part, frozen, attention)
             seconds = self._tasks.get(key)
             if seconds is None:
                 seconds = self._tasks[key] = self._seconds(task, part) + self._beside_s(task)
@@ -147,7 +152,7 @@ class TaskSeconds:
         cut = self.plan.chunks_per_sequence > 1
         forward, backward, kind = group.forward, group.backward, task.kind
         if kind == "forward":
-            return forward["before"] + forward["after"] + self.attention_s(part, "forward")
+            return forward["before"] + forward["after"] + self.attention_s(part, "forward", task.layer)
         if task.layer in self.frozen_layers:
             backward = {name: seconds - group.wgrad[name] for name, seconds in backward.items()}
         if kind in ("forward-before", "backward-before"):
@@ -155,14 +160,14 @@ class TaskSeconds:
         if kind == "forward-after":
             return forward["after"]
         if kind in ("attention", "attention-backward"):
-            return self.attention_s(None, "forward" if kind == "attention" else "backward")
+            return self.attention_s(None, "forward" if kind == "attention" else "backward", task.layer)
         # Where the sequence is cut, keys and values are there before: the task `context` has brought them.
         recompute = group.recompute["context" if cut and task.level == "input" else task.level]
         seconds = recompute["before"] + recompute["after"] + backward["after"]
         if task.level in ("context", "input"):
-            seconds += self.attention_s(part, "forward")
+            seconds += self.attention_s(part, "forward", task.layer)
         if kind == "backward":
-            seconds += backward["before"] + self.attention_s(part, "backward")
+            seconds += backward["before"] + self.attention_s(part, "backward", task.layer)
         return seconds
 
     def recompute_s(self, level: str, tokens: int, part: int) -> float:
@@ -279,15 +284,23 @@ class TaskSeconds:
         groups = (embed, before, (attention,), after, head)
         return [index for index, ops in enumerate(groups) for _ in ops]
 
-    def attention_s(self, part: int | None, direction: Direction) -> float:
-        """Attention of one layer: of a chunk's queries, or (None) over all of a sequence at once."""
-        found = self._attention.get((part, direction))
+    def attention_s(self, part: int | None, direction: Direction, layer: int | None = None) -> float:
+        """Attention of one layer (None: the mean): of a chunk's queries, or (None) over all of a sequence at once."""
+        if layer is not None:
+            return self._attention_of(self._kind_of[layer], part, direction)
+        kinds = self.attention.by_kind()
+        if len(kinds) == 1:
+            return self._attention_of(kinds[0], part, direction)
+        return sum(kind.layers * self._attention_of(kind, part, direction) for kind in kinds) / self.layers
+
+    def _attention_of(self, kind: Attention, part: int | None, direction: Direction) -> float:
+        found = self._attention.get((part, direction, kind))
         if found is None:
-            found = self._attention[part, direction] = self._attention_s(part, direction)
+            found = self._attention[part, direction, kind] = self._attention_s(kind, part, direction)
         return found
 
     def _packed_attention_s(self, direction: Direction) -> float:
-        """Of a chunk of sequences of uneven length."""
+        """Of a chunk of sequences of uneven length; the mean where blocks differ."""
         phase = Phase.FORWARD if direction == "forward" else Phase.BACKWARD
         calls = [call for call in self._calls("full").attentions if call.phase == phase]
         copies, tokens = max(1, sum(call.count for call in calls)), self.plan.tokens_of(0)
@@ -300,10 +313,10 @@ class TaskSeconds:
         group = self.groups(tokens)
         return sequences * seconds + (group.forward if direction == "forward" else group.backward)["attention"]
 
-    def _attention_s(self, part: int | None, direction: Direction) -> float:
+    def _attention_s(self, op: Attention, part: int | None, direction: Direction) -> float:
         if self.plan.packed is not None:
             return self._packed_attention_s(direction)
-        plan, op = self.plan, self.attention
+        plan = self.plan
         whole = part is None or plan.chunks_per_sequence == 1
         first = 0 if whole or part is None else part * plan.chunk_tokens
         last = plan.sequence_tokens if whole else min(first + plan.chunk_tokens, plan.sequence_tokens)
@@ -313,7 +326,7 @@ class TaskSeconds:
         flops = float(attention_flops(direction, twice, op.heads, op.head_dim))
         share = (last - first) / plan.sequence_tokens
         traffic = forward_traffic if direction == "forward" else backward_traffic
-        moved = share * traffic(self.work, op, self.formats, fused=True).per_sequence
+        moved = share * traffic(self.work, self.attention, self.formats, fused=True).per_sequence
         seconds = float(
             attention_times(
                 self.hardware.device,

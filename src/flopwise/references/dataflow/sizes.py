@@ -103,6 +103,7 @@ def check_model(model: Transformer) -> None:
             model.norm_place != "pre" or model.embedding_norm or not model.final_norm
         ),
     }
+    wrong |= dict.fromkeys(model.unusual, True)
     for what, holds in wrong.items():
         if holds:
             raise FlopwiseError(

@@ -335,6 +335,7 @@ def _refuse(model: Transformer, ledger: Ledger) -> None:
         and scaling.original_context is not None
         and (scaling.original_context, scaling.low_frequency_factor, scaling.high_frequency_factor) != (8192, 1.0, 4.0),
     }
+    refused |= dict.fromkeys(model.unusual, True)
     for what, there in refused.items():
         if there:
             raise _unknown(ledger, model.name, what)

@@ -86,7 +86,7 @@ def to_torchtitan(plan: AnyPlan, model: Model) -> Export:
 
 def _model(model: Transformer, ledger: Ledger) -> dict[str, Any]:
     shape = (model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim, model.ffn, model.vocab)
-    if shape in FLAVORS and not model.experts:
+    if shape in FLAVORS and not model.experts and not model.unusual:
         name, flavor = FLAVORS[shape]
         ledger.carry("model.name and model.flavor", MODEL)
         return {"name": name, "flavor": flavor}

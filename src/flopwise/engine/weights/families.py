@@ -1,0 +1,298 @@
+"""How each family of `transformers` names its tensors and writes the description of its networks into a `config.json`.
+
+The other direction, from a file to a description, is `catalog.huggingface_families`; `huggingface.family_of` holds the
+two against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flopwise.engine.weights.initial import LEAST_DEVIATION
+from flopwise.work.transformer import Dropout, RotaryScaling, Transformer
+
+NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id"))
+"""Until a tokenizer tells them; without the keys `transformers` would take those of the first model of the family."""
+NO_PADDING = {"pad_token_id": None}
+"""The same of the token whose embedding gets no gradient."""
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How a family calls the parts of a layer and of the ends."""
+
+    layers: str
+    layer: Mapping[str, tuple[str, ...]]
+    ends: Mapping[str, str]
+    transposed: bool = False
+    heads_together: bool = False
+    """Whether the rows of queries, keys and values lie together by key head, not all queries before all keys."""
+
+
+LLAMA_LAYER = {
+    "norm1": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "query_norm": ("self_attn.q_norm",),
+    "key_norm": ("self_attn.k_norm",),
+    "output": ("self_attn.o_proj",),
+    "norm2": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "up": ("mlp.up_proj",),
+    "down": ("mlp.down_proj",),
+}
+LLAMA_ENDS = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
+
+
+def _like_llama(*, final_norm: str = LLAMA_ENDS["final_norm"], **layer: str) -> Names:
+    """Llama's names but for these."""
+    own = {module: (name,) for module, name in layer.items()}
+    return Names("model.layers", {**LLAMA_LAYER, **own}, {**LLAMA_ENDS, "final_norm": final_norm})
+
+
+NORMS_BEHIND = {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}
+FUSED_GATE = {"gate_up": "mlp.gate_up_proj"}
+
+
+# -- configurations ---------------------------------------------------------------------------------------------------
+
+Config = dict[str, Any]
+
+
+def activation_of(model: Transformer) -> str:
+    """The name in `transformers` of a description's activation."""
+    return "gelu_pytorch_tanh" if model.activation == "gelu_tanh" else model.activation
+
+
+def rotary_scaling_of(scaling: RotaryScaling | None) -> Config | None:
+    """`rope_scaling` of a description."""
+    if scaling is None:
+        return None
+    found: Config = {"rope_type": scaling.method, "factor": scaling.factor}
+    if scaling.method == "llama3":
+        found["low_freq_factor"] = scaling.low_frequency_factor
+        found["high_freq_factor"] = scaling.high_frequency_factor
+    elif scaling.method == "longrope":
+        found |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+    elif scaling.method == "yarn":
+        more = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+        found |= {name: getattr(scaling, name) for name in more if getattr(scaling, name) is not None}
+    if scaling.method in ("llama3", "longrope", "yarn"):
+        found["original_max_position_embeddings"] = scaling.original_context
+    if scaling.attention_factor is not None:
+        found["attention_factor"] = scaling.attention_factor
+    return found
+
+
+def share_turned(model: Transformer) -> float:
+    """The share of a head's channels that rotary positions turn."""
+    return model.turned_channels / model.head_dim
+
+
+def inverse(scale: float) -> float:
+    """1 ÷ scale as a file would have it: the round number, where there is one whose inverse the scale is."""
+    found = 1.0 / scale
+    near = float(f"{found:.12g}")
+    return near if 1.0 / near == scale else found
+
+
+def usual_config(model: Transformer) -> Config:
+    """The keys that most decoders share."""
+    dropout = model.dropout or Dropout()
+    return {
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "intermediate_size": model.ffn,
+        "vocab_size": model.vocab,
+        "max_position_embeddings": model.context,
+        "hidden_act": activation_of(model),
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_theta": model.rotary_base,
+        "rope_scaling": rotary_scaling_of(model.rotary_scaling),
+        "tie_word_embeddings": model.tied,
+        "initializer_range": LEAST_DEVIATION,
+        "attention_dropout": dropout.attention,
+        **NO_SPECIAL_TOKENS,
+        **NO_PADDING,
+    }
+
+
+def _gpt_neox(model: Transformer) -> Config:
+    dropout = model.dropout or Dropout()
+    return {
+        "attention_bias": model.qkv_bias,
+        "use_parallel_residual": model.parallel_residual,
+        "layer_norm_eps": model.norm_epsilon,
+        "rotary_pct": share_turned(model),
+        "rotary_emb_base": model.rotary_base,
+        "hidden_dropout": dropout.hidden,
+    }
+
+
+def _phi(model: Transformer) -> Config:
+    dropout = model.dropout or Dropout()
+    return {
+        "layer_norm_eps": model.norm_epsilon,
+        "partial_rotary_factor": share_turned(model),
+        "resid_pdrop": dropout.hidden,
+        "embd_pdrop": dropout.embedding,
+    }
+
+
+def _phi3(model: Transformer) -> Config:
+    scaling = model.rotary_scaling
+    original = scaling.original_context if scaling is not None and scaling.method == "longrope" else None
+    return {
+        "sliding_window": model.window,
+        "partial_rotary_factor": share_turned(model),
+        "resid_pdrop": (model.dropout or Dropout()).hidden,
+        "original_max_position_embeddings": original or model.context,
+    }
+
+
+def _starcoder2(model: Transformer) -> Config:
+    dropout = model.dropout or Dropout()
+    return {
+        "use_bias": model.qkv_bias,
+        "norm_epsilon": model.norm_epsilon,
+        "sliding_window": model.window,
+        "residual_dropout": dropout.hidden,
+        "embedding_dropout": dropout.embedding,
+    }
+
+
+def _stablelm(model: Transformer) -> Config:
+    return {
+        "use_qkv_bias": model.qkv_bias,
+        "use_parallel_residual": model.parallel_residual,
+        "layer_norm_eps": model.norm_epsilon,
+        "partial_rotary_factor": share_turned(model),
+    }
+
+
+def _granite(model: Transformer) -> Config:
+    return {
+        "attention_bias": model.qkv_bias,
+        "mlp_bias": model.ffn_bias,
+        "embedding_multiplier": model.embedding_scale,
+        "residual_multiplier": model.residual_scale,
+        "attention_multiplier": model.score_scale,
+        "logits_scaling": inverse(model.logit_scale),
+    }
+
+
+def _glm(model: Transformer) -> Config:
+    return {
+        "head_dim": model.head_dim,
+        "attention_bias": model.qkv_bias,
+        "partial_rotary_factor": share_turned(model),
+    }
+
+
+def _cohere(model: Transformer) -> Config:
+    return {
+        "attention_bias": model.qkv_bias,
+        "layer_norm_eps": model.norm_epsilon,
+        "logit_scale": model.logit_scale,
+        "use_qk_norm": False,
+    }
+
+
+def _seed_oss(model: Transformer) -> Config:
+    return {
+        "head_dim": model.head_dim,
+        "attention_bias": model.qkv_bias,
+        "attention_out_bias": model.output_bias,
+        "mlp_bias": model.ffn_bias,
+        "residual_dropout": (model.dropout or Dropout()).hidden,
+    }
+
+
+def _own_nothing(_: Transformer) -> Config:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedFamily:
+    """How a family's decoders are saved."""
+
+    architecture: str
+    names: Names = field(default_factory=_like_llama)
+    own: Callable[[Transformer], Config] = _own_nothing
+    """What its configuration has beside, or otherwise than, the usual keys."""
+
+    def config(self, family: str, model: Transformer) -> Config:
+        """Its `config.json`."""
+        return {
+            "model_type": family,
+            "architectures": [self.architecture],
+            **usual_config(model),
+            **self.own(model),
+        }
+
+
+SAVED: dict[str, SavedFamily] = {
+    "mistral": SavedFamily(
+        architecture="MistralForCausalLM",
+        own=lambda model: {"head_dim": model.head_dim, "sliding_window": model.window},
+    ),
+    "gpt_neox": SavedFamily(
+        architecture="GPTNeoXForCausalLM",
+        names=Names(
+            "gpt_neox.layers",
+            {
+                "norm1": ("input_layernorm",),
+                "norm2": ("post_attention_layernorm",),
+                "qkv": ("attention.query_key_value",),
+                "output": ("attention.dense",),
+                "up": ("mlp.dense_h_to_4h",),
+                "down": ("mlp.dense_4h_to_h",),
+            },
+            {"embedding": "gpt_neox.embed_in", "final_norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
+            heads_together=True,
+        ),
+        own=_gpt_neox,
+    ),
+    "phi": SavedFamily(
+        architecture="PhiForCausalLM",
+        names=_like_llama(final_norm="model.final_layernorm", output="self_attn.dense", up="mlp.fc1", down="mlp.fc2"),
+        own=_phi,
+    ),
+    "phi3": SavedFamily(
+        architecture="Phi3ForCausalLM", names=_like_llama(qkv="self_attn.qkv_proj", **FUSED_GATE), own=_phi3
+    ),
+    "starcoder2": SavedFamily(
+        architecture="Starcoder2ForCausalLM",
+        names=_like_llama(up="mlp.c_fc", down="mlp.c_proj"),
+        own=_starcoder2,
+    ),
+    "stablelm": SavedFamily(architecture="StableLmForCausalLM", own=_stablelm),
+    "arcee": SavedFamily(
+        architecture="ArceeForCausalLM",
+        own=lambda model: {
+            "head_dim": model.head_dim,
+            "attention_bias": model.qkv_bias,
+            "mlp_bias": model.ffn_bias,
+        },
+    ),
+    "olmo2": SavedFamily(
+        architecture="Olmo2ForCausalLM",
+        names=_like_llama(**NORMS_BEHIND),
+        own=lambda model: {"attention_bias": model.qkv_bias},
+    ),
+    "granite": SavedFamily(architecture="GraniteForCausalLM", own=_granite),
+    "glm": SavedFamily(architecture="GlmForCausalLM", names=_like_llama(**FUSED_GATE), own=_glm),
+    "glm4": SavedFamily(
+        architecture="Glm4ForCausalLM",
+        names=_like_llama(**FUSED_GATE, attention_norm="post_self_attn_layernorm", feed_norm="post_mlp_layernorm"),
+        own=_glm,
+    ),
+    "cohere": SavedFamily(architecture="CohereForCausalLM", own=_cohere),
+    "seed_oss": SavedFamily(architecture="SeedOssForCausalLM", own=_seed_oss),
+}
+"""By `model_type`, the families whose configuration says more than the structure of the first six does."""

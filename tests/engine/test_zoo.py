@@ -1,0 +1,316 @@
+"""Every family of the hub that is trained, beside `transformers`: parameters, loss, gradients, checkpoint.
+
+A tiny random network of `transformers` is saved, read here, stepped by the streaming executor in fp32, changed, saved
+here and read back by `transformers`. Everything is compared with what its own classes compute.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from flopwise.catalog.huggingface import from_config  # noqa: E402
+from flopwise.catalog.huggingface_families import FAMILIES  # noqa: E402
+from flopwise.engine.batch import NO_LABEL, Batch  # noqa: E402
+from flopwise.engine.executable import check_trainable  # noqa: E402
+from flopwise.engine.modules import build  # noqa: E402
+from flopwise.engine.weights.huggingface import config_of, family_of, from_huggingface, to_huggingface  # noqa: E402
+from flopwise.work.describe import describe  # noqa: E402
+from flopwise.work.transformer import Transformer  # noqa: E402
+from tests.support import tiny_models  # noqa: E402, F401 - tells `transformers` not to look for files elsewhere
+from tests.support.training_plans import cut_plan, everything_stays, executor_for, first_gradients  # noqa: E402
+
+SEQUENCES, TOKENS = 2, 23
+FP32 = "fp32"
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "initializer_range": 0.2,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A `model_type` with its settings."""
+
+    family: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    grouped: bool = True
+    """Whether the family has fewer key heads than query heads."""
+
+    def table(self) -> dict[str, Any]:
+        heads = {"num_key_value_heads": 2} if self.grouped else {}
+        return {**SIZES, **heads, **self.settings}
+
+
+def llama(**rope: Any) -> Case:
+    return Case("llama", {"rope_scaling": rope, "rope_theta": 100.0})
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.4],
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
+}
+
+ZOO = {
+    "llama": Case("llama"),
+    "llama-tied": Case("llama", {"tie_word_embeddings": True, "head_dim": 6}),
+    "llama-biased": Case("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-quick-gelu": Case("llama", {"hidden_act": "quick_gelu"}),
+    "llama-relu2": Case("llama", {"hidden_act": "relu2"}),
+    "llama-3.1": llama(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=16,
+    ),
+    "llama-linear": llama(rope_type="linear", factor=3.0),
+    "llama-dynamic": Case("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}, "rope_theta": 100.0}),
+    "llama-dynamic-beyond": Case(
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}, "rope_theta": 100.0, "max_position_embeddings": 16},
+    ),
+    "llama-yarn": llama(**YARN),
+    "llama-yarn-betas": llama(**YARN, beta_fast=4.0, beta_slow=0.5, truncate=False, attention_factor=1.25),
+    "llama-yarn-mscale": llama(**YARN, mscale=0.7, mscale_all_dim=1.3),
+    "llama-longrope": llama(**LONG, factor=4.0, original_max_position_embeddings=16),
+    "llama-longrope-short": llama(**LONG, factor=2.0, original_max_position_embeddings=32, attention_factor=1.1),
+    "mistral": Case("mistral", {"sliding_window": None}),
+    "mistral-window": Case("mistral", {"sliding_window": 5, "head_dim": 10}),
+    "qwen2": Case("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-yarn": Case("qwen2", {"rope_scaling": YARN, "rope_theta": 100.0}),
+    "qwen2-window": Case("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    "qwen3": Case("qwen3", {"head_dim": 10, "attention_bias": True}),
+    "qwen3-yarn": Case("qwen3", {"head_dim": 8, "rope_scaling": YARN, "rope_theta": 100.0}),
+    "gpt2": Case("gpt2", {"n_inner": 45, "activation_function": "gelu_new"}, grouped=False),
+    "gpt2-unscaled": Case("gpt2", {"n_inner": 45, "scale_attn_weights": False}, grouped=False),
+    "gpt_neox": Case("gpt_neox", {"use_parallel_residual": True}, grouped=False),
+    "gpt_neox-one-after-another": Case(
+        "gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0, "attention_bias": False}, grouped=False
+    ),
+    "phi": Case("phi"),
+    "phi3": Case("phi3"),
+    "phi3-partial-window": Case("phi3", {"partial_rotary_factor": 0.75, "sliding_window": 7}),
+    "phi3-longrope": Case(
+        "phi3",
+        {
+            "rope_scaling": {**LONG, "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 2.0, 3.0]},
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "starcoder2": Case("starcoder2"),
+    "starcoder2-unbiased": Case("starcoder2", {"use_bias": False, "sliding_window": 6, "tie_word_embeddings": False}),
+    "stablelm": Case("stablelm"),
+    "stablelm-parallel": Case("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "arcee": Case("arcee", {"mlp_bias": True}),
+    "olmo2": Case("olmo2"),
+    "olmo2-biased": Case("olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
+    "granite": Case(
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 6.0,
+            "tie_word_embeddings": True,
+            "mlp_bias": True,
+        },
+    ),
+    "glm": Case("glm", {"head_dim": 8}),
+    "glm4": Case("glm4", {"head_dim": 8}),
+    "glm4-whole": Case("glm4", {"head_dim": 12, "partial_rotary_factor": 1.0, "attention_bias": False}),
+    "cohere": Case("cohere", {"logit_scale": 0.25}),
+    "cohere-untied": Case("cohere", {"tie_word_embeddings": False, "attention_bias": True}),
+    "seed_oss": Case("seed_oss", {"head_dim": 8, "attention_out_bias": True}),
+}
+PREDICTED_ONLY = ("mixtral", "mpt", "bert")
+"""Families that nothing here trains, and BERT, which has tests of its own."""
+
+
+@cache
+def theirs(name: str) -> Any:
+    """The network of `transformers`, every number of it random."""
+    case = ZOO[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
+        config = transformers.AutoConfig.for_model(case.family, **case.table())
+        config._attn_implementation = "eager"
+        torch.manual_seed(3)
+        kind: Any = transformers.AutoModelForCausalLM
+        network = kind.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter_name, value in network.named_parameters():
+            if value.ndim == 1:
+                centre = 1.0 if "norm" in parameter_name.lower() and parameter_name.endswith("weight") else 0.0
+                value.copy_(centre + 0.2 * torch.randn_like(value))
+    return network
+
+
+def saved(network: Any, folder: Path) -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        network.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def described(name: str, folder: Path) -> Transformer:
+    """What we read of the network's file."""
+    table = json.loads((folder / "config.json").read_text("utf-8"))
+    model = from_config(table, name)
+    assert model.note is None
+    # What training drops is compared elsewhere: here both evaluate.
+    return replace(model, dropout=None)
+
+
+def ids_and_labels() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, SIZES["vocab_size"], (SEQUENCES, TOKENS), generator=generator)
+    labels = torch.randint(0, SIZES["vocab_size"], (SEQUENCES, TOKENS), generator=generator)
+    labels[torch.rand((SEQUENCES, TOKENS), generator=generator) < 0.2] = NO_LABEL
+    return ids, labels
+
+
+def their_loss(network: Any) -> Tensor:
+    ids, labels = ids_and_labels()
+    logits = network(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    loss: Tensor = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
+    return loss
+
+
+def their_gradients(network: Any, model: Transformer, folder: Path) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and gradients under our names: saved and read as weights are."""
+    network.zero_grad()
+    loss = their_loss(network)
+    torch.autograd.backward(loss)
+    before = {name: value.detach().clone() for name, value in network.named_parameters()}
+    with torch.no_grad():
+        for _, value in network.named_parameters():
+            value.copy_(value.grad)
+        try:
+            found = from_huggingface(model, saved(network, folder), TOKENS).tensors
+        finally:
+            for name, value in network.named_parameters():
+                value.copy_(before[name])
+    return float(loss.detach()), {name: value.clone() for name, value in found.items()}
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference of a tensor, relative to its largest number."""
+    assert found.keys() == expected.keys()
+    pairs = ((found[name].double(), expected[name].double(), name) for name in expected)
+    return max(
+        (float((one - other).abs().max() / other.abs().max().clamp_min(1e-12)), name) for one, other, name in pairs
+    )
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_parameters_are_counted_as_transformers_has_them(name: str, tmp_path: Path) -> None:
+    network = theirs(name)
+    saved(network, tmp_path)
+    model = described(name, tmp_path)
+    assert describe(model, TOKENS).parameters == sum(value.numel() for value in network.parameters())
+    check_trainable(model)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    network = theirs(name)
+    tensors = saved(network, tmp_path)
+    model = described(name, tmp_path)
+    weights = from_huggingface(model, tensors, TOKENS).tensors
+    loss, expected = their_gradients(network, model, tmp_path / "gradients")
+    ids, labels = (each.numpy().astype(np.int32) for each in ids_and_labels())
+    whole = everything_stays(model, sequence=TOKENS, sequences=SEQUENCES, precision=FP32)
+    cut = [
+        cut_plan(model, sequence=TOKENS, chunk=9, letters="iF", attention=attention, groups=SEQUENCES, precision=FP32)
+        for attention in ("chunk", "sequence")
+    ]
+    for plan in (whole, *cut):
+        executor = executor_for(plan, model, weights)
+        assert executor.step(Batch(ids, labels), 0).loss == pytest.approx(loss, rel=1e-6)
+        error, parameter = worst(first_gradients(executor), expected)
+        assert error < 1e-5, parameter
+    # What several devices run.
+    module = build(model, TOKENS, dtype=torch.float32, device="cpu")
+    module.load_state_dict(weights)
+    summed = module.loss(torch.from_numpy(ids), torch.from_numpy(labels)) / (labels != NO_LABEL).sum()
+    assert float(summed.detach()) == pytest.approx(loss, rel=1e-6)
+    torch.autograd.backward(summed)
+    gradients = {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
+    error, parameter = worst(gradients, expected)
+    assert error < 1e-5, parameter
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_transformers_reads_our_checkpoint(name: str, tmp_path: Path) -> None:
+    network = theirs(name)
+    tensors = saved(network, tmp_path)
+    model = described(name, tmp_path)
+    assert family_of(model) == ZOO[name].family
+    # Changed, as an update changes them.
+    generator = torch.Generator().manual_seed(5)
+    weights = {
+        name: value * (1 + 0.1 * torch.randn(value.shape, generator=generator))
+        for name, value in from_huggingface(model, tensors, TOKENS).tensors.items()
+    }
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    (ours / "config.json").write_text(json.dumps(config_of(model)), encoding="utf-8")
+    written = {name: value.contiguous() for name, value in to_huggingface(model, weights).items()}
+    save_file(written, ours / "model.safetensors", metadata={"format": "pt"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
+        kind: Any = transformers.AutoModelForCausalLM
+        read, told = kind.from_pretrained(
+            ours, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+        )
+    assert type(read) is type(network)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    module = build(model, TOKENS, dtype=torch.float32, device="cpu")
+    module.load_state_dict(weights)
+    ids = ids_and_labels()[0]
+    with torch.no_grad():
+        expected = read.eval()(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(module(ids), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_the_zoo_has_every_family() -> None:
+    assert {case.family for case in ZOO.values()} | {*PREDICTED_ONLY} == {*FAMILIES}
+
+
+def test_the_documents_name_every_family() -> None:
+    """docs/train.md those that are trained, docs/predict.md those that are only predicted as well."""
+    docs = Path(__file__).parents[2] / "docs"
+    listed = docs.joinpath("train.md").read_text("utf-8").partition("by `model_type`: ")[2].partition(".")[0]
+    trained = sorted({case.family for case in ZOO.values()} | {"bert"})
+    assert [name.strip(" `\n") for name in listed.split(",")] == trained
+    read = docs.joinpath("predict.md").read_text("utf-8")
+    assert all(f"`{name}`" in read for name in set(FAMILIES) - set(trained))
