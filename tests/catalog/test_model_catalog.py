@@ -24,6 +24,8 @@ REQUIRED = {
     *("llama-3-1b", "llama-3-3b", "llama-3-8b", "llama-3-70b", "mistral-7b", "mixtral-8x7b"),
     *("dataflow-1b", "dataflow-15b", "dataflow-32b", "gpt-neox-20b", "pythia-1b", "pythia-6.9b"),
     *("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-3-175b", "bert-base", "bert-large", "lstm-lm"),
+    *("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"),
+    *("gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-3-1b", "phi-4", "olmo-2-7b", "smollm3-3b"),
     *QWEN25,
     *QWEN3,
     *MPT,
@@ -57,6 +59,19 @@ PUBLISHED = {
     "pythia-1b": 1_011_781_632,
     "pythia-6.9b": 6_857_302_016,
     "gpt-neox-20b": 20_554_567_680,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+    "phi-4": 14_659_507_200,
+    "olmo-2-7b": 7_298_617_344,
+    "smollm3-3b": 3_075_098_624,
     # bert-base-uncased with a classifier of six labels.
     "bert-base": 109_486_854,
 }
@@ -107,12 +122,14 @@ def transformer_parameters(model: Transformer, sequence_tokens: int) -> int:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     norm = hidden * (2 if model.norm_bias else 1)
     attention = hidden * queries + 2 * hidden * keys + queries * hidden
-    attention += model.qkv_bias * (queries + 2 * keys) + model.output_bias * hidden + model.qk_norm * 2 * model.head_dim
+    attention += model.qkv_bias * (queries + 2 * keys) + model.output_bias * hidden
+    attention += model.qk_norm * (queries + keys if model.qk_norm_over == "all" else 2 * model.head_dim)
     inner = 2 if model.gated else 1
     feed_forward = (inner + 1) * hidden * model.ffn + model.ffn_bias * (inner * model.ffn + hidden)
     if model.experts:
         feed_forward = model.experts * feed_forward + hidden * model.experts
-    total = model.layers * (attention + feed_forward + 2 * norm)
+    norms = {"sandwich": 4}.get(model.norm_place, 2) - model.shared_norm
+    total = model.layers * (attention + feed_forward + norms * norm)
     total += hidden * (model.vocab + model.token_types)
     if model.positions == "learned":
         total += hidden * (model.position_rows or sequence_tokens)

@@ -45,6 +45,7 @@ def tiny(model: Transformer) -> Transformer:
         kv_heads=2 if model.kv_heads < model.heads else heads,
         head_dim=6,
         rotary_dim=2 if model.rotary_dim else None,
+        other_blocks=(1,) if model.other_blocks else (),
         ffn=11,
         vocab=29,
         context=TOKENS,
