@@ -142,6 +142,14 @@ WRONG: dict[str, tuple[Callable[[Path], TrainRequest], str]] = {
     "folder of binaries": (lambda f: folder_of(f, {"README.md": b"hi", "data/a.mds": TOKENS}), "most of"),
     "folder of nothing": (lambda f: folder_of(f, {"a.mds": TOKENS}), "it holds files of other kinds: .mds"),
     "no object": (lambda f: rows(f, ["a"]), "is not an object"),
+    "conversations for bytes": (lambda f: rows(f, {"messages": []}), "bytes has no chat template"),
+    "preferences": (lambda f: rows(f, {"chosen": "a", "rejected": "b"}), "cannot be trained on yet"),
+    "Parquet by name alone": (lambda f: data(f / "a.parquet", TOKENS), "is no Parquet file"),
+    "Parquet as text": (lambda f: data(f / "a.txt", b"PAR1" + TOKENS), "it begins as a Parquet file does"),
+    "gzip that is cut": (lambda f: data(f / "a.jsonl.gz", compress(TEXT.encode())[:12]), "cannot be read"),
+    "gzip by name alone": (lambda f: data(f / "a.jsonl.gz", TEXT.encode()), "cannot be read"),
+    "JSON of one number": (lambda f: data(f / "a.json", b"3"), "holds no rows"),
+    "seen never": (lambda f: TrainRequest(data=(f"{text_file(f / 'a.txt', TEXT)}:0",)), "is seen 0 times"),
     "other columns": (lambda f: rows(f, {"question": "a"}), "there is no column 'text'"),
 }
 

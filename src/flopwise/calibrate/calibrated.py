@@ -9,10 +9,11 @@ from dataclasses import replace
 from flopwise.base.units import significant
 from flopwise.calibrate.kernel_fit import fit_efficiency
 from flopwise.records.calibration import Calibration, CopyWay, FitErrors, Fitted
-from flopwise.setup.hardware import Device, Fact, Hardware, Host, Link, Source
+from flopwise.setup.hardware import CALL_S, LAUNCH_S, Device, Fact, Hardware, Host, Link, Source
 
 PRODUCTS, ATTENTION, STREAMS = "measured-products", "measured-attention", "measured-streams"
 COPIES, UPDATE, MACHINE, LIKE = "measured-copies", "measured-update", "measured-machine", "like"
+STARTS = "derived-starts"
 
 
 def calibrate_hardware(
@@ -106,6 +107,8 @@ def _host(base: Hardware, calibration: Calibration) -> Host | None:
         memory_bytes=Fact(value=float(calibration.host_memory_bytes), source=MACHINE),
         cores=Fact(value=float(calibration.host_cores), source=MACHINE),
         update_bytes_per_s=host.update_bytes_per_s if update is None else _fact(update, UPDATE),
+        launch_s=_fact(calibration.host_launch_s, STREAMS),
+        call_s=_fact(calibration.host_launch_s * CALL_S / LAUNCH_S, STARTS),
     )
 
 
@@ -144,6 +147,11 @@ def _sources(base: Hardware, calibration: Calibration, fitted: Fitted, date: str
             f"`flopwise calibrate`, {circumstances}; {len(calibration.streams)} copies and sums, warm; "
             f"{errors_text(fitted.streams)}; launch_s is the shortest kernel among queued ones, of which the host "
             f"submits one in {calibration.host_launch_s * 1e6:.1f} µs",
+        ),
+        STARTS: Source(
+            title=f"Kernels that a program in Python starts on {calibration.device_name}",
+            kind="derived",
+            note=f"{CALL_S / LAUNCH_S:g} times launch_s, as on the host of an H200",
         ),
         COPIES: source(
             "Pinned copies",

@@ -171,6 +171,7 @@ class SetupOptions(Options):
         devices: str | None = None,
         parallel: str | None = None,
         clip: bool = False,
+        cuda_graphs: bool = False,
     ) -> Setup:
         """The set-up that they say, on hardware of that `name`."""
         from flopwise.door.asking import setup_of
@@ -196,6 +197,7 @@ class SetupOptions(Options):
             devices=devices,
             parallel=parallel,
             clip=clip,
+            cuda_graphs=cuda_graphs,
             stack=self.stack,
         )
 

@@ -50,6 +50,9 @@ class PredictOptions(SetupOptions):
     batch: Annotated[str, typer.Option(help=f"Sequences of a step, over all micro-batches; {SEVERAL}")] = "auto"
     batch_tokens: Annotated[str, typer.Option(help=f"The same in tokens: 512k, 2M; {SEVERAL}")] = "auto"
     micro: Annotated[str, typer.Option(help=f"Sequences that run at once; {SEVERAL}")] = "auto"
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help="Steps are captured and replayed: no kernel waits for the host.")
+    ] = False
     gpus: Annotated[str, typer.Option(help=f"Devices: 8, 64; {SEVERAL}")] = "auto"
     parallel: Annotated[
         str,
@@ -99,6 +102,7 @@ def predict(options: PredictOptions) -> None:
             device_mem=case.device_mem,
             devices=case.gpus,
             parallel=case.parallel,
+            cuda_graphs=case.cuda_graphs,
         )
         for model in models
         for machine in machines
@@ -201,6 +205,7 @@ def _settings(options: PredictOptions, asked: Setup) -> dict[str, dict[str, Any]
         "optimizer": (setup.optimizer, origin("optimizer")),
         "attention": (setup.attention, origin("attention")),
         "fusion": (setup.fusion, origin("fusion")),
+        "cuda_graphs": (setup.cuda_graphs, origin("cuda_graphs")),
         "convention": (options.convention.lower(), origin("convention")),
         "set": (parse_changes(options.change), origin("change")),
     }

@@ -99,6 +99,7 @@ def setup_of(
     device_mem: Quantity | None = None,
     host_mem: Quantity | None = None,
     clip: bool = False,
+    cuda_graphs: bool = False,
     devices: Quantity | None = None,
     parallel: str | Parallel | None = None,
     stack: str | Path | Stack | None = None,
@@ -145,6 +146,7 @@ def setup_of(
         device_cap_bytes=read_option(device_mem, "device-mem", parse_cap("device")),
         host_cap_bytes=read_option(host_mem, "host-mem", parse_cap("host")),
         clip=clip,
+        cuda_graphs=cuda_graphs,
         parallel=spread,
         stack=framework,
     )

@@ -117,7 +117,7 @@ class OperatorTimes:
 def add_up(costs: SetupCosts, step_s: Floats, parts: Mapping[str, Floats] | None = None) -> OperatorTimes:
     """Operators from their kernels; `parts`: what the steps of several devices are made of."""
     bounds = costs.bounds()
-    if parts:
+    if parts and "update" in parts:
         # The update's part has no kernels, and where the host does it no time.
         bounds[:, -1] = BOUND_NAMES["dram"]
     return OperatorTimes(costs, costs.by_op(costs.seconds), bounds, step_s, parts or {})

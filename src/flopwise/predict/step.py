@@ -7,12 +7,14 @@ from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flopwise.base.errors import unknown_name
 from flopwise.predict.choose import ChosenSetup, capacity_bytes, choose
 from flopwise.predict.cluster.costing import PLAIN, cost_laid_out, evaluate
 from flopwise.predict.cluster.step import most_host_bytes, slowest_stage, stage_tables
-from flopwise.predict.kernels.costs import cost_together, peak_flops
+from flopwise.predict.kernels.calls import kernels_of
+from flopwise.predict.kernels.costs import SetupCosts, cost_together, peak_flops
 from flopwise.predict.kernels.memory import device_bytes
 from flopwise.predict.operators import add_up
 from flopwise.records.prediction import DeviceBytes, OpPrediction, Prediction, StagePrediction
@@ -54,19 +56,33 @@ def _on_one(chosen: dict[int, ChosenSetup], convention: Convention, operators: b
     """On one device with everything on it: the operators are all that takes time."""
     places, found = list(chosen), {}
     for rows, costs in cost_together([choice.setup for choice in chosen.values()], SettledSetup.micro_batches):
-        table = add_up(costs, costs.seconds.sum(axis=(1, 2)))
+        parts = {"host": host_waits(costs)}
+        table = add_up(costs, costs.seconds.sum(axis=(1, 2)) + parts["host"], parts)
         ops = table.tables(convention) if operators else [()] * len(rows)
-        for mine, (place, step_s) in enumerate(zip(rows, table.added_s.tolist(), strict=True)):
+        steps_s = table.added_s + parts["host"]
+        for mine, (place, step_s) in enumerate(zip(rows, steps_s.tolist(), strict=True)):
             choice = chosen[places[place]]
             found[places[place]] = _prediction(
                 choice,
                 convention,
                 step_s=step_s,
-                bound=table.bound(mine),
+                bound="host" if parts["host"][mine] > 0 else table.bound(mine),
                 device_bytes=device_bytes(choice.setup),
                 ops=ops[mine],
             )
     return found
+
+
+def host_waits(costs: SetupCosts) -> NDArray[np.float64]:
+    """Seconds of each set-up's step in which the device has been handed nothing: where its kernels take less than the
+    host takes to start them one by one. No time is lost where kernels are replayed, or are the host's own work."""
+    each, update = kernels_of(costs.calls)
+    found = []
+    for setup, kernels_s in zip(costs.setups, costs.seconds.sum(axis=(1, 2)).tolist(), strict=True):
+        started_s = (each * setup.accumulation_steps + update) * setup.hardware.launch_s
+        is_free = setup.cuda_graphs or setup.hardware.device.kind != "gpu"
+        found.append(0.0 if is_free else max(0.0, started_s - kernels_s))
+    return np.array(found)
 
 
 def _on_several(chosen: dict[int, ChosenSetup], convention: Convention, operators: bool) -> dict[int, Prediction]:
@@ -160,7 +176,7 @@ def _prediction(
         host_bytes=host_bytes,
         parts=parts or {},
         chosen=choice.reasons,
-        notes=_notes(setup, mfu, convention),
+        notes=_notes(setup, mfu, bound, convention),
     )
 
 
@@ -235,7 +251,7 @@ def length_notes(setup: Setup) -> list[str]:
     return notes
 
 
-def _notes(setup: SettledSetup, mfu: float, convention: Convention) -> tuple[str, ...]:
+def _notes(setup: SettledSetup, mfu: float, bound: str, convention: Convention) -> tuple[str, ...]:
     notes = [setup.model.note] if setup.model.note else []
     beyond = beyond_context(setup.model, setup.sequence_tokens)
     if beyond:
@@ -243,6 +259,8 @@ def _notes(setup: SettledSetup, mfu: float, convention: Convention) -> tuple[str
     estimated = estimated_words(setup.hardware)
     if estimated:
         notes.append(estimated)
+    if bound == "host" and setup.stack is None and not setup.hardware.host_is_measured:
+        notes.append(f"what starting a kernel takes of the host is estimated: {setup.hardware.launch_s * 1e6:.0f} µs")
     notes += length_notes(setup)
     if setup.fusion == "eager":
         notes.append("activations are counted for fused kernels; plain code keeps more")

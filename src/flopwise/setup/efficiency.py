@@ -95,10 +95,10 @@ class AttentionEfficiency:
     """Share of the longest tile's time that the even spread of the work leaves over at the end."""
     packed_most: float | None = None
     """Share of the peak that kernels for sequences of uneven length reach at most; None: as for even ones."""
-    pair_s: tuple[float, float] = (0.0, 0.0)
+    pair_s: tuple[float, float] | None = None
     """Seconds of a (query, key) pair beside its products, forward and backward: a CPU's exponentials."""
-    whole_keys: int = 0
-    """Keys of a block that a causal mask leaves whole, as torch's kernel for CPUs does; 0: none."""
+    whole_keys: int | None = None
+    """Keys of a block that a causal mask leaves whole, as torch's kernel for CPUs does."""
 
     def __post_init__(self) -> None:
         _share("attention.head_dim_64", self.head_dim_64)
@@ -106,7 +106,8 @@ class AttentionEfficiency:
             _share("attention.head_dim_64_backward", self.head_dim_64_backward)
         if self.packed_most is not None:
             _share("attention.packed_most", self.packed_most)
-        if not 0 <= min(self.pair_s) <= max(self.pair_s) < 1 or not 0 <= self.whole_keys < 2**20:
+        pair_s, whole_keys = self.pair_s or (0.0, 0.0), self.whole_keys or 0
+        if not 0 <= min(pair_s) <= max(pair_s) < 1 or not 0 <= whole_keys < 2**20:
             raise FlopwiseError(
                 f"attention.pair_s and whole_keys cannot be {self.pair_s!r} and {self.whole_keys!r}",
                 hint="pair_s = [6e-10, 1e-9], whole_keys = 512; or leave them out",

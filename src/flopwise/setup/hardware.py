@@ -149,6 +149,14 @@ class Host:
     update_bytes_per_s: Fact | None = None
     """What an optimizer's update on its cores reads and writes, in fp32 and beside copies over the link."""
     cores: Fact | None = None
+    launch_s: Fact | None = None
+    """What a kernel takes of a host that does nothing but start kernels; None: `LAUNCH_S`."""
+    call_s: Fact | None = None
+    """What one takes that flopwise's own executor starts by itself, its Python included; None: `CALL_S`."""
+
+
+LAUNCH_S, CALL_S = 10e-6, 40e-6
+"""As measured on the host of an H200: what is estimated where nobody has measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +199,24 @@ class Hardware:
                     f"{where} names the source {key!r}, which [sources] does not hold",
                     hint=f"add [sources.{key}] with a title and a kind, or use {' or '.join(self.sources)}",
                 )
+
+    @property
+    def launch_s(self) -> float:
+        """What starting a kernel takes of the host."""
+        fact = None if self.host is None else self.host.launch_s
+        return LAUNCH_S if fact is None else fact.value
+
+    @property
+    def call_s(self) -> float:
+        """The same of flopwise's own executor, where it starts kernels one by one."""
+        fact = None if self.host is None else self.host.call_s
+        return CALL_S if fact is None else fact.value
+
+    @property
+    def host_is_measured(self) -> bool:
+        """Whether somebody has timed how fast this host starts kernels."""
+        fact = None if self.host is None else self.host.launch_s
+        return fact is not None and self.sources[fact.source].kind == "measured"
 
     def list_sources(self) -> list[tuple[str, str]]:
         """(where, source key) of every fact below."""

@@ -64,6 +64,8 @@ class Setup:
     """None: most of what the hardware's description says that there is."""
     clip: bool = False
     """Gradients are clipped by their global norm, so that no update can come before the last of them."""
+    cuda_graphs: bool = False
+    """A trainer of `predict` replays captured steps, so that its host does not start every kernel."""
 
     def __post_init__(self) -> None:
         for name in COUNTS:

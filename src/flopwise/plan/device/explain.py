@@ -129,7 +129,7 @@ def reasons(found: FoundPlan, setup: CappedSetup) -> dict[str, str]:
         else "without clipping nothing else has to be waited for, and its copies run beside the rest of backward",
     }
     if plan.replay:
-        handed = show_seconds(handing_s(plan))
+        handed = show_seconds(handing_s(plan, setup.hardware))
         told["replay"] = (
             f"handed over one by one, a step's kernels would take the host {handed}; a graph of them does not"
         )

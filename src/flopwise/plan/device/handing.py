@@ -13,9 +13,6 @@ HOST = "kernels handed over"
 GRAPH = "the graph's start"
 """What a device waits for where its kernels are shorter than the host takes to launch them."""
 
-CALL_S = 40e-6
-"""What the host takes for a kernel that is handed over by itself: 39 to 42 µs in steps of BERT and GPT-2 on the host of
-an H200, of which a launch is 10."""
 REPLAY_S = 0.25e-3
 """What it takes for a step that is replayed: the tokens are laid out, the graph is handed over, its end is awaited."""
 MUCH = 0.15
@@ -36,9 +33,9 @@ def kernels_of(plan: Plan) -> int:
     return plan.rounds_per_step * each + UPDATE_KERNELS * (plan.layers + 2)
 
 
-def handing_s(plan: Plan) -> float:
+def handing_s(plan: Plan, hardware: Hardware) -> float:
     """What the host takes to hand over a step kernel by kernel."""
-    return kernels_of(plan) * CALL_S
+    return kernels_of(plan) * hardware.call_s
 
 
 def is_replayed(plan: Plan, hardware: Hardware, step_s: float) -> bool:
@@ -48,7 +45,7 @@ def is_replayed(plan: Plan, hardware: Hardware, step_s: float) -> bool:
     """
     if hardware.device.kind == "cpu" or plan.update_place == "host" or kernels_of(plan) > MOST_KERNELS:
         return False
-    return handing_s(plan) > MUCH * step_s
+    return handing_s(plan, hardware) > MUCH * step_s
 
 
 def host_waits(plan: Plan, hardware: Hardware, step_s: float) -> dict[str, float]:
@@ -57,5 +54,5 @@ def host_waits(plan: Plan, hardware: Hardware, step_s: float) -> dict[str, float
         return {}
     if plan.replay:
         return {GRAPH: REPLAY_S}
-    waited_s = handing_s(plan) - step_s
+    waited_s = handing_s(plan, hardware) - step_s
     return {HOST: waited_s} if waited_s > 0 else {}

@@ -96,9 +96,9 @@ def attention_times(
         whole = np.minimum(1.0, np.where(area < 1.0, area + 0.5 * attention.whole_keys / length, area))
         even_s = even_s * (whole / area)
         work = work * (whole / area)
-    products = ATTENTION_PRODUCTS[direction]
-    pairs = work / (2.0 * products * np.asarray(head_dim, dtype=np.float64))
-    even_s = even_s + pairs * attention.pair_s[direction == "backward"]
+    if attention.pair_s is not None:
+        pairs = work / (2.0 * ATTENTION_PRODUCTS[direction] * np.asarray(head_dim, dtype=np.float64))
+        even_s = even_s + pairs * attention.pair_s[direction == "backward"]
     # Of one head's work: its part of the queries times how much longer than the mean its row of keys is.
     longest = np.minimum(np.minimum(TILE_QUERIES / length, 1.0) * np.minimum(1.0 / area, 2.0), 1.0)
     longest_s = even_s * (longest * device.units.value / np.asarray(heads, dtype=np.float64))

@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from flopwise.predict.kernels.attention import KERNELS
 from flopwise.setup.setup import SettledSetup
 from flopwise.setup.words import MOMENTS, Fusion, Optimizer
 from flopwise.work.describe import describe
@@ -158,6 +159,16 @@ def step_calls(
         attentions=tuple(lister.attentions),
         streams=(*lister.streams, update),
     )
+
+
+def kernels_of(calls: StepCalls) -> tuple[float, float]:
+    """Kernels that a host starts for a micro-batch, and for the update that ends a step."""
+    each = float(sum(call.count for call in calls.gemms))
+    each += sum(
+        call.count * KERNELS["backward" if call.phase == Phase.BACKWARD else "forward"] for call in calls.attentions
+    )
+    update = sum(call.count * call.kernels for call in calls.streams if call.phase == Phase.UPDATE)
+    return each + sum(call.count * call.kernels for call in calls.streams) - update, float(update)
 
 
 def update_pieces(work: Work) -> int:
