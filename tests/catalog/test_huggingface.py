@@ -183,6 +183,22 @@ def test_every_family_has_an_example() -> None:
     assert set(CONFIGS) == set(FAMILIES)
 
 
+def test_blocks_come_in_kinds() -> None:
+    mixed = from_config(QWEN2 | {"use_sliding_window": True, "sliding_window": 99, "max_window_layers": 21}, "mine")
+    assert [mixed.kind_of(layer).window for layer in range(24)] == [None] * 21 + [99] * 3
+    gemma = from_config(HUB["google/gemma-3-1b-pt"], "mine")
+    assert gemma.other_blocks == (5, 11, 17, 23)
+    kinds = [(kind.window, kind.rotary_base) for kind in gemma.kinds]
+    assert kinds == [(512, 10_000.0), (None, 1e6)]
+    smol = from_config(HUB["HuggingFaceTB/SmolLM3-3B"], "mine")
+    assert [kind.positions for kind in smol.kinds] == ["rotary", "none"]
+    # Attention's pairs are those of each kind's window.
+    tokens, full = 4096, describe(dataclasses.replace(gemma, other_attention=None, other_blocks=(), window=None), 4096)
+    plain, found = (next(op for op in work.ops if op.name == "attention") for work in (full, describe(gemma, tokens)))
+    band = tokens**2 - (tokens - 512) ** 2
+    assert found.forward_flops() * 26 * tokens**2 == plain.forward_flops() * (4 * tokens**2 + 22 * band)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_those_that_were_published(name: str) -> None:
     model = from_config(HUB[name], name)
@@ -423,7 +439,9 @@ def test_mpt_with_biases_and_learned_positions_is_that_of_the_benchmarks() -> No
         (BERT | {"architectures": ["BertForPreTraining"]}, '"architectures": ["BertForMaskedLM"]'),
         (LLAMA | {"per_layer_config": {"0": {"hidden_size": 8}}}, "a description repeats one block"),
         (MIXTRAL | {"num_experts_per_tok": 9}, "9 of 8 experts per token"),
-        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 12}, "12 of 24 blocks look back over everything"),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types cannot be described"),
+        (CONFIGS["gemma2"] | {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 is too large"),
+        (CONFIGS["smollm3"] | {"no_rope_layers": [1]}, "no_rope_layers or layer_types cannot be described"),
         (QWEN3 | {"head_dim": None}, "head_dim must be a whole number, got null"),
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention = true cannot be described"),
         (MPT | {"attn_config": 3}, "attn_config must be an object, got 3"),

@@ -105,6 +105,57 @@ ZOO = {
     "qwen2-window": Case("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
     "qwen3": Case("qwen3", {"head_dim": 10, "attention_bias": True}),
     "qwen3-yarn": Case("qwen3", {"head_dim": 8, "rope_scaling": YARN, "rope_theta": 100.0}),
+    "qwen2-some-windows": Case(
+        "qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "rope_theta": 100.0}
+    ),
+    "qwen3-some-windows": Case(
+        "qwen3",
+        {
+            "head_dim": 8,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "ministral": Case("ministral", {"sliding_window": 5, "head_dim": 8}),
+    "ministral-some-windows": Case(
+        "ministral",
+        {
+            "head_dim": 10,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "smollm3": Case("smollm3", {"no_rope_layer_interval": 2}),
+    "smollm3-rotary": Case("smollm3", {"no_rope_layers": [1, 1, 1], "tie_word_embeddings": False}),
+    "olmo3": Case("olmo3", {"sliding_window": 6, "num_hidden_layers": 4}),
+    "olmo3-yarn": Case(
+        "olmo3", {"sliding_window": 6, "num_hidden_layers": 4, "rope_scaling": YARN, "rope_theta": 90.0}
+    ),
+    "cohere2": Case("cohere2", {"sliding_window": 6, "num_hidden_layers": 4, "logit_scale": 0.25}),
+    "gemma": Case("gemma", {"head_dim": 12}),
+    "gemma2": Case("gemma2", {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 24}),
+    "gemma2-uncapped": Case(
+        "gemma2",
+        {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": None, "final_logit_softcapping": 2.0},
+    ),
+    "gemma2-capped": Case(
+        "gemma2",
+        {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 1.5, "final_logit_softcapping": None},
+    ),
+    "gemma3": Case("gemma3_text", {"head_dim": 12, "sliding_window": 6, "sliding_window_pattern": 2}),
+    "gemma3-scaled": Case(
+        "gemma3_text",
+        {
+            "head_dim": 8,
+            "sliding_window": 6,
+            "sliding_window_pattern": 2,
+            "rope_theta": 300.0,
+            "rope_local_base_freq": 40.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "query_pre_attn_scalar": 8,
+        },
+    ),
     "gpt2": Case("gpt2", {"n_inner": 45, "activation_function": "gelu_new"}, grouped=False),
     "gpt2-unscaled": Case("gpt2", {"n_inner": 45, "scale_attn_weights": False}, grouped=False),
     "gpt_neox": Case("gpt_neox", {"use_parallel_residual": True}, grouped=False),
@@ -167,7 +218,8 @@ def theirs(name: str) -> Any:
     with torch.no_grad():
         for parameter_name, value in network.named_parameters():
             if value.ndim == 1:
-                centre = 1.0 if "norm" in parameter_name.lower() and parameter_name.endswith("weight") else 0.0
+                norm = "norm" in parameter_name.lower() and parameter_name.endswith("weight")
+                centre = 1.0 if norm and not case.family.startswith("gemma") else 0.0
                 value.copy_(centre + 0.2 * torch.randn_like(value))
     return network
 

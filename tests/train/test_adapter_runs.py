@@ -117,6 +117,36 @@ def test_a_run_goes_on_as_if_it_had_not_ended(folder: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_adapters_that_were_saved_are_gone_on_with(folder: Path) -> None:
+    """By a new run, which begins where the other one's weights ended."""
+    asked = {"lora": 4, "lora_alpha": 6.0, "lora_on": "attention", "schedule": "constant", "warmup_steps": 0}
+    record, place = trained(folder, steps=3, **asked)
+    saved = place / str(record.checkpoint)
+    _, begun = trained(folder, adapters=str(saved), steps=1, schedule="constant", warmup_steps=0)
+    tensors, again = (
+        load_file(where / "adapter_model.safetensors") for where in (saved, begun / "checkpoints" / "step-00000001")
+    )
+    assert tensors.keys() == again.keys()
+    table = json.loads((begun / "checkpoints" / "step-00000001" / "adapter_config.json").read_text())
+    assert table == json.loads((saved / "adapter_config.json").read_text())
+    first = read_steps(place)[0].loss
+    # The first batch once more, after three steps that have learned of it.
+    assert read_steps(begun)[0].loss < first
+    for name in tensors:
+        assert (again[name] - tensors[name]).abs().max() < 0.02
+    for changed, told in (
+        ({"use_dora": True}, "not computed here"),
+        ({"target_modules": ["lm_head"]}, "target_modules"),
+    ):
+        (saved / "adapter_config.json").write_text(json.dumps(table | changed))
+        with pytest.raises(FlopwiseError, match=told):
+            trained(folder, adapters=str(saved), steps=1)
+    with pytest.raises(FlopwiseError, match="beside --lora"):
+        trained(folder, adapters=str(saved), lora=4)
+    with pytest.raises(FlopwiseError, match=r"holds no adapter_config\.json"):
+        trained(folder, adapters=str(folder))
+
+
 def test_a_merged_model_computes_what_its_parts_do(folder: Path) -> None:
     record, place = trained(folder, lora=4, lora_alpha=6.0, merge=True)
     tensors = load_file(place / str(record.checkpoint) / "adapter_model.safetensors")

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any
 
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.catalog.huggingface_settings import ConfigKeys
-from flopwise.work.transformer import Dropout, RotaryScaling
+from flopwise.work.transformer import Dropout, OtherAttention, RotaryScaling
 
 ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), "silu"),
@@ -247,9 +248,17 @@ def _rotary_dim(absent: float, old_key: str = "partial_rotary_factor") -> Rule:
 def rotary_note(settings: ConfigKeys) -> str:
     """What to tell about a rotary scaling that no description holds; what is counted does not depend on it."""
     kind = rotary_kind(settings)
-    if kind in ("default", "linear", *SCALINGS) or (kind == "su" and settings.table.get("model_type") == "phi3"):
+    known = ("default", "linear", *SCALINGS)
+    if kind == "by kind of block" and settings.table.get("model_type") in BY_KIND:
+        groups = (_rotary_settings(settings).group(name) for name in (SLIDING, FULL))
+        kind = next((own for group in groups if (own := group.text("rope_type", "default")) not in known), "default")
+    if kind in known or (kind == "su" and settings.table.get("model_type") == "phi3"):
         return ""
     return f"rotary scaling {shown(kind)} is left out; unscaled rotary positions are assumed"
+
+
+BY_KIND = ("gemma3_text", "olmo3")
+"""Families with rotary numbers for each kind of block."""
 
 
 def _bert_head(settings: ConfigKeys, family: Family) -> Head:
@@ -320,22 +329,194 @@ def _window(absent: int) -> Rule:
     return lambda settings: settings.size("sliding_window", absent=absent, null=0) or None
 
 
-def _qwen_window(settings: ConfigKeys) -> int | None:
-    """Qwen can give the window to its upper blocks only, which one repeated block cannot tell."""
-    window = settings.size("sliding_window", absent=4096, null=0)
-    if not settings.flag("use_sliding_window", absent=False) or not window:
-        return None
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Kinds of blocks, as `layer_types` has them."""
+
+Kinds = Callable[[ConfigKeys], list[str]]
+"""Finds the kind of each block."""
+Angles = Callable[[ConfigKeys, str], tuple[float, RotaryScaling | None] | None]
+"""Finds base and scaling of the rotary positions of a kind; None: it has no positions."""
+
+
+MOST_BLOCKS = 100_000
+"""Of a list of kinds."""
+
+
+def _blocks(settings: ConfigKeys) -> int:
+    """The number of blocks, where there is an entry for each."""
     layers = settings.size("num_hidden_layers")
-    full = min(settings.size("max_window_layers", absent=28, least=0), layers)
-    if kinds := settings.texts("layer_types"):
-        full, layers = sum(kind != "sliding_attention" for kind in kinds), len(kinds)
-    if full not in (0, layers):
+    if layers > MOST_BLOCKS:
         raise FlopwiseError(
-            f"{settings.owner}: {full} of {layers} blocks look back over everything, the others {window} tokens",
-            why="a description repeats one block",
-            hint='"use_sliding_window": false, or "max_window_layers": 0 for windows in all blocks',
+            f"{settings.owner}: num_hidden_layers = {shown(layers)} is too large",
+            why=f"kinds of blocks are listed for up to {MOST_BLOCKS:,}",
+            hint="correct num_hidden_layers",
         )
-    return window if full == 0 else None
+    return layers
+
+
+def _kinds(default: Kinds) -> Kinds:
+    """The kinds that a file lists, or else what its family's absent list stands for."""
+
+    def rule(settings: ConfigKeys) -> list[str]:
+        found = settings.texts("layer_types") or default(settings)
+        if set(found) - {SLIDING, FULL} or len(found) != _blocks(settings):
+            raise FlopwiseError(
+                f"{settings.owner}: layer_types cannot be described",
+                why=f"each block has {SLIDING} or {FULL}, and there is one entry for each",
+                hint="correct layer_types",
+            )
+        return found
+
+    return rule
+
+
+def _full_every(absent: int) -> Kinds:
+    """Every so many blocks one that looks back over everything."""
+
+    def rule(settings: ConfigKeys) -> list[str]:
+        every = settings.size("sliding_window_pattern", absent=absent, null=absent)
+        return [SLIDING if number % every else FULL for number in range(1, _blocks(settings) + 1)]
+
+    return _kinds(rule)
+
+
+def _usual_angles(absent: float) -> Angles:
+    return lambda settings, _: (_rotary_base("rope_theta", absent)(settings), _rotary_scaling(settings))
+
+
+def _by_kind(kinds: Kinds, angles: Angles, window: int | None = 4096) -> dict[str, Rule]:
+    """The rules of a family whose blocks come in kinds: those without a window have `other_attention`.
+
+    `window`: what an absent one stands for.
+    """
+
+    def attention(settings: ConfigKeys, kind: str) -> OtherAttention:
+        turned = angles(settings, kind)
+        base, scaling = turned or (10_000.0, None)
+        seen = settings.size("sliding_window", absent=window or 0, null=0) or None
+        return OtherAttention(
+            window=seen if kind == SLIDING else None,
+            rotary_base=base,
+            rotary_scaling=scaling,
+            rotary=turned is not None,
+        )
+
+    def first(settings: ConfigKeys) -> OtherAttention:
+        return attention(settings, SLIDING if SLIDING in kinds(settings) else FULL)
+
+    def others(settings: ConfigKeys) -> tuple[int, ...]:
+        found = kinds(settings)
+        if len(set(found)) == 1 or attention(settings, SLIDING) == attention(settings, FULL):
+            return ()
+        return tuple(layer for layer, kind in enumerate(found) if kind == FULL)
+
+    return {
+        "window": lambda settings: first(settings).window,
+        "rotary_base": lambda settings: first(settings).rotary_base,
+        "rotary_scaling": lambda settings: first(settings).rotary_scaling,
+        "positions": lambda settings: "rotary" if first(settings).rotary else "none",
+        "other_attention": lambda settings: attention(settings, FULL) if others(settings) else None,
+        "other_blocks": others,
+    }
+
+
+def _qwen_kinds(settings: ConfigKeys) -> list[str]:
+    """Qwen gives the window to its upper blocks only, if at all."""
+    if not settings.flag("use_sliding_window", absent=False):
+        return [FULL]
+    layers = _blocks(settings)
+    full = min(settings.size("max_window_layers", absent=28, least=0), layers)
+    return _kinds(lambda _: [FULL] * full + [SLIDING] * (layers - full))(settings)
+
+
+def _angles_by_kind(bases: Mapping[str, float], local_key: str = "rope_theta") -> Angles:
+    """A group of rotary numbers for each kind; in older files the scaling is for those without a window alone."""
+
+    def rule(settings: ConfigKeys, kind: str) -> tuple[float, RotaryScaling | None]:
+        rotary = _rotary_settings(settings)
+        if isinstance(rotary.table.get(kind), dict):
+            own = rotary.group(kind)
+            return own.number("rope_theta", absent=bases[kind]), _scaling_in(own, settings)
+        if kind == FULL:
+            return settings.number("rope_theta", absent=bases[kind]), _scaling_in(rotary, settings)
+        return settings.number(local_key, absent=bases[kind]), None
+
+    return rule
+
+
+def _smollm_kinds(settings: ConfigKeys) -> list[str]:
+    """Blocks without positions count as those of the other kind: SmolLM3 has no windows."""
+    layers = _blocks(settings)
+    every = settings.size("no_rope_layer_interval", absent=4)
+    given = settings.table.get("no_rope_layers")
+    turns = (
+        given if isinstance(given, list) and given else [int(number % every != 0) for number in range(1, layers + 1)]
+    )
+    if len(turns) != layers or SLIDING in settings.texts("layer_types"):
+        raise FlopwiseError(
+            f"{settings.owner}: no_rope_layers or layer_types cannot be described",
+            why="there is one entry for each block, and no block has a window",
+            hint="correct them",
+        )
+    return [SLIDING if turn else FULL for turn in turns]
+
+
+def _ministral_kinds(settings: ConfigKeys) -> list[str]:
+    windows = settings.size("sliding_window", absent=4096, null=0)
+    return _kinds(lambda _: [SLIDING if windows else FULL] * _blocks(settings))(settings)
+
+
+def _cap(key: str, absent: float | None) -> Rule:
+    """The cap under a key; null: none."""
+    return lambda settings: None if settings.table.get(key, absent) is None else settings.number(key, absent=absent)
+
+
+def _gemma_like(*, kv_heads: int, activation: str, context: int = 8192) -> dict[str, Rule]:
+    return {
+        **_llama_like(context=context, kv_heads=kv_heads),
+        **ATTENTION_BIAS,
+        "head_dim": _size("head_dim", absent=256),
+        "activation": _activation(activation, absent="gelu_pytorch_tanh"),
+        "norm_adds_one": _fix(True),
+        "embedding_scale": lambda settings: sqrt(settings.size("hidden_size")),
+        "tied": _flag("tie_word_embeddings", absent=True),
+    }
+
+
+def _gemma_sandwich(*, context: int, caps: tuple[float | None, float | None]) -> dict[str, Rule]:
+    return {
+        **_gemma_like(kv_heads=4, activation="hidden_activation", context=context),
+        "norm_place": _fix("sandwich"),
+        "attention_scale": lambda settings: settings.number("query_pre_attn_scalar", absent=256.0) ** -0.5,
+        "attention_cap": _cap("attn_logit_softcapping", caps[0]),
+        "logit_cap": _cap("final_logit_softcapping", caps[1]),
+    }
+
+
+def _olmo_like() -> dict[str, Rule]:
+    return {
+        **_llama_like(context=2048, kv_heads=0),
+        **ATTENTION_BIAS,
+        "norm_place": _fix("behind"),
+        "qk_norm": _fix(True),
+        "qk_norm_over": _fix("all"),
+        "norm_epsilon": _number("rms_norm_eps", absent=1e-5),
+    }
+
+
+def _cohere_like() -> dict[str, Rule]:
+    return {
+        **_llama_like(context=8192, kv_heads=0),
+        **ATTENTION_BIAS,
+        "norm": _fix("layer"),
+        "parallel_residual": _fix(True),
+        "shared_norm": _fix(True),
+        "rotary_pairs": _fix("neighbours"),
+        "rotary_base": _rotary_base("rope_theta", absent=500_000.0),
+        "logit_scale": _number("logit_scale", absent=0.0625),
+        "norm_epsilon": _number("layer_norm_eps", absent=1e-5),
+        "tied": _flag("tie_word_embeddings", absent=True),
+    }
 
 
 def _gpt2_ffn(settings: ConfigKeys) -> int:
@@ -390,6 +571,7 @@ ATTENTION_BIAS = {
     "output_bias": _flag("attention_bias", absent=False),
 }
 """One switch for all four products around attention."""
+NO_LOOKING_AHEAD = Only("use_bidirectional_attention", (False,), "its tokens see those that come after them")
 NO_QK_NORM = Only("qk_layernorm", (False,), "its norms of queries and keys are none that a description holds")
 
 FAMILIES: dict[str, Family] = {
@@ -422,7 +604,11 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         title="Qwen2",
         bare=("Qwen2Model",),
-        rules={**_llama_like(context=32768, kv_heads=32), "window": _qwen_window, "qkv_bias": _fix(True)},
+        rules={
+            **_llama_like(context=32768, kv_heads=32),
+            **_by_kind(_qwen_kinds, _usual_angles(10_000.0)),
+            "qkv_bias": _fix(True),
+        },
     ),
     "qwen3": Family(
         title="Qwen3",
@@ -430,7 +616,7 @@ FAMILIES: dict[str, Family] = {
         rules={
             **_llama_like(context=32768, kv_heads=32),
             "head_dim": _size("head_dim", absent=128),
-            "window": _qwen_window,
+            **_by_kind(_qwen_kinds, _usual_angles(10_000.0)),
             **ATTENTION_BIAS,
             "qk_norm": _fix(True),
         },
@@ -620,17 +806,11 @@ FAMILIES: dict[str, Family] = {
             "norm_epsilon": _number("rms_norm_eps", absent=1e-5),
         },
     ),
-    "olmo2": Family(
-        title="OLMo 2",
-        bare=("Olmo2Model",),
-        rules={
-            **_llama_like(context=2048, kv_heads=0),
-            **ATTENTION_BIAS,
-            "norm_place": _fix("behind"),
-            "qk_norm": _fix(True),
-            "qk_norm_over": _fix("all"),
-            "norm_epsilon": _number("rms_norm_eps", absent=1e-5),
-        },
+    "olmo2": Family(title="OLMo 2", bare=("Olmo2Model",), rules=_olmo_like()),
+    "olmo3": Family(
+        title="OLMo 3",
+        bare=("Olmo3Model",),
+        rules={**_olmo_like(), **_by_kind(_full_every(4), _angles_by_kind(dict.fromkeys((SLIDING, FULL), 500_000.0)))},
     ),
     "granite": Family(
         title="Granite",
@@ -651,17 +831,69 @@ FAMILIES: dict[str, Family] = {
         title="Cohere",
         bare=("CohereModel",),
         only=(Only("use_qk_norm", (False,), "its norms of queries and keys are none that a description holds"),),
+        rules=_cohere_like(),
+    ),
+    "cohere2": Family(
+        title="Cohere 2",
+        bare=("Cohere2Model",),
+        only=(Only("use_qk_norm", (False,), "its norms of queries and keys are none that a description holds"),),
         rules={
-            **_llama_like(context=8192, kv_heads=0),
+            **_cohere_like(),
+            **_by_kind(
+                _full_every(4),
+                # Blocks without a window have no positions.
+                lambda settings, kind: _usual_angles(10_000.0)(settings, kind) if kind == SLIDING else None,
+            ),
+        },
+    ),
+    "gemma": Family(
+        title="Gemma",
+        bare=("GemmaModel",),
+        only=(NO_LOOKING_AHEAD,),
+        rules=_gemma_like(kv_heads=16, activation="hidden_act"),
+    ),
+    "gemma2": Family(
+        title="Gemma 2",
+        bare=("Gemma2Model",),
+        only=(NO_LOOKING_AHEAD,),
+        rules={
+            **_gemma_sandwich(context=8192, caps=(50.0, 30.0)),
+            **_by_kind(_full_every(2), _usual_angles(10_000.0)),
+        },
+    ),
+    "gemma3_text": Family(
+        title="Gemma 3",
+        bare=("Gemma3TextModel",),
+        only=(NO_LOOKING_AHEAD,),
+        rules={
+            **_gemma_sandwich(context=131_072, caps=(None, None)),
+            "qk_norm": _fix(True),
+            **_by_kind(_full_every(6), _angles_by_kind({SLIDING: 10_000.0, FULL: 1e6}, "rope_local_base_freq")),
+        },
+    ),
+    "ministral": Family(
+        title="Ministral",
+        bare=("MinistralModel",),
+        rules={
+            **_llama_like(context=131_072, kv_heads=8),
+            **_by_kind(_ministral_kinds, _usual_angles(10_000.0)),
+        },
+    ),
+    "smollm3": Family(
+        title="SmolLM3",
+        bare=("SmolLM3Model",),
+        only=(Only("use_sliding_window", (False,), "windows and positions by block cannot be described together"),),
+        rules={
+            **_llama_like(context=32_768, kv_heads=4),
             **ATTENTION_BIAS,
-            "norm": _fix("layer"),
-            "parallel_residual": _fix(True),
-            "shared_norm": _fix(True),
-            "rotary_pairs": _fix("neighbours"),
-            "rotary_base": _rotary_base("rope_theta", absent=500_000.0),
-            "logit_scale": _number("logit_scale", absent=0.0625),
-            "norm_epsilon": _number("layer_norm_eps", absent=1e-5),
+            "ffn_bias": _flag("mlp_bias", absent=False),
             "tied": _flag("tie_word_embeddings", absent=True),
+            **_by_kind(
+                _smollm_kinds,
+                lambda settings, kind: _usual_angles(2e6)(settings, kind) if kind == SLIDING else None,
+                window=None,
+            ),
+            "window": _fix(None),
         },
     ),
     "seed_oss": Family(

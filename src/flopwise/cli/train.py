@@ -69,7 +69,7 @@ SETTINGS = (
 """Fields that the request has in common with the optimizer's settings."""
 PLAN_SAYS = (
     *("seq", "micro", "precision", "device_mem", "host_mem"),
-    *("lora", "lora_alpha", "lora_on", "rslora", "freeze", "base"),
+    *("lora", "lora_alpha", "lora_on", "rslora", "freeze", "base", "adapters"),
 )
 
 
@@ -85,7 +85,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
     from flopwise.setup.training import SCHEDULES, TASKS
     from flopwise.train.request import DATA_FORMATS, TrainRequest
 
-    for name in ("resume", "weights", "on", "store", "tokenizer"):
+    for name in ("resume", "weights", "on", "store", "tokenizer", "adapters"):
         if options.is_given(name) and not getattr(options, name).strip():
             raise FlopwiseError(f"--{name} is empty", why="a variable was not set?", hint=f"leave --{name} out")
     devices = read_option(options.gpus, "gpus", parse_count(1, "--gpus 8"))
@@ -113,6 +113,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
         rslora=trained.rslora,
         freeze=trained.freeze,
         base=read_option(options.base, "base", str.lower),
+        adapters=options.adapters or None,
         merge=options.merge,
         task=read_word(options.task, TASKS, "task"),
         learning_rate=read_option(options.learning_rate, "learning-rate", _parse_number("--learning-rate 3e-4")),

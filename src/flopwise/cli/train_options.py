@@ -78,6 +78,9 @@ class TrainOptions(Options):
     rslora: RsloraOption = False
     freeze: FreezeOption = "auto"
     base: BaseOption = "auto"
+    adapters: Annotated[
+        str, typer.Option(help="Folder of adapters to go on with, as PEFT saves them.", show_default=False)
+    ] = ""
     merge: Annotated[
         bool, typer.Option("--merge", help="At the end, write the whole model with its adapters merged into it.")
     ] = False

@@ -15,6 +15,8 @@ from flopwise.engine.devices import choose_device
 from flopwise.engine.executor import Executor
 from flopwise.engine.launch import Group, Rank
 from flopwise.engine.streaming.executor import StreamingExecutor
+from flopwise.engine.weights.adapter_files import from_peft
+from flopwise.engine.weights.checkpoint import ADAPTERS, LazyTensors
 from flopwise.engine.weights.finite import not_finite
 from flopwise.engine.weights.huggingface import from_huggingface
 from flopwise.engine.weights.initial import all_initial_values
@@ -83,6 +85,22 @@ def first_weights(
     for parameter, values in all_initial_values(drawn, seed, model.layers):
         executor.set_weights({parameter.name: values})
     return () if folder is None else tuple(sorted(name for name in missing if name not in beside))
+
+
+def begin_with_adapters(executor: Executor, model: Transformer, folder: Path) -> None:
+    """Adapters that PEFT or flopwise saved, in the place of first ones."""
+    path = folder / ADAPTERS
+    if not path.is_file():
+        raise FlopwiseError(
+            f"{folder} holds no {ADAPTERS}",
+            why="adapters are read from safetensors files, and from nothing that runs code when it is read",
+            hint="`save_pretrained` of today's PEFT writes one",
+        )
+    found = from_peft(model, LazyTensors(path))
+    bad = not_finite(found.items())
+    if bad:
+        raise FlopwiseError(f"{bad[0]} in {path} is not finite", why="every loss would be NaN", hint="other adapters")
+    executor.set_weights(found)
 
 
 def _check_shapes(executor: Executor, tensors: Mapping[str, Tensor]) -> None:

@@ -9,17 +9,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flopwise.base.errors import FlopwiseError
+from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.files import entry_kind, read_table
 from flopwise.catalog.hub import find_snapshot, is_hub_name
 from flopwise.catalog.huggingface import computed_otherwise
 from flopwise.catalog.load import is_plan, model_folder
 from flopwise.engine.data.tokenizer import BYTES, tokenizer_file
 from flopwise.engine.weights.weight_files import UNREAD_HINT, has_weights, unread_weights, weight_files
+from flopwise.setup.trained import TrainedWords
 from flopwise.train.request import TrainRequest
+from flopwise.work.adapters import TARGETS
 
 CONFIG = "config.json"
 STATE = "state.json"
+ADAPTER_CONFIG = "adapter_config.json"
+PEFT_MODULES = {
+    "all-linear": "all-linear",
+    **{f"{name}_proj": name for name in TARGETS},
+}
+"""PEFT's names of the matrices that adapters lie beside → ours."""
+NO_PLAIN_LORA = (
+    *("lora_dropout", "use_dora", "modules_to_save", "layers_to_transform", "rank_pattern", "alpha_pattern"),
+    *("exclude_modules", "trainable_token_indices", "lora_bias", "use_qalora", "megatron_config"),
+)
+"""Settings that make other adapters of them."""
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.txt", "vocab.json", "spiece.model", "*.tiktoken")
 """Files of tokenizers that are not read."""
 
@@ -51,6 +64,42 @@ def read_config(weights: Path | None) -> dict[str, Any] | None:
         return None
     folder = weights if weights.is_dir() else weights.parent
     return read_table(folder / CONFIG) if entry_kind(folder / CONFIG) == "file" else None
+
+
+def read_adapters(folder: Path) -> TrainedWords:
+    """What adapters of PEFT's format are; those that are not computed as their file says are refused."""
+    path = folder / ADAPTER_CONFIG
+    if entry_kind(path) != "file":
+        raise FlopwiseError(
+            f"{folder} holds no {ADAPTER_CONFIG}",
+            why="adapters are read as PEFT saves them",
+            hint="the folder of a checkpoint, or --lora 16",
+        )
+    table = read_table(path)
+    rank, alpha, modules = (table.get(name) for name in ("r", "lora_alpha", "target_modules"))
+    plain = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}
+    odd = [name for name, value in plain.items() if table.get(name, value) != value]
+    odd += [name for name in NO_PLAIN_LORA if table.get(name)]
+    if odd or not isinstance(rank, int) or not isinstance(alpha, int | float):
+        named = odd[0] if odd else "r or lora_alpha"
+        raise FlopwiseError(
+            f"{path}: these adapters are not computed here",
+            why=f"{named} is {shown(table.get(odd[0]) if odd else None)}",
+            hint="adapters of plain LoRA, of one rank, without dropout",
+        )
+    names = [modules] if isinstance(modules, str) else modules
+    if not isinstance(names, list) or not all(name in PEFT_MODULES for name in names):
+        raise FlopwiseError(
+            f"{path}: target_modules = {shown(modules)} are not the matrices of a block",
+            why=f"known are {', '.join(PEFT_MODULES)}",
+            hint="adapters of a model of the Llama, Mistral or Qwen kind",
+        )
+    return TrainedWords(
+        lora=rank,
+        lora_alpha=float(alpha),
+        lora_on=",".join(PEFT_MODULES[name] for name in names),
+        rslora=bool(table.get("use_rslora")),
+    )
 
 
 def check_weights(weights: Path | None) -> None:

@@ -28,11 +28,11 @@ from flopwise.records.plan import MOST_PAIRS, Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
-from flopwise.setup.trained import check_base
+from flopwise.setup.trained import TrainedWords, check_base
 from flopwise.setup.training import Task, Training
 from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
-from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names
+from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names, read_adapters
 from flopwise.train.own_data import Data, OwnData
 from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan, note_clipping
 from flopwise.train.request import TrainRequest, trained_words
@@ -307,9 +307,9 @@ def _model(
     elif request.model is None:
         # Each rank measures this machine for itself, and all have to train the same.
         widths = DEFAULT_WIDTHS if ranks == 1 else DEFAULT_WIDTHS[-1:]
-        described = trained_words(request).of(default_model(hardware, widths))
+        described = _words_of(request).of(default_model(hardware, widths))
     else:
-        described = trained_words(request).of(load_model(request.model))
+        described = _words_of(request).of(load_model(request.model))
     if not isinstance(described, Transformer):
         raise FlopwiseError(
             f"{described.name} cannot be trained yet",
@@ -317,6 +317,18 @@ def _model(
             hint="a transformer: `flopwise ls models`",
         )
     return described, weights
+
+
+def _words_of(request: TrainRequest) -> TrainedWords:
+    """What of the model is trained: as asked, or as the adapters say that it goes on with."""
+    asked = trained_words(request)
+    if request.adapters is None:
+        return asked
+    if asked != TrainedWords():
+        raise FlopwiseError(
+            "--adapters beside --lora or --freeze", why="the adapters' own file says what they are", hint="one of them"
+        )
+    return read_adapters(Path(request.adapters))
 
 
 def default_model(hardware: Hardware, widths: Sequence[int] = DEFAULT_WIDTHS) -> Transformer:

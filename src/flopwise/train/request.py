@@ -67,6 +67,8 @@ class TrainRequest(WrittenBatch):
     """Parts that are not trained."""
     base: str | None = None
     """Format of frozen weights; None: that of the activations beside adapters, else the trained ones'."""
+    adapters: str | None = None
+    """A folder of adapters that PEFT or flopwise saved, to go on with; it says their rank and the rest."""
     merge: bool = False
     """Write the whole model with its adapters merged into it, at the end."""
     seed: int = 0

@@ -47,7 +47,7 @@ from flopwise.store.runs import (
     write_record,
 )
 from flopwise.store.sweeps import own_attempt, tell_sweep
-from flopwise.train.building import build_executor, first_weights, rank_group
+from flopwise.train.building import begin_with_adapters, build_executor, first_weights, rank_group
 from flopwise.train.events import Callback, LogFile, Logger, LoggerCallback, Started
 from flopwise.train.loop import Loop, LoopSettings, Progress, restore
 from flopwise.train.measuring import commit, measure, metrics
@@ -211,6 +211,8 @@ class _Run:
 
     def _executor(self, prepared: Prepared) -> Executor:
         plan, model = prepared.plan, prepared.model
+        # What could not be saved is told before anything is trained.
+        _adapter_config(prepared)
         program = compile_plan(plan, model) if isinstance(plan, Plan) else None
         return build_executor(
             plan,
@@ -232,6 +234,8 @@ class _Run:
             missing = first_weights(executor, model, prepared.training.seed, prepared.weights, tokens)
             if missing:
                 self.listeners.on_note(f"drawn anew, since the weights have none: {', '.join(missing[:4])}")
+            if self.request.adapters is not None:
+                begin_with_adapters(executor, model, Path(self.request.adapters))
             return Progress()
         loaded = self.resumed.loaded
         if model.adapters is not None:

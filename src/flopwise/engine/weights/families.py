@@ -54,6 +54,11 @@ def _like_llama(*, final_norm: str = LLAMA_ENDS["final_norm"], **layer: str) -> 
 
 
 NORMS_BEHIND = {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}
+NORMS_AROUND = {
+    "attention_norm": "post_attention_layernorm",
+    "norm2": "pre_feedforward_layernorm",
+    "feed_norm": "post_feedforward_layernorm",
+}
 FUSED_GATE = {"gate_up": "mlp.gate_up_proj"}
 
 
@@ -203,6 +208,81 @@ def _cohere(model: Transformer) -> Config:
     }
 
 
+def layer_types(model: Transformer) -> list[str]:
+    """The kind of each block."""
+    windows = (model.kind_of(layer).window for layer in range(model.layers))
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]
+
+
+def _windows(model: Transformer) -> Config:
+    return {"sliding_window": model.window, "layer_types": layer_types(model)}
+
+
+def _full(model: Transformer) -> Transformer:
+    """The kind that looks back over everything; where there is none, the only one."""
+    return next((kind for kind in model.kinds if kind.window is None), model)
+
+
+def _gemma(model: Transformer) -> Config:
+    return {"head_dim": model.head_dim, "attention_bias": model.qkv_bias}
+
+
+def _gemma2(model: Transformer) -> Config:
+    return {
+        **_gemma(model),
+        **_windows(model),
+        "hidden_activation": activation_of(model),
+        "query_pre_attn_scalar": _squared(1.0 / model.score_scale),
+        "attn_logit_softcapping": model.attention_cap,
+        "final_logit_softcapping": model.logit_cap,
+    }
+
+
+def _squared(root: float) -> float:
+    """The round number that a root is of, where there is one."""
+    whole = round(root * root)
+    return whole if abs(root * root - whole) < 1e-6 * whole else root * root
+
+
+def _gemma3(model: Transformer) -> Config:
+    full = _full(model)
+    local = {} if model.window is None else {"rope_local_base_freq": model.rotary_base}
+    return {
+        **_gemma2(model),
+        "rope_theta": full.rotary_base,
+        **local,
+        "rope_scaling": rotary_scaling_of(full.rotary_scaling),
+    }
+
+
+def _olmo3(model: Transformer) -> Config:
+    full = _full(model)
+    plain = {"rope_type": "default"}
+    groups = {
+        "full_attention": (rotary_scaling_of(full.rotary_scaling) or plain) | {"rope_theta": full.rotary_base},
+        "sliding_attention": plain | {"rope_theta": model.rotary_base},
+    }
+    return {
+        "attention_bias": model.qkv_bias,
+        **_windows(model),
+        # Of the older keys `transformers` takes the base for one kind alone.
+        "rope_theta": full.rotary_base,
+        "rope_scaling": None,
+        "rope_parameters": groups,
+    }
+
+
+def _smollm3(model: Transformer) -> Config:
+    turns = [int(model.kind_of(layer).positions == "rotary") for layer in range(model.layers)]
+    return {
+        "attention_bias": model.qkv_bias,
+        "mlp_bias": model.ffn_bias,
+        "use_sliding_window": False,
+        "no_rope_layers": turns,
+        "layer_types": ["full_attention"] * model.layers,
+    }
+
+
 def _seed_oss(model: Transformer) -> Config:
     return {
         "head_dim": model.head_dim,
@@ -285,6 +365,7 @@ SAVED: dict[str, SavedFamily] = {
         names=_like_llama(**NORMS_BEHIND),
         own=lambda model: {"attention_bias": model.qkv_bias},
     ),
+    "olmo3": SavedFamily(architecture="Olmo3ForCausalLM", names=_like_llama(**NORMS_BEHIND), own=_olmo3),
     "granite": SavedFamily(architecture="GraniteForCausalLM", own=_granite),
     "glm": SavedFamily(architecture="GlmForCausalLM", names=_like_llama(**FUSED_GATE), own=_glm),
     "glm4": SavedFamily(
@@ -293,6 +374,14 @@ SAVED: dict[str, SavedFamily] = {
         own=_glm,
     ),
     "cohere": SavedFamily(architecture="CohereForCausalLM", own=_cohere),
+    "cohere2": SavedFamily(architecture="Cohere2ForCausalLM", own=lambda model: {**_cohere(model), **_windows(model)}),
+    "gemma": SavedFamily(architecture="GemmaForCausalLM", own=_gemma),
+    "gemma2": SavedFamily(architecture="Gemma2ForCausalLM", names=_like_llama(**NORMS_AROUND), own=_gemma2),
+    "gemma3_text": SavedFamily(architecture="Gemma3ForCausalLM", names=_like_llama(**NORMS_AROUND), own=_gemma3),
+    "ministral": SavedFamily(
+        architecture="MinistralForCausalLM", own=lambda model: {"head_dim": model.head_dim, **_windows(model)}
+    ),
+    "smollm3": SavedFamily(architecture="SmolLM3ForCausalLM", own=_smollm3),
     "seed_oss": SavedFamily(architecture="SeedOssForCausalLM", own=_seed_oss),
 }
 """By `model_type`, the families whose configuration says more than the structure of the first six does."""

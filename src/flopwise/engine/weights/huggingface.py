@@ -22,11 +22,12 @@ from flopwise.engine.weights.families import (
     SAVED,
     Names,
     activation_of,
+    layer_types,
     rotary_scaling_of,
 )
 from flopwise.engine.weights.initial import LEAST_DEVIATION
 from flopwise.work.parameters import Parameter, parameters_of
-from flopwise.work.transformer import Dropout, Transformer
+from flopwise.work.transformer import Dropout, OtherAttention, Transformer
 
 PREFIXES = ("model.", "transformer.", "bert.", "gpt_neox.")
 """What the names of the network without its head begin with in a file of the network with one."""
@@ -123,10 +124,10 @@ def family_of(model: Transformer) -> str:
             return "qwen3"
         if not model.qk_norm and attention_biases == (True, False) and not model.ffn_bias:
             return "qwen2"
-        if not model.qk_norm and not biased and model.window is not None:
+        if not model.qk_norm and not biased and model.window is not None and model.other_attention is None:
             return "mistral"
         # The configuration of Llama alone insists on a width that its heads divide.
-        whole = model.hidden % model.heads == 0 and model.window is None
+        whole = model.hidden % model.heads == 0 and model.window is None and model.other_attention is None
         if not model.qk_norm and model.qkv_bias == model.output_bias and whole:
             return "llama"
     raise FlopwiseError(
@@ -138,7 +139,7 @@ def family_of(model: Transformer) -> str:
 
 PLAIN = Transformer(name="plain", title="", source="", layers=1, hidden=2, heads=1, ffn=1, vocab=1, context=1)
 VALUES_ONLY = (
-    *("norm_adds_one", "qk_norm_over", "shared_norm", "rotary_dim", "rotary_pairs", "other_blocks"),
+    *("norm_adds_one", "qk_norm_over", "shared_norm", "rotary_dim", "rotary_pairs"),
     *("attention_cap", "logit_cap", "embedding_scale", "residual_scale", "logit_scale"),
 )
 """Fields that the first six families leave as they are."""
@@ -166,12 +167,18 @@ def has_class(model: Transformer) -> bool:
     return True
 
 
+def _seeing_all(model: Transformer) -> OtherAttention:
+    """Attention that differs in its window alone."""
+    return OtherAttention(rotary_base=model.rotary_base, rotary_scaling=model.rotary_scaling)
+
+
 def _is_llama_like(model: Transformer) -> bool:
     return (
         _is_plain(model)
         and model.causal
         and model.head == "language"
         and model.attention_scale is None
+        and model.other_attention in (None, _seeing_all(model))
         and model.positions == "rotary"
         and (model.norm, model.norm_bias, model.norm_place) == ("rms", False, "pre")
         and model.final_norm
@@ -190,6 +197,7 @@ def _has_gpt_blocks(model: Transformer) -> bool:
     """Learned positions, LayerNorm, two matrices in the feed-forward part, biases in all of them."""
     return (
         _is_plain(model)
+        and model.other_attention is None
         and model.positions == "learned"
         and (model.norm, model.norm_bias) == ("layer", True)
         and model.qkv_bias
@@ -412,9 +420,11 @@ def _llama_config(model: Transformer, family: str) -> dict[str, Any]:
         own = {
             "use_sliding_window": model.window is not None,
             "sliding_window": model.window,
-            # The first block with a window: all have one, or none.
-            "max_window_layers": 0 if model.window is not None else model.layers,
+            # The first block with a window, where those are the upper ones.
+            "max_window_layers": len(model.other_blocks) if model.window is not None else model.layers,
         }
+    if model.other_blocks:
+        own["layer_types"] = layer_types(model)
     if family == "qwen3":
         own["attention_bias"] = model.qkv_bias
     return {
