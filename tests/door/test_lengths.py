@@ -129,7 +129,11 @@ def test_predict_and_plan_take_them() -> None:
     step = fw.predict("bert-base", on="h200", seq=128, batch=2, lengths=[24, 40])
     assert (step.lengths, step.batch_tokens, step.sequence_tokens) == ("packed:24,40", 64, 128)
     assert fw.predict("bert-base", on="h200", batch=2, lengths=[24, 40]).sequence_tokens == 40
-    assert fw.predict("bert-base", on="h200", seq=128, batch=2, lengths=[24, 40], layout="padded").step_s > step.step_s
+    packed, padded = (
+        fw.predict("bert-base", on="h200", seq=128, batch=512, lengths=[24, 40], layout=layout)
+        for layout in ("packed", "padded")
+    )
+    assert padded.step_s > packed.step_s
     spread = fw.predict("bert-base", on="h200", seq=128, batch=8, lengths="mean=24", devices=2)
     assert spread.lengths == "padded:24"
     plan = fw.plan("bert-base", on="h200", seq=128, batch=2, lengths=[24, 40])

@@ -63,12 +63,15 @@ def test_sequences_of_full_length_take_as_long_however_they_lie() -> None:
 
 
 def test_less_padding_is_less_time() -> None:
-    found = steps([asked(count_lengths(SOME, layout)) for layout in ("packed", "longest", "padded")])
+    # Of a batch that keeps the host ahead.
+    large = {"batch_sequences": 512, "micro_batch_sequences": 64}
+    found = steps([asked(count_lengths(SOME[2:], layout), **large) for layout in ("packed", "longest", "padded")])
     assert found[0].step_s < found[1].step_s < found[2].step_s
-    # The batch that takes the most has the longest of them eight times.
-    assert found[0].device_bytes == found[1].device_bytes == found[2].device_bytes
+    # The batch that takes the most has the longest of them everywhere.
+    assert found[0].device_bytes == found[1].device_bytes
+    assert found[1].device_bytes.total < found[2].device_bytes.total
     shorter = step(asked(count_lengths([3, 40])))
-    assert shorter.device_bytes.total < found[0].device_bytes.total
+    assert shorter.device_bytes.total < step(asked(count_lengths(SOME))).device_bytes.total
     assert any("40 tokens" in note for note in shorter.notes)
 
 

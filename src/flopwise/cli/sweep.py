@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flopwise.report.sweeps import Preview
     from flopwise.setup.hardware import Hardware
     from flopwise.store.cells import Cell, SweepRecord
-    from flopwise.sweep.grid import Grid
+    from flopwise.sweep.grid import Axes, Grid
     from flopwise.sweep.sweep_file import SweepFile
 
 DEFAULT_STEPS = 20
@@ -165,8 +165,9 @@ class _Asked(_AskedSweep):
         run = _read_run(options, file)
         request = {**{axis: _plain(given) for axis, given in {**file.grid, **flags}.items()}, **_further(file)}
         self.hardware: dict[str, Hardware] = {}
-        grid = self._grid(file, flags, run)
+        # First what is wrong with files: it is told before this machine is measured.
         settings = _parse_run(run)
+        grid = self._grid(file, flags, run)
         self.skipped, self.problems = grid.skipped, {}
         # The rules' words need not be those of the cells: what they came to is kept.
         request[SKIPPED] = dict(grid.skipped)
@@ -185,6 +186,7 @@ class _Asked(_AskedSweep):
 
         here = THIS_CPU if run.get("device") == "cpu" else THIS_MACHINE
         every = all_axes(file, flags if "on" in flags or "on" in file.grid else {"on": here, **flags})
+        _check_data(every, run)
         named = {name: find_hardware(name) for axes in every for name in axes.on}
         self.hardware = {hardware_word(name, machine): machine for name, machine in named.items()}
         self.titles = {name: machine.title for name, machine in self.hardware.items()}
@@ -252,6 +254,16 @@ class _Stored(_AskedSweep):
         from flopwise.store.sweeps import write_sweep
 
         write_sweep(store, self.record)
+
+
+def _check_data(every: Sequence[Axes], run: Mapping[str, Any]) -> None:
+    """What is wrong with the data for any of the models, as `flopwise train` tells it."""
+    from flopwise.train.data_checks import check_data
+    from flopwise.train.request import TrainRequest
+
+    data, tokenizer = tuple(run.get("data") or ()), run.get("tokenizer") or None
+    for name in dict.fromkeys(name for axes in every for name in axes.model) if data else ():
+        check_data(TrainRequest(model=name, data=data, tokenizer=tokenizer))
 
 
 def _read_file(path: str) -> SweepFile:

@@ -5,11 +5,12 @@ Everything here is a small set of constants per device; nothing is keyed by a pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.work.formats import WIDTH_BYTES
 
+MOST_FACTOR = 10.0
 LEAST_SHARE = 1e-3
 """A kernel that reaches less than a thousandth of the peak is described wrongly."""
 
@@ -99,6 +100,23 @@ class AttentionEfficiency:
     """Seconds of a (query, key) pair beside its products, forward and backward: a CPU's exponentials."""
     whole_keys: int | None = None
     """Keys of a block that a causal mask leaves whole, as torch's kernel for CPUs does."""
+    others: dict[str, tuple[float, float]] | None = None
+    """Kernel → how many times as fast it is, forward and backward, of kernels that may be installed instead."""
+    kernel: str | None = None
+    """Which of the others these are the rates of; None: of the one that was measured."""
+
+    def by(self, kernel: str) -> AttentionEfficiency:
+        """The rates of another kernel; these where nobody has compared it."""
+        if kernel not in (self.others or {}):
+            return self
+        forward, backward = (self.others or {})[kernel]
+        return replace(
+            self,
+            forward=tuple((tokens, min(1.0, share * forward)) for tokens, share in self.forward),
+            backward=tuple((tokens, min(1.0, share * backward)) for tokens, share in self.backward),
+            others=None,
+            kernel=kernel,
+        )
 
     def __post_init__(self) -> None:
         _share("attention.head_dim_64", self.head_dim_64)
@@ -106,6 +124,12 @@ class AttentionEfficiency:
             _share("attention.head_dim_64_backward", self.head_dim_64_backward)
         if self.packed_most is not None:
             _share("attention.packed_most", self.packed_most)
+        for name, factors in (self.others or {}).items():
+            if not 0 < min(factors) <= max(factors) <= MOST_FACTOR:
+                raise FlopwiseError(
+                    f"attention.others.{name} must be two factors above 0 and up to {MOST_FACTOR:g}, got {factors!r}",
+                    hint="[1.09, 1.13]: as fast as the kernel that was measured, times so much, forward and backward",
+                )
         pair_s, whole_keys = self.pair_s or (0.0, 0.0), self.whole_keys or 0
         if not 0 <= min(pair_s) <= max(pair_s) < 1 or not 0 <= whole_keys < 2**20:
             raise FlopwiseError(

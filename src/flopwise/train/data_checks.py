@@ -6,9 +6,11 @@ from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import is_plan, load_model, load_plan
+from flopwise.engine.data.classification import only_label
+from flopwise.engine.data.corpus import no_text
 from flopwise.engine.data.examples import check_template, kind_of_source
-from flopwise.engine.data.records import check_columns
-from flopwise.engine.data.sources import check_beginnings, find_sources
+from flopwise.engine.data.records import check_columns, check_row, samples, table_rows
+from flopwise.engine.data.sources import DataSource, check_beginnings, find_sources, survey
 from flopwise.engine.data.tokenizer import load_tokenizer
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights
 from flopwise.train.request import TrainRequest
@@ -32,11 +34,33 @@ def check_data(request: TrainRequest) -> None:
             if kind == "text":
                 check_columns(source, columns)
             kinds.setdefault(kind, str(source.path))
+        if labelled and sources and named == request.data:
+            _check_labels(sources, request)
     weights = find_weights(request)
     check_weights(weights)
     tokenizer = load_tokenizer(choose_tokenizer(request, weights), ANY_VOCABULARY)
     for kind, path in kinds.items():
         check_template(kind, tokenizer, path)
+
+
+def _check_labels(sources: tuple[DataSource, ...], request: TrainRequest) -> None:
+    """Refuse data without a text, or with one label; mostly the beginning of a file says that there are others."""
+    found: set[str] = set()
+    for source in sources:
+        for _, row in table_rows(source, None):
+            check_row(source.path, 1, row, (request.text_column, request.label_column))
+            if str(row[request.text_column]).strip():
+                found.add(str(row[request.label_column]))
+            if len(found) > 1:
+                return
+    found.clear()
+    for entry in survey(sources, None):
+        for sample in samples(entry, request.text_column, request.label_column, None):
+            if sample.text.strip():
+                found.add(sample.label)
+            if len(found) > 1:
+                return
+    raise only_label(found.pop()) if found else no_text(request.data)
 
 
 def _is_labelled(request: TrainRequest) -> bool:

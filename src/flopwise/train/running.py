@@ -211,6 +211,8 @@ class _Run:
 
     def _executor(self, prepared: Prepared) -> Executor:
         plan, model = prepared.plan, prepared.model
+        # What could not be saved is told before anything is trained.
+        _adapter_config(prepared)
         program = compile_plan(plan, model) if isinstance(plan, Plan) else None
         return build_executor(
             plan,

@@ -151,11 +151,16 @@ def _check_labels(training: Opened) -> None:
     if not facts["labels"]:
         raise no_text(training.named)
     if len(facts["labels"]) == 1:
-        raise FlopwiseError(
-            f"there is only one label, {shown(facts['labels'][0])}",
-            why="a classifier needs at least two to tell apart",
-            hint="check the column of the labels",
-        )
+        raise only_label(facts["labels"][0])
+
+
+def only_label(label: str) -> FlopwiseError:
+    """Of data that teaches nothing."""
+    return FlopwiseError(
+        f"there is only one label, {shown(label)}",
+        why="a classifier needs at least two to tell apart",
+        hint="check the column of the labels",
+    )
 
 
 def _order_labels(found: tuple[str, ...], known: tuple[str, ...]) -> tuple[tuple[str, ...], list[str]]:

@@ -28,6 +28,13 @@ def _layers(model: Transformer) -> dict[str, dict[Target, str]]:
     adapters, names = model.adapters, NAMES[family_of(model)].layer
     assert adapters is not None
     without = "up" if model.gated else "gate_up"
+    fused = next((name for product in RESULTS for name in names.get(product, ()) if _is_fused(product, names)), None)
+    if fused is not None:
+        raise FlopwiseError(
+            f"{model.name}: adapters of this network cannot be saved yet",
+            why=f"transformers has {fused} in one, for which PEFT has one adapter and there are several here",
+            hint="--freeze embedding,blocks.0-15, or a model of the Llama, Mistral or Qwen kind",
+        )
     return {
         product: {
             target: name for target, name in zip(RESULTS[product], layers, strict=True) if target in adapters.targets
@@ -35,6 +42,11 @@ def _layers(model: Transformer) -> dict[str, dict[Target, str]]:
         for product, layers in names.items()
         if product in RESULTS and product != without
     }
+
+
+def _is_fused(product: str, names: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether a family has several of our results in one layer."""
+    return product in names and len(names[product]) != len(RESULTS[product])
 
 
 def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:

@@ -79,6 +79,8 @@ def notes(model: Model, hardware: Hardware, sequence_tokens: int) -> tuple[str, 
     estimated = estimated_words(hardware)
     if estimated:
         found.append(estimated)
+    if hardware.efficiency.attention.kernel:
+        found.append(f"attention is predicted as {hardware.efficiency.attention.kernel}, which is installed here")
     if hardware.link is not None:
         kind = hardware.sources[hardware.link.bandwidth_bytes_per_s.source].kind
         if kind != "measured":

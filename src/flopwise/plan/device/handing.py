@@ -15,9 +15,11 @@ GRAPH = "the graph's start"
 
 REPLAY_S = 0.25e-3
 """What it takes for a step that is replayed: the tokens are laid out, the graph is handed over, its end is awaited."""
-MUCH = 0.15
-"""Above this share of the device's time the host's is worth a graph: waits of single kernels add up, and of a step
-that took the card 126 ms one machine's host was done after 78 and another's after 163."""
+MUCH = 0.5
+"""Above this share of the device's time the host's is worth a graph: waits of single kernels add up."""
+MUCH_ALONE = 0.15
+"""The same of a step without copies over the link, which hide no wait: of one that took the card 126 ms one machine's
+host was done after 78, another's after 163."""
 
 BLOCK_KERNELS, ENDS_KERNELS, HEAD_KERNELS, UPDATE_KERNELS = 52, 24, 20, 2
 """Kernels of a (layer, chunk) there and back, of a chunk's embedding, of a piece of the head, of a part's update, as
@@ -45,7 +47,13 @@ def is_replayed(plan: Plan, hardware: Hardware, step_s: float) -> bool:
     """
     if hardware.device.kind == "cpu" or plan.update_place == "host" or kernels_of(plan) > MOST_KERNELS:
         return False
-    return handing_s(plan, hardware) > MUCH * step_s
+    return handing_s(plan, hardware) > (MUCH_ALONE if _stays(plan) else MUCH) * step_s
+
+
+def _stays(plan: Plan) -> bool:
+    """Whether weights, optimizer state and what backward keeps stay on the device."""
+    state = (plan.weights, plan.optimizer_state)
+    return all(each.blocks == plan.layers for each in state) and "".join(plan.saves).isupper()
 
 
 def host_waits(plan: Plan, hardware: Hardware, step_s: float) -> dict[str, float]:

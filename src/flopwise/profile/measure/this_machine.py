@@ -88,7 +88,23 @@ def this_machine() -> Hardware:
             why="its peak is unknown, and another card's would give a wrong answer",
             hint="`flopwise calibrate --like h100-sxm` measures it; or describe it in a TOML; or `--on this-cpu`",
         )
-    return load_hardware(known)
+    return with_installed(load_hardware(known))
+
+
+FLASH_4 = "flash-attn-4"
+"""FlashAttention-4 as packages name it; FlashAttention-2 has its module's name."""
+
+
+def with_installed(hardware: Hardware) -> Hardware:
+    """With the rates of the attention that a training calls here: FlashAttention-4, where a Hopper GPU has it."""
+    if hardware.device.architecture != "Hopper":
+        return hardware
+    try:
+        metadata.distribution(FLASH_4)
+    except metadata.PackageNotFoundError:
+        return hardware
+    efficiency = hardware.efficiency
+    return replace(hardware, efficiency=replace(efficiency, attention=efficiency.attention.by("flash-4")))
 
 
 def name_key(title: str) -> str:
