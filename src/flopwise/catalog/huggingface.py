@@ -6,13 +6,8 @@ Left out, because no description holds it: quantisation, auxiliary losses.
 from __future__ import annotations
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.catalog.huggingface_families import (
-    EVERYWHERE,
-    FAMILIES,
-    Family,
-    activation_note,
-    rotary_note,
-)
+from flopwise.catalog.huggingface_families import EVERYWHERE, FAMILIES
+from flopwise.catalog.huggingface_rules import Family, activation_note, rotary_note
 from flopwise.catalog.huggingface_settings import ConfigKeys
 from flopwise.work.transformer import Transformer
 

@@ -133,20 +133,7 @@ class Player:
             head_products=self._head_products(products),
         )
         spare_bytes = spare_under_cap(plan, program) if slabs.device.type == "cuda" else 0
-        self.blocks = {
-            kind: Block(
-                kind,
-                describe(kind, plan.sequence_tokens),
-                operators,
-                self.saved,
-                deterministic=deterministic,
-                spare_bytes=spare_bytes,
-            )
-            for kind in model.kinds
-        }
-        """One for each kind of block."""
-        for block in self.blocks.values():
-            block.drops_weights = dropout is not None and dropout.attention > 0
+        self.blocks = self._make_blocks(deterministic=deterministic, spare_bytes=spare_bytes)
         self.cut = plan.chunks_per_sequence > 1
         self.embedding_head = EmbeddingHead(model, work, operators)
         self.updates = Updates(training, self.formats, self.numbers, slabs.device)
@@ -199,6 +186,17 @@ class Player:
                 buffer, tokens = self.slabs.buffers[index], self.plan.sequence_tokens
                 tensors = SequenceTensors(buffer, self.saved, tokens, block.extras, packed=packed)
                 self.sequences[kind] = SequenceBlock(block, tensors)
+
+    def _make_blocks(self, *, deterministic: bool, spare_bytes: int) -> dict[Transformer, Block]:
+        """One for each kind of block."""
+        dropout = None if self.drops is None else self.model.dropout
+        found = {}
+        for kind in self.model.kinds:
+            work = describe(kind, self.plan.sequence_tokens)
+            block = Block(kind, work, self.operators, self.saved, deterministic=deterministic, spare_bytes=spare_bytes)
+            block.drops_weights = dropout is not None and dropout.attention > 0
+            found[kind] = block
+        return found
 
     def _kind(self, task: Task) -> Transformer:
         """The kind of the block that a task is about."""
