@@ -117,7 +117,8 @@ def their_logits(theirs: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor
     return result
 
 
-@pytest.mark.parametrize("name", TINY)
+# Cohere's rotation is in fp32 whatever the type of the numbers: the test of single precision has it.
+@pytest.mark.parametrize("name", [name for name in TINY if name != "cohere"])
 def test_logits_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = TINY[name]
     module = random_module(model)

@@ -154,7 +154,8 @@ def rotate(
             cosine, sine = (each.index_select(0, positions[block]) for each in table)
         cosine, sine = cosine[:, None], sine[:, None]
         if scale != 1.0:
-            cosine, sine = cosine * scale, sine * scale
+            # In fp32, as the angles are.
+            cosine, sine = ((each.to(torch.float32) * scale).to(wide) for each in (cosine, sine))
         if inverse:
             sine = -sine
         first, second = source[block, :, one].to(wide), source[block, :, other].to(wide)
