@@ -264,6 +264,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--profile", default="")
     given = parser.parse_args()
+    given.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, object]] = []
     for cell in CELLS:
         if cell.name not in given.cells.split(","):

@@ -161,7 +161,7 @@ def test_rows_of_equal_sequences_are_exact() -> None:
     assert same.rows(33, chunks=4, room=33 * 128, granule=256) == 1024
     assert count_lengths([128]).rows(32, chunks=1, room=32 * 128, granule=256) == 4096
     assert granule_of(32 * 128) == 256
-    assert granule_of(8) == 64
+    assert granule_of(8) == 256
 
 
 def test_more_lengths_than_are_told_apart_keep_their_mean_and_the_longest() -> None:

@@ -29,7 +29,8 @@ LONGEST_TOKENS = 2**30
 
 SHAPES = 16
 """Sizes that packed chunks of a GPU come in."""
-LEAST_GRANULE = 64
+LEAST_GRANULE = 256
+"""A step of fewer rows takes no less time, and each further size is a step played task by task and a graph made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

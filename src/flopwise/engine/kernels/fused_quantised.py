@@ -52,7 +52,7 @@ def _dequantise_int8_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     value = tl.load(codes + row * code_stride + column, mask=column < depth, other=0).to(tl.int8, bitcast=True)
-    scaled = value.to(tl.float32) * (tl.load(scales + row) / 127.0)
+    scaled = value.to(tl.float32) * tl.div_rn(tl.load(scales + row), 127.0)
     tl.store(out + row * out_stride + column, scaled.to(out.dtype.element_ty), mask=column < depth)
 
 
