@@ -56,7 +56,7 @@ VALUES = {
     *("h100-sxm", "h200", "this-machine", "device.toml", "bf16", "bf16-mixed", "bf16-amp", "fp8", "adamw", "cpu"),
     *("language", "classification", "FOLDER", "NAME", "data.csv", "mean=24", "packed", "padded", "longest"),
     *("this-cpu", "cuda", "auto", "layers=2,4", "head=classifier", "labels=2", "bf16,gradients=fp32", '"$store"'),
-    *("all-linear", "embedding,blocks.0-15"),
+    *("all-linear", "embedding,blocks.0-15", "all", "bytes", "tokens-uint16"),
 }
 """Words that messages give as values; what begins with a digit or a hole is one too."""
 
@@ -99,6 +99,9 @@ def test_connectives_and_values_are_all_in_use() -> None:
         ("a run with --no-checkpoint", "a run with checkpoint=False"),
         ("--learning-rate 0.0001, or --clip 1.0", "learning_rate=0.0001, or clip=1.0"),
         ("--task language | classification", 'task="language" | "classification"'),
+        ("every token (--train-on all), or a longer --seq", 'every token (train_on="all"), or a longer seq'),
+        ("--data-format tokens-uint16 | tokens-uint32, as", 'data_format="tokens-uint16" | "tokens-uint32", as'),
+        ("--tokenizer with another, or --tokenizer bytes", 'tokenizer with another, or tokenizer="bytes"'),
         ("--store FOLDER names another store", "store=FOLDER names another store"),
         ("nsys export --type sqlite", "nsys export --type sqlite"),
     ],

@@ -121,7 +121,7 @@ def test_recorded_runs_of_the_offload_trainer(monkeypatch: pytest.MonkeyPatch) -
         return (by_row[run.row] for run in asked)
 
     for module in (recorded, evidence):
-        monkeypatch.setattr(module, "repeated_steps", repeated)
+        monkeypatch.setattr(module, "repeat_steps", repeated)
     found = recorded.validate_recorded(runs, shapes, {}, protocol="p")
     assert (found.n, found.unpredicted, len(found.rows)) == (591, 0, 769)
     assert found.median_error is not None and found.median_error <= 0.05

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from flopwise.catalog.load import load_model
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.plan import Plan, Residency
 from flopwise.report.export.by_name import TARGETS, export_plan
-from flopwise.report.export.ledger import AnyPlan, Export
+from flopwise.report.export.ledger import UNEVEN, AnyPlan, Export
 from flopwise.setup.parallel import Parallel
 from flopwise.work.transformer import RotaryScaling, Transformer
 from tests.support.export_plans import EXPERTS, MODEL, cluster, cluster_plans, device_plans, one_device
@@ -204,6 +205,14 @@ def test_plain_plans_can_be_exported(target: str) -> None:
     """So that the properties above are not about refusals alone."""
     assert export_plan(cluster(), MODEL, target).carried
     assert export_plan(one_device(), MODEL, target).carried
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("make", [cluster, one_device])
+def test_lengths_are_lost_where_a_plan_has_them(make: Callable[..., AnyPlan], target: str) -> None:
+    even, uneven = (export_plan(make(lengths=words), MODEL, target) for words in (None, "packed:5x2,17,512"))
+    assert "lengths" in even.carried
+    assert uneven.left.items() - even.left.items() == {("lengths", UNEVEN)}
 
 
 def table_of(target: str, plan: AnyPlan, model: Transformer = MODEL) -> dict[str, Any]:

@@ -202,8 +202,11 @@ def test_context_ranks_share_every_pair(kernel: AttentionKernel, causal: bool) -
 def repeated_parameters(model: Transformer, tokens: int) -> int:
     """By hand: what every tensor rank holds whole."""
     norm = model.hidden * (2 if model.norm_bias else 1)
-    each = 2 * norm + model.hidden * (model.output_bias + model.ffn_bias * max(1, model.experts))
-    each += 2 * model.head_dim * model.qk_norm + model.hidden * model.experts
+    norms = 4 if model.norm_place == "sandwich" else 2
+    each = norms * norm + model.hidden * (model.output_bias + model.ffn_bias * max(1, model.experts))
+    # Norms over all heads are parted as the heads are.
+    of_heads = model.qk_norm and model.qk_norm_over == "head"
+    each += 2 * model.head_dim * of_heads + model.hidden * model.experts
     positions = (model.position_rows or tokens) * model.hidden if model.positions == "learned" else 0
     return model.layers * each + norm * model.final_norm + positions
 

@@ -91,6 +91,7 @@ def test_every_field_of_the_settings_makes_another_cell() -> None:
         "hardware": "h200",
         "devices": 2,
         "sequence_tokens": 65,
+        "lengths": "packed:5,17",
         "batch_sequences": "auto",
         "micro_batch_sequences": "auto",
         "precision": "bf16",

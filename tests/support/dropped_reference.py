@@ -75,9 +75,12 @@ class DocumentedDrops:
         return values * scales.to(values.dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, layer: int) -> Tensor:
-        model, (sequences, heads, tokens, _) = self.model, query.shape
+        model, (sequences, heads, tokens, channels) = self.model.kind_of(layer), query.shape
         key, value = (each.repeat_interleave(heads // each.shape[1], 1) for each in (key, value))
-        scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+        scale = channels**-0.5 if model.attention_scale is None else model.attention_scale
+        scores = query @ key.transpose(-1, -2) * scale
+        if model.attention_cap is not None:
+            scores = model.attention_cap * torch.tanh(scores / model.attention_cap)
         seen = attention_mask(model, tokens, lengths, query.device)
         if model.causal and seen is None:
             seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()

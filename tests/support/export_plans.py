@@ -113,6 +113,7 @@ def cluster_plans(draw: st.DrawFn) -> tuple[ClusterPlan, Transformer]:
         fusion=draw(st.sampled_from(get_args(Fusion))),
         optimizer=draw(st.sampled_from(["adamw", "adamw", "adamw", *MOMENTS])),
         device_memory_bytes=draw(st.sampled_from([None, 2**35])),
+        lengths=draw(st.sampled_from([None, "packed:5x2,17,512", "padded:100,300"])),
     )
     return plan, model
 
@@ -143,6 +144,7 @@ def device_plans(draw: st.DrawFn) -> tuple[Plan, Transformer]:
         update_place=draw(st.sampled_from(["device", "host"])),
         update_when=draw(st.sampled_from(["backward", "end"])),
         host_copies=draw(st.booleans()),
+        lengths=draw(st.sampled_from([None, "packed:5x2,17,512"])),
         **state,
     )
     return plan, MODEL

@@ -34,7 +34,7 @@ def write_tokens(
                 raise FlopwiseError(
                     f"{entry.source.path}: {least if least < 0 else most:,} is no token of {tokenizer.name}",
                     why=f"it knows {tokenizer.size:,}; the file was made with another one, or holds other numbers",
-                    hint="--tokenizer with the one that made it, and --data-format as it was written",
+                    hint="--tokenizer and --data-format with those that the file was made with",
                 )
             writer.append(piece)
             used.add(piece)
@@ -62,7 +62,7 @@ def _read(entry: Entry, numbers: TokenNumbers) -> NDArray[Any]:
         raise FlopwiseError(
             f"{path} holds no tokens of the format tokens-{numbers}",
             why=str(error)[:200],
-            hint="--data-format tokens-uint16 or tokens-uint32, as the file was written",
+            hint="--data-format tokens-uint16 | tokens-uint32, as the file was written",
         ) from None
     if found.ndim != 1 or found.dtype.kind not in "ui":
         raise FlopwiseError(

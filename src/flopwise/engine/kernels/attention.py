@@ -245,7 +245,7 @@ def _pieces(
     ]
 
 
-class _Span(NamedTuple):
+class _KeySpan(NamedTuple):
     """Keys that one call of a kernel takes, which has a causal mask for as many keys as queries alone."""
 
     keys: slice
@@ -256,7 +256,7 @@ class _Span(NamedTuple):
         return int(self.keys.stop - self.keys.start)
 
 
-def _spans(query: Tensor, key: Tensor, mask: AttentionMask) -> list[_Span]:
+def _spans(query: Tensor, key: Tensor, mask: AttentionMask) -> list[_KeySpan]:
     """The keys that all queries see, then those at which they stand themselves.
 
     Backward takes them apart too: with output and logsumexp of both, what a kernel finds for either is its part of the
@@ -265,12 +265,12 @@ def _spans(query: Tensor, key: Tensor, mask: AttentionMask) -> list[_Span]:
     assert mask.window is None
     queries, keys = query.shape[1], key.shape[1]
     if not mask.causal or queries == keys:
-        return [_Span(slice(0, keys), mask.causal)]
-    return [_Span(slice(0, keys - queries), False), _Span(slice(keys - queries, keys), True)]
+        return [_KeySpan(slice(0, keys), mask.causal)]
+    return [_KeySpan(slice(0, keys - queries), False), _KeySpan(slice(keys - queries, keys), True)]
 
 
 def _span_forward(
-    piece: _Piece, given: tuple[Tensor, Tensor, Tensor], span: _Span, kernel: Kernel, lengths: Tensor | None
+    piece: _Piece, given: tuple[Tensor, Tensor, Tensor], span: _KeySpan, kernel: Kernel, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Results with heads before tokens, from the kernels that have no mask for a cut sequence."""
     mask = piece.mask
@@ -375,7 +375,7 @@ def _padding(query: Tensor, lengths: Tensor | None) -> Tensor | None:
 
 
 def _span_backward(
-    piece: _Piece, saved: Saved, span: _Span, kernel: Kernel, lengths: Tensor | None
+    piece: _Piece, saved: Saved, span: _KeySpan, kernel: Kernel, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of what `_span_forward` takes: the query's with its heads before its tokens."""
     mask = piece.mask

@@ -176,9 +176,12 @@ class Inputs:
             fillers = starts.shape[1] - behind
             starts[chunk, behind:] = np.minimum(total + self.plan.sequence_tokens * np.arange(1, fillers + 1), count)
             counts.append(count)
-            # Kernels have work for every beginning: few shapes, and not many more than there are.
             needed = behind + -(-(count - total) // self.plan.sequence_tokens)
-            looked_at.append(min(-(-needed // PLACES) * PLACES, starts.shape[1]))
+            usual = behind + -(-(self.granule - 1) // self.plan.sequence_tokens)
+            if batch.documents is not None or needed > usual:
+                # Kernels have work for every beginning: few shapes, and not many more than there are.
+                usual = -(-needed // PLACES) * PLACES
+            looked_at.append(min(usual, starts.shape[1]))
         if self.classifies:
             block[LABELS, : batch.sequences] = batch.labels
         return RoundLayout(batch.sequences, self.plan.sequence_tokens, tuple(counts), places=tuple(looked_at))

@@ -27,9 +27,10 @@ PROMISES = {
     "hardware": "the other trainer takes the devices that it finds",
     "device_memory_bytes": "the other trainer has no cap on memory",
     "expected": "a prediction for flopwise's plan, not a setting",
-    "lengths": "sequences are as long as the other trainer's data has them, and filled up or packed as it does",
 }
 """Fields that no other trainer has a place for, and why."""
+
+UNEVEN = "sequences are as long as the other trainer's data has them, and filled up or packed as it does"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +59,7 @@ class ExportedBatch:
 
 def field_names(plan: AnyPlan) -> tuple[str, ...]:
     """All that an export has to account for: the plan's fields, those of its Parallel as `parallel.NAME`, the model."""
-    # Without lengths there is nothing to carry over.
-    elsewhere = (MODEL, "parallel", *(("lengths",) if plan.lengths is None else ()))
-    own = tuple(field.name for field in fields(plan) if field.name not in elsewhere)
+    own = tuple(field.name for field in fields(plan) if field.name not in (MODEL, "parallel"))
     inner = tuple(f"parallel.{field.name}" for field in fields(Parallel)) if isinstance(plan, ClusterPlan) else ()
     return (*own, *inner, MODEL)
 
@@ -76,6 +75,7 @@ class Ledger:
         for name, why in PROMISES.items():
             self.leave(name, why)
         self.leave("host_memory_bytes" if isinstance(plan, Plan) else "stack", _without_place(plan))
+        self.rule("lengths", "all sequences are equally long", None if plan.lengths is None else UNEVEN)
 
     def carry(self, where: str, *names: str) -> None:
         """The fields stand in the text, or are what the target does by itself; a reason not to comes first."""
