@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_hardware, load_model
 from flopwise.predict import step
-from flopwise.predict.cluster.costing import PARTS, evaluate
+from flopwise.predict.cluster.costing import PARTS, PLAIN, evaluate
 from flopwise.predict.cluster.pieces import BLOCK, EMBEDDING, HEAD
 from flopwise.predict.cluster.stages import LAST
 from flopwise.predict.cluster.strategies import listed
@@ -49,7 +49,7 @@ EXACT = 1e-9
 
 def check_one_device(model: Model, hardware: Hardware, work: SettledSetup) -> None:
     alone = step(placed(work, model, Parallel(), hardware))
-    found = evaluated(model, Parallel(), work, hardware)
+    found = evaluated(model, Parallel(), work, hardware, PLAIN)
     assert one(found.step_s) == pytest.approx(alone.step_s, rel=EXACT)
     assert one(found.device_bytes) == pytest.approx(alone.device_bytes.total, rel=EXACT)
     update = next(op.time_s for op in alone.ops if op.name == "optimizer")
@@ -58,7 +58,9 @@ def check_one_device(model: Model, hardware: Hardware, work: SettledSetup) -> No
     if work.batch_sequences % work.micro_batch_sequences == 0:
         products = sum(op.time_s for op in alone.ops if op.kind == "gemm")
         assert one(found.parts["products"]) == pytest.approx(products, rel=EXACT)
-    idle = set(PARTS) - {"products", "attention", "streaming", "update"}
+    waits = sum(op.time_s for op in alone.ops if op.name == "host")
+    assert one(found.parts["host"]) == pytest.approx(waits, rel=EXACT, abs=EXACT * alone.step_s)
+    idle = set(PARTS) - {"products", "attention", "streaming", "update", "host"}
     assert all(one(found.parts[name]) == pytest.approx(0, abs=EXACT * alone.step_s) for name in idle)
 
 

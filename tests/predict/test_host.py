@@ -11,7 +11,9 @@ from flopwise.plan.device.explain import make_plan
 from flopwise.plan.device.forecast import forecast
 from flopwise.plan.device.handing import HOST, kernels_of
 from flopwise.predict import step
+from flopwise.predict.step import steps
 from flopwise.setup.hardware import Fact, Hardware, Host
+from flopwise.setup.parallel import Parallel
 from flopwise.setup.setup import Setup
 from flopwise.work.formats import parse_formats
 
@@ -54,6 +56,22 @@ def test_a_large_step_is_what_its_kernels_take() -> None:
     found, replayed = step(setup), step(replace(setup, cuda_graphs=True))
     assert (found.step_s, found.ops) == (replayed.step_s, replayed.ops)
     assert found.bound == "compute"
+
+
+def test_several_gpus_are_no_faster_than_their_hosts() -> None:
+    hardware = load_hardware("h100-sxm")
+    alone = step(small(hardware))
+    spread = replace(small(hardware), parallel=Parallel(data=2), batch_sequences=2)
+    found, replayed = step(spread), step(replace(spread, cuda_graphs=True))
+    assert found.bound == "host" != replayed.bound
+    assert found.step_s == pytest.approx(alone.step_s)
+    assert replayed.parts["host"] == 0 < found.parts["host"]
+    assert found.parts["host"] == pytest.approx(found.step_s - replayed.step_s)
+    assert sum(found.parts.values()) == pytest.approx(found.step_s)
+    # Each of two stages starts its own layers' kernels, for each of two micro-batches.
+    staged = step(replace(spread, parallel=Parallel(pipeline=2)))
+    assert alone.step_s < staged.step_s < 1.2 * alone.step_s
+    assert steps([spread, replace(spread, cuda_graphs=True)]) == [found, replayed]
 
 
 def test_plans_go_by_the_machines_host() -> None:

@@ -87,7 +87,8 @@ def test_several_devices_fill_sequences_up() -> None:
     spread = shard_all(4)
     found = steps(
         [
-            asked(lengths, parallel=spread, micro_batch_sequences=2)
+            # Replayed: of a batch so small the host's starts, which padding does not change, would decide.
+            asked(lengths, parallel=spread, micro_batch_sequences=2, cuda_graphs=True)
             for lengths in (None, count_lengths(SOME, "padded"), count_lengths(SOME, "longest"))
         ]
     )

@@ -33,13 +33,17 @@ def check_sums(prediction: Prediction) -> None:
     assert sum(op.flops for op in prediction.ops) == prediction.hardware_flops
     assert sum(op.model_flops for op in prediction.ops) == prediction.model_flops
     for op in prediction.ops:
-        assert op.forward_s + op.backward_s + op.recompute_s + op.update_s == pytest.approx(op.time_s)
+        # Waiting for the host belongs to no phase.
+        in_phases = op.forward_s + op.backward_s + op.recompute_s + op.update_s
+        assert in_phases == pytest.approx(op.time_s if op.kind != "other" else 0.0)
         assert op.time_s > 0
         assert op.bytes >= 0
         if op.kind == "gemm" and prediction.n_active_params == prediction.n_params:
             # (Of a mixture with few tokens only the chosen experts are read, fewer than perfect caching of all.)
             assert op.bytes >= 0.999 * op.least_bytes
-        assert op.bound in ("compute", "memory", "cache", "launch")
+        assert op.bound in (("host",) if op.kind == "other" else ("compute", "memory", "cache", "launch"))
+    others = [op.name for op in prediction.ops if op.kind == "other"]
+    assert others == (["host"] if prediction.bound == "host" else [])
     memory = prediction.device_bytes
     owners = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.logits, memory.workspace)
     assert memory.total == sum(owners)

@@ -266,7 +266,8 @@ def test_one_chunk_that_stays_takes_what_a_prediction_of_it_does(name: str, toke
     """The same kernels as a step whose gradients are summed over micro-batches and that keeps what products made.
 
     What differs: a plan's gradients are always added to (`accumulate`), which a step of two micro-batches does too, and
-    the update is launched once for each part instead of once.
+    the update is launched once for each part instead of once. Tasks are what the device does; what it waits for the
+    host is added to a whole plan's step (`handing.host_waits`), so the prediction is of a step that is replayed.
     """
     model = small_model(name, 3)
     if model.position_rows is not None:
@@ -281,6 +282,7 @@ def test_one_chunk_that_stays_takes_what_a_prediction_of_it_does(name: str, toke
         micro_batch_sequences=1,
         formats=POLICIES["bf16"],
         recompute="pointwise",
+        cuda_graphs=True,
     )
     predicted = step(setup).step_s
     program = compile_plan(plan, model)

@@ -155,7 +155,7 @@ def test_files_and_functions_stay_small() -> None:
             assert text.count("\n") < 800, path
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.FunctionDef):
-                    # Keywords of the door and arguments of kernels are typed one by one, a line each: the body counts.
+                    # Keywords of the door and arguments of kernels are typed a line each: there the body counts.
                     begin = node.body[0].lineno if path.parent.name in ("door", "kernels") else node.lineno
                     assert (node.end_lineno or 0) - begin < 80, f"{path}: {node.name}"
 

@@ -76,10 +76,10 @@ def _on_one(chosen: dict[int, ChosenSetup], convention: Convention, operators: b
 def host_waits(costs: SetupCosts) -> NDArray[np.float64]:
     """Seconds of each set-up's step in which the device has been handed nothing: where its kernels take less than the
     host takes to start them one by one. No time is lost where kernels are replayed, or are the host's own work."""
-    each, update = kernels_of(costs.calls)
+    *each, update = kernels_of(costs.calls).tolist()
     found = []
     for setup, kernels_s in zip(costs.setups, costs.seconds.sum(axis=(1, 2)).tolist(), strict=True):
-        started_s = (each * setup.accumulation_steps + update) * setup.hardware.launch_s
+        started_s = (sum(each) * setup.accumulation_steps + update) * setup.hardware.launch_s
         is_free = setup.cuda_graphs or setup.hardware.device.kind != "gpu"
         found.append(0.0 if is_free else max(0.0, started_s - kernels_s))
     return np.array(found)
@@ -103,7 +103,7 @@ def _on_several(chosen: dict[int, ChosenSetup], convention: Convention, operator
                     chosen[place],
                     convention,
                     step_s=float(costed.step_s[row]),
-                    bound=table.bound(index),
+                    bound="host" if stack is PLAIN and parts["host"][index] > 0 else table.bound(index),
                     # Of the fullest stage.
                     device_bytes=max((stage.device_bytes for stage in stages[row]), key=lambda memory: memory.total),
                     ops=ops[index],

@@ -59,11 +59,12 @@ def is_expert(op: Op) -> bool:
 def parameters_by_part(work: Work) -> tuple[tuple[int, int, int], int]:
     """Parameters of the embedding, of one layer (experts not counted) and of the head; and of one layer's experts.
 
-    A tied matrix stands in both the embedding and the head here: a pipeline's first and last stage each hold it.
+    A tied matrix stands in both the embedding and the head here: a pipeline's first and last stage each hold it. What
+    a layer uses twice (Cohere's norm) it holds once.
     """
     parts, experts = [0, 0, 0], 0
     for op, part in zip(work.ops, parts_of(work), strict=True):
-        elements = sum(weight.elements for weight in op.weights)
+        elements = sum(weight.elements for weight in op.weights if weight.owned or not op.in_block)
         if is_expert(op):
             experts += elements
         else:
@@ -91,4 +92,4 @@ def parts_of(work: Work) -> tuple[int, ...]:
 
 def tied_parameters(work: Work) -> int:
     """Parameters that stand twice in `parameters_by_part`, once for each use of a tied matrix."""
-    return sum(weight.elements for op in work.ops for weight in op.weights if not weight.owned)
+    return sum(weight.elements for op in work.ops if not op.in_block for weight in op.weights if not weight.owned)

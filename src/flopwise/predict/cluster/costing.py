@@ -15,7 +15,17 @@ from typing import TypeVar
 
 import numpy as np
 
-from flopwise.predict.cluster.pieces import ATTENTION, BLOCK, EMBEDDING, HEAD, PRODUCTS, STREAMING, Pieces, taken
+from flopwise.predict.cluster.pieces import (
+    ATTENTION,
+    BLOCK,
+    EMBEDDING,
+    HEAD,
+    PRODUCTS,
+    STREAMING,
+    UPDATE,
+    Pieces,
+    taken,
+)
 from flopwise.predict.cluster.pipeline import pipeline_seconds
 from flopwise.predict.cluster.stages import StageBytes, StageShape, stage_bytes, stage_parameters, stage_shapes
 from flopwise.predict.cluster.strategies import Integers, Listed, Strategies, listed
@@ -132,8 +142,11 @@ def evaluate(laid_out: Listed, hardware: Hardware, stack: Stack) -> Costed:
     parts["sharding"] = parts["sharding"] + tail
     parts.update(_once(step, hardware))
     parts["offload"] = parts["offload"] + _host_update(step)
+    step_s = sum(parts.values(), np.zeros_like(seconds))
+    waits = np.maximum(0.0, _started(step, hardware) - step_s)
+    parts["host"] = parts["host"] + waits
     return Costed(
-        step_s=sum(parts.values(), np.zeros_like(seconds)),
+        step_s=step_s + waits,
         parts={name: parts[name] for name in PARTS},
         stages=tuple(stage_bytes(strategies, step.table, shape, stack) for shape in step.shapes),
         shapes=step.shapes,
@@ -234,6 +247,21 @@ def _host(step: _Step) -> tuple[Floats, Floats]:
     backward[BLOCK] += calls * (table.reductions + table.reductions_again)
     backward[BLOCK] += call * strategies.sequence * table.reductions
     return forward, backward
+
+
+def _started(step: _Step, hardware: Hardware) -> Floats:
+    """Host seconds to start the kernels of a step one by one at the stage that has the most of them.
+
+    Of a framework its constants say it; collectives are not counted.
+    """
+    kernels, strategies = step.table.kernels.T, step.strategies
+    if step.stack.name != NO_STACK or hardware.device.kind != "gpu":
+        return np.zeros(len(strategies))
+    each = [
+        shape.embedding * kernels[EMBEDDING] + shape.layers * kernels[BLOCK] + shape.head * kernels[HEAD]
+        for shape in step.shapes
+    ]
+    return np.asarray((strategies.micro_batches * _most(each) + kernels[UPDATE]) * hardware.launch_s, dtype=np.float64)
 
 
 def _stage(step: _Step, one: _Pass, shape: StageShape) -> _Stage:

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from flopwise.predict.kernels.calls import Floats, Phase, StepCalls, calls_for
+from flopwise.predict.kernels.calls import Floats, Phase, StepCalls, calls_for, kernels_of
 from flopwise.predict.kernels.costs import step_costs
 from flopwise.setup.setup import SettledSetup
 from flopwise.setup.words import Fusion
@@ -36,6 +36,8 @@ from flopwise.work.work import Recompute, Work
 
 EMBEDDING, BLOCK, HEAD = 0, 1, 2
 """Parts of a model; the block is one layer."""
+UPDATE = 3
+"""Behind the parts, where kernels are counted."""
 PRODUCTS, ATTENTION, STREAMING = 0, 1, 2
 """Classes of kernels, each with a factor of its own in a stack."""
 
@@ -46,6 +48,8 @@ class Pieces:
 
     seconds: Floats
     """rows × part × phase (forward, backward, recompute) × class."""
+    kernels: Floats
+    """rows × (part, update): those that the host starts one by one; none of a step that is replayed."""
     saved_bytes: Floats
     """rows × part: kept from forward to backward."""
     logits_bytes: Floats
@@ -89,6 +93,7 @@ def pieces(setup: SettledSetup, layout: Layout, sequences: Sequence[int], accumu
     ones = np.ones_like(batch)
     return Pieces(
         seconds=_seconds(setup, layout, batch, accumulate),
+        kernels=ones[:, None] * _kernels(setup, layout),
         saved_bytes=batch[:, None] * np.array(static.saved),
         logits_bytes=batch * static.logits,
         loss_bytes=batch * static.loss,
@@ -198,9 +203,8 @@ def kernel_classes(calls: StepCalls) -> NDArray[np.intp]:
     return np.array([{"gemm": PRODUCTS, "attention": ATTENTION}.get(kind, STREAMING) for kind in calls.kinds])
 
 
-def _seconds(setup: SettledSetup, layout: Layout, sequences: Floats, accumulate: Sequence[bool]) -> Floats:
-    work = describe(setup.model, setup.sequence_tokens, setup.attention, layout)
-    calls = calls_for(
+def _calls(setup: SettledSetup, layout: Layout) -> StepCalls:
+    return calls_for(
         setup.model,
         sequence_tokens=setup.sequence_tokens,
         kernel=setup.attention,
@@ -211,6 +215,20 @@ def _seconds(setup: SettledSetup, layout: Layout, sequences: Floats, accumulate:
         layout=layout,
         plain=setup.hardware.efficiency.plain is not None,
     )
+
+
+def _kernels(setup: SettledSetup, layout: Layout) -> Floats:
+    found = np.zeros(4)
+    if not setup.cuda_graphs:
+        work = describe(setup.model, setup.sequence_tokens, setup.attention, layout)
+        np.add.at(found, [*parts_of(work), UPDATE], kernels_of(_calls(setup, layout)))
+        found[BLOCK] /= setup.model.layers
+    return found
+
+
+def _seconds(setup: SettledSetup, layout: Layout, sequences: Floats, accumulate: Sequence[bool]) -> Floats:
+    work = describe(setup.model, setup.sequence_tokens, setup.attention, layout)
+    calls = _calls(setup, layout)
     costs = step_costs(calls, setup.hardware, sequences, accumulate)
     parts = np.array([*parts_of(work), -1])[costs.op]
     classes = kernel_classes(calls)[costs.op]

@@ -115,7 +115,7 @@ def listed(setups: Sequence[SettledSetup]) -> Listed:
     for setup in setups:
         sizes, again = setup.micro_batches(), setup.accumulation_steps > 1
         whole, rest = (sizes[0][0], again), (sizes[-1][0], again)
-        key = kernels_key(setup)
+        key = (setup.cuda_graphs, *kernels_key(setup))
         wanted.setdefault(key, (setup, {}))[1].update({whole: None, rest: None})
         needs.append((key, whole, rest))
     place: dict[tuple[tuple[object, ...], tuple[int, bool]], int] = {}

@@ -161,14 +161,16 @@ def step_calls(
     )
 
 
-def kernels_of(calls: StepCalls) -> tuple[float, float]:
-    """Kernels that a host starts for a micro-batch, and for the update that ends a step."""
-    each = float(sum(call.count for call in calls.gemms))
-    each += sum(
-        call.count * KERNELS["backward" if call.phase == Phase.BACKWARD else "forward"] for call in calls.attentions
-    )
-    update = sum(call.count * call.kernels for call in calls.streams if call.phase == Phase.UPDATE)
-    return each + sum(call.count * call.kernels for call in calls.streams) - update, float(update)
+def kernels_of(calls: StepCalls) -> Floats:
+    """Kernels that a host starts for a micro-batch, by operator; the last are the update's, which ends a step."""
+    found = np.zeros(len(calls.names))
+    for gemm in calls.gemms:
+        found[gemm.op] += gemm.count
+    for attention in calls.attentions:
+        found[attention.op] += attention.count * KERNELS["backward" if attention.phase == Phase.BACKWARD else "forward"]
+    for stream in calls.streams:
+        found[stream.op] += stream.count * stream.kernels
+    return found
 
 
 def update_pieces(work: Work) -> int:
