@@ -81,12 +81,15 @@ def labels_of(model: Transformer, sequences: int = 3) -> Tensor:
 @settings(max_examples=60, deadline=None)
 @given(random_transformers(), st.integers(1, 32))
 def test_any_model_has_its_listed_parameters_or_is_refused(model: Transformer, tokens: int) -> None:
-    if model.experts:
+    if model.experts and (model.ffn_bias or model.head == "classifier"):
         with pytest.raises(FlopwiseError, match="cannot be trained yet"):
             ReferenceModel(model, tokens)
         return
     module = build(model, tokens, dtype=torch.float32, device="meta")
     assert shapes_of(module) == {parameter.name: parameter.shape for parameter in parameters_of(model, tokens)}
+    if model.experts:
+        # Which rows an expert has follows from numbers, of which this device has none.
+        return
     logits = module(torch.zeros(2, tokens, dtype=torch.int32, device="meta"))
     assert logits.shape == ((2, model.labels) if model.head == "classifier" else (2, tokens, model.vocab))
 
@@ -117,8 +120,8 @@ def their_logits(theirs: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor
     return result
 
 
-# Cohere's rotation is in fp32 whatever the type of the numbers: the test of single precision has it.
-@pytest.mark.parametrize("name", [name for name in TINY if name != "cohere"])
+# Cohere's rotation and routers are in fp32 whatever the type of the numbers: the test of single precision has them.
+@pytest.mark.parametrize("name", [name for name in TINY if name != "cohere" and not TINY[name].experts])
 def test_logits_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = TINY[name]
     module = random_module(model)
@@ -258,7 +261,7 @@ def test_every_activation_can_be_run() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (replace(LLAMA, experts=4, experts_per_token=2), "a mixture of experts cannot be trained yet"),
+        (replace(LLAMA, experts=4, experts_per_token=2, ffn_bias=True), "this mixture of experts cannot be trained"),
         (replace(GPT2, positions="alibi", position_rows=None), "ALiBi positions cannot be trained yet"),
         (replace(BERT, window=3), "a window that looks ahead cannot be trained yet"),
         (replace(BERT, tied=True), "a classifier has no matrix that could be the embedding's"),

@@ -146,7 +146,7 @@ RESIDENCIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
-@pytest.mark.parametrize("family", ["llama-tied", "qwen3", "gpt2-untied", "bert"])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3", "gpt2-untied", "bert", "mixtral"])
 def test_every_residency_gives_the_gradients_of_autograd(family: str, residency: str) -> None:
     model = replace(TINY[family], layers=3)
     for cut in cuts_of(model):
@@ -178,6 +178,10 @@ OTHER_KINDS = {
     "no positions": replace(LLAMA, positions="none", qk_norm=True),
     "one head of keys": replace(LLAMA, kv_heads=1, head_bias=True, token_types=2),
     "one of everything": replace(LLAMA, heads=1, kv_heads=1, head_dim=2, hidden=1, ffn=1, vocab=2, layers=1),
+    "most experts without a token": replace(LLAMA, experts=200, experts_per_token=2, ffn=3, layers=1),
+    "all experts for every token": replace(LLAMA, experts=3, experts_per_token=3, routing_normalised=False),
+    "one expert, norms behind": replace(LLAMA, experts=1, experts_per_token=1, norm_place="behind", tied=True),
+    "experts beside attention": replace(LLAMA, experts=4, experts_per_token=1, parallel_residual=True, gated=False),
     "a masked head that turns": replace(LLAMA, causal=False, head="masked", final_norm=False, norm="layer"),
 }
 

@@ -196,9 +196,23 @@ ZOO = {
     "glm4-whole": Case("glm4", {"head_dim": 12, "partial_rotary_factor": 1.0, "attention_bias": False}),
     "cohere": Case("cohere", {"logit_scale": 0.25}),
     "cohere-untied": Case("cohere", {"tie_word_embeddings": False, "attention_bias": True}),
+    "mixtral": Case("mixtral", {"num_local_experts": 4}),
+    "mixtral-window": Case("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 7}),
+    "qwen3_moe": Case("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 1, "moe_intermediate_size": 12}),
+    "qwen3_moe-normalised": Case(
+        "qwen3_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+            "head_dim": 6,
+        },
+    ),
+    "olmoe": Case("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "tie_word_embeddings": True}),
     "seed_oss": Case("seed_oss", {"head_dim": 8, "attention_out_bias": True}),
 }
-PREDICTED_ONLY = ("mixtral", "mpt", "bert")
+PREDICTED_ONLY = ("mpt", "bert")
 """Families that nothing here trains, and BERT, which has tests of its own."""
 
 

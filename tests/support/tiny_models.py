@@ -125,6 +125,10 @@ TINY = {
         tied=True,
         family="cohere",
     ),
+    "mixtral": replace(LLAMA, experts=4, experts_per_token=2, family="mixtral"),
+    "qwen3_moe": replace(
+        LLAMA, qk_norm=True, ffn=16, experts=5, experts_per_token=3, routing_normalised=False, family="qwen3_moe"
+    ),
     "gpt2": GPT2,
     "gpt2-unscaled": replace(GPT2, attention_scale=1.0),
     "gpt2-untied": replace(GPT2, tied=False, activation="relu"),
@@ -172,14 +176,26 @@ def transformers_model(model: Transformer, module: ReferenceModel) -> Any:
         warnings.simplefilter("ignore")
         config = kind.config_class.from_dict(config_of(model))
         config._attn_implementation = "sdpa"
+        config._experts_implementation = "eager"
         dtype = next(module.parameters()).dtype
         theirs = kind(config).to(dtype).eval()
-        result = theirs.load_state_dict(to_huggingface(model, parameters(module)), strict=False)
+        result = theirs.load_state_dict(_state_of(model, module), strict=False)
         theirs.tie_weights()
     assert not result.unexpected_keys
     tied = {"lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
     assert set(result.missing_keys) <= (tied if model.tied else set())
     return theirs
+
+
+def _state_of(model: Transformer, module: ReferenceModel) -> dict[str, torch.Tensor]:
+    """The numbers under the names of the class: those of files, but that it has a mixture's experts in one tensor."""
+    numbers = parameters(module)
+    stacks = {name: numbers.pop(name) for name in list(numbers) if model.experts and numbers[name].ndim == 3}
+    named = {name.replace("block_sparse_moe", "mlp"): each for name, each in to_huggingface(model, numbers).items()}
+    for name, value in stacks.items():
+        layer, _, matrix = name.removesuffix(".weight").rpartition(".")
+        named[f"model.{layer}.mlp.experts.{matrix}_proj"] = value
+    return named
 
 
 def names_and_shapes(model: Transformer) -> dict[str, tuple[int, ...]]:

@@ -172,7 +172,6 @@ def test_plans_that_are_not_executed(spawned: Spawned, changes: dict[str, object
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("mixtral-8x7b", "a mixture of experts cannot be trained yet"),
         ("lstm-lm", "its layers run time step by time step"),
         ("tiny.toml --data nothing.txt", "there is no file or folder nothing.txt"),
         ("tiny.toml --data empty.txt", "the data is empty"),

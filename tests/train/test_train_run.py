@@ -530,7 +530,6 @@ def test_a_diverged_training_stops_and_says_so(place: Path) -> None:
     ("changes", "words"),
     [
         ({"data": ("nowhere.txt",)}, "nowhere"),
-        ({"model": "mixtral-8x7b"}, "experts"),
         ({"model": "lstm-lm"}, "cannot be trained"),
         ({"model": "bert-base", "task": "language"}, "sees what comes after"),
         ({"task": "classification"}, "left to right"),

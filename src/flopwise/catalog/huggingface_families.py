@@ -241,6 +241,14 @@ def _gemma_sandwich(*, context: int, caps: tuple[float | None, float | None]) ->
     }
 
 
+def _mixture(*, experts: int, experts_per_token: int) -> dict[str, Rule]:
+    return {
+        "experts": size_of("num_experts", "num_local_experts", absent=experts),
+        "experts_per_token": size_of("num_experts_per_tok", absent=experts_per_token),
+        "routing_normalised": flag_of("norm_topk_prob", absent=False),
+    }
+
+
 def _olmo_like() -> dict[str, Rule]:
     return {
         **_llama_like(context=2048, kv_heads=0),
@@ -319,6 +327,8 @@ ATTENTION_BIAS = {
     "output_bias": flag_of("attention_bias", absent=False),
 }
 """One switch for all four products around attention."""
+MIXED_BLOCKS = "some of its blocks have experts and others have none; a description repeats one kind"
+NO_BALANCING = Only("output_router_logits", (False,), "it adds a loss that balances the experts, which is not computed")
 NO_LOOKING_AHEAD = Only("use_bidirectional_attention", (False,), "its tokens see those that come after them")
 NO_QK_NORM = Only("qk_layernorm", (False,), "its norms of queries and keys are none that a description holds")
 
@@ -347,6 +357,40 @@ FAMILIES: dict[str, Family] = {
             "experts_per_token": size_of("num_experts_per_tok", absent=2),
             "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
             "rotary_base": rotary_base("rope_theta", absent=1e6),
+        },
+        only=(NO_BALANCING, Only("router_jitter_noise", (0.0, 0), "training shakes what its experts read")),
+    ),
+    "qwen3_moe": Family(
+        title="Qwen3 MoE",
+        bare=("Qwen3MoeModel",),
+        only=(
+            NO_BALANCING,
+            Only("decoder_sparse_step", (1,), MIXED_BLOCKS),
+            Only("mlp_only_layers", ([],), MIXED_BLOCKS),
+        ),
+        rules={
+            **_llama_like(context=32768, kv_heads=4),
+            **_mixture(experts=128, experts_per_token=8),
+            **ATTENTION_BIAS,
+            "head_dim": size_of("head_dim", absent=0, null=0),
+            "ffn": size_of("moe_intermediate_size", absent=768),
+            "window": lambda settings: (
+                _window(absent=4096)(settings) if settings.flag("use_sliding_window", absent=False) else None
+            ),
+            "qk_norm": fixed(True),
+        },
+    ),
+    "olmoe": Family(
+        title="OLMoE",
+        bare=("OlmoeModel",),
+        only=(NO_BALANCING, Only("clip_qkv", (None,), "it cuts off large queries, keys and values")),
+        rules={
+            **_llama_like(context=4096, kv_heads=0),
+            **_mixture(experts=64, experts_per_token=8),
+            **ATTENTION_BIAS,
+            "qk_norm": fixed(True),
+            "qk_norm_over": fixed("all"),
+            "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
         },
     ),
     "qwen2": Family(

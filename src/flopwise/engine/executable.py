@@ -24,8 +24,12 @@ def no_gpu() -> FlopwiseError:
 def check_trainable(model: Transformer) -> None:
     """Refuse a model that can be predicted but that nothing here can run."""
     hint = "`flopwise predict` tells how fast it would be; a model of the Llama, GPT-2 or BERT kind can be trained"
-    if model.experts:
-        raise FlopwiseError(f"{model.name}: a mixture of experts cannot be trained yet", hint=hint)
+    if model.experts and (model.ffn_bias or model.head == "classifier" or (model.dropout and model.dropout.hidden)):
+        raise FlopwiseError(
+            f"{model.name}: this mixture of experts cannot be trained yet",
+            why="experts with biases, classifiers and dropout of branches are not there for mixtures",
+            hint=hint,
+        )
     if model.positions == "alibi":
         raise FlopwiseError(
             f"{model.name}: ALiBi positions cannot be trained yet", hint='positions = "learned" or "rotary"'
@@ -61,7 +65,13 @@ def check_trainable(model: Transformer) -> None:
 
 
 def check_adapters(model: Transformer, formats: Formats | None) -> None:
-    """Refuse adapters of a network that PEFT would have other ones for."""
+    """Refuse adapters of a network that PEFT would have other ones for, and mixtures in formats without kernels."""
+    if model.experts and formats is not None and formats.matrix == "fp8":
+        raise FlopwiseError(
+            f"{model.name} cannot be trained in {formats.name} yet",
+            why="there are no kernels for products of experts in fp8",
+            hint="--precision bf16",
+        )
     llama_like = model.positions == "rotary" and model.gated and model.causal and model.norm_place == "pre"
     if model.adapters is not None and not llama_like:
         raise FlopwiseError(

@@ -160,11 +160,14 @@ class PlainBlock(nn.Module):
         self.query_norm = Norm(model, model.query_width if whole else model.head_dim) if model.qk_norm else None
         self.key_norm = Norm(model, model.kv_width if whole else model.head_dim) if model.qk_norm else None
         self.output = nn.Linear(model.query_width, model.hidden, bias=model.output_bias)
+        if model.experts:
+            self.router = nn.Linear(model.hidden, model.experts, bias=False)
+        linear = partial(Stack, model.experts) if model.experts else partial(nn.Linear, bias=model.ffn_bias)
         if model.gated:
-            self.gate_up = nn.Linear(model.hidden, 2 * model.ffn, bias=model.ffn_bias)
+            self.gate_up = linear(model.hidden, 2 * model.ffn)
         else:
-            self.up = nn.Linear(model.hidden, model.ffn, bias=model.ffn_bias)
-        self.down = nn.Linear(model.ffn, model.hidden, bias=model.ffn_bias)
+            self.up = linear(model.hidden, model.ffn)
+        self.down = linear(model.ffn, model.hidden)
 
     def forward(self, stream: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None) -> Tensor:
         """The next block's input from this one's, (sequences, tokens, hidden)."""
@@ -220,6 +223,8 @@ class PlainBlock(nn.Module):
         )
 
     def feed_forward(self, value: Tensor, drops: Dropper | None = None) -> Tensor:
+        if self.model.experts:
+            return self.mixture(value.flatten(0, 1)).view(value.shape)
         if self.model.gated:
             gate, up = self.gate_up(value).chunk(2, -1)
             inner = self.activation(gate) * up
@@ -227,6 +232,35 @@ class PlainBlock(nn.Module):
             inner = self.activation(self.up(value))
         result: Tensor = self.down(inner)
         return result if drops is None else drops.rows(result, self.layer, "fed")
+
+    def mixture(self, value: Tensor) -> Tensor:
+        """What each token's experts make of it, weighted, expert by expert."""
+        shares = self.router(value).softmax(-1, dtype=at_least_fp32(value.dtype))
+        weights, chosen = shares.topk(self.model.experts_per_token, -1)
+        if self.model.routing_normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        result = torch.zeros_like(value)
+        for expert in range(self.model.experts):
+            tokens, slots = torch.where(chosen == expert)
+            if self.model.gated:
+                gate, up = self.gate_up(value[tokens], expert).chunk(2, -1)
+                inner = self.activation(gate) * up
+            else:
+                inner = self.activation(self.up(value[tokens], expert))
+            made = self.down(inner, expert) * weights[tokens, slots, None].to(value.dtype)
+            result = result.index_add(0, tokens, made)
+        return result
+
+
+class Stack(nn.Module):
+    """A matrix for each expert."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*((experts,) if experts > 1 else ()), outputs, inputs))
+
+    def forward(self, value: Tensor, expert: int) -> Tensor:
+        return functional.linear(value, self.weight[expert] if self.weight.ndim == 3 else self.weight)
 
 
 def _table(rows: int, width: int) -> nn.Embedding:

@@ -248,6 +248,9 @@ class Transformer:
     """Both branches of a parallel residual read one norm's result."""
     experts: int = 0
     experts_per_token: int = 0
+    routing_normalised: bool = True
+    """The softmax's weights of a token's experts are divided by their sum, as Mixtral's; otherwise they are as they are
+    among those of all experts. Like the two further below it changes values only."""
     head: Literal["language", "masked", "classifier"] = "language"
     tied: bool = False
     """The head's matrix is the token embedding's."""

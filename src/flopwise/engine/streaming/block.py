@@ -282,7 +282,7 @@ class Block:
             if maker is not None and isinstance(op, Gemm) and op.inputs[0] not in values:
                 # The weight's gradient waits until the product's input is there again.
                 source = self._back_to_maker(op, maker, values, gradients, trained, rows=self._rows(chunk))
-                self.operators.wgrad(op, source, gradients, trained)
+                self.operators.wgrad(op, values, source, gradients, trained)
                 gradients.drop(maker.outputs[0])
                 done.add(maker.name)
                 # What an activation read holds gradients now.
@@ -298,7 +298,7 @@ class Block:
         """Back through a product to what its input was made of; returns that input, recomputed."""
         if maker.name == "activation" and self.operators.gated is not None:
             return self.operators.activated_backward(op, maker, values, gradients, trained)
-        self.operators.dgrad(op, gradients, trained)
+        self.operators.dgrad(op, values, gradients, trained)
         return self.operators.backward_recomputing(maker, values, gradients, trained, rows)
 
     def _attention_back(

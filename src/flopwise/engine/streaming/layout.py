@@ -64,7 +64,15 @@ class SavedTensors:
         self.each: dict[str, int] = {name: work.tensors[name].elements // work.sequence_tokens for name in inside}
         """Numbers a token of every tensor in a block."""
         compute, statistics = TYPES[formats.compute], statistics_type(formats)
-        self.types = {name: compute if work.tensors[name].format == "compute" else statistics for name in inside}
+        types = {"compute": compute, "fp32": statistics, "index": torch.int32}
+        self.types = {name: types[work.tensors[name].format] for name in inside}
+        self.rows = {
+            name: op.rows // work.sequence_tokens
+            for op in work.ops
+            if op.in_block and isinstance(op, Gemm) and op.groups > 1
+            for name in op.outputs
+        }
+        """Rows a token of what experts make: one for each of its experts. Everything else has one."""
         self._saved: dict[str, tuple[str, ...]] = {}
         for level, policy in POLICY.items():
             kept = [tensor for tensor in work.saved(policy) if tensor.name in inside]
@@ -84,11 +92,12 @@ class SavedTensors:
         return fields_in_order((name, self.each[name] * tokens, self.types[name]) for name in self._saved[level])
 
     def views(self, buffer: Tensor, level: str, tokens: int) -> dict[str, Tensor]:
-        """Name → its numbers, a row for each token (and head)."""
+        """Name → its numbers, a row for each token (and head, or expert)."""
         fields = self.fields(level, tokens)
-        found = {name: field.of(buffer).view(tokens, -1) for name, field in fields.items()}
+        found = {name: field.of(buffer).view(tokens * self.rows.get(name, 1), -1) for name, field in fields.items()}
         for names in self._packs:
-            found.update(columns_of(fields, names, buffer, tokens, paired=names == self._paired))
+            rows = tokens * self.rows.get(names[0], 1) if names else tokens
+            found.update(columns_of(fields, names, buffer, rows, paired=names == self._paired))
         return found
 
     def copies(

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.formats import TYPES, statistics_type
-from flopwise.engine.kernels import dispatch
+from flopwise.engine.kernels import dispatch, experts
 from flopwise.engine.kernels.dropout import DropMask
+from flopwise.engine.kernels.experts import Routed
 from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.adapters import add_product, scaled_dgrad, scaled_wgrad
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.fp8_products import Fp8Products
 from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
+from flopwise.engine.streaming.grouped import GroupedProducts
 from flopwise.engine.streaming.products import Products
 from flopwise.engine.streaming.rotary import Rotation
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
@@ -73,13 +75,18 @@ class Rows:
 
 SCALED = ("projected_scale", "projected_normed_scale", "fed_scale", "fed_normed_scale")
 """Operators that scale a branch's result on its way to the residual stream."""
+EXPERTS = ("routing", "dispatch", "combine")
+"""Operators of a mixture around its experts' products."""
 
 ALL = slice(None)
 """Of a weight's rows."""
 
 
 def _rows_of(tensor: Tensor, rows: slice) -> Tensor:
-    return tensor if rows is ALL else tensor[rows]
+    """Of a matrix, or of each expert's."""
+    if rows is ALL:
+        return tensor
+    return tensor[:, rows] if tensor.ndim == 3 else tensor[rows]
 
 
 def _stored_rows(weight: Stored, rows: slice) -> Stored:
@@ -151,6 +158,8 @@ class Operators:
             dispatch.activation_forward(
                 self.model.activation, gate, up, out=values.allocate("activated", tuple(up.shape), up.dtype)
             )
+        elif op.name in EXPERTS:
+            self._mix(op, values)
         elif op.name in SCALED:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
@@ -160,6 +169,31 @@ class Operators:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
             dispatch.activation_forward(kind, None, source, out=out)
+
+    def _mix(self, op: Op, values: Values) -> None:
+        """Which experts a token has, its rows at them, and what they made together."""
+        source = values[op.inputs[0]]
+        tokens, chosen = source.shape[0], self.model.experts_per_token
+        if op.name == "routing":
+            weights, index = op.outputs
+            experts.route(
+                source,
+                normalised=self.model.routing_normalised,
+                weights=values.allocate(weights, (tokens, chosen), self.statistics),
+                index=values.allocate(index, (tokens, chosen), torch.int32),
+            )
+        elif op.name == "dispatch":
+            out = values.allocate(op.outputs[0], (tokens * chosen, source.shape[1]), source.dtype)
+            experts.dispatch(source, self._routed(values), out=out)
+        else:
+            out = values.allocate(op.outputs[0], (tokens // chosen, source.shape[1]), source.dtype)
+            experts.combine(source, values["routing_weights"], self._routed(values), out=out)
+
+    def _routed(self, values: Values) -> Routed:
+        """Whose the experts' rows are; asked first while the index is still there."""
+        if values.routed is None:
+            values.routed = experts.sort_by_expert(values["routing_index"], self.model.experts)
+        return values.routed
 
     def _add(self, op: Op, values: Values, rows: Rows) -> None:
         """The residual stream and what is kept of the branches beside it."""
@@ -200,7 +234,7 @@ class Operators:
             if joined is not None:
                 for name, first, last in columns:
                     values.allocate(name, (source.shape[0], last - first), self.compute)
-                self._multiply(op, source, weights, ALL, joined)
+                self._multiply(op, values, weights, ALL, joined)
                 return
             if op.outputs[0] not in values.places:
                 self._packed_product(op, values, weights)
@@ -208,28 +242,30 @@ class Operators:
         for name, first, last in columns:
             if name in wanted:
                 out = values.allocate(name, (source.shape[0], last - first), self.compute)
-                self._multiply(op, source, weights, slice(first, last), out)
+                self._multiply(op, values, weights, slice(first, last), out)
 
     def _packed_product(self, op: Gemm, values: Values, weights: Weights) -> None:
         """All results at once; those that have a place are brought there."""
         source, columns = values[op.inputs[0]], self.columns(op)
         packed = values.pack(op.outputs, [last - first for _, first, last in columns], source.shape[0], self.compute)
-        self._multiply(op, source, weights, ALL, packed)
+        self._multiply(op, values, weights, ALL, packed)
         for name, first, last in columns:
             if name in values.places:
                 out = values.allocate(name, (source.shape[0], last - first), self.compute)
                 dispatch.copy_rows(packed[:, first:last], out=out)
 
-    def _multiply(self, op: Gemm, source: Tensor, weights: Weights, rows: slice, out: Tensor) -> None:
+    def _multiply(self, op: Gemm, values: Values, weights: Weights, rows: slice, out: Tensor) -> None:
         """A product with some rows of the weight."""
         stored, shift = _stored_rows(weights[f"{op.name}.weight"], rows), weights.get(f"{op.name}.bias")
         shift = None if shift is None else _stored_rows(shift, rows)
         matrix, bias = self._cast(stored), None if shift is None else self._cast(shift)
-        self._products(op).forward(source, matrix, bias, out=out)
+        self._products(op, values).forward(values[op.inputs[0]], matrix, bias, out=out)
         self._uncast(matrix, stored)
         self._uncast(bias, shift)
 
-    def _products(self, op: Gemm) -> Products:
+    def _products(self, op: Gemm, values: Values) -> Products:
+        if op.groups > 1:
+            return GroupedProducts(self.arena, self._plain_products, self._routed(values).ends)
         if self.gated is not None and self.is_paired(op):
             return self.gated
         if op.name.endswith(f"_{DOWN}"):
@@ -370,6 +406,8 @@ class Operators:
             self._rotate_backward(op, gradients, rows)
         elif op.name == "activation":
             self._activation_backward(op, values, gradients)
+        elif op.name in EXPERTS:
+            self._mix_backward(op, values, gradients)
         else:
             self._pointwise_backward(op, values, gradients, rows)
 
@@ -394,8 +432,8 @@ class Operators:
         # One result after another, so that each one's gradient goes as soon as it is used.
         for part in self._parts(op, gradients):
             if is_trained:
-                self._wgrad(op, part, values[op.inputs[0]], trained)
-            self._dgrad(op, part, gradients, trained, (part.gradient.shape[0], op.depth))
+                self._wgrad(op, part, values, values[op.inputs[0]], trained)
+            self._dgrad(op, part, values, gradients, trained)
             for name in part.names:
                 gradients.drop(name)
 
@@ -409,16 +447,16 @@ class Operators:
         scaled_dgrad(gradient, matrix, scale=scale, out=target)
         self._uncast(matrix, trained.weights[name])
 
-    def dgrad(self, op: Gemm, gradients: Gradients, trained: Trained) -> None:
+    def dgrad(self, op: Gemm, values: Values, gradients: Gradients, trained: Trained) -> None:
         """Only the gradient of a product's input; `wgrad` does the rest."""
         for part in self._parts(op, gradients):
-            self._dgrad(op, part, gradients, trained, (part.gradient.shape[0], op.depth))
+            self._dgrad(op, part, values, gradients, trained)
 
-    def wgrad(self, op: Gemm, source: Tensor, gradients: Gradients, trained: Trained) -> None:
+    def wgrad(self, op: Gemm, values: Values, source: Tensor, gradients: Gradients, trained: Trained) -> None:
         """What a product's weight and bias get, from the product's input; its results' gradients go."""
         for part in self._parts(op, gradients):
             if f"{op.name}.weight" in trained.sums:
-                self._wgrad(op, part, source, trained)
+                self._wgrad(op, part, values, source, trained)
             for name in part.names:
                 gradients.drop(name)
 
@@ -433,17 +471,18 @@ class Operators:
             return [_Part(op.outputs, ALL, joined)]
         return [_Part((name,), slice(first, last), gradients[name]) for name, first, last in columns]
 
-    def _wgrad(self, op: Gemm, part: _Part, source: Tensor, trained: Trained) -> None:
+    def _wgrad(self, op: Gemm, part: _Part, values: Values, source: Tensor, trained: Trained) -> None:
         sums = trained.sums
-        self._products(op).wgrad(part.gradient, source, total=_rows_of(sums[f"{op.name}.weight"], part.rows))
+        self._products(op, values).wgrad(part.gradient, source, total=_rows_of(sums[f"{op.name}.weight"], part.rows))
         if f"{op.name}.bias" in sums:
             dispatch.add_column_sums(part.gradient, total=sums[f"{op.name}.bias"][part.rows])
 
-    def _dgrad(self, op: Gemm, part: _Part, gradients: Gradients, trained: Trained, shape: tuple[int, ...]) -> None:
+    def _dgrad(self, op: Gemm, part: _Part, values: Values, gradients: Gradients, trained: Trained) -> None:
         stored = _stored_rows(trained.weights[f"{op.name}.weight"], part.rows)
         matrix = self._cast(stored)
+        shape = (part.gradient.shape[0], op.depth)
         target, there = gradients.target(op.inputs[0], shape, part.gradient.dtype)
-        self._products(op).dgrad(part.gradient, matrix, out=target, add=there)
+        self._products(op, values).dgrad(part.gradient, matrix, out=target, add=there)
         self._uncast(matrix, stored)
 
     def activated_backward(
@@ -540,6 +579,34 @@ class Operators:
         for source, target in zip(op.inputs, op.outputs, strict=True):
             gradient = gradients[target]
             self._turn(gradient, rows, out=gradients.replace(target, source), inverse=True)
+
+    def _mix_backward(self, op: Op, values: Values, gradients: Gradients) -> None:
+        source = op.inputs[0]
+        if op.name == "combine":
+            made, weights = values[source], values["routing_weights"]
+            experts.combine_backward(
+                gradients[op.outputs[0]],
+                made,
+                weights,
+                self._routed(values),
+                made_out=gradients.target(source, tuple(made.shape), made.dtype)[0],
+                weights_out=gradients.target("routing_weights", tuple(weights.shape), weights.dtype)[0],
+            )
+        elif op.name == "dispatch":
+            gradient = gradients[op.outputs[0]]
+            rows = gradient.shape[0] // self.model.experts_per_token
+            out, there = gradients.target(source, (rows, gradient.shape[1]), gradient.dtype)
+            experts.dispatch_backward(gradient, self._routed(values), out=out, accumulate=there)
+        else:
+            scores = values[source]
+            experts.route_backward(
+                gradients["routing_weights"],
+                scores,
+                values["routing_index"],
+                normalised=self.model.routing_normalised,
+                out=gradients.target(source, tuple(scores.shape), scores.dtype)[0],
+            )
+        gradients.drop(op.outputs[0])
 
     def _activation_backward(self, op: Streaming, values: Values, gradients: Gradients) -> None:
         gate, up = self._gate_and_up(op, values)

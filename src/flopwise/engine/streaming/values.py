@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flopwise.engine.kernels.experts import Routed
 from flopwise.engine.streaming.arena import Arena
 
 
@@ -59,6 +60,8 @@ class Values:
         self._held: dict[str, Tensor] = {}
         self._owned: set[str] = set()
         self._packs: dict[str, Pack] = {}
+        self.routed: Routed | None = None
+        """Whose the rows of a mixture's experts are, once somebody has asked."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self._held[name]

@@ -7,7 +7,7 @@ two against each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flopwise.engine.weights.initial import LEAST_DEVIATION
@@ -29,6 +29,10 @@ class Names:
     layer: Mapping[str, tuple[str, ...]]
     ends: Mapping[str, str]
     transposed: bool = False
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What each expert of a mixture calls its matrices."""
+    expert: str = "mlp.experts.{}"
+    """A mixture's experts, by number."""
     heads_together: bool = False
     """Whether the rows of queries, keys and values lie together by key head, not all queries before all keys."""
 
@@ -52,6 +56,9 @@ def _like_llama(*, final_norm: str = LLAMA_ENDS["final_norm"], **layer: str) -> 
     own = {module: (name,) for module, name in layer.items()}
     return Names("model.layers", {**LLAMA_LAYER, **own}, {**LLAMA_ENDS, "final_norm": final_norm})
 
+
+EXPERT = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+MIXTRAL_EXPERT = {"gate_up": ("w1", "w3"), "down": ("w2",)}
 
 NORMS_BEHIND = {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}
 NORMS_AROUND = {
@@ -293,6 +300,16 @@ def _seed_oss(model: Transformer) -> Config:
     }
 
 
+def _experts(model: Transformer) -> Config:
+    return {
+        "num_local_experts": model.experts,
+        "num_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "norm_topk_prob": model.routing_normalised,
+        "output_router_logits": False,
+    }
+
+
 def _own_nothing(_: Transformer) -> Config:
     return {}
 
@@ -320,6 +337,32 @@ SAVED: dict[str, SavedFamily] = {
     "mistral": SavedFamily(
         architecture="MistralForCausalLM",
         own=lambda model: {"head_dim": model.head_dim, "sliding_window": model.window},
+    ),
+    "mixtral": SavedFamily(
+        architecture="MixtralForCausalLM",
+        names=replace(
+            _like_llama(router="block_sparse_moe.gate"), experts=MIXTRAL_EXPERT, expert="block_sparse_moe.experts.{}"
+        ),
+        own=lambda model: {"head_dim": model.head_dim, "sliding_window": model.window, **_experts(model)},
+    ),
+    "qwen3_moe": SavedFamily(
+        architecture="Qwen3MoeForCausalLM",
+        names=replace(_like_llama(router="mlp.gate"), experts=EXPERT),
+        own=lambda model: {
+            "head_dim": model.head_dim,
+            "attention_bias": model.qkv_bias,
+            "use_sliding_window": model.window is not None,
+            "sliding_window": model.window,
+            "moe_intermediate_size": model.ffn,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            **_experts(model),
+        },
+    ),
+    "olmoe": SavedFamily(
+        architecture="OlmoeForCausalLM",
+        names=replace(_like_llama(router="mlp.gate"), experts=EXPERT),
+        own=lambda model: {"attention_bias": model.qkv_bias, "clip_qkv": None, **_experts(model)},
     ),
     "gpt_neox": SavedFamily(
         architecture="GPTNeoXForCausalLM",

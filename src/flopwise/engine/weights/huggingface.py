@@ -60,6 +60,8 @@ class Place:
     """Of each tensor, where there are several."""
     transposed: bool = False
     """GPT-2 keeps its matrices with the inputs as rows."""
+    experts: int = 0
+    """Of a mixture, where each expert's matrices are tensors of their own; ours has them in one."""
     groups: tuple[int, int] | None = None
     """Key heads and a head's channels, where each key head's queries, key and value lie together in the file."""
 
@@ -71,13 +73,15 @@ class Place:
             value = _together(value, *self.groups)
         if not self.rows:
             return {self.names[0]: value}
+        value = value.flatten(0, 1) if self.experts else value
         return dict(zip(self.names, torch.split(value, list(self.rows)), strict=True))
 
     def shapes(self, parameter: Parameter) -> tuple[tuple[int, ...], ...]:
         """Shapes of the tensors."""
         if self.transposed:
             return (parameter.shape[::-1],)
-        return tuple((rows, *parameter.shape[1:]) for rows in self.rows or parameter.shape[:1])
+        sides = parameter.shape[2:] if self.experts else parameter.shape[1:]
+        return tuple((rows, *sides) for rows in self.rows or parameter.shape[:1])
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """The parameter that the tensors make up."""
@@ -85,7 +89,8 @@ class Place:
             return parts[0].t().contiguous()
         if self.groups is not None:
             return _apart(parts[0], *self.groups)
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return torch.unflatten(whole, 0, (self.experts, -1)) if self.experts else whole
 
 
 def _together(value: Tensor, key_heads: int, head_dim: int) -> Tensor:
@@ -277,6 +282,12 @@ def place_of(model: Transformer, names: Names, parameter: Parameter) -> Place:
         if model.tied and (module, kind) == ("head", "weight"):
             module = "embedding"
         return Place((f"{names.ends[module]}.{kind}",))
+    if model.experts > 1 and module in names.experts:
+        each = names.experts[module]
+        wide = parameter.shape[1] // len(each)
+        listed = (f"{names.expert.format(number)}.{name}" for number in range(model.experts) for name in each)
+        found = tuple(f"{names.layers}.{parameter.part}.{name}.{kind}" for name in listed)
+        return Place(found, (wide,) * len(found), experts=model.experts)
     own = tuple(f"{names.layers}.{parameter.part}.{name}.{kind}" for name in names.layer[module])
     if len(own) > 1:
         rows = (model.ffn, model.ffn) if module == "gate_up" else (model.query_width, model.kv_width, model.kv_width)

@@ -15,7 +15,7 @@ from flopwise.records.program import LOGITS_ALIGNMENT_BYTES, Owner, aligned
 from flopwise.setup.words import MOMENTS, Optimizer
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
-from flopwise.work.held import attention_sums_bytes, temporary_bytes
+from flopwise.work.held import attention_sums_bytes
 from flopwise.work.model import Model
 from flopwise.work.op import Gemm, Op
 from flopwise.work.parameters import Part, op_groups
@@ -182,8 +182,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     head_rows = max(tensor_bytes(work.tensors[name], formats) for op in behind for name in op.outputs)
     # Rows of logits begin where the matrix unit can read them at once: of 50,257 numbers seven are left free behind.
     unaligned = 0 if model.head == "classifier" else -(head_rows // sequence_tokens) % LOGITS_ALIGNMENT_BYTES
-    # No engine here runs experts: for those it is what any framework needs.
-    temporary = temporary_bytes(work, "pointwise", formats) if model.experts else workspace_bytes(model, work, formats)
+    temporary = workspace_bytes(model, work, formats)
     copies, fixed_copies = _fp8_bytes(inside, formats)
     return Sizes(
         sequence_tokens=sequence_tokens,

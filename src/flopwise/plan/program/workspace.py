@@ -179,9 +179,19 @@ class _Block:
             for name in op.inputs[:-1]:
                 self._target(name, held, arena)
             self._replace(op.outputs[0], op.inputs[-1], held, arena)
+        elif op.name in ("routing", "dispatch", "combine"):
+            self._mix(op, held, arena)
         else:
             for source, result in zip(op.inputs, op.outputs, strict=False):
                 self._replace(result, source, held, arena)
+
+    def _mix(self, op: Op, held: dict[str, str], arena: _FirstFit) -> None:
+        """Rows of experts are more than those of tokens: no gradient takes the place of another."""
+        for name in op.inputs:
+            if self.work.tensors[name].format != "index":
+                self._target(name, held, arena)
+        for name in op.outputs:
+            self._drop(name, held, arena)
 
     def _attention(self, held: dict[str, str], arena: _FirstFit, *, packs: bool) -> None:
         names = ("query", "key", "value")

@@ -1,0 +1,101 @@
+"""Mixtures of experts in plain torch: routing, rows laid out by expert, and what comes back, forward and backward.
+
+Rows of experts are sorted by expert, those of one expert in the order of the tokens, so that the result of a step is
+the same bits whatever an expert's share is. Nothing here asks the device how many rows an expert has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flopwise.engine.kernels.blocks import compute_type, row_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Whose the rows of the experts are."""
+
+    tokens: Tensor
+    """Of each row, int64."""
+    slots: Tensor
+    """Of each row: which of its token's choices it is, int64."""
+    places: Tensor
+    """Of each token and choice its row, int64: (tokens, choices)."""
+    ends: Tensor
+    """Behind the last row of each expert, int32."""
+
+
+def sort_by_expert(index: Tensor, experts: int) -> Routed:
+    """The rows of the experts that tokens chose, (tokens, choices)."""
+    chosen = index.flatten()
+    ordered, order = torch.sort(chosen, stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.numel(), device=order.device)
+    each = torch.arange(experts, device=index.device, dtype=ordered.dtype)
+    ends = torch.searchsorted(ordered, each, right=True, out_int32=True)
+    choices = index.shape[1]
+    return Routed(order // choices, order % choices, places.view(-1, choices), ends)
+
+
+def route(scores: Tensor, *, normalised: bool, weights: Tensor, index: Tensor) -> None:
+    """The experts of each token with the largest scores, and their weights: a softmax over all experts' scores."""
+    shares = torch.softmax(scores, -1, dtype=weights.dtype)
+    found, chosen = torch.topk(shares, weights.shape[1], dim=-1)
+    if normalised:
+        found /= found.sum(-1, keepdim=True)
+    weights.copy_(found)
+    index.copy_(chosen)
+
+
+def route_backward(gradient: Tensor, scores: Tensor, index: Tensor, *, normalised: bool, out: Tensor) -> None:
+    """`out` gets the gradient of the scores from that of the chosen experts' weights."""
+    shares = torch.softmax(scores, -1, dtype=gradient.dtype)
+    places = index.long()
+    chosen = shares.gather(-1, places)
+    if normalised:
+        total = chosen.sum(-1, keepdim=True)
+        gradient = (gradient - (gradient * chosen).sum(-1, keepdim=True) / total) / total
+    mean = (gradient * chosen).sum(-1, keepdim=True)
+    slope = torch.zeros_like(shares).scatter_(-1, places, gradient)
+    out.copy_(slope.sub_(mean).mul_(shares))
+
+
+def dispatch(source: Tensor, routed: Routed, *, out: Tensor) -> None:
+    """Each expert's rows of the tokens that chose it."""
+    torch.index_select(source, 0, routed.tokens, out=out)
+
+
+def dispatch_backward(gradient: Tensor, routed: Routed, *, out: Tensor, accumulate: bool) -> None:
+    """A token's gradient is the sum of those of its rows, in the order of its choices."""
+    _sum_rows(gradient, routed, None, out=out, accumulate=accumulate)
+
+
+def combine(made: Tensor, weights: Tensor, routed: Routed, *, out: Tensor) -> None:
+    """What a token's experts made, weighted."""
+    _sum_rows(made, routed, weights, out=out, accumulate=False)
+
+
+def _sum_rows(rows: Tensor, routed: Routed, weights: Tensor | None, *, out: Tensor, accumulate: bool) -> None:
+    wide = compute_type(rows.dtype)
+    for block in row_blocks(out.shape[0], out.shape[1] * wide.itemsize, 3):
+        places = routed.places[block]
+        total = out[block].to(wide) if accumulate else torch.zeros_like(out[block], dtype=wide)
+        for slot in range(places.shape[1]):
+            picked = rows.index_select(0, places[:, slot]).to(wide)
+            total += picked if weights is None else picked * weights[block, slot, None]
+        out[block].copy_(total)
+
+
+def combine_backward(
+    gradient: Tensor, made: Tensor, weights: Tensor, routed: Routed, *, made_out: Tensor, weights_out: Tensor
+) -> None:
+    """From the gradient of the weighted sums to those of the experts' rows and of the weights."""
+    wide = compute_type(made.dtype)
+    for block in row_blocks(made.shape[0], made.shape[1] * wide.itemsize, 3):
+        tokens, slots = routed.tokens[block], routed.slots[block]
+        picked = gradient.index_select(0, tokens).to(wide)
+        weights_out[tokens, slots] = (picked * made[block]).sum(-1).to(weights_out.dtype)
+        made_out[block].copy_(picked * weights[tokens, slots, None])
