@@ -27,6 +27,7 @@ REQUIRED = {
     *("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"),
     *("mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b"),
     *("gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-3-1b", "phi-4", "olmo-2-7b", "smollm3-3b"),
+    *("roberta-base", "distilbert-base"),
     *QWEN25,
     *QWEN3,
     *MPT,
@@ -79,6 +80,9 @@ PUBLISHED = {
     "smollm3-3b": 3_075_098_624,
     # bert-base-uncased with a classifier of six labels.
     "bert-base": 109_486_854,
+    # The safetensors of the released weights, without their table of position numbers.
+    "roberta-base": 124_697_433,
+    "distilbert-base": 66_985_530,
 }
 
 MPT_PUBLISHED = {
