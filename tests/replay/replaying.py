@@ -54,7 +54,7 @@ MASKS = (
     (re.compile(r'(?<="created":")[^"]*(?=","live":)'), "<time>"),
     # A cell's id is a hash of its set-up, twelve digits of it; so are fingerprints and commits where they are printed.
     # One in three hundred has no letter; such a one that begins with a zero is no figure either.
-    (re.compile(r"\b(?=\d*[a-f]|0)[0-9a-f]{12}\b"), "<hash>"),
+    (re.compile(r"\b(?=\d*[a-f]|(?<!\.)0)[0-9a-f]{12}\b"), "<hash>"),
 )
 """What changes by nature, and what stands in its place."""
 
