@@ -159,6 +159,8 @@ class _Block:
         """An operator's backward up to the moment at which the most is held."""
         if isinstance(op, Attention):
             self._attention(held, arena, packs=packs)
+        elif isinstance(op, Gemm) and op.adds and packs:
+            self._low(op, held, arena)
         elif isinstance(op, Gemm):
             self._target(op.inputs[0], held, arena)
         elif isinstance(op, Streaming) and op.kind == "residual":
@@ -191,6 +193,13 @@ class _Block:
             return
         for name in names:
             self._target(name, held, arena)
+
+    def _low(self, op: Op, held: dict[str, str], arena: _FirstFit) -> None:
+        """The gradients of adapters' inner results that one product makes lie beside each other."""
+        if op.inputs[0] not in held:
+            lows = next(other.outputs for other in self.ops if op.inputs[0] in other.outputs)
+            arena.take(f"gradient of {lows[0]}", sum(self.size[name] for name in lows))
+            held.update((name, f"gradient of {lows[0]}") for name in lows)
 
     def _recompute(self, maker: Op, held: dict[str, str], arena: _FirstFit) -> None:
         if maker.name == "activation":
