@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from flopwise.work.adapters import DOWN, EMBEDDING, HEAD, LOW, RESULTS, UP, Target
+from flopwise.work.layer_names import is_joined
 from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.lengths import Lengths
 from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, SaveLevel, Streaming, StreamingKind, Tensor, Weight
@@ -125,9 +126,10 @@ class _Builder:
                 groups=groups,
             )
         )
+        joined = is_joined(self.model, name) if beside else False
         for target, result in beside:
             columns = self.tensors[result].elements // self.tokens
-            inner = f"{target}_{LOW}"
+            inner = f"{name if joined else target}_{LOW}"
             self.adapt(f"{target}_{UP}", inner, (result,), depth=self.rank, columns=columns, adds=True)
 
     def adapted(self, product: str, outputs: tuple[str, ...]) -> list[tuple[Target, str]]:
@@ -148,7 +150,8 @@ class _Builder:
 
         It comes before the product: backward then adds to what the wide product has written, and reads its input last.
         """
-        low = [self.tensor(f"{target}_{LOW}", self.tokens * self.rank, SaveLevel.EVERYTHING) for target, _ in beside]
+        inner = [product] if is_joined(self.model, product) else [target for target, _ in beside]
+        low = [self.tensor(f"{each}_{LOW}", self.tokens * self.rank, SaveLevel.EVERYTHING) for each in inner]
         columns = self.rank * len(low)
         self.adapt(f"{product}_{DOWN}", source, tuple(low), depth=depth, columns=columns, adds=False)
 

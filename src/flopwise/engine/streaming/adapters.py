@@ -23,9 +23,9 @@ def add_product(low: Tensor, matrix: Tensor, *, scale: float, out: Tensor) -> No
         out.addmm_(low, matrix, alpha=scale)
 
 
-def scaled_dgrad(gradient: Tensor, matrix: Tensor, *, scale: float, out: Tensor) -> None:
-    """`out` gets scale · gradient · matrix."""
-    torch.addmm(out, gradient, matrix, beta=0, alpha=scale, out=out)
+def scaled_dgrad(gradient: Tensor, matrix: Tensor, *, scale: float, out: Tensor, add: bool) -> None:
+    """`out` gets scale · gradient · matrix, with `add` added to it."""
+    torch.addmm(out, gradient, matrix, beta=int(add), alpha=scale, out=out)
 
 
 def scaled_wgrad(gradient: Tensor, low: Tensor, *, scale: float, total: Tensor) -> None:

@@ -406,12 +406,12 @@ class Operators:
         gradient, scale = gradients[op.outputs[0]], self.adapter_scale
         scaled_wgrad(gradient, values[inner], scale=scale, total=trained.sums[name])
         matrix = self._cast(trained.weights[name])
-        if self.packs and inner not in gradients:
+        lows = self._lows[inner]
+        if self.packs and len(lows) > 1 and inner not in gradients:
             # Beside each other, so that what leads back from all of them is one product.
-            lows = self._lows[inner]
             gradients.pack(lows, [op.depth] * len(lows), gradient.shape[0], gradient.dtype)
-        target, _ = gradients.target(inner, (gradient.shape[0], op.depth), gradient.dtype)
-        scaled_dgrad(gradient, matrix, scale=scale, out=target)
+        target, there = gradients.target(inner, (gradient.shape[0], op.depth), gradient.dtype)
+        scaled_dgrad(gradient, matrix, scale=scale, out=target, add=there and len(lows) == 1)
         self._uncast(matrix, trained.weights[name])
 
     def dgrad(self, op: Gemm, gradients: Gradients, trained: Trained) -> None:

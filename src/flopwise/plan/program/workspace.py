@@ -159,10 +159,8 @@ class _Block:
         """An operator's backward up to the moment at which the most is held."""
         if isinstance(op, Attention):
             self._attention(held, arena, packs=packs)
-        elif isinstance(op, Gemm) and op.adds and packs:
-            self._low(op, held, arena)
         elif isinstance(op, Gemm):
-            self._target(op.inputs[0], held, arena)
+            self._source(op, held, arena, packs=packs)
         elif isinstance(op, Streaming) and op.kind == "residual":
             for name in op.inputs[1:] if self.drops else ():
                 self._target(name, held, arena)
@@ -194,9 +192,11 @@ class _Block:
         for name in names:
             self._target(name, held, arena)
 
-    def _low(self, op: Op, held: dict[str, str], arena: _FirstFit) -> None:
-        """The gradients of adapters' inner results that one product makes lie beside each other."""
-        if op.inputs[0] not in held:
+    def _source(self, op: Gemm, held: dict[str, str], arena: _FirstFit, *, packs: bool) -> None:
+        """The gradient of a product's input; those of adapters' inner results that one product makes lie together."""
+        if not (op.adds and packs):
+            self._target(op.inputs[0], held, arena)
+        elif op.inputs[0] not in held:
             lows = next(other.outputs for other in self.ops if op.inputs[0] in other.outputs)
             arena.take(f"gradient of {lows[0]}", sum(self.size[name] for name in lows))
             held.update((name, f"gradient of {lows[0]}") for name in lows)
