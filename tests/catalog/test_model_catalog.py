@@ -26,6 +26,7 @@ REQUIRED = {
     *("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-3-175b", "bert-base", "bert-large", "lstm-lm"),
     *("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"),
     *("gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-3-1b", "phi-4", "olmo-2-7b", "smollm3-3b"),
+    *("roberta-base", "distilbert-base"),
     *QWEN25,
     *QWEN3,
     *MPT,
@@ -74,6 +75,9 @@ PUBLISHED = {
     "smollm3-3b": 3_075_098_624,
     # bert-base-uncased with a classifier of six labels.
     "bert-base": 109_486_854,
+    # The safetensors of the released weights, without their table of position numbers.
+    "roberta-base": 124_697_433,
+    "distilbert-base": 66_985_530,
 }
 
 MPT_PUBLISHED = {

@@ -40,7 +40,11 @@ DROPOUT = Dropout(embedding=0.2, hidden=0.3, attention=0.25, classifier=0.4)
 MODELS = {
     name: replace(TINY[name], dropout=DROPOUT)
     for name in ("llama", "mistral", "qwen3", "gpt2", "gpt2-untied", "bert", "bert-masked")
-} | {"parallel": replace(TINY["llama"], parallel_residual=True, dropout=DROPOUT)}
+} | {
+    "parallel": replace(TINY["llama"], parallel_residual=True, dropout=DROPOUT),
+    "electra": replace(TINY["bert"], pooler_activation="gelu", dropout=replace(DROPOUT, before_pooler=True)),
+    "distilbert": replace(TINY["bert"], pooler_activation="relu", dropout=replace(DROPOUT, both_branches=False)),
+}
 SEED = 77
 TRAINING = replace(GRADIENTS, seed=SEED)
 

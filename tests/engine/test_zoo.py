@@ -33,6 +33,10 @@ from tests.support import tiny_models  # noqa: E402, F401 - tells `transformers`
 from tests.support.training_plans import cut_plan, everything_stays, executor_for, first_gradients  # noqa: E402
 
 SEQUENCES, TOKENS = 2, 23
+SHORTER = np.array([TOKENS, 14], dtype=np.int32)
+"""Tokens of each of an encoder's sequences."""
+LABELS = 3
+PAD = 1
 FP32 = "fp32"
 
 SIZES: dict[str, Any] = {
@@ -49,6 +53,9 @@ SIZES: dict[str, Any] = {
 }
 
 
+MASKED, CLASSIFIER = "MaskedLM", "SequenceClassification"
+
+
 @dataclass(frozen=True)
 class Case:
     """A `model_type` with its settings."""
@@ -57,10 +64,20 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     grouped: bool = True
     """Whether the family has fewer key heads than query heads."""
+    head: str = "CausalLM"
+    """As the names of its class end."""
 
     def table(self) -> dict[str, Any]:
         heads = {"num_key_value_heads": 2} if self.grouped else {}
-        return {**SIZES, **heads, **self.settings}
+        labels = {"num_labels": LABELS} if self.head == CLASSIFIER else {}
+        return {**SIZES, **heads, **labels, **self.settings}
+
+    @property
+    def kind(self) -> Any:
+        """The class of `transformers` that finds its own."""
+        import transformers
+
+        return getattr(transformers, f"AutoModelFor{self.head}")
 
 
 def llama(**rope: Any) -> Case:
@@ -197,9 +214,20 @@ ZOO = {
     "cohere": Case("cohere", {"logit_scale": 0.25}),
     "cohere-untied": Case("cohere", {"tie_word_embeddings": False, "attention_bias": True}),
     "seed_oss": Case("seed_oss", {"head_dim": 8, "attention_out_bias": True}),
+    **{
+        f"{family}-{head}": Case(family, {"pad_token_id": PAD, **settings}, grouped=False, head=head)
+        for family, settings in (
+            ("bert", {"hidden_act": "relu"}),
+            ("roberta", {"max_position_embeddings": 30, "type_vocab_size": 1}),
+            ("xlm-roberta", {"type_vocab_size": 1}),
+            ("electra", {"embedding_size": 32, "type_vocab_size": 2, "hidden_act": "relu"}),
+            ("distilbert", {"dim": 32, "n_heads": 4, "n_layers": 3, "hidden_dim": 44, "activation": "relu"}),
+        )
+        for head in (MASKED, CLASSIFIER)
+    },
 }
-PREDICTED_ONLY = ("mixtral", "mpt", "bert")
-"""Families that nothing here trains, and BERT, which has tests of its own."""
+PREDICTED_ONLY = ("mixtral", "mpt")
+"""Families that nothing here trains."""
 
 
 @cache
@@ -213,8 +241,7 @@ def theirs(name: str) -> Any:
         config = transformers.AutoConfig.for_model(case.family, **case.table())
         config._attn_implementation = "eager"
         torch.manual_seed(3)
-        kind: Any = transformers.AutoModelForCausalLM
-        network = kind.from_config(config).float().eval()
+        network = case.kind.from_config(config).float().eval()
     with torch.no_grad():
         for parameter_name, value in network.named_parameters():
             if value.ndim == 1:
@@ -240,25 +267,40 @@ def described(name: str, folder: Path) -> Transformer:
     return replace(model, dropout=None)
 
 
-def ids_and_labels() -> tuple[Tensor, Tensor]:
+def batch_for(model: Transformer) -> Batch:
+    """Random tokens; an encoder's sequences are of uneven length."""
     generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(0, SIZES["vocab_size"], (SEQUENCES, TOKENS), generator=generator)
+    ids = torch.randint(PAD + 1, SIZES["vocab_size"], (SEQUENCES, TOKENS), generator=generator)
     labels = torch.randint(0, SIZES["vocab_size"], (SEQUENCES, TOKENS), generator=generator)
     labels[torch.rand((SEQUENCES, TOKENS), generator=generator) < 0.2] = NO_LABEL
-    return ids, labels
+    if model.causal:
+        return Batch(ids.numpy().astype(np.int32), labels.numpy().astype(np.int32))
+    behind = torch.arange(TOKENS) >= torch.from_numpy(SHORTER)[:, None]
+    ids[behind], labels[behind] = PAD, NO_LABEL
+    if model.head == "classifier":
+        labels = labels[:, 0] % LABELS
+    return Batch(ids.numpy().astype(np.int32), labels.numpy().astype(np.int32), SHORTER)
 
 
-def their_loss(network: Any) -> Tensor:
-    ids, labels = ids_and_labels()
-    logits = network(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    loss: Tensor = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
+def given(batch: Batch) -> dict[str, Any]:
+    """What `transformers` is called with."""
+    ids = torch.from_numpy(batch.ids).long()
+    lengths = torch.full((SEQUENCES,), TOKENS) if batch.lengths is None else torch.from_numpy(batch.lengths)
+    seen = (torch.arange(TOKENS) < lengths[:, None]).long()
+    return {"input_ids": ids, "attention_mask": seen, **({"use_cache": False} if batch.lengths is None else {})}
+
+
+def their_loss(network: Any, batch: Batch) -> Tensor:
+    logits = network(**given(batch)).logits
+    labels = torch.from_numpy(batch.labels).long().flatten()
+    loss: Tensor = torch.nn.functional.cross_entropy(logits.reshape(labels.numel(), -1), labels, ignore_index=NO_LABEL)
     return loss
 
 
-def their_gradients(network: Any, model: Transformer, folder: Path) -> tuple[float, dict[str, Tensor]]:
+def their_gradients(network: Any, model: Transformer, batch: Batch, folder: Path) -> tuple[float, dict[str, Tensor]]:
     """The loss, and gradients under our names: saved and read as weights are."""
     network.zero_grad()
-    loss = their_loss(network)
+    loss = their_loss(network, batch)
     torch.autograd.backward(loss)
     before = {name: value.detach().clone() for name, value in network.named_parameters()}
     with torch.no_grad():
@@ -296,22 +338,25 @@ def test_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path)
     tensors = saved(network, tmp_path)
     model = described(name, tmp_path)
     weights = from_huggingface(model, tensors, TOKENS).tensors
-    loss, expected = their_gradients(network, model, tmp_path / "gradients")
-    ids, labels = (each.numpy().astype(np.int32) for each in ids_and_labels())
+    batch = batch_for(model)
+    loss, expected = their_gradients(network, model, batch, tmp_path / "gradients")
     whole = everything_stays(model, sequence=TOKENS, sequences=SEQUENCES, precision=FP32)
     cut = [
         cut_plan(model, sequence=TOKENS, chunk=9, letters="iF", attention=attention, groups=SEQUENCES, precision=FP32)
-        for attention in ("chunk", "sequence")
+        # Where tokens see those behind them, all of a sequence is needed at once.
+        for attention in (("chunk", "sequence") if model.causal else ("sequence",))
     ]
     for plan in (whole, *cut):
         executor = executor_for(plan, model, weights)
-        assert executor.step(Batch(ids, labels), 0).loss == pytest.approx(loss, rel=1e-6)
+        assert executor.step(batch, 0).loss == pytest.approx(loss, rel=1e-6)
         error, parameter = worst(first_gradients(executor), expected)
         assert error < 1e-5, parameter
     # What several devices run.
     module = build(model, TOKENS, dtype=torch.float32, device="cpu")
     module.load_state_dict(weights)
-    summed = module.loss(torch.from_numpy(ids), torch.from_numpy(labels)) / (labels != NO_LABEL).sum()
+    ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
+    lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths)
+    summed = module.loss(ids, labels, lengths) / batch.with_loss
     assert float(summed.detach()) == pytest.approx(loss, rel=1e-6)
     torch.autograd.backward(summed)
     gradients = {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
@@ -338,20 +383,21 @@ def test_transformers_reads_our_checkpoint(name: str, tmp_path: Path) -> None:
     save_file(written, ours / "model.safetensors", metadata={"format": "pt"})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import transformers
-
-        kind: Any = transformers.AutoModelForCausalLM
-        read, told = kind.from_pretrained(
+        read, told = ZOO[name].kind.from_pretrained(
             ours, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
         )
     assert type(read) is type(network)
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
     module = build(model, TOKENS, dtype=torch.float32, device="cpu")
     module.load_state_dict(weights)
-    ids = ids_and_labels()[0]
+    batch = batch_for(model)
+    lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths)
     with torch.no_grad():
-        expected = read.eval()(input_ids=ids, use_cache=False).logits
-        torch.testing.assert_close(module(ids), expected, rtol=2e-5, atol=2e-5)
+        expected, found = read.eval()(**given(batch)).logits, module(torch.from_numpy(batch.ids), lengths)
+    for row in range(SEQUENCES):
+        # What is behind a sequence nobody reads.
+        last = TOKENS if lengths is None or model.head == "classifier" else int(lengths[row])
+        torch.testing.assert_close(found[row, :last], expected[row, :last], rtol=2e-5, atol=2e-5)
 
 
 def test_the_zoo_has_every_family() -> None:
@@ -362,7 +408,7 @@ def test_the_documents_name_every_family() -> None:
     """docs/train.md those that are trained, docs/predict.md those that are only predicted as well."""
     docs = Path(__file__).parents[2] / "docs"
     listed = docs.joinpath("train.md").read_text("utf-8").partition("by `model_type`: ")[2].partition(".")[0]
-    trained = sorted({case.family for case in ZOO.values()} | {"bert"})
+    trained = sorted({case.family for case in ZOO.values()})
     assert [name.strip(" `\n") for name in listed.split(",")] == trained
     read = docs.joinpath("predict.md").read_text("utf-8")
     assert all(f"`{name}`" in read for name in set(FAMILIES) - set(trained))

@@ -10,7 +10,7 @@ from torch import Tensor
 from flopwise.engine.modules import attention_mask
 from flopwise.work.transformer import Transformer
 
-SITES = ("embedding", "attention", "projected", "fed", "pooled")
+SITES = ("embedding", "attention", "projected", "fed", "pooled", "first")
 _ALL = (1 << 64) - 1
 
 
@@ -53,9 +53,10 @@ class DocumentedDrops:
         self.shares = {
             "embedding": dropout.embedding,
             "attention": dropout.attention,
-            "projected": dropout.hidden,
+            "projected": dropout.hidden if dropout.both_branches else 0.0,
             "fed": dropout.hidden,
             "pooled": dropout.of_classifier,
+            "first": dropout.of_classifier if dropout.before_pooler else 0.0,
         }
         self.dropped = self.drawn = 0
 

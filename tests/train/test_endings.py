@@ -1,4 +1,4 @@
-"""Trainings that end before their last step in good order, the best checkpoint, and trackers that are told of it all."""
+"""Trainings that end before their last step in good order, the best checkpoint, and trackers that are told of it."""
 
 from __future__ import annotations
 

@@ -11,14 +11,17 @@ from collections.abc import Callable, Mapping
 from math import sqrt
 
 from flopwise.base.errors import FlopwiseError, shown
+from flopwise.catalog.huggingface_encoders import ENCODERS
 from flopwise.catalog.huggingface_rules import (
     FULL,
+    GPT_LIKE,
+    NO_CROSS_ATTENTION,
     SLIDING,
+    USUAL_SIZES,
     Family,
     Only,
     Rule,
     activation_of,
-    bert_head,
     dropout_of,
     fixed,
     flag_of,
@@ -39,25 +42,6 @@ EVERYWHERE = (
     Only("per_layer_config", ({},), "its blocks differ from each other; a description repeats one block"),
     Only("pruned_heads", ({},), "its blocks have different numbers of heads; a description repeats one block"),
 )
-
-NO_CROSS_ATTENTION = Only("add_cross_attention", (False,), "a description holds one stack, not two that are linked")
-
-USUAL_SIZES: dict[str, Rule] = {
-    "layers": size_of("num_hidden_layers"),
-    "hidden": size_of("hidden_size"),
-    "heads": size_of("num_attention_heads"),
-    "ffn": size_of("intermediate_size"),
-    "vocab": size_of("vocab_size"),
-}
-
-GPT_LIKE: dict[str, Rule] = {
-    "norm": fixed("layer"),
-    "norm_bias": fixed(True),
-    "gated": fixed(False),
-    "qkv_bias": fixed(True),
-    "output_bias": fixed(True),
-    "ffn_bias": fixed(True),
-}
 
 
 def _llama_like(*, context: int, kv_heads: int) -> dict[str, Rule]:
@@ -451,37 +435,6 @@ FAMILIES: dict[str, Family] = {
             "tied": flag_of("tie_word_embeddings", absent=True),
         },
     ),
-    "bert": Family(
-        title="BERT",
-        bare=("BertModel",),
-        head=bert_head,
-        only=(
-            NO_CROSS_ATTENTION,
-            Only("position_embedding_type", ("absolute",), "its positions are learned for each distance"),
-        ),
-        rules={
-            **USUAL_SIZES,
-            **GPT_LIKE,
-            "context": size_of("max_position_embeddings", absent=512),
-            "causal": lambda settings: settings.flag("is_decoder", absent=False),
-            "positions": fixed("learned"),
-            "position_rows": size_of("max_position_embeddings", absent=512),
-            "activation": activation_of("hidden_act", absent="gelu"),
-            "norm_place": fixed("post"),
-            "embedding_norm": fixed(True),
-            "final_norm": fixed(False),
-            "head_bias": fixed(True),
-            "token_types": size_of("type_vocab_size", absent=2),
-            "norm_epsilon": number_of("layer_norm_eps", absent=1e-12),
-            "dropout": dropout_of(
-                0.1,
-                attention="attention_probs_dropout_prob",
-                hidden="hidden_dropout_prob",
-                embedding="hidden_dropout_prob",
-                classifier="classifier_dropout",
-            ),
-        },
-    ),
     "phi": Family(
         title="Phi",
         bare=("PhiModel",),
@@ -656,4 +609,5 @@ FAMILIES: dict[str, Family] = {
             "dropout": dropout_of(0.1, attention="attention_dropout", hidden="residual_dropout"),
         },
     ),
+    **ENCODERS,
 }

@@ -65,25 +65,38 @@ def architecture_of(settings: ConfigKeys) -> str:
 def no_such_head(settings: ConfigKeys, architecture: str, hint: str) -> FlopwiseError:
     return FlopwiseError(
         f"{settings.owner}: the head of {shown(architecture)} cannot be described",
-        why="there are language models, masked language models (BERT) and sequence classifiers (BERT)",
+        why="there are language models, and masked language models and sequence classifiers of encoders",
         hint=hint,
     )
 
 
 def dropout_of(
-    absent: float = 0.0, *, group: str = "", attention: str, hidden: str = "", embedding: str = "", classifier: str = ""
+    absent: float = 0.0,
+    *,
+    group: str = "",
+    attention: str,
+    hidden: str = "",
+    embedding: str = "",
+    classifier: str = "",
+    absent_of_classifier: float | None = None,
+    **sites: bool,
 ) -> Rule:
-    """Under which keys a family has its probabilities, and what an absent one stands for; no key, no such site."""
+    """Under which keys a family has its probabilities, and what an absent one stands for; no key, no such site.
+
+    `sites`: what a family drops otherwise than others, by the fields of `Dropout`.
+    """
 
     def rule(settings: ConfigKeys) -> Dropout | None:
         inside = settings.group(group) if group else settings
         share = settings.share(hidden, absent) if hidden else 0.0
-        last = settings.share(classifier, share) if classifier else share
+        absent_last = share if absent_of_classifier is None else absent_of_classifier
+        last = settings.share(classifier, absent_last) if classifier else share
         found = Dropout(
             attention=inside.share(attention, absent),
             hidden=share,
             embedding=settings.share(embedding, absent) if embedding else 0.0,
             classifier=None if last == share else last,
+            **sites,
         )
         return found if found.sites or found.of_classifier else None
 
@@ -258,22 +271,30 @@ BY_KIND = ("gemma3_text", "olmo3")
 """Families with rotary numbers for each kind of block."""
 
 
-def bert_head(settings: ConfigKeys, family: Family) -> Head:
-    architecture = architecture_of(settings)
-    if architecture in ("BertForMaskedLM", "BertLMHeadModel"):
-        return Head({"head": "masked", "tied": settings.flag("tie_word_embeddings", absent=True)})
-    if architecture and architecture not in ("BertForSequenceClassification", *family.bare):
-        raise no_such_head(settings, architecture, '"architectures": ["BertForMaskedLM"] for the nearest that can')
-    labels = labels_of(settings)
-    fields = {"head": "classifier", "labels": labels}
-    if architecture == "BertForSequenceClassification":
-        told = settings.table.get("id2label") is not None or settings.table.get("num_labels") is not None
-        return Head(fields, "" if told else f"the file names no labels; {labels} are assumed")
-    return Head(fields, f"{architecture or 'the file'} names no head; a classifier of {labels} labels is assumed")
-
-
 def labels_of(settings: ConfigKeys) -> int:
     """The map of labels decides; `num_labels` counts only without one."""
     if settings.table.get("id2label") is None:
         return settings.size("num_labels", absent=2, null=2)
     return len(settings.group("id2label").table)
+
+
+# -- what many families share ------------------------------------------------------------------------------------------
+
+NO_CROSS_ATTENTION = Only("add_cross_attention", (False,), "a description holds one stack, not two that are linked")
+
+USUAL_SIZES: dict[str, Rule] = {
+    "layers": size_of("num_hidden_layers"),
+    "hidden": size_of("hidden_size"),
+    "heads": size_of("num_attention_heads"),
+    "ffn": size_of("intermediate_size"),
+    "vocab": size_of("vocab_size"),
+}
+
+GPT_LIKE: dict[str, Rule] = {
+    "norm": fixed("layer"),
+    "norm_bias": fixed(True),
+    "gated": fixed(False),
+    "qkv_bias": fixed(True),
+    "output_bias": fixed(True),
+    "ffn_bias": fixed(True),
+}

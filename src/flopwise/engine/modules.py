@@ -280,7 +280,7 @@ class ReferenceModel(nn.Module):
             # Rounded to the type of the numbers, as `transformers` does for Gemma.
             stream = stream * torch.tensor(self.model.embedding_scale, dtype=stream.dtype, device=stream.device)
         if self.positions is not None:
-            stream = stream + self.positions(torch.arange(ids.shape[1], device=ids.device))
+            stream = stream + self.positions(torch.arange(ids.shape[1], device=ids.device) + self.model.position_offset)
         if self.token_types is not None:
             stream = stream + self.token_types(torch.zeros_like(ids))
         return stream if self.embedding_norm is None else self.embedding_norm(stream)
@@ -289,14 +289,17 @@ class ReferenceModel(nn.Module):
         """The head's result for the last block's."""
         result: Tensor
         if self.model.head == "classifier":
-            pooled = self.pooler(stream[:, 0]).tanh()
+            first = stream[:, 0]
+            first = first if drops is None else drops.rows(first[:, None], 0, "first")[:, 0]
+            pooled = ACTIVATION_FUNCTIONS[self.model.pooler_activation](self.pooler(first))
             pooled = pooled if drops is None else drops.rows(pooled[:, None], 0, "pooled")[:, 0]
             result = self.classifier(pooled)
             return result
         if self.final_norm is not None:
             stream = self.final_norm(stream)
         if self.model.head == "masked":
-            stream = self.transform_norm(ACTIVATION_FUNCTIONS[self.model.activation](self.transform(stream)))
+            activation = self.model.transform_activation or self.model.activation
+            stream = self.transform_norm(ACTIVATION_FUNCTIONS[activation](self.transform(stream)))
         result = self.head(stream)
         if self.model.logit_scale != 1.0:
             result = result * self.model.logit_scale

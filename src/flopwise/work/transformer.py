@@ -163,6 +163,10 @@ class Dropout:
     """Of the softmax's weights."""
     classifier: float | None = None
     """Of what a classifier's last product reads; None: as `hidden`."""
+    before_pooler: bool = False
+    """Whether the same share is dropped of what a classifier's first product reads, as RoBERTa has it."""
+    both_branches: bool = True
+    """Whether `hidden` is of both branches' results, or of the feed-forward part's alone, as DistilBERT has it."""
 
     def __post_init__(self) -> None:
         for field, share in (("embedding", self.embedding), ("hidden", self.hidden), ("attention", self.attention)):
@@ -222,6 +226,8 @@ class Transformer:
     positions: Literal["rotary", "learned", "alibi", "none"] = "rotary"
     position_rows: int | None = None
     """Rows of the learned position table; None: one for each token of the sequence, as MPT trains."""
+    position_offset: int = 0
+    """The row of a sequence's first token, 2 for RoBERTa; the last token that has one is that many earlier."""
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
     norm_place: Literal["pre", "post", "behind", "sandwich"] = "pre"
@@ -253,6 +259,10 @@ class Transformer:
     """The head's matrix is the token embedding's."""
     labels: int | None = None
     """Classes of a classifier."""
+    pooler_activation: str = "tanh"
+    """Behind the first product of a classifier."""
+    transform_activation: str | None = None
+    """Behind the first product of a masked head; None: the model's own."""
     token_types: int = 0
     norm_epsilon: float = 1e-5
     """What every norm adds to the variance. Like the two below it changes values only, not what is counted."""
@@ -379,10 +389,11 @@ class Transformer:
         self._check_scaling(self.other_attention.rotary_base, self.other_attention.rotary_scaling)
 
     def _check_options(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise unknown_name(
-                "activation", self.activation, ACTIVATIONS, hint=f"activation is one of {', '.join(ACTIVATIONS)}"
-            ).within(self.name)
+        for activation in (self.activation, self.pooler_activation, self.transform_activation or self.activation):
+            if activation not in ACTIVATIONS:
+                raise unknown_name(
+                    "activation", activation, ACTIVATIONS, hint=f"activation is one of {', '.join(ACTIVATIONS)}"
+                ).within(self.name)
         if self.position_rows is not None:
             check_positive(self.name, position_rows=self.position_rows)
             if self.positions != "learned":
@@ -390,6 +401,12 @@ class Transformer:
                     f"{self.name}: position_rows is for learned positions, and these are {self.positions}",
                     hint='leave out position_rows, or positions = "learned"',
                 )
+        if self.position_offset and not 0 < self.position_offset < (self.position_rows or 0):
+            raise FlopwiseError(
+                f"{self.name}: position_offset = {shown(self.position_offset)} is none of the position table's rows",
+                why="it is the row that the first token has",
+                hint="position_offset = 2 and position_rows = 514, as RoBERTa has them, or neither",
+            )
         if self.token_types:
             check_positive(self.name, token_types=self.token_types)
         scales = {"embedding_scale": self.embedding_scale, "residual_scale": self.residual_scale}
@@ -513,6 +530,9 @@ class Transformer:
             "its own rotary scaling": scaling is not None and scaling.method in ("dynamic", "yarn", "longrope"),
             "its own scale of scores": self.attention_scale is not None,
             "scaled embeddings, branches or logits": scales != (1.0, 1.0, 1.0),
+            "positions that begin at a later row": self.position_offset != 0,
+            "its own activation in the head": self.head != "language"
+            and (self.pooler_activation, self.transform_activation) != ("tanh", None),
             "capped scores or logits": (self.attention_cap, self.logit_cap) != (None, None),
         }
         return tuple(words for words, there in had.items() if there)
@@ -535,11 +555,14 @@ class Transformer:
 
     def check_sequence(self, tokens: int) -> None:
         """Refuse a sequence that the position table cannot number."""
-        if self.positions == "learned" and self.position_rows is not None and tokens > self.position_rows:
+        if self.positions != "learned" or self.position_rows is None:
+            return
+        most = self.position_rows - self.position_offset
+        if tokens > most:
             raise FlopwiseError(
-                f"{self.name} has learned positions for {self.position_rows:,} tokens, not for {tokens:,}",
+                f"{self.name} has learned positions for {most:,} tokens, not for {tokens:,}",
                 why="there is no row for the later tokens",
-                hint=f"--seq {self.position_rows} or less, or a model with rotary positions",
+                hint=f"--seq {most} or less, or a model with rotary positions",
             )
 
 

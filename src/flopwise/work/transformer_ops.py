@@ -490,19 +490,23 @@ class _Builder:
         width = self.stream_tokens * self.model.hidden
         before, after = self.tensor("transformed", width), self.tensor("transformed_activated", width)
         self.gemm("transform", source, (before,), depth=self.model.hidden, columns=self.model.hidden, bias=True)
-        self.streaming("transform_activation", (before,), (after,), needs=(before,), function=self.model.activation)
+        function = self.model.transform_activation or self.model.activation
+        self.streaming("transform_activation", (before,), (after,), needs=(before,), function=function)
         final = self.tensor("final", width)
         self.norm("transform_norm", after, final)
         return final
 
     def classifier(self) -> None:
-        """The first token through a dense layer and tanh, then to the labels."""
+        """The first token through a dense layer and its activation, then to the labels."""
         hidden, labels, rows = self.model.hidden, self.model.labels or 1, self.sequences
+        function = self.model.pooler_activation
         first = self.tensor("first", rows * hidden)
         pooled = self.tensor("pooled_raw", rows * hidden)
         activated = self.tensor("pooled", rows * hidden)
         self.gemm("pooler", first, (pooled,), rows=rows, depth=hidden, columns=hidden, bias=True)
-        self.streaming("pooler_activation", (pooled,), (activated,), needs=(activated,), function="tanh")
+        # The slope of a tanh follows from its result.
+        needs = (activated,) if function == "tanh" else (pooled,)
+        self.streaming("pooler_activation", (pooled,), (activated,), needs=needs, function=function)
         scores = self.tensor("logits", rows * labels)
         self.gemm("classifier", activated, (scores,), rows=rows, depth=hidden, columns=labels, bias=True)
         self.loss(scores, rows=rows)

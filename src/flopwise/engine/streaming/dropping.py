@@ -12,9 +12,10 @@ from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.rounding import Seed
 from flopwise.work.transformer import Dropout, Transformer
 
-SITES = ("embedding", "attention", "projected", "fed", "pooled")
+SITES = ("embedding", "attention", "projected", "fed", "pooled", "first")
 """By what is dropped: the first block's input, attention's weights, results of attention's and the feed-forward part's
-last product, and what a classifier's last product reads. Sites of the ends have the number of layer 0."""
+last product, what a classifier's last product reads, and what its first does. Sites of the ends have the number of
+layer 0."""
 
 FIRST_TENSOR = 16
 """Numbers below are those of the tensors that are rounded by chance, which have keys of the same kind."""
@@ -24,12 +25,14 @@ class Drops:
     """The keys of all sites of a model."""
 
     def __init__(self, model: Transformer, dropout: Dropout, seed: int, device: torch.device) -> None:
+        of_classifier = dropout.of_classifier if model.head == "classifier" else 0.0
         self.shares: dict[str, float] = {
             "embedding": dropout.embedding,
             "attention": dropout.attention,
-            "projected": dropout.hidden,
+            "projected": dropout.hidden if dropout.both_branches else 0.0,
             "fed": dropout.hidden,
-            "pooled": dropout.of_classifier if model.head == "classifier" else 0.0,
+            "pooled": of_classifier,
+            "first": of_classifier if dropout.before_pooler else 0.0,
         }
         count = model.layers * len(SITES)
         self._seed, self._numbers = Seed(seed), np.arange(count, dtype=np.uint64) + np.uint64(FIRST_TENSOR)

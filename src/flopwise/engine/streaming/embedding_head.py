@@ -64,7 +64,8 @@ class EmbeddingHead:
         if self.model.embedding_scale != 1.0:
             out.mul_(self._scale)
         if self.model.positions == "learned":
-            dispatch.embedding_add(chunk.positions, plain_weight(weights, "positions.weight"), out=out)
+            table = plain_weight(weights, "positions.weight")[self.model.position_offset :]
+            dispatch.embedding_add(chunk.positions, table, out=out)
         if self.model.token_types:
             # Every token is of the first type.
             out.add_(plain_weight(weights, "token_types.weight")[0])
@@ -96,7 +97,8 @@ class EmbeddingHead:
             self.operators.backward(norm, values, gradients, Trained(weights, sums), Rows(chunk.positions, chunk.drops))
             values.close()
         if self.model.positions == "learned":
-            dispatch.embedding_backward(chunk.positions, gradient, table_gradient=sums["positions.weight"])
+            table_gradient = sums["positions.weight"][self.model.position_offset :]
+            dispatch.embedding_backward(chunk.positions, gradient, table_gradient=table_gradient)
         if self.model.token_types:
             dispatch.add_column_sums(gradient, total=sums["token_types.weight"][0])
         if self.model.embedding_scale != 1.0:
@@ -127,6 +129,9 @@ class EmbeddingHead:
         vocabulary = weights[f"{self._last_product}.weight"].shape[0]
         room = vocabulary if self.classifies else padded_width(vocabulary, self.operators.compute)
         values.reserve("logits", (residual.shape[0], vocabulary), self.operators.compute, room=room)
+        read = mask_of(drops, "first")
+        if read is not None:
+            dispatch.dropout(residual, read, out=residual)
         values["first" if self.classifies else self._entry] = residual
         rows = Rows(labels, drops)
         for op in self.behind:
@@ -145,6 +150,8 @@ class EmbeddingHead:
             logits.mul_(self.model.logit_scale)
         if sums is not None:
             self._head_backward(residual, values, Trained(weights, sums), rows)
+            if read is not None:
+                dispatch.dropout(residual, read, out=residual)
         values.close()
 
     @property

@@ -156,10 +156,9 @@ class Operators:
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
             torch.mul(source, self.model.residual_scale, out=out)
         else:
-            kind = {"pooler_activation": "tanh", "transform_activation": self.model.activation}[op.name]
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
-            dispatch.activation_forward(kind, None, source, out=out)
+            dispatch.activation_forward(op.function, None, source, out=out)
 
     def _add(self, op: Op, values: Values, rows: Rows) -> None:
         """The residual stream and what is kept of the branches beside it."""
@@ -561,10 +560,9 @@ class Operators:
         if mask is not None:
             # The result is there as the last product read it, without what was dropped.
             dispatch.dropout(gradient, mask, out=out)
-            dispatch.activation_backward("tanh", out, None, values[name], gate_out=None, up_out=out)
-            return
-        if op.name == "pooler_activation":
+            gradient = out
+        elif op.function == "tanh":
             # From the result: 1 − tanh².
             out.copy_(torch.ops.aten.tanh_backward(gradient, values[op.outputs[0]]))
             return
-        dispatch.activation_backward(self.model.activation, gradient, None, values[name], gate_out=None, up_out=out)
+        dispatch.activation_backward(op.function, gradient, None, values[name], gate_out=None, up_out=out)

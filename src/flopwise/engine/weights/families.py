@@ -299,7 +299,7 @@ def _own_nothing(_: Transformer) -> Config:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedFamily:
-    """How a family's decoders are saved."""
+    """How a family is saved: its decoders, unless a class of its own says otherwise."""
 
     architecture: str
     names: Names = field(default_factory=_like_llama)
@@ -316,7 +316,7 @@ class SavedFamily:
         }
 
 
-SAVED: dict[str, SavedFamily] = {
+DECODERS: dict[str, SavedFamily] = {
     "mistral": SavedFamily(
         architecture="MistralForCausalLM",
         own=lambda model: {"head_dim": model.head_dim, "sliding_window": model.window},
@@ -384,4 +384,4 @@ SAVED: dict[str, SavedFamily] = {
     "smollm3": SavedFamily(architecture="SmolLM3ForCausalLM", own=_smollm3),
     "seed_oss": SavedFamily(architecture="SeedOssForCausalLM", own=_seed_oss),
 }
-"""By `model_type`, the families whose configuration says more than the structure of the first six does."""
+"""By `model_type`."""

@@ -15,12 +15,20 @@ from torch import Tensor
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.huggingface import from_config
+from flopwise.engine.weights.encoder_families import (
+    BERT_LAYER,
+    ENCODERS,
+    bert_like_config,
+    encoder_ends,
+    head_config,
+)
 from flopwise.engine.weights.families import (
+    DECODERS,
     LLAMA_ENDS,
     LLAMA_LAYER,
     NO_SPECIAL_TOKENS,
-    SAVED,
     Names,
+    SavedFamily,
     activation_of,
     layer_types,
     rotary_scaling_of,
@@ -29,7 +37,10 @@ from flopwise.engine.weights.initial import LEAST_DEVIATION
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Dropout, OtherAttention, Transformer
 
-PREFIXES = ("model.", "transformer.", "bert.", "gpt_neox.")
+SAVED: dict[str, SavedFamily] = {**DECODERS, **ENCODERS}
+"""By `model_type`, the families whose configuration says more than the structure of the first six does."""
+
+PREFIXES = ("model.", "transformer.", "bert.", "gpt_neox.", "roberta.", "electra.", "distilbert.")
 """What the names of the network without its head begin with in a file of the network with one."""
 
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "embeddings.position_ids")
@@ -140,6 +151,7 @@ def family_of(model: Transformer) -> str:
 PLAIN = Transformer(name="plain", title="", source="", layers=1, hidden=2, heads=1, ffn=1, vocab=1, context=1)
 VALUES_ONLY = (
     *("norm_adds_one", "qk_norm_over", "shared_norm", "rotary_dim", "rotary_pairs"),
+    *("position_offset", "pooler_activation", "transform_activation"),
     *("attention_cap", "logit_cap", "embedding_scale", "residual_scale", "logit_scale"),
 )
 """Fields that the first six families leave as they are."""
@@ -240,25 +252,14 @@ GPT2_ENDS = {
     "final_norm": "transformer.ln_f",
     "head": "lm_head",
 }
-BERT_LAYER = {
-    "norm1": ("attention.output.LayerNorm",),
-    "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
-    "output": ("attention.output.dense",),
-    "norm2": ("output.LayerNorm",),
-    "up": ("intermediate.dense",),
-    "down": ("output.dense",),
-}
-BERT_ENDS = {
-    "embedding": "bert.embeddings.word_embeddings",
-    "positions": "bert.embeddings.position_embeddings",
-    "token_types": "bert.embeddings.token_type_embeddings",
-    "embedding_norm": "bert.embeddings.LayerNorm",
-    "pooler": "bert.pooler.dense",
-    "classifier": "classifier",
-    "transform": "cls.predictions.transform.dense",
-    "transform_norm": "cls.predictions.transform.LayerNorm",
-    "head": "cls.predictions",
-}
+BERT_ENDS = encoder_ends(
+    "bert",
+    pooler="bert.pooler.dense",
+    classifier="classifier",
+    transform="cls.predictions.transform.dense",
+    transform_norm="cls.predictions.transform.LayerNorm",
+    head="cls.predictions",
+)
 
 
 LLAMA_NAMES = Names("model.layers", LLAMA_LAYER, LLAMA_ENDS)
@@ -372,9 +373,10 @@ def _only_a_new_head(model: Transformer, missing: Iterable[str]) -> bool:
 def _beside_the_model(model: Transformer, name: str) -> bool:
     """What files hold that a model of this head has no use for: other heads, and a tied matrix once more."""
     if model.head == "classifier":
-        return name.startswith("cls.")
+        return name.startswith(("cls.", "pooler.", "lm_head.", "vocab_", "generator_", "discriminator_"))
     if model.head == "masked":
-        return name.startswith(("pooler.", "cls.seq_relationship.", "cls.predictions.decoder."))
+        others = ("pooler.", "cls.seq_relationship.", "cls.predictions.decoder.", "lm_head.decoder.")
+        return name.startswith(others) or name in ("vocab_projector.weight", "generator_lm_head.weight")
     return model.tied and name == "lm_head.weight"
 
 
@@ -476,31 +478,4 @@ def _gpt2_config(model: Transformer, rows: int) -> dict[str, Any]:
 
 
 def _bert_config(model: Transformer, rows: int) -> dict[str, Any]:
-    dropout = model.dropout or Dropout()
-    head: dict[str, Any] = {"architectures": ["BertForMaskedLM"], "tie_word_embeddings": model.tied}
-    if model.labels is not None and model.head == "classifier":
-        labels = [f"LABEL_{label}" for label in range(model.labels)]
-        head = {
-            "architectures": ["BertForSequenceClassification"],
-            "id2label": {str(label): name for label, name in enumerate(labels)},
-            "label2id": {name: label for label, name in enumerate(labels)},
-            "problem_type": "single_label_classification",
-        }
-    return {
-        "model_type": "bert",
-        **head,
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "num_attention_heads": model.heads,
-        "intermediate_size": model.ffn,
-        "max_position_embeddings": rows,
-        "type_vocab_size": model.token_types,
-        "vocab_size": model.vocab,
-        "hidden_act": activation_of(model),
-        "layer_norm_eps": model.norm_epsilon,
-        "position_embedding_type": "absolute",
-        "initializer_range": LEAST_DEVIATION,
-        "hidden_dropout_prob": dropout.hidden,
-        "attention_probs_dropout_prob": dropout.attention,
-        "classifier_dropout": dropout.classifier,
-    }
+    return {"model_type": "bert", **head_config("Bert", model), **bert_like_config(model, rows)}

@@ -21,6 +21,9 @@ BLOCK_NUMBERS = 100_000
 """Of a block of rows that plain kernels work on: ten of its temporaries are 4 MiB."""
 SOURCE_NUMBERS = 1 << 22
 """Out of the caches."""
+LEAST_COPIED_BYTES, MOST_COPIED_BYTES = 128 * 2**20, 256 * 2**20
+"""A virtual machine names its host's whole cache, 480 MiB: four times as much took 6 to 16 s, nearly all of them to be
+given the memory, and copied no faster or slower than an eighth of it. Source and target together are more than that."""
 PER_CALL = 10.0
 """What a call costs in a step of small operators, the program round it and cold caches included, over what the same
 call costs in a loop of its own: 8 to 11 in steps of five models of width 64 to 256 on two processors."""
@@ -70,7 +73,7 @@ def _with_numpy(cache_bytes: int) -> CpuRates:
         result = np.empty_like(left)
         return product_flops(SIDE, SIDE, SIDE) / least_seconds(lambda: np.matmul(left, right, out=result), 0.15)
 
-    source = np.ones(max(4 * cache_bytes, 128 * 2**20) // 8)
+    source = np.ones(_copied_bytes(cache_bytes) // 8)
     target = np.empty_like(source)
     copied = 2 * source.nbytes / least_seconds(lambda: np.copyto(target, source), 0.15)
     return CpuRates(
@@ -98,10 +101,15 @@ def _with_torch(cache_bytes: int) -> CpuRates:
         torch.set_num_threads(threads)
     return CpuRates(
         product_flops={"fp32": rate(torch.float32), "fp64": rate(torch.float64)},
-        copy_bytes_per_s=_copy_with_torch(max(4 * cache_bytes, 128 * 2**20)),
+        copy_bytes_per_s=_copy_with_torch(_copied_bytes(cache_bytes)),
         attention_s={"forward": tuple(there for there, _ in pairs), "backward": tuple(back for _, back in pairs)},
         plain=plain,
     )
+
+
+def _copied_bytes(cache_bytes: int) -> int:
+    """Out of the caches, and no more memory than that takes."""
+    return min(max(4 * cache_bytes, LEAST_COPIED_BYTES), MOST_COPIED_BYTES)
 
 
 def _copy_with_torch(size_bytes: int) -> float:
