@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -220,9 +221,8 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
 def test_tensorboard_by_torchs_own_writer(place: Path) -> None:
     pytest.importorskip("tensorboard")
     record = run(**asked(place, steps=2, log=("tensorboard",)))
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    found = EventAccumulator(str(find_run(place / "runs", record.id) / "tensorboard"))
+    reading = import_module("tensorboard.backend.event_processing.event_accumulator")
+    found = reading.EventAccumulator(str(find_run(place / "runs", record.id) / "tensorboard"))
     found.Reload()
     steps = read_steps(find_run(place / "runs", record.id))
     assert [event.value for event in found.Scalars("loss")] == pytest.approx([step.loss for step in steps])
