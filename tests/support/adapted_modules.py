@@ -16,13 +16,15 @@ PRODUCTS = {"qkv": ("q", "k", "v"), "output": ("o",), "gate_up": ("gate", "up"),
 
 
 class Adapted(nn.Module):
-    """A linear layer, some of whose results have an adapter each."""
+    """A linear layer, some of whose results have an adapter each, or all of them one."""
 
     def __init__(
         self, base: nn.Linear, widths: dict[str, int], targets: tuple[str, ...], rank: int, scale: float
     ) -> None:
         super().__init__()
         self.base, self.widths, self.scale = base.requires_grad_(False), widths, scale
+        self.rows = list(widths.values())
+        """Of each of our results."""
         chosen = [name for name in widths if name in targets]
         dtype = base.weight.dtype
         self.lora_A = nn.ModuleDict(
@@ -38,8 +40,13 @@ class Adapted(nn.Module):
         return torch.cat(parts, -1)
 
 
-def adapt(model: Transformer, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> ReferenceModel:
-    """A module with adapters as the description has them, everything else frozen and random; both matrices random."""
+def adapt(
+    model: Transformer, *, dtype: torch.dtype = torch.float64, seed: int = 0, joined: tuple[str, ...] = ()
+) -> ReferenceModel:
+    """A module with adapters as the description has them, everything else frozen and random; both matrices random.
+
+    `joined`: products with one adapter for all their results.
+    """
     adapters = model.adapters
     assert adapters is not None
     module = random_module(replace(model, adapters=None), dtype=dtype, seed=seed).requires_grad_(False)
@@ -57,8 +64,11 @@ def adapt(model: Transformer, *, dtype: torch.dtype = torch.float64, seed: int =
         for product, targets in PRODUCTS.items():
             base = getattr(layer, product, None)
             if base is not None and set(targets) & set(adapters.targets):
-                own = {name: widths[name] for name in targets}
-                made = Adapted(base, own, adapters.targets, adapters.rank, adapters.scale)
+                own, chosen = {name: widths[name] for name in targets}, tuple[str, ...](adapters.targets)
+                if product in joined:
+                    own, chosen = {"+".join(targets): sum(own.values())}, ("+".join(targets),)
+                made = Adapted(base, own, chosen, adapters.rank, adapters.scale)
+                made.rows = [widths[name] for name in targets]
                 for value in (*made.lora_A.parameters(), *made.lora_B.parameters()):
                     value.data.copy_(0.3 * torch.randn(value.shape, generator=generator, dtype=torch.float64))
                 setattr(layer, product, made)
@@ -74,7 +84,13 @@ def ours(module: nn.Module, of: Callable[[nn.Parameter], Tensor] = lambda value:
         if "lora_A" in place:
             down.setdefault(".".join([*place[:2], f"{place[2]}_A.weight"]), []).append(of(value))
         elif "lora_B" in place:
-            found[".".join([*place[:2], f"{place[4]}_B.weight"])] = of(value)
+            targets, given = place[4].split("+"), of(value)
+            holder = module.get_submodule(".".join(place[:3]))
+            assert isinstance(holder, Adapted)
+            apart = given.numel() and len(targets) > 1
+            parts = list(torch.split(given, holder.rows)) if apart else [given] * len(targets)
+            for target, part in zip(targets, parts, strict=True):
+                found[".".join([*place[:2], f"{target}_B.weight"])] = part
         else:
             found[name.replace(".base.", ".")] = of(value)
     return found | {name: torch.cat(values) for name, values in down.items()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_model
 from flopwise.setup.trained import TrainedWords, check_base
-from flopwise.work.adapters import TARGETS, Adapters, parse_targets
+from flopwise.work.adapters import TARGETS, Adapters, Target
 from flopwise.work.describe import describe
 from flopwise.work.formats import POLICIES, parse_formats, quantised_bytes, with_base
 from flopwise.work.parameters import parameters_of
@@ -83,14 +83,21 @@ def adapted_reference(model: Transformer, tokens: int) -> Reference:
     return module
 
 
-CHOSEN = {"all": TARGETS, "queries and values": ("q", "v"), "down": ("down",), "attention": ("q", "k", "v", "o")}
+CHOSEN: dict[str, tuple[Target, ...]] = {
+    "all": TARGETS,
+    "queries and values": ("q", "v"),
+    "down": ("down",),
+    "attention": ("q", "k", "v", "o"),
+}
+APART = replace(GPT2, tied=False, family="starcoder2")
+"""GPT-2's shape, of a family with a layer for each of queries, keys and values."""
 
 
 @pytest.mark.parametrize("targets", CHOSEN)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_flops_equal_torchs_count(family: str, targets: str) -> None:
-    plain = LLAMA if family == "llama" else replace(GPT2, tied=False)
-    model = replace(plain, adapters=Adapters(rank=3, alpha=6.0, targets=parse_targets(",".join(CHOSEN[targets]))))
+    plain = LLAMA if family == "llama" else APART
+    model = replace(plain, adapters=Adapters(rank=3, alpha=6.0, targets=CHOSEN[targets]))
     with torch.device("meta"):
         module = adapted_reference(model, 12)
     module.embedding.weight.requires_grad_()
@@ -99,9 +106,7 @@ def test_flops_equal_torchs_count(family: str, targets: str) -> None:
 
 @pytest.mark.parametrize("targets", CHOSEN)
 def test_kept_is_what_autograd_keeps(targets: str) -> None:
-    model = replace(
-        GPT2, tied=False, adapters=Adapters(rank=3, alpha=6.0, targets=parse_targets(",".join(CHOSEN[targets])))
-    )
+    model = replace(APART, adapters=Adapters(rank=3, alpha=6.0, targets=CHOSEN[targets]))
     module = adapted_reference(model, 12)
     module.embedding.weight.requires_grad_()
     kept = kept_by_autograd(module, torch.zeros(2, 12, dtype=torch.long))

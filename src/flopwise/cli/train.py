@@ -60,11 +60,11 @@ def _telling_failures(store: str) -> Iterator[None]:
 
 RESUME_LEAVES_OPEN = (
     *("resume", "steps", "epochs", "checkpoint_every", "keep", "evaluate_every", "store", "output", "gpus", "profile"),
-    *("profile_steps", "on", "anywhere"),
+    *("profile_steps", "on", "anywhere", "patience", "log"),
 )
 SETTINGS = (
-    *("task", "learning_rate", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "clip_norm"),
-    *("stochastic_rounding", "seed"),
+    *("task", "learning_rate", "warmup_steps", "schedule", "min_learning_rate", "decay_share", "decay_shape"),
+    *("weight_decay", "beta1", "beta2", "clip_norm", "stochastic_rounding", "seed"),
 )
 """Fields that the request has in common with the optimizer's settings."""
 PLAN_SAYS = (
@@ -82,8 +82,8 @@ def _check_data(request: TrainRequest) -> None:
 
 def make_request(options: TrainOptions) -> TrainRequest:
     """What was typed, checked as far as that needs neither data nor device; `auto` leaves a choice to flopwise."""
-    from flopwise.setup.training import SCHEDULES, TASKS
-    from flopwise.train.request import DATA_FORMATS, TrainRequest
+    from flopwise.setup.training import DECAY_SHAPES, SCHEDULES, TASKS, parse_share, parse_warmup
+    from flopwise.train.request import DATA_FORMATS, TrainRequest, check_request
 
     for name in ("resume", "weights", "on", "store", "tokenizer", "adapters"):
         if options.is_given(name) and not getattr(options, name).strip():
@@ -117,8 +117,13 @@ def make_request(options: TrainOptions) -> TrainRequest:
         merge=options.merge,
         task=read_word(options.task, TASKS, "task"),
         learning_rate=read_option(options.learning_rate, "learning-rate", _parse_number("--learning-rate 3e-4")),
-        warmup_steps=read_option(options.warmup, "warmup", parse_count(0, "--warmup 10")),
+        **(read_option(options.warmup, "warmup", parse_warmup) or {}),
         schedule=read_word(options.schedule, SCHEDULES, "schedule"),
+        min_learning_rate=read_option(
+            options.min_learning_rate, "min-learning-rate", _parse_number("--min-learning-rate 3e-5")
+        ),
+        decay_share=read_option(options.decay_share, "decay-share", parse_share),
+        decay_shape=read_word(options.decay_shape, DECAY_SHAPES, "decay-shape"),
         weight_decay=read_option(options.weight_decay, "weight-decay", _parse_number("--weight-decay 0.1")),
         beta1=read_option(options.beta1, "beta1", _parse_number("--beta1 0.9")),
         beta2=read_option(options.beta2, "beta2", _parse_number("--beta2 0.95")),
@@ -142,12 +147,17 @@ def make_request(options: TrainOptions) -> TrainRequest:
         keep_checkpoints=read_option(options.keep, "keep", parse_count(1, "--keep 2"))
         or TrainRequest().keep_checkpoints,
         evaluate_every=read_option(options.evaluate_every, "evaluate-every", parse_count(1, "--evaluate-every 100")),
+        patience=read_option(options.patience, "patience", parse_count(1, "--patience 3")),
+        keep_best=options.keep_best,
+        log=tuple(options.log or ()),
         profile=options.profile or options.is_given("profile_steps"),
         profile_steps=read_option(options.profile_steps, "profile-steps", parse_count(1, "--profile-steps 3")),
         store=options.store or None,
         resume=options.resume or None,
     )
     _check_settings(request)
+    if request.resume is None:
+        check_request(request)
     _check(options, request)
     settled = _with_devices(options, request)
     if settled.devices > 1:
@@ -161,6 +171,9 @@ def _check_settings(request: TrainRequest) -> None:
 
     given = {name: getattr(request, name) for name in SETTINGS}
     given["clip_norm"] = request.clip_norm or None
+    if request.learning_rate is None:
+        # It is below a rate that nobody knows yet.
+        given["min_learning_rate"] = None
     Training(steps=1, **{name: value for name, value in given.items() if value is not None})
 
 

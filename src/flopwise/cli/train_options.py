@@ -85,8 +85,23 @@ class TrainOptions(Options):
         bool, typer.Option("--merge", help="At the end, write the whole model with its adapters merged into it.")
     ] = False
     learning_rate: Annotated[str, typer.Option(help="The highest: 3e-4.")] = "auto"
-    warmup: Annotated[str, typer.Option(help="Steps until it is reached.")] = "auto"
-    schedule: Annotated[str, typer.Option(help="What follows: cosine, linear or constant.")] = "auto"
+    warmup: Annotated[
+        str,
+        typer.Option(help="Steps until it is reached, or their share of all: 100, 3%. Default: a tenth, 100 at most."),
+    ] = "auto"
+    schedule: Annotated[
+        str, typer.Option(help="What follows: cosine, linear, constant, inverse-sqrt, or wsd: stable, then a decay.")
+    ] = "auto"
+    min_learning_rate: Annotated[
+        str,
+        typer.Option(
+            help="What it ends at: 3e-5. Default: a tenth of the highest for a cosine, else 0.", show_default=False
+        ),
+    ] = "auto"
+    decay_share: Annotated[
+        str, typer.Option(help="Of all steps, those of the decay of wsd: 0.1, 20%. Default: 0.1.", show_default=False)
+    ] = "auto"
+    decay_shape: Annotated[str, typer.Option(help="Of that decay: linear or sqrt.", show_default=False)] = "auto"
     weight_decay: Annotated[str, typer.Option(help="For matrices and tables: 0.1.")] = "auto"
     beta1: Annotated[str, typer.Option(help="AdamW's first: 0.9.")] = "auto"
     beta2: Annotated[str, typer.Option(help="AdamW's second: 0.95.")] = "auto"
@@ -150,8 +165,31 @@ class TrainOptions(Options):
     ] = False
     keep: Annotated[str, typer.Option(help="Checkpoints that are kept, the last ones.")] = "2"
     evaluate_every: Annotated[
-        str, typer.Option(help="Steps between evaluations. Default: at the end.", show_default=False)
+        str,
+        typer.Option(
+            help="Steps between evaluations. Default: at the end.",
+            show_default=False,
+        ),
     ] = "auto"
+    patience: Annotated[
+        str,
+        typer.Option(
+            help="End when so many evaluations in a row were not better than the best: 3. Default: never.",
+            show_default=False,
+        ),
+    ] = "auto"
+    keep_best: Annotated[
+        bool,
+        typer.Option("--keep-best", help="Save after every evaluation that is the best, and keep that checkpoint."),
+    ] = False
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--log",
+            help="Tell a tracker of every step: wandb, trackio, tensorboard, where it is installed; with a project as "
+            "wandb:NAME. wandb is offline unless WANDB_MODE is set. Repeatable.",
+        ),
+    ] = None
     profile: Annotated[
         bool,
         typer.Option("--profile", help="Profile a window of steady steps; `flopwise why` then says what limits them."),

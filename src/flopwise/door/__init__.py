@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flopwise.setup.hardware import Hardware
     from flopwise.setup.parallel import Parallel
     from flopwise.setup.stack import Stack
-    from flopwise.setup.training import Schedule, Task
+    from flopwise.setup.training import DecayShape, Schedule, Task
     from flopwise.setup.words import Fusion, Optimizer
     from flopwise.train.events import Callback, Logger
     from flopwise.train.own_data import Data
@@ -340,8 +340,11 @@ def train(
     adapters: str | Path | None = None,
     merge: bool = False,
     learning_rate: float | None = None,
-    warmup: int | None = None,
+    warmup: float | str | None = None,
     schedule: Schedule | None = None,
+    min_learning_rate: float | None = None,
+    decay_share: float | None = None,
+    decay_shape: DecayShape | None = None,
     weight_decay: float | None = None,
     beta1: float | None = None,
     beta2: float | None = None,
@@ -362,6 +365,9 @@ def train(
     checkpoint_every: int | None = None,
     keep: int = 2,
     evaluate_every: int | None = None,
+    patience: int | None = None,
+    keep_best: bool = False,
+    log: str | Sequence[str] = (),
     profile: bool = False,
     profile_steps: int | None = None,
     store: str | Path | None = None,
@@ -380,7 +386,8 @@ def train(
     >>> run.id, run.state
     ('0001', 'done')
     """
-    from flopwise.train.request import TrainRequest
+    from flopwise.setup.training import parse_warmup
+    from flopwise.train.request import TrainRequest, check_request
 
     # What has paths in it counts them too, but makes no batches.
     own = cast("Data", data) if hasattr(data, "batch") and hasattr(data, "evaluation") else None
@@ -413,8 +420,11 @@ def train(
             adapters=_text(adapters),
             merge=merge,
             learning_rate=learning_rate,
-            warmup_steps=warmup,
+            **({} if warmup is None else parse_warmup(warmup)),
             schedule=schedule,
+            min_learning_rate=min_learning_rate,
+            decay_share=decay_share,
+            decay_shape=decay_shape,
             weight_decay=weight_decay,
             beta1=beta1,
             beta2=beta2,
@@ -435,6 +445,9 @@ def train(
             checkpoint=checkpoint,
             keep_checkpoints=keep,
             evaluate_every=evaluate_every,
+            patience=patience,
+            keep_best=keep_best,
+            log=(log,) if isinstance(log, str) else tuple(log),
             profile=profile or profile_steps is not None,
             profile_steps=profile_steps,
             store=_text(store),
@@ -442,6 +455,8 @@ def train(
         )
         from flopwise.train.data_checks import check_data
 
+        if request.resume is None:
+            check_request(request)
         check_data(request)
         # torch comes with it.
         from flopwise.train import run

@@ -6,14 +6,11 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.setup.parallel import Parallel
 from flopwise.work.formats import WIDTH_BYTES, Formats, parse_formats
+from flopwise.work.layer_names import LAYERS
 from flopwise.work.transformer import Transformer
 
 TRAINED_IN = ("fp64", "fp32", "tf32", "bf16", "fp16")
 """Formats that torch's tensors have; products may be in fp8 too."""
-
-
-JOINED = ("glm", "glm4", "gpt_neox", "phi3")
-"""Families whose files have queries, keys and values, or gate and up, in one matrix."""
 
 
 def no_gpu() -> FlopwiseError:
@@ -52,12 +49,6 @@ def check_trainable(model: Transformer) -> None:
             f"{model.name}: dropout of branches whose results are normed or scaled cannot be trained yet",
             hint="dropout without `hidden`",
         )
-    if model.adapters is not None and model.family in JOINED:
-        raise FlopwiseError(
-            f"{model.name}: adapters of {model.family} cannot be trained yet",
-            why="its files have several matrices in one, whose adapters PEFT would share",
-            hint="train all of it, or freeze parts of it",
-        )
     if model.tied and model.head == "classifier":
         raise FlopwiseError(
             f"{model.name}: a classifier has no matrix that could be the embedding's", hint="tied = false"
@@ -72,12 +63,11 @@ def check_adapters(model: Transformer, formats: Formats | None) -> None:
             why="there are no kernels for products of experts in fp8",
             hint="--precision bf16",
         )
-    llama_like = model.positions == "rotary" and model.gated and model.causal and model.norm_place == "pre"
-    if model.adapters is not None and not llama_like:
+    if model.adapters is not None and model.family not in ("", *LAYERS):
         raise FlopwiseError(
-            f"{model.name}: adapters of this network cannot be trained yet",
-            why="they are saved as PEFT has them for Llama, Mistral and Qwen, an adapter for each matrix",
-            hint="--freeze embedding,blocks.0-15, or a model of those families",
+            f"{model.name}: adapters of {model.family} cannot be trained yet",
+            why="they are saved as PEFT has them, which is by the names of its layers, and those are not known here",
+            hint="--freeze embedding,blocks.0-15, or a model of another family",
         )
     if model.adapters is not None and formats is not None and formats.matrix == "fp8":
         raise FlopwiseError(

@@ -150,6 +150,8 @@ class RunRecord(Shown):
     steps_done: int = 0
     checkpoint: str | None = None
     """The last complete one, relative to the folder."""
+    best: str | None = None
+    """That of the best evaluation, where it was to be kept."""
     resumed_from: str | None = None
     """The checkpoint that it goes on from, relative to the folder."""
     resumed_after: int = 0

@@ -279,12 +279,20 @@ def _value_words(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else printable(str(value))
 
 
+def schedule_words(training: Training) -> str:
+    """A schedule with what is not as it usually is."""
+    floor = "" if training.min_learning_rate is None else f" to {training.min_learning_rate:g}"
+    if training.schedule != "wsd":
+        return f"{training.schedule}{floor}"
+    return f"wsd, the last {training.decay_share:.3g} of it {training.decay_shape}{floor}"
+
+
 def training_parts(training: Training) -> list[str]:
     """The settings that change the result."""
     warmup = f" after {training.warmup_steps:,} steps of warm-up" if training.warmup_steps else ""
     parts = [
         f"{training.steps:,} steps",
-        f"learning rate {training.learning_rate:g}, {training.schedule}{warmup}",
+        f"learning rate {training.learning_rate:g}, {schedule_words(training)}{warmup}",
         f"betas {training.beta1:g} and {training.beta2:g}",
         f"weight decay {training.weight_decay:g}",
     ]

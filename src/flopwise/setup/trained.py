@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.work.adapters import Adapters, parse_frozen, parse_targets
+from flopwise.work.adapters import Adapters, parse_frozen
+from flopwise.work.layer_names import parse_targets
 from flopwise.work.model import Model
 from flopwise.work.transformer import Transformer
 
@@ -55,7 +56,7 @@ class TrainedWords:
         adapters = Adapters(
             rank=self.lora,
             alpha=ALPHA_PER_RANK * self.lora if self.lora_alpha is None else self.lora_alpha,
-            targets=parse_targets(self.lora_on or "all-linear"),
+            targets=parse_targets(self.lora_on or "all-linear", model),
             rank_stabilised=self.rslora,
         )
         return replace(model, adapters=adapters, name=f"{model.name}+{adapters.label}")

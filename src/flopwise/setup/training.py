@@ -3,16 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import cos, pi
-from typing import Literal, get_args
+from math import cos, pi, sqrt
+from typing import Any, Literal, get_args
 
-from flopwise.base.errors import FlopwiseError, unknown_name
+from flopwise.base.errors import FlopwiseError, shown, unknown_name
 
 Task = Literal["language", "classification"]
 TASKS: tuple[Task, ...] = get_args(Task)
 
-Schedule = Literal["cosine", "linear", "constant"]
+Schedule = Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"]
+"""wsd: warm-up, stable, decay."""
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+
+DecayShape = Literal["linear", "sqrt"]
+DECAY_SHAPES: tuple[DecayShape, ...] = get_args(DecayShape)
+
+COSINE_FLOOR = 0.1
+"""Of the highest rate, what a cosine ends at where nobody says."""
+MOST_DIGITS = 16
+"""Of a count that is read."""
+TIMESCALE_STEPS = 10_000
+"""Of an inverse square root that has no warm-up."""
+
+
+def parse_share(text: float | str) -> float:
+    """A share of something: 0.03 or 3%."""
+    words = str(text).strip()
+    try:
+        share = float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise FlopwiseError(f"cannot be {shown(text)}", why="a share is expected, from 0 to 1", hint="0.03, 3%")
+    return share
+
+
+def parse_warmup(text: float | str) -> dict[str, Any]:
+    """A warm-up as a request has it: a whole number of steps, or their share of all."""
+    words = str(text).strip()
+    if words.isascii() and words.isdecimal() and len(words) < MOST_DIGITS:
+        return {"warmup_steps": int(words)}
+    try:
+        return {"warmup_share": parse_share(words)}
+    except FlopwiseError as error:
+        raise FlopwiseError(error.what, why="steps are expected, or their share of all", hint="100, 3%, 0.03") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +58,11 @@ class Training:
     learning_rate: float = 3e-4
     warmup_steps: int = 0
     schedule: Schedule = "cosine"
-    final_share: float = 0.1
-    """Of the learning rate, what a cosine ends at."""
+    min_learning_rate: float | None = None
+    """What the schedule ends at, or never falls below; None: a tenth of the highest for a cosine, else nothing."""
+    decay_share: float = 0.1
+    """Of the steps, those at the end of a WSD schedule in which the rate falls."""
+    decay_shape: DecayShape = "linear"
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
@@ -46,12 +83,14 @@ class Training:
             raise unknown_name("task", str(self.task), TASKS, hint=f"--task {' | '.join(TASKS)}")
         if self.schedule not in SCHEDULES:
             raise unknown_name("schedule", str(self.schedule), SCHEDULES, hint=f"--schedule {' | '.join(SCHEDULES)}")
+        if self.decay_shape not in DECAY_SHAPES:
+            raise unknown_name("decay", str(self.decay_shape), DECAY_SHAPES, hint="--decay-shape sqrt")
         self._check_rates()
 
     def _check_rates(self) -> None:
         for name, least, most in (
             ("learning_rate", 0.0, 1e3),
-            ("final_share", 0.0, 1.0),
+            ("decay_share", 0.0, 1.0),
             ("beta1", 0.0, 0.9999999),
             ("beta2", 0.0, 0.9999999),
             ("epsilon", 0.0, 1.0),
@@ -64,6 +103,19 @@ class Training:
                     why=f"it lies between {least:g} and {most:g}",
                     hint=f"--{name.replace('_', '-')} {max(least, most / 2) if most <= 1 else 0.1:g}",
                 )
+        floor = self.min_learning_rate
+        if floor is not None and not 0 <= floor <= self.learning_rate:
+            raise FlopwiseError(
+                f"the lowest learning rate cannot be {floor:g}",
+                why=f"the highest is {self.learning_rate:g}",
+                hint=f"--min-learning-rate {self.learning_rate / 10:g}",
+            )
+        if floor is not None and self.schedule == "constant":
+            raise FlopwiseError(
+                "a constant learning rate has no lowest one",
+                why=f"it stays at {self.learning_rate:g}",
+                hint="--schedule cosine, or without --min-learning-rate",
+            )
         if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
             raise FlopwiseError(f"gradients cannot be clipped to a norm of {self.clip_norm}", hint="--clip 1.0")
         if self.warmup_steps < 0:
@@ -77,8 +129,25 @@ class Training:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return self.learning_rate
-        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-        if self.schedule == "linear":
-            return self.learning_rate * max(0.0, 1.0 - done)
-        share = self.final_share + (1 - self.final_share) * 0.5 * (1 + cos(pi * min(1.0, done)))
-        return self.learning_rate * share
+        if self.schedule == "inverse-sqrt":
+            scale = self.warmup_steps or TIMESCALE_STEPS
+            share = sqrt(scale / (step + scale - self.warmup_steps))
+            return self.learning_rate * max(self.floor_share, share)
+        return self.learning_rate * (self.floor_share + (1 - self.floor_share) * self._share_at(step))
+
+    @property
+    def floor_share(self) -> float:
+        """Of the highest rate, what the schedule ends at, or never falls below."""
+        if self.min_learning_rate:
+            return self.min_learning_rate / self.learning_rate
+        return COSINE_FLOOR if self.schedule == "cosine" and self.min_learning_rate is None else 0.0
+
+    def _share_at(self, step: int) -> float:
+        """What is left of the way down to the floor, in a schedule that ends with the training."""
+        begins = self.warmup_steps
+        if self.schedule == "wsd":
+            begins = max(begins, self.steps - round(self.decay_share * self.steps))
+        done = min(1.0, max(0.0, (step - begins) / max(1, self.steps - begins)))
+        if self.schedule == "cosine":
+            return 0.5 * (1 + cos(pi * done))
+        return 1.0 - (sqrt(done) if self.schedule == "wsd" and self.decay_shape == "sqrt" else done)

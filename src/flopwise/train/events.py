@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from flopwise.base.files import append_to
 from flopwise.records.measurement import RunRecord, StepRecord
@@ -45,8 +45,9 @@ class Callback:
     def on_progress(self, what: str, done: int, of: int) -> None:
         """While something long is prepared: text that is tokenized."""
 
-    def on_step(self, record: StepRecord) -> None:
-        """After every step, `record.evaluation` set where it was evaluated too."""
+    def on_step(self, record: StepRecord) -> Literal["stop"] | None:
+        """After every step, `record.evaluation` set where it was evaluated too. "stop" ends the training here, in good
+        order: it is saved, and done."""
 
     def on_checkpoint(self, checkpoint: Path) -> None:
         """After a checkpoint is in place."""
@@ -98,21 +99,19 @@ class LogFile(Callback):
 
 
 class LoggerCallback(Callback):
-    """Hands every step on to a logger, unknown figures left out."""
+    """Hands every step on to a logger, unknown figures left out; where it fails that is told once."""
 
-    def __init__(self, logger: Logger) -> None:
-        self.logger = logger
+    def __init__(self, logger: Logger, tell: Callable[[str], None]) -> None:
+        self.logger, self.tell = logger, tell
         self.failed = False
 
     def on_step(self, record: StepRecord) -> None:
-        import dataclasses
-
-        figures = dataclasses.asdict(record)
-        evaluation = figures.pop("evaluation") or {}
         if self.failed:
             return
+        figures = asdict(record)
+        evaluation = figures.pop("evaluation") or {}
         try:
             self.logger.log({name: value for name, value in {**figures, **evaluation}.items() if value is not None})
         except Exception as error:  # whatever a tracker raises, the training is worth more
             self.failed = True
-            warnings.warn(f"a logger failed and is not told any more: {error!r}", stacklevel=2)
+            self.tell(f"a logger failed and is not told any more: {error!r}")

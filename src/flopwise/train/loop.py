@@ -31,6 +31,12 @@ from flopwise.work.transformer import Transformer
 EVALUATION = "eval_loss"
 """The figure of an evaluation that tells whether it went well."""
 
+STOP = "stop"
+"""What a callback says to end a training."""
+
+BEST_LOSS, BEST_STEP, WITHOUT_GAIN = "best_eval_loss", "best_eval_step", "evaluations_without_gain"
+"""What a checkpoint's running sums also hold: the best evaluation, and how many came since."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopSettings:
@@ -43,6 +49,10 @@ class LoopSettings:
     checkpoint_every: int | None
     keep_checkpoints: int
     evaluate_every: int | None
+    patience: int | None
+    """The training ends when so many evaluations in a row have brought nothing."""
+    keep_best: bool
+    """The checkpoint of the best evaluation is written at once, and stays."""
     writes: bool
     """Whether this process writes files: one of several ranks does."""
     model_flops: Callable[[int], int]
@@ -77,6 +87,9 @@ class LoopEnd:
     progress: Progress
     steps: tuple[StepRecord, ...]
     stopped_by: str | None
+    """The signal that it was asked by."""
+    ended_early: str | None
+    """Why it ended in good order before its last step."""
     evaluation: dict[str, float]
     checkpoint: Path | None
     model_flops: int
@@ -101,7 +114,7 @@ class Loop:
         training: Training,
         settings: LoopSettings,
         *,
-        on_step: Callable[[StepRecord], None],
+        on_step: Callable[[StepRecord], str | None],
         on_checkpoint: Callable[[Path], None],
         watch: Watch | None = None,
     ) -> None:
@@ -113,15 +126,23 @@ class Loop:
         self.flops = 0
         self._mark = time.perf_counter()
 
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint of the best evaluation, where it is kept."""
+        step = self.progress.totals.get(BEST_STEP)
+        return checkpoint.path_of(self.settings.folder, int(step)) if self.settings.keep_best and step else None
+
     def run(self, begin: Progress, stop: Stop) -> LoopEnd:
         """From where it stands to the end."""
         progress, records, evaluation = begin, [], {}
         self._mark = time.perf_counter()
         log = StepLog(self.settings.folder) if self.settings.writes else None
         stopped: str | None = None
+        early: str | None = None
         try:
-            while progress.step < self.training.steps and stopped is None:
+            while progress.step < self.training.steps and stopped is None and early is None:
                 progress, record = self._step(progress)
+                better = False
                 if self.executor.agree(stop.asked is not None):
                     stopped = stop.asked or "another rank"
                 last = progress.step == self.training.steps
@@ -132,18 +153,15 @@ class Loop:
                 if not bad and not stopped and (last or _due(progress.step, self.settings.evaluate_every)):
                     evaluation = self.evaluate()
                     record = replace(record, evaluation=evaluation or None)
+                    progress, better, early = self._judge(progress, evaluation)
                 if log:
                     log.append(record)
                 records.append(record)
-                self.on_step(record)
+                wants_end = self.executor.agree(self.on_step(record) == STOP)
                 if bad:
                     raise self._diverged(bad)
-                ends = last or stopped is not None
-                if self.settings.checkpoints and (ends or _due(progress.step, self.settings.checkpoint_every)):
-                    self.save(progress, record.evaluation)
-                elif ends:
-                    self._check_numbers(progress.step, self.executor.not_finite())
-                self._check_evaluation(progress.step, record.evaluation)
+                early = _why_early(early, wants_end) if not last and stopped is None else None
+                self._leave(progress, record, ends=last or stopped is not None or early is not None, better=better)
         finally:
             if log:
                 log.close()
@@ -154,6 +172,7 @@ class Loop:
             progress=progress,
             steps=tuple(records),
             stopped_by=stopped,
+            ended_early=early,
             evaluation=evaluation,
             checkpoint=self.saved,
             model_flops=self.flops,
@@ -176,7 +195,8 @@ class Loop:
         done = self.progress = Progress(
             step=progress.step + 1,
             position=progress.position + batch.sequences,
-            totals=_add_up(
+            totals=progress.totals
+            | _add_up(
                 progress.totals,
                 loss=result.loss,
                 seconds=passed_s,
@@ -201,6 +221,31 @@ class Loop:
             device_bytes=sum(row.measured_bytes for row in memory if row.place == "device") or None,
             host_bytes=sum(row.measured_bytes for row in memory if row.place == "host") or None,
         )
+
+    def _leave(self, progress: Progress, record: StepRecord, *, ends: bool, better: bool) -> None:
+        """What a step leaves on the disk, where it ends the training, was the best so far, or a checkpoint is due."""
+        due = _due(progress.step, self.settings.checkpoint_every) or (better and self.settings.keep_best)
+        if self.settings.checkpoints and (ends or due):
+            self.save(progress, record.evaluation)
+        elif ends:
+            self._check_numbers(progress.step, self.executor.not_finite())
+        self._check_evaluation(progress.step, record.evaluation)
+
+    def _judge(self, progress: Progress, figures: dict[str, float]) -> tuple[Progress, bool, str | None]:
+        """After an evaluation: what is remembered of it, whether it is the best, and why to end here, if at all."""
+        if EVALUATION not in figures or _is_bad(figures):
+            return progress, False, None
+        totals, loss, patience = progress.totals, figures[EVALUATION], self.settings.patience
+        better = loss < totals.get(BEST_LOSS, math.inf)
+        if better:
+            totals = totals | {BEST_LOSS: loss, BEST_STEP: float(progress.step), WITHOUT_GAIN: 0.0}
+        else:
+            totals = totals | {WITHOUT_GAIN: totals.get(WITHOUT_GAIN, 0.0) + 1}
+        self.progress = replace(progress, totals=totals)
+        early = None
+        if patience is not None and totals[WITHOUT_GAIN] >= patience:
+            early = f"no evaluation was better than that after step {totals[BEST_STEP]:.0f}, {patience} in a row"
+        return self.progress, better, early
 
     def _check_numbers(self, step: int, bad: tuple[str, ...]) -> None:
         """End where numbers are not finite on any rank: the loss of a step does not know yet what its update did."""
@@ -318,6 +363,7 @@ class Loop:
             config=config,
             handed_on=self.settings.handed_on,
             keep=self.settings.keep_checkpoints,
+            best=int(progress.totals.get(BEST_STEP, 0)) if self.settings.keep_best else None,
         )
         return tuple(name for name in checkpoint.read_state(saved).not_finite if name != EVALUATION)
 
@@ -357,6 +403,11 @@ def _not_finite(record: StepRecord) -> str:
     if record.gradient_norm is not None and not math.isfinite(record.gradient_norm):
         return f"the norm of the gradients of step {record.step} is {record.gradient_norm}"
     return ""
+
+
+def _why_early(found: str | None, wants_end: bool) -> str | None:
+    """Why a training ends before its last step; None: it does not."""
+    return "a callback has ended it" if wants_end else found
 
 
 def _due(step: int, every: int | None) -> bool:

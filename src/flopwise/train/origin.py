@@ -18,16 +18,10 @@ from flopwise.engine.data.tokenizer import BYTES, tokenizer_file
 from flopwise.engine.weights.weight_files import UNREAD_HINT, has_weights, unread_weights, weight_files
 from flopwise.setup.trained import TrainedWords
 from flopwise.train.request import TrainRequest
-from flopwise.work.adapters import TARGETS
 
 CONFIG = "config.json"
 STATE = "state.json"
 ADAPTER_CONFIG = "adapter_config.json"
-PEFT_MODULES = {
-    "all-linear": "all-linear",
-    **{f"{name}_proj": name for name in TARGETS},
-}
-"""PEFT's names of the matrices that adapters lie beside → ours."""
 NO_PLAIN_LORA = (
     *("lora_dropout", "use_dora", "modules_to_save", "layers_to_transform", "rank_pattern", "alpha_pattern"),
     *("exclude_modules", "trainable_token_indices", "lora_bias", "use_qalora", "megatron_config"),
@@ -77,7 +71,7 @@ def read_adapters(folder: Path) -> TrainedWords:
         )
     table = read_table(path)
     rank, alpha, modules = (table.get(name) for name in ("r", "lora_alpha", "target_modules"))
-    plain = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}
+    plain = {"peft_type": "LORA", "bias": "none"}
     odd = [name for name, value in plain.items() if table.get(name, value) != value]
     odd += [name for name in NO_PLAIN_LORA if table.get(name)]
     if odd or not isinstance(rank, int) or not isinstance(alpha, int | float):
@@ -88,16 +82,16 @@ def read_adapters(folder: Path) -> TrainedWords:
             hint="adapters of plain LoRA, of one rank, without dropout",
         )
     names = [modules] if isinstance(modules, str) else modules
-    if not isinstance(names, list) or not all(name in PEFT_MODULES for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise FlopwiseError(
             f"{path}: target_modules = {shown(modules)} are not the matrices of a block",
-            why=f"known are {', '.join(PEFT_MODULES)}",
-            hint="adapters of a model of the Llama, Mistral or Qwen kind",
+            why="they are the names of layers, or all-linear",
+            hint="adapters that PEFT or flopwise saved",
         )
     return TrainedWords(
         lora=rank,
         lora_alpha=float(alpha),
-        lora_on=",".join(PEFT_MODULES[name] for name in names),
+        lora_on=",".join(names),
         rslora=bool(table.get("use_rslora")),
     )
 

@@ -67,6 +67,12 @@ TOKEN_FORMATS: dict[str, TokenNumbers] = {
     "tokens-int32": "int32",
 }
 
+SETTINGS = (
+    *("learning_rate", "warmup_steps", "schedule", "min_learning_rate", "decay_share", "decay_shape", "weight_decay"),
+    *("beta1", "beta2"),
+)
+"""Fields of a request that go into the training's settings as they are, where they are given."""
+
 FIRST_RATE = 1e-3
 """Learning rate of a small model that begins from nothing; larger ones want less."""
 LARGE_RATE = 3e-4
@@ -554,9 +560,9 @@ def _training(
         "schedule": "linear" if task == "classification" else "cosine",
         "weight_decay": 0.01 if task == "classification" else 0.1,
     }
-    for name in ("learning_rate", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2"):
-        if getattr(request, name) is not None:
-            chosen[name] = getattr(request, name)
+    if request.warmup_share is not None:
+        chosen["warmup_steps"] = round(request.warmup_share * steps)
+    chosen |= {name: getattr(request, name) for name in SETTINGS if getattr(request, name) is not None}
     return Training(
         steps=steps,
         task=task,

@@ -10,9 +10,10 @@ import msgspec
 from flopwise.base.errors import FlopwiseError
 from flopwise.records.measurement import RunRecord
 from flopwise.setup.trained import TrainedWords
-from flopwise.setup.training import Schedule, Task
+from flopwise.setup.training import DecayShape, Schedule, Task
 from flopwise.setup.written import WrittenBatch
 from flopwise.store.runs import RECORD
+from flopwise.train.trackers import check_trackers
 
 DataFormat = Literal["tokens-uint16", "tokens-uint32", "tokens-int32"]
 DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
@@ -48,7 +49,12 @@ class TrainRequest(WrittenBatch):
     """None: from the plan."""
     learning_rate: float | None = None
     warmup_steps: int | None = None
+    warmup_share: float | None = None
+    """The same as a share of all steps."""
     schedule: Schedule | None = None
+    min_learning_rate: float | None = None
+    decay_share: float | None = None
+    decay_shape: DecayShape | None = None
     weight_decay: float | None = None
     beta1: float | None = None
     beta2: float | None = None
@@ -100,6 +106,13 @@ class TrainRequest(WrittenBatch):
     keep_checkpoints: int = 2
     evaluate_every: int | None = None
     """Steps; None: at the end."""
+    patience: int | None = None
+    """The training ends when so many evaluations in a row have not been better than the best before; None: it never
+    does."""
+    keep_best: bool = False
+    """The checkpoint of the best evaluation is kept beside the last ones."""
+    log: tuple[str, ...] = ()
+    """Trackers that are told of every step: wandb, trackio, tensorboard, perhaps with a project, `wandb:project`."""
     profile: bool = False
     """Look at a window of steady steps: `profile.json` and a trace in the run's folder."""
     profile_steps: int | None = None
@@ -107,6 +120,32 @@ class TrainRequest(WrittenBatch):
     store: str | None = None
     resume: str | None = None
     """A run's number or folder, or `last`: go on from its last checkpoint."""
+
+
+def check_request(request: TrainRequest) -> None:
+    """Refuse what cannot be meant together; no torch."""
+    for name, given in (("--patience", request.patience is not None), ("--keep-best", request.keep_best)):
+        if given and request.evaluate_every is None:
+            raise FlopwiseError(
+                f"{name} without --evaluate-every",
+                why="there would be one evaluation, at the end",
+                hint=f"--evaluate-every 100 {name}",
+            )
+    if request.patience is not None and request.patience < 1:
+        raise FlopwiseError(
+            f"--patience {request.patience} would end it before anything is judged", hint="--patience 3"
+        )
+    if request.keep_best and not request.checkpoint:
+        raise FlopwiseError("--keep-best beside --no-checkpoint", why="nothing is saved then", hint="one of them")
+    if request.warmup_steps is not None and request.warmup_share is not None:
+        raise FlopwiseError("a warm-up in steps and as a share", why="each says how long it is", hint="one of them")
+    if request.schedule != "wsd" and (request.decay_share is not None or request.decay_shape is not None):
+        raise FlopwiseError(
+            "a decay's share and shape are of another schedule",
+            why="WSD alone has a decay of its own",
+            hint="--schedule wsd",
+        )
+    check_trackers(request.log)
 
 
 def trained_words(request: TrainRequest) -> TrainedWords:
@@ -132,13 +171,14 @@ def merge_resumed(record: RunRecord, request: TrainRequest) -> TrainRequest:
         ) from None
     changes: dict[str, Any] = {
         name: getattr(request, name)
-        for name in ("checkpoint_every", "evaluate_every", "on")
+        for name in ("checkpoint_every", "evaluate_every", "patience", "on")
         if getattr(request, name) is not None
     }
     return replace(
         kept,
         **changes,
         anywhere=kept.anywhere or request.anywhere,
+        log=request.log or kept.log,
         steps=request.steps,
         epochs=request.epochs,
         devices=request.devices,

@@ -96,6 +96,7 @@ def as_written(request: TrainRequest, *, batch_sequences: int, weights: Path | N
     table = asdict(settled)
     for name in ("data", "evaluation_data"):
         table[name] = [str(Path(source).resolve()) for source in table[name]]
+    table["log"] = list(table["log"])
     for name in ("tokenizer", "weights", "adapters"):
         if table[name] and (name, table[name]) != ("tokenizer", BYTES):
             table[name] = str(Path(table[name]).resolve())

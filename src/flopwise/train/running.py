@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 import os
 import shutil
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flopwise.base.errors import FlopwiseError, unknown_name
 from flopwise.base.files import plain, to_json, to_toml, write_whole
@@ -49,15 +50,16 @@ from flopwise.store.runs import (
 from flopwise.store.sweeps import own_attempt, tell_sweep
 from flopwise.train.building import begin_with_adapters, build_executor, first_weights, rank_group
 from flopwise.train.events import Callback, LogFile, Logger, LoggerCallback, Started
-from flopwise.train.loop import Loop, LoopSettings, Progress, restore
+from flopwise.train.loop import Loop, LoopEnd, LoopSettings, Progress, restore
 from flopwise.train.measuring import commit, measure, metrics
 from flopwise.train.origin import begin_anew, read_config
 from flopwise.train.own_data import Data
 from flopwise.train.planning import products_not_in_fp8
 from flopwise.train.preparing import Prepared, prepare
 from flopwise.train.profiling import RunProfiler
-from flopwise.train.request import TrainRequest, merge_resumed
+from flopwise.train.request import TrainRequest, check_request, merge_resumed
 from flopwise.train.resuming import Resumed, as_written, find_resumed
+from flopwise.train.trackers import Tracking
 from flopwise.work.describe import describe
 from flopwise.work.total_flos import total_flos
 
@@ -85,7 +87,7 @@ def run(
     if isinstance(asked.get("data"), Data):
         own_data = asked.pop("data")
     wanted = replace(request or _make_request(asked), own_data=own_data is not None)
-    listeners = _Listeners([*callbacks, *(LoggerCallback(logger) for logger in loggers)])
+    listeners = _Listeners([*callbacks, *(LoggerCallback(logger, warnings.warn) for logger in loggers)])
     rank = rank_of(os.environ)
     if wanted.devices > 1 and rank.world != wanted.devices:
         raise FlopwiseError(
@@ -125,7 +127,7 @@ class _Listeners(Callback):
     """All callbacks as one."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self.callbacks = callbacks
+        self.callbacks = list(callbacks)
 
     def on_start(self, started: Started) -> None:
         for callback in self.callbacks:
@@ -135,9 +137,9 @@ class _Listeners(Callback):
         for callback in self.callbacks:
             callback.on_progress(what, done, of)
 
-    def on_step(self, record: StepRecord) -> None:
-        for callback in self.callbacks:
-            callback.on_step(record)
+    def on_step(self, record: StepRecord) -> Literal["stop"] | None:
+        # All of them hear of it, whatever the first one says.
+        return "stop" if "stop" in [callback.on_step(record) for callback in self.callbacks] else None
 
     def on_checkpoint(self, saved: Path) -> None:
         for callback in self.callbacks:
@@ -157,6 +159,7 @@ class _Run:
 
     def __init__(self, request: TrainRequest, rank: Rank, listeners: _Listeners, own: Data | None) -> None:
         self.rank, self.listeners, self.own = rank, listeners, own
+        self.trackers: list[Tracking] = []
         self.writes = rank.rank == 0
         self.resumed = find_resumed(request, listeners.on_note) if request.resume else None
         self.request = request
@@ -168,6 +171,7 @@ class _Run:
                     + ("data of the program that began it" if self.request.own_data else "files"),
                     hint="fw.train(resume=…, data=…) with that object" if self.request.own_data else "leave data out",
                 )
+        check_request(self.request)
 
     def go(self) -> RunRecord:
         """Prepare, train, and leave a record whatever happens."""
@@ -182,6 +186,7 @@ class _Run:
                 tell=self.listeners.on_progress,
                 own=self.own,
             )
+            self._check_held_out(prepared)
             executor = self._executor(prepared)
             try:
                 progress = self._begin(executor, prepared)
@@ -192,6 +197,17 @@ class _Run:
                         return self._train(executor, prepared, folder, progress, stop)
             finally:
                 executor.close()
+
+    def _check_held_out(self, prepared: Prepared) -> None:
+        """Refuse to look for the best evaluation where there will be none."""
+        if self.request.patience is None and not self.request.keep_best:
+            return
+        if next(iter(prepared.data.evaluation(prepared.batch_sequences)), None) is None:
+            raise FlopwiseError(
+                "no data is held out",
+                why="--patience and --keep-best go by its loss",
+                hint="--eval-data FOLDER, or more data",
+            )
 
     def _check_same(self, resumed: Resumed) -> None:
         """Refuse to go on from where another process has gone on meanwhile: what it did since would be lost."""
@@ -363,6 +379,8 @@ class _Run:
         profiler = self._profiler(executor, prepared, folder, progress)
         files = [LogFile(folder)] if self.writes else []
         listeners = _Listeners([*self.listeners.callbacks, *files, *([profiler] if profiler else [])])
+        self.trackers = [Tracking(words, listeners.on_note) for words in self.request.log if self.writes]
+        listeners.callbacks.extend(self.trackers)
         loop = Loop(
             executor,
             prepared.data,
@@ -380,9 +398,8 @@ class _Run:
             listeners.on_start(self._describe_start(prepared, folder, progress))
             outcome = loop.run(progress, stop)
             earlier = [step for step in read_steps(folder) if step.step <= progress.step] if self.writes else []
-            if outcome.stopped_by:
-                saved = ", and saved" if self.request.checkpoint else ""
-                listeners.on_note(f"stopped by {outcome.stopped_by} after step {outcome.progress.step}{saved}")
+            for note in self._how_ended(outcome):
+                listeners.on_note(note)
             found = measure(
                 prepared,
                 outcome,
@@ -393,7 +410,8 @@ class _Run:
             )
             if self.request.merge and self.writes:
                 listeners.on_note(f"merged into {loop.save_merged(folder / MERGED)}")
-            record = replace(record, reason=outcome.stopped_by, measurement=found, metrics=metrics(prepared, outcome))
+            reason = outcome.stopped_by or outcome.ended_early
+            record = replace(record, reason=reason, measurement=found, metrics=metrics(prepared, outcome))
         except BaseException as error:
             if profiler is not None:
                 profiler.abandon()
@@ -402,6 +420,9 @@ class _Run:
             with suppress(FlopwiseError):
                 self._leave_row(folder, self._write_end(folder, replace(record, reason=reason), "failed", loop))
             raise
+        finally:
+            for tracker in self.trackers:
+                tracker.close()
         record = self._write_end(folder, record, "interrupted" if outcome.stopped_by else "done", loop)
         if profiler is not None and found is not None:
             # Long traces take a while, in which nothing else can be lost any more.
@@ -416,6 +437,14 @@ class _Run:
         if self.writes:
             listeners.on_end(record)
         return record
+
+    def _how_ended(self, outcome: LoopEnd) -> Iterator[str]:
+        """What there is to tell of a training that has not done all its steps."""
+        saved = ", and saved" if self.request.checkpoint else ""
+        if outcome.stopped_by:
+            yield f"stopped by {outcome.stopped_by} after step {outcome.progress.step}{saved}"
+        if outcome.ended_early:
+            yield f"ended after step {outcome.progress.step}{saved}: {outcome.ended_early}"
 
     def _profiler(self, executor: Executor, prepared: Prepared, folder: Path, progress: Progress) -> RunProfiler | None:
         """One rank looks at itself."""
@@ -432,7 +461,8 @@ class _Run:
 
     def _write_end(self, folder: Path, record: RunRecord, state: RunState, loop: Loop) -> RunRecord:
         saved = f"{CHECKPOINTS}/{loop.saved.name}" if loop.saved else None
-        record = replace(record, state=state, ended=_now(), checkpoint=saved, steps_done=loop.progress.step)
+        best = f"{CHECKPOINTS}/{loop.best.name}" if loop.best else None
+        record = replace(record, state=state, ended=_now(), checkpoint=saved, best=best, steps_done=loop.progress.step)
         if self.writes:
             write_record(folder, record)
         return record
@@ -455,6 +485,8 @@ class _Run:
             batch_sequences=prepared.batch_sequences,
             checkpoints=self.request.checkpoint,
             checkpoint_every=self.request.checkpoint_every,
+            patience=self.request.patience,
+            keep_best=self.request.keep_best,
             keep_checkpoints=self.request.keep_checkpoints,
             evaluate_every=self.request.evaluate_every,
             writes=self.writes,

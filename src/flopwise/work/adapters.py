@@ -69,17 +69,6 @@ class Adapters:
         return f"{kind}{self.rank}{beside}"
 
 
-def parse_targets(text: str) -> tuple[Target, ...]:
-    """`all-linear`, `attention`, `q,v`: in the order of a block."""
-    words = [word.strip().lower() for word in text.split(",") if word.strip()]
-    chosen: set[str] = set()
-    for word in words:
-        if word not in GROUPS and word not in TARGETS:
-            raise unknown_name("matrix of a block", word, (*GROUPS, *TARGETS), hint="--lora-on all-linear")
-        chosen.update(GROUPS.get(word, (word,)))
-    return tuple(name for name in TARGETS if name in chosen)
-
-
 EMBEDDING, HEAD, BLOCKS = "embedding", "head", "blocks"
 
 

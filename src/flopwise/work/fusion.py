@@ -23,7 +23,9 @@ def makers_for_one_product(ops: Sequence[Op]) -> dict[str, Op]:
             continue
         name = op.inputs[0]
         maker = next((other for other in ops if name in other.outputs), None)
-        alone = sum(name in other.inputs for other in ops) == 1
+        readers = [other for other in ops if name in other.inputs]
+        # Frozen products beside an adapter's read it too, but not for their backward.
+        alone = readers[0] is op and not any(other.needs or not isinstance(other, Gemm) for other in readers[1:])
         if alone and isinstance(maker, Streaming) and (maker.kind == "norm" or maker.name == "activation"):
             found[op.name] = maker
     return found

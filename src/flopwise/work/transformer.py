@@ -9,6 +9,7 @@ from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.work.adapters import EMBEDDING, HEAD, Adapters, frozen_layers
+from flopwise.work.layer_names import check_targets
 
 LARGEST_SIDE = 2**31 - 1
 """Shapes beyond this overflow the 32-bit sizes of today's kernels; such a number is a typing mistake."""
@@ -449,6 +450,7 @@ class Transformer:
                 )
             if not self.gated and self.adapters.targets == ("gate",):
                 raise FlopwiseError(f"{self.name} has no gate for an adapter", hint="--lora-on all-linear")
+            check_targets(self, self.adapters.targets)
         if self.frozen is None:
             return
         layers = frozen_layers(self.frozen, self.layers)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from flopwise.work.adapters import DOWN, EMBEDDING, HEAD, LOW, RESULTS, UP, Target
+from flopwise.work.layer_names import is_joined
 from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.lengths import Lengths
 from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, SaveLevel, Streaming, StreamingKind, Tensor, Weight
@@ -104,6 +105,9 @@ class _Builder:
         weights = [Weight(module=name, shape=(*lead, columns, depth), active=active, owned=weight_owned)]
         if bias:
             weights.append(Weight(module=name, kind="bias", shape=(*lead, columns), active=active))
+        beside = self.adapted(name, outputs)
+        if beside:
+            self.lower(name, source, beside, depth=depth)
         self.ops.append(
             Gemm(
                 name=name,
@@ -122,43 +126,52 @@ class _Builder:
                 groups=groups,
             )
         )
-        if self.in_block and self.model.adapters is not None:
-            self.adapt(name, source, outputs, depth=depth)
+        joined = is_joined(self.model, name) if beside else False
+        for target, result in beside:
+            columns = self.tensors[result].elements // self.tokens
+            inner = f"{name if joined else target}_{LOW}"
+            self.adapt(f"{target}_{UP}", inner, (result,), depth=self.rank, columns=columns, adds=True)
 
-    def adapt(self, product: str, source: str, outputs: tuple[str, ...], *, depth: int) -> None:
-        """Adapters beside a product: one narrow product for all of them, and one behind it for each, added to what is
-        there."""
+    def adapted(self, product: str, outputs: tuple[str, ...]) -> list[tuple[Target, str]]:
+        """A product's results that have an adapter, each with its target."""
         adapters = self.model.adapters
-        assert adapters is not None
-        beside: list[tuple[Target, str]] = [
-            (target, name) for target, name in zip(RESULTS[product], outputs, strict=True) if target in adapters.targets
-        ]
-        if not beside:
-            return
-        rank, tokens = adapters.rank, self.tokens
-        low = [self.tensor(f"{target}_{LOW}", tokens * rank, SaveLevel.EVERYTHING) for target, _ in beside]
+        if adapters is None or not self.in_block:
+            return []
+        beside = zip(RESULTS[product], outputs, strict=True)
+        return [(target, name) for target, name in beside if target in adapters.targets]
 
-        def add(name: str, given: str, made: tuple[str, ...], *, depth: int, columns: int, adds: bool) -> None:
-            self.ops.append(
-                Gemm(
-                    name=name,
-                    inputs=(given,),
-                    outputs=made,
-                    needs=(given,),
-                    weights=(Weight(module=name, shape=(columns, depth)),),
-                    layers=self.layers,
-                    in_block=True,
-                    rows=tokens,
-                    depth=depth,
-                    columns=columns,
-                    adds=adds,
-                )
+    @property
+    def rank(self) -> int:
+        assert self.model.adapters is not None
+        return self.model.adapters.rank
+
+    def lower(self, product: str, source: str, beside: list[tuple[Target, str]], *, depth: int) -> None:
+        """The first matrices of a product's adapters, as one.
+
+        It comes before the product: backward then adds to what the wide product has written, and reads its input last.
+        """
+        inner = [product] if is_joined(self.model, product) else [target for target, _ in beside]
+        low = [self.tensor(f"{each}_{LOW}", self.tokens * self.rank, SaveLevel.EVERYTHING) for each in inner]
+        columns = self.rank * len(low)
+        self.adapt(f"{product}_{DOWN}", source, tuple(low), depth=depth, columns=columns, adds=False)
+
+    def adapt(self, name: str, source: str, outputs: tuple[str, ...], *, depth: int, columns: int, adds: bool) -> None:
+        """A narrow product of an adapter, which is trained."""
+        self.ops.append(
+            Gemm(
+                name=name,
+                inputs=(source,),
+                outputs=outputs,
+                needs=(source,),
+                weights=(Weight(module=name, shape=(columns, depth)),),
+                layers=self.layers,
+                in_block=True,
+                rows=self.tokens,
+                depth=depth,
+                columns=columns,
+                adds=adds,
             )
-
-        add(f"{product}_{DOWN}", source, tuple(low), depth=depth, columns=rank * len(low), adds=False)
-        for (target, name), inner in zip(beside, low, strict=True):
-            columns = self.tensors[name].elements // tokens
-            add(f"{target}_{UP}", inner, (name,), depth=rank, columns=columns, adds=True)
+        )
 
     def streaming(
         self,

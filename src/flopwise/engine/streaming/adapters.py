@@ -1,21 +1,31 @@
-"""Products of adapters: as thin as their rank, by the device's own library, with a scale that costs nothing."""
+"""Products of adapters: as thin as their rank, by the device's own library where that keeps up with its memory."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from flopwise.engine.streaming.products import HALVES
+from flopwise.engine.kernels.blocks import has_triton
+from flopwise.engine.streaming.products import HALVES, Products
+
+MOST_FUSED_DEPTH = 64
+"""Up to which depth a product is added by a kernel of our own."""
 
 
 def add_product(low: Tensor, matrix: Tensor, *, scale: float, out: Tensor) -> None:
-    """`out` gets scale · low · matrixᵀ added."""
-    out.addmm_(low, matrix.t(), alpha=scale)
+    """`out` gets scale · low · matrix added."""
+    halves = out.dtype in HALVES and low.dtype == matrix.dtype == out.dtype
+    if out.is_cuda and halves and low.shape[1] <= MOST_FUSED_DEPTH and has_triton():
+        from flopwise.engine.kernels.fused_adapters import add_thin_product
+
+        add_thin_product(low, matrix, scale=scale, out=out)
+    else:
+        out.addmm_(low, matrix, alpha=scale)
 
 
-def scaled_dgrad(gradient: Tensor, matrix: Tensor, *, scale: float, out: Tensor) -> None:
-    """`out` gets scale · gradient · matrix."""
-    torch.addmm(out, gradient, matrix, beta=0, alpha=scale, out=out)
+def scaled_dgrad(gradient: Tensor, matrix: Tensor, *, scale: float, out: Tensor, add: bool) -> None:
+    """`out` gets scale · gradient · matrix, with `add` added to it."""
+    torch.addmm(out, gradient, matrix, beta=int(add), alpha=scale, out=out)
 
 
 def scaled_wgrad(gradient: Tensor, low: Tensor, *, scale: float, total: Tensor) -> None:
@@ -27,3 +37,13 @@ def scaled_wgrad(gradient: Tensor, low: Tensor, *, scale: float, total: Tensor) 
     else:
         # So narrow that what it takes beside the plan is nothing.
         total.add_(torch.mm(gradient.t(), low), alpha=scale)
+
+
+class DownProducts(Products):
+    """Products with the first matrices of adapters; the gradient that they add to is as wide as the model."""
+
+    def dgrad(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
+        if add:
+            add_product(gradient, matrix, scale=1.0, out=out)
+        else:
+            super().dgrad(gradient, matrix, out=out, add=False)

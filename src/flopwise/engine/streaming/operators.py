@@ -18,7 +18,7 @@ from flopwise.engine.kernels import dispatch, experts
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.experts import Routed
 from flopwise.engine.kernels.quantised import Quantised
-from flopwise.engine.streaming.adapters import add_product, scaled_dgrad, scaled_wgrad
+from flopwise.engine.streaming.adapters import DownProducts, add_product, scaled_dgrad, scaled_wgrad
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.fp8_products import Fp8Products
@@ -130,7 +130,9 @@ class Operators:
         self._branches = {norm.name: op.inputs[1] for op, norm in pairwise(ops) if is_sum_for_norm(op, norm)}
         """Norms that read a sum of two → its second term."""
         self._columns: dict[tuple[str, tuple[str, ...]], list[tuple[str, int, int]]] = {}
-        self._plain_products = products
+        self._lows = {name: op.outputs for op in ops if op.name.endswith(f"_{DOWN}") for name in op.outputs}
+        """An adapter's inner result → all those that one product makes."""
+        self._plain_products, self._down_products = products, DownProducts(arena)
         self._head_products = head_products or products
         self._block_products = Fp8Products(arena) if formats.matrix == "fp8" else self._plain_products
 
@@ -140,7 +142,7 @@ class Operators:
         """Make the wanted results of an operator."""
         if isinstance(op, Gemm) and op.adds:
             matrix = self._cast(weights[f"{op.name}.weight"])
-            add_product(values[op.inputs[0]], matrix, scale=self.adapter_scale, out=values[op.outputs[0]])
+            add_product(values[op.inputs[0]], matrix.t(), scale=self.adapter_scale, out=values[op.outputs[0]])
             self._uncast(matrix, weights[f"{op.name}.weight"])
             return
         if isinstance(op, Gemm):
@@ -268,7 +270,7 @@ class Operators:
         if self.gated is not None and self.is_paired(op):
             return self.gated
         if op.name.endswith(f"_{DOWN}"):
-            return self._plain_products
+            return self._down_products
         if op.in_block:
             return self._block_products
         return self._head_products if op.name == "head" else self._plain_products
@@ -442,8 +444,12 @@ class Operators:
         gradient, scale = gradients[op.outputs[0]], self.adapter_scale
         scaled_wgrad(gradient, values[inner], scale=scale, total=trained.sums[name])
         matrix = self._cast(trained.weights[name])
-        target, _ = gradients.target(inner, (gradient.shape[0], op.depth), gradient.dtype)
-        scaled_dgrad(gradient, matrix, scale=scale, out=target)
+        lows = self._lows[inner]
+        if self.packs and len(lows) > 1 and inner not in gradients:
+            # Beside each other, so that what leads back from all of them is one product.
+            gradients.pack(lows, [op.depth] * len(lows), gradient.shape[0], gradient.dtype)
+        target, there = gradients.target(inner, (gradient.shape[0], op.depth), gradient.dtype)
+        scaled_dgrad(gradient, matrix, scale=scale, out=target, add=there and len(lows) == 1)
         self._uncast(matrix, trained.weights[name])
 
     def dgrad(self, op: Gemm, values: Values, gradients: Gradients, trained: Trained) -> None:

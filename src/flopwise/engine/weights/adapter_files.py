@@ -1,13 +1,13 @@
 """Adapters as PEFT writes and reads them: `adapter_config.json` and `adapter_model.safetensors`; and merged away.
 
-PEFT has a pair of matrices for each linear layer of transformers. Ours of a product that makes several results share
-one matrix A, whose rows are theirs below each other.
+PEFT has a pair of matrices for each linear layer of transformers. Where our product makes the results of several, its
+matrix A has theirs below each other; where one layer has several of our results, its matrix B is ours below each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,57 +15,69 @@ import torch
 from torch import Tensor
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.engine.weights.huggingface import NAMES, family_of, place_of
+from flopwise.engine.weights.huggingface import NAMES, Place, family_of, place_of
 from flopwise.work.adapters import DOWN, RESULTS, UP, Adapters, Target
+from flopwise.work.layer_names import layer_names, shortest_names
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Transformer
 
 PREFIX = "base_model.model."
 
 
-def _layers(model: Transformer) -> dict[str, dict[Target, str]]:
-    """Product → target → transformers' name of its layer, of those that have an adapter."""
-    adapters, names = model.adapters, NAMES[family_of(model)].layer
-    assert adapters is not None
-    without = "up" if model.gated else "gate_up"
-    fused = next((name for product in RESULTS for name in names.get(product, ()) if _is_fused(product, names)), None)
-    if fused is not None:
-        raise FlopwiseError(
-            f"{model.name}: adapters of this network cannot be saved yet",
-            why=f"transformers has {fused} in one, for which PEFT has one adapter and there are several here",
-            hint="--freeze embedding,blocks.0-15, or a model of the Llama, Mistral or Qwen kind",
-        )
-    return {
-        product: {
-            target: name for target, name in zip(RESULTS[product], layers, strict=True) if target in adapters.targets
-        }
-        for product, layers in names.items()
-        if product in RESULTS and product != without
-    }
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One of transformers' layers that has an adapter: which of our matrices its two are."""
+
+    name: str
+    """Within its block."""
+    product: str
+    targets: tuple[Target, ...]
+    """Whose second matrices lie below each other in its one."""
+    first: int
+    """Its first matrix' first row in ours."""
 
 
-def _is_fused(product: str, names: Mapping[str, tuple[str, ...]]) -> bool:
-    """Whether a family has several of our results in one layer."""
-    return product in names and len(names[product]) != len(RESULTS[product])
+def _layers(model: Transformer) -> list[_Layer]:
+    """The layers of a block that have an adapter."""
+    assert model.adapters is not None
+    names, found = layer_names(model), list[_Layer]()
+    products = [product for product in RESULTS if product != ("up" if model.gated else "gate_up")]
+    for product in products:
+        chosen = [target for target in RESULTS[product] if target in model.adapters.targets]
+        for place, name in enumerate(dict.fromkeys(names[target] for target in chosen)):
+            targets = tuple(target for target in chosen if names[target] == name)
+            found.append(_Layer(name, product, targets, place * model.adapters.rank))
+    return found
+
+
+def _target_modules(model: Transformer) -> list[str]:
+    """PEFT's words for the layers that have adapters, which name no others."""
+    names = NAMES[family_of(model)]
+    chosen = [layer.name for layer in _layers(model)]
+    others = [name for name in layer_names(model).values() if name not in chosen]
+    found = shortest_names(chosen, [*others, *names.ends.values()])
+    if found is None:
+        return [f"{names.layers}.{block}.{name}" for block in range(model.layers) for name in chosen]
+    return found
 
 
 def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
     """PEFT's configuration; `base`: the model's folder or name."""
     adapters = model.adapters
     assert adapters is not None
-    modules = [name.rpartition(".")[2] for layers in _layers(model).values() for name in layers.values()]
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if model.head == "language" else None,
         "base_model_name_or_path": base,
         "revision": None,
         "inference_mode": True,
         "r": adapters.rank,
         "lora_alpha": int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha,
         "lora_dropout": 0.0,
-        "target_modules": modules,
+        "target_modules": _target_modules(model),
         "bias": "none",
-        "fan_in_fan_out": False,
+        # GPT-2 keeps its matrices with the inputs as rows.
+        "fan_in_fan_out": NAMES[family_of(model)].transposed,
         "init_lora_weights": True,
         "use_rslora": adapters.rank_stabilised,
         "use_dora": False,
@@ -77,42 +89,51 @@ def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
     }
 
 
+def _place(model: Transformer, layer: _Layer) -> Place:
+    """How the rows of a layer's second matrix lie in a file."""
+    together = NAMES[family_of(model)].heads_together and layer.product == "qkv"
+    return Place((layer.name,), groups=(model.kv_heads, model.head_dim) if together else None)
+
+
 def to_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Adapters under our names as PEFT's."""
     assert model.adapters is not None
     rank, found = model.adapters.rank, {}
-    for layer in range(model.layers):
-        for product, targets in _layers(model).items():
-            for place, (target, name) in enumerate(targets.items()):
-                down = tensors[f"layers.{layer}.{product}_{DOWN}.weight"]
-                own = f"{PREFIX}{NAMES[family_of(model)].layers}.{layer}.{name}"
-                found[f"{own}.lora_A.weight"] = down[place * rank : (place + 1) * rank]
-                found[f"{own}.lora_B.weight"] = tensors[f"layers.{layer}.{target}_{UP}.weight"]
+    for block in range(model.layers):
+        for layer in _layers(model):
+            ours, own = f"layers.{block}", f"{PREFIX}{NAMES[family_of(model)].layers}.{block}.{layer.name}"
+            down = tensors[f"{ours}.{layer.product}_{DOWN}.weight"]
+            ups = [tensors[f"{ours}.{target}_{UP}.weight"] for target in layer.targets]
+            found[f"{own}.lora_A.weight"] = down[layer.first : layer.first + rank]
+            whole = torch.cat(ups) if len(ups) > 1 else ups[0]
+            found[f"{own}.lora_B.weight"] = _place(model, layer).split(whole)[layer.name]
     return found
 
 
 def from_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """PEFT's adapters under our names; what is missing, too much or of another shape is refused."""
-    left, found = set(tensors), {}
-    for layer in range(model.layers):
-        for product, targets in _layers(model).items():
-            own = f"{PREFIX}{NAMES[family_of(model)].layers}.{layer}"
-            names = {target: f"{own}.{name}" for target, name in targets.items()}
-            wanted = [f"{name}.lora_{side}.weight" for name in names.values() for side in (DOWN, UP)]
+    left, found, downs = set(tensors), dict[str, Tensor](), dict[str, list[Tensor]]()
+    shapes = {parameter.name: parameter.shape for parameter in parameters_of(model, 1)}
+    for block in range(model.layers):
+        for layer in _layers(model):
+            ours, own = f"layers.{block}", f"{PREFIX}{NAMES[family_of(model)].layers}.{block}.{layer.name}"
+            wanted = [f"{own}.lora_{side}.weight" for side in (DOWN, UP)]
             missing = [name for name in wanted if name not in left]
             if missing:
                 raise _refused(model, f"there is no {missing[0]}")
             left -= set(wanted)
-            if names:
-                downs = [tensors[f"{name}.lora_A.weight"] for name in names.values()]
-                found[f"layers.{layer}.{product}_{DOWN}.weight"] = torch.cat(downs)
-            for target, name in names.items():
-                found[f"layers.{layer}.{target}_{UP}.weight"] = tensors[f"{name}.lora_B.weight"]
+            downs.setdefault(f"{ours}.{layer.product}_{DOWN}.weight", []).append(tensors[wanted[0]])
+            names = [f"{ours}.{target}_{UP}.weight" for target in layer.targets]
+            up, rows = tensors[wanted[1]], [shapes[name][0] for name in names]
+            if up.shape[0] != sum(rows):
+                raise _refused(model, f"{wanted[1]} has {up.shape[0]} rows")
+            found |= zip(names, torch.split(_place(model, layer).join([up]), rows), strict=True)
+    found |= {name: torch.cat(parts) for name, parts in downs.items()}
     if left:
         raise _refused(model, f"{min(left)} belongs to no adapter of it")
-    for parameter in parameters_of(model, 1):
-        if parameter.name in found and tuple(found[parameter.name].shape) != parameter.shape:
-            raise _refused(model, f"{parameter.name} would be {tuple(found[parameter.name].shape)}")
+    for name, value in found.items():
+        if tuple(value.shape) != shapes[name]:
+            raise _refused(model, f"{name} would be {tuple(value.shape)}")
     return found
 
 
@@ -127,33 +148,46 @@ class Merged(Mapping[str, Tensor]):
 
     def __init__(self, model: Transformer, adapters: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
         assert model.adapters is not None
-        self._scale, self._adapters, self._frozen = model.adapters.scale, adapters, frozen
         self._settings: Adapters = model.adapters
+        self._adapters, self._frozen = adapters, frozen
+        self._lows = {target: (layer.product, layer.first) for layer in _layers(model) for target in layer.targets}
+        """Matrix → our product of it, and its first matrix' first row there."""
+        self._widths: dict[Target, int] = {
+            **{"q": model.query_width, "k": model.kv_width, "v": model.kv_width, "o": model.hidden},
+            **{"gate": model.ffn, "up": model.ffn, "down": model.hidden},
+        }
         names = NAMES[family_of(model)]
-        self._places: dict[str, tuple[Parameter, int, int]] = {}
-        """Name of a file → our parameter, and its first and last row there."""
+        self._places: dict[str, tuple[Parameter, Place]] = {}
+        """Name of a file → our parameter, and how it lies there."""
         for parameter in parameters_of(replace(model, adapters=None), 1):
-            place, first = place_of(model, names, parameter), 0
-            for name, rows in zip(place.names, place.rows or parameter.shape[:1], strict=True):
-                self._places[name] = parameter, first, first + rows
-                first += rows
+            place = place_of(model, names, parameter)
+            self._places |= dict.fromkeys(place.names, (parameter, place))
+        self._last: tuple[str, dict[str, Tensor]] = "", {}
+        """The parameter that was asked for last: its tensors follow each other."""
 
     def __getitem__(self, name: str) -> Tensor:
-        parameter, first, last = self._places[name]
-        whole = self._frozen[parameter.name][first:last]
-        product = parameter.weight.module
-        if parameter.role != "matrix" or product not in RESULTS:
+        parameter, place = self._places[name]
+        if self._last[0] != parameter.name:
+            self._last = parameter.name, place.split(self._merged(parameter))
+        return self._last[1][name]
+
+    def _merged(self, parameter: Parameter) -> Tensor:
+        whole = self._frozen[parameter.name]
+        targets = RESULTS.get(parameter.weight.module, ()) if parameter.role == "matrix" else ()
+        if not isinstance(parameter.part, int) or not {*targets} & {*self._lows}:
             return whole
-        chosen = [target for target in RESULTS[product] if target in self._settings.targets]
-        place = [each for each, (other, _, _) in self._places.items() if other is parameter].index(name)
-        target = RESULTS[product][place]
-        if target not in chosen:
-            return whole
-        rank, layer = self._settings.rank, f"layers.{parameter.part}"
-        row = chosen.index(target) * rank
-        down = self._adapters[f"{layer}.{product}_{DOWN}.weight"][row : row + rank].float()
+        rows = torch.split(whole, [self._widths[target] for target in targets])
+        layer = f"layers.{parameter.part}"
+        return torch.cat([self._sum(part, layer, target) for part, target in zip(rows, targets, strict=True)])
+
+    def _sum(self, part: Tensor, layer: str, target: Target) -> Tensor:
+        """Some rows of a product's matrix, with their adapter."""
+        if target not in self._lows:
+            return part
+        product, first = self._lows[target]
+        down = self._adapters[f"{layer}.{product}_{DOWN}.weight"][first : first + self._settings.rank].float()
         up = self._adapters[f"{layer}.{target}_{UP}.weight"].float()
-        return (whole.float() + self._scale * (up @ down)).to(whole.dtype)
+        return (part.float() + self._settings.scale * (up @ down)).to(part.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

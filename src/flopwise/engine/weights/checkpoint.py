@@ -156,8 +156,10 @@ def save(
     config: dict[str, Any] | None,
     keep: int,
     handed_on: Mapping[str, bytes] | None = None,
+    best: int | None = None,
 ) -> Path:
-    """Write a checkpoint of `state.step` into a run's folder and remove old ones, so that the `keep` newest are left.
+    """Write a checkpoint of `state.step` into a run's folder and remove old ones, so that the `keep` newest are left,
+    and that of step `best`.
 
     One with numbers that are not finite says so (`CheckpointState.not_finite`), and takes no other one's place. Tensors
     may be views, lie on a device and have any of `tensor_files.DTYPES`. `handed_on` are further files, by name. One
@@ -181,7 +183,7 @@ def save(
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
             _sync_folder(folder)
-            _prune(folder, state.step, keep)
+            _prune(folder, state.step, keep, best)
     except OSError as error:
         raise _unwritable(target, error) from None
     return target
@@ -269,15 +271,16 @@ def _put(temporary: Path, target: Path) -> None:
         _remove(aside)
 
 
-def _prune(folder: Path, saved_step: int, keep: int) -> None:
-    """Remove what is older than the `keep` newest good ones; that just saved counts among them if it is one."""
+def _prune(folder: Path, saved_step: int, keep: int, best: int | None) -> None:
+    """Remove what is older than the `keep` newest good ones but the best; that just saved counts among them if it is
+    one."""
     found = checkpoints(folder)
     good = [entry.step for entry in found if not entry.problem]
     if saved_step in good:
         good.remove(saved_step)
         good.insert(0, saved_step)
     for entry in found:
-        if good and entry.step < min(good[:keep]):
+        if good and entry.step < min(good[:keep]) and entry.step != best:
             _remove(entry.path)
 
 

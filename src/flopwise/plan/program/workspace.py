@@ -160,7 +160,7 @@ class _Block:
         if isinstance(op, Attention):
             self._attention(held, arena, packs=packs)
         elif isinstance(op, Gemm):
-            self._target(op.inputs[0], held, arena)
+            self._source(op, held, arena, packs=packs)
         elif isinstance(op, Streaming) and op.kind == "residual":
             for name in op.inputs[1:] if self.drops else ():
                 self._target(name, held, arena)
@@ -201,6 +201,15 @@ class _Block:
             return
         for name in names:
             self._target(name, held, arena)
+
+    def _source(self, op: Gemm, held: dict[str, str], arena: _FirstFit, *, packs: bool) -> None:
+        """The gradient of a product's input; those of adapters' inner results that one product makes lie together."""
+        if not (op.adds and packs):
+            self._target(op.inputs[0], held, arena)
+        elif op.inputs[0] not in held:
+            lows = next(other.outputs for other in self.ops if op.inputs[0] in other.outputs)
+            arena.take(f"gradient of {lows[0]}", sum(self.size[name] for name in lows))
+            held.update((name, f"gradient of {lows[0]}") for name in lows)
 
     def _recompute(self, maker: Op, held: dict[str, str], arena: _FirstFit) -> None:
         if maker.name == "activation":

@@ -1,0 +1,138 @@
+"""What `transformers` calls the matrices of a block that adapters may lie beside: an adapter is one layer's of theirs.
+
+Where a family has several of our results in one layer, they share the adapter's first matrix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from flopwise.base.errors import FlopwiseError, unknown_name
+from flopwise.work.adapters import GROUPS, RESULTS, TARGETS, Target
+
+if TYPE_CHECKING:
+    from flopwise.work.transformer import Transformer
+
+LLAMA: dict[Target, str] = {
+    **{target: f"self_attn.{target}_proj" for target in GROUPS["attention"]},
+    **{target: f"mlp.{target}_proj" for target in GROUPS["mlp"]},
+}
+BERT: dict[Target, str] = {
+    "q": "attention.self.query",
+    "k": "attention.self.key",
+    "v": "attention.self.value",
+    "o": "attention.output.dense",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+}
+
+
+def _in_one(layer: str, *targets: Target) -> dict[Target, str]:
+    return dict.fromkeys(targets, layer)
+
+
+GPT2: dict[Target, str] = {
+    **_in_one("attn.c_attn", "q", "k", "v"),
+    "o": "attn.c_proj",
+    "up": "mlp.c_fc",
+    "down": "mlp.c_proj",
+}
+GATE_UP = _in_one("mlp.gate_up_proj", "gate", "up")
+LAYERS: dict[str, dict[Target, str]] = {
+    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "olmo2", "olmo3", "granite", "smollm3"), LLAMA),
+    **dict.fromkeys(("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "seed_oss", "stablelm", "arcee"), LLAMA),
+    "gpt2": GPT2,
+    "gpt_neox": {
+        **_in_one("attention.query_key_value", "q", "k", "v"),
+        "o": "attention.dense",
+        "up": "mlp.dense_h_to_4h",
+        "down": "mlp.dense_4h_to_h",
+    },
+    "phi": {**LLAMA, "o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"},
+    "phi3": {**LLAMA, **_in_one("self_attn.qkv_proj", "q", "k", "v"), **GATE_UP},
+    "glm": {**LLAMA, **GATE_UP},
+    "glm4": {**LLAMA, **GATE_UP},
+    "starcoder2": {**LLAMA, "up": "mlp.c_fc", "down": "mlp.c_proj"},
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), BERT),
+    "distilbert": {
+        "q": "attention.q_lin",
+        "k": "attention.k_lin",
+        "v": "attention.v_lin",
+        "o": "attention.out_lin",
+        "up": "ffn.lin1",
+        "down": "ffn.lin2",
+    },
+}
+"""`model_type` → the layer of each matrix, within a block."""
+
+
+BLOCK_OF = re.compile(r"^.*\.[0-9]+\.")
+"""Of a layer's whole name, what leads to its block."""
+
+
+def layer_names(model: Transformer) -> dict[Target, str]:
+    """The layer of each matrix of a model's block; a description of no family goes by what it is built like."""
+    named = LAYERS.get(model.family)
+    if named is None:
+        named = LLAMA if model.positions != "learned" else GPT2 if model.causal else BERT
+    return {target: name for target, name in named.items() if model.gated or target != "gate"}
+
+
+def is_joined(model: Transformer, product: str) -> bool:
+    """Whether all results of one of our products are one layer's, so that an adapter is one for all of them."""
+    names = layer_names(model)
+    layers = [names.get(target) for target in RESULTS[product]]
+    return len(layers) > 1 and len({*layers}) == 1
+
+
+def parse_targets(text: str, model: Transformer) -> tuple[Target, ...]:
+    """`all-linear`, `attention`, `q,v`, or a family's own names (`c_attn`, `mlp.c_proj`): in the order of a block."""
+    names = layer_names(model)
+    chosen: set[str] = set()
+    for word in (part.strip() for part in text.split(",") if part.strip()):
+        named = {target for target, name in names.items() if is_named(name, word)}
+        plain = word.lower()
+        if not named and plain not in GROUPS and plain not in TARGETS:
+            known = (*GROUPS, *TARGETS, *dict.fromkeys(name.rpartition(".")[2] for name in names.values()))
+            raise unknown_name("matrix of a block", word, known, hint="--lora-on all-linear")
+        chosen.update(named or GROUPS.get(plain, (plain,)))
+    return tuple(name for name in TARGETS if name in chosen)
+
+
+def is_named(layer: str, word: str) -> bool:
+    """Whether a word of PEFT's `target_modules` is about a layer: by its last parts, or by its place in one block."""
+    return _ends(layer, word) or BLOCK_OF.sub("", word) == layer
+
+
+def shortest_names(chosen: Iterable[str], others: Iterable[str]) -> list[str] | None:
+    """Words that name the chosen layers and none of the others; None: there are none."""
+    layers, rest, found = dict.fromkeys(chosen), set(others), list[str]()
+    for layer in layers:
+        parts = layer.split(".")
+        words = (".".join(parts[first:]) for first in range(len(parts) - 1, -1, -1))
+        word = next((each for each in words if not any(_ends(other, each) for other in rest)), None)
+        if word is None:
+            return None
+        found.append(word)
+    return list(dict.fromkeys(found))
+
+
+def _ends(layer: str, word: str) -> bool:
+    return layer == word or layer.endswith(f".{word}")
+
+
+def check_targets(model: Transformer, targets: Iterable[Target], names: Mapping[Target, str] | None = None) -> None:
+    """Refuse adapters beside a part of a layer."""
+    names = layer_names(model) if names is None else names
+    chosen = {*targets}
+    for product in RESULTS:
+        members = {target for target in RESULTS[product] if target in names}
+        if is_joined(model, product) and chosen & members and not members <= chosen:
+            first = next(iter(sorted(members)))
+            raise FlopwiseError(
+                f"{model.name} has {', '.join(RESULTS[product])} in one matrix, {names[first]}",
+                why="an adapter beside it is one for all of them",
+                hint=f"--lora-on {','.join(RESULTS[product])}",
+            )

@@ -1,0 +1,161 @@
+"""Adapters of every kind of family beside PEFT's rules on `transformers`' own classes: gradients, files, merging."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import save_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from flopwise.base.errors import FlopwiseError  # noqa: E402
+from flopwise.engine.weights.adapter_files import Merged, adapter_config, from_peft, to_peft  # noqa: E402
+from flopwise.engine.weights.checkpoint import WEIGHTS  # noqa: E402
+from flopwise.engine.weights.huggingface import NAMES, from_huggingface  # noqa: E402
+from flopwise.setup.trained import TrainedWords  # noqa: E402
+from flopwise.setup.training import Training  # noqa: E402
+from flopwise.work.adapters import RESULTS  # noqa: E402
+from flopwise.work.layer_names import LAYERS, layer_names, shortest_names  # noqa: E402
+from flopwise.work.parameters import parameters_of  # noqa: E402
+from flopwise.work.transformer import Transformer  # noqa: E402
+from tests.engine.test_zoo import (  # noqa: E402
+    TOKENS,
+    ZOO,
+    batch_for,
+    described,
+    given,
+    saved,
+    their_loss,
+    theirs,
+    worst,
+)
+from tests.support.peft_like import add_adapters  # noqa: E402
+from tests.support.training_plans import everything_stays, executor_for, first_gradients  # noqa: E402
+
+RANK = 3
+ASKED = {
+    # As all-linear, but where a part says more.
+    "phi3": "all-linear",
+    "glm4": "all-linear",
+    "gpt2": "all-linear",
+    "gpt_neox": "query_key_value,dense",
+    "gemma2": "all-linear",
+    "olmo3": "attention",
+    "cohere": "all-linear",
+    "granite": "q_proj,v_proj",
+    "phi": "dense,fc2",
+    "starcoder2": "c_proj",
+    "stablelm-parallel": "all-linear",
+    "bert-MaskedLM": "down",
+    "roberta-MaskedLM": "all-linear",
+    "distilbert-MaskedLM": "all-linear",
+}
+
+
+def begun(name: str, folder: Path, **words: Any) -> tuple[Any, Transformer, dict[str, Tensor]]:
+    """A network of transformers, our description with adapters, and the network's numbers under our names."""
+    network = deepcopy(theirs(name))
+    tensors = saved(network, folder)
+    asked = {"lora": RANK, "lora_alpha": 5.0, "lora_on": ASKED[name], **words}
+    model = TrainedWords(**asked).of(described(name, folder))
+    assert isinstance(model, Transformer)
+    return network, model, from_huggingface(model, tensors, TOKENS).tensors
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_gradients_and_merged_weights_are_those_of_peft(name: str, tmp_path: Path) -> None:
+    network, model, base = begun(name, tmp_path)
+    trained = add_adapters(network, adapter_config(model, None))
+    assert sum(value.numel() for value in trained.values()) == sum(
+        each.elements for each in parameters_of(model, TOKENS) if each.trained
+    )
+    batch = batch_for(model)
+    loss = their_loss(network, batch)
+    torch.autograd.backward(loss)
+    ours = from_peft(model, {key: value.detach() for key, value in trained.items()})
+    plan = everything_stays(model, sequence=TOKENS, sequences=2, precision="fp32", saves=("F",) * model.layers)
+    executor = executor_for(plan, model, {**base, **ours})
+    assert executor.step(batch, 0).loss == pytest.approx(float(loss.detach()), rel=3e-6)
+    expected = {key: value.grad for key, value in trained.items() if value.grad is not None}
+    assert worst(to_peft(model, first_gradients(executor)), expected)[0] < 2e-5
+    # Both directions of the files, and what is left of adapters when they are merged.
+    again = to_peft(model, ours)
+    assert again.keys() == trained.keys()
+    assert all(torch.equal(again[key], trained[key]) for key in again)
+    save_file({key: value.contiguous() for key, value in Merged(model, ours, base).items()}, tmp_path / WEIGHTS)
+    merged = ZOO[name].kind.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        difference = merged(**given(batch)).logits - network(**given(batch)).logits
+    if batch.lengths is not None:
+        difference = difference[0]
+    assert difference.abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt_neox"])
+def test_fifty_steps_are_those_of_peft_and_torch(name: str, tmp_path: Path) -> None:
+    network, model, base = begun(name, tmp_path)
+    trained = add_adapters(network, adapter_config(model, None), deviation=0.05)
+    ours = from_peft(model, {key: value.detach().clone() for key, value in trained.items()})
+    training = Training(steps=50, learning_rate=2e-3, weight_decay=0.1, warmup_steps=5)
+    plan = everything_stays(model, sequence=TOKENS, sequences=2, precision="fp32", saves=("F",) * model.layers)
+    executor = executor_for(plan, model, {**base, **ours}, training)
+    optimizer = torch.optim.AdamW(trained.values(), betas=(training.beta1, training.beta2), weight_decay=0.1)
+    batch = batch_for(model)
+    for step in range(50):
+        for group in optimizer.param_groups:
+            group["lr"] = training.rate_at(step)
+        optimizer.zero_grad()
+        loss = their_loss(network, batch)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        assert executor.step(batch, step).loss == pytest.approx(float(loss.detach()), rel=2e-5)
+    found = to_peft(model, dict(executor.weights()))
+    assert worst(found, {key: value.detach() for key, value in trained.items()})[0] < 2e-3
+
+
+def test_layers_are_called_as_the_files_have_them() -> None:
+    """Every family that is saved, by the names of its weights."""
+    for family in NAMES.keys() & LAYERS.keys():
+        for target, layer in LAYERS[family].items():
+            products = [product for product in RESULTS if target in RESULTS[product]]
+            known = {name for product in products for name in NAMES[family].layer.get(product, ())}
+            assert layer in known, (family, target)
+    missing = NAMES.keys() - LAYERS.keys()
+    assert not missing, missing
+
+
+@pytest.mark.parametrize(
+    ("chosen", "others", "expected"),
+    [
+        (["attn.c_proj", "mlp.c_proj"], ["attn.c_attn"], ["c_proj"]),
+        (["attn.c_proj"], ["mlp.c_proj"], ["attn.c_proj"]),
+        (["attention.output.dense", "output.dense"], ["pooler.dense"], ["output.dense"]),
+        (["output.dense"], ["attention.output.dense"], None),
+    ],
+)
+def test_words_name_the_chosen_layers_alone(chosen: list[str], others: list[str], expected: list[str] | None) -> None:
+    assert shortest_names(chosen, others) == expected
+
+
+@pytest.mark.parametrize(("name", "words"), [("phi3", "q,v"), ("glm4", "gate"), ("gpt2", "k"), ("phi", "c_attn")])
+def test_a_part_of_a_layer_has_no_adapter(name: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(FlopwiseError, match=r"in one matrix|matrix of a block") as told:
+        begun(name, tmp_path, lora_on=words)
+    assert "--lora-on" in str(told.value.hint)
+
+
+def test_a_family_whose_layers_are_not_known_is_refused() -> None:
+    from flopwise.engine.executable import check_adapters
+    from tests.support.tiny_models import LLAMA
+
+    model = TrainedWords(lora=2).of(replace(LLAMA, family="mixtral"))
+    assert isinstance(model, Transformer)
+    with pytest.raises(FlopwiseError, match="mixtral"):
+        check_adapters(model, None)
+    assert layer_names(model)["q"] == "self_attn.q_proj"
