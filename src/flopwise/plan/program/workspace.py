@@ -168,13 +168,7 @@ class _Block:
             for name in op.inputs:
                 held.setdefault(name, tensor)
         elif isinstance(op, Streaming) and op.kind == "norm":
-            if op.inputs[0] in held:
-                self._target(op.inputs[0], held, arena)
-                self._branch(op, held, arena)
-                self._drop(op.outputs[0], held, arena)
-            else:
-                self._replace(op.outputs[0], op.inputs[0], held, arena)
-                self._branch(op, held, arena)
+            self._norm(op, held, arena)
         elif op.name == "activation":
             for name in op.inputs[:-1]:
                 self._target(name, held, arena)
@@ -184,6 +178,16 @@ class _Block:
         else:
             for source, result in zip(op.inputs, op.outputs, strict=False):
                 self._replace(result, source, held, arena)
+
+    def _norm(self, op: Op, held: dict[str, str], arena: _FirstFit) -> None:
+        """The gradient of what it reads is added to one that is there, or takes its result's place."""
+        if op.inputs[0] in held:
+            self._target(op.inputs[0], held, arena)
+            self._branch(op, held, arena)
+            self._drop(op.outputs[0], held, arena)
+        else:
+            self._replace(op.outputs[0], op.inputs[0], held, arena)
+            self._branch(op, held, arena)
 
     def _mix(self, op: Op, held: dict[str, str], arena: _FirstFit) -> None:
         """Rows of experts are more than those of tokens: no gradient takes the place of another."""
