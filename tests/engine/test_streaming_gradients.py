@@ -20,6 +20,7 @@ from flopwise.records.plan import Plan, Residency  # noqa: E402
 from flopwise.records.program import ALIGNMENT_BYTES  # noqa: E402
 from flopwise.work.fusion import has_plain_swiglu  # noqa: E402
 from flopwise.work.parameters import ENDS  # noqa: E402
+from flopwise.work.routing import Routing  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
 from tests.support.tiny_models import LLAMA, TINY, TOKENS, parameters, random_module  # noqa: E402
 from tests.support.training_plans import (  # noqa: E402
@@ -179,7 +180,7 @@ OTHER_KINDS = {
     "one head of keys": replace(LLAMA, kv_heads=1, head_bias=True, token_types=2),
     "one of everything": replace(LLAMA, heads=1, kv_heads=1, head_dim=2, hidden=1, ffn=1, vocab=2, layers=1),
     "most experts without a token": replace(LLAMA, experts=200, experts_per_token=2, ffn=3, layers=1),
-    "all experts for every token": replace(LLAMA, experts=3, experts_per_token=3, routing_normalised=False),
+    "all experts for every token": replace(LLAMA, experts=3, experts_per_token=3, routing=Routing(normalised=False)),
     "one expert, norms behind": replace(LLAMA, experts=1, experts_per_token=1, norm_place="behind", tied=True),
     "experts beside attention": replace(LLAMA, experts=4, experts_per_token=1, parallel_residual=True, gated=False),
     "a masked head that turns": replace(LLAMA, causal=False, head="masked", final_norm=False, norm="layer"),

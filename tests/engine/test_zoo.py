@@ -226,6 +226,16 @@ ZOO = {
             "head_dim": 6,
         },
     ),
+    "gpt_oss": Case(
+        "gpt_oss",
+        {
+            "head_dim": 6,
+            "sliding_window": 5,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {**YARN, "rope_theta": 90.0, "truncate": False},
+        },
+    ),
     "olmoe": Case("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "tie_word_embeddings": True}),
     "seed_oss": Case("seed_oss", {"head_dim": 8, "attention_out_bias": True}),
     **{
@@ -258,7 +268,7 @@ def theirs(name: str) -> Any:
         network = case.kind.from_config(config).float().eval()
     with torch.no_grad():
         for parameter_name, value in network.named_parameters():
-            if value.ndim == 1:
+            if value.ndim == 1 or parameter_name.endswith("_bias"):
                 norm = "norm" in parameter_name.lower() and parameter_name.endswith("weight")
                 centre = 1.0 if norm and not case.family.startswith("gemma") else 0.0
                 value.copy_(centre + 0.2 * torch.randn_like(value))

@@ -12,6 +12,7 @@ import torch
 from flopwise.engine.modules import ReferenceModel, build
 from flopwise.engine.weights.huggingface import config_of, to_huggingface
 from flopwise.work.parameters import parameters_of
+from flopwise.work.routing import Routing
 from flopwise.work.transformer import RotaryScaling, Transformer
 
 # Before `transformers` is imported anywhere: a test never looks for files elsewhere.
@@ -127,7 +128,7 @@ TINY = {
     ),
     "mixtral": replace(LLAMA, experts=4, experts_per_token=2, family="mixtral"),
     "qwen3_moe": replace(
-        LLAMA, qk_norm=True, ffn=16, experts=5, experts_per_token=3, routing_normalised=False, family="qwen3_moe"
+        LLAMA, qk_norm=True, ffn=16, experts=5, experts_per_token=3, routing=Routing(normalised=False), family="qwen3_moe"
     ),
     "gpt2": GPT2,
     "gpt2-unscaled": replace(GPT2, attention_scale=1.0),

@@ -34,6 +34,7 @@ from flopwise.catalog.huggingface_rules import (
     size_of,
 )
 from flopwise.catalog.huggingface_settings import ConfigKeys
+from flopwise.work.routing import Routing
 from flopwise.work.transformer import OtherAttention, RotaryScaling
 
 # -- the tables -------------------------------------------------------------------------------------------------------
@@ -110,6 +111,11 @@ def _full_every(absent: int) -> Kinds:
         return [SLIDING if number % every else FULL for number in range(1, _blocks(settings) + 1)]
 
     return _kinds(rule)
+
+
+def _every_second(settings: ConfigKeys) -> list[str]:
+    """gpt-oss begins with a window."""
+    return _kinds(lambda _: [FULL if number % 2 else SLIDING for number in range(_blocks(settings))])(settings)
 
 
 def _usual_angles(absent: float) -> Angles:
@@ -229,7 +235,7 @@ def _mixture(*, experts: int, experts_per_token: int) -> dict[str, Rule]:
     return {
         "experts": size_of("num_experts", "num_local_experts", absent=experts),
         "experts_per_token": size_of("num_experts_per_tok", absent=experts_per_token),
-        "routing_normalised": flag_of("norm_topk_prob", absent=False),
+        "routing": lambda settings: Routing(normalised=settings.flag("norm_topk_prob", absent=False)),
     }
 
 
@@ -362,6 +368,28 @@ FAMILIES: dict[str, Family] = {
                 _window(absent=4096)(settings) if settings.flag("use_sliding_window", absent=False) else None
             ),
             "qk_norm": fixed(True),
+        },
+    ),
+    "gpt_oss": Family(
+        title="gpt-oss",
+        bare=("GptOssModel",),
+        only=(
+            NO_BALANCING,
+            Only("swiglu_alpha", (1.702,), "it has another activation"),
+            Only("swiglu_limit", (7.0,), "it has another activation"),
+        ),
+        rules={
+            **_llama_like(context=131_072, kv_heads=8),
+            **_by_kind(_every_second, _usual_angles(150_000.0), window=128),
+            "head_dim": size_of("head_dim", absent=64, null=0),
+            "activation": fixed("clamped_swiglu"),
+            **dict.fromkeys(("qkv_bias", "output_bias"), flag_of("attention_bias", absent=True)),
+            "ffn_bias": fixed(True),
+            "sinks": fixed(True),
+            "experts": size_of("num_experts", "num_local_experts", absent=128),
+            "experts_per_token": size_of("num_experts_per_tok", absent=4),
+            "routing": fixed(Routing(bias=True)),
+            "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
         },
     ),
     "olmoe": Family(

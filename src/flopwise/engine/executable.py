@@ -21,11 +21,15 @@ def no_gpu() -> FlopwiseError:
 def check_trainable(model: Transformer) -> None:
     """Refuse a model that can be predicted but that nothing here can run."""
     hint = "`flopwise predict` tells how fast it would be; a model of the Llama, GPT-2 or BERT kind can be trained"
-    if model.experts and (model.ffn_bias or model.head == "classifier" or (model.dropout and model.dropout.hidden)):
+    if model.experts and (model.head == "classifier" or (model.dropout and model.dropout.hidden)):
         raise FlopwiseError(
             f"{model.name}: this mixture of experts cannot be trained yet",
-            why="experts with biases, classifiers and dropout of branches are not there for mixtures",
+            why="classifiers and dropout of branches are not there for mixtures",
             hint=hint,
+        )
+    if model.sinks and model.dropout is not None and model.dropout.attention:
+        raise FlopwiseError(
+            f"{model.name}: dropout of attention beside sinks cannot be trained yet", hint="attention_dropout = 0"
         )
     if model.positions == "alibi":
         raise FlopwiseError(

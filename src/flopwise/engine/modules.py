@@ -16,6 +16,8 @@ from torch.nn import functional
 
 from flopwise.engine.batch import NO_LABEL
 from flopwise.engine.executable import check_trainable
+from flopwise.engine.kernels.activations import LIMIT
+from flopwise.engine.kernels.experts import choose
 from flopwise.engine.streaming.rotary import rotation_of
 from flopwise.work.transformer import Transformer
 
@@ -45,8 +47,9 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "linear": _unchanged,
     "quick_gelu": _quick_gelu,
+    "clamped_swiglu": _quick_gelu,
 }
-"""Every activation that a description may name."""
+"""Every activation that a description may name; of a clamped one, what is done to the gate."""
 
 
 @lru_cache(maxsize=4)
@@ -94,17 +97,22 @@ def attention_mask(model: Transformer, tokens: int, lengths: Tensor | None, devi
     return (back >= 0) & (back < model.window)
 
 
-def capped_attention(model: Transformer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention with capped scores, over the whole square: torch has no kernel for it."""
+def square_attention(
+    model: Transformer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention with capped scores or sinks, over the whole square: torch has no kernel for it."""
     cap = model.attention_cap
-    assert cap is not None
     scores = query @ key.transpose(-1, -2) * model.score_scale
-    scores = (scores / cap).tanh() * cap
+    if cap is not None:
+        scores = (scores / cap).tanh() * cap
     if mask is None and model.causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    result: Tensor = scores.softmax(-1, dtype=at_least_fp32(scores.dtype)).to(query.dtype) @ value
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
+    weights = scores.softmax(-1, dtype=at_least_fp32(scores.dtype)).to(query.dtype)
+    result: Tensor = weights[..., : key.shape[2]] @ value
     return result
 
 
@@ -159,10 +167,12 @@ class PlainBlock(nn.Module):
         whole = model.qk_norm_over == "all"
         self.query_norm = Norm(model, model.query_width if whole else model.head_dim) if model.qk_norm else None
         self.key_norm = Norm(model, model.kv_width if whole else model.head_dim) if model.qk_norm else None
+        self.sinks = Sinks(model.heads) if model.sinks else None
         self.output = nn.Linear(model.query_width, model.hidden, bias=model.output_bias)
         if model.experts:
-            self.router = nn.Linear(model.hidden, model.experts, bias=False)
-        linear = partial(Stack, model.experts) if model.experts else partial(nn.Linear, bias=model.ffn_bias)
+            self.router = nn.Linear(model.hidden, model.experts, bias=model.routing.bias)
+        linear = partial(Stack, model.experts) if model.experts else nn.Linear
+        linear = partial(linear, bias=model.ffn_bias)
         if model.gated:
             self.gate_up = linear(model.hidden, 2 * model.ffn)
         else:
@@ -216,8 +226,9 @@ class PlainBlock(nn.Module):
         shared = model.heads // model.kv_heads
         key, values = key.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
         mask = attention_mask(model, query.shape[2], lengths, query.device)
-        if model.attention_cap is not None:
-            return capped_attention(model, query, key, values, mask)
+        if model.attention_cap is not None or self.sinks is not None:
+            sinks = None if self.sinks is None else self.sinks.bias
+            return square_attention(model, query, key, values, mask, sinks)
         return functional.scaled_dot_product_attention(
             query, key, values, attn_mask=mask, is_causal=model.causal and mask is None, scale=model.attention_scale
         )
@@ -226,41 +237,68 @@ class PlainBlock(nn.Module):
         if self.model.experts:
             return self.mixture(value.flatten(0, 1)).view(value.shape)
         if self.model.gated:
-            gate, up = self.gate_up(value).chunk(2, -1)
-            inner = self.activation(gate) * up
+            inner = self.gated(*self.gate_up(value).chunk(2, -1))
         else:
             inner = self.activation(self.up(value))
         result: Tensor = self.down(inner)
         return result if drops is None else drops.rows(result, self.layer, "fed")
 
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """What the activation makes of both."""
+        if self.model.activation == "clamped_swiglu":
+            gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+            return (up + 1) * _quick_gelu(gate)
+        return self.activation(gate) * up
+
     def mixture(self, value: Tensor) -> Tensor:
         """What each token's experts make of it, weighted, expert by expert."""
-        shares = self.router(value).softmax(-1, dtype=at_least_fp32(value.dtype))
-        weights, chosen = shares.topk(self.model.experts_per_token, -1)
-        if self.model.routing_normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self.route(value)
         result = torch.zeros_like(value)
         for expert in range(self.model.experts):
             tokens, slots = torch.where(chosen == expert)
             if self.model.gated:
-                gate, up = self.gate_up(value[tokens], expert).chunk(2, -1)
-                inner = self.activation(gate) * up
+                inner = self.gated(*self.gate_up(value[tokens], expert).chunk(2, -1))
             else:
                 inner = self.activation(self.up(value[tokens], expert))
             made = self.down(inner, expert) * weights[tokens, slots, None].to(value.dtype)
             result = result.index_add(0, tokens, made)
         return result
 
+    def route(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and numbers of each token's experts."""
+        routing, scores = self.model.routing, self.router(value)
+        if routing.scores == "sigmoid":
+            shares = scores.to(at_least_fp32(value.dtype)).sigmoid()
+        else:
+            shares = scores.softmax(-1, dtype=at_least_fp32(value.dtype))
+        chosen = choose(shares.detach(), routing, None, self.model.experts_per_token)
+        weights = shares.gather(-1, chosen)
+        if routing.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * routing.scale, chosen
+
+
+class Sinks(nn.Module):
+    """A score for each head."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(heads))
+
 
 class Stack(nn.Module):
-    """A matrix for each expert."""
+    """A matrix for each expert, and perhaps a bias."""
 
-    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+    def __init__(self, experts: int, inputs: int, outputs: int, *, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(*((experts,) if experts > 1 else ()), outputs, inputs))
+        lead = (experts,) if experts > 1 else ()
+        self.weight = nn.Parameter(torch.empty(*lead, outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(*lead, outputs)) if bias else None
 
     def forward(self, value: Tensor, expert: int) -> Tensor:
-        return functional.linear(value, self.weight[expert] if self.weight.ndim == 3 else self.weight)
+        if self.weight.ndim == 2:
+            return functional.linear(value, self.weight, self.bias)
+        return functional.linear(value, self.weight[expert], None if self.bias is None else self.bias[expert])
 
 
 def _table(rows: int, width: int) -> nn.Embedding:

@@ -10,18 +10,19 @@ from typing import Literal
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.work.adapters import EMBEDDING, HEAD, Adapters, frozen_layers
 from flopwise.work.layer_names import check_targets
+from flopwise.work.routing import Routing
 
 LARGEST_SIDE = 2**31 - 1
 """Shapes beyond this overflow the 32-bit sizes of today's kernels; such a number is a typing mistake."""
 
 ACTIVATIONS = (
     *("silu", "gelu", "gelu_tanh", "relu", "relu2", "relu6", "leaky_relu", "mish", "sigmoid", "tanh", "linear"),
-    "quick_gelu",
+    *("quick_gelu", "clamped_swiglu"),
 )
 """Activations that a feed-forward part may have; all read and write the same bytes.
 
 `gelu` is the exact one, `gelu_tanh` the approximation by a tanh that GPT-2 was trained with, `quick_gelu` that by a
-sigmoid (of 1.702 x).
+sigmoid (of 1.702 x). `clamped_swiglu` is gpt-oss's: quick_gelu(gate) · (up + 1), of gate up to 7 and up from -7 to 7.
 """
 
 
@@ -255,9 +256,10 @@ class Transformer:
     """Both branches of a parallel residual read one norm's result."""
     experts: int = 0
     experts_per_token: int = 0
-    routing_normalised: bool = True
-    """The softmax's weights of a token's experts are divided by their sum, as Mixtral's; otherwise they are as they are
-    among those of all experts. Like the two further below it changes values only."""
+    routing: Routing = Routing()
+    """How a token's experts are chosen and weighed."""
+    sinks: bool = False
+    """A score of each head that takes part in the softmax beside the keys', and has no value, as gpt-oss."""
     head: Literal["language", "masked", "classifier"] = "language"
     tied: bool = False
     """The head's matrix is the token embedding's."""
@@ -398,6 +400,8 @@ class Transformer:
                 raise unknown_name(
                     "activation", activation, ACTIVATIONS, hint=f"activation is one of {', '.join(ACTIVATIONS)}"
                 ).within(self.name)
+        if self.activation == "clamped_swiglu" and not self.gated:
+            raise FlopwiseError(f"{self.name}: {self.activation} has a gate", hint="gated = true")
         if self.position_rows is not None:
             check_positive(self.name, position_rows=self.position_rows)
             if self.positions != "learned":
@@ -487,6 +491,7 @@ class Transformer:
         return next(trained, self.layers)
 
     def _check_experts(self) -> None:
+        self.routing.check(self.name, self.experts, self.experts_per_token)
         if self.experts:
             check_positive(self.name, experts=self.experts)
         if not self.experts and self.experts_per_token:
@@ -538,6 +543,8 @@ class Transformer:
             "positions that begin at a later row": self.position_offset != 0,
             "its own activation in the head": self.head != "language"
             and (self.pooler_activation, self.transform_activation) != ("tanh", None),
+            "sinks in its attention": self.sinks,
+            "its own routing": self.routing != Routing(normalised=self.routing.normalised),
             "capped scores or logits": (self.attention_cap, self.logit_cap) != (None, None),
         }
         return tuple(words for words, there in had.items() if there)

@@ -395,8 +395,10 @@ class _Builder:
                 inputs=("query", "key", "value"),
                 outputs=("attended", kept),
                 needs=needs,
+                weights=(Weight(module="sinks", kind="bias", shape=(model.heads,)),) if model.sinks else (),
                 layers=self.layers,
                 in_block=self.in_block,
+                frozen=self.frozen if model.sinks else 0,
                 unreached=self.unreached,
                 tokens=tokens,
                 heads=model.heads,
@@ -474,7 +476,7 @@ class _Builder:
         scores = self.tensor("router_scores", tokens * model.experts, SaveLevel.EVERYTHING)
         weights = self.tensor("routing_weights", chosen, SaveLevel.EVERYTHING, "fp32")
         index = self.tensor("routing_index", chosen, SaveLevel.EVERYTHING, "index")
-        self.gemm("router", source, (scores,), depth=model.hidden, columns=model.experts)
+        self.gemm("router", source, (scores,), depth=model.hidden, columns=model.experts, bias=model.routing.bias)
         self.streaming("routing", (scores,), (weights, index), needs=(scores, index), eager_kernels=3)
         dispatched = self.tensor("dispatched", chosen * model.hidden)
         self.streaming("dispatch", (source, index), (dispatched,), needs=(index,))

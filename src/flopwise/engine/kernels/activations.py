@@ -20,6 +20,9 @@ GELU_ROOT = sqrt(2 / pi)
 GELU_CUBE = 0.044715
 QUICK = 1.702
 """Of `quick_gelu`, x · sigmoid(1.702 x)."""
+QUICK_GELU, CLAMPED = "quick_gelu", "clamped_swiglu"
+LIMIT = 7.0
+"""Of `clamped_swiglu`: gates above it count as it, and so do the other half's numbers beyond it, either way."""
 
 
 def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tensor) -> None:
@@ -30,6 +33,8 @@ def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tenso
         values = up[block].to(wide)
         if gate is None:
             out[block] = _FUNCTIONS[kind][0](values)
+        elif kind == CLAMPED:
+            out[block] = _quick_gelu(gate[block].to(wide).clamp(max=LIMIT)) * values.clamp(-LIMIT, LIMIT).add_(1.0)
         else:
             out[block] = _FUNCTIONS[kind][0](gate[block].to(wide)) * values
 
@@ -50,7 +55,7 @@ def activation_backward(
     """
     rows, width = up.shape
     wide = compute_type(up.dtype)
-    value_and_slope = _FUNCTIONS[kind][1]
+    value_and_slope = _FUNCTIONS[QUICK_GELU if kind == CLAMPED else kind][1]
     for block in row_blocks(rows, width * wide.itemsize, 11):
         above, values = gradient[block].to(wide), up[block].to(wide)
         if gate is None:
@@ -61,12 +66,27 @@ def activation_backward(
             up_out[block] = of_up
             continue
         assert gate_out is not None, "a gate has a gradient"
+        if kind == CLAMPED:
+            result, of_gate, of_up = _clamped_backward(above, gate[block].to(wide), values)
+            if recompute:
+                gradient[block] = result
+            gate_out[block], up_out[block] = of_gate, of_up
+            continue
         activated, slope = value_and_slope(gate[block].to(wide))
         of_up, of_gate = above * activated, slope.mul_(above).mul_(values)
         if recompute:
             torch.mul(activated, values, out=activated)
             gradient[block] = activated
         gate_out[block], up_out[block] = of_gate, of_up
+
+
+def _clamped_backward(above: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The result of `clamped_swiglu` and the gradients of gate and up, none of what was cut off."""
+    value, slope = _quick_gelu_and_slope(gate.clamp(max=LIMIT))
+    other = up.clamp(-LIMIT, LIMIT).add_(1.0)
+    of_gate = (slope.mul_(above).mul_(other)).masked_fill_(gate > LIMIT, 0.0)
+    of_up = (above * value).masked_fill_(up.abs() > LIMIT, 0.0)
+    return value.mul_(other), of_gate, of_up
 
 
 def _logistic_sum(values: Tensor) -> Tensor:
@@ -205,4 +225,4 @@ _FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple
     "linear": (lambda values: values, _linear_and_slope),
     "quick_gelu": (_quick_gelu, _quick_gelu_and_slope),
 }
-"""Value, and value and slope in new tensors, of each of `flopwise.work.transformer.ACTIVATIONS`."""
+"""Value, and value and slope in new tensors, of each of `flopwise.work.transformer.ACTIVATIONS` of one number."""

@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.kernels.blocks import compute_type, row_blocks
+from flopwise.work.routing import Routing
+
+SIGMOID_EPSILON = 1e-20
+"""Added to the sum of shares that are sigmoids, as DeepSeek does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +44,56 @@ def sort_by_expert(index: Tensor, experts: int) -> Routed:
     return Routed(order // choices, order % choices, places.view(-1, choices), ends)
 
 
-def route(scores: Tensor, *, normalised: bool, weights: Tensor, index: Tensor) -> None:
-    """The experts of each token with the largest scores, and their weights: a softmax over all experts' scores."""
-    shares = torch.softmax(scores, -1, dtype=weights.dtype)
-    found, chosen = torch.topk(shares, weights.shape[1], dim=-1)
-    if normalised:
-        found /= found.sum(-1, keepdim=True)
-    weights.copy_(found)
+def route(
+    scores: Tensor, routing: Routing, *, correction: Tensor | None = None, weights: Tensor, index: Tensor
+) -> None:
+    """The experts of each token and their weights, from the router's scores."""
+    shares = shares_of(scores, routing, weights.dtype)
+    chosen = choose(shares, routing, correction, weights.shape[1])
+    found = shares.gather(-1, chosen)
+    if routing.normalised:
+        found /= _total(found, routing)
+    weights.copy_(found.mul_(routing.scale))
     index.copy_(chosen)
 
 
-def route_backward(gradient: Tensor, scores: Tensor, index: Tensor, *, normalised: bool, out: Tensor) -> None:
+def shares_of(scores: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+    """Each expert's share of a token."""
+    if routing.scores == "sigmoid":
+        return torch.sigmoid(scores.to(dtype))
+    return torch.softmax(scores, -1, dtype=dtype)
+
+
+def choose(shares: Tensor, routing: Routing, correction: Tensor | None, count: int) -> Tensor:
+    """The experts with the largest shares, corrected, of the best groups."""
+    ranked = shares if correction is None else shares + correction
+    if routing.groups > 1:
+        by_group = torch.unflatten(ranked, -1, (routing.groups, -1))
+        best = by_group.topk(2 if routing.group_by == "best two" else 1, dim=-1)[0].sum(-1)
+        kept = torch.zeros_like(best).scatter_(-1, best.topk(routing.groups_kept, dim=-1)[1], 1.0)
+        ranked = by_group.masked_fill(kept[..., None] == 0, -torch.inf).flatten(-2)
+    return ranked.topk(count, dim=-1)[1]
+
+
+def _total(chosen: Tensor, routing: Routing) -> Tensor:
+    """What normalised shares are divided by; sigmoids may all be next to nothing."""
+    return chosen.sum(-1, keepdim=True).add_(SIGMOID_EPSILON if routing.scores == "sigmoid" else 0.0)
+
+
+def route_backward(gradient: Tensor, scores: Tensor, index: Tensor, routing: Routing, *, out: Tensor) -> None:
     """`out` gets the gradient of the scores from that of the chosen experts' weights."""
-    shares = torch.softmax(scores, -1, dtype=gradient.dtype)
+    shares = shares_of(scores, routing, gradient.dtype)
     places = index.long()
     chosen = shares.gather(-1, places)
-    if normalised:
-        total = chosen.sum(-1, keepdim=True)
+    gradient = gradient * routing.scale
+    if routing.normalised:
+        total = _total(chosen, routing)
         gradient = (gradient - (gradient * chosen).sum(-1, keepdim=True) / total) / total
-    mean = (gradient * chosen).sum(-1, keepdim=True)
     slope = torch.zeros_like(shares).scatter_(-1, places, gradient)
+    if routing.scores == "sigmoid":
+        out.copy_(slope.mul_(shares).mul_(1.0 - shares))
+        return
+    mean = (gradient * chosen).sum(-1, keepdim=True)
     out.copy_(slope.sub_(mean).mul_(shares))
 
 

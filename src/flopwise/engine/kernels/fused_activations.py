@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
 """Those with a fused form."""
 
 
@@ -33,6 +33,11 @@ def _value_and_slope(values: tl.tensor, kind: tl.constexpr) -> tl.tensor:
         value = 0.5 * values * (1.0 + inner)
         steepness = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * values * values)
         slope = 0.5 * (1.0 + inner) + 0.5 * values * (1.0 - inner * inner) * steepness
+    elif kind == "clamped_swiglu":
+        kept = tl.minimum(values, 7.0)
+        share = 1.0 / (1.0 + tl.exp(-1.702 * kept))
+        value = kept * share
+        slope = tl.where(values > 7.0, 0.0, share * (1.0 + 1.702 * kept * (1.0 - share)))
     else:
         tl.static_assert(kind == "relu")
         value = tl.where(values > 0.0, values, 0.0)
@@ -60,6 +65,8 @@ def _activation_forward_kernel(
     if gated:
         gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
         value, _ = _value_and_slope(gates, kind)
+        if kind == "clamped_swiglu":
+            result = tl.minimum(tl.maximum(result, -7.0), 7.0) + 1.0
         result = value * result
     else:
         result, _ = _value_and_slope(result, kind)
@@ -114,9 +121,12 @@ def _activation_backward_kernel(
     if gated:
         gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
         value, slope = _value_and_slope(gates, kind)
+        of_up = above * value
+        if kind == "clamped_swiglu":
+            of_up = tl.where(tl.abs(values) > 7.0, 0.0, of_up)
+            values = tl.minimum(tl.maximum(values, -7.0), 7.0) + 1.0
         of_gate = above * values * slope
         tl.store(gate_out + row * gate_out_stride + columns, of_gate.to(gate_out.dtype.element_ty), mask=inside)
-        of_up = above * value
         result = value * values
     else:
         result, slope = _value_and_slope(values, kind)

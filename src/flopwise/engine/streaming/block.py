@@ -19,10 +19,11 @@ from flopwise.engine.kernels.attention import (
 )
 from flopwise.engine.kernels.packed_attention import Packed, packed_backward, packed_forward, takes_all
 from flopwise.engine.kernels.plain_attention import Saved, mask_for
+from flopwise.engine.kernels.sinks import add_sinks, sinks_backward
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.layout import SavedTensors
-from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights
+from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights, plain_weight
 from flopwise.engine.streaming.rotary import rotation_of
 from flopwise.engine.streaming.values import Gradients, Values
 from flopwise.work.fusion import is_sum_for_norm, makers_for_one_product
@@ -33,6 +34,8 @@ from flopwise.work.work import Work
 
 QUERY_NORM, KEY_NORM = ("query_raw", "query_norm.statistics"), ("key_raw", "key_norm.statistics")
 """What the backward of norms on queries and keys reads, where a model has them."""
+SINKS = "sinks.bias"
+"""A block's attention sinks among its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ class Block:
             made = [name for name in op.outputs if name in wanted]
             following = running[index + 1] if index + 1 < len(running) else None
             if isinstance(op, Attention):
-                self._attend(values, chunk, keys)
+                self._attend(values, weights, chunk, keys)
             elif summed is not None:
                 done = [name for name in summed.inputs if last_use[name] < index and name not in keep]
                 free = None if op.outputs[0] in values.places else next(filter(values.is_temporary, done), None)
@@ -162,7 +165,7 @@ class Block:
     def _rows(self, chunk: Chunk) -> Rows:
         return Rows(chunk.positions, chunk.drops, self.rotation)
 
-    def _attend(self, values: Values, chunk: Chunk, keys: Keys | None) -> None:
+    def _attend(self, values: Values, weights: Weights, chunk: Chunk, keys: Keys | None) -> None:
         query = values["query"]
         out = values.allocate("attended", tuple(query.shape), query.dtype)
         sequences, tokens = chunk.sums_shape
@@ -171,6 +174,27 @@ class Block:
         if keys is None:
             keys = Keys(values["key"], values["value"])
         self.attend(query, keys, out, logsumexp.view(shape), chunk)
+        self.add_sinks(weights, out, logsumexp.view(shape))
+
+    def add_sinks(self, weights: Weights, out: Tensor, logsumexp: Tensor) -> None:
+        """What sinks take from attention's result, (rows, width), with sums by sequence and head, where there are any."""
+        if not self.model.sinks:
+            return
+        rows, tokens = self._heads(out, 1)[0], logsumexp.shape[-1]
+        scores = plain_weight(weights, SINKS)
+        for number, sums in enumerate(logsumexp):
+            add_sinks(scores, out=rows[number * tokens : (number + 1) * tokens], logsumexp=sums)
+
+    def sinks_backward(self, gradient: Tensor, trained: Trained, out: Tensor, logsumexp: Tensor) -> None:
+        """The gradient of the sinks, from that of attention's result."""
+        total = trained.sums.get(SINKS)
+        if total is None:
+            return
+        above, rows, tokens = self._heads(gradient, 1)[0], self._heads(out, 1)[0], logsumexp.shape[-1]
+        scores = plain_weight(trained.weights, SINKS)
+        for number, sums in enumerate(logsumexp):
+            part = slice(number * tokens, (number + 1) * tokens)
+            sinks_backward(above[part], scores, out=rows[part], logsumexp=sums, total=total)
 
     def attend(self, query: Tensor, keys: Keys, out: Tensor, logsumexp: Tensor, chunk: Chunk) -> None:
         """Attention of a chunk's queries; they are the last of those that see the keys."""
@@ -265,6 +289,8 @@ class Block:
         gradients = Gradients(self.arena)
         gradients.put("output", gradient)
         self.back(self.after, values, gradients, trained, chunk)
+        sums = values["logsumexp"].view(-1, self.model.heads, chunk.sums_shape[1])
+        self.sinks_backward(gradients["attended"], trained, values["attended"], sums)
         self._attention_back(values, gradients, chunk, keys, key_sums)
         self.back(self.before, values, gradients, trained, chunk)
         if gradients["input"] is not gradient:

@@ -24,10 +24,10 @@ class GroupedProducts(Products):
         self._rows = [slice(first, last) for first, last in pairwise(bounds)]
 
     def forward(self, source: Tensor, matrix: Tensor, bias: Tensor | None, *, out: Tensor) -> None:
-        assert bias is None
-        for rows, own in zip(self._rows, matrix, strict=True):
+        for expert, rows in enumerate(self._rows):
             if rows.start < rows.stop:
-                self._each.forward(source[rows], own, None, out=out[rows])
+                shift = None if bias is None else bias[expert]
+                self._each.forward(source[rows], matrix[expert], shift, out=out[rows])
 
     def dgrad(self, gradient: Tensor, matrix: Tensor, *, out: Tensor, add: bool) -> None:
         for rows, own in zip(self._rows, matrix, strict=True):
@@ -38,3 +38,8 @@ class GroupedProducts(Products):
         for rows, own in zip(self._rows, total, strict=True):
             if rows.start < rows.stop:
                 self._each.wgrad(gradient[rows], source[rows], total=own)
+
+    def bias_gradient(self, gradient: Tensor, *, total: Tensor) -> None:
+        for rows, own in zip(self._rows, total, strict=True):
+            if rows.start < rows.stop:
+                self._each.bias_gradient(gradient[rows], total=own)

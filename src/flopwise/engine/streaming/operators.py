@@ -89,6 +89,11 @@ def _rows_of(tensor: Tensor, rows: slice) -> Tensor:
     return tensor[:, rows] if tensor.ndim == 3 else tensor[rows]
 
 
+def _bias_rows(bias: Tensor, rows: slice) -> Tensor:
+    """Of a bias, or of each expert's."""
+    return bias[..., rows]
+
+
 def _stored_rows(weight: Stored, rows: slice) -> Stored:
     if isinstance(weight, Quantised):
         return weight if rows is ALL else weight.rows(rows)
@@ -179,7 +184,7 @@ class Operators:
             weights, index = op.outputs
             experts.route(
                 source,
-                normalised=self.model.routing_normalised,
+                self.model.routing,
                 weights=values.allocate(weights, (tokens, chosen), self.statistics),
                 index=values.allocate(index, (tokens, chosen), torch.int32),
             )
@@ -258,7 +263,8 @@ class Operators:
     def _multiply(self, op: Gemm, values: Values, weights: Weights, rows: slice, out: Tensor) -> None:
         """A product with some rows of the weight."""
         stored, shift = _stored_rows(weights[f"{op.name}.weight"], rows), weights.get(f"{op.name}.bias")
-        shift = None if shift is None else _stored_rows(shift, rows)
+        assert not isinstance(shift, Quantised), "biases are not quantised"
+        shift = None if shift is None else _bias_rows(shift, rows)
         matrix, bias = self._cast(stored), None if shift is None else self._cast(shift)
         self._products(op, values).forward(values[op.inputs[0]], matrix, bias, out=out)
         self._uncast(matrix, stored)
@@ -478,9 +484,10 @@ class Operators:
 
     def _wgrad(self, op: Gemm, part: _Part, values: Values, source: Tensor, trained: Trained) -> None:
         sums = trained.sums
-        self._products(op, values).wgrad(part.gradient, source, total=_rows_of(sums[f"{op.name}.weight"], part.rows))
+        products = self._products(op, values)
+        products.wgrad(part.gradient, source, total=_rows_of(sums[f"{op.name}.weight"], part.rows))
         if f"{op.name}.bias" in sums:
-            dispatch.add_column_sums(part.gradient, total=sums[f"{op.name}.bias"][part.rows])
+            products.bias_gradient(part.gradient, total=_bias_rows(sums[f"{op.name}.bias"], part.rows))
 
     def _dgrad(self, op: Gemm, part: _Part, values: Values, gradients: Gradients, trained: Trained) -> None:
         stored = _stored_rows(trained.weights[f"{op.name}.weight"], part.rows)
@@ -608,7 +615,7 @@ class Operators:
                 gradients["routing_weights"],
                 scores,
                 values["routing_index"],
-                normalised=self.model.routing_normalised,
+                self.model.routing,
                 out=gradients.target(source, tuple(scores.shape), scores.dtype)[0],
             )
         gradients.drop(op.outputs[0])

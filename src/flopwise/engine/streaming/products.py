@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flopwise.engine.kernels import dispatch
 from flopwise.engine.streaming.arena import Arena
 from flopwise.records.program import LOGITS_ALIGNMENT_BYTES
 from flopwise.work.parameters import Parameter
@@ -51,6 +52,10 @@ class Products:
         torch.mm(gradient.t(), source, out=product)
         total.add_(product)
         self.arena.give(product)
+
+    def bias_gradient(self, gradient: Tensor, *, total: Tensor) -> None:
+        """`total`, the sum of the bias' gradients, gets those of all rows added."""
+        dispatch.add_column_sums(gradient, total=total)
 
 
 class HeadProducts(Products):

@@ -110,6 +110,8 @@ class SequenceBlock:
     ) -> None:
         """From attention's result to the output, over the residual stream. What is kept is brought into the slot."""
         block, tensors = self.block, self.tensors
+        # Attention's own task has no weights at hand.
+        block.add_sinks(weights, tensors.rows("attended", chunk), tensors.rows("logsumexp", chunk)[None])
         for name in kept:
             if name in ("query", "attended", *block.extras):
                 slot[name].view(tensors.rows(name, chunk).shape).copy_(tensors.rows(name, chunk))
@@ -170,7 +172,9 @@ class SequenceBlock:
         gradients = Gradients(block.arena)
         gradients.put("output", gradient)
         block.back(block.after, values, gradients, trained, chunk)
-        tensors.rows(f"{GRADIENT}attended", chunk).copy_(gradients["attended"])
+        above = gradients["attended"]
+        block.sinks_backward(above, trained, tensors.rows("attended", chunk), tensors.rows("logsumexp", chunk)[None])
+        tensors.rows(f"{GRADIENT}attended", chunk).copy_(above)
         gradients.drop("attended")
         if gradients["input"] is not gradient:
             gradient.copy_(gradients["input"])

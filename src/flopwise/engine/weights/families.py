@@ -33,6 +33,8 @@ class Names:
     """What each expert of a mixture calls its matrices."""
     expert: str = "mlp.experts.{}"
     """A mixture's experts, by number."""
+    stacked: Mapping[str, str] = field(default_factory=dict)
+    """What lies in the file as one tensor for all experts, with inputs as rows, and gate and up number by number."""
     heads_together: bool = False
     """Whether the rows of queries, keys and values lie together by key head, not all queries before all keys."""
 
@@ -305,7 +307,7 @@ def _experts(model: Transformer) -> Config:
         "num_local_experts": model.experts,
         "num_experts": model.experts,
         "num_experts_per_tok": model.experts_per_token,
-        "norm_topk_prob": model.routing_normalised,
+        "norm_topk_prob": model.routing.normalised,
         "output_router_logits": False,
     }
 
@@ -356,6 +358,22 @@ DECODERS: dict[str, SavedFamily] = {
             "moe_intermediate_size": model.ffn,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
+            **_experts(model),
+        },
+    ),
+    "gpt_oss": SavedFamily(
+        architecture="GptOssForCausalLM",
+        names=replace(
+            _like_llama(router="mlp.router", sinks="self_attn.sinks"),
+            stacked={"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"},
+        ),
+        own=lambda model: {
+            "head_dim": model.head_dim,
+            "attention_bias": model.qkv_bias,
+            **_windows(model),
+            "hidden_act": "silu",
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
             **_experts(model),
         },
     ),

@@ -73,13 +73,17 @@ class Place:
     """GPT-2 keeps its matrices with the inputs as rows."""
     experts: int = 0
     """Of a mixture, where each expert's matrices are tensors of their own; ours has them in one."""
+    interleaved: bool = False
+    """Whether the file has gate and up number by number, where ours has all gates before all of up."""
     groups: tuple[int, int] | None = None
     """Key heads and a head's channels, where each key head's queries, key and value lie together in the file."""
 
     def split(self, value: Tensor) -> dict[str, Tensor]:
         """The tensors of a file: views of the parameter, so that a model on a device needs no second place there."""
+        if self.interleaved:
+            value = _turn_pairs(value, 2, -1)
         if self.transposed:
-            value = value.t()
+            value = value.transpose(-1, -2)
         if self.groups is not None:
             value = _together(value, *self.groups)
         if not self.rows:
@@ -90,18 +94,27 @@ class Place:
     def shapes(self, parameter: Parameter) -> tuple[tuple[int, ...], ...]:
         """Shapes of the tensors."""
         if self.transposed:
-            return (parameter.shape[::-1],)
+            *lead, outputs, inputs = parameter.shape
+            return ((*lead, inputs, outputs),)
+        if self.interleaved:
+            return (parameter.shape,)
         sides = parameter.shape[2:] if self.experts else parameter.shape[1:]
         return tuple((rows, *sides) for rows in self.rows or parameter.shape[:1])
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """The parameter that the tensors make up."""
-        if self.transposed:
-            return parts[0].t().contiguous()
+        if self.transposed or self.interleaved:
+            whole = parts[0].transpose(-1, -2) if self.transposed else parts[0]
+            return (_turn_pairs(whole, -1, 2) if self.interleaved else whole).contiguous()
         if self.groups is not None:
             return _apart(parts[0], *self.groups)
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
         return torch.unflatten(whole, 0, (self.experts, -1)) if self.experts else whole
+
+
+def _turn_pairs(value: Tensor, *sides: int) -> Tensor:
+    """Each expert's rows from two halves to pairs, or back."""
+    return torch.unflatten(value, 1, sides).transpose(1, 2).flatten(1, 2)
 
 
 def _together(value: Tensor, key_heads: int, head_dim: int) -> Tensor:
@@ -283,13 +296,20 @@ def place_of(model: Transformer, names: Names, parameter: Parameter) -> Place:
         if model.tied and (module, kind) == ("head", "weight"):
             module = "embedding"
         return Place((f"{names.ends[module]}.{kind}",))
+    layer = f"{names.layers}.{parameter.part}"
+    if module == "sinks":
+        return Place((f"{layer}.{names.layer[module][0]}",))
+    if module in names.stacked:
+        suffix = "" if kind == "weight" else "_bias"
+        wide = kind == "weight"
+        return Place((f"{layer}.{names.stacked[module]}{suffix}",), transposed=wide, interleaved=module == "gate_up")
     if model.experts > 1 and module in names.experts:
         each = names.experts[module]
         wide = parameter.shape[1] // len(each)
         listed = (f"{names.expert.format(number)}.{name}" for number in range(model.experts) for name in each)
-        found = tuple(f"{names.layers}.{parameter.part}.{name}.{kind}" for name in listed)
+        found = tuple(f"{layer}.{name}.{kind}" for name in listed)
         return Place(found, (wide,) * len(found), experts=model.experts)
-    own = tuple(f"{names.layers}.{parameter.part}.{name}.{kind}" for name in names.layer[module])
+    own = tuple(f"{layer}.{name}.{kind}" for name in names.layer[module])
     if len(own) > 1:
         rows = (model.ffn, model.ffn) if module == "gate_up" else (model.query_width, model.kv_width, model.kv_width)
         return Place(own, rows)
