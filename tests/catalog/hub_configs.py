@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from tests.catalog.mixture_configs import MIXTURES
+
 Config = dict[str, object]
 
 HUB: dict[str, Config] = {
@@ -506,3 +508,4 @@ PUBLISHED |= {
     "FacebookAI/xlm-roberta-base": 278_295_186,
     "distilbert/distilbert-base-uncased": 66_985_530,
 }
+HUB |= MIXTURES

@@ -217,6 +217,7 @@ def test_parameters_are_those_that_were_published(name: str) -> None:
         (GPT2, "gpt2"),
         (GPT_NEOX, "pythia-6.9b"),
         (BERT | SIX_LABELS, "bert-base"),
+        (HUB["openai/gpt-oss-20b"], "gpt-oss-20b"),
         (HUB["FacebookAI/roberta-base"], "roberta-base"),
         (HUB["distilbert/distilbert-base-uncased"], "distilbert-base"),
     ],

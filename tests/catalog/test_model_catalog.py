@@ -26,6 +26,7 @@ REQUIRED = {
     *("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-3-175b", "bert-base", "bert-large", "lstm-lm"),
     *("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"),
     *("mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b"),
+    *("gpt-oss-20b", "gpt-oss-120b"),
     *("gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-3-1b", "phi-4", "olmo-2-7b", "smollm3-3b"),
     *("roberta-base", "distilbert-base"),
     *QWEN25,
@@ -45,6 +46,8 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "olmoe-1b-7b": 6_919_161_856,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-3b": 3_085_938_688,
@@ -136,7 +139,8 @@ def transformer_parameters(model: Transformer, sequence_tokens: int) -> int:
     inner = 2 if model.gated else 1
     feed_forward = (inner + 1) * hidden * model.ffn + model.ffn_bias * (inner * model.ffn + hidden)
     if model.experts:
-        feed_forward = model.experts * feed_forward + hidden * model.experts
+        feed_forward = model.experts * feed_forward + (hidden + model.routing.bias) * model.experts
+    attention += model.sinks * model.heads
     norms = {"sandwich": 4}.get(model.norm_place, 2) - model.shared_norm
     total = model.layers * (attention + feed_forward + norms * norm)
     total += hidden * (model.vocab + model.token_types)

@@ -266,7 +266,7 @@ def test_formats_and_optimizers_that_are_not_executed_are_told(changes: dict[str
 
 def test_other_models_are_refused_and_all_that_can_be_trained_are_not() -> None:
     with pytest.raises(FlopwiseError, match="mixture"):
-        check_executed(PLAN, replace(LLAMA, experts=4, experts_per_token=2, ffn_bias=True), 2)
+        check_executed(PLAN, replace(LLAMA, experts=4, experts_per_token=2, head="classifier", labels=2), 2)
     for model in TINY.values():
         check_executed(PLAN, model, 2)
 

@@ -13,7 +13,7 @@ from flopwise.engine.modules import ReferenceModel, build
 from flopwise.engine.weights.huggingface import config_of, to_huggingface
 from flopwise.work.parameters import parameters_of
 from flopwise.work.routing import Routing
-from flopwise.work.transformer import RotaryScaling, Transformer
+from flopwise.work.transformer import OtherAttention, RotaryScaling, Transformer
 
 # Before `transformers` is imported anywhere: a test never looks for files elsewhere.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -128,7 +128,28 @@ TINY = {
     ),
     "mixtral": replace(LLAMA, experts=4, experts_per_token=2, family="mixtral"),
     "qwen3_moe": replace(
-        LLAMA, qk_norm=True, ffn=16, experts=5, experts_per_token=3, routing=Routing(normalised=False), family="qwen3_moe"
+        LLAMA,
+        qk_norm=True,
+        ffn=16,
+        experts=5,
+        experts_per_token=3,
+        routing=Routing(normalised=False),
+        family="qwen3_moe",
+    ),
+    "gpt_oss": replace(
+        LLAMA,
+        experts=5,
+        experts_per_token=2,
+        activation="clamped_swiglu",
+        sinks=True,
+        qkv_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+        routing=Routing(bias=True),
+        window=4,
+        other_attention=OtherAttention(),
+        other_blocks=(1,),
+        family="gpt_oss",
     ),
     "gpt2": GPT2,
     "gpt2-unscaled": replace(GPT2, attention_scale=1.0),

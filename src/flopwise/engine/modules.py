@@ -98,7 +98,7 @@ def attention_mask(model: Transformer, tokens: int, lengths: Tensor | None, devi
 
 
 def square_attention(
-    model: Transformer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None
+    model: Transformer, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, sinks: Tensor | None
 ) -> Tensor:
     """Attention with capped scores or sinks, over the whole square: torch has no kernel for it."""
     cap = model.attention_cap
@@ -171,13 +171,12 @@ class PlainBlock(nn.Module):
         self.output = nn.Linear(model.query_width, model.hidden, bias=model.output_bias)
         if model.experts:
             self.router = nn.Linear(model.hidden, model.experts, bias=model.routing.bias)
-        linear = partial(Stack, model.experts) if model.experts else nn.Linear
-        linear = partial(linear, bias=model.ffn_bias)
+        linear = partial(Stack, model.experts) if model.experts else partial(nn.Linear)
         if model.gated:
-            self.gate_up = linear(model.hidden, 2 * model.ffn)
+            self.gate_up = linear(model.hidden, 2 * model.ffn, bias=model.ffn_bias)
         else:
-            self.up = linear(model.hidden, model.ffn)
-        self.down = linear(model.ffn, model.hidden)
+            self.up = linear(model.hidden, model.ffn, bias=model.ffn_bias)
+        self.down = linear(model.ffn, model.hidden, bias=model.ffn_bias)
 
     def forward(self, stream: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None) -> Tensor:
         """The next block's input from this one's, (sequences, tokens, hidden)."""
@@ -228,7 +227,7 @@ class PlainBlock(nn.Module):
         mask = attention_mask(model, query.shape[2], lengths, query.device)
         if model.attention_cap is not None or self.sinks is not None:
             sinks = None if self.sinks is None else self.sinks.bias
-            return square_attention(model, query, key, values, mask, sinks)
+            return square_attention(model, query, key, values, mask=mask, sinks=sinks)
         return functional.scaled_dot_product_attention(
             query, key, values, attn_mask=mask, is_causal=model.causal and mask is None, scale=model.attention_scale
         )
@@ -236,10 +235,8 @@ class PlainBlock(nn.Module):
     def feed_forward(self, value: Tensor, drops: Dropper | None = None) -> Tensor:
         if self.model.experts:
             return self.mixture(value.flatten(0, 1)).view(value.shape)
-        if self.model.gated:
-            inner = self.gated(*self.gate_up(value).chunk(2, -1))
-        else:
-            inner = self.activation(self.up(value))
+        gated = self.model.gated
+        inner = self.gated(*self.gate_up(value).chunk(2, -1)) if gated else self.activation(self.up(value))
         result: Tensor = self.down(inner)
         return result if drops is None else drops.rows(result, self.layer, "fed")
 

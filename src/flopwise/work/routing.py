@@ -55,3 +55,7 @@ class Routing:
             )
         if experts and self.group_by == "best two" and self.groups > 1 and experts // self.groups < 2:
             raise FlopwiseError(f"{owner}: a group of one expert has no two best", hint='group_by = "best"')
+
+
+USUAL_ROUTING = Routing()
+"""Mixtral's."""

@@ -10,7 +10,7 @@ from typing import Literal
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.work.adapters import EMBEDDING, HEAD, Adapters, frozen_layers
 from flopwise.work.layer_names import check_targets
-from flopwise.work.routing import Routing
+from flopwise.work.routing import USUAL_ROUTING, Routing
 
 LARGEST_SIDE = 2**31 - 1
 """Shapes beyond this overflow the 32-bit sizes of today's kernels; such a number is a typing mistake."""
@@ -256,7 +256,7 @@ class Transformer:
     """Both branches of a parallel residual read one norm's result."""
     experts: int = 0
     experts_per_token: int = 0
-    routing: Routing = Routing()
+    routing: Routing = USUAL_ROUTING
     """How a token's experts are chosen and weighed."""
     sinks: bool = False
     """A score of each head that takes part in the softmax beside the keys', and has no value, as gpt-oss."""
@@ -491,7 +491,6 @@ class Transformer:
         return next(trained, self.layers)
 
     def _check_experts(self) -> None:
-        self.routing.check(self.name, self.experts, self.experts_per_token)
         if self.experts:
             check_positive(self.name, experts=self.experts)
         if not self.experts and self.experts_per_token:
@@ -504,6 +503,7 @@ class Transformer:
                 f"{self.name}: {shown(self.experts_per_token)} of {self.experts} experts per token is not possible",
                 hint="experts_per_token between 1 and experts",
             )
+        self.routing.check(self.name, self.experts, self.experts_per_token)
 
     @property
     def query_width(self) -> int:

@@ -1,9 +1,9 @@
 """Attention sinks: a score of each head that takes part in the softmax beside the keys', and has no value.
 
-They come after any attention kernel, whose output is that without them: with a logsumexp l of a query's scores and a sink
-s the output shrinks to its share σ(l − s), and the logsumexp becomes that of all scores. A kernel's backward that is
-given both then finds the exact gradients of queries, keys and values, since it makes its weights from the logsumexp and
-subtracts the product of output and gradient from theirs.
+They come after any attention kernel, whose output is that without them: with a logsumexp l of a query's scores and a
+sink s the output shrinks to its share σ(l − s), and the logsumexp becomes that of all scores. A kernel's backward that
+is given both then finds the exact gradients of queries, keys and values, since it makes its weights from the logsumexp
+and subtracts the product of output and gradient from theirs.
 """
 
 from __future__ import annotations

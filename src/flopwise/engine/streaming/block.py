@@ -177,7 +177,7 @@ class Block:
         self.add_sinks(weights, out, logsumexp.view(shape))
 
     def add_sinks(self, weights: Weights, out: Tensor, logsumexp: Tensor) -> None:
-        """What sinks take from attention's result, (rows, width), with sums by sequence and head, where there are any."""
+        """Sinks, where there are any, take from attention's result, (rows, width); sums are by sequence and head."""
         if not self.model.sinks:
             return
         rows, tokens = self._heads(out, 1)[0], logsumexp.shape[-1]

@@ -34,6 +34,7 @@ from flopwise.engine.weights.families import (
     rotary_scaling_of,
 )
 from flopwise.engine.weights.initial import LEAST_DEVIATION
+from flopwise.engine.weights.mxfp4 import Dequantised
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Dropout, OtherAttention, Transformer
 
@@ -296,19 +297,11 @@ def place_of(model: Transformer, names: Names, parameter: Parameter) -> Place:
         if model.tied and (module, kind) == ("head", "weight"):
             module = "embedding"
         return Place((f"{names.ends[module]}.{kind}",))
+    if model.experts and module in (*names.stacked, *names.experts):
+        return _place_of_experts(model, names, parameter)
     layer = f"{names.layers}.{parameter.part}"
     if module == "sinks":
         return Place((f"{layer}.{names.layer[module][0]}",))
-    if module in names.stacked:
-        suffix = "" if kind == "weight" else "_bias"
-        wide = kind == "weight"
-        return Place((f"{layer}.{names.stacked[module]}{suffix}",), transposed=wide, interleaved=module == "gate_up")
-    if model.experts > 1 and module in names.experts:
-        each = names.experts[module]
-        wide = parameter.shape[1] // len(each)
-        listed = (f"{names.expert.format(number)}.{name}" for number in range(model.experts) for name in each)
-        found = tuple(f"{layer}.{name}.{kind}" for name in listed)
-        return Place(found, (wide,) * len(found), experts=model.experts)
     own = tuple(f"{layer}.{name}.{kind}" for name in names.layer[module])
     if len(own) > 1:
         rows = (model.ffn, model.ffn) if module == "gate_up" else (model.query_width, model.kv_width, model.kv_width)
@@ -316,6 +309,22 @@ def place_of(model: Transformer, names: Names, parameter: Parameter) -> Place:
     if names.heads_together and module == "qkv":
         return Place(own, groups=(model.kv_heads, model.head_dim))
     return Place(own, transposed=names.transposed and parameter.role == "matrix")
+
+
+def _place_of_experts(model: Transformer, names: Names, parameter: Parameter) -> Place:
+    """Of what a mixture has for each of its experts: one tensor for all of them, or some for each."""
+    module, kind = parameter.weight.module, parameter.weight.kind
+    layer = f"{names.layers}.{parameter.part}"
+    if module in names.stacked:
+        matrix = kind == "weight"
+        place = f"{layer}.{names.stacked[module]}{'' if matrix else '_bias'}"
+        return Place((place,), transposed=matrix, interleaved=module == "gate_up")
+    each = names.experts[module]
+    # A mixture of one expert has its matrix as it is.
+    wide = parameter.shape[-2] // len(each)
+    listed = (f"{names.expert.format(number)}.{name}" for number in range(model.experts) for name in each)
+    found = tuple(f"{layer}.{name}.{kind}" for name in listed)
+    return Place(found, (wide,) * len(found), experts=model.experts if model.experts > 1 else 0)
 
 
 def to_huggingface(model: Transformer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -344,6 +353,8 @@ def from_huggingface(
     A classifier may be begun from an encoder that has no such head, or another one: `missing` tells what it lacks.
     """
     names = NAMES[family_of(model)]
+    if names.stacked:
+        tensors = Dequantised(tensors)
     given = _without_prefixes(model, tensors)
     found: dict[str, Tensor] = {}
     lacking: list[str] = []

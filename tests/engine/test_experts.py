@@ -1,0 +1,76 @@
+"""Every rule by which a mixture routes, against plain torch and autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flopwise.engine.kernels import experts
+from flopwise.work.routing import Routing
+
+RULES = {
+    "softmax": Routing(normalised=False),
+    "softmax, normalised": Routing(),
+    "sigmoid": Routing(scores="sigmoid", normalised=False, scale=2.5),
+    "sigmoid, normalised": Routing(scores="sigmoid", scale=2.5),
+    "softmax in groups": Routing(normalised=False, scale=16.0, groups=3, groups_kept=2),
+    "sigmoid in groups": Routing(
+        scores="sigmoid", scale=2.5, correction=True, groups=3, groups_kept=1, group_by="best two"
+    ),
+    "corrected": Routing(scores="sigmoid", correction=True),
+}
+EXPERTS = 6
+
+
+def chosen_one_by_one(shares: Tensor, routing: Routing, correction: Tensor | None, count: int) -> list[set[int]]:
+    """The experts of each token, by sorting."""
+    found = []
+    for row in shares.tolist():
+        ranked = [share + (0.0 if correction is None else float(correction[place])) for place, share in enumerate(row)]
+        size = len(row) // routing.groups
+        groups = [range(group * size, (group + 1) * size) for group in range(routing.groups)]
+        counted = 2 if routing.group_by == "best two" else 1
+        groups.sort(key=lambda group: -sum(sorted((ranked[place] for place in group), reverse=True)[:counted]))
+        allowed = [place for group in groups[: routing.groups_kept] for place in group]
+        found.append(set(sorted(allowed, key=lambda place: -ranked[place])[:count]))
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_experts_and_weights_follow_the_rule(rule: str, count: int) -> None:
+    routing = RULES[rule]
+    if count > EXPERTS // routing.groups * routing.groups_kept:
+        pytest.skip("more than the groups have")
+    generator = torch.Generator().manual_seed(count)
+    scores = 2 * torch.randn(11, EXPERTS, generator=generator, dtype=torch.float64)
+    correction = torch.randn(EXPERTS, generator=generator, dtype=torch.float64) if routing.correction else None
+    weights, index = torch.empty(11, count, dtype=torch.float64), torch.empty(11, count, dtype=torch.int32)
+    experts.route(scores, routing, correction=correction, weights=weights, index=index)
+    leaf = scores.clone().requires_grad_()
+    shares = leaf.sigmoid() if routing.scores == "sigmoid" else leaf.softmax(-1)
+    assert [set(row) for row in index.tolist()] == chosen_one_by_one(shares.detach(), routing, correction, count)
+    expected = shares.gather(-1, index.long())
+    if routing.normalised:
+        expected = expected / expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights, expected.detach() * routing.scale)
+    gradient = torch.randn(weights.shape, generator=generator, dtype=torch.float64)
+    below = torch.empty_like(scores)
+    experts.route_backward(gradient, scores, index, routing, out=below)
+    torch.testing.assert_close(below, torch.autograd.grad(expected * routing.scale, leaf, gradient)[0])
+
+
+@pytest.mark.parametrize("index", [[[0, 2], [2, 0], [0, 2]], [[1], [1], [1]], [[0, 1, 2], [2, 1, 0], [1, 0, 2]]])
+def test_rows_go_to_their_experts_and_come_back(index: list[list[int]]) -> None:
+    chosen = torch.tensor(index, dtype=torch.int32)
+    tokens, count = chosen.shape
+    routed = experts.sort_by_expert(chosen, 4)
+    source, weights = torch.randn(tokens, 5, dtype=torch.float64), torch.rand(tokens, count, dtype=torch.float64)
+    rows = torch.empty(tokens * count, 5, dtype=torch.float64)
+    experts.dispatch(source, routed, out=rows)
+    ends = [0, *routed.ends.tolist()]
+    of_row = [expert for expert in range(4) for _ in range(ends[expert], ends[expert + 1])]
+    out = torch.empty_like(source)
+    experts.combine(rows * torch.tensor(of_row)[:, None], weights, routed, out=out)
+    torch.testing.assert_close(out, source * (weights * chosen).sum(-1, keepdim=True))
