@@ -162,7 +162,7 @@ class PlainBlock(nn.Module):
         self.output = nn.Linear(model.query_width, model.hidden, bias=model.output_bias)
         if model.experts:
             self.router = nn.Linear(model.hidden, model.experts, bias=False)
-        linear = partial(Stack, model.experts) if model.experts else partial(nn.Linear, bias=model.ffn_bias)
+        linear = partial(ExpertMatrices, model.experts) if model.experts else partial(nn.Linear, bias=model.ffn_bias)
         if model.gated:
             self.gate_up = linear(model.hidden, 2 * model.ffn)
         else:
@@ -252,7 +252,7 @@ class PlainBlock(nn.Module):
         return result
 
 
-class Stack(nn.Module):
+class ExpertMatrices(nn.Module):
     """A matrix for each expert."""
 
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
