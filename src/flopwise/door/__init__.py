@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from flopwise.setup.words import Fusion, Optimizer
     from flopwise.train.events import Callback, Logger
     from flopwise.train.own_data import Data
-    from flopwise.train.request import DataFormat
+    from flopwise.train.request import DataFormat, TrainRequest
     from flopwise.work.formats import Formats
     from flopwise.work.lengths import Lengths, SequenceLayout
     from flopwise.work.model import Model
@@ -387,7 +387,7 @@ def train(
     ('0001', 'done')
     """
     from flopwise.setup.training import parse_warmup
-    from flopwise.train.request import TrainRequest, check_request
+    from flopwise.train.request import TrainRequest
 
     # What has paths in it counts them too, but makes no batches.
     own = cast("Data", data) if hasattr(data, "batch") and hasattr(data, "evaluation") else None
@@ -453,15 +453,22 @@ def train(
             store=_text(store),
             resume=_text(resume),
         )
-        from flopwise.train.data_checks import check_data
+        return _train(request, own, callbacks, loggers)
 
-        if request.resume is None:
-            check_request(request)
-        check_data(request)
-        # torch comes with it.
-        from flopwise.train import run
 
-        return run(request, own_data=own, callbacks=callbacks, loggers=loggers)
+def _train(
+    request: TrainRequest, own: Data | None, callbacks: Sequence[Callback], loggers: Sequence[Logger]
+) -> RunRecord:
+    """What can be refused without torch is; then it is imported."""
+    from flopwise.train.data_checks import check_data
+    from flopwise.train.request import check_request
+
+    if request.resume is None:
+        check_request(request)
+    check_data(request)
+    from flopwise.train import run
+
+    return run(request, own_data=own, callbacks=callbacks, loggers=loggers)
 
 
 def _model_file(model: str | Path | Model | None, until_done: ExitStack) -> str | None:

@@ -171,7 +171,7 @@ class PlainBlock(nn.Module):
         self.output = nn.Linear(model.query_width, model.hidden, bias=model.output_bias)
         if model.experts:
             self.router = nn.Linear(model.hidden, model.experts, bias=model.routing.bias)
-        linear = partial(Stack, model.experts) if model.experts else partial(nn.Linear)
+        linear = partial(ExpertMatrices, model.experts) if model.experts else partial(nn.Linear)
         if model.gated:
             self.gate_up = linear(model.hidden, 2 * model.ffn, bias=model.ffn_bias)
         else:
@@ -283,7 +283,7 @@ class Sinks(nn.Module):
         self.bias = nn.Parameter(torch.zeros(heads))
 
 
-class Stack(nn.Module):
+class ExpertMatrices(nn.Module):
     """A matrix for each expert, and perhaps a bias."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, *, bias: bool) -> None:

@@ -7,6 +7,7 @@ from math import cos, pi, sqrt
 from typing import Any, Literal, get_args
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
+from flopwise.base.units import one_expected
 
 Task = Literal["language", "classification"]
 TASKS: tuple[Task, ...] = get_args(Task)
@@ -41,6 +42,8 @@ def parse_share(text: float | str) -> float:
 def parse_warmup(text: float | str) -> dict[str, Any]:
     """A warm-up as a request has it: a whole number of steps, or their share of all."""
     words = str(text).strip()
+    if "," in words:
+        raise one_expected(words, "a warm-up")
     if words.isascii() and words.isdecimal() and len(words) < MOST_DIGITS:
         return {"warmup_steps": int(words)}
     try:

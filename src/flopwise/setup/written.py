@@ -6,7 +6,7 @@ None: left open, or not known. What extends them names once more, without a defa
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,12 +19,22 @@ from flopwise.setup.stack import NO_STACK
 from flopwise.setup.training import Task
 from flopwise.work.formats import parse_formats
 from flopwise.work.lengths import parse_lengths
+from flopwise.work.lstm import Lstm
 from flopwise.work.model import Model
+from flopwise.work.transformer import Transformer
 
 Asked = TypeVar("Asked", bound=Setup)
 
 NOT_IDENTITY = ("name", "title", "source", "family", "dropout")
 """Fields of a model's table that say nothing of its shape: the same one under two names is one cell."""
+
+
+def _usual_fields(kind: type[Transformer] | type[Lstm]) -> dict[str, Any]:
+    return {each.name: msgspec.to_builtins(each.default) for each in fields(kind) if each.default is not MISSING}
+
+
+USUAL_FIELDS = {"transformer": _usual_fields(Transformer), "lstm": _usual_fields(Lstm)}
+"""Architecture → field → what a description that does not say it has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +114,13 @@ class CellSetup(WrittenBatch):
 def cell_id(setup: CellSetup) -> str:
     """Twelve hexadecimal digits of the set-up's hash, the same in every process and version of Python."""
     table = msgspec.to_builtins(setup)
-    table["model"] = {key: value for key, value in table["model"].items() if key not in NOT_IDENTITY}
+    usual = USUAL_FIELDS.get(table["model"].get("architecture", ""), {})
+    # What a description leaves as it usually is stays out, so that a new field of descriptions changes no cell's id.
+    table["model"] = {
+        key: value
+        for key, value in table["model"].items()
+        if key not in NOT_IDENTITY and not (key in usual and value == usual[key])
+    }
     if table["lengths"] is None:
         # Sequences of one length are the same cell as before there were others.
         del table["lengths"]
