@@ -18,7 +18,7 @@ from flopwise.catalog.load import load_model, model_names
 from flopwise.engine.modules import ACTIVATION_FUNCTIONS, PlainBlock, ReferenceModel, attention_mask, build
 from flopwise.engine.weights.initial import fill, initial_values
 from flopwise.work.parameters import parameters_of
-from flopwise.work.transformer import ACTIVATIONS, Transformer
+from flopwise.work.transformer import ACTIVATIONS, Dropout, Transformer
 from tests.support.strategies import transformers as random_transformers
 from tests.support.tiny_models import (
     BERT,
@@ -261,7 +261,10 @@ def test_every_activation_can_be_run() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (replace(LLAMA, experts=4, experts_per_token=2, ffn_bias=True), "this mixture of experts cannot be trained"),
+        (
+            replace(LLAMA, experts=4, experts_per_token=2, dropout=Dropout(hidden=0.1)),
+            "this mixture of experts cannot be trained",
+        ),
         (replace(GPT2, positions="alibi", position_rows=None), "ALiBi positions cannot be trained yet"),
         (replace(BERT, window=3), "a window that looks ahead cannot be trained yet"),
         (replace(BERT, tied=True), "a classifier has no matrix that could be the embedding's"),

@@ -13,7 +13,7 @@ from flopwise.engine.modules import ReferenceModel, build
 from flopwise.engine.weights.huggingface import config_of, to_huggingface
 from flopwise.work.parameters import parameters_of
 from flopwise.work.routing import Routing
-from flopwise.work.transformer import OtherAttention, RotaryScaling, Transformer
+from flopwise.work.transformer import RotaryScaling, Transformer
 
 # Before `transformers` is imported anywhere: a test never looks for files elsewhere.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -147,8 +147,6 @@ TINY = {
         ffn_bias=True,
         routing=Routing(bias=True),
         window=4,
-        other_attention=OtherAttention(),
-        other_blocks=(1,),
         family="gpt_oss",
     ),
     "gpt2": GPT2,
@@ -197,7 +195,7 @@ def transformers_model(model: Transformer, module: ReferenceModel) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = kind.config_class.from_dict(config_of(model))
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = "eager" if model.sinks else "sdpa"
         config._experts_implementation = "eager"
         dtype = next(module.parameters()).dtype
         theirs = kind(config).to(dtype).eval()
@@ -212,6 +210,8 @@ def transformers_model(model: Transformer, module: ReferenceModel) -> Any:
 def _state_of(model: Transformer, module: ReferenceModel) -> dict[str, torch.Tensor]:
     """The numbers under the names of the class: those of files, but that it has a mixture's experts in one tensor."""
     numbers = parameters(module)
+    if model.family == "gpt_oss":
+        return to_huggingface(model, numbers)
     stacks = {name: numbers.pop(name) for name in list(numbers) if model.experts and numbers[name].ndim == 3}
     named = {name.replace("block_sparse_moe", "mlp"): each for name, each in to_huggingface(model, numbers).items()}
     for name, value in stacks.items():

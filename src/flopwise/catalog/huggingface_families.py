@@ -118,6 +118,14 @@ def _every_second(settings: ConfigKeys) -> list[str]:
     return _kinds(lambda _: [FULL if number % 2 else SLIDING for number in range(_blocks(settings))])(settings)
 
 
+def _gpt_oss_angles(settings: ConfigKeys, _: str) -> tuple[float, RotaryScaling | None]:
+    """A file that says nothing of it has the released models' scaling."""
+    base = rotary_base("rope_theta", 150_000.0)(settings)
+    if rotary_settings(settings).table:
+        return base, rotary_scaling(settings)
+    return base, RotaryScaling(method="yarn", factor=32.0, original_context=4096, truncate=False)
+
+
 def _usual_angles(absent: float) -> Angles:
     return lambda settings, _: (rotary_base("rope_theta", absent)(settings), rotary_scaling(settings))
 
@@ -380,7 +388,7 @@ FAMILIES: dict[str, Family] = {
         ),
         rules={
             **_llama_like(context=131_072, kv_heads=8),
-            **_by_kind(_every_second, _usual_angles(150_000.0), window=128),
+            **_by_kind(_every_second, _gpt_oss_angles, window=128),
             "head_dim": size_of("head_dim", absent=64, null=0),
             "activation": fixed("clamped_swiglu"),
             **dict.fromkeys(("qkv_bias", "output_bias"), flag_of("attention_bias", absent=True)),

@@ -371,6 +371,8 @@ DECODERS: dict[str, SavedFamily] = {
             "head_dim": model.head_dim,
             "attention_bias": model.qkv_bias,
             **_windows(model),
+            # Without one, its class would take that of the released models.
+            "rope_scaling": rotary_scaling_of(model.rotary_scaling) or {"rope_type": "default"},
             "hidden_act": "silu",
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,

@@ -1,4 +1,4 @@
-"""Matrices in MXFP4, as gpt-oss is released, brought back exactly: four bits a number, and a power of two for each 32."""
+"""Matrices in MXFP4, as gpt-oss is released, brought back exactly: four bits a number, a power of two for each 32."""
 
 from __future__ import annotations
 
