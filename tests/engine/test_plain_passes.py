@@ -77,8 +77,10 @@ def rows() -> Tensor:
     return torch.rand(ROWS, WIDTH)
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS)
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "gated"),
+    [(kind, gated) for kind in ACTIVATIONS for gated in (False, True) if gated or kind != "clamped_swiglu"],
+)
 def test_activations(kind: str, gated: bool) -> None:
     gate, up, gradient = (rows() if gated else None), rows(), rows()
     gate_out = rows() if gated else None

@@ -51,7 +51,7 @@ def test_formats_without_kernels_are_refused(precision: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"experts": 4, "experts_per_token": 2, "ffn_bias": True},
+        {"experts": 4, "experts_per_token": 2, "head": "classifier", "labels": 3},
         {"positions": "alibi"},
         {"causal": False, "window": 4},
         {"tied": True, "head": "classifier", "labels": 3},

@@ -206,7 +206,7 @@ def repeated_parameters(model: Transformer, tokens: int) -> int:
     each = norms * norm + model.hidden * (model.output_bias + model.ffn_bias * max(1, model.experts))
     # Norms over all heads are parted as the heads are.
     of_heads = model.qk_norm and model.qk_norm_over == "head"
-    each += 2 * model.head_dim * of_heads + model.hidden * model.experts
+    each += 2 * model.head_dim * of_heads + model.experts * (model.hidden + model.routing.bias)
     positions = (model.position_rows or tokens) * model.hidden if model.positions == "learned" else 0
     return model.layers * each + norm * model.final_norm + positions
 

@@ -75,7 +75,9 @@ class DocumentedDrops:
         scales = self._scales(self._tokens(sequences, tokens)[..., None], np.arange(width), layer, name)
         return values * scales.to(values.dtype)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, layer: int) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, layer: int) -> Tensor | None:
+        if not self.shares["attention"]:
+            return None  # The plain form, which knows sinks.
         model, (sequences, heads, tokens, channels) = self.model.kind_of(layer), query.shape
         key, value = (each.repeat_interleave(heads // each.shape[1], 1) for each in (key, value))
         scale = channels**-0.5 if model.attention_scale is None else model.attention_scale

@@ -49,8 +49,11 @@ ACTIVATIONS = {
     "tanh": (Passes(2, 5, 3), Passes(6, 15, 3)),
     "linear": (Passes(1, 3), Passes(5, 13)),
     "quick_gelu": (Passes(7, 16, 1), Passes(14, 34, 1)),
+    "clamped_swiglu": (Passes(10, 22, 1), Passes(22, 52, 1)),
 }
-"""Without a gate: forward, and backward that makes the activation's result again. erf counts 1.5, tanh 3."""
+"""Without a gate: forward, and backward that makes the activation's result again. erf counts 1.5, tanh 3.
+
+`clamped_swiglu`, which always has one, less what `GATED` adds."""
 GATED = (Passes(1, 3), Passes(4, 12))
 """What a gate adds to that."""
 ROTATION = Passes(12, 10.5)
