@@ -150,7 +150,7 @@ function drawAll() {
   byId("about").textContent =
     `${LIVE ? "As of" : "Made"} ${whenWords(state.page.created)} · ${counts.filter(Boolean).join(" · ")}`;
   // One run alone comes first: there is nothing to compare it with.
-  document.querySelector("main").classList.toggle("single", rows.length === 1);
+  byId("tab-runs").classList.toggle("single", rows.length === 1);
   drawCompared(state.page);
   state.shown = filtered();
   state.selected = (state.hash.run && findRow(state.hash.run)) || usualRow();
@@ -165,14 +165,15 @@ function drawAll() {
 function start() {
   loadPage(JSON.parse(byId("data").textContent));
   readHash();
-  const opened = state.hash.run;
-  drawAll();
+  addTab("runs", { title: "Runs", isThere: () => true, entries: hashEntries, open: drawAll });
+  openTab(tabOfAddress());
+  const opened = shownTab === "runs" && state.hash.run;
   if (opened && state.selected) reveal(Math.max(0, table.rows.indexOf(state.selected)));
   if (opened && state.selected?.key === state.hash.run) requestAnimationFrame(() => byId("run").scrollIntoView());
   addEventListener("hashchange", () => {
     readHash();
-    drawAll();
-    if (state.hash.run) byId("run").scrollIntoView();
+    openTab(tabOfAddress());
+    if (shownTab === "runs" && state.hash.run) byId("run").scrollIntoView();
   });
   byId("filters").addEventListener("submit", (event) => event.preventDefault());
   document.querySelector(".skip").addEventListener("click", (event) => {
@@ -192,6 +193,10 @@ function redrawOnResize() {
     width = innerWidth;
     clearTimeout(timer);
     timer = setTimeout(() => {
+      if (shownTab !== "runs") {
+        tabs.get(shownTab).open();
+        return;
+      }
       drawOverview();
       drawWindow(true);
       drawRun();
@@ -238,10 +243,13 @@ function showNew(page) {
     focus = document.activeElement?.id;
   const typed = document.activeElement?.id === "filter-q" ? document.activeElement.selectionStart : null;
   const down = scrollY;
+  const isShown = shownTab === "runs";
   // Details of other runs may have changed too: they are fetched again when they are asked for.
   for (const name of [...state.details.keys()]) if (name !== state.selected?.run) state.details.delete(name);
   loadPage(page);
   const chosen = state.hash.run;
+  // What is hidden is drawn when it is opened.
+  if (!isShown) return;
   if (key && !chosen) state.hash.run = key;
   drawAll();
   state.hash.run = chosen;
