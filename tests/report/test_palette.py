@@ -38,9 +38,7 @@ def seen(colour: str, cones: str) -> Three:
     light = tuple(min(1.0, max(0.0, part)) for part in times(CONES[cones], linear(colour)))
     white = times(TO_XYZ, (1.0, 1.0, 1.0))
     shares = [value / full for value, full in zip(times(TO_XYZ, light), white, strict=True)]
-    x, y, z = (
-        share ** (1 / 3) if share > 216 / 24389 else (24389 / 27 * share + 16) / 116 for share in shares
-    )
+    x, y, z = (share ** (1 / 3) if share > 216 / 24389 else (24389 / 27 * share + 16) / 116 for share in shares)
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
