@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import dist
 
 import pytest
@@ -74,7 +74,7 @@ def test_words_can_be_read_on_every_colour() -> None:
 @pytest.mark.parametrize("cones", CONES)
 def test_more_is_darker_for_everybody(cones: str) -> None:
     shades = [seen(colour, cones) for colour in HEAT]
-    for less, more in zip(shades, shades[1:], strict=False):
+    for less, more in pairwise(shades):
         assert less[0] - more[0] > 4 and dist(less, more) >= 8
 
 
