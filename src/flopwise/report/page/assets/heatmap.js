@@ -328,7 +328,10 @@ function squareTitle(cell, measure) {
 }
 
 function heatmapSentence(cells, across, up, measure, rows) {
-  const valued = cells.filter((cell) => cell.value !== null);
+  const known = cells.filter((cell) => cell.value !== null),
+    ran = known.filter((cell) => !cell.predicted),
+    // What ran is never ranked with what is only foreseen.
+    valued = ran.length ? ran : known;
   const oom = cells.filter((cell) => cell.word === "OOM" && cell.value === null).length;
   const out = oom ? ` ${countOf(oom, "square")} went out of memory.` : "";
   if (!valued.length)
@@ -345,7 +348,7 @@ function heatmapSentence(cells, across, up, measure, rows) {
   const bestOf = d3.max(cells, (cell) => cell.count) > 1 ? " A square shows its best cell." : "";
   const middleOf = d3.max(cells, (cell) => cell.runs) > 1 ? " Of several runs it shows the median." : "";
   const several = `${bestOf}${middleOf}`;
-  const guess = valued.some((cell) => cell.predicted) ? " ~ is predicted, not run." : "";
+  const guess = known.some((cell) => cell.predicted) ? " ~ is predicted, not run." : "";
   if (valued.length === 1 || best.value === least.value)
     return `${figure(best)} at ${place(best)}.${out}${several}${guess}`;
   const ratio = measure === "tokens_per_s" && least.value > 0 ? best.value / least.value : null;

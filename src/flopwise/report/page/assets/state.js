@@ -69,7 +69,7 @@ function number(value) {
 
 /** Tokens a second as measured, else as predicted of what has not been run. */
 function speed(row) {
-  const measured = number(row.tokens_per_s);
+  const measured = row.state === "running" ? null : number(row.tokens_per_s);
   if (measured !== null) return { value: measured, predicted: false };
   const foreseen = row.state === "planned" ? number(row.predicted_tokens_per_s) : null;
   return foreseen !== null && row.predicted_fits !== false ? { value: foreseen, predicted: true } : null;
@@ -92,6 +92,7 @@ function loadPage(page) {
   state.page = page;
   state.rows = readRows(page);
   for (const [name, detail] of Object.entries(page.details ?? {})) state.details.set(name, detail);
+  for (const row of state.rows) if (row.state === "running") addProgress(row);
   state.constants = constantColumns();
 }
 
