@@ -24,6 +24,7 @@ from flopwise.store.runs import RUN_NAME
 
 if TYPE_CHECKING:
     from flopwise.report.page.data import PageData
+    from flopwise.report.page.progress import Progress
     from flopwise.store.results import Result
 
 EVERY_S = 2.0
@@ -72,6 +73,8 @@ class _Seen:
     """The rows as they were last read, and the answers that have been made of them."""
 
     rows: list[Result]
+    progress: dict[str, Progress]
+    """Of the runs that go on."""
     created: str
     """When they came to be as they are: while nothing changes, nothing of the page does."""
     answers: dict[str, PageAnswer] = field(default_factory=dict)
@@ -118,10 +121,19 @@ class Live:
 
     def _look(self) -> None:
         rows = self._collect()
+        progress = self._progress(rows)
         self._failure = None
         # NaN is not itself: where rows seem to differ, they are compared as they are written.
-        if self._seen is None or (rows != self._seen.rows and repr(rows) != repr(self._seen.rows)):
-            self._seen = _Seen(rows, datetime.now().astimezone().isoformat(timespec="milliseconds"))
+        if self._seen is None or _differ(rows, self._seen.rows) or _differ(progress, self._seen.progress):
+            self._seen = _Seen(rows, progress, datetime.now().astimezone().isoformat(timespec="milliseconds"))
+
+    def _progress(self, rows: list[Result]) -> dict[str, Progress]:
+        from flopwise.cli.run_details import progress_of_run
+
+        # The names are those of the store's own list.
+        going_on = [row.run for row in rows if row.state == "running" and row.run]
+        found = {run: progress_of_run(self.store / run, self._tell_once) for run in going_on}
+        return {run: progress for run, progress in found.items() if progress is not None}
 
     def _collect(self) -> list[Result]:
         from flopwise.cli.report import tell_unsettled
@@ -144,7 +156,7 @@ class Live:
 
         title = str(self.store)
         short = title if len(title) <= 60 else f"…{title[-59:]}"
-        return PageData(title=short, created=seen.created, rows=seen.rows, live=True)
+        return PageData(title=short, created=seen.created, rows=seen.rows, progress=seen.progress, live=True)
 
     def _run(self, name: str) -> PageAnswer | None:
         from flopwise.cli.run_details import detail_of
@@ -154,6 +166,10 @@ class Live:
         # The name is taken from the store's own list, never from the request.
         found = next((known for known in run_names(self.store) if known == name), None)
         return None if found is None else PageAnswer(detail_json(detail_of(self.store / found, tell)).encode(), JSON)
+
+
+def _differ(new: object, old: object) -> bool:
+    return new != old and repr(new) != repr(old)
 
 
 def _page(live: Live, seen: _Seen) -> PageAnswer:

@@ -327,22 +327,28 @@ def _lines(folder: Path) -> list[bytes]:
 
 def last_step(folder: Path) -> StepRecord | None:
     """The last step that was written whole, from the end of the file alone; None where there is none."""
+    return next(iter(last_steps(folder, 1)), None)
+
+
+def last_steps(folder: Path, most: int) -> list[StepRecord]:
+    """The last steps that were written whole, as many of `most` as the end of the file holds."""
     path = folder / STEPS
     try:
         with open_file(path) as stream:
             end = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, end - TAIL_BYTES))
+            begin = max(0, end - TAIL_BYTES)
+            stream.seek(begin)
             lines = stream.read(TAIL_BYTES).split(b"\n")[:-1]
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        return []
     except OSError as error:
         raise FlopwiseError(f"{path} cannot be read", why=error.strerror, hint="check its permissions") from None
     except FlopwiseError as error:
         raise FlopwiseError(f"{path} cannot be read", why=error.what, hint="move it out of the run's folder") from None
-    if not lines:
-        return None
+    # The first line of a tail is half a line, unless it is all that there is.
+    whole = lines[1:] if begin and len(lines) > 1 else lines
     try:
-        return from_text(lines[-1], StepRecord)
+        return [from_text(line, StepRecord) for line in whole[-most:]]
     except FlopwiseError as error:
         raise FlopwiseError(f"{path}: its last line is damaged", why=error.what, hint="look at the file") from None
 

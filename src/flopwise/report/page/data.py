@@ -8,10 +8,14 @@ from datetime import datetime
 from math import isfinite
 from typing import Any
 
+from numpy import quantile
+
 from flopwise.base.units import show_bytes, show_seconds, show_share
 from flopwise.records.measurement import MemoryRow, RunRecord, StepRecord
 from flopwise.records.profile import METRIC, Profile, Spent, TaskTime, Unit, Verdict
 from flopwise.report.document import Table
+from flopwise.report.page.about import Pairs, log_lines, setup_pairs, version_pairs
+from flopwise.report.page.progress import Progress
 from flopwise.report.profile_timeline import Span, kind_of, measured_span, predicted_span
 from flopwise.report.profile_words import evidence_words, stake_words, title, why_paragraph
 from flopwise.report.profiles import class_shares, engine_shares
@@ -19,6 +23,7 @@ from flopwise.report.runs import model_name
 from flopwise.report.words import safe, scale_figure
 from flopwise.store.results import FIELDS, Result
 from flopwise.store.runs import to_text
+from flopwise.store.statistics import steady_seconds, traced_steps
 from flopwise.work.parameters import Place
 
 MOST_TASKS = 3000
@@ -28,6 +33,7 @@ MOST_STEPS = 300
 MOST_DETAIL_BYTES = 16 * 2**20
 """Of the runs' details that a page carries; what is beyond is left out, and the page says so."""
 UNACCOUNTED = "unaccounted"
+EVALUATION = "eval_loss"
 
 Cell = str | int | float | bool | None
 
@@ -125,6 +131,17 @@ class RunDetail:
     device: str | None = None
     span_s: float | None = None
     step_s: float | None = None
+    """The median of the steps that count: not traced, and not of the warm-up. The one step time of the page."""
+    step_s_p20: float | None = None
+    step_s_p80: float | None = None
+    traced: tuple[int, int] | None = None
+    """The first and the last of the steps that were traced, which slows them down."""
+    steps_asked: int | None = None
+    setup: Pairs = ()
+    versions: Pairs = ()
+    log: tuple[str, ...] = ()
+    will_be_profiled: bool = False
+    """It goes on, and was asked to be."""
     classes: tuple[Share, ...] = ()
     engines: tuple[Share, ...] = ()
     idle: tuple[Share, ...] = ()
@@ -151,6 +168,8 @@ class PageData:
     details: Mapping[str, RunDetail] = field(default_factory=dict)
     live: bool = False
     """Served, and asked for again every few seconds."""
+    progress: Mapping[str, Progress] = field(default_factory=dict)
+    """Of runs that go on: how far they are."""
     left_out: int = 0
     """Runs among the rows whose details are there and were not asked for: there are too many for a page."""
     of_profiles: bool = False
@@ -179,6 +198,7 @@ def page_json(page: PageData) -> str:
         "names": FIELDS,
         "columns": [column([getattr(row, name) for row in page.rows]) for name in FIELDS],
         "left_out": page.left_out + left_out,
+        "progress": page.progress,
         **({"of_profiles": True, "said": page.said, "tables": page.tables} if page.of_profiles else {}),
     }
     listed = ",".join(f"{to_text(name, indent=0)}:{text}" for name, text in details.items())
@@ -227,9 +247,15 @@ def inline_json(text: str) -> str:
 
 
 def run_detail(
-    record: RunRecord, profile: Profile | None, verdicts: Sequence[Verdict], steps: Sequence[StepRecord] = ()
+    record: RunRecord,
+    profile: Profile | None,
+    verdicts: Sequence[Verdict],
+    steps: Sequence[StepRecord] = (),
+    log: str = "",
 ) -> RunDetail:
-    """A run as the page shows it, from its record, and where they are known its profile, verdicts and steps."""
+    """A run as the page shows it, from its record, and where they are known its profile, verdicts, steps and log."""
+    low_s, step_s, high_s = _step_times(record, steps)
+    traced = traced_steps(record)
     known = RunDetail(
         run=record.id,
         model=model_name(record),
@@ -239,10 +265,30 @@ def run_detail(
         ended=record.ended,
         memory=_memory(record, profile),
         roofs=_roofs(record, profile),
-        step_s=record.measurement.step_s if record.measurement else None,
+        step_s=step_s,
+        step_s_p20=low_s,
+        step_s_p80=high_s,
+        traced=(traced[0], traced[-1]) if traced else None,
+        steps_asked=record.training.steps,
+        setup=setup_pairs(record),
+        versions=version_pairs(record),
+        log=log_lines(log),
+        will_be_profiled=record.state == "running" and bool(record.request.get("profile")),
         steps=_steps(steps),
     )
     return known if profile is None else with_profile(known, profile, verdicts)
+
+
+def _step_times(record: RunRecord, steps: Sequence[StepRecord]) -> tuple[float, float, float] | tuple[None, None, None]:
+    """p20, median and p80 of the steps that count, as the run's measurement has them, else as they are so far."""
+    run = record.measurement
+    if run is not None:
+        return run.step_s_p20, run.step_s, run.step_s_p80
+    times = steady_seconds(record, steps)
+    if not len(times):
+        return None, None, None
+    low, middle, high = (float(value) for value in quantile(times, (0.2, 0.5, 0.8)))
+    return low, middle, high
 
 
 def with_profile(known: RunDetail, profile: Profile, verdicts: Sequence[Verdict]) -> RunDetail:
@@ -493,5 +539,10 @@ def _steps(steps: Sequence[StepRecord]) -> dict[str, tuple[Cell, ...]]:
         return {}
     stride = -(-len(steps) // MOST_STEPS)
     kept = [step for place, step in enumerate(steps) if place % stride == 0 or place == len(steps) - 1]
-    names = ("step", "step_s", "predicted_s", "loss")
-    return {name: tuple(getattr(step, name) for step in kept) for name in names}
+    names = ("step", "step_s", "predicted_s", "loss", "learning_rate", "gradient_norm", "exposed_copy_s")
+    columns: dict[str, tuple[Cell, ...]] = {name: tuple(getattr(step, name) for step in kept) for name in names}
+    # Evaluations are few, and none is left out.
+    evaluated = [step for step in steps if step.evaluation and EVALUATION in step.evaluation][-MOST_STEPS:]
+    columns["eval_step"] = tuple(step.step for step in evaluated)
+    columns["eval_loss"] = tuple(step.evaluation[EVALUATION] for step in evaluated if step.evaluation)
+    return {name: values for name, values in columns.items() if any(value is not None for value in values)}

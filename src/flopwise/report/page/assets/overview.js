@@ -56,6 +56,8 @@ function bestCard(rows) {
 function fits(row) {
   if (row.state === "ok") return true;
   if (row.state === "oom") return false;
+  // What broke says nothing of memory, whatever was foreseen, unless it was not to fit.
+  if (!["planned", "running"].includes(row.state)) return row.predicted_fits === false ? false : null;
   return typeof row.predicted_fits === "boolean" ? row.predicted_fits : null;
 }
 
@@ -73,7 +75,7 @@ function fitsCard(rows) {
   const figure = known.length
     ? make("span", {}, `${countWords(fitting)} `, make("small", {}, `of ${countWords(known.length)}`))
     : UNKNOWN;
-  return card("fits", figure, beneath, known.length && fitting === known.length ? "good" : "");
+  return card("fits", figure, beneath, known.length && fitting === known.length && !others.length ? "good" : "");
 }
 
 function errorCard(rows) {
@@ -92,17 +94,21 @@ function errorCard(rows) {
   );
 }
 
-function boundCard(rows) {
+/** Of what ran; of what is foreseen only where nothing has. */
+function boundCard(all) {
+  const known = all.filter((row) => row.bound),
+    ran = known.filter((row) => row.run),
+    rows = ran.length ? ran : known;
   const bounds = d3.rollups(
-    rows.filter((row) => row.bound),
+    rows,
     (group) => group.length,
     (row) => cut(boundWords(row.bound), 26),
   );
   bounds.sort((left, right) => right[1] - left[1]);
-  if (!bounds.length) return card("bound by", UNKNOWN, withCode(nothing(rows, "profile a run to know: `flopwise train --profile`")));
+  if (!bounds.length) return card("bound by", UNKNOWN, withCode(nothing(all, "profile a run to know: `flopwise train --profile`")));
   const total = d3.sum(bounds, (pair) => pair[1]);
   const rest = bounds.slice(1, 3).map(([word, count]) => `${word} ${countWords(count)}`);
-  const beneath = `${countWords(bounds[0][1])} of ${countOf(total, "run")}${rest.length ? ` · ${rest.join(" · ")}` : ""}`;
+  const beneath = `${countWords(bounds[0][1])} of ${countOf(total, ran.length ? "run" : "prediction")}${rest.length ? ` · ${rest.join(" · ")}` : ""}`;
   return card("bound by", bounds[0][0], beneath);
 }
 

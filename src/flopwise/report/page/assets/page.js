@@ -1,32 +1,24 @@
 "use strict";
 // Puts the page together, and keeps it up to date where it is served.
 
-const EVERY_MS = 3000;
-let fetchedAt = Date.now(),
-  isQuiet = true;
-
 // -- what is selected ------------------------------------------------------------------------------------------------
 
-function findRow(key) {
-  return (
-    state.rows.find((row) => row.key === key) ??
-    state.rows.find((row) => row.run !== null && Number(row.run) === Number(key)) ??
-    null
-  );
+/** Without a choice: what goes on, else the fastest run that has been profiled, else a run, else the first row. */
+function usualRow(rows = state.rows) {
+  const running = newestRunning();
+  if (running && rows.includes(running)) return running;
+  const ran = rows.filter((row) => row.run && isMeasured(row)),
+    told = rows.filter((row) => row.run && state.details.has(row.run)),
+    profiled = told.filter((row) => state.details.get(row.run).is_profiled);
+  // Served, nobody knows yet which were profiled: the newest is what one has come for.
+  if (LIVE && ran.length) return d3.greatest(ran, (left, right) => d3.ascending(left.started ?? "", right.started ?? ""));
+  const some = [profiled, told, ran].find((each) => each.length) ?? [];
+  return d3.greatest(some, (row) => row.tokens_per_s ?? 0) ?? bestRow(rows) ?? rows[0] ?? null;
 }
-
-/** Without a choice: the fastest run that has been profiled, else that has details, else the first row. */
-function usualRow() {
-  const told = state.rows.filter((row) => row.run && state.details.has(row.run));
-  const profiled = told.filter((row) => state.details.get(row.run).is_profiled);
-  return (
-    d3.greatest(profiled.length ? profiled : told, (row) => row.tokens_per_s ?? 0) ?? bestRow() ?? state.rows[0] ?? null
-  );
-}
-function bestRow() {
+function bestRow(rows = state.rows) {
   return (
     d3.greatest(
-      state.rows.filter((row) => speed(row)),
+      rows.filter((row) => speed(row)),
       (row) => speed(row).value,
     ) ?? null
   );
@@ -127,6 +119,8 @@ function refilter() {
   if (table.scroller) table.scroller.scrollTop = 0;
   drawOverview();
   drawTable();
+  // What is shown below is one of those that are left.
+  if (state.selected && state.shown.length && !state.shown.includes(state.selected)) selectRow(usualRow(state.shown));
 }
 
 function drawOverview() {
@@ -138,22 +132,29 @@ function drawOverview() {
 
 // -- the whole page --------------------------------------------------------------------------------------------------
 
-function drawAll() {
+/** How many rows there are of what, and what of them goes on. */
+function drawAboutPage() {
   const rows = state.rows,
     profiled = [...state.details.values()].filter((detail) => detail.is_profiled).length;
   const counts = [
     countOf(rows.length, "row"),
     countOf(new Set(rows.map((row) => row.model).filter(Boolean)).size, "model"),
     profiled && !LIVE ? `${countOf(profiled, "profiled run")}` : null,
+    ...openWords(rows),
   ];
   byId("title").textContent = state.page.title;
   byId("about").textContent =
     `${LIVE ? "As of" : "Made"} ${whenWords(state.page.created)} · ${counts.filter(Boolean).join(" · ")}`;
+}
+
+function drawAll() {
+  const rows = state.rows;
+  drawAboutPage();
   // One run alone comes first: there is nothing to compare it with.
-  document.querySelector("main").classList.toggle("single", rows.length === 1);
+  byId("tab-runs").classList.toggle("single", rows.length === 1);
   drawCompared(state.page);
   state.shown = filtered();
-  state.selected = (state.hash.run && findRow(state.hash.run)) || usualRow();
+  if (!state.rows.includes(state.selected)) state.selected = (state.hash.run && findRow(state.hash.run)) || usualRow();
   drawFilters();
   drawOverview();
   drawTable();
@@ -165,14 +166,16 @@ function drawAll() {
 function start() {
   loadPage(JSON.parse(byId("data").textContent));
   readHash();
-  const opened = state.hash.run;
-  drawAll();
+  addTab("runs", { title: "Runs", isThere: () => true, entries: hashEntries, open: drawAll });
+  openTab(tabOfAddress());
+  const opened = shownTab === "runs" && state.hash.run;
   if (opened && state.selected) reveal(Math.max(0, table.rows.indexOf(state.selected)));
   if (opened && state.selected?.key === state.hash.run) requestAnimationFrame(() => byId("run").scrollIntoView());
   addEventListener("hashchange", () => {
     readHash();
-    drawAll();
-    if (state.hash.run) byId("run").scrollIntoView();
+    state.selected = null;
+    openTab(tabOfAddress());
+    if (shownTab === "runs" && state.hash.run) byId("run").scrollIntoView();
   });
   byId("filters").addEventListener("submit", (event) => event.preventDefault());
   document.querySelector(".skip").addEventListener("click", (event) => {
@@ -192,80 +195,15 @@ function redrawOnResize() {
     width = innerWidth;
     clearTimeout(timer);
     timer = setTimeout(() => {
+      if (shownTab !== "runs") {
+        tabs.get(shownTab).open();
+        return;
+      }
       drawOverview();
       drawWindow(true);
       drawRun();
     }, 120);
   });
-}
-
-// -- live ------------------------------------------------------------------------------------------------------------
-
-async function fetchDetail(row, again = false) {
-  if (!LIVE || !row.run || (state.details.has(row.run) && !again)) return;
-  try {
-    const answer = await fetch(`run/${encodeURIComponent(row.run)}.json`, { cache: "no-store" });
-    if (!answer.ok) return;
-    state.details.set(row.run, await answer.json());
-    if (state.selected?.run === row.run) drawRun();
-  } catch {
-    /* The next round asks again. */
-  }
-}
-
-async function update() {
-  if (document.hidden) return;
-  try {
-    const answer = await fetch("data.json", {
-      cache: "no-store",
-      headers: state.etag ? { "If-None-Match": state.etag } : {},
-    });
-    isQuiet = answer.ok || answer.status === 304;
-    if (isQuiet) fetchedAt = Date.now();
-    if (answer.status === 200) {
-      state.etag = answer.headers.get("ETag");
-      showNew(await answer.json());
-    }
-  } catch {
-    isQuiet = false;
-  }
-}
-
-/** New data with the same choices: selection, filters, scroll and focus stay. */
-function showNew(page) {
-  const key = state.selected?.key,
-    top = table.scroller?.scrollTop ?? 0,
-    focus = document.activeElement?.id;
-  const typed = document.activeElement?.id === "filter-q" ? document.activeElement.selectionStart : null;
-  const down = scrollY;
-  // Details of other runs may have changed too: they are fetched again when they are asked for.
-  for (const name of [...state.details.keys()]) if (name !== state.selected?.run) state.details.delete(name);
-  loadPage(page);
-  const chosen = state.hash.run;
-  if (key && !chosen) state.hash.run = key;
-  drawAll();
-  state.hash.run = chosen;
-  table.scroller.scrollTop = top;
-  drawWindow(true);
-  scrollTo(0, down);
-  if (focus) byId(focus)?.focus({ preventScroll: true });
-  if (typed !== null) byId("filter-q").setSelectionRange(typed, typed);
-  if (state.selected) fetchDetail(state.selected, true);
-}
-
-function follow() {
-  const told = byId("updated");
-  told.hidden = false;
-  byId("network").textContent = "It asks nobody but the machine that serves it.";
-  setInterval(update, EVERY_MS);
-  const tell = () => {
-    const seconds = Math.round((Date.now() - fetchedAt) / 1000);
-    const ago = seconds < 5 ? "just now" : seconds < 120 ? `${seconds} s ago` : `${Math.round(seconds / 60)} min ago`;
-    const words = isQuiet ? `updated ${ago}` : `no answer; last updated ${ago}`;
-    if (told.textContent !== words) told.textContent = words;
-  };
-  setInterval(tell, 1000);
-  tell();
 }
 
 start();

@@ -19,6 +19,7 @@ function drawRun() {
     if (row.reason) about.append(make("span", { class: "reason" }, cut(row.reason, 600)));
   }
   document.title = `${row && state.hash.run ? `${rowName(row)} · ` : ""}${state.page.title} · flopwise`;
+  drawProgress(row);
   drawMemory(row, detail);
   drawProfile(row, detail);
   drawTimeline(row, detail);

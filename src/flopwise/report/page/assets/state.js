@@ -69,7 +69,7 @@ function number(value) {
 
 /** Tokens a second as measured, else as predicted of what has not been run. */
 function speed(row) {
-  const measured = number(row.tokens_per_s);
+  const measured = row.state === "running" ? null : number(row.tokens_per_s);
   if (measured !== null) return { value: measured, predicted: false };
   const foreseen = row.state === "planned" ? number(row.predicted_tokens_per_s) : null;
   return foreseen !== null && row.predicted_fits !== false ? { value: foreseen, predicted: true } : null;
@@ -92,6 +92,7 @@ function loadPage(page) {
   state.page = page;
   state.rows = readRows(page);
   for (const [name, detail] of Object.entries(page.details ?? {})) state.details.set(name, detail);
+  for (const row of state.rows) if (row.state === "running") addProgress(row);
   state.constants = constantColumns();
 }
 
@@ -124,16 +125,14 @@ function readHash() {
   for (const name of HASH_NAMES) if (given.get(name)) state.hash[name] = given.get(name);
 }
 
-function writeHash() {
-  const kept = new URLSearchParams();
-  for (const name of HASH_NAMES) if (state.hash[name]) kept.set(name, state.hash[name]);
-  const text = kept.toString();
-  history.replaceState(null, "", text ? `#${text}` : location.pathname + location.search);
+/** What the address keeps of the runs. */
+function hashEntries() {
+  return HASH_NAMES.filter((name) => state.hash[name]).map((name) => [name, state.hash[name]]);
 }
 
 function choose(changes) {
   Object.assign(state.hash, changes);
-  writeHash();
+  writeAddress();
 }
 
 // -- filters ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ const ROW_HEIGHT = 32,
 /** [field, heading, words, is a number, longest in signs]. */
 const COLUMNS = [
   ["run", "run", (row) => row.run ?? (row.cell ? `(${row.cell.slice(0, 6)})` : UNKNOWN), false, 9],
-  ["state", "state", (row) => stateWords(row.state), false, 14],
+  ["state", "state", (row) => stateOfRow(row), false, 14],
   ["model", "model", (row) => plainWords(row.model), false, 26],
   ["hardware", "hardware", (row) => plainWords(row.hardware), false, 18],
   ["devices", "devices", (row) => countWords(row.devices), true, 8],

@@ -10,12 +10,18 @@ function noDetail(row, what) {
   if (!row) return "There is no run to show yet. Train one: `flopwise train plan.toml --profile`.";
   if (!row.run) {
     const why =
-      row.state === "planned" ? "has only been planned" : `ended with ${stateWord(row.state)} and left no run`;
+      row.state === "planned"
+        ? "has only been planned"
+        : row.state === "running"
+          ? "is being tried, and has no run yet"
+          : `ended with ${stateWord(row.state)} and left no run`;
     return `${capital(rowName(row))} ${why}: there ${what}. A run of it tells: \`flopwise train plan.toml --profile\`.`;
   }
   if (state.details.get(row.run)?.is_profiled) {
     return `In the profile of run ${row.run} there ${what}: \`flopwise train\` with a plan for one device writes them.`;
   }
+  if (state.details.get(row.run)?.will_be_profiled)
+    return `Run ${row.run} goes on and is profiled: there ${what} until it ends.`;
   if (state.details.has(row.run)) {
     return `Run ${row.run} was not profiled: there ${what}. To get it: \`flopwise train plan.toml --profile\`.`;
   }
