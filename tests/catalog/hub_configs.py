@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from tests.catalog.decoder_configs import DECODERS, DECODERS_PUBLISHED
 from tests.catalog.mixture_configs import MIXTURES
 
 Config = dict[str, object]
@@ -508,4 +509,5 @@ PUBLISHED |= {
     "FacebookAI/xlm-roberta-base": 278_295_186,
     "distilbert/distilbert-base-uncased": 66_985_530,
 }
-HUB |= MIXTURES
+HUB |= MIXTURES | DECODERS
+PUBLISHED |= DECODERS_PUBLISHED

@@ -52,7 +52,7 @@ def test_formats_without_kernels_are_refused(precision: str) -> None:
     "changes",
     [
         {"experts": 4, "experts_per_token": 2, "head": "classifier", "labels": 3},
-        {"positions": "alibi"},
+        {"causal": False, "positions": "alibi"},
         {"causal": False, "window": 4},
         {"tied": True, "head": "classifier", "labels": 3},
     ],

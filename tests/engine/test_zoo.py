@@ -66,6 +66,7 @@ class Case:
     """Whether the family has fewer key heads than query heads."""
     head: str = "CausalLM"
     """As the names of its class end."""
+    attention: str = "eager"
 
     def table(self) -> dict[str, Any]:
         heads = {"num_key_value_heads": 2} if self.grouped else {}
@@ -90,6 +91,8 @@ LONG = {
     "short_factor": [1.0, 1.1, 1.3, 1.4],
     "long_factor": [1.5, 2.0, 3.0, 4.0],
 }
+
+FALCON_RW = {"alibi": True, "parallel_attn": False, "multi_query": False}
 
 ZOO = {
     "llama": Case("llama"),
@@ -179,6 +182,39 @@ ZOO = {
     "gpt_neox-one-after-another": Case(
         "gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0, "attention_bias": False}, grouped=False
     ),
+    "mpt": Case("mpt", {"max_seq_len": 64, "no_bias": True}, grouped=False),
+    "mpt-six-heads": Case(
+        "mpt", {"max_seq_len": 40, "n_heads": 6, "d_model": 36, "attn_config": {"softmax_scale": 0.3}}, grouped=False
+    ),
+    "bloom": Case("bloom", {"n_layer": 3, "n_head": 4}, grouped=False),
+    "falcon-7b": Case("falcon", grouped=False),
+    # Their eager attention adds the biases twice, beside the mask and in it.
+    "falcon-rw": Case("falcon", {**FALCON_RW, "bias": True}, grouped=False, attention="sdpa"),
+    "falcon-rw-six-heads": Case(
+        "falcon",
+        {**FALCON_RW, "hidden_size": 36, "num_attention_heads": 6, "activation": "relu"},
+        grouped=False,
+        attention="sdpa",
+    ),
+    "falcon-40b": Case("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, grouped=False),
+    "falcon-11b": Case(
+        "falcon",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "ffn_hidden_size": 40,
+            "tie_word_embeddings": False,
+        },
+        grouped=False,
+    ),
+    "gptj": Case("gptj", {"n_inner": 45, "rotary_dim": 4}, grouped=False),
+    "opt": Case("opt", {"ffn_dim": 45, "word_embed_proj_dim": 32}, grouped=False),
+    "opt-unbiased": Case("opt", {"ffn_dim": 45, "enable_bias": False, "activation_function": "gelu"}, grouped=False),
+    "nemotron": Case("nemotron", {"mlp_bias": True}),
+    "exaone4": Case("exaone4", {"sliding_window": 6, "sliding_window_pattern": 2}),
+    "exaone4-full": Case("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "ernie4_5": Case("ernie4_5", {"head_dim": 10, "use_bias": True}),
     "phi": Case("phi"),
     "phi3": Case("phi3"),
     "phi3-partial-window": Case("phi3", {"partial_rotary_factor": 0.75, "sliding_window": 7}),
@@ -250,8 +286,6 @@ ZOO = {
         for head in (MASKED, CLASSIFIER)
     },
 }
-PREDICTED_ONLY = ("mpt",)
-"""Families that nothing here trains."""
 
 
 @cache
@@ -263,7 +297,7 @@ def theirs(name: str) -> Any:
         import transformers
 
         config = transformers.AutoConfig.for_model(case.family, **case.table())
-        config._attn_implementation = "eager"
+        config._attn_implementation = case.attention
         torch.manual_seed(3)
         network = case.kind.from_config(config).float().eval()
     with torch.no_grad():
@@ -408,7 +442,7 @@ def test_transformers_reads_our_checkpoint(name: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         read, told = ZOO[name].kind.from_pretrained(
-            ours, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+            ours, dtype=torch.float32, output_loading_info=True, attn_implementation=ZOO[name].attention
         )
     assert type(read) is type(network)
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
@@ -425,7 +459,7 @@ def test_transformers_reads_our_checkpoint(name: str, tmp_path: Path) -> None:
 
 
 def test_the_zoo_has_every_family() -> None:
-    assert {case.family for case in ZOO.values()} | {*PREDICTED_ONLY} == {*FAMILIES}
+    assert {case.family for case in ZOO.values()} == {*FAMILIES}
 
 
 def test_the_documents_name_every_family() -> None:

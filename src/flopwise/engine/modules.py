@@ -18,6 +18,7 @@ from flopwise.engine.batch import NO_LABEL
 from flopwise.engine.executable import check_trainable
 from flopwise.engine.kernels.activations import LIMIT
 from flopwise.engine.kernels.experts import choose
+from flopwise.engine.kernels.plain_attention import alibi_biases, mask_for
 from flopwise.engine.streaming.rotary import rotation_of
 from flopwise.work.transformer import Transformer
 
@@ -100,11 +101,14 @@ def attention_mask(model: Transformer, tokens: int, lengths: Tensor | None, devi
 def square_attention(
     model: Transformer, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention with capped scores or sinks, over the whole square: torch has no kernel for it."""
+    """Attention with capped or biased scores or sinks, over the whole square: torch has no kernel for it."""
     cap = model.attention_cap
     scores = query @ key.transpose(-1, -2) * model.score_scale
     if cap is not None:
         scores = (scores / cap).tanh() * cap
+    if model.positions == "alibi":
+        places = torch.arange(key.shape[2], device=key.device)
+        scores = scores + alibi_biases(mask_for(model), places, 0, scores.dtype)[:, None]
     if mask is None and model.causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
@@ -225,7 +229,7 @@ class PlainBlock(nn.Module):
         shared = model.heads // model.kv_heads
         key, values = key.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
         mask = attention_mask(model, query.shape[2], lengths, query.device)
-        if model.attention_cap is not None or self.sinks is not None:
+        if model.attention_cap is not None or model.positions == "alibi" or self.sinks is not None:
             sinks = None if self.sinks is None else self.sinks.bias
             return square_attention(model, query, key, values, mask=mask, sinks=sinks)
         return functional.scaled_dot_product_attention(

@@ -39,10 +39,26 @@ GPT2: dict[Target, str] = {
     "up": "mlp.c_fc",
     "down": "mlp.c_proj",
 }
+BLOOM: dict[Target, str] = {
+    **_in_one("self_attention.query_key_value", "q", "k", "v"),
+    "o": "self_attention.dense",
+    "up": "mlp.dense_h_to_4h",
+    "down": "mlp.dense_4h_to_h",
+}
 GATE_UP = _in_one("mlp.gate_up_proj", "gate", "up")
 LAYERS: dict[str, dict[Target, str]] = {
     **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "olmo2", "olmo3", "granite", "smollm3"), LLAMA),
     **dict.fromkeys(("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "seed_oss", "stablelm", "arcee"), LLAMA),
+    **dict.fromkeys(("nemotron", "exaone4", "ernie4_5"), LLAMA),
+    **dict.fromkeys(("bloom", "falcon"), BLOOM),
+    "mpt": {**_in_one("attn.Wqkv", "q", "k", "v"), "o": "attn.out_proj", "up": "ffn.up_proj", "down": "ffn.down_proj"},
+    "gptj": {
+        **{target: f"attn.{target}_proj" for target in ("q", "k", "v")},
+        "o": "attn.out_proj",
+        "up": "mlp.fc_in",
+        "down": "mlp.fc_out",
+    },
+    "opt": {**LLAMA, "o": "self_attn.out_proj", "up": "fc1", "down": "fc2"},
     "gpt2": GPT2,
     "gpt_neox": {
         **_in_one("attention.query_key_value", "q", "k", "v"),

@@ -230,6 +230,8 @@ class Transformer:
     """Rows of the learned position table; None: one for each token of the sequence, as MPT trains."""
     position_offset: int = 0
     """The row of a sequence's first token, 2 for RoBERTa; the last token that has one is that many earlier."""
+    alibi_rounded: bool = False
+    """ALiBi's biases are rounded to bf16 and then scaled as scores are, as Falcon has them."""
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
     norm_place: Literal["pre", "post", "behind", "sandwich"] = "pre"
@@ -402,19 +404,7 @@ class Transformer:
                 ).within(self.name)
         if self.activation == "clamped_swiglu" and not self.gated:
             raise FlopwiseError(f"{self.name}: {self.activation} has a gate", hint="gated = true")
-        if self.position_rows is not None:
-            check_positive(self.name, position_rows=self.position_rows)
-            if self.positions != "learned":
-                raise FlopwiseError(
-                    f"{self.name}: position_rows is for learned positions, and these are {self.positions}",
-                    hint='leave out position_rows, or positions = "learned"',
-                )
-        if self.position_offset and not 0 < self.position_offset < (self.position_rows or 0):
-            raise FlopwiseError(
-                f"{self.name}: position_offset = {shown(self.position_offset)} is none of the position table's rows",
-                why="it is the row that the first token has",
-                hint="position_offset = 2 and position_rows = 514, as RoBERTa has them, or neither",
-            )
+        self._check_positions()
         if self.token_types:
             check_positive(self.name, token_types=self.token_types)
         scales = {"embedding_scale": self.embedding_scale, "residual_scale": self.residual_scale}
@@ -436,6 +426,26 @@ class Transformer:
         elif self.head == "classifier":
             raise FlopwiseError(
                 f"{self.name}: a classifier needs `labels`, the number of its classes", hint="labels = 2"
+            )
+
+    def _check_positions(self) -> None:
+        if self.position_rows is not None:
+            check_positive(self.name, position_rows=self.position_rows)
+            if self.positions != "learned":
+                raise FlopwiseError(
+                    f"{self.name}: position_rows is for learned positions, and these are {self.positions}",
+                    hint='leave out position_rows, or positions = "learned"',
+                )
+        if self.alibi_rounded and self.positions != "alibi":
+            raise FlopwiseError(
+                f"{self.name}: alibi_rounded is for ALiBi, and these positions are {self.positions}",
+                hint='leave out alibi_rounded, or positions = "alibi"',
+            )
+        if self.position_offset and not 0 < self.position_offset < (self.position_rows or 0):
+            raise FlopwiseError(
+                f"{self.name}: position_offset = {shown(self.position_offset)} is none of the position table's rows",
+                why="it is the row that the first token has",
+                hint="position_offset = 2 and position_rows = 514, as RoBERTa has them, or neither",
             )
 
     def _check_trained(self) -> None:
@@ -526,6 +536,19 @@ class Transformer:
         return float(self.head_dim**-0.5) if self.attention_scale is None else self.attention_scale
 
     @property
+    def alibi_slopes(self) -> tuple[float, ...]:
+        """What each head's scores lose with each token of distance under ALiBi (Press et al., arXiv 2108.12409).
+
+        A power of two of heads has 2^(-8 k ÷ heads); the heads beyond one take every other slope of twice as many.
+        """
+        if self.positions != "alibi":
+            return ()
+        whole = 1 << (self.heads.bit_length() - 1)
+        first = (2.0 ** (-8.0 * number / whole) for number in range(1, whole + 1))
+        beyond = (2.0 ** (-4.0 * number / whole) for number in range(1, 2 * (self.heads - whole), 2))
+        return (*first, *beyond)
+
+    @property
     def unusual(self) -> tuple[str, ...]:
         """What it has that other trainers' configurations and rules do not tell, in words."""
         scaling, scales = self.rotary_scaling, (self.embedding_scale, self.residual_scale, self.logit_scale)
@@ -543,6 +566,7 @@ class Transformer:
             "positions that begin at a later row": self.position_offset != 0,
             "its own activation in the head": self.head != "language"
             and (self.pooler_activation, self.transform_activation) != ("tanh", None),
+            "biases of its scores that are rounded": self.alibi_rounded,
             "sinks in its attention": self.sinks,
             "its own routing": self.routing != Routing(normalised=self.routing.normalised),
             "capped scores or logits": (self.attention_cap, self.logit_cap) != (None, None),

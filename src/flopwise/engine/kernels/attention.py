@@ -48,9 +48,9 @@ def choose_kernel(
     if drops:
         return "triton" if draws_masks(device, dtype, mask) else "plain"
     whole = queries == keys and mask.window is None
-    if device.type == "cpu" and mask.cap is None:
+    if device.type == "cpu" and not mask.is_plain_alone:
         return "cpu-flash" if whole and not (padded and mask.causal) and dtype != torch.float16 else "plain"
-    if device.type != "cuda" or dtype not in HALVES or mask.cap is not None or mask.head_dim % 8 or mask.head_dim > 256:
+    if device.type != "cuda" or dtype not in HALVES or mask.is_plain_alone or mask.head_dim % 8 or mask.head_dim > 256:
         return "plain"
     if padded or deterministic or mask.window is not None:
         return "flash"
@@ -63,7 +63,8 @@ def choose_kernel(
 
 def draws_masks(device: torch.device, dtype: torch.dtype, mask: AttentionMask) -> bool:
     """Whether a fast kernel of our own drops weights."""
-    return device.type == "cuda" and dtype in HALVES and mask.head_dim <= 128 and mask.cap is None and has_triton()
+    takes = mask.head_dim <= 128 and not mask.is_plain_alone
+    return device.type == "cuda" and dtype in HALVES and takes and has_triton()
 
 
 def _is_for_flash_4(device: torch.device, mask: AttentionMask) -> bool:

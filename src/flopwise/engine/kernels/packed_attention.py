@@ -40,7 +40,7 @@ def takes_all(device: torch.device, dtype: torch.dtype, mask: AttentionMask, *, 
     """Whether one call does it: of torch's flash kernel, or of ours where weights are dropped."""
     if drops:
         return draws_masks(device, dtype, mask)
-    takes = mask.cap is None and mask.head_dim % 8 == 0 and mask.head_dim <= 256
+    takes = not mask.is_plain_alone and mask.head_dim % 8 == 0 and mask.head_dim <= 256
     return device.type == "cuda" and dtype in HALVES and takes
 
 

@@ -38,10 +38,15 @@ class AttentionMask:
     """What scores are multiplied by; None: one over the root of the channels."""
     cap: float | None = None
     """Scores s, scaled, become cap · tanh(s / cap)."""
+    slopes: tuple[float, ...] = ()
+    """ALiBi: what each head's scores lose with each token of distance; empty: nothing."""
+    rounded: bool = False
+    """Whether a key's bias is rounded to bf16, and then scaled as the scores are."""
 
     def __post_init__(self) -> None:
         assert self.heads % self.kv_heads == 0, "query heads share key and value heads evenly"
         assert self.causal or self.window is None, "a window looks back"
+        assert len(self.slopes) in (0, self.heads), "a slope is a head's"
 
     @property
     def group(self) -> int:
@@ -51,6 +56,11 @@ class AttentionMask:
     @property
     def scale(self) -> float:
         return float(self.head_dim**-0.5) if self.scaled_by is None else self.scaled_by
+
+    @property
+    def is_plain_alone(self) -> bool:
+        """Whether no kernel but the plain one changes scores so."""
+        return self.cap is not None or bool(self.slopes)
 
 
 def mask_for(model: Transformer) -> AttentionMask:
@@ -63,7 +73,18 @@ def mask_for(model: Transformer) -> AttentionMask:
         model.window,
         scaled_by=model.attention_scale,
         cap=model.attention_cap,
+        slopes=model.alibi_slopes,
+        rounded=model.alibi_rounded,
     )
+
+
+def alibi_biases(mask: AttentionMask, places: Tensor, origin: int, dtype: torch.dtype) -> Tensor:
+    """What ALiBi adds to each head's scores of keys at some places, less what it adds at `origin`, (heads, places)."""
+    slopes = torch.tensor(mask.slopes, dtype=torch.float64, device=places.device)
+    if not mask.rounded:
+        return (slopes[:, None] * (places - origin)).to(dtype)
+    near, here = (slopes[:, None].bfloat16() * each for each in (places, places.new_tensor([origin])))
+    return (near.to(dtype) - here.to(dtype)) * mask.scale
 
 
 class Saved(NamedTuple):
@@ -75,6 +96,14 @@ class Saved(NamedTuple):
     value: Tensor
     out: Tensor
     logsumexp: Tensor
+
+
+class _Biases(NamedTuple):
+    """ALiBi of a tile, (key and value heads, group, keys or queries)."""
+
+    keys: Tensor
+    queries: Tensor
+    """What is taken from all scores of a query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +172,24 @@ class _Tiling:
         later = key > query
         return later if self.mask.window is None else later | (key <= query - self.mask.window)
 
+    def biases(self, heads: slice, rows: slice, columns: slice, device: torch.device) -> _Biases | None:
+        """What ALiBi does to a tile's scores; None: nothing.
+
+        A bias counts from the query's own place, so that it does not depend on how a sequence is cut; both parts count
+        from the tile's first query, so that their difference is of small numbers.
+        """
+        if not self.mask.slopes:
+            return None
+        first = self.keys - self.queries + rows.start
+        places = (torch.arange(columns.start, columns.stop), torch.arange(first, first + rows.stop - rows.start))
+        of_keys, of_queries = (
+            torch.unflatten(
+                alibi_biases(self.mask, each.to(device), first, self.wide), 0, (self.mask.kv_heads, self.mask.group)
+            )[heads]
+            for each in places
+        )
+        return _Biases(of_keys, of_queries)
+
     def scales(self, heads: slice, rows: slice, columns: slice) -> Tensor:
         """What a tile's weights are multiplied by, (key and value heads, group · rows, keys)."""
         assert self.drop is not None
@@ -179,7 +226,9 @@ def _put_rows(target: Tensor, heads: slice, mask: AttentionMask, values: Tensor)
     ).permute(2, 0, 1, 3)
 
 
-def _scores(query: Tensor, key: Tensor, hidden: Tensor | None, mask: AttentionMask) -> tuple[Tensor, Tensor | None]:
+def _scores(
+    query: Tensor, key: Tensor, hidden: Tensor | None, mask: AttentionMask, biases: _Biases | None
+) -> tuple[Tensor, Tensor | None]:
     """Products of scaled queries (heads, group · rows, channels) and keys (heads, keys, channels), −∞ where hidden.
 
     Where they are capped, with the slope of the cap.
@@ -189,6 +238,9 @@ def _scores(query: Tensor, key: Tensor, hidden: Tensor | None, mask: AttentionMa
         share = scores.div_(mask.cap).tanh_()
         slope = 1.0 - share * share
         scores.mul_(mask.cap)
+    if biases is not None:
+        by_head = torch.unflatten(scores, 1, (mask.group, -1))
+        by_head.add_(biases.keys[:, :, None]).sub_(biases.queries[..., None])
     if hidden is not None:
         torch.unflatten(scores, 1, (mask.group, -1)).masked_fill_(hidden, -torch.inf)
     return scores, slope
@@ -231,7 +283,8 @@ def _forward_tile(
         if columns.start == columns.stop:
             continue
         keys, values = (each[columns, heads].to(wide).transpose(0, 1) for each in (key, value))
-        scores = _scores(queries, keys, tiling.hidden(rows, columns, query.device), mask)[0]
+        biases = tiling.biases(heads, rows, columns, query.device)
+        scores = _scores(queries, keys, tiling.hidden(rows, columns, query.device), mask, biases)[0]
         larger = torch.maximum(largest, scores.amax(-1, keepdim=True))
         # A query that has seen nothing yet has no largest score: any finite one keeps its weights at zero.
         base = torch.where(larger == -torch.inf, 0.0, larger)
@@ -352,7 +405,8 @@ class _Backward:
     ) -> tuple[Tensor, Tensor]:
         """A tile's weights as they multiplied the values, and the gradient of its scores."""
         hidden = self.tiling.hidden(*place[1:], keys.device)
-        scores, slope = _scores(taken.queries, keys, hidden, self.tiling.mask)
+        biases = self.tiling.biases(*place, keys.device)
+        scores, slope = _scores(taken.queries, keys, hidden, self.tiling.mask, biases)
         weights = scores.sub_(taken.sums).exp_()
         changes = torch.bmm(taken.above, values.transpose(1, 2))
         scales = None if self.tiling.drop is None else self.tiling.scales(*place)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.engine.weights.huggingface import NAMES, Place, family_of, place_of
+from flopwise.engine.weights.huggingface import Place, names_of, place_of
 from flopwise.work.adapters import DOWN, RESULTS, UP, Adapters, Target
 from flopwise.work.layer_names import layer_names, shortest_names
 from flopwise.work.parameters import Parameter, parameters_of
@@ -52,7 +52,7 @@ def _layers(model: Transformer) -> list[_Layer]:
 
 def _target_modules(model: Transformer) -> list[str]:
     """PEFT's words for the layers that have adapters, which name no others."""
-    names = NAMES[family_of(model)]
+    names = names_of(model)
     chosen = [layer.name for layer in _layers(model)]
     others = [name for name in layer_names(model).values() if name not in chosen]
     found = shortest_names(chosen, [*others, *names.ends.values()])
@@ -77,7 +77,7 @@ def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
         "target_modules": _target_modules(model),
         "bias": "none",
         # GPT-2 keeps its matrices with the inputs as rows.
-        "fan_in_fan_out": NAMES[family_of(model)].transposed,
+        "fan_in_fan_out": names_of(model).transposed,
         "init_lora_weights": True,
         "use_rslora": adapters.rank_stabilised,
         "use_dora": False,
@@ -91,7 +91,7 @@ def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
 
 def _place(model: Transformer, layer: _Layer) -> Place:
     """How the rows of a layer's second matrix lie in a file."""
-    together = NAMES[family_of(model)].heads_together and layer.product == "qkv"
+    together = names_of(model).heads_together and layer.product == "qkv"
     return Place((layer.name,), groups=(model.kv_heads, model.head_dim) if together else None)
 
 
@@ -101,7 +101,7 @@ def to_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     rank, found = model.adapters.rank, {}
     for block in range(model.layers):
         for layer in _layers(model):
-            ours, own = f"layers.{block}", f"{PREFIX}{NAMES[family_of(model)].layers}.{block}.{layer.name}"
+            ours, own = f"layers.{block}", f"{PREFIX}{names_of(model).layers}.{block}.{layer.name}"
             down = tensors[f"{ours}.{layer.product}_{DOWN}.weight"]
             ups = [tensors[f"{ours}.{target}_{UP}.weight"] for target in layer.targets]
             found[f"{own}.lora_A.weight"] = down[layer.first : layer.first + rank]
@@ -116,7 +116,7 @@ def from_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Te
     shapes = {parameter.name: parameter.shape for parameter in parameters_of(model, 1)}
     for block in range(model.layers):
         for layer in _layers(model):
-            ours, own = f"layers.{block}", f"{PREFIX}{NAMES[family_of(model)].layers}.{block}.{layer.name}"
+            ours, own = f"layers.{block}", f"{PREFIX}{names_of(model).layers}.{block}.{layer.name}"
             wanted = [f"{own}.lora_{side}.weight" for side in (DOWN, UP)]
             missing = [name for name in wanted if name not in left]
             if missing:
@@ -156,7 +156,7 @@ class Merged(Mapping[str, Tensor]):
             **{"q": model.query_width, "k": model.kv_width, "v": model.kv_width, "o": model.hidden},
             **{"gate": model.ffn, "up": model.ffn, "down": model.hidden},
         }
-        names = NAMES[family_of(model)]
+        names = names_of(model)
         self._places: dict[str, tuple[Parameter, Place]] = {}
         """Name of a file → our parameter, and how it lies there."""
         for parameter in parameters_of(replace(model, adapters=None), 1):

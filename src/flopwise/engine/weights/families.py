@@ -69,6 +69,15 @@ NORMS_AROUND = {
     "feed_norm": "post_feedforward_layernorm",
 }
 FUSED_GATE = {"gate_up": "mlp.gate_up_proj"}
+BLOOM_LAYER = {
+    "norm1": ("input_layernorm",),
+    "norm2": ("post_attention_layernorm",),
+    "qkv": ("self_attention.query_key_value",),
+    "output": ("self_attention.dense",),
+    "up": ("mlp.dense_h_to_4h",),
+    "down": ("mlp.dense_4h_to_h",),
+}
+BLOOM_ENDS = {"embedding": "transformer.word_embeddings", "final_norm": "transformer.ln_f", "head": "lm_head"}
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
@@ -316,12 +325,110 @@ def _own_nothing(_: Transformer) -> Config:
     return {}
 
 
+def _mpt(model: Transformer) -> Config:
+    dropout = model.dropout or Dropout()
+    attention = {
+        "alibi": True,
+        "alibi_bias_max": 8,
+        "attn_type": "multihead_attention",
+        # Its class takes whole numbers alone, which no share but this is.
+        "attn_pdrop": dropout.attention or 0,
+        "softmax_scale": model.attention_scale,
+    }
+    return {
+        "d_model": model.hidden,
+        "n_heads": model.heads,
+        "n_layers": model.layers,
+        "expansion_ratio": max(1, model.ffn // model.hidden),
+        "max_seq_len": model.context,
+        "layer_norm_epsilon": model.norm_epsilon,
+        "no_bias": True,
+        "attn_config": attention,
+        "resid_pdrop": dropout.hidden,
+        "emb_pdrop": dropout.embedding,
+    }
+
+
+def _bloom(model: Transformer) -> Config:
+    return {
+        "n_layer": model.layers,
+        "n_head": model.heads,
+        "seq_length": model.context,
+        "layer_norm_epsilon": model.norm_epsilon,
+        "hidden_dropout": (model.dropout or Dropout()).hidden,
+    }
+
+
+def _falcon(model: Transformer) -> Config:
+    separate = model.parallel_residual and not model.shared_norm
+    new = separate or model.kv_heads not in (1, model.heads)
+    return {
+        "new_decoder_architecture": new,
+        "num_ln_in_parallel_attn": 2 if separate else 1,
+        "multi_query": model.kv_heads == 1,
+        "num_kv_heads": model.kv_heads,
+        "parallel_attn": model.parallel_residual,
+        "alibi": model.positions == "alibi",
+        "bias": model.qkv_bias,
+        "ffn_hidden_size": model.ffn,
+        "activation": activation_of(model),
+        "layer_norm_epsilon": model.norm_epsilon,
+    }
+
+
+def _falcon_norms(model: Transformer) -> dict[str, tuple[str, ...]]:
+    """Norms of each branch have names of their own where both read the block's input."""
+    separate = model.parallel_residual and not model.shared_norm
+    return {
+        "norm1": ("ln_attn" if separate else "input_layernorm",),
+        "norm2": ("ln_mlp" if separate else "post_attention_layernorm",),
+    }
+
+
+def _gptj(model: Transformer) -> Config:
+    dropout = model.dropout or Dropout()
+    return {
+        "rotary_dim": model.turned_channels,
+        "n_inner": model.ffn,
+        "activation_function": activation_of(model),
+        "layer_norm_epsilon": model.norm_epsilon,
+        "attn_pdrop": dropout.attention,
+        "resid_pdrop": dropout.hidden,
+        "embd_pdrop": dropout.embedding,
+    }
+
+
+def _opt(model: Transformer) -> Config:
+    return {
+        "ffn_dim": model.ffn,
+        "activation_function": activation_of(model),
+        "do_layer_norm_before": True,
+        "word_embed_proj_dim": model.hidden,
+        "enable_bias": model.qkv_bias,
+        "dropout": (model.dropout or Dropout()).hidden,
+        "layerdrop": 0.0,
+        "init_std": LEAST_DEVIATION,
+    }
+
+
+def _nemotron(model: Transformer) -> Config:
+    return {
+        "head_dim": model.head_dim,
+        "attention_bias": model.qkv_bias,
+        "mlp_bias": model.ffn_bias,
+        "norm_eps": model.norm_epsilon,
+        "partial_rotary_factor": share_turned(model),
+    }
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedFamily:
     """How a family is saved: its decoders, unless a class of its own says otherwise."""
 
     architecture: str
     names: Names = field(default_factory=_like_llama)
+    layer_names: Callable[[Transformer], Mapping[str, tuple[str, ...]]] = _own_nothing
+    """Names of a layer's parts that depend on the description, in the place of those of `names`."""
     own: Callable[[Transformer], Config] = _own_nothing
     """What its configuration has beside, or otherwise than, the usual keys."""
 
@@ -400,6 +507,84 @@ DECODERS: dict[str, SavedFamily] = {
             heads_together=True,
         ),
         own=_gpt_neox,
+    ),
+    "mpt": SavedFamily(
+        architecture="MptForCausalLM",
+        names=Names(
+            "transformer.blocks",
+            {
+                "norm1": ("norm_1",),
+                "norm2": ("norm_2",),
+                "qkv": ("attn.Wqkv",),
+                "output": ("attn.out_proj",),
+                "up": ("ffn.up_proj",),
+                "down": ("ffn.down_proj",),
+            },
+            {"embedding": "transformer.wte", "final_norm": "transformer.norm_f", "head": "lm_head"},
+        ),
+        own=_mpt,
+    ),
+    "bloom": SavedFamily(
+        architecture="BloomForCausalLM",
+        names=Names(
+            "transformer.h",
+            BLOOM_LAYER,
+            {**BLOOM_ENDS, "embedding_norm": "transformer.word_embeddings_layernorm"},
+            heads_together=True,
+        ),
+        own=_bloom,
+    ),
+    "falcon": SavedFamily(
+        architecture="FalconForCausalLM",
+        names=Names("transformer.h", BLOOM_LAYER, BLOOM_ENDS, heads_together=True),
+        layer_names=_falcon_norms,
+        own=_falcon,
+    ),
+    "gptj": SavedFamily(
+        architecture="GPTJForCausalLM",
+        names=Names(
+            "transformer.h",
+            {
+                "norm1": ("ln_1",),
+                "qkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+                "output": ("attn.out_proj",),
+                "up": ("mlp.fc_in",),
+                "down": ("mlp.fc_out",),
+            },
+            {"embedding": "transformer.wte", "final_norm": "transformer.ln_f", "head": "lm_head"},
+        ),
+        own=_gptj,
+    ),
+    "opt": SavedFamily(
+        architecture="OPTForCausalLM",
+        names=Names(
+            "model.decoder.layers",
+            {
+                **LLAMA_LAYER,
+                "norm1": ("self_attn_layer_norm",),
+                "norm2": ("final_layer_norm",),
+                "output": ("self_attn.out_proj",),
+                "up": ("fc1",),
+                "down": ("fc2",),
+            },
+            {
+                "embedding": "model.decoder.embed_tokens",
+                "positions": "model.decoder.embed_positions",
+                "final_norm": "model.decoder.final_layer_norm",
+                "head": "lm_head",
+            },
+        ),
+        own=_opt,
+    ),
+    "nemotron": SavedFamily(architecture="NemotronForCausalLM", own=_nemotron),
+    "exaone4": SavedFamily(
+        architecture="Exaone4ForCausalLM",
+        names=_like_llama(**NORMS_BEHIND),
+        own=lambda model: {"head_dim": model.head_dim, "sliding_window_pattern": None, **_windows(model)},
+    ),
+    "ernie4_5": SavedFamily(
+        architecture="Ernie4_5ForCausalLM",
+        own=lambda model: {"head_dim": model.head_dim, "use_bias": model.qkv_bias},
     ),
     "phi": SavedFamily(
         architecture="PhiForCausalLM",

@@ -169,7 +169,7 @@ def family_of(model: Transformer) -> str:
 
 PLAIN = Transformer(name="plain", title="", source="", layers=1, hidden=2, heads=1, ffn=1, vocab=1, context=1)
 VALUES_ONLY = (
-    *("norm_adds_one", "qk_norm_over", "shared_norm", "rotary_dim", "rotary_pairs"),
+    *("alibi_rounded", "norm_adds_one", "qk_norm_over", "shared_norm", "rotary_dim", "rotary_pairs"),
     *("position_offset", "pooler_activation", "transform_activation"),
     *("attention_cap", "logit_cap", "embedding_scale", "residual_scale", "logit_scale"),
 )
@@ -290,6 +290,14 @@ NAMES = {
 }
 
 
+def names_of(model: Transformer) -> Names:
+    """How the files of a model's family call its parts."""
+    family = family_of(model)
+    names = NAMES[family]
+    own = SAVED[family].layer_names(model) if family in SAVED else {}
+    return replace(names, layer={**names.layer, **own}) if own else names
+
+
 def place_of(model: Transformer, names: Names, parameter: Parameter) -> Place:
     """Where one of our parameters lies in a file of the model's family."""
     module, kind = parameter.weight.module, parameter.weight.kind
@@ -332,7 +340,7 @@ def to_huggingface(model: Transformer, parameters: Mapping[str, Tensor]) -> dict
 
     What is cut or turned is copied, the rest is handed on: converting a few parameters at a time saves memory.
     """
-    names = NAMES[family_of(model)]
+    names = names_of(model)
     # Which parameters there are does not depend on the tokens.
     known = {parameter.name: parameter for parameter in parameters_of(model, 1)}
     found: dict[str, Tensor] = {}
@@ -352,7 +360,7 @@ def from_huggingface(
     With `take` each is handed over as soon as it is read, so that a model never lies whole in memory.
     A classifier may be begun from an encoder that has no such head, or another one: `missing` tells what it lacks.
     """
-    names = NAMES[family_of(model)]
+    names = names_of(model)
     if names.stacked:
         tensors = Dequantised(tensors)
     given = _without_prefixes(model, tensors)

@@ -7,12 +7,13 @@ import hashlib
 from html import escape
 from importlib.resources import files
 
+from flopwise.report import palette
 from flopwise.report.page.data import PageData, inline_json, page_json
 from flopwise.report.words import safe
 
 LIBRARIES = ("d3.min.js", "plot.umd.min.js")
 SCRIPTS = (
-    *("state.js", "words.js", "overview.js", "heatmap.js", "table.js"),
+    *("state.js", "tabs.js", "words.js", "kit.js", "overview.js", "heatmap.js", "table.js"),
     *("memory.js", "timeline.js", "roofline.js", "run.js", "live.js", "page.js"),
 )
 """In the order in which they run; none needs a server or a build."""
@@ -31,7 +32,7 @@ def page_html(page: PageData) -> str:
         "POLICY": escape(policy(scripts, live=page.live)),
         "LIVE": "true" if page.live else "false",
         "TITLE": escape(safe(page.title, LONGEST_TITLE)),
-        "STYLE": asset("page.css"),
+        "STYLE": f"{palette.style()}{asset('page.css')}",
         "DATA": inline_json(page_json(page)),
         "SCRIPTS": "\n".join(f"<script>{script}</script>" for script in scripts),
     }

@@ -178,10 +178,8 @@ function drawHeatmap(rows) {
   const room = Math.max(LEAST_ROOM, (width - marginLeft - 4) / columns.length);
   const whole = marginLeft + 4 + room * columns.length;
   const numbers = cells.map((cell) => cell.value).filter((value) => value !== null);
-  const [low, high] = d3.extent(numbers);
-  const scale =
-    low > 0 && high / low > 10 ? d3.scaleLog([low, high], [0.1, 0.55]) : d3.scaleLinear([low, high], [0.1, 0.55]);
-  const depth = (value) => (high > low ? scale(value) : 0.35);
+  const high = d3.max(numbers),
+    range = colourRange(numbers);
   const wrong = new Set(["OOM", "failed", "timeout", "unreadable"]);
   const plot = Plot.plot({
     width: whole,
@@ -213,7 +211,7 @@ function drawHeatmap(rows) {
     marks: [
       Plot.cell(
         cells.filter((cell) => cell.value !== null),
-        { x: "x", y: "y", fill: "var(--heat)", fillOpacity: (cell) => depth(cell.value), rx: 4, className: "square" },
+        { x: "x", y: "y", fill: (cell) => heatColour(cell.value, range), rx: 4, className: "square" },
       ),
       Plot.cell(
         cells.filter((cell) => cell.value === null),
@@ -230,7 +228,8 @@ function drawHeatmap(rows) {
         x: "x",
         y: "y",
         text: (cell) => squareWords(cell, measure, room),
-        fill: (cell) => (cell.value === null && wrong.has(cell.word) ? "var(--bad)" : "var(--ink)"),
+        fill: (cell) =>
+          cell.value !== null ? inkOn(heatColour(cell.value, range)) : wrong.has(cell.word) ? "var(--bad)" : "var(--ink)",
         fontWeight: (cell) => (cell.value !== null && cell.value === high ? 700 : 450),
         fontSize: room > 44 ? 12 : 10,
         fontVariant: "tabular-nums",
@@ -312,6 +311,9 @@ function drawHeatmap(rows) {
         : { class: "plot" },
       plot,
     ),
+    numbers.length > 1
+      ? heatLegend(range, numbers, (value) => squareWords({ value, predicted: false }, measure, 100))
+      : null,
   );
 }
 

@@ -158,7 +158,10 @@ function showNew(page) {
   const kept = before && findRow(before.key);
   // Without a choice the newest run that goes on is followed, and stays when it has ended.
   state.selected = (chosen && kept) || newestRunning() || kept || usualRow();
-  if (chosen && state.selected) choose({ run: state.selected.key });
+  if (chosen && state.selected) state.hash.run = state.selected.key;
+  // What is hidden is drawn when it is opened, and has no part in the address.
+  if (shownTab !== "runs") return;
+  if (chosen) writeAddress();
   if (JSON.stringify(page.columns) === hadRows) drawSteady();
   else keepingPlace(drawAll);
   if (state.selected) fetchDetail(state.selected, true);

@@ -1,22 +1,6 @@
 "use strict";
 // Memory by owner, as planned and as it was, under the cap.
 
-const OWNER_COLOURS = {
-  "in all": 0,
-  "planned in all": 0,
-  weights: 0,
-  gradients: 1,
-  optimizer: 2,
-  activations: 3,
-  stream: 5,
-  context: 6,
-  head: 4,
-  workspace: 7,
-};
-function ownerColour(owner, place) {
-  return owner === "unaccounted" ? "var(--faint)" : COLOURS[OWNER_COLOURS[owner] ?? (place + 4) % 8];
-}
-
 /** Bars where there are no details: what the row says was foreseen and taken in all. */
 function rowMemory(row) {
   return ["device", "host"]

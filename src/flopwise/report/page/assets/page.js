@@ -151,7 +151,7 @@ function drawAll() {
   const rows = state.rows;
   drawAboutPage();
   // One run alone comes first: there is nothing to compare it with.
-  document.querySelector("main").classList.toggle("single", rows.length === 1);
+  byId("tab-runs").classList.toggle("single", rows.length === 1);
   drawCompared(state.page);
   state.shown = filtered();
   if (!state.rows.includes(state.selected)) state.selected = (state.hash.run && findRow(state.hash.run)) || usualRow();
@@ -166,15 +166,16 @@ function drawAll() {
 function start() {
   loadPage(JSON.parse(byId("data").textContent));
   readHash();
-  const opened = state.hash.run;
-  drawAll();
+  addTab("runs", { title: "Runs", isThere: () => true, entries: hashEntries, open: drawAll });
+  openTab(tabOfAddress());
+  const opened = shownTab === "runs" && state.hash.run;
   if (opened && state.selected) reveal(Math.max(0, table.rows.indexOf(state.selected)));
   if (opened && state.selected?.key === state.hash.run) requestAnimationFrame(() => byId("run").scrollIntoView());
   addEventListener("hashchange", () => {
     readHash();
     state.selected = null;
-    drawAll();
-    if (state.hash.run) byId("run").scrollIntoView();
+    openTab(tabOfAddress());
+    if (shownTab === "runs" && state.hash.run) byId("run").scrollIntoView();
   });
   byId("filters").addEventListener("submit", (event) => event.preventDefault());
   document.querySelector(".skip").addEventListener("click", (event) => {
@@ -194,6 +195,10 @@ function redrawOnResize() {
     width = innerWidth;
     clearTimeout(timer);
     timer = setTimeout(() => {
+      if (shownTab !== "runs") {
+        tabs.get(shownTab).open();
+        return;
+      }
       drawOverview();
       drawWindow(true);
       drawRun();

@@ -125,16 +125,14 @@ function readHash() {
   for (const name of HASH_NAMES) if (given.get(name)) state.hash[name] = given.get(name);
 }
 
-function writeHash() {
-  const kept = new URLSearchParams();
-  for (const name of HASH_NAMES) if (state.hash[name]) kept.set(name, state.hash[name]);
-  const text = kept.toString();
-  history.replaceState(null, "", text ? `#${text}` : location.pathname + location.search);
+/** What the address keeps of the runs. */
+function hashEntries() {
+  return HASH_NAMES.filter((name) => state.hash[name]).map((name) => [name, state.hash[name]]);
 }
 
 function choose(changes) {
   Object.assign(state.hash, changes);
-  writeHash();
+  writeAddress();
 }
 
 // -- filters ---------------------------------------------------------------------------------------------------------
