@@ -215,7 +215,7 @@ SHORT_CASES = (
     *((family, "bf16", 2048) for family in LONG_FAMILIES),
     *(("llama-biased", "bf16-mixed", 1024), ("bert-masked", "bf16-mixed", 1024)),
     *(("llama", "fp32", 1024), ("mistral", "bf16", 1024), ("qwen3", "fp32", 1024), ("bert", "bf16", 1024)),
-    *(("mixtral", "bf16", 1024), ("qwen3_moe", "fp32", 1024)),
+    *(("qwen2_moe", "bf16", 1024), ("glm4_moe", "fp32", 1024)),
 )
 """Every family and every format; what a format adds is found with any family, so not all of them are crossed.
 

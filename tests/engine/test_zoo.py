@@ -251,6 +251,10 @@ ZOO = {
     "cohere-untied": Case("cohere", {"tie_word_embeddings": False, "attention_bias": True}),
     "mixtral": Case("mixtral", {"num_local_experts": 4}),
     "mixtral-window": Case("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 7}),
+    "qwen2_moe": Case(
+        "qwen2_moe",
+        {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
+    ),
     "qwen3_moe": Case("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 1, "moe_intermediate_size": 12}),
     "qwen3_moe-normalised": Case(
         "qwen3_moe",

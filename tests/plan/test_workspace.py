@@ -24,7 +24,7 @@ PROPORTIONS = {
     "wide heads": (128, 8, 2, 32, 256),
 }
 """Hidden width, heads, heads of keys, width of a head, feed-forward width."""
-FAMILIES = ("llama", "qwen3", "gpt2", "bert", "llama-biased", "mixtral", "qwen3_moe")
+FAMILIES = ("llama", "qwen3", "gpt2", "bert", "llama-biased", "mixtral", "qwen2_moe", "glm4_moe")
 CROSSED = "llama-3-8b"
 """Of these proportions every save level is tried in every cut; of the others, every level and every cut."""
 

@@ -127,6 +127,27 @@ TINY = {
         family="cohere",
     ),
     "mixtral": replace(LLAMA, experts=4, experts_per_token=2, family="mixtral"),
+    "qwen2_moe": replace(
+        LLAMA,
+        qkv_bias=True,
+        ffn=16,
+        experts=5,
+        experts_per_token=2,
+        shared_ffn=20,
+        shared_gate=True,
+        routing=Routing(normalised=False),
+        family="qwen2_moe",
+    ),
+    "glm4_moe": replace(
+        LLAMA,
+        ffn=16,
+        experts=6,
+        experts_per_token=2,
+        shared_ffn=20,
+        routing=Routing(
+            scores="sigmoid", scale=2.5, correction=True, groups=3, groups_kept=2, group_by="best two"
+        ),
+    ),
     "qwen3_moe": replace(
         LLAMA,
         qk_norm=True,

@@ -420,6 +420,25 @@ FAMILIES: dict[str, Family] = {
         },
         only=(NO_BALANCING, Only("router_jitter_noise", (0.0, 0), "training shakes what its experts read")),
     ),
+    "qwen2_moe": Family(
+        title="Qwen2 MoE",
+        bare=("Qwen2MoeModel",),
+        only=(
+            NO_BALANCING,
+            Only("decoder_sparse_step", (1,), MIXED_BLOCKS),
+            Only("mlp_only_layers", ([],), MIXED_BLOCKS),
+            Only("use_sliding_window", (False,), "which of its blocks have windows is not read"),
+        ),
+        rules={
+            **_llama_like(context=32768, kv_heads=16),
+            **_mixture(experts=60, experts_per_token=4),
+            "head_dim": fixed(0),
+            "qkv_bias": flag_of("qkv_bias", absent=True),
+            "ffn": size_of("moe_intermediate_size", absent=1408),
+            "shared_ffn": size_of("shared_expert_intermediate_size", absent=5632),
+            "shared_gate": fixed(True),
+        },
+    ),
     "qwen3_moe": Family(
         title="Qwen3 MoE",
         bare=("Qwen3MoeModel",),

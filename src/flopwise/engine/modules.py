@@ -17,9 +17,10 @@ from torch.nn import functional
 from flopwise.engine.batch import NO_LABEL
 from flopwise.engine.executable import check_trainable
 from flopwise.engine.kernels.activations import LIMIT
-from flopwise.engine.kernels.experts import choose
+from flopwise.engine.kernels.experts import choose, sum_terms
 from flopwise.engine.kernels.plain_attention import alibi_biases, mask_for
 from flopwise.engine.streaming.rotary import rotation_of
+from flopwise.work.routing import CORRECTION_TERMS
 from flopwise.work.transformer import Transformer
 
 
@@ -181,6 +182,15 @@ class PlainBlock(nn.Module):
         else:
             self.up = linear(model.hidden, model.ffn, bias=model.ffn_bias)
         self.down = linear(model.ffn, model.hidden, bias=model.ffn_bias)
+        if model.routing.correction:
+            self.routing = Correction(model.experts)
+        if model.shared_ffn:
+            if model.gated:
+                self.shared_gate_up = nn.Linear(model.hidden, 2 * model.shared_ffn, bias=model.ffn_bias)
+            else:
+                self.shared_up = nn.Linear(model.hidden, model.shared_ffn, bias=model.ffn_bias)
+            self.shared_down = nn.Linear(model.shared_ffn, model.hidden, bias=model.ffn_bias)
+        self.shared_router = nn.Linear(model.hidden, 1, bias=False) if model.shared_gate else None
 
     def forward(self, stream: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None) -> Tensor:
         """The next block's input from this one's, (sequences, tokens, hidden)."""
@@ -263,7 +273,16 @@ class PlainBlock(nn.Module):
                 inner = self.activation(self.up(value[tokens], expert))
             made = self.down(inner, expert) * weights[tokens, slots, None].to(value.dtype)
             result = result.index_add(0, tokens, made)
-        return result
+        return result if not self.model.shared_ffn else result + self.shared(value)
+
+    def shared(self, value: Tensor) -> Tensor:
+        """What every token goes through."""
+        if self.model.gated:
+            inner = self.gated(*self.shared_gate_up(value).chunk(2, -1))
+        else:
+            inner = self.activation(self.shared_up(value))
+        made: Tensor = self.shared_down(inner)
+        return made if self.shared_router is None else made * self.shared_router(value).sigmoid()
 
     def route(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and numbers of each token's experts."""
@@ -272,7 +291,8 @@ class PlainBlock(nn.Module):
             shares = scores.to(at_least_fp32(value.dtype)).sigmoid()
         else:
             shares = scores.softmax(-1, dtype=at_least_fp32(value.dtype))
-        chosen = choose(shares.detach(), routing, None, self.model.experts_per_token)
+        correction = sum_terms(self.routing.bias, shares.dtype) if routing.correction else None
+        chosen = choose(shares.detach(), routing, correction, self.model.experts_per_token)
         weights = shares.gather(-1, chosen)
         if routing.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -285,6 +305,14 @@ class Sinks(nn.Module):
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(heads))
+
+
+class Correction(nn.Module):
+    """What is added to each expert's share for the choice alone, as the sum of its terms."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(CORRECTION_TERMS, experts), requires_grad=False)
 
 
 class ExpertMatrices(nn.Module):

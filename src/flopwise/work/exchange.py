@@ -9,7 +9,10 @@ from flopwise.work.op import Attention, Gemm, Op
 from flopwise.work.work import Recompute, Work
 
 REDUCED = ("output", "down")
-"""Products whose result is a sum over tensor ranks: those that split their depth."""
+"""Products whose result is a sum over tensor ranks: those that split their depth.
+
+What shared experts make is summed with what the others make.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,9 +26,14 @@ def makers_for_one_product(ops: Sequence[Op]) -> dict[str, Op]:
         readers = [other for other in ops if name in other.inputs]
         # Frozen products beside an adapter's read it too, but not for their backward.
         alone = readers[0] is op and not any(other.needs or not isinstance(other, Gemm) for other in readers[1:])
-        if alone and isinstance(maker, Streaming) and (maker.kind == "norm" or maker.name == "activation"):
+        if alone and isinstance(maker, Streaming) and (maker.kind == "norm" or is_activation(maker)):
             found[op.name] = maker
     return found
+
+
+def is_activation(op: Op) -> bool:
+    """Whether an operator is the activation of a block's feed-forward part, or of one of its parts."""
+    return isinstance(op, Streaming) and op.in_block and op.name.endswith("activation")
 
 
 def has_plain_swiglu(model: Transformer) -> bool:

@@ -70,6 +70,8 @@ class Weight:
     """False for the second use of a tied matrix, so that it is counted once."""
     active: tuple[int, int] = (1, 1)
     """Numerator and denominator of the share that one token uses (experts)."""
+    buffer: bool = False
+    """A state beside the parameters, which no gradient reaches and nobody counts."""
 
     @property
     def name(self) -> str:
@@ -104,7 +106,7 @@ class Op:
     @property
     def parameters(self) -> int:
         """Parameters of all copies; a tied matrix counts where it is owned."""
-        return self.layers * sum(weight.elements for weight in self.weights if weight.owned)
+        return self.layers * sum(weight.elements for weight in self.weights if weight.owned and not weight.buffer)
 
     @property
     def trained_parameters(self) -> int:
@@ -120,7 +122,9 @@ class Op:
     def active_parameters(self) -> int:
         """Parameters that one token uses, in all copies."""
         return self.layers * sum(
-            weight.elements * weight.active[0] // weight.active[1] for weight in self.weights if weight.owned
+            weight.elements * weight.active[0] // weight.active[1]
+            for weight in self.weights
+            if weight.owned and not weight.buffer
         )
 
     def forward_flops(self, pairs: Pairs = "mask") -> int:  # noqa: ARG002 - for attention only

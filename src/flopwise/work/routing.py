@@ -57,5 +57,8 @@ class Routing:
             raise FlopwiseError(f"{owner}: a group of one expert has no two best", hint='group_by = "best"')
 
 
+CORRECTION_TERMS = 3
+"""Numbers whose sum a correction is: in bf16 one would be as coarse as what it decides between, three are exact."""
+
 USUAL_ROUTING = Routing()
 """Mixtral's."""

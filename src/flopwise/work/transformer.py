@@ -260,6 +260,10 @@ class Transformer:
     experts_per_token: int = 0
     routing: Routing = USUAL_ROUTING
     """How a token's experts are chosen and weighed."""
+    shared_ffn: int = 0
+    """Inner width of what every token goes through beside its experts; 0: nothing."""
+    shared_gate: bool = False
+    """What that makes is multiplied by the sigmoid of a score of the token, as Qwen2-MoE has it."""
     sinks: bool = False
     """A score of each head that takes part in the softmax beside the keys', and has no value, as gpt-oss."""
     head: Literal["language", "masked", "classifier"] = "language"
@@ -514,6 +518,13 @@ class Transformer:
                 hint="experts_per_token between 1 and experts",
             )
         self.routing.check(self.name, self.experts, self.experts_per_token)
+        if self.shared_ffn:
+            check_positive(self.name, shared_ffn=self.shared_ffn)
+        if (self.shared_ffn and not self.experts) or (self.shared_gate and not self.shared_ffn):
+            raise FlopwiseError(
+                f"{self.name}: shared experts stand beside others, and a gate weighs what they make",
+                hint="give `experts` and shared_ffn, or leave out shared_ffn and shared_gate",
+            )
 
     @property
     def query_width(self) -> int:
@@ -569,6 +580,7 @@ class Transformer:
             "biases of its scores that are rounded": self.alibi_rounded,
             "sinks in its attention": self.sinks,
             "its own routing": self.routing != Routing(normalised=self.routing.normalised),
+            "shared experts": self.shared_ffn > 0,
             "capped scores or logits": (self.attention_cap, self.logit_cap) != (None, None),
         }
         return tuple(words for words, there in had.items() if there)

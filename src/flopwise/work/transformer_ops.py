@@ -10,8 +10,12 @@ from flopwise.work.layer_names import is_joined
 from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.lengths import Lengths
 from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, SaveLevel, Streaming, StreamingKind, Tensor, Weight
+from flopwise.work.routing import CORRECTION_TERMS
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import SCORES, Work
+
+SHARED = "shared_"
+"""What the names of shared experts' operators and tensors begin with."""
 
 Format = Literal["compute", "fp32", "index"]
 
@@ -60,6 +64,7 @@ class _Builder:
             heads=model.heads // layout.tensor,
             kv_heads=max(1, model.kv_heads // layout.tensor),
             ffn=model.ffn // layout.tensor,
+            shared_ffn=model.shared_ffn // layout.tensor,
             vocab=-(-model.vocab // layout.tensor),
         )
         self.layout = layout
@@ -135,7 +140,7 @@ class _Builder:
     def adapted(self, product: str, outputs: tuple[str, ...]) -> list[tuple[Target, str]]:
         """A product's results that have an adapter, each with its target."""
         adapters = self.model.adapters
-        if adapters is None or not self.in_block:
+        if adapters is None or not self.in_block or product not in RESULTS:
             return []
         beside = zip(RESULTS[product], outputs, strict=True)
         return [(target, name) for target, name in beside if target in adapters.targets]
@@ -422,52 +427,81 @@ class _Builder:
         return tuple((kind.window, each, none_of[other]) for kind, each, other in model.counted_kinds)
 
     def feed_forward(self, source: str) -> None:
-        model, tokens = self.model, self.tokens
-        copies = model.experts_per_token if model.experts else 1
-        rows = tokens * copies
+        model = self.model
         self.tensor("fed", self.stream_tokens * model.hidden)
-        active = (model.experts_per_token, model.experts) if model.experts else (1, 1)
-        groups = max(1, model.experts // self.layout.expert)
-        if model.experts:
-            source = self.route(source)
-        inner = [self.tensor("up", rows * model.ffn, SaveLevel.EVERYTHING)]
+        if not model.experts:
+            self.feed("", source, "fed", width=model.ffn)
+            return
+        dispatched = self.route(source)
+        rows = self.tokens * model.experts_per_token
+        self.tensor("expert_output", rows * model.hidden, SaveLevel.EVERYTHING)
+        active, groups = (model.experts_per_token, model.experts), max(1, model.experts // self.layout.expert)
+        self.feed("", dispatched, "expert_output", width=model.ffn, rows=rows, groups=groups, active=active)
+        weighted = ("expert_output", "routing_weights", "routing_index")
+        shared = self.shared_expert(source) if model.shared_ffn else ()
+        needs = (*weighted, *shared) if model.shared_gate else weighted
+        self.streaming("combine", (*weighted, *shared), ("fed",), needs=needs, eager_kernels=2 + len(shared))
+
+    def shared_expert(self, source: str) -> tuple[str, ...]:
+        """What every token goes through beside its experts: the names of its result, and of the score of its gate."""
+        model = self.model
+        # The gate's gradient is a sum over what it multiplies.
+        level = SaveLevel.EVERYTHING if model.shared_gate else SaveLevel.TRANSIENT
+        result = self.tensor("shared_output", self.tokens * model.hidden, level)
+        self.feed(SHARED, source, result, width=model.shared_ffn)
+        if not model.shared_gate:
+            return (result,)
+        score = self.tensor("shared_score", self.tokens, SaveLevel.EVERYTHING)
+        self.gemm("shared_router", source, (score,), depth=model.hidden, columns=1)
+        return (result, score)
+
+    def feed(
+        self,
+        prefix: str,
+        source: str,
+        result: str,
+        *,
+        width: int,
+        rows: int | None = None,
+        groups: int = 1,
+        active: tuple[int, int] = (1, 1),
+    ) -> None:
+        """Two or three products with an activation between them; `prefix`: of the names of all that belongs to them."""
+        model, rows = self.model, self.tokens if rows is None else rows
+        inner = [self.tensor(f"{prefix}up", rows * width, SaveLevel.EVERYTHING)]
         if model.gated:
-            inner.insert(0, self.tensor("gate", rows * model.ffn, SaveLevel.EVERYTHING))
+            inner.insert(0, self.tensor(f"{prefix}gate", rows * width, SaveLevel.EVERYTHING))
         self.gemm(
-            "gate_up" if model.gated else "up",
+            f"{prefix}gate_up" if model.gated else f"{prefix}up",
             source,
             tuple(inner),
             depth=model.hidden,
-            columns=model.ffn * len(inner),
+            columns=width * len(inner),
             bias=model.ffn_bias,
             active=active,
             rows=rows,
             groups=groups,
         )
-        self.tensor("activated", rows * model.ffn)
+        activated = self.tensor(f"{prefix}activated", rows * width)
         self.streaming(
-            "activation",
+            f"{prefix}activation",
             tuple(inner),
-            ("activated",),
+            (activated,),
             needs=tuple(inner),
             eager_kernels=len(inner),
             function=model.activation,
         )
-        result = self.tensor("expert_output", rows * model.hidden, SaveLevel.EVERYTHING) if model.experts else "fed"
         self.gemm(
-            "down",
-            "activated",
+            f"{prefix}down",
+            activated,
             (result,),
-            depth=model.ffn,
+            depth=width,
             columns=model.hidden,
             bias=model.ffn_bias,
             active=active,
             rows=rows,
             groups=groups,
         )
-        if model.experts:
-            weighted = ("expert_output", "routing_weights", "routing_index")
-            self.streaming("combine", weighted, ("fed",), needs=weighted, eager_kernels=2)
 
     def route(self, source: str) -> str:
         """Choose each token's experts and lay the tokens out by expert; returns the tensor the experts read."""
@@ -477,10 +511,30 @@ class _Builder:
         weights = self.tensor("routing_weights", chosen, SaveLevel.EVERYTHING, "fp32")
         index = self.tensor("routing_index", chosen, SaveLevel.EVERYTHING, "index")
         self.gemm("router", source, (scores,), depth=model.hidden, columns=model.experts, bias=model.routing.bias)
-        self.streaming("routing", (scores,), (weights, index), needs=(scores, index), eager_kernels=3)
+        self.ops.append(
+            Streaming(
+                name="routing",
+                inputs=(scores,),
+                outputs=(weights, index),
+                needs=(scores, index),
+                weights=self.correction(),
+                layers=self.layers,
+                in_block=self.in_block,
+                frozen=self.layers if model.routing.correction else 0,
+                unreached=self.unreached,
+                eager_kernels=3,
+            )
+        )
         dispatched = self.tensor("dispatched", chosen * model.hidden)
         self.streaming("dispatch", (source, index), (dispatched,), needs=(index,))
         return dispatched
+
+    def correction(self) -> tuple[Weight, ...]:
+        """What is added to the experts' shares for the choice alone, where there is any."""
+        if not self.model.routing.correction:
+            return ()
+        shape = (CORRECTION_TERMS, self.model.experts)
+        return (Weight(module="routing", kind="bias", shape=shape, buffer=True),)
 
     def head(self) -> None:
         model, tokens = self.model, self.tokens

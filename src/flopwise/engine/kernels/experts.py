@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.kernels.blocks import compute_type, row_blocks
-from flopwise.work.routing import Routing
+from flopwise.work.routing import CORRECTION_TERMS, Routing
 
 SIGMOID_EPSILON = 1e-20
 """Added to the sum of shares that are sigmoids, as DeepSeek does."""
@@ -107,9 +107,51 @@ def dispatch_backward(gradient: Tensor, routed: Routed, *, out: Tensor, accumula
     _sum_rows(gradient, routed, None, out=out, accumulate=accumulate)
 
 
-def combine(made: Tensor, weights: Tensor, routed: Routed, *, out: Tensor) -> None:
-    """What a token's experts made, weighted."""
-    _sum_rows(made, routed, weights, out=out, accumulate=False)
+def combine(
+    made: Tensor,
+    weights: Tensor,
+    routed: Routed,
+    *,
+    out: Tensor,
+    shared: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> None:
+    """What a token's experts made, weighted, and what `shared` experts did, as much as a `gate` lets through."""
+    if shared is None:
+        _sum_rows(made, routed, weights, out=out, accumulate=False)
+        return
+    if gate is None:
+        out.copy_(shared)
+    else:
+        torch.mul(shared, torch.sigmoid(gate.to(weights.dtype)), out=out)
+    _sum_rows(made, routed, weights, out=out, accumulate=True)
+
+
+def gate_backward(gradient: Tensor, made: Tensor, gate: Tensor, *, made_out: Tensor, gate_out: Tensor) -> None:
+    """From the gradient of what a gate lets through to those of what it weighs and of its score, one a token."""
+    wide = compute_type(made.dtype)
+    for block in row_blocks(made.shape[0], made.shape[1] * wide.itemsize, 3):
+        share = torch.sigmoid(gate[block].to(wide))
+        above = gradient[block].to(wide)
+        made_out[block].copy_(above * share)
+        gate_out[block].copy_((above * made[block]).sum(-1, keepdim=True) * share * (1.0 - share))
+
+
+def split_terms(correction: Tensor) -> Tensor:
+    """A correction as terms that bf16 holds exactly, (terms, experts)."""
+    rest, terms = correction.to(torch.float32), []
+    for _ in range(CORRECTION_TERMS):
+        terms.append(rest.to(torch.bfloat16).to(torch.float32))
+        rest = rest - terms[-1]
+    return torch.stack(terms)
+
+
+def sum_terms(terms: Tensor, dtype: torch.dtype) -> Tensor:
+    """The correction that terms make up: the small ones first, so that nothing is lost."""
+    total = torch.zeros_like(terms[0], dtype=dtype)
+    for term in reversed(terms.unbind()):
+        total += term
+    return total
 
 
 def _sum_rows(rows: Tensor, routed: Routed, weights: Tensor | None, *, out: Tensor, accumulate: bool) -> None:

@@ -26,7 +26,7 @@ from flopwise.engine.streaming.layout import SavedTensors
 from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights, plain_weight
 from flopwise.engine.streaming.rotary import rotation_of
 from flopwise.engine.streaming.values import Gradients, Values
-from flopwise.work.fusion import is_sum_for_norm, makers_for_one_product
+from flopwise.work.fusion import is_activation, is_sum_for_norm, makers_for_one_product
 from flopwise.work.op import Attention, Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups, split_at_attention
 from flopwise.work.transformer import Transformer
@@ -154,9 +154,9 @@ class Block:
                 summed = op
                 continue
             elif self.operators.is_paired(op):
-                activates = following is not None and following.name == "activation"
+                activates = following is not None and is_activation(following)
                 self.operators.paired_product(op, values, weights, activates=activates)
-            elif op.name != "activation" or "activated" not in values:
+            elif not (is_activation(op) and op.outputs[0] in values):
                 self.operators.forward(op, values, weights, self._rows(chunk), made)
             used_up = [name for name in op.inputs if last_use[name] == index]
             unread = [name for name in op.outputs if name not in last_use]
@@ -312,7 +312,7 @@ class Block:
                 gradients.drop(maker.outputs[0])
                 done.add(maker.name)
                 # What an activation read holds gradients now.
-                used += [maker] if maker.name != "activation" else []
+                used += [] if is_activation(maker) else [maker]
             else:
                 self.operators.backward(op, values, gradients, trained, self._rows(chunk))
             for each in used:
@@ -322,7 +322,7 @@ class Block:
         self, op: Gemm, maker: Op, values: Values, gradients: Gradients, trained: Trained, *, rows: Rows
     ) -> Tensor:
         """Back through a product to what its input was made of; returns that input, recomputed."""
-        if maker.name == "activation" and self.operators.gated is not None:
+        if is_activation(maker) and self.operators.gated is not None:
             return self.operators.activated_backward(op, maker, values, gradients, trained)
         self.operators.dgrad(op, values, gradients, trained)
         return self.operators.backward_recomputing(maker, values, gradients, trained, rows)

@@ -29,7 +29,7 @@ from flopwise.engine.streaming.rotary import Rotation
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.adapters import DOWN
 from flopwise.work.formats import Formats
-from flopwise.work.fusion import is_sum_for_norm
+from flopwise.work.fusion import is_activation, is_sum_for_norm
 from flopwise.work.op import Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.transformer import Transformer
@@ -77,6 +77,8 @@ SCALED = ("projected_scale", "projected_normed_scale", "fed_scale", "fed_normed_
 """Operators that scale a branch's result on its way to the residual stream."""
 EXPERTS = ("routing", "dispatch", "combine")
 """Operators of a mixture around its experts' products."""
+CORRECTION = "routing.bias"
+"""What is added to the experts' shares for the choice, among a block's weights."""
 
 ALL = slice(None)
 """Of a weight's rows."""
@@ -160,13 +162,13 @@ class Operators:
             self._add(op, values, rows)
         elif op.name == "rotary":
             self._rotate(op, values, rows, wanted)
-        elif op.name == "activation":
+        elif is_activation(op):
             gate, up = self._gate_and_up(op, values)
             dispatch.activation_forward(
-                self.model.activation, gate, up, out=values.allocate("activated", tuple(up.shape), up.dtype)
+                self.model.activation, gate, up, out=values.allocate(op.outputs[0], tuple(up.shape), up.dtype)
             )
         elif op.name in EXPERTS:
-            self._mix(op, values)
+            self._mix(op, values, weights)
         elif op.name in SCALED:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
@@ -176,16 +178,18 @@ class Operators:
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
             dispatch.activation_forward(op.function, None, source, out=out)
 
-    def _mix(self, op: Op, values: Values) -> None:
+    def _mix(self, op: Op, values: Values, weights: Weights) -> None:
         """Which experts a token has, its rows at them, and what they made together."""
         source = values[op.inputs[0]]
         tokens, chosen = source.shape[0], self.model.experts_per_token
         if op.name == "routing":
-            weights, index = op.outputs
+            share, index = op.outputs
+            terms = plain_weight(weights, CORRECTION) if self.model.routing.correction else None
             experts.route(
                 source,
                 self.model.routing,
-                weights=values.allocate(weights, (tokens, chosen), self.statistics),
+                correction=None if terms is None else experts.sum_terms(terms, self.statistics),
+                weights=values.allocate(share, (tokens, chosen), self.statistics),
                 index=values.allocate(index, (tokens, chosen), torch.int32),
             )
         elif op.name == "dispatch":
@@ -193,7 +197,10 @@ class Operators:
             experts.dispatch(source, self._routed(values), out=out)
         else:
             out = values.allocate(op.outputs[0], (tokens // chosen, source.shape[1]), source.dtype)
-            experts.combine(source, values["routing_weights"], self._routed(values), out=out)
+            shared = values["shared_output"] if self.model.shared_ffn else None
+            gate = values["shared_score"] if self.model.shared_gate else None
+            routed = self._routed(values)
+            experts.combine(source, values["routing_weights"], routed, shared=shared, gate=gate, out=out)
 
     def _routed(self, values: Values) -> Routed:
         """Whose the experts' rows are; asked first while the index is still there."""
@@ -411,7 +418,7 @@ class Operators:
             self._residual_backward(op, gradients, rows)
         elif op.name == "rotary":
             self._rotate_backward(op, gradients, rows)
-        elif op.name == "activation":
+        elif is_activation(op):
             self._activation_backward(op, values, gradients)
         elif op.name in EXPERTS:
             self._mix_backward(op, values, gradients)
@@ -524,7 +531,7 @@ class Operators:
         An activation's gradients take the places of its inputs.
         """
         made = gradients[op.outputs[0]]
-        if op.name != "activation":
+        if not is_activation(op):
             self._norm_backward(op, values, gradients, trained, rows, recompute=True)
             return made
         gate, up = self._gate_and_up(op, values)
@@ -604,6 +611,9 @@ class Operators:
                 made_out=gradients.target(source, tuple(made.shape), made.dtype)[0],
                 weights_out=gradients.target("routing_weights", tuple(weights.shape), weights.dtype)[0],
             )
+            if self.model.shared_ffn:
+                self._shared_backward(op, values, gradients)
+                return
         elif op.name == "dispatch":
             gradient = gradients[op.outputs[0]]
             rows = gradient.shape[0] // self.model.experts_per_token
@@ -618,6 +628,21 @@ class Operators:
                 self.model.routing,
                 out=gradients.target(source, tuple(scores.shape), scores.dtype)[0],
             )
+        gradients.drop(op.outputs[0])
+
+    def _shared_backward(self, op: Op, values: Values, gradients: Gradients) -> None:
+        """Of what every token goes through: it has the sum's gradient as it is, or what its gate lets through."""
+        if not self.model.shared_gate:
+            gradients.share(op.outputs[0], ["shared_output"])
+            return
+        made, gate, gradient = values["shared_output"], values["shared_score"], gradients[op.outputs[0]]
+        experts.gate_backward(
+            gradient,
+            made,
+            gate,
+            made_out=gradients.target("shared_output", tuple(made.shape), made.dtype)[0],
+            gate_out=gradients.target("shared_score", tuple(gate.shape), gate.dtype)[0],
+        )
         gradients.drop(op.outputs[0])
 
     def _activation_backward(self, op: Streaming, values: Values, gradients: Gradients) -> None:

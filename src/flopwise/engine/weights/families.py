@@ -35,6 +35,8 @@ class Names:
     """A mixture's experts, by number."""
     stacked: Mapping[str, str] = field(default_factory=dict)
     """What lies in the file as one tensor for all experts, with inputs as rows, and gate and up number by number."""
+    shared: str = ""
+    """What every token goes through beside its experts."""
     heads_together: bool = False
     """Whether the rows of queries, keys and values lie together by key head, not all queries before all keys."""
 
@@ -453,6 +455,22 @@ DECODERS: dict[str, SavedFamily] = {
             _like_llama(router="block_sparse_moe.gate"), experts=MIXTRAL_EXPERT, expert="block_sparse_moe.experts.{}"
         ),
         own=lambda model: {"head_dim": model.head_dim, "sliding_window": model.window, **_experts(model)},
+    ),
+    "qwen2_moe": SavedFamily(
+        architecture="Qwen2MoeForCausalLM",
+        names=replace(
+            _like_llama(router="mlp.gate", shared_router="mlp.shared_expert_gate"),
+            experts=EXPERT,
+            shared="mlp.shared_expert",
+        ),
+        own=lambda model: {
+            "qkv_bias": model.qkv_bias,
+            "moe_intermediate_size": model.ffn,
+            "shared_expert_intermediate_size": model.shared_ffn,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            **_experts(model),
+        },
     ),
     "qwen3_moe": SavedFamily(
         architecture="Qwen3MoeForCausalLM",

@@ -24,6 +24,7 @@ from flopwise.engine.weights.encoder_families import (
 )
 from flopwise.engine.weights.families import (
     DECODERS,
+    EXPERT,
     LLAMA_ENDS,
     LLAMA_LAYER,
     NO_SPECIAL_TOKENS,
@@ -37,6 +38,7 @@ from flopwise.engine.weights.initial import LEAST_DEVIATION
 from flopwise.engine.weights.mxfp4 import Dequantised
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Dropout, OtherAttention, Transformer
+from flopwise.work.transformer_ops import SHARED
 
 SAVED: dict[str, SavedFamily] = {**DECODERS, **ENCODERS}
 """By `model_type`, the families whose configuration says more than the structure of the first six does."""
@@ -310,13 +312,21 @@ def place_of(model: Transformer, names: Names, parameter: Parameter) -> Place:
     layer = f"{names.layers}.{parameter.part}"
     if module == "sinks":
         return Place((f"{layer}.{names.layer[module][0]}",))
-    own = tuple(f"{layer}.{name}.{kind}" for name in names.layer[module])
+    own = tuple(f"{layer}.{name}.{kind}" for name in _names_in_layer(names, module))
     if len(own) > 1:
-        rows = (model.ffn, model.ffn) if module == "gate_up" else (model.query_width, model.kv_width, model.kv_width)
+        halves = (parameter.shape[0] // 2,) * 2
+        rows = halves if module.endswith("gate_up") else (model.query_width, model.kv_width, model.kv_width)
         return Place(own, rows)
     if names.heads_together and module == "qkv":
         return Place(own, groups=(model.kv_heads, model.head_dim))
     return Place(own, transposed=names.transposed and parameter.role == "matrix")
+
+
+def _names_in_layer(names: Names, module: str) -> tuple[str, ...]:
+    """How a file calls one of our modules, within its layer."""
+    if names.shared and module.startswith(SHARED) and module not in names.layer:
+        return tuple(f"{names.shared}.{name}" for name in EXPERT[module.removeprefix(SHARED)])
+    return names.layer[module]
 
 
 def _place_of_experts(model: Transformer, names: Names, parameter: Parameter) -> Place:

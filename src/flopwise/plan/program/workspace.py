@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from flopwise.records.plan import POLICY
 from flopwise.work.formats import Formats
-from flopwise.work.fusion import is_sum_for_norm, makers_for_one_product
+from flopwise.work.fusion import is_activation, is_sum_for_norm, makers_for_one_product
 from flopwise.work.held import attention_sums_bytes
 from flopwise.work.op import Attention, Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups
@@ -149,7 +149,7 @@ class _Block:
                     self._drop(name, held, arena)
             if maker is not None:
                 self._drop(maker.outputs[0], held, arena)
-            for each in (op, maker) if maker is not None and maker.name != "activation" else (op,):
+            for each in (op, maker) if maker is not None and not is_activation(maker) else (op,):
                 for name in each.needs:
                     if self.first_need[name] == each.name and name not in self.placed:
                         arena.give(name)
@@ -169,7 +169,7 @@ class _Block:
                 held.setdefault(name, tensor)
         elif isinstance(op, Streaming) and op.kind == "norm":
             self._norm(op, held, arena)
-        elif op.name == "activation":
+        elif is_activation(op):
             for name in op.inputs[:-1]:
                 self._target(name, held, arena)
             self._replace(op.outputs[0], op.inputs[-1], held, arena)
@@ -191,9 +191,12 @@ class _Block:
 
     def _mix(self, op: Op, held: dict[str, str], arena: _FirstFit) -> None:
         """Rows of experts are more than those of tokens: no gradient takes the place of another."""
+        # What shared experts make is added as it is, where no gate weighs it: the sum's gradient is theirs too.
+        added = [name for name in op.inputs if op.name == "combine" and name not in op.needs]
         for name in op.inputs:
-            if self.work.tensors[name].format != "index":
+            if self.work.tensors[name].format != "index" and name not in added:
                 self._target(name, held, arena)
+        held.update((name, held[op.outputs[0]]) for name in added)
         for name in op.outputs:
             self._drop(name, held, arena)
 
@@ -216,7 +219,7 @@ class _Block:
             held.update((name, f"gradient of {lows[0]}") for name in lows)
 
     def _recompute(self, maker: Op, held: dict[str, str], arena: _FirstFit) -> None:
-        if maker.name == "activation":
+        if is_activation(maker):
             # Gradients take the places of gate and up, which are kept in a slot.
             held.update((name, OUTSIDE) for name in maker.inputs)
         else:

@@ -20,6 +20,7 @@ from flopwise.setup.words import MOMENTS, Fusion, Optimizer
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.layout import WHOLE, Layout
+from flopwise.work.fusion import is_activation
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
 from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, Streaming, attention_flops, kind_of
@@ -385,7 +386,7 @@ class _Lister:
     def _passes_again(self, op: Streaming, forward: Passes, again: Fraction) -> Passes:
         """Plain kernels make norms and activations again in their backward, whatever the policy."""
         products = any(isinstance(other, Gemm) and other.name in self.again for other in self.work.ops)
-        within = op.name == "activation" or (op.kind == "norm" and not products)
+        within = is_activation(op) or (op.kind == "norm" and not products)
         return NOTHING if within else forward.times(float(again))
 
     def _streaming(self, index: int, op: Op, again: Fraction) -> None:
