@@ -4,7 +4,78 @@ from __future__ import annotations
 
 Config = dict[str, object]
 
+QWEN2_MOE: Config = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_act": "silu",
+    "model_type": "qwen2_moe",
+    "norm_topk_prob": False,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+GLM_AIR: Config = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+
 MIXTURES: dict[str, Config] = {
+    "zai-org/GLM-4.5-Air": GLM_AIR,
+    "Qwen/Qwen1.5-MoE-A2.7B": QWEN2_MOE
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "max_position_embeddings": 8192,
+        "moe_intermediate_size": 1408,
+        "num_attention_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 16,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "Qwen/Qwen2-57B-A14B": QWEN2_MOE
+    | {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 2560,
+        "num_attention_heads": 28,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "shared_expert_intermediate_size": 20480,
+    },
     "openai/gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],
         "attention_bias": True,

@@ -26,7 +26,7 @@ REQUIRED = {
     *("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-3-175b", "bert-base", "bert-large", "lstm-lm"),
     *("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"),
     *("mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b"),
-    *("gpt-oss-20b", "gpt-oss-120b"),
+    *("gpt-oss-20b", "gpt-oss-120b", "glm-4.5-air", "qwen2-57b-a14b", "qwen1.5-moe-a2.7b"),
     *("gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-3-1b", "phi-4", "olmo-2-7b", "smollm3-3b"),
     *("roberta-base", "distilbert-base"),
     *QWEN25,
@@ -48,6 +48,10 @@ PUBLISHED = {
     "olmoe-1b-7b": 6_919_161_856,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    # As the classes of transformers count them: no layer for a further token, no correction of routing.
+    "glm-4.5-air": 106_852_245_504,
+    "qwen2-57b-a14b": 57_408_658_944,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-3b": 3_085_938_688,
@@ -137,12 +141,15 @@ def transformer_parameters(model: Transformer, sequence_tokens: int) -> int:
     attention += model.qkv_bias * (queries + 2 * keys) + model.output_bias * hidden
     attention += model.qk_norm * (queries + keys if model.qk_norm_over == "all" else 2 * model.head_dim)
     inner = 2 if model.gated else 1
+    dense = len(model.dense_blocks)
     feed_forward = (inner + 1) * hidden * model.ffn + model.ffn_bias * (inner * model.ffn + hidden)
     if model.experts:
         feed_forward = model.experts * feed_forward + (hidden + model.routing.bias) * model.experts
+        feed_forward += (inner + 1) * hidden * model.shared_ffn + model.shared_gate * hidden
     attention += model.sinks * model.heads
     norms = {"sandwich": 4}.get(model.norm_place, 2) - model.shared_norm
-    total = model.layers * (attention + feed_forward + norms * norm)
+    total = model.layers * (attention + norms * norm)
+    total += (model.layers - dense) * feed_forward + dense * (inner + 1) * hidden * model.dense_ffn
     total += hidden * (model.vocab + model.token_types)
     if model.positions == "learned":
         total += hidden * (model.position_rows or sequence_tokens)

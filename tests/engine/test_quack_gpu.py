@@ -125,7 +125,7 @@ def test_gradients_of_a_training_are_near_those_of_autograd(family: str, cut: st
             plan = cut_plan(model, sequence=49, chunk=16, letters=letters, attention=cut, precision=precision)
         batch = random_batch(model, plan.sequences_per_round, 49, 1)
         executor = executor_for(plan, model, parameters(exact), device=CUDA)
-        assert executor.player.operators.gated is not None
+        assert executor.player.blocks[model].operators.gated is not None
         assert gated_kernels(model, executor.formats, CUDA) is quack_gated
         result = executor.step(batch, 0)
         loss, expected = reference_gradients(exact, batch)

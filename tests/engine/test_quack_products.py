@@ -139,7 +139,7 @@ def test_repeatable_trainings_have_torchs_products_alone(monkeypatch: pytest.Mon
     monkeypatch.setattr(quack_products, "are_right", lambda *_given: True)
     model = replace(TINY["llama"], hidden=128, ffn=192, head_dim=16)
     plan = everything_stays(model, sequence=8, precision="bf16")
-    operators = executor_for(plan, model, {}, deterministic=deterministic).player.operators
+    operators = executor_for(plan, model, {}, deterministic=deterministic).player.blocks[model].operators
     assert (operators.gated is None) == deterministic
     assert isinstance(operators._plain_products, QuackProducts) != deterministic
 

@@ -17,7 +17,7 @@ from flopwise.plan.device.forecast import flops_of  # noqa: E402
 from flopwise.plan.program.compile import compile_plan  # noqa: E402
 from flopwise.records.plan import LETTERS, POLICY, Plan  # noqa: E402
 from flopwise.records.program import Program  # noqa: E402
-from flopwise.work.describe import describe  # noqa: E402
+from flopwise.work.describe import describe, is_in  # noqa: E402
 from flopwise.work.op import Attention, Gemm  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
 from tests.support.tiny_models import TINY, TOKENS, parameters, random_module  # noqa: E402
@@ -70,6 +70,8 @@ def products_described(plan: Plan, model: Transformer, program: Program) -> int:
             level = LETTERS[letter.lower()]
             share = Fraction(plan.tokens_of(chunk), plan.sequence_tokens)
             for op in products:
+                if not is_in(op, model, layer):
+                    continue
                 again = work.recomputed(POLICY[level]).get(op.name, Fraction(0))
                 total += rounds * again * share * op.forward_flops() / op.layers
             if level == "input" and plan.chunks_per_sequence > 1:

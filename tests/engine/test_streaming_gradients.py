@@ -104,7 +104,7 @@ def test_products_with_activations_in_them_give_the_gradients_of_autograd(family
 
 def test_results_of_one_product_lie_beside_each_other_where_they_are_kept() -> None:
     executor = executor_for(plan_of(LLAMA, "whole sequences", "f"), LLAMA, parameters(random_module(LLAMA)), packs=True)
-    saved, tokens = executor.player.saved, 2 * TOKENS
+    saved, tokens = executor.player.saved[LLAMA], 2 * TOKENS
     buffer = torch.zeros(sum(field.bytes for field in saved.fields("full", tokens).values()), dtype=torch.uint8)
     views = saved.views(buffer, "full", tokens)
     together = join_columns([views["gate"], views["up"]])

@@ -28,6 +28,7 @@ from flopwise.engine.executable import check_trainable  # noqa: E402
 from flopwise.engine.modules import build  # noqa: E402
 from flopwise.engine.weights.huggingface import config_of, family_of, from_huggingface, to_huggingface  # noqa: E402
 from flopwise.work.describe import describe  # noqa: E402
+from flopwise.work.parameters import parameters_of  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
 from tests.support import tiny_models  # noqa: E402, F401 - tells `transformers` not to look for files elsewhere
 from tests.support.training_plans import cut_plan, everything_stays, executor_for, first_gradients  # noqa: E402
@@ -93,6 +94,19 @@ LONG = {
 }
 
 FALCON_RW = {"alibi": True, "parallel_attn": False, "multi_query": False}
+
+CORRECTED = {
+    "n_routed_experts": 6,
+    "n_group": 3,
+    "topk_group": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "num_mtp_layers": 0,
+}
+"""Experts as DeepSeek-V3 has them."""
 
 ZOO = {
     "llama": Case("llama"),
@@ -253,7 +267,17 @@ ZOO = {
     "mixtral-window": Case("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 7}),
     "qwen2_moe": Case(
         "qwen2_moe",
-        {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "glm4_moe": Case("glm4_moe", {**CORRECTED, "head_dim": 8, "attention_bias": True}),
+    "glm4_moe-normed": Case(
+        "glm4_moe", {**CORRECTED, "head_dim": 12, "use_qk_norm": True, "n_group": 1, "topk_group": 1}
     ),
     "qwen3_moe": Case("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 1, "moe_intermediate_size": 12}),
     "qwen3_moe-normalised": Case(
@@ -310,6 +334,9 @@ def theirs(name: str) -> Any:
                 norm = "norm" in parameter_name.lower() and parameter_name.endswith("weight")
                 centre = 1.0 if norm and not case.family.startswith("gemma") else 0.0
                 value.copy_(centre + 0.2 * torch.randn_like(value))
+        for buffer_name, value in network.named_buffers():
+            if buffer_name.endswith("correction_bias"):
+                value.copy_(0.3 * torch.randn_like(value))
     return network
 
 
@@ -373,7 +400,8 @@ def their_gradients(network: Any, model: Transformer, batch: Batch, folder: Path
         finally:
             for name, value in network.named_parameters():
                 value.copy_(before[name])
-    return float(loss.detach()), {name: value.clone() for name, value in found.items()}
+    trained = {parameter.name for parameter in parameters_of(model, TOKENS) if parameter.trained}
+    return float(loss.detach()), {name: value.clone() for name, value in found.items() if name in trained}
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from flopwise.work.lstm import Lstm
+from flopwise.work.routing import Routing
 from flopwise.work.transformer import Transformer
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "mpt", "mixtral", "bert", "bert_masked"),
-    *("olmo2", "granite", "glm4", "cohere"),
+    *("olmo2", "granite", "glm4", "cohere", "shared experts"),
 )
 
 
@@ -46,6 +47,11 @@ def transformers(draw: st.DrawFn, family: str | None = None) -> Transformer:
         "gpt_neox": {**plain, **biased, "parallel_residual": draw(st.booleans())},
         "mpt": {**plain, **(biased if draw(st.booleans()) else {}), "positions": "learned", "tied": True},
         "mixtral": {"experts": 4, "experts_per_token": 2},
+        "shared experts": {
+            **{"experts": 4, "experts_per_token": 2, "shared_ffn": draw(st.integers(1, 40))},
+            **{"shared_gate": draw(st.booleans()), "routing": Routing(scores="sigmoid", correction=True)},
+            **({"dense_blocks": (0,), "dense_ffn": draw(st.integers(1, 40))} if int(str(shared["layers"])) > 1 else {}),
+        },
         "olmo2": {"norm_place": "behind", "qk_norm": True, "qk_norm_over": "all"},
         "granite": {"residual_scale": 0.25, "embedding_scale": 3.0, "attention_scale": 0.5, "logit_scale": 0.125},
         "glm4": {

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flopwise.engine.kernels.experts import split_terms
 from flopwise.engine.modules import ReferenceModel, build
 from flopwise.engine.weights.huggingface import config_of, to_huggingface
 from flopwise.work.parameters import parameters_of
@@ -143,10 +144,11 @@ TINY = {
         ffn=16,
         experts=6,
         experts_per_token=2,
-        shared_ffn=20,
-        routing=Routing(
-            scores="sigmoid", scale=2.5, correction=True, groups=3, groups_kept=2, group_by="best two"
-        ),
+        shared_ffn=32,
+        dense_blocks=(0,),
+        dense_ffn=21,
+        routing=Routing(scores="sigmoid", scale=2.5, correction=True, groups=3, groups_kept=2, group_by="best two"),
+        family="glm4_moe",
     ),
     "qwen3_moe": replace(
         LLAMA,
@@ -190,6 +192,9 @@ def random_module(model: Transformer, *, dtype: torch.dtype = torch.float64, see
             norm = "norm" in name and name.endswith("weight")
             drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64)
             value.copy_(1 + 0.2 * drawn if norm else 0.3 * drawn)
+            if name.endswith("routing.bias"):
+                # Its terms are those of one number each.
+                value.copy_(split_terms(drawn[0]))
     return module
 
 

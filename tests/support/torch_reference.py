@@ -90,11 +90,12 @@ def rotate(value: Tensor) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, width: int = 0) -> None:
         super().__init__()
-        self.gate = nn.Linear(model.hidden, model.ffn, bias=model.ffn_bias) if model.gated else None
-        self.up = nn.Linear(model.hidden, model.ffn, bias=model.ffn_bias)
-        self.down = nn.Linear(model.ffn, model.hidden, bias=model.ffn_bias)
+        width = width or model.ffn
+        self.gate = nn.Linear(model.hidden, width, bias=model.ffn_bias) if model.gated else None
+        self.up = nn.Linear(model.hidden, width, bias=model.ffn_bias)
+        self.down = nn.Linear(width, model.hidden, bias=model.ffn_bias)
 
     def forward(self, value: Tensor) -> Tensor:
         inner = self.up(value)
@@ -111,6 +112,8 @@ class Experts(nn.Module):
         self.chosen = model.experts_per_token
         self.router = nn.Linear(model.hidden, model.experts, bias=False)
         self.experts = nn.ModuleList(FeedForward(model) for _ in range(model.experts))
+        self.shared = FeedForward(model, model.shared_ffn) if model.shared_ffn else None
+        self.shared_gate = nn.Linear(model.hidden, 1, bias=False) if model.shared_gate else None
 
     def forward(self, value: Tensor) -> Tensor:
         batch, tokens, hidden = value.shape
@@ -120,16 +123,20 @@ class Experts(nn.Module):
         parts = copies.chunk(len(self.experts))
         results = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
         mixed = (results.view(self.chosen, -1, hidden) * weights.t().unsqueeze(-1)).sum(0)
+        if self.shared is not None:
+            shared = self.shared(flat)
+            mixed = mixed + (shared if self.shared_gate is None else self.shared_gate(flat).sigmoid() * shared)
         result: Tensor = mixed.view(batch, tokens, hidden)
         return result
 
 
 class Block(nn.Module):
-    def __init__(self, model: Transformer, attend: Attend) -> None:
+    def __init__(self, model: Transformer, attend: Attend, layer: int = 0) -> None:
         super().__init__()
         self.model = model
         self.attention = SelfAttention(model, attend)
-        self.feed = Experts(model) if model.experts else FeedForward(model)
+        dense = layer in model.dense_blocks
+        self.feed = Experts(model) if model.experts and not dense else FeedForward(model, model.dense_ffn)
         self.norm1, self.norm2 = Norm(model, model.hidden), Norm(model, model.hidden)
         sandwich = model.norm_place == "sandwich"
         self.norm3, self.norm4 = (Norm(model, model.hidden) if sandwich else nn.Identity() for _ in range(2))
@@ -169,7 +176,7 @@ class Reference(nn.Module):
         self.positions = nn.Embedding(model.position_rows or tokens, hidden) if learned else None
         self.types = nn.Embedding(model.token_types, hidden) if model.token_types else None
         self.embedding_norm = Norm(model, hidden) if model.embedding_norm else nn.Identity()
-        self.blocks = nn.ModuleList(Block(model, attend) for _ in range(model.layers))
+        self.blocks = nn.ModuleList(Block(model, attend, layer) for layer in range(model.layers))
         self.final_norm = Norm(model, hidden) if model.final_norm and model.head != "classifier" else nn.Identity()
         if model.head == "classifier":
             self.pooler = nn.Linear(hidden, hidden)

@@ -161,6 +161,7 @@ def reference_gradients(
     found = {
         name: torch.zeros_like(value) if value.grad is None else value.grad.clone()
         for name, value in module.named_parameters()
+        if value.requires_grad
     }
     return float(loss.detach()), found
 

@@ -247,6 +247,54 @@ def _mixture(*, experts: int, experts_per_token: int) -> dict[str, Rule]:
     }
 
 
+def _qwen_dense(settings: ConfigKeys) -> tuple[int, ...]:
+    """The blocks that are listed as dense, and those between every so many that are not."""
+    layers, every = _blocks(settings), settings.size("decoder_sparse_step", absent=1)
+    listed = settings.table.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < layers for layer in listed):
+        raise FlopwiseError(
+            f"{settings.owner}: mlp_only_layers are no blocks", hint=f"numbers from 0 to {layers - 1}, or leave it out"
+        )
+    return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % every)
+
+
+def _first_dense(settings: ConfigKeys) -> tuple[int, ...]:
+    return tuple(range(min(settings.size("first_k_dense_replace", absent=1, null=0, least=0), _blocks(settings))))
+
+
+def _dense(blocks: Callable[[ConfigKeys], tuple[int, ...]]) -> dict[str, Rule]:
+    """Of a mixture some of whose blocks have no experts."""
+    return {
+        "dense_blocks": blocks,
+        "dense_ffn": lambda settings: settings.size("intermediate_size") if blocks(settings) else 0,
+    }
+
+
+def _corrected_routing(settings: ConfigKeys) -> Routing:
+    """DeepSeek-V3's, and of those who follow it."""
+    groups = settings.size("n_group", absent=1, null=1)
+    return Routing(
+        scores="sigmoid",
+        normalised=settings.flag("norm_topk_prob", absent=True),
+        scale=settings.number("routed_scaling_factor", absent=1.0),
+        correction=True,
+        groups=groups,
+        groups_kept=settings.size("topk_group", absent=1, null=1),
+        group_by="best two" if groups > 1 else "best",
+    )
+
+
+def _shared_experts(settings: ConfigKeys) -> int:
+    """Several of them are one that is as wide as all."""
+    count = settings.size("n_shared_experts", absent=1, null=0, least=0)
+    return count * settings.size("moe_intermediate_size") if count else 0
+
+
+def _further_token_note(settings: ConfigKeys) -> str:
+    further = settings.size("num_nextn_predict_layers", absent=0, null=0, least=0)
+    return "the layer that foretells a further token is left out, as transformers does" if further else ""
+
+
 def _olmo_like() -> dict[str, Rule]:
     return {
         **_llama_like(context=2048, kv_heads=0),
@@ -295,7 +343,6 @@ ATTENTION_BIAS = {
     "output_bias": flag_of("attention_bias", absent=False),
 }
 """One switch for all four products around attention."""
-MIXED_BLOCKS = "some of its blocks have experts and others have none; a description repeats one kind"
 NO_BALANCING = Only("output_router_logits", (False,), "it adds a loss that balances the experts, which is not computed")
 NO_LOOKING_AHEAD = Only("use_bidirectional_attention", (False,), "its tokens see those that come after them")
 NO_QK_NORM = Only("qk_layernorm", (False,), "its norms of queries and keys are none that a description holds")
@@ -333,13 +380,12 @@ FAMILIES: dict[str, Family] = {
         bare=("Qwen2MoeModel",),
         only=(
             NO_BALANCING,
-            Only("decoder_sparse_step", (1,), MIXED_BLOCKS),
-            Only("mlp_only_layers", ([],), MIXED_BLOCKS),
             Only("use_sliding_window", (False,), "which of its blocks have windows is not read"),
         ),
         rules={
             **_llama_like(context=32768, kv_heads=16),
             **_mixture(experts=60, experts_per_token=4),
+            **_dense(_qwen_dense),
             "head_dim": fixed(0),
             "qkv_bias": flag_of("qkv_bias", absent=True),
             "ffn": size_of("moe_intermediate_size", absent=1408),
@@ -350,14 +396,11 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         title="Qwen3 MoE",
         bare=("Qwen3MoeModel",),
-        only=(
-            NO_BALANCING,
-            Only("decoder_sparse_step", (1,), MIXED_BLOCKS),
-            Only("mlp_only_layers", ([],), MIXED_BLOCKS),
-        ),
+        only=(NO_BALANCING,),
         rules={
             **_llama_like(context=32768, kv_heads=4),
             **_mixture(experts=128, experts_per_token=8),
+            **_dense(_qwen_dense),
             **ATTENTION_BIAS,
             "head_dim": size_of("head_dim", absent=0, null=0),
             "ffn": size_of("moe_intermediate_size", absent=768),
@@ -386,6 +429,26 @@ FAMILIES: dict[str, Family] = {
             "experts": size_of("num_experts", "num_local_experts", absent=128),
             "experts_per_token": size_of("num_experts_per_tok", absent=4),
             "routing": fixed(Routing(bias=True)),
+            "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
+        },
+    ),
+    "glm4_moe": Family(
+        title="GLM-4.5",
+        bare=("Glm4MoeModel",),
+        only=(NO_BALANCING,),
+        note=_further_token_note,
+        rules={
+            **_llama_like(context=131_072, kv_heads=8),
+            **_dense(_first_dense),
+            "head_dim": size_of("head_dim", absent=128, null=0),
+            "qkv_bias": flag_of("attention_bias", absent=False),
+            "qk_norm": flag_of("use_qk_norm", absent=False),
+            "rotary_dim": rotary_dim(0.5),
+            "ffn": size_of("moe_intermediate_size", absent=1408),
+            "experts": size_of("n_routed_experts", "num_local_experts", absent=128),
+            "experts_per_token": size_of("num_experts_per_tok", absent=8),
+            "shared_ffn": _shared_experts,
+            "routing": _corrected_routing,
             "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
         },
     ),

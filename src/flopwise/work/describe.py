@@ -10,8 +10,8 @@ from flopwise.work.lengths import Lengths
 from flopwise.work.lstm import Lstm
 from flopwise.work.lstm_ops import lstm_work
 from flopwise.work.model import Model
-from flopwise.work.op import AttentionKernel
-from flopwise.work.transformer import check_positive
+from flopwise.work.op import AttentionKernel, Op
+from flopwise.work.transformer import Transformer, check_positive
 from flopwise.work.transformer_ops import transformer_work
 from flopwise.work.work import Work
 
@@ -37,6 +37,11 @@ def describe(
     if isinstance(model, Lstm):
         return lstm_work(model, sequence_tokens)
     return transformer_work(model, sequence_tokens, kernel, layout, lengths)
+
+
+def is_in(op: Op, model: Model, layer: int) -> bool:
+    """Whether a block has an operator of its model's description."""
+    return not op.block_kind or (isinstance(model, Transformer) and op.block_kind == model.block_kind(layer))
 
 
 def check_lengths(model: Model, lengths: Lengths, kernel: AttentionKernel, layout: Layout = WHOLE) -> None:

@@ -48,9 +48,14 @@ def exchange(work: Work, policy: Recompute, formats: Formats, *, hidden: int, st
         reductions=min(1, len(reduced)) if together else len(reduced),
         reductions_again=sum(op.name in again for op in reduced[: 1 if together else None]),
         ring_bytes=ring,
-        dispatch_bytes=dispatched.elements * width if dispatched else 0,
+        dispatch_bytes=round(dispatched.elements * width * _mixed_share(work)) if dispatched else 0,
         dispatches_again=sum(name in again for name in ("dispatch", "combine")),
     )
+
+
+def _mixed_share(work: Work) -> float:
+    """The share of the blocks that have experts."""
+    return next(op.layers / work.layers for op in work.ops if op.name == "dispatch")
 
 
 def is_expert(op: Op) -> bool:
@@ -63,11 +68,12 @@ def parameters_by_part(work: Work) -> tuple[tuple[int, int, int], int]:
     """Parameters of the embedding, of one layer (experts not counted) and of the head; and of one layer's experts.
 
     A tied matrix stands in both the embedding and the head here: a pipeline's first and last stage each hold it. What
-    a layer uses twice (Cohere's norm) it holds once.
+    a layer uses twice (Cohere's norm) it holds once; of what some layers have it is the mean.
     """
     parts, experts = [0, 0, 0], 0
     for op, part in zip(work.ops, parts_of(work), strict=True):
-        elements = sum(weight.elements for weight in op.weights if weight.owned or not op.in_block)
+        held = (weight for weight in op.weights if (weight.owned or not op.in_block) and not weight.buffer)
+        elements = _in_the_mean(work, op, sum(weight.elements for weight in held))
         if is_expert(op):
             experts += elements
         else:
@@ -83,8 +89,13 @@ def product_parameters_by_part(work: Work) -> tuple[int, int, int]:
     parts = [0, 0, 0]
     for op, part in zip(work.ops, parts_of(work), strict=True):
         if isinstance(op, Gemm) and not is_expert(op):
-            parts[part] += sum(weight.elements for weight in op.weights)
+            parts[part] += _in_the_mean(work, op, sum(weight.elements for weight in op.weights))
     return parts[0], parts[1], parts[2]
+
+
+def _in_the_mean(work: Work, op: Op, elements: int) -> int:
+    """Of an operator that only some blocks have, what a block has of it."""
+    return round(elements * op.layers / work.layers) if op.block_kind else elements
 
 
 def parts_of(work: Work) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flopwise.work.formats import QUANTISED_BITS, WIDTH_BYTES, Formats
-from flopwise.work.op import Attention, Gemm
+from flopwise.work.op import Attention, Gemm, Op
 from flopwise.work.traffic import tensor_bytes
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import SCORES, Recompute, Work
@@ -41,13 +41,15 @@ def temporary_bytes(work: Work, policy: Recompute, formats: Formats) -> int:
     The tensors that are made again (those of every time step, for a recurrent layer), the gradients of one operator's
     inputs and outputs beside the residual stream's, and flash attention's fp32 gradient of the queries.
     """
+    return max(_temporary_bytes(work, ops, policy, formats) for ops in work.block_kinds)
+
+
+def _temporary_bytes(work: Work, block: tuple[Op, ...], policy: Recompute, formats: Formats) -> int:
     kept = {tensor.name for tensor in work.saved(policy)}
-    again = {name: op.calls for op in work.ops if op.in_block for name in op.needs if name not in kept}
+    again = {name: op.calls for op in block for name in op.needs if name not in kept}
     made = sum(calls * tensor_bytes(work.tensors[name], formats) for name, calls in again.items())
     gradients = max(
-        sum(tensor_bytes(work.tensors[name], formats) for name in (*op.inputs, *op.outputs))
-        for op in work.ops
-        if op.in_block
+        sum(tensor_bytes(work.tensors[name], formats) for name in (*op.inputs, *op.outputs)) for op in block
     )
     stream = next(tensor_bytes(work.tensors[name], formats) for name in ("input", "below") if name in work.tensors)
     flash = work.kernel == "flash" and any(isinstance(op, Attention) for op in work.ops)

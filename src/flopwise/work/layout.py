@@ -60,7 +60,7 @@ def _uneven(model: Transformer, ranks: int) -> str | None:
     """What that many tensor ranks cannot share equally; None when all can be."""
     if model.heads % ranks or (model.kv_heads % ranks and ranks % model.kv_heads):
         return f"it has {model.heads} heads and {model.kv_heads} key-value heads"
-    width = next((width for width in (model.ffn, model.shared_ffn) if width % ranks), None)
+    width = next((width for width in (model.ffn, model.shared_ffn, model.dense_ffn) if width % ranks), None)
     return None if width is None else f"its feed-forward width is {width}"
 
 

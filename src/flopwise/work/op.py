@@ -98,6 +98,8 @@ class Op:
     """How often each copy runs in one pass: 1, but the time steps of a recurrent cell."""
     in_block: bool = True
     """Part of the repeated block, so recomputed under checkpointing; embedding and head are not."""
+    block_kind: str = ""
+    """Which blocks have it, where they come in kinds; empty: all of them."""
     frozen: int = 0
     """Copies whose weights are not trained."""
     unreached: int = 0

@@ -68,13 +68,14 @@ def parameters_of(model: Transformer, sequence_tokens: int) -> tuple[Parameter, 
     What is trained comes before what is not. A tied matrix is listed as the head's, and the part `head` then holds what
     comes before the blocks as well.
     """
-    before, inside, behind = op_groups(describe(model, sequence_tokens))
+    before, _, behind = op_groups(describe(model, sequence_tokens))
+    inside = {kind: op_groups(describe(kind, sequence_tokens))[1] for kind in model.kinds}
     found: list[Parameter] = []
     if not model.tied:
         found += _list_parameters(before, "embedding")
     frozen = model.frozen_layers
     for layer in range(model.layers):
-        found += _list_parameters(inside, layer, frozen=layer in frozen)
+        found += _list_parameters(inside[model.kind_of(layer)], layer, frozen=layer in frozen)
     return (*found, *_list_parameters((*before, *behind) if model.tied else behind, "head"))
 
 

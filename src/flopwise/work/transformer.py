@@ -26,6 +26,10 @@ sigmoid (of 1.702 x). `clamped_swiglu` is gpt-oss's: quick_gelu(gate) · (up + 1
 """
 
 
+DENSE, MIXTURE = "dense", "mixture"
+"""Kinds of blocks, where some of a mixture's have no experts."""
+
+
 def check_name(name: str) -> None:
     """Refuse a name that a table or a file could not print."""
     if not name.strip() or not name.isprintable():
@@ -264,6 +268,10 @@ class Transformer:
     """Inner width of what every token goes through beside its experts; 0: nothing."""
     shared_gate: bool = False
     """What that makes is multiplied by the sigmoid of a score of the token, as Qwen2-MoE has it."""
+    dense_blocks: tuple[int, ...] = ()
+    """The blocks of a mixture that have no experts, from 0: the first ones of DeepSeek's."""
+    dense_ffn: int = 0
+    """Inner width of their feed-forward part."""
     sinks: bool = False
     """A score of each head that takes part in the softmax beside the keys', and has no value, as gpt-oss."""
     head: Literal["language", "masked", "classifier"] = "language"
@@ -388,13 +396,7 @@ class Transformer:
             )
         if self.other_attention is None:
             return
-        blocks = self.other_blocks
-        if list(blocks) != sorted({*blocks}) or blocks[0] < 0 or blocks[-1] >= self.layers:
-            raise FlopwiseError(
-                f"{self.name}: other_blocks are no blocks of {self.layers} in their order",
-                why=f"blocks are counted from 0 to {self.layers - 1}",
-                hint="other_blocks = [1, 3, 5]",
-            )
+        self._check_listed("other_blocks", self.other_blocks)
         if self.other_attention.window is not None:
             check_positive(f"{self.name}: other_attention", window=self.other_attention.window)
         check_real(f"{self.name}: other_attention", rotary_base=self.other_attention.rotary_base)
@@ -520,10 +522,35 @@ class Transformer:
         self.routing.check(self.name, self.experts, self.experts_per_token)
         if self.shared_ffn:
             check_positive(self.name, shared_ffn=self.shared_ffn)
+        self._check_dense()
         if (self.shared_ffn and not self.experts) or (self.shared_gate and not self.shared_ffn):
             raise FlopwiseError(
                 f"{self.name}: shared experts stand beside others, and a gate weighs what they make",
                 hint="give `experts` and shared_ffn, or leave out shared_ffn and shared_gate",
+            )
+
+    def _check_dense(self) -> None:
+        if bool(self.dense_blocks) != bool(self.dense_ffn) or (self.dense_blocks and not self.experts):
+            raise FlopwiseError(
+                f"{self.name}: dense_blocks and dense_ffn come together, in a mixture",
+                why="one says which blocks have no experts, the other how wide these are",
+                hint="give both beside `experts`, or leave both out",
+            )
+        if not self.dense_blocks:
+            return
+        check_positive(self.name, dense_ffn=self.dense_ffn)
+        self._check_listed("dense_blocks", self.dense_blocks)
+        if len(self.dense_blocks) == self.layers:
+            raise FlopwiseError(
+                f"{self.name}: none of its blocks has experts", hint="leave out `experts`, dense_blocks and dense_ffn"
+            )
+
+    def _check_listed(self, field: str, blocks: tuple[int, ...]) -> None:
+        if list(blocks) != sorted({*blocks}) or blocks[0] < 0 or blocks[-1] >= self.layers:
+            raise FlopwiseError(
+                f"{self.name}: {field} are no blocks of {self.layers} in their order",
+                why=f"blocks are counted from 0 to {self.layers - 1}",
+                hint=f"{field} = [1, 3, 5]",
             )
 
     @property
@@ -581,25 +608,37 @@ class Transformer:
             "sinks in its attention": self.sinks,
             "its own routing": self.routing != Routing(normalised=self.routing.normalised),
             "shared experts": self.shared_ffn > 0,
+            "blocks without experts": bool(self.dense_blocks),
             "capped scores or logits": (self.attention_cap, self.logit_cap) != (None, None),
         }
         return tuple(words for words, there in had.items() if there)
 
     def kind_of(self, layer: int) -> Transformer:
         """The description of which all blocks are like this one."""
-        return _of_kind(self, layer in self.other_blocks)
+        return _of_kind(self, layer in self.other_blocks, layer in self.dense_blocks)
+
+    def block_kind(self, layer: int) -> str:
+        """What this block has that not all have, by the word that its operators have for it."""
+        return DENSE if layer in self.dense_blocks else MIXTURE
 
     @property
     def kinds(self) -> tuple[Transformer, ...]:
         """Each kind of block, as a description of which all are alike."""
-        return tuple(kind for kind, _, _ in self.counted_kinds)
+        return _kinds(self)
 
     @property
-    def counted_kinds(self) -> tuple[tuple[Transformer, int, bool], ...]:
-        """The same with how many blocks there are, and whether they are the `other_blocks`."""
+    def attention_kinds(self) -> tuple[tuple[Transformer, int, bool], ...]:
+        """Each kind of attention with how many blocks have it, and whether they are the `other_blocks`."""
         others = len(self.other_blocks)
-        found = ((_of_kind(self, False), self.layers - others, False), (_of_kind(self, True), others, True))
-        return tuple(each for each in found if each[1])
+        found = ((False, self.layers - others), (True, others))
+        return tuple((_of_kind(self, other, False), each, other) for other, each in found if each)
+
+    @property
+    def feed_kinds(self) -> tuple[tuple[Transformer, frozenset[int]], ...]:
+        """Each kind of feed-forward part, as a description of which all blocks have it, with the blocks that do."""
+        dense = frozenset(self.dense_blocks)
+        rest = frozenset(range(self.layers)) - dense
+        return tuple((_fed_alike(self, blocks is dense), blocks) for blocks in (rest, dense) if blocks)
 
     def check_sequence(self, tokens: int) -> None:
         """Refuse a sequence that the position table cannot number."""
@@ -615,15 +654,37 @@ class Transformer:
 
 
 @lru_cache(maxsize=256)
-def _of_kind(model: Transformer, other: bool) -> Transformer:
-    attention = model.other_attention
-    if attention is None:
+def _kinds(model: Transformer) -> tuple[Transformer, ...]:
+    return tuple(dict.fromkeys(model.kind_of(layer) for layer in range(model.layers)))
+
+
+def _fed_alike(model: Transformer, dense: bool) -> Transformer:
+    """The same network with one kind of feed-forward part."""
+    if not model.dense_blocks:
         return model
-    plain = replace(model, other_attention=None, other_blocks=())
-    if not other:
-        return plain
+    found = replace(model, dense_blocks=(), dense_ffn=0)
+    if not dense:
+        return found
     return replace(
-        plain,
+        found,
+        ffn=model.dense_ffn,
+        experts=0,
+        experts_per_token=0,
+        shared_ffn=0,
+        shared_gate=False,
+        routing=USUAL_ROUTING,
+    )
+
+
+@lru_cache(maxsize=256)
+def _of_kind(model: Transformer, other: bool, dense: bool) -> Transformer:
+    attention, found = model.other_attention, _fed_alike(model, dense)
+    if attention is not None:
+        found = replace(found, other_attention=None, other_blocks=())
+    if attention is None or not other:
+        return found
+    return replace(
+        found,
         window=attention.window,
         rotary_base=attention.rotary_base,
         rotary_scaling=attention.rotary_scaling,

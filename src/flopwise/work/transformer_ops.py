@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
@@ -11,7 +13,7 @@ from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.lengths import Lengths
 from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, SaveLevel, Streaming, StreamingKind, Tensor, Weight
 from flopwise.work.routing import CORRECTION_TERMS
-from flopwise.work.transformer import Transformer
+from flopwise.work.transformer import DENSE, MIXTURE, Transformer
 from flopwise.work.work import SCORES, Work
 
 SHARED = "shared_"
@@ -65,6 +67,7 @@ class _Builder:
             kv_heads=max(1, model.kv_heads // layout.tensor),
             ffn=model.ffn // layout.tensor,
             shared_ffn=model.shared_ffn // layout.tensor,
+            dense_ffn=model.dense_ffn // layout.tensor,
             vocab=-(-model.vocab // layout.tensor),
         )
         self.layout = layout
@@ -80,6 +83,7 @@ class _Builder:
         self.copies: dict[str, int] = {}
         self.layers = 1
         self.in_block = False
+        self.block_kind = ""
         self.frozen = self.unreached = 0
         """Copies of the operators to come whose weights are not trained, and that backward does not come to."""
 
@@ -123,6 +127,7 @@ class _Builder:
                 weights=tuple(weights),
                 layers=self.layers,
                 in_block=self.in_block,
+                block_kind=self.block_kind,
                 frozen=self.frozen,
                 unreached=self.unreached,
                 rows=self.tokens if rows is None else rows,
@@ -171,6 +176,7 @@ class _Builder:
                 weights=(Weight(module=name, shape=(columns, depth)),),
                 layers=self.layers,
                 in_block=True,
+                block_kind=self.block_kind,
                 rows=self.tokens,
                 depth=depth,
                 columns=columns,
@@ -200,6 +206,7 @@ class _Builder:
                 weights=weights,
                 layers=self.layers,
                 in_block=self.in_block,
+                block_kind=self.block_kind,
                 frozen=self.frozen if weights else 0,
                 unreached=self.unreached,
                 kind=kind,
@@ -403,6 +410,7 @@ class _Builder:
                 weights=(Weight(module="sinks", kind="bias", shape=(model.heads,)),) if model.sinks else (),
                 layers=self.layers,
                 in_block=self.in_block,
+                block_kind=self.block_kind,
                 frozen=self.frozen if model.sinks else 0,
                 unreached=self.unreached,
                 tokens=tokens,
@@ -424,14 +432,35 @@ class _Builder:
             return ()
         unreached = sum(layer in model.other_blocks for layer in range(self.unreached))
         none_of = {True: unreached, False: self.unreached - unreached}
-        return tuple((kind.window, each, none_of[other]) for kind, each, other in model.counted_kinds)
+        return tuple((kind.window, each, none_of[other]) for kind, each, other in model.attention_kinds)
 
     def feed_forward(self, source: str) -> None:
         model = self.model
         self.tensor("fed", self.stream_tokens * model.hidden)
-        if not model.experts:
+        if model.dense_blocks:
+            dense = frozenset(model.dense_blocks)
+            with self.only_in(dense, DENSE):
+                self.feed(f"{DENSE}_", source, "fed", width=model.dense_ffn)
+            with self.only_in(frozenset(range(model.layers)) - dense, MIXTURE):
+                self.mixture(source)
+        elif model.experts:
+            self.mixture(source)
+        else:
             self.feed("", source, "fed", width=model.ffn)
-            return
+
+    @contextmanager
+    def only_in(self, blocks: frozenset[int], kind: str) -> Iterator[None]:
+        """What follows is in these blocks alone."""
+        before = (self.layers, self.frozen, self.unreached)
+        self.layers, self.block_kind = len(blocks), kind
+        self.frozen = len(blocks) if self.model.adapters is not None else len(self.model.frozen_layers & blocks)
+        self.unreached = sum(layer < self.model.first_reached for layer in blocks)
+        yield
+        (self.layers, self.frozen, self.unreached), self.block_kind = before, ""
+
+    def mixture(self, source: str) -> None:
+        """Each token through its experts, and through those that all share."""
+        model = self.model
         dispatched = self.route(source)
         rows = self.tokens * model.experts_per_token
         self.tensor("expert_output", rows * model.hidden, SaveLevel.EVERYTHING)
@@ -520,6 +549,7 @@ class _Builder:
                 weights=self.correction(),
                 layers=self.layers,
                 in_block=self.in_block,
+                block_kind=self.block_kind,
                 frozen=self.layers if model.routing.correction else 0,
                 unreached=self.unreached,
                 eager_kernels=3,

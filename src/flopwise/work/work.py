@@ -60,6 +60,18 @@ class Work:
             assert known.issuperset((*op.inputs, *op.outputs, *op.needs)), f"{op.name} names an unknown tensor"
 
     @property
+    def layers(self) -> int:
+        """Blocks, of all kinds together."""
+        return max((op.layers for op in self.ops if op.in_block), default=1)
+
+    @property
+    def block_kinds(self) -> tuple[tuple[Op, ...], ...]:
+        """The operators of each kind of block."""
+        inside = tuple(op for op in self.ops if op.in_block)
+        kinds = dict.fromkeys(op.block_kind for op in inside if op.block_kind) or {"": None}
+        return tuple(tuple(op for op in inside if op.block_kind in ("", kind)) for kind in kinds)
+
+    @property
     def parameters(self) -> int:
         """Every number of the weights, once."""
         return sum(op.parameters for op in self.ops)

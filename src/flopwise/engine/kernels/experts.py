@@ -139,11 +139,12 @@ def gate_backward(gradient: Tensor, made: Tensor, gate: Tensor, *, made_out: Ten
 
 def split_terms(correction: Tensor) -> Tensor:
     """A correction as terms that bf16 holds exactly, (terms, experts)."""
-    rest, terms = correction.to(torch.float32), []
+    rest: Tensor = correction.to(torch.float32)
+    terms: list[Tensor] = []
     for _ in range(CORRECTION_TERMS):
         terms.append(rest.to(torch.bfloat16).to(torch.float32))
         rest = rest - terms[-1]
-    return torch.stack(terms)
+    return torch.stack(terms).to(torch.promote_types(correction.dtype, torch.float32))
 
 
 def sum_terms(terms: Tensor, dtype: torch.dtype) -> Tensor:

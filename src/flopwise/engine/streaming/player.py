@@ -91,7 +91,6 @@ class Player:
     ) -> None:
         self.plan, self.program, self.slabs = plan, program, slabs
         self.formats = parse_formats(plan.precision)
-        work = describe(model, plan.sequence_tokens)
         self.compute, self.statistics = TYPES[self.formats.compute], statistics_type(self.formats)
         self.model = model
         self.numbers: dict[Part, PartNumbers] = numbers_by_part(
@@ -121,29 +120,36 @@ class Player:
         if gated is None and not deterministic:
             gated = gated_kernels(model, self.formats, slabs.device)
         paired = ("gate", "up") if gated is not None else ()
-        self.saved = SavedTensors(work, self.formats, packed=packs, paired=paired)
-        self.operators = operators = Operators(
-            model,
-            work,
-            self.formats,
-            self.arena,
-            packs=packs,
-            gated=gated,
-            products=products,
-            head_products=self._head_products(products),
-        )
+
+        def operators_of(kind: Transformer) -> Operators:
+            return Operators(
+                kind,
+                describe(kind, plan.sequence_tokens),
+                self.formats,
+                self.arena,
+                packs=packs,
+                gated=gated,
+                products=products,
+                head_products=self._head_products(products),
+            )
+
+        operators = {kind: operators_of(kind) for kind in model.kinds}
+        self.saved = {
+            kind: SavedTensors(each.work, self.formats, packed=packs, paired=paired) for kind, each in operators.items()
+        }
         spare_bytes = spare_under_cap(plan, program) if slabs.device.type == "cuda" else 0
-        self.blocks = self._make_blocks(deterministic=deterministic, spare_bytes=spare_bytes)
+        self.blocks = self._make_blocks(operators, deterministic=deterministic, spare_bytes=spare_bytes)
         self.cut = plan.chunks_per_sequence > 1
-        self.embedding_head = EmbeddingHead(model, work, operators)
+        ends = next(iter(operators.values()))
+        self.embedding_head = EmbeddingHead(model, ends.work, ends)
         self.updates = Updates(training, self.formats, self.numbers, slabs.device)
         self.loss = Loss(torch.zeros((), dtype=self.statistics, device=slabs.device))
         self.scale = torch.zeros((), dtype=self.statistics, device=slabs.device)
         """One over what has a loss in the step."""
         self._weight_views: dict[tuple[int, Part], dict[str, Stored]] = {}
         self._sum_views: dict[tuple[int, Part], dict[str, Tensor]] = {}
-        self._saved_views: dict[tuple[int, str, int], dict[str, Tensor]] = {}
-        """Of what layers keep, by buffer, level and tokens: every step asks for the same ones."""
+        self._saved_views: dict[tuple[int, Transformer, str, int], dict[str, Tensor]] = {}
+        """Of what layers keep, by buffer, kind, level and tokens: every step asks for the same ones."""
         self._contexts()
         self._sequence_blocks()
         self.evaluating = False
@@ -184,16 +190,17 @@ class Player:
             for kind, block in self.blocks.items():
                 packed = block.operators.packs
                 buffer, tokens = self.slabs.buffers[index], self.plan.sequence_tokens
-                tensors = SequenceTensors(buffer, self.saved, tokens, block.extras, packed=packed)
+                tensors = SequenceTensors(buffer, self.saved[kind], tokens, block.extras, packed=packed)
                 self.sequences[kind] = SequenceBlock(block, tensors)
 
-    def _make_blocks(self, *, deterministic: bool, spare_bytes: int) -> dict[Transformer, Block]:
+    def _make_blocks(
+        self, operators: dict[Transformer, Operators], *, deterministic: bool, spare_bytes: int
+    ) -> dict[Transformer, Block]:
         """One for each kind of block."""
         dropout = None if self.drops is None else self.model.dropout
         found = {}
-        for kind in self.model.kinds:
-            work = describe(kind, self.plan.sequence_tokens)
-            block = Block(kind, work, self.operators, self.saved, deterministic=deterministic, spare_bytes=spare_bytes)
+        for kind, mine in operators.items():
+            block = Block(kind, mine.work, mine, self.saved[kind], deterministic=deterministic, spare_bytes=spare_bytes)
             block.drops_weights = dropout is not None and dropout.attention > 0
             found[kind] = block
         return found
@@ -390,19 +397,24 @@ class Player:
     def _slot(self, task: Task, tokens: int) -> dict[str, Tensor]:
         index = self._of((*task.writes, *task.reads), "activations", "slot")
         assert index is not None
-        return self._kept_in(index, "full", tokens)
+        return self._kept_in(index, task, "full", tokens)
 
-    def _kept_in(self, index: int, level: str, tokens: int) -> dict[str, Tensor]:
-        found = self._saved_views.get((index, level, tokens))
+    def _saved(self, task: Task) -> SavedTensors:
+        """What the block of a task keeps."""
+        return self.saved[self._kind(task)]
+
+    def _kept_in(self, index: int, task: Task, level: str, tokens: int) -> dict[str, Tensor]:
+        key = (index, self._kind(task), level, tokens)
+        found = self._saved_views.get(key)
         if found is None:
             if len(self._saved_views) >= MOST_VIEWS:
                 self._saved_views.clear()
-            found = self._saved_views[index, level, tokens] = self.saved.views(self.slabs.buffers[index], level, tokens)
+            found = self._saved_views[key] = self._saved(task).views(self.slabs.buffers[index], level, tokens)
         return found
 
-    def _home(self, uses: Sequence[Use], level: str, tokens: int) -> dict[str, Tensor] | None:
+    def _home(self, task: Task, uses: Sequence[Use], tokens: int) -> dict[str, Tensor] | None:
         index = self._of(uses, "activations", "home")
-        return None if index is None else self._kept_in(index, level, tokens)
+        return None if index is None else self._kept_in(index, task, task.level, tokens)
 
     def _forward(self, task: Task, chunk: Chunk) -> None:
         tokens = chunk.count
@@ -421,7 +433,7 @@ class Player:
 
     def _keep(self, task: Task, slot: dict[str, Tensor], tokens: int) -> None:
         """What stays on the device at a lower level is brought to its own place."""
-        home = self._home(task.writes, task.level, tokens)
+        home = self._home(task, task.writes, tokens)
         if home is not None and not self.evaluating:
             for name, tensor in home.items():
                 tensor.copy_(slot[name])
@@ -431,9 +443,9 @@ class Player:
         tokens = chunk.count
         slot = self._slot(task, tokens)
         values = Values(self.arena, slot)
-        found = self._home(task.reads, task.level, tokens)
+        found = self._home(task, task.reads, tokens)
         if found is None:
-            found = {name: slot[name] for name in self.saved.names(task.level)}
+            found = {name: slot[name] for name in self._saved(task).names(task.level)}
             source = self._of(task.reads, "workspace", "inputs")
             if source is not None and task.level == "input":
                 found["input"] = self._rows(source, tokens)
@@ -445,7 +457,7 @@ class Player:
     def _backward(self, task: Task, chunk: Chunk) -> None:
         values, trained, block = self._kept_values(task, chunk), self._trained(task), self._block(task)
         weights = trained.weights
-        kept = {*self.saved.names(task.level)}
+        kept = {*self._saved(task).names(task.level)}
         gradient = self._residual(task, chunk)
         if not self.cut:
             block.recompute(values, weights, chunk, kept)
@@ -467,7 +479,7 @@ class Player:
     def _context(self, task: Task, chunk: Chunk) -> None:
         keys = self._context_keys(task)
         tokens = chunk.count
-        home = self._home(task.reads, task.level, tokens)
+        home = self._home(task, task.reads, tokens)
         if task.level != "input":
             source = home or self._slot(task, tokens)
             keys.key[chunk.first : chunk.last].copy_(source["key"])
@@ -507,7 +519,7 @@ class Player:
     def _forward_after(self, task: Task, chunk: Chunk) -> None:
         tokens = chunk.tokens
         slot, residual = self._slot(task, tokens), self._residual(task, chunk)
-        kept = self.saved.names(task.level)
+        kept = self._saved(task).names(task.level)
         self._sequence(task).forward_after(
             residual, slot, self._weights(task), chunk, self._context_keys(task), kept=kept
         )
@@ -569,7 +581,7 @@ class Player:
         tokens = chunk.count
         if task.what == "context":
             keys = self._keys[task.writes[0].buffer]
-            home = self.saved.views(source, task.level, tokens)
+            home = self._saved(task).views(source, task.level, tokens)
             keys.key[chunk.first : chunk.last].copy_(home["key"], non_blocking=True)
             keys.value[chunk.first : chunk.last].copy_(home["value"], non_blocking=True)
             return
@@ -579,7 +591,7 @@ class Player:
             return
         # Where sequences are cut, keys and values come back on their own, before the rest.
         apart = ("key", "value") if task.kind == "load" and self.cut else ()
-        for low, full, size in self.saved.copies(task.level, "full", tokens, without=apart):
+        for low, full, size in self._saved(task).copies(task.level, "full", tokens, without=apart):
             at_source, at_target = (full, low) if task.kind == "store" else (low, full)
             target[at_target : at_target + size].copy_(source[at_source : at_source + size], non_blocking=True)
 

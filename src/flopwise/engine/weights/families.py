@@ -323,6 +323,43 @@ def _experts(model: Transformer) -> Config:
     }
 
 
+def _qwen_dense(model: Transformer) -> Config:
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(model.dense_blocks),
+        "intermediate_size": model.dense_ffn or model.ffn,
+    }
+
+
+def _glm4_moe(model: Transformer) -> Config:
+    return {
+        "head_dim": model.head_dim,
+        "attention_bias": model.qkv_bias,
+        "use_qk_norm": model.qk_norm,
+        "partial_rotary_factor": share_turned(model),
+        **_corrected_experts(model),
+    }
+
+
+def _corrected_experts(model: Transformer) -> Config:
+    """Of DeepSeek-V3 and those who follow it."""
+    routing = model.routing
+    return {
+        "intermediate_size": model.dense_ffn or model.ffn,
+        "moe_intermediate_size": model.ffn,
+        "first_k_dense_replace": len(model.dense_blocks),
+        "n_routed_experts": model.experts,
+        "n_shared_experts": model.shared_ffn // model.ffn,
+        "num_experts_per_tok": model.experts_per_token,
+        "norm_topk_prob": routing.normalised,
+        "routed_scaling_factor": routing.scale,
+        "n_group": routing.groups,
+        "topk_group": routing.groups_kept,
+        "num_mtp_layers": 0,
+        "output_router_logits": False,
+    }
+
+
 def _own_nothing(_: Transformer) -> Config:
     return {}
 
@@ -467,9 +504,8 @@ DECODERS: dict[str, SavedFamily] = {
             "qkv_bias": model.qkv_bias,
             "moe_intermediate_size": model.ffn,
             "shared_expert_intermediate_size": model.shared_ffn,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
             **_experts(model),
+            **_qwen_dense(model),
         },
     ),
     "qwen3_moe": SavedFamily(
@@ -481,9 +517,8 @@ DECODERS: dict[str, SavedFamily] = {
             "use_sliding_window": model.window is not None,
             "sliding_window": model.window,
             "moe_intermediate_size": model.ffn,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
             **_experts(model),
+            **_qwen_dense(model),
         },
     ),
     "gpt_oss": SavedFamily(
@@ -503,6 +538,15 @@ DECODERS: dict[str, SavedFamily] = {
             "swiglu_limit": 7.0,
             **_experts(model),
         },
+    ),
+    "glm4_moe": SavedFamily(
+        architecture="Glm4MoeForCausalLM",
+        names=replace(
+            _like_llama(router="mlp.gate", routing="mlp.gate.e_score_correction_bias"),
+            experts=EXPERT,
+            shared="mlp.shared_experts",
+        ),
+        own=_glm4_moe,
     ),
     "olmoe": SavedFamily(
         architecture="OlmoeForCausalLM",

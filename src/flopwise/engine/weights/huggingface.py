@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.huggingface import from_config
+from flopwise.engine.kernels.experts import split_terms, sum_terms
 from flopwise.engine.weights.encoder_families import (
     BERT_LAYER,
     ENCODERS,
@@ -80,9 +81,13 @@ class Place:
     """Whether the file has gate and up number by number, where ours has all gates before all of up."""
     groups: tuple[int, int] | None = None
     """Key heads and a head's channels, where each key head's queries, key and value lie together in the file."""
+    summed: bool = False
+    """Whether the file has the sum of our terms: see `engine.kernels.experts.split_terms`."""
 
     def split(self, value: Tensor) -> dict[str, Tensor]:
         """The tensors of a file: views of the parameter, so that a model on a device needs no second place there."""
+        if self.summed:
+            return {self.names[0]: sum_terms(value, torch.float32)}
         if self.interleaved:
             value = _turn_pairs(value, 2, -1)
         if self.transposed:
@@ -101,11 +106,15 @@ class Place:
             return ((*lead, inputs, outputs),)
         if self.interleaved:
             return (parameter.shape,)
+        if self.summed:
+            return (parameter.shape[1:],)
         sides = parameter.shape[2:] if self.experts else parameter.shape[1:]
         return tuple((rows, *sides) for rows in self.rows or parameter.shape[:1])
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """The parameter that the tensors make up."""
+        if self.summed:
+            return split_terms(parts[0])
         if self.transposed or self.interleaved:
             whole = parts[0].transpose(-1, -2) if self.transposed else parts[0]
             return (_turn_pairs(whole, -1, 2) if self.interleaved else whole).contiguous()
@@ -307,11 +316,11 @@ def place_of(model: Transformer, names: Names, parameter: Parameter) -> Place:
         if model.tied and (module, kind) == ("head", "weight"):
             module = "embedding"
         return Place((f"{names.ends[module]}.{kind}",))
-    if model.experts and module in (*names.stacked, *names.experts):
+    if model.kind_of(parameter.part).experts and module in (*names.stacked, *names.experts):
         return _place_of_experts(model, names, parameter)
     layer = f"{names.layers}.{parameter.part}"
-    if module == "sinks":
-        return Place((f"{layer}.{names.layer[module][0]}",))
+    if module in ("sinks", "routing"):
+        return Place((f"{layer}.{names.layer[module][0]}",), summed=module == "routing")
     own = tuple(f"{layer}.{name}.{kind}" for name in _names_in_layer(names, module))
     if len(own) > 1:
         halves = (parameter.shape[0] // 2,) * 2
@@ -437,7 +446,9 @@ def _beside_the_model(model: Transformer, name: str) -> bool:
     if model.head == "masked":
         others = ("pooler.", "cls.seq_relationship.", "cls.predictions.decoder.", "lm_head.decoder.")
         return name.startswith(others) or name in ("vocab_projector.weight", "generator_lm_head.weight")
-    return model.tied and name == "lm_head.weight"
+    # Of DeepSeek's and GLM's kin, what foretells a further token lies behind the blocks.
+    further = model.routing.correction and name.startswith(f"layers.{model.layers}.")
+    return further or (model.tied and name == "lm_head.weight")
 
 
 def _sides(shape: Iterable[int]) -> str:

@@ -19,7 +19,7 @@ from flopwise.records.program import Stream, Task
 from flopwise.records.simulation import Simulation
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.written import words_of
-from flopwise.work.describe import describe
+from flopwise.work.describe import describe, is_in
 from flopwise.work.lengths import parse_lengths
 from flopwise.work.model import Model
 from flopwise.work.op import Attention, Convention
@@ -222,12 +222,12 @@ def executed_flops(plan: Plan, model: Model, convention: Convention) -> dict[str
     executed = {op.name: Fraction(sequences * work.hardware_flops(op, convention, Fraction(0))) for op in work.ops}
     shares = {level: work.recomputed(POLICY[level]) for level in set(LETTERS.values())}
     attention = next(op for op in work.ops if isinstance(op, Attention))
-    for row in plan.saves:
+    for layer, row in enumerate(plan.saves):
         for chunk, letter in enumerate(row.strip(NO_BACKWARD)):
             share = Fraction(plan.tokens_of(chunk), plan.sequence_tokens * work.sequences)
             for op in work.ops:
                 again = shares[LETTERS[letter.lower()]].get(op.name, Fraction(0)) / op.layers
-                if not again:
+                if not again or not is_in(op, model, layer):
                     continue
                 part = share if op is not attention else share * _pairs_share(plan, attention, chunk)
                 executed[op.name] += plan.rounds_per_step * again * part * work.forward_flops(op, convention)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -64,8 +65,9 @@ class Sizes:
     sequence_tokens: int
     layers: int
     block: State
-    """Of one that is trained."""
-    frozen_block: State
+    """Of one that is trained, the largest."""
+    blocks: tuple[State, ...]
+    """Of each, from the lowest."""
     frozen_layers: frozenset[int]
     """Blocks of which nothing is trained."""
     first_reached: int
@@ -94,24 +96,22 @@ class Sizes:
     def of(self, part: Part) -> State:
         """A part's."""
         if isinstance(part, int):
-            return self.frozen_block if part in self.frozen_layers else self.block
+            return self.blocks[part]
         return self.embedding if part == "embedding" else self.head
 
     @property
     def mean_block(self) -> State:
         """What a layer has in the mean."""
-        share = Fraction(len(self.frozen_layers), self.layers)
-        if not share:
-            return self.block
-        pairs = zip(astuple(self.block), astuple(self.frozen_block), strict=True)
-        return State(*(ceil((1 - share) * one + share * other) for one, other in pairs))
+        return State(*(ceil(Fraction(sum(sizes), self.layers)) for sizes in self._columns()))
 
     @property
     def largest_block(self) -> State:
         """What a slot has to hold."""
-        if not self.frozen_layers:
-            return self.block
-        return State(*map(max, astuple(self.block), astuple(self.frozen_block)))
+        return State(*map(max, self._columns()))
+
+    def _columns(self) -> Iterator[tuple[int, ...]]:
+        """Each size of all blocks."""
+        return zip(*map(astuple, self.blocks), strict=True)
 
     def pieces(self, end: State) -> list[int]:
         """Parameters of the pieces, none larger than a block, in which an end's optimizer state passes."""
@@ -148,8 +148,13 @@ def sizes_of(model: Model, sequence_tokens: int, formats: Formats, optimizer: Op
 def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer: Optimizer) -> Sizes:
     work = describe(model, sequence_tokens)
     before, inside, behind = op_groups(work)
+    works = {kind: describe(kind, sequence_tokens) for kind in model.kinds}
+    insides = {kind: op_groups(each)[1] for kind, each in works.items()}
 
-    in_block = sum(weight.elements for op in inside if not op.frozen or model.frozen for weight in op.weights)
+    in_block = max(
+        sum(weight.elements for op in ops if not op.frozen or model.frozen for weight in op.weights)
+        for ops in insides.values()
+    )
     each_optimizer = MOMENTS[optimizer] * WIDTH_BYTES[formats.moments]
     each_optimizer += WIDTH_BYTES[formats.master] if formats.master else 0
 
@@ -182,18 +187,24 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     head_rows = max(tensor_bytes(work.tensors[name], formats) for op in behind for name in op.outputs)
     # Rows of logits begin where the matrix unit can read them at once: of 50,257 numbers seven are left free behind.
     unaligned = 0 if model.head == "classifier" else -(head_rows // sequence_tokens) % LOGITS_ALIGNMENT_BYTES
-    temporary = workspace_bytes(model, work, formats)
+    temporary = max(workspace_bytes(kind, each, formats) for kind, each in works.items())
+    trained = {kind: state(ops) for kind, ops in insides.items()}
+    frozen = {kind: state(ops, frozen=True) for kind, ops in insides.items()}
+    kinds = [model.kind_of(layer) for layer in range(model.layers)]
     copies, fixed_copies = _fp8_bytes(inside, formats)
     return Sizes(
         sequence_tokens=sequence_tokens,
         layers=model.layers,
-        block=state(inside),
-        frozen_block=state(inside, frozen=True),
+        block=max(trained.values(), key=lambda each: each.total),
+        blocks=tuple((frozen if layer in model.frozen_layers else trained)[kind] for layer, kind in enumerate(kinds)),
         frozen_layers=model.frozen_layers,
         first_reached=model.first_reached,
         embedding=state(() if model.tied else before),
         head=state((*before, *behind) if model.tied else behind),
-        saved={name: each(block_saved_bytes(work, POLICY[name], formats)) for name in LEVELS},
+        saved={
+            name: max(each(block_saved_bytes(of_kind, POLICY[name], formats)) for of_kind in works.values())
+            for name in LEVELS
+        },
         context=each(keys),
         context_gradients=each(
             formats.statistics_bytes * (work.tensors["key"].elements + work.tensors["value"].elements)

@@ -19,8 +19,8 @@ from flopwise.setup.setup import SettledSetup
 from flopwise.setup.words import MOMENTS, Fusion, Optimizer
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
-from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.fusion import is_activation
+from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
 from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, Streaming, attention_flops, kind_of

@@ -81,6 +81,10 @@ class TaskSeconds:
         others = getattr(model, "other_blocks", ())
         self._kind_of = {layer: kinds[-1 if layer in others else 0] for layer in range(plan.layers)}
         """Layer → its kind's attention."""
+        self._fed: list[tuple[TaskSeconds, frozenset[int]]] = []
+        """Where blocks differ in their feed-forward part, each kind's seconds and the blocks that are of it."""
+        if isinstance(model, Transformer) and model.dense_blocks:
+            self._fed = [(TaskSeconds(plan, kind, hardware), blocks) for kind, blocks in model.feed_kinds]
 
     def _filled(self) -> float:
         """Rows of a packed chunk over the tokens that it has: on a GPU chunks come in a few sizes."""
@@ -107,7 +111,8 @@ class TaskSeconds:
             part = (task.chunk or 0) % self.plan.chunks_per_sequence
             frozen = task.layer in self.frozen_layers
             attention = None if task.layer is None else self._kind_of[task.layer]
-            key = (task.kind, task.stream, task.level, task.tokens, task.parameters, part, frozen, attention)
+            fed = next((number for number, (_, blocks) in enumerate(self._fed) if task.layer in blocks), None)
+            key = (task.kind, task.stream, task.level, task.tokens, task.parameters, part, frozen, attention, fed)
             seconds = self._tasks.get(key)
             if seconds is None:
                 seconds = self._tasks[key] = self._seconds(task, part) + self._beside_s(task)
@@ -117,7 +122,7 @@ class TaskSeconds:
     def _seconds(self, task: Task, part: int) -> float:
         if task.kind == "optimize":
             return self.update_s(task.parameters, on_host=task.stream == "host")
-        group = self.groups(task.tokens)
+        group = self.groups(task.tokens, task.layer)
         if task.kind in ("embed", "embed-backward"):
             return (group.forward if task.kind == "embed" else group.backward)["embed"]
         if task.kind == "head":
@@ -213,12 +218,31 @@ class TaskSeconds:
             return float(times.seconds)
         return float(streaming_times(device, efficiency, moved).seconds)
 
-    def groups(self, tokens: int) -> GroupSeconds:
-        """Seconds of the model's groups of operators for a chunk of `tokens`."""
+    def groups(self, tokens: int, layer: int | None = None) -> GroupSeconds:
+        """Seconds of the model's groups of operators for a chunk of `tokens`; of no layer: the mean of the blocks."""
+        for kind, blocks in self._fed:
+            if layer in blocks:
+                return kind.groups(tokens)
         found = self._groups.get(tokens)
         if found is None:
-            found = self._groups[tokens] = self._costed(tokens)
+            found = self._groups[tokens] = self._mean(tokens) if self._fed else self._costed(tokens)
         return found
+
+    def _mean(self, tokens: int) -> GroupSeconds:
+        """Of a block in the mean of its kinds."""
+        groups = [kind.groups(tokens) for kind, _ in self._fed]
+        shares = [len(blocks) / self.layers for _, blocks in self._fed]
+
+        def mean(parts: Sequence[dict[Group, float]]) -> dict[Group, float]:
+            return {name: sum(share * part[name] for share, part in zip(shares, parts, strict=True)) for name in GROUPS}
+
+        return GroupSeconds(
+            forward=mean([group.forward for group in groups]),
+            backward=mean([group.backward for group in groups]),
+            wgrad=mean([group.wgrad for group in groups]),
+            recompute={level: mean([group.recompute[level] for group in groups]) for level in POLICY},
+            products=sum(share * group.products for share, group in zip(shares, groups, strict=True)),
+        )
 
     def _costed(self, tokens: int) -> GroupSeconds:
         sums = {level: self._sums(self._calls(level), tokens) for level in POLICY}
