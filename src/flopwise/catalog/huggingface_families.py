@@ -35,7 +35,7 @@ from flopwise.catalog.huggingface_rules import (
 )
 from flopwise.catalog.huggingface_settings import ConfigKeys
 from flopwise.work.routing import Routing
-from flopwise.work.transformer import OtherAttention, RotaryScaling
+from flopwise.work.transformer import Dropout, OtherAttention, RotaryScaling
 
 # -- the tables -------------------------------------------------------------------------------------------------------
 
