@@ -222,6 +222,8 @@ def test_parameters_are_those_that_were_published(name: str) -> None:
         (HUB["Qwen/Qwen2-57B-A14B"], "qwen2-57b-a14b"),
         (HUB["Qwen/Qwen1.5-MoE-A2.7B"], "qwen1.5-moe-a2.7b"),
         (HUB["FacebookAI/roberta-base"], "roberta-base"),
+        (HUB["answerdotai/ModernBERT-base"], "modernbert-base"),
+        (HUB["answerdotai/ModernBERT-large"], "modernbert-large"),
         (HUB["distilbert/distilbert-base-uncased"], "distilbert-base"),
     ],
 )

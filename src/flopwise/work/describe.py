@@ -41,6 +41,8 @@ def describe(
 
 def is_in(op: Op, model: Model, layer: int) -> bool:
     """Whether a block has an operator of its model's description."""
+    if op.first_layer > layer:
+        return False
     return not op.block_kind or (isinstance(model, Transformer) and op.block_kind == model.block_kind(layer))
 
 
