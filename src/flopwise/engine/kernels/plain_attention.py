@@ -58,8 +58,8 @@ class AttentionMask:
         return float(self.head_dim**-0.5) if self.scaled_by is None else self.scaled_by
 
     @property
-    def is_plain_alone(self) -> bool:
-        """Whether no kernel but the plain one changes scores so."""
+    def changes_scores(self) -> bool:
+        """Whether scores are more than scaled products, which no library's kernel takes."""
         return self.cap is not None or bool(self.slopes)
 
 
