@@ -453,7 +453,7 @@ class _Builder:
             eager_kernels=len(inner),
             function=model.activation,
         )
-        result = self.tensor("expert_output", rows * model.hidden, SaveLevel.EVERYTHING) if model.experts else "fed"
+        result = self.tensor("expert_output", rows * model.hidden) if model.experts else "fed"
         self.gemm(
             "down",
             "activated",
@@ -466,8 +466,9 @@ class _Builder:
             groups=groups,
         )
         if model.experts:
-            weighted = ("expert_output", "routing_weights", "routing_index")
-            self.streaming("combine", weighted, ("fed",), needs=weighted, eager_kernels=2)
+            weighing = ("routing_weights", "routing_index")
+            # A weight's gradient is that of what the down product read, times it: no expert's result is kept.
+            self.streaming("combine", (result, *weighing), ("fed",), needs=weighing, eager_kernels=2)
 
     def route(self, source: str) -> str:
         """Choose each token's experts and lay the tokens out by expert; returns the tensor the experts read."""

@@ -80,8 +80,8 @@ class SavedTensors:
             self._saved[level] = tuple(tensor.name for tensor in kept)
         self.fields = lru_cache(maxsize=1024)(self._fields)
         together = [_kept_together(op, work) for op in work.ops if op.in_block]
-        self._packs = [names for names in together if packed or names == paired]
-        """Results of one product that only the highest level keeps: they lie beside each other."""
+        self._packs = [names for names in together if packed or names == paired or self.rows.keys() >= set(names)]
+        """Results of one product that only the highest level keeps: they lie beside each other, experts' always."""
         self._paired = paired
 
     def names(self, level: str) -> tuple[str, ...]:
