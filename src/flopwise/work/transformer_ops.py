@@ -181,6 +181,7 @@ class _Builder:
         *,
         kind: StreamingKind = "pointwise",
         needs: tuple[str, ...] = (),
+        also_kept: tuple[str, ...] = (),
         weights: tuple[Weight, ...] = (),
         eager_kernels: int = 1,
         function: str = "",
@@ -198,6 +199,7 @@ class _Builder:
                 frozen=self.frozen if weights else 0,
                 unreached=self.unreached,
                 kind=kind,
+                also_kept=also_kept,
                 eager_kernels=eager_kernels,
                 function=function,
                 pairwise=pairwise,
@@ -467,8 +469,10 @@ class _Builder:
         )
         if model.experts:
             weighing = ("routing_weights", "routing_index")
-            # A weight's gradient is that of what the down product read, times it: no expert's result is kept.
-            self.streaming("combine", (result, *weighing), ("fed",), needs=weighing, eager_kernels=2)
+            # A weight's gradient is the product of what the down product read and its gradient: no result is needed.
+            self.streaming(
+                "combine", (result, *weighing), ("fed",), needs=weighing, also_kept=(result,), eager_kernels=2
+            )
 
     def route(self, source: str) -> str:
         """Choose each token's experts and lay the tokens out by expert; returns the tensor the experts read."""
