@@ -23,7 +23,7 @@ from flopwise.work.fusion import has_plain_swiglu  # noqa: E402
 from flopwise.work.parameters import ENDS  # noqa: E402
 from flopwise.work.routing import Routing  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
-from tests.support.tiny_models import LLAMA, TINY, TOKENS, parameters, random_module  # noqa: E402
+from tests.support.tiny_models import LLAMA, MODERNBERT, TINY, TOKENS, parameters, random_module  # noqa: E402
 from tests.support.training_plans import (  # noqa: E402
     any_levels,
     any_residency,
@@ -76,7 +76,8 @@ def plan_of(model: Transformer, cut: str, letters: str, **changes: Any) -> Plan:
 
 
 def cuts_of(model: Transformer) -> list[str]:
-    return [cut for cut in CUTS if model.causal or cut != "attention by chunk"]
+    cuts = CUTS[:1] if model.averages else CUTS
+    return [cut for cut in cuts if model.causal or cut != "attention by chunk"]
 
 
 @pytest.mark.parametrize("family", [name for name, model in TINY.items() if all(map(reads_columns, model.kinds))])
@@ -196,6 +197,11 @@ OTHER_KINDS = {
     ),
     "one expert, norms behind": replace(LLAMA, experts=1, experts_per_token=1, norm_place="behind", tied=True),
     "experts beside attention": replace(LLAMA, experts=4, experts_per_token=1, parallel_residual=True, gated=False),
+    "a classifier of the mean": replace(MODERNBERT, head="classifier", labels=3, tied=False, layers=3),
+    "a classifier of the mean without norms": replace(
+        TINY["bert"], pooling="mean", window=3, norm_place="pre", dropout=None
+    ),
+    "a classifier behind a norm": replace(TINY["bert"], norm_place="pre", final_norm=True, pooler_norm=True),
     "a masked head that turns": replace(LLAMA, causal=False, head="masked", final_norm=False, norm="layer"),
 }
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from math import sqrt
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.catalog.huggingface_encoders import ENCODERS
+from flopwise.catalog.huggingface_encoders import ENCODERS, encoder_head
 from flopwise.catalog.huggingface_gpts import GPTS
 from flopwise.catalog.huggingface_rules import (
     FULL,
@@ -35,7 +35,7 @@ from flopwise.catalog.huggingface_rules import (
 )
 from flopwise.catalog.huggingface_settings import ConfigKeys
 from flopwise.work.routing import Routing
-from flopwise.work.transformer import OtherAttention, RotaryScaling
+from flopwise.work.transformer import Dropout, OtherAttention, RotaryScaling
 
 # -- the tables -------------------------------------------------------------------------------------------------------
 
@@ -130,18 +130,20 @@ def _usual_angles(absent: float) -> Angles:
     return lambda settings, _: (rotary_base("rope_theta", absent)(settings), rotary_scaling(settings))
 
 
-def _by_kind(kinds: Kinds, angles: Angles, window: int | None = 4096) -> dict[str, Rule]:
+def _by_kind(
+    kinds: Kinds, angles: Angles, window: int | None = 4096, reach: Callable[[ConfigKeys], int | None] | None = None
+) -> dict[str, Rule]:
     """The rules of a family whose blocks come in kinds: those without a window have `other_attention`.
 
-    `window`: what an absent one stands for.
+    `window`: what an absent one stands for; `reach`: how a family tells it otherwise.
     """
+    seen = reach or _window(window or 0)
 
     def attention(settings: ConfigKeys, kind: str) -> OtherAttention:
         turned = angles(settings, kind)
         base, scaling = turned or (10_000.0, None)
-        seen = settings.size("sliding_window", absent=window or 0, null=0) or None
         return OtherAttention(
-            window=seen if kind == SLIDING else None,
+            window=seen(settings) if kind == SLIDING else None,
             rotary_base=base,
             rotary_scaling=scaling,
             rotary=turned is not None,
@@ -175,7 +177,7 @@ def _qwen_kinds(settings: ConfigKeys) -> list[str]:
     return _kinds(lambda _: [FULL] * full + [SLIDING] * (layers - full))(settings)
 
 
-def _angles_by_kind(bases: Mapping[str, float], local_key: str = "rope_theta") -> Angles:
+def _angles_by_kind(bases: Mapping[str, float], local_key: str = "rope_theta", full_key: str = "rope_theta") -> Angles:
     """A group of rotary numbers for each kind; in older files the scaling is for those without a window alone."""
 
     def rule(settings: ConfigKeys, kind: str) -> tuple[float, RotaryScaling | None]:
@@ -184,10 +186,31 @@ def _angles_by_kind(bases: Mapping[str, float], local_key: str = "rope_theta") -
             own = rotary.group(kind)
             return own.number("rope_theta", absent=bases[kind]), scaling_in(own, settings)
         if kind == FULL:
-            return settings.number("rope_theta", absent=bases[kind]), scaling_in(rotary, settings)
+            return settings.number(full_key, absent=bases[kind]), scaling_in(rotary, settings)
         return settings.number(local_key, absent=bases[kind]), None
 
     return rule
+
+
+def _modernbert_kinds(settings: ConfigKeys) -> list[str]:
+    """The first of every so many blocks sees everything."""
+    every = settings.size("global_attn_every_n_layers", absent=3)
+    return _kinds(lambda _: [SLIDING if number % every else FULL for number in range(_blocks(settings))])(settings)
+
+
+def _modernbert_pooling(settings: ConfigKeys) -> str:
+    written = settings.text("classifier_pooling", "cls")
+    if written not in POOLINGS:
+        raise FlopwiseError(
+            f"{settings.owner}: classifier_pooling = {shown(written)} is none that transformers has",
+            hint=f"one of {', '.join(POOLINGS)}",
+        )
+    return POOLINGS[written]
+
+
+def _modernbert_dropout(settings: ConfigKeys) -> Dropout | None:
+    embedding, last = settings.share("embedding_dropout", 0.0), settings.share("classifier_dropout", 0.0)
+    return Dropout(embedding=embedding, classifier=last or None) if embedding or last else None
 
 
 def _smollm_kinds(settings: ConfigKeys) -> list[str]:
@@ -290,6 +313,8 @@ def _glm_like() -> dict[str, Rule]:
     }
 
 
+POOLINGS = {"cls": "first", "mean": "mean"}
+"""What ModernBERT's classifiers read, by the name in a file."""
 ATTENTION_BIAS = {
     "qkv_bias": flag_of("attention_bias", absent=False),
     "output_bias": flag_of("attention_bias", absent=False),
@@ -616,6 +641,42 @@ FAMILIES: dict[str, Family] = {
             "output_bias": flag_of("attention_out_bias", absent=False),
             "ffn_bias": flag_of("mlp_bias", absent=False),
             "dropout": dropout_of(0.1, attention="attention_dropout", hidden="residual_dropout"),
+        },
+    ),
+    "modernbert": Family(
+        title="ModernBERT",
+        bare=("ModernBertModel",),
+        head=encoder_head("ModernBert"),
+        only=(
+            Only("attention_dropout", (0.0, 0), "it drops of attention's result, and not of the feed-forward part's"),
+            Only("mlp_dropout", (0.0, 0), "it drops inside the feed-forward part"),
+            Only("rope_scaling", ({},), "it is for both kinds of its blocks"),
+        ),
+        rules={
+            **USUAL_SIZES,
+            **_by_kind(
+                _modernbert_kinds,
+                _angles_by_kind({SLIDING: 10_000.0, FULL: 160_000.0}, "local_rope_theta", "global_rope_theta"),
+                # As many to either side, and the token itself.
+                reach=lambda settings: settings.size("local_attention", absent=128) // 2 + 1,
+            ),
+            **ATTENTION_BIAS,
+            "causal": fixed(False),
+            "context": size_of("max_position_embeddings", absent=8192),
+            "norm": fixed("layer"),
+            "norm_bias": flag_of("norm_bias", absent=False),
+            "norm_epsilon": number_of("norm_eps", absent=1e-5),
+            "embedding_norm": fixed(True),
+            "unnormed_attention": fixed("first"),
+            "activation": activation_of("hidden_activation", absent="gelu"),
+            "ffn_bias": flag_of("mlp_bias", absent=False),
+            "head_bias": flag_of("decoder_bias", absent=True),
+            "transform_bias": flag_of("classifier_bias", absent=False),
+            "transform_activation": activation_of("classifier_activation", absent="gelu"),
+            "pooler_activation": activation_of("classifier_activation", absent="gelu"),
+            "pooler_norm": fixed(True),
+            "pooling": _modernbert_pooling,
+            "dropout": _modernbert_dropout,
         },
     ),
     **ENCODERS,

@@ -370,12 +370,18 @@ class Player:
                 residual.zero_()
             return
         pooled = self.arena.take((len(begins), self.model.hidden), self.compute)
-        torch.index_select(residual, 0, begins, out=pooled)
+        averages = self.model.pooling == "mean"
+        if averages:
+            self.embedding_head.pool(residual, chunk, self._weights(task), out=pooled)
+        else:
+            torch.index_select(residual, 0, begins, out=pooled)
         drops = chunk.drops
         if drops is not None:
             drops = drops.with_tokens(drops.tokens.index_select(0, begins))
         self._loss(task, pooled, self.inputs.labels(task.chunk), drops)
-        if not self.evaluating:
+        if averages and not self.evaluating:
+            self.embedding_head.pool_backward(pooled, residual, chunk, self._trained(task))
+        elif not self.evaluating:
             residual.zero_().index_copy_(0, begins.long(), pooled)
         self.arena.give(pooled)
 
