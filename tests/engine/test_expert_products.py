@@ -29,7 +29,8 @@ def mixed_densely(mixture: Mixture, leaves: list[Tensor]) -> Tensor:
     made = torch.einsum("tei,ehi->teh", activated, second)
     if biases:
         made = made + biases[1]
-    return (made * shares[..., None]).sum(1)
+    summed: Tensor = (made * shares[..., None]).sum(1)
+    return summed
 
 
 @pytest.mark.parametrize("name", CASES)
