@@ -196,6 +196,7 @@ class _Builder:
         *,
         kind: StreamingKind = "pointwise",
         needs: tuple[str, ...] = (),
+        also_kept: tuple[str, ...] = (),
         weights: tuple[Weight, ...] = (),
         eager_kernels: int = 1,
         function: str = "",
@@ -215,6 +216,7 @@ class _Builder:
                 frozen=self.frozen if weights else 0,
                 unreached=self.unreached,
                 kind=kind,
+                also_kept=also_kept,
                 eager_kernels=eager_kernels,
                 function=function,
                 pairwise=pairwise,
@@ -478,13 +480,27 @@ class _Builder:
         model = self.model
         dispatched = self.route(source)
         rows = self.tokens * model.experts_per_token
-        self.tensor("expert_output", rows * model.hidden, SaveLevel.EVERYTHING)
+        self.tensor("expert_output", rows * model.hidden)
         active, groups = (model.experts_per_token, model.experts), max(1, model.experts // self.layout.expert)
         self.feed("", dispatched, "expert_output", width=model.ffn, rows=rows, groups=groups, active=active)
-        weighted = ("expert_output", "routing_weights", "routing_index")
-        shared = self.shared_expert(source) if model.shared_ffn else ()
-        needs = (*weighted, *shared) if model.shared_gate else weighted
-        self.streaming("combine", (*weighted, *shared), ("fed",), needs=needs, eager_kernels=2 + len(shared))
+        weighing = ("routing_weights", "routing_index")
+        mixed = self.tensor("mixed", self.tokens * model.hidden) if model.shared_ffn else "fed"
+        # A weight's gradient is the product of what the down product read and its gradient: no result is needed.
+        self.streaming(
+            "combine",
+            ("expert_output", *weighing),
+            (mixed,),
+            needs=weighing,
+            also_kept=("expert_output",),
+            eager_kernels=2,
+        )
+        if not model.shared_ffn:
+            return
+        shared = self.shared_expert(source)
+        if model.shared_gate:
+            self.streaming("shared_sum", (mixed, *shared), ("fed",), needs=shared, eager_kernels=3)
+        else:
+            self.streaming("shared_sum", (mixed, *shared), ("fed",), kind="residual")
 
     def shared_expert(self, source: str) -> tuple[str, ...]:
         """What every token goes through beside its experts: the names of its result, and of the score of its gate."""
