@@ -18,7 +18,7 @@ from torch import dtype  # noqa: E402
 from flopwise.base.errors import FlopwiseError  # noqa: E402
 from flopwise.catalog.load import load_hardware  # noqa: E402
 from flopwise.engine.streaming.executor import StreamingExecutor  # noqa: E402
-from flopwise.engine.streaming.layout import SavedTensors, fields_in_order, moment_fields  # noqa: E402
+from flopwise.engine.streaming.layout import SavedTensors, fields_in_order, state_layout  # noqa: E402
 from flopwise.engine.streaming.player import spare_under_cap  # noqa: E402
 from flopwise.plan import CappedSetup, compile_plan, make_plan  # noqa: E402
 from flopwise.plan.device.memory import plan_bytes  # noqa: E402

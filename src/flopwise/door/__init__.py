@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from flopwise.setup.parallel import Parallel
     from flopwise.setup.stack import Stack
     from flopwise.setup.training import DecayShape, Schedule, Task
-    from flopwise.setup.words import Fusion, Optimizer
+    from flopwise.setup.words import Fusion
     from flopwise.train.events import Callback, Logger
     from flopwise.train.own_data import Data
     from flopwise.train.request import DataFormat, TrainRequest
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from flopwise.work.lengths import Lengths, SequenceLayout
     from flopwise.work.model import Model
     from flopwise.work.op import AttentionKernel, Convention
+    from flopwise.work.optimizers import Optimizer
     from flopwise.work.work import Recompute
 
 __all__ = ["load_hardware", "load_model", "plan", "predict", "read_profile", "results", "train", "verdicts"]

@@ -13,12 +13,13 @@ from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.stack import Stack
 from flopwise.setup.trained import check_base, trains_partly
-from flopwise.setup.words import FUSIONS, MOMENTS, Fusion, Optimizer
+from flopwise.setup.words import FUSIONS, Fusion
 from flopwise.work.describe import check_lengths
 from flopwise.work.formats import POLICIES, Formats
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
 from flopwise.work.op import ATTENTION_KERNELS, AttentionKernel
+from flopwise.work.optimizers import OPTIMIZERS, Optimizer
 from flopwise.work.work import RECOMPUTE_POLICIES, Recompute
 
 Narrowed = TypeVar("Narrowed", bound="Setup")
@@ -30,7 +31,7 @@ WORDS: dict[str, tuple[str | None, ...]] = {
     "recompute": (*RECOMPUTE_POLICIES, None),
     "attention": ATTENTION_KERNELS,
     "fusion": FUSIONS,
-    "optimizer": tuple(MOMENTS),
+    "optimizer": OPTIMIZERS,
 }
 
 

@@ -92,7 +92,7 @@ class Shape:
         self.slot = slot_bytes(self.sizes, plan.tokens_of(0))
         self.base = sum(working_bytes(self.sizes, plan).values())
         ends = (self.sizes.embedding, self.sizes.head)
-        self.end_piece = max(largest_piece(self.sizes, state) for state in ends)
+        self.end_piece = max(largest_piece(state) for state in ends)
         self.place: Place = plan.update_place
         self.least_slots = LEAST_SLOTS
         self._seconds()
