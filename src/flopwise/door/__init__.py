@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast, overload
 
-from flopwise.base.errors import FlopwiseError, shown
+from flopwise.base.errors import FlopwiseError, one_of, shown
 from flopwise.base.units import Quantity, parse_cap, parse_devices, parse_sequences, parse_tokens, read_option
 from flopwise.catalog.load import load_model as _load_model
 from flopwise.door.asking import hardware_of, model_of, name_of, paths_of, setup_of
@@ -332,6 +332,7 @@ def train(
     batch: Quantity | None = None,
     micro: Quantity | None = None,
     precision: str | None = None,
+    optimizer: Optimizer | None = None,
     lora: int | None = None,
     lora_alpha: float | None = None,
     lora_on: str | None = None,
@@ -349,6 +350,9 @@ def train(
     weight_decay: float | None = None,
     beta1: float | None = None,
     beta2: float | None = None,
+    epsilon: float | None = None,
+    momentum: float | None = None,
+    nesterov: bool = False,
     dropout: float | None = None,
     clip: float | None = None,
     stochastic_rounding: bool | None = None,
@@ -412,6 +416,7 @@ def train(
             batch_sequences=read_option(batch, "batch", parse_sequences),
             micro_batch_sequences=read_option(micro, "micro", parse_sequences),
             precision=precision,
+            optimizer=_optimizer(optimizer),
             lora=lora,
             lora_alpha=lora_alpha,
             lora_on=lora_on,
@@ -429,6 +434,9 @@ def train(
             weight_decay=weight_decay,
             beta1=beta1,
             beta2=beta2,
+            epsilon=epsilon,
+            momentum=momentum,
+            nesterov=nesterov or None,
             dropout=dropout,
             clip_norm=clip,
             stochastic_rounding=stochastic_rounding,
@@ -455,6 +463,12 @@ def train(
             resume=_text(resume),
         )
         return _train(request, own, callbacks, loggers)
+
+
+def _optimizer(named: str | None) -> Optimizer | None:
+    from flopwise.work.optimizers import OPTIMIZERS
+
+    return None if named is None else one_of(named, OPTIMIZERS, "--optimizer")
 
 
 def _train(

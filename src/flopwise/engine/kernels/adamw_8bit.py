@@ -1,9 +1,10 @@
 """AdamW whose moments are kept in 8 bits, in blocks (arXiv 2110.02861), in plain torch.
 
 Of 256 neighbours the largest absolute value is kept in fp32 as their scale, and of each number the place of its share
-of that in a table of 256 values: the "dynamic" tables of bitsandbytes' `create_dynamic_map`, one with signs for the first
-moment and one without for the second. The seven decades below 1 have 1, 2, 4 … 64 values of each sign (twice as many
-without signs), evenly spaced; 0 and 1 belong to both. A number becomes the nearest value, of two as near the lower one.
+of that in a table of 256 values: the "dynamic" tables of bitsandbytes' `create_dynamic_map`, one with signs for the
+first moment and one without for the second. The seven decades below 1 have 1, 2, 4 … 64 values of each sign (twice as
+many without signs), evenly spaced; 0 and 1 belong to both. A number becomes the nearest value, of two as near the lower
+one.
 
 The update itself is that of `adamw`, from the moments as they were read and before they are rounded again.
 """

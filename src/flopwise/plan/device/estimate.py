@@ -20,6 +20,7 @@ from flopwise.records.plan import Plan, Residency
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.trained import trains_partly
 from flopwise.work.model import Model
+from flopwise.work.optimizers import Optimizer
 from flopwise.work.parameters import ENDS, Place
 
 Floats = NDArray[np.float64]
@@ -322,6 +323,12 @@ class Shape:
         }
 
 
-def can_update_on_host(hardware: Hardware, model: Model) -> bool:
+UPDATED_ON_HOST: tuple[Optimizer, ...] = ("adamw", "lion", "sgd", "sgd-momentum")
+"""Whose updates take a host's cores as long as their bytes take its memory. Nobody has measured the others there."""
+
+
+def can_update_on_host(hardware: Hardware, model: Model, optimizer: Optimizer) -> bool:
     """Whether the description says how fast the host is, and no frozen weights would come back with the others."""
+    if optimizer not in UPDATED_ON_HOST:
+        return False
     return not trains_partly(model) and hardware.host is not None and hardware.host.update_bytes_per_s is not None

@@ -187,7 +187,9 @@ class _Search:
 
     def _all_shapes(self, cut: Cut) -> Iterator[Shape]:
         places: tuple[Place, ...] = (
-            ("device", "host") if can_update_on_host(self.setup.hardware, self.setup.model) else ("device",)
+            ("device", "host")
+            if can_update_on_host(self.setup.hardware, self.setup.model, self.setup.optimizer)
+            else ("device",)
         )
         for head_chunk_tokens in head_chunks(cut):
             shape = self._shape(cut, head_chunk_tokens)

@@ -17,7 +17,9 @@ LEAST_HEAD_CHUNK_TOKENS = 256
 
 def tight_shapes(setup: CappedSetup) -> Iterator[Shape]:
     """Cuts that take little memory: small chunks, few logits, one sequence a round or the whole batch in few."""
-    places: tuple[Place, ...] = ("device", "host") if can_update_on_host(setup.hardware, setup.model) else ("device",)
+    places: tuple[Place, ...] = (
+        ("device", "host") if can_update_on_host(setup.hardware, setup.model, setup.optimizer) else ("device",)
+    )
     like: dict[int, Shape] = {}
     for cut in cuts(setup, tight=True):
         if cut.groups > 1 and setup.batch_sequences is None:

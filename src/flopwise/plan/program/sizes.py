@@ -75,7 +75,8 @@ FIGURES = tuple(field.name for field in fields(State) if field.name != "pieces")
 
 
 def _state_of(figures: Iterable[int]) -> State:
-    return State(**dict(zip(FIGURES, figures, strict=True)))
+    numbers, parameters, weights, trained, gradients, optimizer = figures
+    return State(numbers, parameters, weights, trained, gradients, optimizer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
