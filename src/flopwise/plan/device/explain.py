@@ -192,7 +192,7 @@ def _saves_reason(plan: Plan, shape: Shape, setup: CappedSetup) -> str:
 def _place_reason(plan: Plan, setup: CappedSetup) -> str:
     if plan.optimizer not in UPDATED_ON_HOST:
         return f"nobody has measured {plan.optimizer} on a host's cores"
-    if not can_update_on_host(setup.hardware, setup.model, setup.optimizer):
+    if not can_update_on_host(setup):
         return f"the hardware file does not say how fast {setup.hardware.name}'s host is"
     costs = TaskSeconds(plan, setup.model, setup.hardware)
     parameters = costs.work.trained_parameters
