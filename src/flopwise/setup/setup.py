@@ -19,7 +19,7 @@ from flopwise.work.formats import POLICIES, Formats
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
 from flopwise.work.op import ATTENTION_KERNELS, AttentionKernel
-from flopwise.work.optimizers import OPTIMIZERS, Optimizer
+from flopwise.work.optimizers import OPTIMIZERS, WHOLE_TENSORS, Optimizer
 from flopwise.work.work import RECOMPUTE_POLICIES, Recompute
 
 Narrowed = TypeVar("Narrowed", bound="Setup")
@@ -85,6 +85,13 @@ class Setup:
             self._check_lengths(self.lengths)
         if self.formats is not None:
             check_base(self.model, self.formats.base)
+        if self.optimizer in WHOLE_TENSORS and self.parallel.devices > 1:
+            raise FlopwiseError(
+                f"{self.optimizer} on several devices",
+                why="its update looks at whole matrices, and how several devices would bring them together is not "
+                "described",
+                hint="--optimizer adamw, or without --gpus",
+            )
         if trains_partly(self.model) and not self.is_plain:
             raise FlopwiseError(
                 f"{self.model.name} on several devices, or behind a framework",

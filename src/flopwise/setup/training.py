@@ -104,6 +104,7 @@ class Training:
     decay_share: float = 0.1
     """Of the steps, those at the end of a WSD schedule in which the rate falls."""
     decay_shape: DecayShape = "linear"
+    optimizer: Optimizer = "adamw"
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8

@@ -569,6 +569,7 @@ def _training(
     return Training(
         steps=steps,
         task=task,
+        optimizer=optimizer,
         clip_norm=request.clip_norm,
         stochastic_rounding=formats.weights_are_coarse
         if request.stochastic_rounding is None

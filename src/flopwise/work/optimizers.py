@@ -38,6 +38,9 @@ Rule = Literal["adamw", "adamw-fp32", "adamw-8bit", "muon", "lion", "sgd", "sgd-
 BY_NUMBER: tuple[Rule, ...] = ("adamw", "adamw-fp32", "lion", "sgd", "sgd-momentum")
 """Rules that look at one number at a time, so that neighbours may be updated together and cut anywhere."""
 
+WHOLE_TENSORS: tuple[Optimizer, ...] = ("muon", "adafactor")
+"""Whose update of a number depends on all of its matrix."""
+
 Moment = Literal["first", "second", "first_scale", "second_scale", "row", "column", "master"]
 """What is remembered, as checkpoints call it: moments and the scales of their codes, what rows and columns have in the
 mean, the exact copy of the weights."""
@@ -80,7 +83,7 @@ class Stretch:
     fields: tuple[StateField, ...]
 
 
-class Product(NamedTuple):
+class UpdateProduct(NamedTuple):
     """A product of an update: (rows × depth)·(depth × columns), so many of them a step."""
 
     rows: int
@@ -100,7 +103,7 @@ class UpdateWork:
     numbers: int
     state_bytes: int
     moved_bytes: int
-    products: tuple[Product, ...] = ()
+    products: tuple[UpdateProduct, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -221,7 +224,7 @@ def piece_bytes(parameters: Sequence[Parameter], optimizer: Optimizer, formats: 
 def update_work(work: Work, optimizer: Optimizer, formats: Formats, *, in_block: bool | None = None) -> UpdateWork:
     """An update of all that is trained; `in_block`: of the blocks alone, or of what is around them."""
     numbers = state = moved = 0
-    products: list[Product] = []
+    products: list[UpdateProduct] = []
     for op in work.ops:
         trained = op.layers - op.frozen
         if not trained or in_block not in (None, op.in_block):
@@ -248,7 +251,7 @@ def _weight_update(op: Op, weight: Weight, optimizer: Optimizer, formats: Format
     state = sum(field.bytes for field in state_fields(rule, weight.shape, formats))
     gradient, stored = WIDTH_BYTES[formats.gradients], WIDTH_BYTES[formats.weights]
     each = gradient + stored + (0 if formats.master else stored)
-    products: tuple[Product, ...] = ()
+    products: tuple[UpdateProduct, ...] = ()
     if rule == "muon":
         each += 2 * WIDTH_BYTES[NEWTON_SCHULZ_FORMAT]
         products = tuple(product for shape in matrices_in(weight) for product in newton_schulz(*shape))
@@ -263,14 +266,14 @@ def matrices_in(weight: Weight) -> tuple[tuple[int, int], ...]:
     return tuple((part, columns) for part in weight.parts or (rows,)) * prod(lead)
 
 
-def newton_schulz(rows: int, columns: int) -> tuple[Product, ...]:
+def newton_schulz(rows: int, columns: int) -> tuple[UpdateProduct, ...]:
     """The products that orthogonalise a matrix: of the shorter side with itself, squared, and times the matrix."""
     short, long = sorted((rows, columns))
     steps = NEWTON_SCHULZ_STEPS
     return (
-        Product(short, long, short, steps),
-        Product(short, short, short, steps),
-        Product(short, short, long, steps),
+        UpdateProduct(short, long, short, steps),
+        UpdateProduct(short, short, short, steps),
+        UpdateProduct(short, short, long, steps),
     )
 
 

@@ -30,7 +30,6 @@ from flopwise.base.files import WRITABLE_HINT, append_to, entry_kind, to_json
 from flopwise.engine.weights.tensor_files import open_tensors, tensor_file
 from flopwise.setup.training import Training
 from flopwise.store.runs import CHECKPOINTS, from_text, to_text
-from flopwise.work.optimizers import Optimizer
 
 FORMAT = 2
 """1 did not say whether its numbers are finite."""
@@ -96,8 +95,6 @@ class CheckpointState:
     """Running sums that the loop wants back."""
     files: dict[str, FileSum]
     """By name; filled in by `save`."""
-    optimizer: Optimizer = "adamw"
-    """Whose state lies beside the weights."""
     not_finite: tuple[str, ...]
     """What holds NaN or infinity: the first such tensors, which `save` adds, and figures of the evaluation. Empty where
     there are none; else nothing can be gone on with from here, and it is kept for those who look for the cause."""
@@ -503,7 +500,6 @@ def check_matches(
     model: dict[str, Any],
     data: dict[str, Any],
     precision: str,
-    optimizer: Optimizer,
     batch_sequences: int,
     sequence_tokens: int,
     training: Training | None = None,
@@ -512,7 +508,6 @@ def check_matches(
     how many steps there are."""
     compared: list[tuple[str, object, object]] = [
         ("precision", state.precision, precision),
-        ("optimizer", state.optimizer, optimizer),
         ("sequence_tokens", state.sequence_tokens, sequence_tokens),
         ("batch_sequences", state.batch_sequences, batch_sequences),
     ]

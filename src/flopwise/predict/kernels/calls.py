@@ -24,7 +24,7 @@ from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
 from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, Streaming, attention_flops, kind_of
-from flopwise.work.optimizers import NEWTON_SCHULZ_FORMAT, Optimizer, Product, update_work
+from flopwise.work.optimizers import NEWTON_SCHULZ_FORMAT, Optimizer, UpdateProduct, update_work
 from flopwise.work.plain import NOTHING, Passes, plain_passes, plain_update
 from flopwise.work.traffic import (
     Traffic,
@@ -163,7 +163,7 @@ def step_calls(
     )
 
 
-def update_calls(op: int, products: Sequence[Product]) -> list[GemmCall]:
+def update_calls(op: int, products: Sequence[UpdateProduct]) -> list[GemmCall]:
     """The products of an update, which do not grow with the batch."""
     return [
         GemmCall(
