@@ -169,8 +169,8 @@ def _check_optimizer(request: TrainRequest) -> None:
         optimizer = load_plan(Path(request.model))[0].optimizer
     else:
         optimizer = settle_momentum(request.optimizer or "adamw", request.momentum) or "adamw"
-    check_optimizer(optimizer, ranks=request.devices)
     check_settings(optimizer, {name: getattr(request, name) for name in OPTIMIZER_WORDS})
+    check_optimizer(optimizer, ranks=request.devices)
 
 
 OPTIMIZER_WORDS = ("beta1", "beta2", "epsilon", "momentum", "nesterov")
