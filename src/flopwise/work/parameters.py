@@ -102,6 +102,7 @@ def list_parameters(ops: tuple[Op, ...], part: Part, *, frozen: bool = False) ->
     owned = [
         Parameter(weight, part, 0, role_of(op, weight), trained=not frozen and op.frozen < op.layers)
         for op in ops
+        if not isinstance(part, int) or op.first_layer <= part
         for weight in op.weights
         if weight.owned
     ]

@@ -28,7 +28,7 @@ from flopwise.engine.kernels.fused_norm import (
     whole_norm_forward_kernel,
 )
 from flopwise.engine.kernels.fused_update import adamw_8bit_kernel, adamw_kernel, squares_kernel
-from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel, warps_for
+from flopwise.engine.kernels.jit import ARITHMETIC, bounded_tanh, column_block, kernel, warps_for
 from flopwise.work.optimizers import QUANTISED_BLOCK
 
 _NORM_WARPS = 8
@@ -102,7 +102,7 @@ def _masking(drop: DropMask | None, unused: Tensor) -> tuple[Tensor, Tensor, flo
 
 
 @cache
-def _units(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """The device's multiprocessors; a few where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
@@ -133,7 +133,7 @@ def norm_backward(
     warps = 4 if narrow else max(1, warps_for(block) // 2)
     least = lines if narrow else _LEAST_SUMMED
     programs = min(
-        triton.cdiv(rows, least), max(2, _NORM_WARPS // warps) * _units(source.device) * (2 if narrow else 1)
+        triton.cdiv(rows, least), max(2, _NORM_WARPS // warps) * multiprocessors(source.device) * (2 if narrow else 1)
     )
     partial = torch.empty if whole else torch.zeros
     sums = partial((2 if biased else 1, programs, width), dtype=torch.float32, device=source.device)
@@ -169,10 +169,10 @@ def norm_backward(
     )
     for number, target in enumerate((weight_gradient, bias_gradient)):
         if target is not None:
-            _add_rows(sums[number], target)
+            add_rows(sums[number], target)
 
 
-def _add_rows(rows: Tensor, total: Tensor) -> None:
+def add_rows(rows: Tensor, total: Tensor) -> None:
     count, width = rows.shape
     add_rows_kernel[(triton.cdiv(width, _SUMMED_COLUMNS),)](
         rows, total, count, width, lines=_SUMMED_LINES, block=_SUMMED_COLUMNS, num_warps=4, **ARITHMETIC
@@ -207,7 +207,7 @@ def add_column_sums(values: Tensor, *, total: Tensor) -> None:
     rows, width = values.shape
     block = column_block(width, _TILE_COLUMNS)
     across = triton.cdiv(width, block)
-    programs = max(1, min(triton.cdiv(rows, _TILE_ROWS), 8 * _units(values.device) // across))
+    programs = max(1, min(triton.cdiv(rows, _TILE_ROWS), 8 * multiprocessors(values.device) // across))
     sums = torch.empty((programs, width), dtype=torch.float32, device=values.device)
     _column_sums_kernel[(programs, across)](
         values,
@@ -221,7 +221,7 @@ def add_column_sums(values: Tensor, *, total: Tensor) -> None:
         num_warps=4,
         **ARITHMETIC,
     )
-    _add_rows(sums, total)
+    add_rows(sums, total)
 
 
 @kernel()
@@ -304,12 +304,6 @@ def rotate(
 
 
 @kernel()
-def _tanh(values: tl.tensor) -> tl.tensor:
-    """1 − 2 ÷ (1 + e²ˣ), whose ends are −1 and 1."""
-    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * values))
-
-
-@kernel()
 def _cross_entropy_kernel(
     logits: tl.tensor,
     labels: tl.tensor,
@@ -333,14 +327,14 @@ def _cross_entropy_kernel(
     if label >= 0:
         chosen = tl.load(start + label).to(tl.float32)
         if capped:
-            chosen = cap * _tanh(chosen / cap)
+            chosen = cap * bounded_tanh(chosen / cap)
         largest = -float("inf")
         total = 0.0
         for first in range(0, lines, block // line):
             column = first * line + columns
             values = tl.load(start + column, mask=column < width, other=-float("inf")).to(tl.float32)
             if capped:
-                values = cap * _tanh(values / cap)
+                values = cap * bounded_tanh(values / cap)
             values = tl.where(column < vocabulary, values, -float("inf"))
             larger = tl.maximum(largest, tl.max(values, 0))
             # Where all so far are hidden, any finite number keeps their powers at zero.
@@ -353,7 +347,7 @@ def _cross_entropy_kernel(
             column = first * line + columns
             values = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
             if capped:
-                bent = _tanh(values / cap)
+                bent = bounded_tanh(values / cap)
                 values = cap * bent
                 slope = 1.0 - bent * bent
             result = tl.exp(values - largest) * share
