@@ -350,7 +350,7 @@ def adamw_8bit(
     weights: Tensor, gradients: Tensor, codes: Codes, master: Tensor | None, *, settings: AdamW, offset: int
 ) -> None:
     """The same with both moments in codes of 8 bits, over a flat piece that begins with a block of them."""
-    if _is_fused(weights, gradients, master):
+    if is_fused(weights, gradients, master):
         from flopwise.engine.kernels import fused
 
         fused.adamw_8bit(weights, gradients, codes, master, settings=settings, offset=offset)
