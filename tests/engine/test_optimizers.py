@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import Tensor, dtype  # noqa: E402
+
 from flopwise.engine.kernels import blocks  # noqa: E402
 from flopwise.engine.kernels.adamw_8bit import borders, dequantise, quantise, table  # noqa: E402
 from flopwise.engine.kernels.dispatch import AdamW, Codes, Seed, adamw_8bit  # noqa: E402
@@ -63,9 +65,7 @@ def test_numbers_become_the_nearest_value(signed: bool) -> None:
 
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 5000])
 @pytest.mark.parametrize("exact", [torch.float32, torch.float64])
-def test_blockwise_adamw_is_the_plain_one_exactly(
-    count: int, exact: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blockwise_adamw_is_the_plain_one_exactly(count: int, exact: dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 12 * 256 * exact.itemsize * 3)
     generator = torch.Generator().manual_seed(count)
     weights = torch.randn(count, dtype=exact, generator=generator)
@@ -101,7 +101,7 @@ def test_a_master_and_chance_are_as_in_adamw() -> None:
 # -- in the executor ---------------------------------------------------------------------------------------------------
 
 
-def trained(plan: Plan, model: Transformer, steps: int = 2) -> dict[str, torch.Tensor]:
+def trained(plan: Plan, model: Transformer, steps: int = 2) -> dict[str, Tensor]:
     executor = executor_for(plan, model, parameters(random_module(model)), TRAINING)
     for step in range(steps):
         executor.step(batch_for(plan, model, step), step)
