@@ -113,6 +113,7 @@ class Player:
             classifies=model.head == "classifier",
             causal=model.causal,
             numbered=self.drops is not None,
+            types=model.token_types,
         )
         self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
         self.head_arena = Arena(head, spill=self.arena)

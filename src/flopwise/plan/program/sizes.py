@@ -34,7 +34,7 @@ LINES_BYTES = aligned(1 << 14)
 INPUT_BYTES_PER_TOKEN = 12
 """Identifier, label and position."""
 NUMBER_BYTES = 4
-"""Of a token's number in the batch, which dropout draws its masks by."""
+"""Of a token's number in the batch, which dropout draws its masks by, or of its type."""
 
 
 class StatePiece(NamedTuple):
@@ -225,7 +225,7 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
             + sum(tensor_bytes(work.tensors[name], formats) for name in ("logsumexp", *_normed_heads(model)))
         ),
         logits=each(head_rows + 2 * residual) + unaligned,
-        inputs=INPUT_BYTES_PER_TOKEN + (NUMBER_BYTES if model.dropout else 0),
+        inputs=INPUT_BYTES_PER_TOKEN + NUMBER_BYTES * (bool(model.dropout) + (model.token_types > 1)),
         fixed_workspace=LIBRARY_WORKSPACE_BYTES + _cast_bytes(work, formats) + fixed_copies + LINES_BYTES,
         update_workspace=_update_workspace(listed[0], optimizer),
     )
