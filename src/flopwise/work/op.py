@@ -72,6 +72,8 @@ class Weight:
     """Numerator and denominator of the share that one token uses (experts)."""
     buffer: bool = False
     """A state beside the parameters, which no gradient reaches and nobody counts."""
+    parts: tuple[int, ...] = ()
+    """Rows of the matrices that are packed into it, one for each of its product's results; nothing: it is one."""
 
     @property
     def name(self) -> str:

@@ -112,6 +112,7 @@ class Player:
             classifies=model.head == "classifier",
             causal=model.causal,
             numbered=self.drops is not None,
+            types=model.token_types,
         )
         self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
         self.head_arena = Arena(head, spill=self.arena)
@@ -150,7 +151,7 @@ class Player:
         self.cut = plan.chunks_per_sequence > 1
         ends = next(iter(operators.values()))
         self.embedding_head = EmbeddingHead(model, ends.work, ends)
-        self.updates = Updates(training, self.formats, self.numbers, slabs.device)
+        self.updates = Updates(training, self.formats, self.numbers, slabs.device, plan.optimizer)
         self.loss = Loss(torch.zeros((), dtype=self.statistics, device=slabs.device))
         self.scale = torch.zeros((), dtype=self.statistics, device=slabs.device)
         """One over what has a loss in the step."""
