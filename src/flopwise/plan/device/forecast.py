@@ -126,9 +126,9 @@ TRACED_ROUNDS = 8
 """Rounds that a trace shows at most."""
 
 
-def trace_step(plan: Plan, model: Model, hardware: Hardware) -> Simulation:
+def trace_step(plan: Plan, model: Model, hardware: Hardware, *, rounds: int = TRACED_ROUNDS) -> Simulation:
     """The plan's step task by task; of a long one the first rounds, the update behind the last of them."""
-    program = compile_plan(plan, model, rounds=min(plan.rounds_per_step, TRACED_ROUNDS))
+    program = compile_plan(plan, model, rounds=min(plan.rounds_per_step, rounds))
     return simulate(program, TaskSeconds(plan, model, hardware).of(program), hardware.link)
 
 
