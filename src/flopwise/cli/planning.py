@@ -67,12 +67,12 @@ def read_query(query: str) -> Question:
 
 def predicted(question: Question) -> View:
     """At once: a prediction, or why there is none."""
-    from flopwise.door.questions import command, predict_question
+    from flopwise.door.questions import command, predict_question, whole_device
     from flopwise.report.page.planner import prediction_view, refusal_view
 
     line = command(question, "predict")
     try:
-        return prediction_view(predict_question(question), line)
+        return {**prediction_view(predict_question(question), line), "whole": whole_device(question)}
     except FlopwiseError as error:
         return refusal_view(error, line)
 
@@ -145,7 +145,7 @@ class Searcher:
     def __init__(self) -> None:
         from flopwise.base.processes import python_words, search_path
 
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603 - our own words
             python_words("flopwise.cli.planning"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import select
 import socket
 import sys
 import threading
@@ -310,10 +311,10 @@ class Handler(BaseHTTPRequestHandler):
     def _is_waited_for(self) -> bool:
         """Whether the other side still listens: one that has gone away is at the end of what it sends."""
         try:
-            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
+            # `recv` alone would wait: this socket has a time in which parts of requests must arrive.
+            is_silent = not select.select([self.connection], [], [], 0)[0]
+            return is_silent or len(self.connection.recv(1, socket.MSG_PEEK)) > 0
+        except (OSError, ValueError):
             return False
 
     def _respond(self, answer: PageAnswer) -> None:

@@ -27,6 +27,7 @@ from flopwise.door.asking import setup_of
 from flopwise.door.intervals import predict_step
 from flopwise.door.planning import plan_cluster, plan_under_caps
 from flopwise.plan.cluster.answer import answer
+from flopwise.predict.choose import capacity_bytes
 from flopwise.records.cluster_plan import PlannedCluster
 from flopwise.records.plan import Planned
 from flopwise.records.prediction import Prediction
@@ -164,6 +165,11 @@ def setup_asked(question: Question, *, spread: bool = True) -> Setup:
 def predict_question(question: Question) -> Prediction:
     """What `flopwise predict` answers."""
     return predict_step(setup_asked(question), "causal")
+
+
+def whole_device(question: Question) -> int:
+    """What the device has for a training where nobody sets a cap."""
+    return capacity_bytes(setup_asked(replace(question, device_mem=AUTO)))
 
 
 def plan_question(question: Question) -> Planned | PlannedCluster:

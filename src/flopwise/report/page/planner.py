@@ -1,4 +1,4 @@
-"""What the planner's page shows of an answer: figures in the words of the command line, bars, the step, what would help.
+"""What the planner's page shows of an answer: figures in the command line's words, bars, the step, what would help.
 
 A figure comes twice: as the number that programs read, and as the words that a terminal has.
 """
@@ -17,7 +17,7 @@ from flopwise.records.plan import Help, Plan, Planned
 from flopwise.records.prediction import DeviceBytes, Prediction
 from flopwise.records.program import STREAMS, task_name
 from flopwise.records.simulation import MemoryPoint, Simulation
-from flopwise.report.device_plans import LITTLE, more_words, owners_of, value_words
+from flopwise.report.device_plans import LITTLE, interval_words, more_words, owners_of, value_words
 from flopwise.report.plans import plan_document
 from flopwise.report.predictions import PART_WORDS, TIGHT
 from flopwise.report.words import safe
@@ -87,11 +87,14 @@ def plan_view(planned: Planned, command: str, step: View | None = None) -> View:
     places = {"device": forecast.device_bytes, "host": forecast.host_bytes}
     caps = {"device": plan.device_memory_bytes, "host": plan.host_memory_bytes}
     bars = [_bar(place, {owner: held.get(owner, 0) for owner in owners}, caps[place]) for place, held in places.items()]
+    _, evidence = interval_words(planned.interval, forecast.step_s)
+    figures = _figures(forecast, planned.interval, 1, plan.batch_tokens)
     waits = dict(sorted(forecast.idle.items(), key=lambda item: -item[1]))
     return {
         "kind": "planned",
         "command": command,
-        **_figures(forecast, planned.interval, 1, plan.batch_tokens),
+        **figures,
+        "words": {**figures["words"], **({"evidence": evidence} if evidence else {})},
         "model": planned.model,
         "hardware": forecast.hardware,
         "bound": forecast.bound,
@@ -345,5 +348,5 @@ def _change_words(change: Mapping[str, str], then: Prediction) -> str:
         "device_mem": lambda _: "no device cap",
         "optimizer": lambda value: value.capitalize(),
     }
-    found = [words.get(name, lambda value: value)(value) for name, value in change.items()]
+    found = [words[name](value) if name in words else value for name, value in change.items()]
     return ", ".join(part for part in found if part)

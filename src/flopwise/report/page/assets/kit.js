@@ -129,7 +129,7 @@ function memoryBars(bars, width) {
           .attr("x", x + wide / 2)
           .attr("y", top + 18.5)
           .attr("text-anchor", "middle")
-          .attr("fill", ownerInk(piece.owner, number))
+          .style("fill", ownerInk(piece.owner, number))
           .text(label);
     });
     if (bar.cap && bar.cap <= end) capLine(svg, scale(bar.cap), top, `cap ${bar.capWords}`, left, width);

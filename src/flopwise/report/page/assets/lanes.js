@@ -141,24 +141,30 @@ function laneWords(lane, width) {
 function drawLane(pen, spec, lane, top, scale, left, right, view, colours) {
   pen.text(0, top + 16, laneWords(lane, right), colours.ink, { weight: 600 });
   pen.rect(left, top, right - left, LANE_HEIGHT, colours.line, 0.35);
+  drawSpans(pen, spec, lane, top, scale, left, right, colours.kinds, colours);
+}
+
+/** The tasks of a lane that are in view: each where it is wide enough to be seen, else all of a pixel as one line. */
+function drawSpans(pen, spec, lane, top, scale, left, right, fills, colours) {
   const [from, to] = scale.domain(),
     perPixel = (to - from) / (right - left),
     count = lane.start.length;
   let place = firstAfter(lane.reach, from);
   while (place < count && lane.start[place] < to) {
     const begin = Math.max(left, scale(lane.start[place])),
-      end = Math.min(right, scale(lane.end[place]));
-    const kind = lane.kind[place];
+      end = Math.min(right, scale(lane.end[place])),
+      kind = lane.kind[place],
+      id = lane.ids[place];
     if (end - begin >= 1) {
       // A hair between neighbours, where there is room for one.
       const wide = end - begin > 3 ? end - begin - 0.7 : end - begin;
-      const isDim = spec.isDim?.(lane.ids[place]);
-      pen.rect(begin, top, wide, LANE_HEIGHT, colours.kinds[kind], isDim ? 0.2 : 1);
-      if (spec.chosen === lane.ids[place]) pen.frame(begin + 1, top + 1, Math.max(1, wide - 2), LANE_HEIGHT - 2, colours.ink);
-      if (wide >= LEAST_LABEL && !isDim) {
-        const words = [spec.nameOf(lane.ids[place]), spec.kinds[kind]].find((each) => roughWidth(each) + 10 < wide);
-        if (words) pen.text((begin + begin + wide) / 2, top + 16, words, colours.inks[kind], { align: "center" });
+      const isDim = spec.isDim?.(id);
+      pen.rect(begin, top, wide, LANE_HEIGHT, fills[kind], isDim ? 0.2 : 1);
+      if (colours.inks && wide >= LEAST_LABEL && !isDim) {
+        const words = [spec.nameOf(id), spec.kinds[kind]].find((each) => roughWidth(each) + 10 < wide);
+        if (words) pen.text(begin + wide / 2, top + 16, words, colours.inks[kind], { align: "center" });
       }
+      if (colours.inks && spec.chosen === id) pen.frame(begin + 1, top + 1, Math.max(1, wide - 2), LANE_HEIGHT - 2, colours.ink);
       place += 1;
       continue;
     }
@@ -167,7 +173,7 @@ function drawLane(pen, spec, lane, top, scale, left, right, view, colours) {
       next = Math.max(place + 1, firstAfter(lane.start, scale.invert(column + 1), place, count));
     const share = (lane.spent[next] - lane.spent[place]) / perPixel;
     const isDim = spec.isDim && !d3.some(d3.range(place, Math.min(next, place + 16)), (each) => !spec.isDim(lane.ids[each]));
-    pen.rect(column, top, 1, LANE_HEIGHT, colours.kinds[longestKind(lane, place, next)], isDim ? 0.12 : Math.min(1, Math.max(0.3, share)));
+    pen.rect(column, top, 1, LANE_HEIGHT, fills[longestKind(lane, place, next)], isDim ? 0.12 : Math.min(1, Math.max(0.25, share)));
     place = next;
   }
 }
@@ -179,13 +185,14 @@ function longestKind(lane, from, to) {
   return lane.kind[found];
 }
 
+/** Waits as a lane of one kind, which lies over the first one. */
+function waitsLane(waits) {
+  return laneOf("waits", "", waits.map(([start, end], place) => ({ start, end, kind: 0, id: place })));
+}
+
 function drawWaits(pen, spec, scale, left, right, colours) {
-  const [from, to] = scale.domain();
-  for (const [start, end] of spec.waits ?? []) {
-    if (end <= from || start >= to) continue;
-    const begin = Math.max(left, scale(start));
-    pen.rect(begin, laneTop(0), Math.max(1, Math.min(right, scale(end)) - begin), LANE_HEIGHT, colours.bad);
-  }
+  spec.waitsLane ??= waitsLane(spec.waits ?? []);
+  drawSpans(pen, {}, spec.waitsLane, laneTop(0), scale, left, right, [colours.bad], {});
 }
 
 function drawMemoryTrack(pen, memory, scale, top, left, right, colours) {

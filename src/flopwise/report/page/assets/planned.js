@@ -15,6 +15,8 @@ function drawAnswer() {
     drawPlanStep(view);
     drawStrategies(view);
   }
+  byId("title").textContent = isRefused ? "Plan" : `${view.model} on ${view.devices > 1 ? `${countWords(view.devices)} × ` : ""}${view.hardware}`;
+  byId("about").textContent = isRefused ? "" : "How fast it trains, what it takes, what would be faster.";
   drawWhy(view);
   drawCommand(view);
   drawAround();
@@ -32,7 +34,7 @@ function refreshOutputs() {
     const old = byId("ask").querySelector(`output[for="${output.getAttribute("for")}"]`);
     if (output.getAttribute("for") && old) old.textContent = output.textContent;
   }
-  held.setAttribute("aria-valuetext", byId("ask").querySelector(`output[for="${held.id}"]`)?.textContent ?? "");
+  if (byId("ask").contains(held)) held.setAttribute("aria-valuetext", byId("ask").querySelector(`output[for="${held.id}"]`)?.textContent ?? "");
 }
 
 // -- figures ---------------------------------------------------------------------------------------------------------
@@ -76,8 +78,8 @@ function costCard(view) {
     "div",
     { class: "card" },
     label,
-    make("b", {}, per(view.tokens_per_s), make("small", {}, " a billion tokens")),
-    make("span", { class: "faint" }, range),
+    make("b", {}, per(view.tokens_per_s)),
+    make("span", { class: "faint" }, `a billion tokens${range ? `; ${range}` : ""}`),
     make("span", { class: "faint" }, `${rateWords(tokensPerDollar(view, price), "")} tokens a dollar`),
   );
 }
@@ -212,7 +214,7 @@ function partsBar(view) {
     begin += seconds;
     svg.append("rect").attr("class", "part").attr("x", x).attr("y", 4).attr("width", Math.max(0.8, wide - 1)).attr("height", 28).attr("fill", partColour(name, number));
     if (roughWidth(name) + 8 < wide)
-      svg.append("text").attr("x", x + wide / 2).attr("y", 22.5).attr("text-anchor", "middle").attr("fill", partInk(name, number)).text(name);
+      svg.append("text").attr("x", x + wide / 2).attr("y", 22.5).attr("text-anchor", "middle").style("fill", partInk(name, number)).text(name);
   });
   const ticks = scale.ticks(width < 480 ? 3 : 7);
   axisBelow(svg, scale, 36, ticks, (value) => momentWords(value, view.step_s), width);
@@ -325,15 +327,15 @@ function drawDevices(rows) {
       number(row.tokens_per_s === null ? UNKNOWN : row.words.speed.replace(" tok/s", "")),
       number(row.words?.speed_range || UNKNOWN),
       number(row.words?.mfu ?? UNKNOWN),
-      make("td", {}, row.bound ?? UNKNOWN),
+      make("td", { class: "left" }, row.bound ?? UNKNOWN),
       make("td", { class: "number" }, make("input", { type: "number", min: "0", step: "any", class: "price", "aria-label": `Price of ${row.name}, dollars an hour`, value: price(row) ?? "", placeholder: "$/h", change: (event) => setPrice(row.name, Number(event.target.value)) })),
       number(per(row) ? rateWords(per(row), "") : UNKNOWN),
     );
-  const heads = [["device", ""], ["fits?", ""], ["tok/s", "number"], ["8 of 10 lie in", "number"], ["MFU", "number"], ["bound by", ""], ["$/h", "number"], ["tok/$", "number"]];
+  const heads = [["device", ""], ["fits?", ""], ["tok/s", "number"], ["8 of 10 lie in", "number"], ["MFU", "number"], ["bound by", "left"], ["$/h", "number"], ["tok/$", "number"]];
   const head = make("tr", {}, heads.map(([words, kind]) => make("th", { scope: "col", class: kind }, words)));
   const best = fitting[0];
   const first = best ? `It fits ${countWords(fitting.length)} of ${countWords(rows.length)}; the fastest is ${best.name}, ${best.words.speed}${dearest ? `; a dollar buys the most tokens on ${dearest.name}` : ""}.` : "It fits none of them as it is.";
-  fill("plan-devices", "Which devices would do?", `${first} By prediction, with all else as asked.`, scrolling("Every device", make("table", { class: "small devices" }, make("thead", {}, head), make("tbody", {}, rows.map(line)))));
+  fill("plan-devices", "Which devices would do?", `${first} By prediction, with all else as asked.`, scrolling("Every device", make("table", { class: "small words devices" }, make("thead", {}, head), make("tbody", {}, rows.map(line)))));
 }
 
 // -- the map of caps -------------------------------------------------------------------------------------------------
@@ -535,6 +537,7 @@ function restore(row) {
 
 function openPlanner() {
   readPlannerAddress();
+  byId("title").textContent = "Plan";
   drawControls();
   if (planner.answer && isCurrent()) drawAnswer();
   else ask();

@@ -46,14 +46,16 @@ function wordsOf(question) {
 }
 
 /** Changes of the question, of which the page then shows the answer. */
-function change(changes) {
+function change(changes, isHeld = false) {
   for (const [name, value] of Object.entries(changes)) planner.question[name] = value;
   if ("model" in changes) planner.config = null;
   if ("batch_tokens" in changes && changes.batch_tokens !== "auto") planner.question.batch = "auto";
   if ("batch" in changes && changes.batch !== "auto") planner.question.batch_tokens = "auto";
   if ("on" in changes && !("device_mem" in changes)) planner.question.device_mem = "auto";
   writeAddress();
-  drawControls();
+  // What is held stays as it is until it is let go.
+  if (isHeld) refreshOutputs();
+  else drawControls();
   ask();
 }
 
@@ -164,7 +166,7 @@ function stopSearch() {
 
 function showAnswer(key, question, view) {
   planner.answer = { key, question, view, predicted: view };
-  if (question.device_mem === "auto" && view.fit) planner.whole = view.fit.cap;
+  if (view.whole) planner.whole = view.whole;
   planner.caps = planner.caps?.key === capsKey(question) ? planner.caps : null;
   markBusy(false);
   drawAnswer();
@@ -213,11 +215,11 @@ function bytesOf(word) {
 /** A slider over words: `auto` first, then each value as it would be typed. */
 function slider(name, title, values, shown, auto) {
   const now = planner.question[name] ?? "auto",
-    words = auto === null ? values : ["auto", ...values];
-  let at = words.indexOf(now);
+    words = auto === null ? values : ["auto", ...values],
+    sized = (word) => bytesOf(word) ?? tokensOf(word) ?? -1;
   // A value of the address or of a chip that is no step of the slider becomes one.
-  const all = at < 0 ? [...words, now] : words;
-  if (at < 0) at = all.length - 1;
+  const all = words.includes(now) ? words : [...words, now].sort((left, right) => sized(left) - sized(right)),
+    at = all.indexOf(now);
   const told = make("output", { for: `ask-${name}` }, now === "auto" ? auto : shown(now));
   return make(
     "label",
@@ -232,7 +234,8 @@ function slider(name, title, values, shown, auto) {
       step: "1",
       value: String(at),
       "aria-valuetext": now === "auto" ? auto : shown(now),
-      input: (event) => change({ [name]: all[Number(event.target.value)] }),
+      input: (event) => change({ [name]: all[Number(event.target.value)] }, true),
+      change: drawControls,
     }),
   );
 }
@@ -278,10 +281,10 @@ function liveControls() {
     dropZone(),
     choice("on", "on", words(hardware)),
     slider("gpus", "devices", DEVICES.map(String), (value) => countWords(Number(value)), null),
-    slider("seq", "sequence", POWERS.map(tokensWord), (value) => countWords(tokensOf(value)), setup ? `auto: ${countWords(setup.sequence_tokens)}` : "auto"),
-    slider("batch_tokens", "batch, tokens", BATCHES.map(tokensWord), (value) => countWords(tokensOf(value)), found?.batch_tokens ? `auto: ${countWords(found.batch_tokens)}` : "auto"),
-    slider("device_mem", "device cap", deviceCaps(), (value) => capWords(bytesOf(value)), found?.fit ? `none: ${bytesWords(planner.question.device_mem === "auto" ? found.fit.cap : planner.whole)}` : "none"),
-    isOwn ? slider("host_mem", "host cap", ["0GiB", ...d3.range(4, 41).map((place) => `${Math.round(2 ** (place / 4))}GiB`).filter((each, place, all) => all.indexOf(each) === place)], (value) => (bytesOf(value) ? capWords(bytesOf(value)) : "none of it"), "auto: most of it") : null,
+    slider("seq", "sequence", POWERS.map(tokensWord), (value) => countWords(tokensOf(value)), setup ? `(${countWords(setup.sequence_tokens)})` : "auto"),
+    slider("batch_tokens", "batch, tokens", BATCHES.map(tokensWord), (value) => countWords(tokensOf(value)), found?.batch_tokens ? `(${countWords(found.batch_tokens)})` : "auto"),
+    slider("device_mem", "device cap", deviceCaps(), (value) => capWords(bytesOf(value)), found?.fit ? `(${bytesWords(planner.whole)})` : "none"),
+    isOwn ? slider("host_mem", "host cap", ["0GiB", ...d3.range(4, 41).map((place) => `${Math.round(2 ** (place / 4))}GiB`).filter((each, place, all) => all.indexOf(each) === place)], (value) => (bytesOf(value) ? capWords(bytesOf(value)) : "none of it"), "(most of it)") : null,
     choice("precision", "precision", words(["auto", ...precisions]), setup && planner.question.precision === "auto" ? setup.precision : ""),
     choice("recompute", "recompute", words(["auto", ...recomputes]), setup && planner.question.recompute === "auto" ? cut(setup.recompute, 22) : ""),
     choice("optimizer", "optimizer", words(optimizers)),
@@ -321,7 +324,7 @@ function priceControl() {
   return make(
     "label",
     { class: "control", for: "ask-price" },
-    make("span", {}, "price, $ an hour and device"),
+    make("span", {}, "price, $ an hour"),
     make("output", {}),
     make("input", {
       type: "number",
@@ -352,7 +355,7 @@ const MOST_CONFIG = 48 * 1024;
 
 /** A `config.json` of the hub, dropped or chosen: it is read here, and only its text is sent to this machine's server. */
 function dropZone() {
-  const told = make("span", { class: "faint", "aria-live": "polite" }, planner.dropped ?? "or drop a config.json");
+  const told = make("span", { class: "faint", "aria-live": "polite" }, planner.dropped || "or drop one here");
   const read = async (file) => {
     const text = file ? await file.text() : "";
     const found = file && readConfig(text);
