@@ -158,7 +158,7 @@ def test_a_dropped_configuration_is_described() -> None:
         [("model", "Qwen/Qwen3-8B")],
         [("on", "./mine.toml")],
         [("on", "this-machine")],
-        [("stack", "/tmp/stack.toml")],
+        [("stack", "/etc/stack.toml")],
         [("lengths", "data.csv")],
         [("seq", "8k"), ("seq", "4k")],
         [("seq", "8" * 101)],
@@ -190,7 +190,7 @@ class StandIn:
     def __init__(self, answer: str | None) -> None:
         self.answer, self.asked, self.closed = answer, 0, 0
 
-    def ask(self, query: str, is_wanted: Any) -> str | None:
+    def ask(self, query: str, _: Any) -> str | None:
         self.asked += 1
         return None if self.answer is None else f"{self.answer} to {query}"
 
@@ -213,8 +213,8 @@ def test_the_searching_process_answers_line_by_line(
 ) -> None:
     asked = "model=gpt2&on=rtx-4090&seq=1k&batch=8"
     monkeypatch.setattr(planning, "planned", predicted)
-    monkeypatch.setattr(planning.sys, "stdin", [f"{json.dumps(asked)}\n"])
-    monkeypatch.setattr(planning.os, "nice", lambda _: 0)
+    monkeypatch.setattr("sys.stdin", [f"{json.dumps(asked)}\n"])
+    monkeypatch.setattr("os.nice", lambda _: 0)
     planning.answer_searches()
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line) == json.loads(planning.view_text(predicted(read_query(asked))))

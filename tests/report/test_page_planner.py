@@ -1,4 +1,4 @@
-"""The planner in a browser: figures that belong to what stands in the controls, a search behind them, one file of it."""
+"""The planner in a browser: figures belong to what stands in the controls, a search goes on behind."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ MOVED = """async (name) => {
     while (!isCurrent()) await new Promise((next) => setTimeout(next, 2));
     const { question, view } = planner.answer;
     seen.push([asked, question[name], view.words?.speed ?? view.what, document.querySelector(".card b").textContent,
-      document.querySelector(`output[for="ask-${name}"]`).textContent, document.getElementById("plan-line")?.textContent ?? "",
+      document.querySelector(`output[for="ask-${name}"]`).textContent,
+      document.getElementById("plan-line")?.textContent ?? "",
       new URLSearchParams(location.hash.slice(1)).get(name)]);
   }
   return seen;
@@ -105,7 +106,7 @@ def test_figures_belong_to_the_controls_however_they_are_moved(browser: Any, ser
     for _, seq, speed, card, told, line, kept in seen[:16]:
         view = predicted(Question(model="gpt2", on="rtx-4090", seq=seq, batch="8"))
         assert view.get("words", {}).get("speed", view.get("what")) == speed
-        assert (card == speed or card == f"✗ {speed}") and line == view["command"]
+        assert card in {speed, f"✗ {speed}"} and line == view["command"]
         assert kept == (None if seq == "auto" else seq)
         assert seq == "auto" or told.replace(",", "") == str(int(seq[:-1]) * 1024 if seq[-1] == "k" else seq).replace(
             "1M", "1048576"
@@ -207,6 +208,7 @@ OVERLAPS = """() => {
   const boxes = [...document.querySelectorAll("#plan-answer > *:not([hidden])")].filter((each) => each.offsetHeight)
     .map((each) => [each.id, each.getBoundingClientRect()]);
   return boxes.flatMap(([name, box], place) => boxes.slice(place + 1)
-    .filter(([, other]) => box.top < other.bottom - 1 && other.top < box.bottom - 1 && box.left < other.right - 1 && other.left < box.right - 1)
+    .filter(([, other]) => box.top < other.bottom - 1 && other.top < box.bottom - 1)
+    .filter(([, other]) => box.left < other.right - 1 && other.left < box.right - 1)
     .map(([other]) => [name, other]));
 }"""
