@@ -113,6 +113,7 @@ class Player:
             classifies=model.head == "classifier",
             causal=model.causal,
             numbered=self.drops is not None,
+            types=model.token_types,
         )
         self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
         self.head_arena = Arena(head, spill=self.arena)
@@ -143,7 +144,7 @@ class Player:
         self.blocks = self._make_blocks(deterministic=deterministic, spare_bytes=spare_bytes)
         self.cut = plan.chunks_per_sequence > 1
         self.embedding_head = EmbeddingHead(model, work, operators)
-        self.updates = Updates(training, self.formats, self.numbers, slabs.device)
+        self.updates = Updates(training, self.formats, self.numbers, slabs.device, plan.optimizer)
         self.loss = Loss(torch.zeros((), dtype=self.statistics, device=slabs.device))
         self.scale = torch.zeros((), dtype=self.statistics, device=slabs.device)
         """One over what has a loss in the step."""
