@@ -13,8 +13,9 @@ from flopwise.catalog.load import load_model, model_names
 from flopwise.work.describe import describe
 from flopwise.work.formats import POLICIES
 from flopwise.work.op import Attention, Gemm
+from flopwise.work.optimizers import update_work
 from flopwise.work.total_flos import non_embedding_parameters, total_flos
-from flopwise.work.traffic import block_saved_bytes, saved_bytes, update_bytes_per_parameter
+from flopwise.work.traffic import block_saved_bytes, saved_bytes
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import RECOMPUTE_POLICIES, Recompute, Work
 from tests.support.strategies import transformers
@@ -172,6 +173,18 @@ def test_window_leaves_a_band() -> None:
     assert whole.twice_pairs("mask") == narrow.twice_pairs("mask") == 4096**2
 
 
+@pytest.mark.parametrize(("tokens", "window"), [(50, 7), (20, 20), (9, 1), (7, 30)])
+def test_a_window_that_looks_ahead_is_counted_pair_by_pair(tokens: int, window: int) -> None:
+    model = load_model("bert-base")
+    assert isinstance(model, Transformer)
+    model = replace(model, window=window)
+    attention = next(op for op in describe(model, tokens).ops if isinstance(op, Attention))
+    seen = [sum(abs(query - key) < window for key in range(tokens)) for query in range(tokens)]
+    assert attention.twice_pairs("mask") == 2 * sum(seen)
+    assert attention.twice_pairs_of(2, 7) == 2 * sum(seen[2:7])
+    assert attention.twice_pairs("reach") == 2 * tokens * max(seen)
+
+
 def test_mixture_counts_active_experts() -> None:
     """Mixtral's paper: 47 B parameters, 13 B active."""
     work = describe(load_model("mixtral-8x7b"), 4096)
@@ -213,7 +226,8 @@ def test_policies_order_for_any_model(model: Transformer, tokens: int) -> None:
 )
 def test_bytes_of_an_update(policy: str, update: int) -> None:
     """AdamW by hand: gradient read; both moments and the master read and written; weight (read and) written."""
-    assert update_bytes_per_parameter(POLICIES[policy], 2) == update
+    work = describe(load_model("gpt2"), 8)
+    assert update_work(work, "adamw", POLICIES[policy]).moved_bytes == update * work.parameters
 
 
 def test_palm_reaches_as_far_as_the_window() -> None:

@@ -44,7 +44,9 @@ class TrainOptions(Options):
     ] = None
     tokenizer: Annotated[str, typer.Option(help="tokenizer.json or its folder. Default: bytes.")] = ""
     task: Annotated[str, typer.Option(help="language or classification; auto: what the model is for.")] = "auto"
-    text_column: Annotated[str, typer.Option(help="Where the text is, in JSON lines and CSV.")] = "text"
+    text_column: Annotated[str, typer.Option(help="Where the text is, in rows; of pairs both: premise,hypothesis.")] = (
+        "text"
+    )
     label_column: Annotated[str, typer.Option(help="Where the label is.")] = "label"
     train_on: Annotated[
         str, typer.Option(help="Of conversations, prompts and instructions: answers, or all tokens.")
@@ -103,8 +105,17 @@ class TrainOptions(Options):
     ] = "auto"
     decay_shape: Annotated[str, typer.Option(help="Of that decay: linear or sqrt.", show_default=False)] = "auto"
     weight_decay: Annotated[str, typer.Option(help="For matrices and tables: 0.1.")] = "auto"
-    beta1: Annotated[str, typer.Option(help="AdamW's first: 0.9.")] = "auto"
-    beta2: Annotated[str, typer.Option(help="AdamW's second: 0.95.")] = "auto"
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="adamw, adamw-8bit, muon, lion, sgd, sgd-momentum or adafactor. Default: adamw.", show_default=False
+        ),
+    ] = "auto"
+    beta1: Annotated[str, typer.Option(help="Of AdamW and Lion: 0.9.")] = "auto"
+    beta2: Annotated[str, typer.Option(help="Of AdamW 0.95, of Lion 0.99.")] = "auto"
+    epsilon: Annotated[str, typer.Option(help="Of AdamW: 1e-8.")] = "auto"
+    momentum: Annotated[str, typer.Option(help="Of Muon 0.95; of SGD, which then has one, 0.9.")] = "auto"
+    nesterov: Annotated[bool, typer.Option("--nesterov", help="SGD's momentum looks ahead.")] = False
     dropout: Annotated[
         str,
         typer.Option(help="Share dropped at every site: 0.1; 0 for none. Default: the model's.", show_default=False),

@@ -9,7 +9,8 @@ from flopwise.catalog.load import is_plan, load_model, load_plan
 from flopwise.engine.data.classification import only_label
 from flopwise.engine.data.corpus import no_text
 from flopwise.engine.data.examples import check_template, kind_of_source
-from flopwise.engine.data.records import check_columns, check_row, samples, table_rows
+from flopwise.engine.data.records import check_columns, check_row, columns_of_texts, samples, table_rows
+from flopwise.engine.data.request import check_columns_asked
 from flopwise.engine.data.sources import DataSource, check_beginnings, find_sources, survey
 from flopwise.engine.data.tokenizer import load_tokenizer
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights
@@ -24,11 +25,13 @@ def check_data(request: TrainRequest) -> None:
     if request.resume is not None:
         return
     labelled = _is_labelled(request)
-    columns = (request.text_column, request.label_column) if labelled else (request.text_column,)
+    check_columns_asked(request.text_column, request.label_column)
     kinds: dict[str, str] = {}
     for named in (request.data, request.evaluation_data):
         sources, _ = find_sources(named, labelled=labelled, tokens=request.data_format is not None)
         check_beginnings(sources)
+        texts = columns_of_texts(sources, request.text_column) if labelled else (request.text_column,)
+        columns = (*texts, request.label_column) if labelled else texts
         for source in sources:
             kind = "text" if labelled else kind_of_source(source, request.text_column)
             if kind == "text":
@@ -46,17 +49,18 @@ def check_data(request: TrainRequest) -> None:
 def _check_labels(sources: tuple[DataSource, ...], request: TrainRequest) -> None:
     """Refuse data without a text, or with one label; mostly the beginning of a file says that there are others."""
     found: set[str] = set()
+    texts = columns_of_texts(sources, request.text_column)
     for source in sources:
         for _, row in table_rows(source, None):
-            check_row(source.path, 1, row, (request.text_column, request.label_column))
-            if str(row[request.text_column]).strip():
+            check_row(source.path, 1, row, (*texts, request.label_column))
+            if any(str(row[column]).strip() for column in texts):
                 found.add(str(row[request.label_column]))
             if len(found) > 1:
                 return
     found.clear()
     for entry in survey(sources, None):
-        for sample in samples(entry, request.text_column, request.label_column, None):
-            if sample.text.strip():
+        for sample in samples(entry, texts, request.label_column, None):
+            if not sample.is_blank:
                 found.add(sample.label)
             if len(found) > 1:
                 return

@@ -23,6 +23,8 @@ Kernel = Literal["plain", "cpu-flash", "cudnn", "flash", "flash-4", "triton"]
 __all__ = ["AttentionMask", "Kernel", "attention_backward", "attention_forward", "choose_kernel"]
 
 HALVES = (torch.bfloat16, torch.float16)
+MOST_CHANNELS = 256
+"""Of a head that our own kernels take."""
 LEAST_QUERIES = 128
 """Of a cut sequence: for fewer, two calls of cuDNN and a merge take longer than one of torch's flash kernel."""
 
@@ -43,15 +45,18 @@ def choose_kernel(
     The choice holds for forward and backward. "flash" is repeatable where the caller asks torch for deterministic
     algorithms, "cudnn" and "flash-4" are not; the others always are. On Hopper cuDNN is 1.7 times as fast as torch's
     flash kernel; it has no mask for a cut sequence, whose two parts (`_spans`) it takes one after the other. `drops`:
-    whether weights are dropped, of which no library's kernel can be told.
+    whether weights are dropped, of which no library's kernel can be told; ours are for that, and for scores that are
+    capped or have ALiBi in them.
     """
-    if drops:
-        return "triton" if draws_masks(device, dtype, mask) else "plain"
     whole = queries == keys and mask.window is None
-    if device.type == "cpu" and not mask.is_plain_alone:
+    if device.type == "cpu" and not (mask.changes_scores or drops):
         return "cpu-flash" if whole and not (padded and mask.causal) and dtype != torch.float16 else "plain"
-    if device.type != "cuda" or dtype not in HALVES or mask.is_plain_alone or mask.head_dim % 8 or mask.head_dim > 256:
+    # The flash kernel has the last query at the last key, which tells a window that looks ahead.
+    shifted = mask.looks_around and (padded or queries < keys)
+    if shifted:
         return "plain"
+    if not a_library_takes(device, dtype, mask) or drops:
+        return "triton" if takes_ours(device, dtype, mask) else "plain"
     if padded or deterministic or mask.window is not None:
         return "flash"
     if _is_for_flash_4(device, mask):
@@ -61,9 +66,15 @@ def choose_kernel(
     return "cudnn" if takes_parts else "flash"
 
 
-def draws_masks(device: torch.device, dtype: torch.dtype, mask: AttentionMask) -> bool:
-    """Whether a fast kernel of our own drops weights."""
-    takes = mask.head_dim <= 128 and not mask.is_plain_alone
+def a_library_takes(device: torch.device, dtype: torch.dtype, mask: AttentionMask) -> bool:
+    """Whether torch's flash kernel takes such heads and scores."""
+    takes = not mask.changes_scores and mask.head_dim % 8 == 0 and mask.head_dim <= 256
+    return device.type == "cuda" and dtype in HALVES and takes
+
+
+def takes_ours(device: torch.device, dtype: torch.dtype, mask: AttentionMask) -> bool:
+    """Whether our own fast kernels do: for changed scores and for weights that are dropped they are the only ones."""
+    takes = mask.head_dim <= MOST_CHANNELS and not mask.looks_around
     return device.type == "cuda" and dtype in HALVES and takes and has_triton()
 
 
@@ -82,19 +93,20 @@ def attention_forward(
     lengths: Tensor | None = None,
     kernel: Kernel,
     drop: DropMask | None = None,
+    ahead: int = 0,
 ) -> None:
     """Each query's mean of the values it sees, weighted by the softmax of its scores; zeros where it sees none.
 
-    Queries are the last of their sequence: the last one stands at the last key. Keys at or beyond a sequence's length
+    Queries are the last of their sequence: the last one stands at the last key, or so many keys `ahead` of it, which
+    matters to a window that looks ahead. Keys at or beyond a sequence's length
     are not seen. `drop`, with a token for each sequence's queries, says what of the softmax's weights is dropped.
     """
     assert drop is None or kernel in ("plain", "triton")
     if kernel == "plain":
-        plain_forward(query, key, value, mask, out=out, logsumexp=logsumexp, lengths=lengths, drop=drop)
+        plain_forward(query, key, value, mask, out=out, logsumexp=logsumexp, lengths=lengths, drop=drop, ahead=ahead)
     elif kernel == "triton":
         from flopwise.engine.kernels import fused_attention
 
-        assert drop is not None
         fused_attention.forward(query, key, value, mask, drop, lengths=lengths, out=out, logsumexp=logsumexp)
     elif kernel == "flash-4":
         flash_4.forward(query, key, value, causal=mask.causal, scale=mask.scaled_by, out=out, logsumexp=logsumexp)
@@ -159,7 +171,6 @@ def attention_backward(  # noqa: PLR0917
     if kernel == "triton":
         from flopwise.engine.kernels import fused_attention
 
-        assert drop is not None
         gradients = (query_gradient, of_keys, of_values)
         fused_attention.backward(saved, mask, drop, gradients, lengths=lengths, accumulate=accumulate)
         return
@@ -432,7 +443,12 @@ def _scale(mask: AttentionMask) -> dict[str, float]:
 
 def flash_options(mask: AttentionMask) -> dict[str, float]:
     """What torch's flash kernels are told of a window and a scale."""
-    window = {} if mask.window is None else {"window_size_left": mask.window - 1, "window_size_right": 0}
+    window = {}
+    if mask.window is not None:
+        window = {
+            "window_size_left": mask.window - 1,
+            "window_size_right": mask.window - 1 if mask.looks_around else 0,
+        }
     return {**window, **_scale(mask)}
 
 

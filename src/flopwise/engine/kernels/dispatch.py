@@ -11,19 +11,23 @@ from torch.profiler import record_function
 
 from flopwise.engine.kernels import activations, plain
 from flopwise.engine.kernels import adamw as plain_adamw
+from flopwise.engine.kernels import adamw_8bit as plain_adamw_8bit
 from flopwise.engine.kernels import dropout as plain_dropout
 from flopwise.engine.kernels.adamw import AdamW
+from flopwise.engine.kernels.adamw_8bit import Codes
 from flopwise.engine.kernels.blocks import has_triton
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.rounding import Seed
 
 __all__ = [
     "AdamW",
+    "Codes",
     "DropMask",
     "Seed",
     "activation_backward",
     "activation_forward",
     "adamw",
+    "adamw_8bit",
     "add_column_sums",
     "copy_heads",
     "copy_rows",
@@ -32,6 +36,7 @@ __all__ = [
     "embedding_add",
     "embedding_backward",
     "embedding_forward",
+    "is_fused",
     "merge_attention",
     "norm_backward",
     "norm_forward",
@@ -39,13 +44,13 @@ __all__ = [
     "sum_of_squares",
 ]
 
-_FUSED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+FUSED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _is_fused(*tensors: Tensor | None) -> bool:
+def is_fused(*tensors: Tensor | None) -> bool:
     """Whether all are on a GPU and of a type that the fused forms compute."""
     given = [each for each in tensors if each is not None]
-    return all(each.is_cuda and each.dtype in _FUSED_TYPES for each in given) and has_triton()
+    return all(each.is_cuda and each.dtype in FUSED_TYPES for each in given) and has_triton()
 
 
 def norm_forward(
@@ -70,7 +75,7 @@ def norm_forward(
     row's reciprocal root (rms: (rows,)), or its mean and reciprocal deviation ((rows, 2)). With rms the normal rows are
     rounded to their type before the weight, as Llama's.
     """
-    if _is_fused(source, weight, bias):
+    if is_fused(source, weight, bias):
         from flopwise.engine.kernels import fused
 
         forward = fused.norm_forward
@@ -117,7 +122,7 @@ def norm_backward(
     """
     assert not recompute or out.data_ptr() != gradient.data_ptr()
     assert (drop is None) == (dropped is None)
-    if _is_fused(gradient, source, weight, weight_gradient, bias_gradient):
+    if is_fused(gradient, source, weight, weight_gradient, bias_gradient):
         from flopwise.engine.kernels import fused
 
         backward = fused.norm_backward
@@ -142,7 +147,7 @@ def norm_backward(
 
 def dropout(source: Tensor, mask: DropMask, *, out: Tensor, other: Tensor | None = None) -> None:
     """`out`, which may be `source` or `other`, gets what is kept of `source`, added to `other` where there is one."""
-    if _is_fused(source, out, other):
+    if is_fused(source, out, other):
         from flopwise.engine.kernels import fused_dropout
 
         fused_dropout.dropout(source, mask, out=out, other=other)
@@ -165,7 +170,7 @@ def rotate(
     An angle is the token's position times the frequency of the pair (channels / 2), in fp32. Channel i turns with
     channel i + channels / 2, or with `neighbours` channel 2 i with 2 i + 1. `out` may be `source` itself.
     """
-    if _is_fused(source, out):
+    if is_fused(source, out):
         from flopwise.engine.kernels import fused
 
         turn = fused.rotate
@@ -176,7 +181,7 @@ def rotate(
 
 def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tensor) -> None:
     """act(gate) · up, or act(up) without a gate; `kind` is one of `flopwise.work.transformer.ACTIVATIONS`."""
-    if _is_fused(gate, up, out):
+    if is_fused(gate, up, out):
         from flopwise.engine.kernels import fused_activations as fused
 
         if kind in fused.ACTIVATIONS:
@@ -199,7 +204,7 @@ def activation_backward(
 
     With `recompute` the activation's own result is recomputed and takes the place of `gradient`.
     """
-    if _is_fused(gradient, gate, up, gate_out, up_out):
+    if is_fused(gradient, gate, up, gate_out, up_out):
         from flopwise.engine.kernels import fused_activations as fused
 
         if kind in fused.ACTIVATIONS:
@@ -215,7 +220,7 @@ def merge_attention(
 
     Outputs are (sequences, queries, heads, channels), logsumexp (sequences, heads, queries) and finite.
     """
-    if _is_fused(one[0], other[0], out):
+    if is_fused(one[0], other[0], out):
         from flopwise.engine.kernels import fused
 
         fused.merge_attention(one, other, out=out, logsumexp=logsumexp)
@@ -232,7 +237,7 @@ def cross_entropy(
     cap · tanh(logits / cap). `scale` is a tensor of no dimensions where it changes from one replay of a captured step
     to the next. Room behind a row may be overwritten with zeros, up to the next 16 bytes.
     """
-    if _is_fused(logits):
+    if is_fused(logits):
         from flopwise.engine.kernels import fused
 
         fused.cross_entropy(logits, labels, scale=scale, loss=loss, cap=cap)
@@ -242,7 +247,7 @@ def cross_entropy(
 
 def copy_rows(source: Tensor, *, out: Tensor) -> None:
     """`out` gets the rows of `source`, which are columns of wider ones: torch's own copy of such is a slow one."""
-    if _is_fused(source, out):
+    if is_fused(source, out):
         from flopwise.engine.kernels import fused
 
         fused.copy_rows(source, out=out)
@@ -255,7 +260,7 @@ def copy_heads(source: Tensor, *, out: Tensor, add: bool) -> None:
 
     torch's own copy between the two orders reaches a third of the memory's rate.
     """
-    if _is_fused(source, out):
+    if is_fused(source, out):
         from flopwise.engine.kernels import fused
 
         fused.copy_heads(source, out=out, add=add)
@@ -268,7 +273,7 @@ def copy_heads(source: Tensor, *, out: Tensor, add: bool) -> None:
 
 def embedding_forward(ids: Tensor, table: Tensor, *, out: Tensor) -> None:
     """The table's row of each id."""
-    if _is_fused(table, out):
+    if is_fused(table, out):
         from flopwise.engine.kernels import fused
 
         fused.embedding(ids, table, out=out, add=False)
@@ -278,7 +283,7 @@ def embedding_forward(ids: Tensor, table: Tensor, *, out: Tensor) -> None:
 
 def embedding_add(ids: Tensor, table: Tensor, *, out: Tensor) -> None:
     """`out` gets the table's row of each id added."""
-    if _is_fused(table, out):
+    if is_fused(table, out):
         from flopwise.engine.kernels import fused
 
         fused.embedding(ids, table, out=out, add=True)
@@ -288,7 +293,7 @@ def embedding_add(ids: Tensor, table: Tensor, *, out: Tensor) -> None:
 
 def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor) -> None:
     """Each id's row of the table's gradient gets the sum of its rows of `gradient` added, in a fixed order."""
-    if _is_fused(gradient, table_gradient):
+    if is_fused(gradient, table_gradient):
         from flopwise.engine.kernels import fused
 
         fused.embedding_backward(ids, gradient, table_gradient=table_gradient)
@@ -298,7 +303,7 @@ def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor)
 
 def add_column_sums(values: Tensor, *, total: Tensor) -> None:
     """`total` gets the sum over the rows added, rounded once."""
-    if _is_fused(values, total):
+    if is_fused(values, total):
         from flopwise.engine.kernels import fused
 
         fused.add_column_sums(values, total=total)
@@ -308,7 +313,7 @@ def add_column_sums(values: Tensor, *, total: Tensor) -> None:
 
 def sum_of_squares(values: Tensor, *, out: Tensor) -> None:
     """`out`, of no dimensions, gets Σ values² added."""
-    if _is_fused(values):
+    if is_fused(values):
         from flopwise.engine.kernels import fused
 
         fused.sum_of_squares(values, out=out)
@@ -331,7 +336,7 @@ def adamw(
     It runs in float32 (float64 where weights or master are) from the master where there is one, else from the weights.
     Results are rounded to the nearest, or by chance where the settings have a seed and the target is bf16.
     """
-    if _is_fused(weights, gradients, first, second, master):
+    if is_fused(weights, gradients, first, second, master):
         from flopwise.engine.kernels import fused
 
         fused.adamw(weights, gradients, first, second, master, settings=settings, offset=offset)
@@ -339,3 +344,16 @@ def adamw(
         # In a trace its operators look like any others.
         with record_function("Optimizer.step#AdamW.step"):
             plain_adamw.adamw(weights, gradients, first, second, master, settings=settings, offset=offset)
+
+
+def adamw_8bit(
+    weights: Tensor, gradients: Tensor, codes: Codes, master: Tensor | None, *, settings: AdamW, offset: int
+) -> None:
+    """The same with both moments in codes of 8 bits, over a flat piece that begins with a block of them."""
+    if is_fused(weights, gradients, master):
+        from flopwise.engine.kernels import fused
+
+        fused.adamw_8bit(weights, gradients, codes, master, settings=settings, offset=offset)
+    else:
+        with record_function("Optimizer.step#AdamW8bit.step"):
+            plain_adamw_8bit.adamw_8bit(weights, gradients, codes, master, settings=settings, offset=offset)

@@ -17,6 +17,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from flopwise.engine.kernels.adamw import AdamW
+from flopwise.engine.kernels.adamw_8bit import Codes, borders, table
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.fused_narrow_norm import narrow_norm_backward_kernel, narrow_norm_forward_kernel
 from flopwise.engine.kernels.fused_norm import (
@@ -26,8 +27,9 @@ from flopwise.engine.kernels.fused_norm import (
     whole_norm_backward_kernel,
     whole_norm_forward_kernel,
 )
-from flopwise.engine.kernels.fused_update import adamw_kernel, squares_kernel
-from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel, warps_for
+from flopwise.engine.kernels.fused_update import adamw_8bit_kernel, adamw_kernel, squares_kernel
+from flopwise.engine.kernels.jit import ARITHMETIC, bounded_tanh, column_block, kernel, warps_for
+from flopwise.work.optimizers import QUANTISED_BLOCK
 
 _NORM_WARPS = 8
 """Warps of a norm's backward on each multiprocessor, in two programs or more: those fit at once and end together."""
@@ -100,7 +102,7 @@ def _masking(drop: DropMask | None, unused: Tensor) -> tuple[Tensor, Tensor, flo
 
 
 @cache
-def _units(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """The device's multiprocessors; a few where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
@@ -131,7 +133,7 @@ def norm_backward(
     warps = 4 if narrow else max(1, warps_for(block) // 2)
     least = lines if narrow else _LEAST_SUMMED
     programs = min(
-        triton.cdiv(rows, least), max(2, _NORM_WARPS // warps) * _units(source.device) * (2 if narrow else 1)
+        triton.cdiv(rows, least), max(2, _NORM_WARPS // warps) * multiprocessors(source.device) * (2 if narrow else 1)
     )
     partial = torch.empty if whole else torch.zeros
     sums = partial((2 if biased else 1, programs, width), dtype=torch.float32, device=source.device)
@@ -167,10 +169,10 @@ def norm_backward(
     )
     for number, target in enumerate((weight_gradient, bias_gradient)):
         if target is not None:
-            _add_rows(sums[number], target)
+            add_rows(sums[number], target)
 
 
-def _add_rows(rows: Tensor, total: Tensor) -> None:
+def add_rows(rows: Tensor, total: Tensor) -> None:
     count, width = rows.shape
     add_rows_kernel[(triton.cdiv(width, _SUMMED_COLUMNS),)](
         rows, total, count, width, lines=_SUMMED_LINES, block=_SUMMED_COLUMNS, num_warps=4, **ARITHMETIC
@@ -205,7 +207,7 @@ def add_column_sums(values: Tensor, *, total: Tensor) -> None:
     rows, width = values.shape
     block = column_block(width, _TILE_COLUMNS)
     across = triton.cdiv(width, block)
-    programs = max(1, min(triton.cdiv(rows, _TILE_ROWS), 8 * _units(values.device) // across))
+    programs = max(1, min(triton.cdiv(rows, _TILE_ROWS), 8 * multiprocessors(values.device) // across))
     sums = torch.empty((programs, width), dtype=torch.float32, device=values.device)
     _column_sums_kernel[(programs, across)](
         values,
@@ -219,7 +221,7 @@ def add_column_sums(values: Tensor, *, total: Tensor) -> None:
         num_warps=4,
         **ARITHMETIC,
     )
-    _add_rows(sums, total)
+    add_rows(sums, total)
 
 
 @kernel()
@@ -302,12 +304,6 @@ def rotate(
 
 
 @kernel()
-def _tanh(values: tl.tensor) -> tl.tensor:
-    """1 − 2 ÷ (1 + e²ˣ), whose ends are −1 and 1."""
-    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * values))
-
-
-@kernel()
 def _cross_entropy_kernel(
     logits: tl.tensor,
     labels: tl.tensor,
@@ -331,14 +327,14 @@ def _cross_entropy_kernel(
     if label >= 0:
         chosen = tl.load(start + label).to(tl.float32)
         if capped:
-            chosen = cap * _tanh(chosen / cap)
+            chosen = cap * bounded_tanh(chosen / cap)
         largest = -float("inf")
         total = 0.0
         for first in range(0, lines, block // line):
             column = first * line + columns
             values = tl.load(start + column, mask=column < width, other=-float("inf")).to(tl.float32)
             if capped:
-                values = cap * _tanh(values / cap)
+                values = cap * bounded_tanh(values / cap)
             values = tl.where(column < vocabulary, values, -float("inf"))
             larger = tl.maximum(largest, tl.max(values, 0))
             # Where all so far are hidden, any finite number keeps their powers at zero.
@@ -351,7 +347,7 @@ def _cross_entropy_kernel(
             column = first * line + columns
             values = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
             if capped:
-                bent = _tanh(values / cap)
+                bent = bounded_tanh(values / cap)
                 values = cap * bent
                 slope = 1.0 - bent * bent
             result = tl.exp(values - largest) * share
@@ -666,6 +662,16 @@ def _scalar(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
+def _of_step(settings: AdamW, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What gradients are multiplied by and the step's numbers, on the device."""
+    scale, numbers = settings.gradient_scale, settings.numbers
+    if not isinstance(scale, Tensor):
+        scale = _scalar(float(scale), device)
+    if numbers is None:
+        numbers = torch.from_numpy(settings.bits_of_step()).to(device)
+    return scale, numbers
+
+
 def adamw(
     weights: Tensor,
     gradients: Tensor,
@@ -679,12 +685,7 @@ def adamw(
     """See `dispatch.adamw`."""
     if not len(weights):
         return
-    scale = settings.gradient_scale
-    if not isinstance(scale, Tensor):
-        scale = _scalar(float(scale), weights.device)
-    numbers = settings.numbers
-    if numbers is None:
-        numbers = torch.from_numpy(settings.bits_of_step()).to(weights.device)
+    scale, numbers = _of_step(settings, weights.device)
     chance = [settings.rounding is not None and each.dtype == torch.bfloat16 for each in (weights, first, second)]
     adamw_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
         weights,
@@ -707,6 +708,53 @@ def adamw(
         chance_first=chance[1],
         chance_second=chance[2],
         block=_UPDATE_BLOCK,
+        num_warps=4,
+        **ARITHMETIC,
+    )
+
+
+@lru_cache(maxsize=16)
+def _tables(device: torch.device) -> Tensor:
+    """Values and borders of the table with signs, then of the one without; 256 places for each."""
+    found = torch.full((4, QUANTISED_BLOCK), torch.inf, dtype=torch.float32, device=device)
+    for index, signed in enumerate((True, False)):
+        found[2 * index] = table(device, signed=signed)
+        found[2 * index + 1, :-1] = borders(device, signed=signed)
+    return found
+
+
+def adamw_8bit(
+    weights: Tensor, gradients: Tensor, codes: Codes, master: Tensor | None, *, settings: AdamW, offset: int
+) -> None:
+    """See `dispatch.adamw_8bit`."""
+    if not len(weights):
+        return
+    scale, numbers = _of_step(settings, weights.device)
+    by_chance = settings.rounding is not None and weights.dtype == torch.bfloat16
+    rows = _UPDATE_BLOCK // QUANTISED_BLOCK
+    adamw_8bit_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
+        weights,
+        gradients,
+        codes.first,
+        codes.first_scale,
+        codes.second,
+        codes.second_scale,
+        weights if master is None else master,
+        _tables(weights.device),
+        scale,
+        len(weights),
+        settings.beta1,
+        1.0 - settings.beta1,
+        settings.beta2,
+        1.0 - settings.beta2,
+        settings.epsilon,
+        numbers,
+        offset & 0x7FFFFFFF,
+        offset >> 31,
+        has_master=master is not None,
+        chance_weights=by_chance and master is None,
+        rows=rows,
+        width=QUANTISED_BLOCK,
         num_warps=4,
         **ARITHMETIC,
     )

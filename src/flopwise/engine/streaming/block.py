@@ -57,6 +57,8 @@ class Chunk:
     """Whether sequences of uneven length lie behind each other, without padding."""
     drops: RowDrops | None = None
     """What dropout drops; None: nothing."""
+    types: Tensor | None = None
+    """Of each row; None: all are of the first type."""
 
     @property
     def count(self) -> int:
@@ -153,6 +155,9 @@ class Block:
             elif is_sum_for_norm(op, following):
                 summed = op
                 continue
+            elif self.operators.is_of_experts(op):
+                activates = following is not None and following.name == "activation"
+                self.operators.expert_product(op, values, weights, made, activates=activates)
             elif self.operators.is_paired(op):
                 activates = following is not None and following.name == "activation"
                 self.operators.paired_product(op, values, weights, activates=activates)
@@ -206,6 +211,7 @@ class Block:
             packed_forward(rows[0], rows[1], rows[2], self.mask, packed, out=rows[3], logsumexp=logsumexp[0], drop=drop)
             return
         key, value = self._heads(keys.key, chunk.sequences), self._heads(keys.value, chunk.sequences)
+        ahead = 0 if self.model.causal else key.shape[1] - chunk.last
         attention_forward(
             self._heads(query, chunk.sequences),
             key,
@@ -216,12 +222,14 @@ class Block:
             lengths=chunk.lengths,
             kernel=self._kernel(query, chunk, key.shape[1]),
             drop=drop,
+            ahead=ahead,
         )
 
     def attends_whole(self, query: Tensor, drops: RowDrops | None) -> bool:
         """Whether attention over a whole sequence is one call: where a kernel is much faster that way."""
         whole = Chunk(1, query.shape[0], 0, query.new_empty(0), None, drops=drops)
-        return self._kernel(query, whole, query.shape[0]) in ("cudnn", "flash-4")
+        kernel = self._kernel(query, whole, query.shape[0])
+        return kernel in ("cudnn", "flash-4") or (kernel == "flash" and self.mask.looks_around)
 
     @property
     def packs_at_once(self) -> bool:
@@ -304,11 +312,20 @@ class Block:
             if op.name in done:
                 continue
             used = [op]
+            if op.name == "combine":
+                # What experts made is not kept: back to what their down product read, in one go.
+                down, activation = (next(each for each in ops if each.name == name) for name in ("down", "activation"))
+                assert isinstance(down, Gemm)
+                self.operators.experts_backward((op, down, activation), values, gradients, trained)
+                # What the activation read holds gradients now.
+                done |= {down.name, activation.name}
+                values.drop(name for name in (*op.needs, *down.needs) if self._first_need[name] in (op, down))
+                continue
             maker = self._makers.get(op.name)
             if maker is not None and isinstance(op, Gemm) and op.inputs[0] not in values:
                 # The weight's gradient waits until the product's input is there again.
                 source = self._back_to_maker(op, maker, values, gradients, trained, rows=self._rows(chunk))
-                self.operators.wgrad(op, values, source, gradients, trained)
+                self.operators.wgrad(op, source, gradients, trained)
                 gradients.drop(maker.outputs[0])
                 done.add(maker.name)
                 # What an activation read holds gradients now.
@@ -324,7 +341,7 @@ class Block:
         """Back through a product to what its input was made of; returns that input, recomputed."""
         if maker.name == "activation" and self.operators.gated is not None:
             return self.operators.activated_backward(op, maker, values, gradients, trained)
-        self.operators.dgrad(op, values, gradients, trained)
+        self.operators.dgrad(op, gradients, trained)
         return self.operators.backward_recomputing(maker, values, gradients, trained, rows)
 
     def _attention_back(

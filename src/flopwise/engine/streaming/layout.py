@@ -10,12 +10,14 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from flopwise.engine.formats import TYPES, statistics_type
+from flopwise.engine.formats import STATE_TYPES, TYPES, statistics_type
 from flopwise.engine.kernels.plain_gated import split_pairs
 from flopwise.records.plan import POLICY
 from flopwise.records.program import ALIGNMENT_BYTES
 from flopwise.work.formats import Formats
 from flopwise.work.op import Gemm, Op, SaveLevel
+from flopwise.work.optimizers import Moment, Optimizer, Stretch, stretches
+from flopwise.work.parameters import Parameter
 from flopwise.work.work import Work
 
 
@@ -58,8 +60,20 @@ class SavedTensors:
     most one piece for each power of two.
     """
 
-    def __init__(self, work: Work, formats: Formats, *, packed: bool = False, paired: tuple[str, ...] = ()) -> None:
-        """`paired`: two of the results that lie together, to lie there in pairs."""
+    def __init__(
+        self,
+        work: Work,
+        formats: Formats,
+        *,
+        packed: bool = False,
+        paired: tuple[str, ...] = (),
+        whole_products: bool = False,
+    ) -> None:
+        """`paired`: two of the results that lie together, to lie there in pairs.
+
+        With `whole_products` so do queries, keys and values, of which lower levels keep a part: then the copies between
+        two levels are no pieces of memory.
+        """
         inside = {name for op in work.ops if op.in_block for name in (*op.inputs, *op.outputs)}
         self.each: dict[str, int] = {name: work.tensors[name].elements // work.sequence_tokens for name in inside}
         """Numbers a token of every tensor in a block."""
@@ -79,9 +93,12 @@ class SavedTensors:
             kept.sort(key=lambda tensor: tensor.level)
             self._saved[level] = tuple(tensor.name for tensor in kept)
         self.fields = lru_cache(maxsize=1024)(self._fields)
-        together = [_kept_together(op, work) for op in work.ops if op.in_block]
-        self._packs = [names for names in together if packed or names == paired]
-        """Results of one product that only the highest level keeps: they lie beside each other."""
+        highest = self._saved["full"]
+        together = [_kept_together(op, work, highest if whole_products else ()) for op in work.ops if op.in_block]
+        self._packs = [names for names in together if packed or names == paired or self.rows.keys() >= set(names)]
+        if whole_products:
+            self._saved["full"] = _neighbours(highest, self._packs)
+        """Results of one product that only the highest level keeps: they lie beside each other, experts' always."""
         self._paired = paired
 
     def names(self, level: str) -> tuple[str, ...]:
@@ -117,9 +134,19 @@ class SavedTensors:
         return found
 
 
-def _kept_together(op: Op, work: Work) -> tuple[str, ...]:
-    alike = isinstance(op, Gemm) and all(work.tensors[name].level == SaveLevel.EVERYTHING for name in op.outputs)
+def _kept_together(op: Op, work: Work, kept: Collection[str]) -> tuple[str, ...]:
+    """A product's results that are all of the highest level, or all `kept`."""
+    alike = isinstance(op, Gemm) and (
+        all(work.tensors[name].level == SaveLevel.EVERYTHING for name in op.outputs)
+        or not set(op.outputs).difference(kept)
+    )
     return op.outputs if alike else ()
+
+
+def _neighbours(names: Sequence[str], packs: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """Names in their order, with those of a pack behind its first."""
+    of_pack = {name: tuple(pack) for pack in packs for name in pack}
+    return tuple(dict.fromkeys(each for name in names for each in of_pack.get(name, (name,))))
 
 
 def columns_of(
@@ -141,10 +168,30 @@ def columns_of(
     return dict(zip(names, torch.split(whole, widths, dim=1), strict=True))
 
 
-def moment_fields(parameters: int, formats: Formats) -> dict[str, Field]:
-    """`first`, `second` and perhaps `master` of a piece of optimizer state."""
-    moments = TYPES[formats.moments]
-    wanted = [("first", parameters, moments), ("second", parameters, moments)]
-    if formats.master:
-        wanted.append(("master", parameters, TYPES[formats.master]))
-    return fields_in_order(wanted)
+@dataclass(frozen=True, slots=True)
+class StateStretch:
+    """Neighbouring numbers that one rule updates, and where their state lies within that of a piece."""
+
+    what: Stretch
+    fields: dict[Moment, Field]
+
+    def of(self, state: Tensor) -> dict[Moment, Tensor]:
+        """What is remembered, of a piece's bytes."""
+        return {name: field.of(state) for name, field in self.fields.items()}
+
+
+def state_layout(
+    parameters: Sequence[Parameter], optimizer: Optimizer, formats: Formats, first: int, count: int
+) -> tuple[StateStretch, ...]:
+    """The state of a part's trained numbers `first` …, as it lies in a buffer."""
+    found = stretches(parameters, optimizer, formats, first, count)
+    wanted = [
+        (f"{index} {field.name}", field.elements, STATE_TYPES[field.format])
+        for index, stretch in enumerate(found)
+        for field in stretch.fields
+    ]
+    places = fields_in_order(wanted)
+    return tuple(
+        StateStretch(stretch, {field.name: places[f"{index} {field.name}"] for field in stretch.fields})
+        for index, stretch in enumerate(found)
+    )

@@ -68,6 +68,12 @@ MOST_SPARE_BYTES = 1 << 29
 """Room for all heads of 67 million queries' numbers at once."""
 
 
+def reads_columns(kind: Transformer) -> bool:
+    """Whether what comes behind a block's products reads columns of a wider tensor: norms of heads alone do not."""
+    turns = kind.positions == "rotary" and kind.turned_channels == kind.head_dim
+    return not kind.qk_norm or kind.qk_norm_over == "all" or turns
+
+
 def spare_under_cap(plan: Plan, program: Program) -> int:
     """What attention may take beside its planned room: half of what the plan leaves under its cap, or the most."""
     planned = sum(program.bytes_by_owner("device").values())
@@ -107,12 +113,12 @@ class Player:
             classifies=model.head == "classifier",
             causal=model.causal,
             numbered=self.drops is not None,
+            types=model.token_types,
         )
         self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
         self.head_arena = Arena(head, spill=self.arena)
-        # Norms of heads read queries and keys as rows of their own, which columns of a wider tensor are not.
-        packs = slabs.device.type == "cuda" and not deterministic and not model.qk_norm if packs is None else packs
-        assert not (packs and model.qk_norm)
+        if packs is None:
+            packs = slabs.device.type == "cuda" and not deterministic and all(map(reads_columns, model.kinds))
         products = (
             Products(self.arena)
             if deterministic
@@ -121,7 +127,9 @@ class Player:
         if gated is None and not deterministic:
             gated = gated_kernels(model, self.formats, slabs.device)
         paired = ("gate", "up") if gated is not None else ()
-        self.saved = SavedTensors(work, self.formats, packed=packs, paired=paired)
+        # What is copied to a lower level, or into a sequence's context, goes by whole tensors.
+        stays = plan.chunks_per_sequence == 1 and not set("".join(plan.saves)).intersection("ac")
+        self.saved = SavedTensors(work, self.formats, packed=packs, paired=paired, whole_products=packs and stays)
         self.operators = operators = Operators(
             model,
             work,
@@ -136,7 +144,7 @@ class Player:
         self.blocks = self._make_blocks(deterministic=deterministic, spare_bytes=spare_bytes)
         self.cut = plan.chunks_per_sequence > 1
         self.embedding_head = EmbeddingHead(model, work, operators)
-        self.updates = Updates(training, self.formats, self.numbers, slabs.device)
+        self.updates = Updates(training, self.formats, self.numbers, slabs.device, plan.optimizer)
         self.loss = Loss(torch.zeros((), dtype=self.statistics, device=slabs.device))
         self.scale = torch.zeros((), dtype=self.statistics, device=slabs.device)
         """One over what has a loss in the step."""
@@ -363,12 +371,18 @@ class Player:
                 residual.zero_()
             return
         pooled = self.arena.take((len(begins), self.model.hidden), self.compute)
-        torch.index_select(residual, 0, begins, out=pooled)
+        averages = self.model.pooling == "mean"
+        if averages:
+            self.embedding_head.pool(residual, chunk, self._weights(task), out=pooled)
+        else:
+            torch.index_select(residual, 0, begins, out=pooled)
         drops = chunk.drops
         if drops is not None:
             drops = drops.with_tokens(drops.tokens.index_select(0, begins))
         self._loss(task, pooled, self.inputs.labels(task.chunk), drops)
-        if not self.evaluating:
+        if averages and not self.evaluating:
+            self.embedding_head.pool_backward(pooled, residual, chunk, self._trained(task))
+        elif not self.evaluating:
             residual.zero_().index_copy_(0, begins.long(), pooled)
         self.arena.give(pooled)
 
