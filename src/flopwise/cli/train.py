@@ -64,7 +64,7 @@ RESUME_LEAVES_OPEN = (
 )
 SETTINGS = (
     *("task", "learning_rate", "warmup_steps", "schedule", "min_learning_rate", "decay_share", "decay_shape"),
-    *("weight_decay", "beta1", "beta2", "clip_norm", "stochastic_rounding", "seed"),
+    *("weight_decay", "beta1", "beta2", "clip_norm", "stochastic_rounding", "seed", "dpo_beta", "dpo_label_smoothing"),
 )
 """Fields that the request has in common with the optimizer's settings."""
 PLAN_SAYS = (
@@ -127,6 +127,10 @@ def make_request(options: TrainOptions) -> TrainRequest:
         weight_decay=read_option(options.weight_decay, "weight-decay", _parse_number("--weight-decay 0.1")),
         beta1=read_option(options.beta1, "beta1", _parse_number("--beta1 0.9")),
         beta2=read_option(options.beta2, "beta2", _parse_number("--beta2 0.95")),
+        dpo_beta=read_option(options.beta, "beta", _parse_number("--beta 0.1")),
+        dpo_label_smoothing=read_option(
+            options.dpo_label_smoothing, "dpo-label-smoothing", _parse_number("--dpo-label-smoothing 0.1")
+        ),
         dropout=read_option(options.dropout, "dropout", _parse_number("--dropout 0.1")),
         clip_norm=read_option(options.clip, "clip", _parse_number("--clip 1.0")),
         stochastic_rounding=options.stochastic_rounding,

@@ -98,6 +98,7 @@ def predict(
     rslora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
+    task: Task | None = None,
 ) -> Prediction:
     """Predict a training step: time with its interval, tokens/s, MFU, memory by owner, what binds each operator.
 
@@ -119,7 +120,7 @@ def predict(
         model_of(
             model,
             changes,
-            TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze),
+            TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze, task=task),
         ),
         hardware_of(on),
         name=name_of(on),
@@ -170,6 +171,7 @@ def plan(
     rslora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
+    task: Task | None = None,
     write: str | Path | None = None,
 ) -> Planned: ...
 
@@ -203,6 +205,7 @@ def plan(
     rslora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
+    task: Task | None = None,
     write: str | Path | None = None,
 ) -> PlannedCluster: ...
 
@@ -238,6 +241,7 @@ def plan(
     rslora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
+    task: Task | None = None,
     write: str | Path | None = None,
 ) -> Planned | PlannedCluster:
     """Find the fastest set-up that fits; `DoesNotFit` is raised where nothing does.
@@ -272,7 +276,9 @@ def plan(
             f"--{given[0]} without --gpus", why="it is for set-ups that a framework runs", hint="--gpus 1, or more"
         )
     described = model_of(
-        model, changes, TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze)
+        model,
+        changes,
+        TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze, task=task),
     )
     setup = setup_of(
         described,
@@ -348,6 +354,8 @@ def train(
     weight_decay: float | None = None,
     beta1: float | None = None,
     beta2: float | None = None,
+    dpo_beta: float | None = None,
+    dpo_label_smoothing: float | None = None,
     dropout: float | None = None,
     clip: float | None = None,
     stochastic_rounding: bool | None = None,
@@ -428,6 +436,8 @@ def train(
             weight_decay=weight_decay,
             beta1=beta1,
             beta2=beta2,
+            dpo_beta=dpo_beta,
+            dpo_label_smoothing=dpo_label_smoothing,
             dropout=dropout,
             clip_norm=clip,
             stochastic_rounding=stochastic_rounding,

@@ -29,6 +29,10 @@ class Batch:
     """Of each sequence, how long the documents are that lie behind each other in it: attention and positions know
     nothing of the ones before. None: each sequence is one."""
 
+    references: tuple[NDArray[np.float64], ...] | None = None
+    """Of each sequence, the logarithm of how likely the reference finds its documents: they are pairs of answers then,
+    the better one first. None: there are no pairs."""
+
     @property
     def sequences(self) -> int:
         return int(self.ids.shape[0])
@@ -40,7 +44,9 @@ class Batch:
 
     @property
     def with_loss(self) -> int:
-        """Tokens, or samples of a classifier, that have a loss."""
+        """Tokens, samples of a classifier or pairs of answers that have a loss."""
+        if self.references is not None:
+            return sum(each.size // 2 for each in self.references)
         return int((self.labels != NO_LABEL).sum())
 
     def lengths_counted(self) -> list[tuple[int, int]]:
@@ -54,7 +60,8 @@ class Batch:
         """Some of the sequences."""
         lengths = None if self.lengths is None else self.lengths[first:last]
         documents = None if self.documents is None else self.documents[first:last]
-        return Batch(self.ids[first:last], self.labels[first:last], lengths, documents)
+        references = None if self.references is None else self.references[first:last]
+        return Batch(self.ids[first:last], self.labels[first:last], lengths, documents, references)
 
     def micro_batches(self, sequences: int) -> Iterator[Batch]:
         """In pieces of at most so many sequences: 48 in elevens is four of 11 and one of 4."""

@@ -57,14 +57,21 @@ class Inputs:
         causal: bool,
         granule: int | None = None,
         numbered: bool = False,
+        compares: bool = False,
     ) -> None:
         """`numbered`: whether tokens have numbers: sequence · the plan's tokens + position, however they are cut.
+
+        `compares`: whether documents are pairs of answers.
 
         `granule`: what the rows of packed chunks are a multiple of; None: 1 on a CPU, a sixteenth on a GPU."""
         self.plan, self.vocabulary, self.classifies, self.causal = plan, vocabulary, classifies, causal
         self.tokens = plan.tokens_per_round
-        self.kinds = TOKENS + 1 if numbered else TOKENS
-        self._block = buffer[: self.bytes].view(torch.int32).view(self.kinds, self.tokens)
+        self.numbered, self.compares = numbered, compares
+        self.kinds = TOKENS + numbered + compares
+        """Numbers of a token that come from the host."""
+        numbers = buffer[: self.bytes].view(torch.int32)
+        self._block = numbers[: self.kinds * self.tokens].view(self.kinds, self.tokens)
+        self._weights = numbers[self.kinds * self.tokens :].view(torch.float32)
         self.each = max(1, plan.sequences_per_round // plan.chunks_per_round)
         """Sequences of a chunk, where it holds whole ones."""
         by_device = granule_of(self.each * plan.sequence_tokens) if buffer.is_cuda else 1
@@ -75,13 +82,15 @@ class Inputs:
         places = self.each * MOST_DOCUMENTS + fillers + 1
         self._starts = torch.zeros((plan.chunks_per_round, places), dtype=torch.int32, device=buffer.device)
         self._lengths = torch.zeros(plan.sequences_per_round, dtype=torch.int32, device=buffer.device)
-        self._host: tuple[Tensor, Tensor, Tensor] | None = None
+        # Of a chunk's answers, how likely the reference finds them; NaN where there is none.
+        self.references = torch.full(self._starts.shape, torch.nan, dtype=torch.float64, device=buffer.device)
+        self._host: tuple[Tensor, ...] | None = None
         self._layouts: tuple[RoundLayout, ...] = ()
         self.layout = RoundLayout(0, plan.sequence_tokens)
 
     @property
     def bytes(self) -> int:
-        return self.kinds * 4 * self.tokens
+        return (self.kinds + self.compares) * 4 * self.tokens
 
     # -- a step's tokens in pinned memory ---------------------------------------------------------------------------
 
@@ -92,7 +101,7 @@ class Inputs:
         """
         for batch in rounds:
             self._check_size(batch)
-        host, starts, lengths = self._host_rooms(len(rounds))
+        host, starts, lengths, references = self._host_rooms(len(rounds))
         packs = [self._packs(batch) for batch in rounds]
         alike = self.plan.replay and self.granule > 1
         rows = self._packed_rows([batch for batch, packed in zip(rounds, packs, strict=True) if packed and alike])
@@ -102,6 +111,8 @@ class Inputs:
             first = number * self.plan.sequences_per_round
             if packed:
                 found.append(self._lay_packed(batch, *places, rows=rows, first_sequence=first))
+                if self.compares:
+                    self._lay_references(batch, references[number].numpy())
             else:
                 found.append(self._lay_even(batch, *places, lengths[number].numpy(), first_sequence=first))
         self._layouts = tuple(found)
@@ -116,14 +127,19 @@ class Inputs:
                 hint="plan again for this batch",
             )
 
-    def _host_rooms(self, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _host_rooms(self, rounds: int) -> tuple[Tensor, ...]:
         if self._host is None:
             # Room for a whole step, once: a captured step reads it where it lay when it was captured.
             rounds, pinned = max(rounds, self.plan.rounds_per_step), self._block.is_cuda
-            shapes = (self._block.shape, self._starts.shape, self._lengths.shape)
-            rooms = [torch.zeros((rounds, *shape), dtype=torch.int32, pin_memory=pinned) for shape in shapes]
-            self._host = rooms[0], rooms[1], rooms[2]
+            self._host = tuple(
+                torch.zeros((rounds, *room.shape), dtype=room.dtype, pin_memory=pinned) for room in self._rooms
+            )
         return self._host
+
+    @property
+    def _rooms(self) -> tuple[Tensor, ...]:
+        """What of a round is brought from the host."""
+        return self._block, self._starts, self._lengths, self.references
 
     def _packs(self, batch: Batch) -> bool:
         """Whether padding is left out: where there is any, and chunks hold whole sequences."""
@@ -168,9 +184,11 @@ class Inputs:
             block[POSITIONS, begin : begin + total] = np.arange(total) - np.repeat(ends - lengths, lengths)
             if not self.classifies:
                 block[LABELS, begin : begin + total] = batch.labels[first:last][there]
-            if self.kinds > TOKENS:
+            if self.numbered:
                 block[TOKENS, begin : begin + total] = self._numbers(first_sequence + first, there.shape)[there]
-            block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0, 0])[: self.kinds, None]
+            if self.compares:
+                block[-1, begin : begin + total] = np.repeat(np.arange(lengths.size), lengths)
+            block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0, 0, 0])[: self.kinds, None]
             behind = lengths.size + 1
             starts[chunk, 0], starts[chunk, 1:behind] = 0, ends
             fillers = starts.shape[1] - behind
@@ -185,6 +203,14 @@ class Inputs:
         if self.classifies:
             block[LABELS, : batch.sequences] = batch.labels
         return RoundLayout(batch.sequences, self.plan.sequence_tokens, tuple(counts), places=tuple(looked_at))
+
+    def _lay_references(self, batch: Batch, references: NDArray[np.float64]) -> None:
+        """Of each chunk's answers."""
+        assert batch.references is not None
+        references[:] = np.nan
+        for chunk, (first, last) in enumerate(self._chunk_spans(batch)):
+            told = np.concatenate(batch.references[first:last])
+            references[chunk, : told.size] = told
 
     def _numbers(self, first_sequence: int, shape: tuple[int, ...]) -> NDArray[np.int32]:
         """Tokens' numbers in the step's batch, modulo 2³²: the same whatever the sequences are filled up to."""
@@ -207,7 +233,7 @@ class Inputs:
         block[IDS, :count] = batch.ids.reshape(-1)
         block[LABELS, : batch.labels.size] = batch.labels.reshape(-1)
         block[POSITIONS, :count] = np.tile(np.arange(width, dtype=np.int32), sequences)
-        if self.kinds > TOKENS:
+        if self.numbered:
             block[TOKENS, :count] = self._numbers(first_sequence, (sequences, width)).reshape(-1)
         starts[:] = np.arange(starts.shape[1], dtype=np.int32) * width
         # Behind a causal model's sequence there is only padding, which none of its tokens sees.
@@ -218,6 +244,12 @@ class Inputs:
 
     def check(self, batch: Batch) -> None:
         """Refuse tokens that the model has no row for: kernels would read and write what lies behind the table."""
+        if self.compares and batch.references is None:
+            raise FlopwiseError(
+                "a batch without pairs of answers",
+                why="the model is trained on preferences",
+                hint="rows with chosen and rejected",
+            )
         if batch.lengths is not None and batch.lengths.size and int(batch.lengths.min()) < 1:
             raise FlopwiseError(
                 "a sequence without a token", why="there is nothing to train on", hint="leave such rows out of the data"
@@ -238,7 +270,7 @@ class Inputs:
         """A round of those that were prepared. From pinned memory, so that nobody waits for what is under way."""
         assert self._host is not None
         self.layout = self._layouts[number]
-        for target, source in zip((self._block, self._starts, self._lengths), self._host, strict=True):
+        for target, source in zip(self._rooms, self._host, strict=True):
             target.copy_(source[number], non_blocking=True)
 
     def chunk(self, number: int) -> Chunk | None:
@@ -278,6 +310,12 @@ class Inputs:
         """Numbers of a chunk's tokens in the step's batch."""
         first, count, *_ = self._span(number)
         return self._block[TOKENS, first : first + count]
+
+    def answers(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a chunk: each token's answer, room for what its gradient is weighed by, and the reference's answers."""
+        first, count, *_ = self._span(number)
+        places = slice(first, first + count)
+        return self._block[-1, places], self._weights[places], self.references[number]
 
     def ids(self, number: int) -> Tensor:
         """Identifiers of a chunk."""

@@ -33,6 +33,8 @@ INPUT_BYTES_PER_TOKEN = 12
 """Identifier, label and position."""
 NUMBER_BYTES = 4
 """Of a token's number in the batch, which dropout draws its masks by."""
+PREFERENCE_BYTES = 8
+"""Of the number of a token's answer, and of what its gradient is weighed by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +211,9 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
             + sum(tensor_bytes(work.tensors[name], formats) for name in ("logsumexp", *_normed_heads(model)))
         ),
         logits=each(head_rows + 2 * residual) + unaligned,
-        inputs=INPUT_BYTES_PER_TOKEN + (NUMBER_BYTES if model.dropout else 0),
+        inputs=INPUT_BYTES_PER_TOKEN
+        + (NUMBER_BYTES if model.dropout else 0)
+        + (PREFERENCE_BYTES if model.objective == "preference" else 0),
         fixed_workspace=LIBRARY_WORKSPACE_BYTES + _cast_bytes(work, formats) + fixed_copies + LINES_BYTES,
     )
 
