@@ -8,9 +8,9 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import is_plan, load_model, load_plan
 from flopwise.engine.data.classification import only_label
 from flopwise.engine.data.corpus import no_text
-from flopwise.engine.data.examples import check_template, kind_of_source
+from flopwise.engine.data.examples import check_template, kind_of_source, no_example
 from flopwise.engine.data.records import check_columns, check_row, first_columns, samples, table_rows
-from flopwise.engine.data.rows import check_pairs
+from flopwise.engine.data.rows import check_pairs, read_pair
 from flopwise.engine.data.sources import DataSource, check_beginnings, find_sources, survey
 from flopwise.engine.data.tokenizer import load_tokenizer
 from flopwise.setup.trained import task_of
@@ -29,6 +29,10 @@ def check_data(request: TrainRequest) -> None:
     labelled = task == "classification"
     columns = (request.text_column, request.label_column) if labelled else (request.text_column,)
     kinds: dict[str, str] = {}
+    if task == "dpo" and not request.data:
+        raise FlopwiseError(
+            "there are no pairs to compare", why="DPO learns from pairs of answers", hint="--data pairs.jsonl"
+        )
     for named in (request.data, request.evaluation_data):
         sources, _ = find_sources(named, labelled=labelled, tokens=request.data_format is not None)
         check_beginnings(sources)
@@ -82,10 +86,6 @@ def _task_of(request: TrainRequest) -> Task:
 
 def _check_pairs(sources: tuple[DataSource, ...], request: TrainRequest) -> None:
     """Refuse data whose rows are no pairs of answers, as far as their first ones tell."""
-    if not sources:
-        raise FlopwiseError(
-            "there are no pairs to compare", why="DPO learns from pairs of answers", hint="--data pairs.jsonl"
-        )
     for source in sources:
         if source.form in ("text", "tokens"):
             raise FlopwiseError(
@@ -97,8 +97,13 @@ def _check_pairs(sources: tuple[DataSource, ...], request: TrainRequest) -> None
             check_pairs(first_columns(source))
         except FlopwiseError as error:
             raise error.within(str(source.path)) from None
-        row = next((row for _, row in table_rows(source, None)), None)
-        if row is not None and not isinstance(row.get("chosen"), str):
+        line, row = next(iter(table_rows(source, None)), (0, {"chosen": "", "rejected": ""}))
+        check_row(source.path, line, row, ("chosen", "rejected"))
+        try:
+            read_pair(row)
+        except ValueError as error:
+            raise no_example(source.path, line, error) from None
+        if not isinstance(row["chosen"], str):
             weights = find_weights(request)
             tokenizer = load_tokenizer(choose_tokenizer(request, weights), ANY_VOCABULARY)
             check_template("messages", tokenizer, str(source.path))

@@ -297,7 +297,9 @@ class Loop:
             "eval_steps_per_second": counted[0] / took_s,
         }
         if found.rewards is not None:
-            figures |= {f"eval_rewards_{name}": value for name, value in _reward_figures(found.rewards).items()}
+            rewards = _reward_figures(found.rewards)
+            # `eval_accuracy` says already how often the better answer gained more.
+            figures |= {f"eval_rewards_{name}": value for name, value in rewards.items() if name != "accuracy"}
         if self.training.task == "language":
             figures["eval_perplexity"] = math.exp(min(found.loss, 700.0))
         return figures

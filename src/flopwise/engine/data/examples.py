@@ -128,10 +128,11 @@ def _rows(
         try:
             yield f"{path}, line {line}", read_row(kind, values, has_template=tokenizer.template is not None)  # type: ignore[arg-type]
         except ValueError as error:
-            raise _no_example(path, line, error) from None
+            raise no_example(path, line, error) from None
 
 
-def _no_example(path: Path, line: int, error: ValueError) -> FlopwiseError:
+def no_example(path: Path, line: int, error: ValueError) -> FlopwiseError:
+    """For a row that says nothing that could be learned."""
     return FlopwiseError(f"{path}, line {line} is no example", why=str(error), hint="correct the line, or leave it out")
 
 
@@ -145,7 +146,7 @@ def _pairs(entry: Entry, progress: ReadingProgress) -> Iterator[tuple[str, Row |
         try:
             pair = read_pair({name: row.get(name) for name in (*needed, *optional)})
         except ValueError as error:
-            raise _no_example(path, line, error) from None
+            raise no_example(path, line, error) from None
         for each in pair or (None, None):
             yield f"{path}, line {line}", each
 

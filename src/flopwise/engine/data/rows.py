@@ -115,7 +115,7 @@ def check_pairs(columns: Collection[str]) -> None:
 def read_pair(values: dict[str, Any]) -> tuple[Row, Row] | None:
     """A row as its chosen and its rejected example, as TRL reads them; None: there is nothing to compare."""
     chosen, rejected = ([each] if isinstance(each, dict) else each for each in (values["chosen"], values["rejected"]))
-    asked = values.get("prompt") or values.get("conversations")
+    asked = values.get("conversations") if values.get("prompt") is None else values["prompt"]
     if isinstance(chosen, str) and isinstance(rejected, str):
         return _compared_texts(asked, chosen, rejected)
     if not isinstance(chosen, list) or not isinstance(rejected, list):
