@@ -219,6 +219,8 @@ def test_parameters_are_those_that_were_published(name: str) -> None:
         (BERT | SIX_LABELS, "bert-base"),
         (HUB["openai/gpt-oss-20b"], "gpt-oss-20b"),
         (HUB["FacebookAI/roberta-base"], "roberta-base"),
+        (HUB["answerdotai/ModernBERT-base"], "modernbert-base"),
+        (HUB["answerdotai/ModernBERT-large"], "modernbert-large"),
         (HUB["distilbert/distilbert-base-uncased"], "distilbert-base"),
     ],
 )

@@ -28,7 +28,7 @@ REQUIRED = {
     *("mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b"),
     *("gpt-oss-20b", "gpt-oss-120b"),
     *("gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-3-1b", "phi-4", "olmo-2-7b", "smollm3-3b"),
-    *("roberta-base", "distilbert-base"),
+    *("roberta-base", "distilbert-base", "modernbert-base", "modernbert-large"),
     *QWEN25,
     *QWEN3,
     *MPT,
@@ -86,6 +86,8 @@ PUBLISHED = {
     # The safetensors of the released weights, without their table of position numbers.
     "roberta-base": 124_697_433,
     "distilbert-base": 66_985_530,
+    "modernbert-base": 149_655_232,
+    "modernbert-large": 395_881_664,
 }
 
 MPT_PUBLISHED = {
@@ -146,11 +148,11 @@ def transformer_parameters(model: Transformer, sequence_tokens: int) -> int:
     total += hidden * (model.vocab + model.token_types)
     if model.positions == "learned":
         total += hidden * (model.position_rows or sequence_tokens)
-    total += norm * (model.embedding_norm + model.final_norm)
+    total += norm * (model.embedding_norm + model.final_norm - (model.unnormed_attention == "first"))
     if model.head == "classifier":
         return total + hidden * hidden + hidden + (hidden + 1) * (model.labels or 0)
     if model.head == "masked":
-        total += hidden * hidden + hidden + norm
+        total += hidden * hidden + model.transform_bias * hidden + norm
     return total + (0 if model.tied else hidden * model.vocab) + model.head_bias * model.vocab
 
 

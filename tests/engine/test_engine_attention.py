@@ -45,6 +45,8 @@ class Case:
             seen &= key <= place
         if self.mask.window is not None:
             seen &= key > place - self.mask.window
+            if not self.mask.causal:
+                seen &= key < place + self.mask.window
         if self.lengths is not None:
             seen &= key < self.lengths[:, None, None, None]
         return seen
@@ -144,7 +146,7 @@ def make(
 def cases(draw: st.DrawFn) -> Case:
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     causal = draw(st.booleans())
-    window = draw(st.none() | st.integers(1, 9)) if causal else None
+    window = draw(st.none() | st.integers(1, 9))
     keys, sequences = draw(st.integers(1, 23)), draw(st.integers(1, 3))
     queries = draw(st.integers(1, keys) if causal else st.integers(1, 23))
     lengths = draw(st.none() | st.lists(st.integers(0, keys), min_size=sequences, max_size=sequences))
@@ -164,6 +166,18 @@ def test_small_tiles_change_nothing(case: Case, keys_step: int, queries_step: in
         patch.setattr(plain_attention, "_MOST_KEYS", keys_step)
         patch.setattr(plain_attention, "TILE_BYTES", queries_step * 1024)
         case.check("plain", 1e-12, accumulate=True)
+
+
+@given(st.integers(1, 12), st.integers(0, 22), st.integers(1, 9))
+def test_a_window_that_looks_ahead_knows_where_its_queries_stand(window: int, first: int, count: int) -> None:
+    case = make(AttentionMask(2, 1, 4, False, window), queries=23, keys=23)
+    whole, last = case.found("plain"), min(first + count, 23)
+    query = case.query[:, first:last]
+    out, sums = torch.empty_like(query), torch.empty(1, 2, last - first, dtype=torch.float64)
+    attention_forward(
+        *(query, case.key, case.value, case.mask), out=out, logsumexp=sums, kernel="plain", ahead=23 - last
+    )
+    torch.testing.assert_close(out, whole["out"][:, first:last], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -280,6 +294,9 @@ def test_a_kernel_is_chosen_by_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -
     assert choose_kernel(cuda, half, mask, 3, 640, padded=False, deterministic=False) == "flash"
     assert choose_kernel(cuda, half, mask, 128, 640, padded=False, deterministic=False) == "cudnn"
     assert choose_kernel(cuda, half, windowed, 128, 640, padded=False, deterministic=False) == "flash"
+    around = AttentionMask(4, 4, 64, False, 9)
+    assert chosen(cuda, half, around) == "flash"
+    assert choose_kernel(cuda, half, around, 128, 640, padded=False, deterministic=False) == "plain"
     assert chosen(cuda, half, windowed) == chosen(cuda, half, mask, padded=True) == "flash"
     assert chosen(cuda, half, odd) == chosen(cuda, single, mask) == chosen(cuda, torch.float64, mask) == "plain"
     capability[0] = (8, 0)

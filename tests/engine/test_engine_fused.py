@@ -16,9 +16,10 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels import activations, dispatch, fused, fused_activations, plain
+from flopwise.engine.kernels import activations, dispatch, fused, fused_activations, fused_heads, heads, plain
 from flopwise.engine.kernels import adamw as plain_adamw
 from flopwise.engine.kernels.adamw import AdamW
+from flopwise.engine.kernels.heads import Turn
 from flopwise.engine.kernels.rounding import Seed
 from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.products import Products
@@ -97,6 +98,44 @@ def test_rotations(dtype: torch.dtype, shape: tuple[int, int, int], inverse: boo
     plain.rotate(expected[:, 1:], positions, frequencies, out=expected[:, 1:], inverse=inverse)
     fused.rotate(buffer[:, 1:], positions, frequencies, out=buffer[:, 1:], inverse=inverse)
     close(buffer, expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 2), (7, 3, 10), (33, 5, 128), (3, 40, 96)])
+@pytest.mark.parametrize(("rms", "biased"), [(True, False), (False, True)])
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_norms_and_rotations_of_heads_in_one(
+    dtype: torch.dtype, shape: tuple[int, int, int], rms: bool, biased: bool, neighbours: bool
+) -> None:
+    tokens, count, dim = shape
+    # Heads among those of a wider product.
+    source, gradient = (normal(tokens, count + 1, dim, dtype=dtype) for _ in range(2))
+    weight, bias = normal(dim, dtype=dtype), normal(dim, dtype=dtype) if biased else None
+    turn = Turn(
+        positions=torch.randint(0, 300_000, (tokens,), dtype=torch.int32).to(DEVICE),
+        frequencies=normal(dim // 2).abs(),
+        scale=1.25,
+        neighbours=neighbours,
+    )
+    results: list[list[Tensor]] = []
+    ways = ((heads.forward_in_two, heads.backward_in_two), (fused_heads.forward, fused_heads.backward))
+    for forward, backward in ways:
+        out, above = torch.empty_like(source), gradient.clone()
+        statistics = torch.empty((tokens * count,) if rms else (tokens * count, 2), device=DEVICE)
+        forward(source[:, 1:], weight, bias, turn, epsilon=1e-5, rms=rms, out=out[:, 1:], statistics=statistics)
+        sums = torch.ones(2, dim, dtype=dtype, device=DEVICE)
+        backward(
+            *(above[:, 1:], source[:, 1:], weight, statistics, turn),
+            rms=rms,
+            out=above[:, 1:],
+            weight_gradient=sums[0],
+            bias_gradient=sums[1] if biased else None,
+        )
+        assert torch.equal(above[:, 0], gradient[:, 0]), "heads beside them stay as they are"
+        results.append([out[:, 1:], statistics, above[:, 1:], sums])
+    steps = (2, 1, 30, 8) if dim == 2 else (2, 1, 4, 2)
+    for expected, found, allowed in zip(*results, steps, strict=True):
+        close(found, expected, allowed)
 
 
 @pytest.mark.parametrize("kind", fused_activations.ACTIVATIONS)

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from flopwise.engine.batch import NO_LABEL, Batch  # noqa: E402
 from flopwise.engine.kernels import plain_gated  # noqa: E402
 from flopwise.engine.streaming.gated import GatedKernels  # noqa: E402
+from flopwise.engine.streaming.player import reads_columns  # noqa: E402
 from flopwise.engine.streaming.values import join_columns  # noqa: E402
 from flopwise.records.plan import Plan, Residency  # noqa: E402
 from flopwise.records.program import ALIGNMENT_BYTES  # noqa: E402
@@ -22,7 +23,7 @@ from flopwise.work.fusion import has_plain_swiglu  # noqa: E402
 from flopwise.work.parameters import ENDS  # noqa: E402
 from flopwise.work.routing import Routing  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
-from tests.support.tiny_models import LLAMA, TINY, TOKENS, parameters, random_module  # noqa: E402
+from tests.support.tiny_models import LLAMA, MODERNBERT, TINY, TOKENS, parameters, random_module  # noqa: E402
 from tests.support.training_plans import (  # noqa: E402
     any_levels,
     any_residency,
@@ -75,15 +76,16 @@ def plan_of(model: Transformer, cut: str, letters: str, **changes: Any) -> Plan:
 
 
 def cuts_of(model: Transformer) -> list[str]:
-    return [cut for cut in CUTS if model.causal or cut != "attention by chunk"]
+    cuts = CUTS[:1] if model.averages else CUTS
+    return [cut for cut in cuts if model.causal or cut != "attention by chunk"]
 
 
-@pytest.mark.parametrize("family", [name for name, model in TINY.items() if not model.qk_norm])
+@pytest.mark.parametrize("family", [name for name, model in TINY.items() if all(map(reads_columns, model.kinds))])
 def test_packed_products_give_the_gradients_of_autograd(family: str) -> None:
     model = TINY[family]
     for cut in cuts_of(model):
-        for number, letter in enumerate("fai"):
-            plan = plan_of(model, cut, letter)
+        for number, letters in enumerate(("f", "FA", "ai")):
+            plan = plan_of(model, cut, letters)
             batch = random_batch(model, plan.sequences_per_round, TOKENS, number, ragged=number % 2 == 1)
             assert_equal_gradients(model, plan, batch, packs=True)
 
@@ -92,8 +94,6 @@ def test_packed_products_give_the_gradients_of_autograd(family: str) -> None:
 @pytest.mark.parametrize("family", [name for name, model in TINY.items() if has_plain_swiglu(model)])
 def test_products_with_activations_in_them_give_the_gradients_of_autograd(family: str, packs: bool) -> None:
     model = TINY[family]
-    if packs and model.qk_norm:
-        pytest.skip("norms of heads read rows of their own")
     for cut in cuts_of(model):
         for number, letters in enumerate(("f", "iF", "aC")):
             plan = plan_of(model, cut, letters, rounds_per_step=1 + number % 2)
@@ -102,17 +102,22 @@ def test_products_with_activations_in_them_give_the_gradients_of_autograd(family
             assert_equal_gradients(model, plan, batch, packs=packs, gated=plain_gated)
 
 
-def test_results_of_one_product_lie_beside_each_other_where_they_are_kept() -> None:
-    executor = executor_for(plan_of(LLAMA, "whole sequences", "f"), LLAMA, parameters(random_module(LLAMA)), packs=True)
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [("llama", ("gate", "up")), ("gpt2", ("query", "key", "value")), ("qwen3", ("query_raw", "key_raw", "value"))],
+)
+def test_results_of_one_product_lie_beside_each_other_where_they_are_kept(family: str, names: tuple[str, ...]) -> None:
+    model = TINY[family]
+    executor = executor_for(plan_of(model, "whole sequences", "f"), model, parameters(random_module(model)), packs=True)
     saved, tokens = executor.player.saved, 2 * TOKENS
     buffer = torch.zeros(sum(field.bytes for field in saved.fields("full", tokens).values()), dtype=torch.uint8)
     views = saved.views(buffer, "full", tokens)
-    together = join_columns([views["gate"], views["up"]])
+    together = join_columns([views[name] for name in names])
     assert together is not None
     for number, view in enumerate(views.values()):
         view.fill_(number)
     assert all((view == number).all() for number, view in enumerate(views.values())), "no two share a place"
-    assert together.shape == (tokens, 2 * LLAMA.ffn)
+    assert together.shape == (tokens, sum(saved.each[name] for name in names))
 
 
 ALONE = ("llama-biased", "qwen3-biased", "gpt2", "bert-masked")
@@ -192,6 +197,11 @@ OTHER_KINDS = {
     ),
     "one expert, norms behind": replace(LLAMA, experts=1, experts_per_token=1, norm_place="behind", tied=True),
     "experts beside attention": replace(LLAMA, experts=4, experts_per_token=1, parallel_residual=True, gated=False),
+    "a classifier of the mean": replace(MODERNBERT, head="classifier", labels=3, tied=False, layers=3),
+    "a classifier of the mean without norms": replace(
+        TINY["bert"], pooling="mean", window=3, norm_place="pre", dropout=None
+    ),
+    "a classifier behind a norm": replace(TINY["bert"], norm_place="pre", final_norm=True, pooler_norm=True),
     "a masked head that turns": replace(LLAMA, causal=False, head="masked", final_norm=False, norm="layer"),
 }
 

@@ -92,6 +92,15 @@ LONG = {
     "long_factor": [1.5, 2.0, 3.0, 4.0],
 }
 
+MODERN = {
+    "num_hidden_layers": 4,
+    "local_attention": 6,
+    "classifier_pooling": "mean",
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 300.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 40.0},
+    },
+}
 FALCON_RW = {"alibi": True, "parallel_attn": False, "multi_query": False}
 
 ZOO = {
@@ -274,6 +283,25 @@ ZOO = {
     ),
     "olmoe": Case("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "tie_word_embeddings": True}),
     "seed_oss": Case("seed_oss", {"head_dim": 8, "attention_out_bias": True}),
+    "modernbert-biased": Case(
+        "modernbert",
+        {
+            **MODERN,
+            "pad_token_id": PAD,
+            "classifier_pooling": "cls",
+            "hidden_activation": "relu",
+            "classifier_activation": "silu",
+            **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True),
+        },
+        grouped=False,
+        head=CLASSIFIER,
+    ),
+    "modernbert-unbiased": Case(
+        "modernbert",
+        {**MODERN, "pad_token_id": PAD, "decoder_bias": False, "layer_types": ["sliding_attention"] * 4},
+        grouped=False,
+        head=MASKED,
+    ),
     **{
         f"{family}-{head}": Case(family, {"pad_token_id": PAD, **settings}, grouped=False, head=head)
         for family, settings in (
@@ -281,6 +309,7 @@ ZOO = {
             ("roberta", {"max_position_embeddings": 30, "type_vocab_size": 1}),
             ("xlm-roberta", {"type_vocab_size": 1}),
             ("electra", {"embedding_size": 32, "type_vocab_size": 2, "hidden_act": "relu"}),
+            ("modernbert", MODERN),
             ("distilbert", {"dim": 32, "n_heads": 4, "n_layers": 3, "hidden_dim": 44, "activation": "relu"}),
         )
         for head in (MASKED, CLASSIFIER)
@@ -400,7 +429,16 @@ def test_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path)
     loss, expected = their_gradients(network, model, batch, tmp_path / "gradients")
     whole = everything_stays(model, sequence=TOKENS, sequences=SEQUENCES, precision=FP32)
     cut = [
-        cut_plan(model, sequence=TOKENS, chunk=9, letters="iF", attention=attention, groups=SEQUENCES, precision=FP32)
+        # What a classifier averages is in one piece.
+        cut_plan(
+            model,
+            sequence=TOKENS,
+            chunk=TOKENS if model.averages else 9,
+            letters="iF",
+            attention=attention,
+            groups=SEQUENCES,
+            precision=FP32,
+        )
         # Where tokens see those behind them, all of a sequence is needed at once.
         for attention in (("chunk", "sequence") if model.causal else ("sequence",))
     ]

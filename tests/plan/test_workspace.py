@@ -48,9 +48,9 @@ def test_no_temporary_lies_beside_the_workspace(family: str, proportions: str) -
         position_rows=256 if learned else tiny.position_rows,
     )
     beside = {}
-    ways: list[tuple[bool, GatedKernels | None]] = [(False, None)] if model.qk_norm else [(False, None), (True, None)]
+    ways: list[tuple[bool, GatedKernels | None]] = [(False, None), (True, None)]
     if has_plain_swiglu(model):
-        ways.append((not model.qk_norm, plain_gated))
+        ways.append((True, plain_gated))
     for packs, gated in ways:
         cuts = ("whole", "sequence", "chunk") if model.causal else ("whole", "sequence")
         for number, cut in enumerate(cuts):

@@ -69,6 +69,26 @@ BERT = replace(
     labels=3,
     tied=False,
 )
+MODERNBERT = replace(
+    LLAMA,
+    name="modernbert",
+    kv_heads=6,
+    causal=False,
+    window=4,
+    norm="layer",
+    embedding_norm=True,
+    unnormed_attention="first",
+    activation="gelu",
+    head="masked",
+    head_bias=True,
+    tied=True,
+    transform_bias=False,
+    transform_activation="gelu",
+    pooler_activation="gelu",
+    pooler_norm=True,
+    pooling="mean",
+    family="modernbert",
+)
 TINY = {
     "llama": LLAMA,
     "llama-tied": replace(LLAMA, tied=True),
@@ -154,6 +174,7 @@ TINY = {
     "gpt2-untied": replace(GPT2, tied=False, activation="relu"),
     "bert": BERT,
     "bert-masked": replace(BERT, head="masked", labels=None, tied=True),
+    "modernbert": MODERNBERT,
 }
 """One for each way in which a class of `transformers` can be built."""
 
@@ -202,7 +223,7 @@ def transformers_model(model: Transformer, module: ReferenceModel) -> Any:
         result = theirs.load_state_dict(_state_of(model, module), strict=False)
         theirs.tie_weights()
     assert not result.unexpected_keys
-    tied = {"lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
+    tied = {"lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias", "decoder.weight"}
     assert set(result.missing_keys) <= (tied if model.tied else set())
     return theirs
 

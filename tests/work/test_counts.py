@@ -172,6 +172,18 @@ def test_window_leaves_a_band() -> None:
     assert whole.twice_pairs("mask") == narrow.twice_pairs("mask") == 4096**2
 
 
+@pytest.mark.parametrize(("tokens", "window"), [(50, 7), (20, 20), (9, 1), (7, 30)])
+def test_a_window_that_looks_ahead_is_counted_pair_by_pair(tokens: int, window: int) -> None:
+    model = load_model("bert-base")
+    assert isinstance(model, Transformer)
+    model = replace(model, window=window)
+    attention = next(op for op in describe(model, tokens).ops if isinstance(op, Attention))
+    seen = [sum(abs(query - key) < window for key in range(tokens)) for query in range(tokens)]
+    assert attention.twice_pairs("mask") == 2 * sum(seen)
+    assert attention.twice_pairs_of(2, 7) == 2 * sum(seen[2:7])
+    assert attention.twice_pairs("reach") == 2 * tokens * max(seen)
+
+
 def test_mixture_counts_active_experts() -> None:
     """Mixtral's paper: 47 B parameters, 13 B active."""
     work = describe(load_model("mixtral-8x7b"), 4096)

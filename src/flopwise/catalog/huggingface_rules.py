@@ -267,7 +267,7 @@ def rotary_note(settings: ConfigKeys) -> str:
     return f"rotary scaling {shown(kind)} is left out; unscaled rotary positions are assumed"
 
 
-BY_KIND = ("gemma3_text", "olmo3")
+BY_KIND = ("gemma3_text", "olmo3", "modernbert")
 """Families with rotary numbers for each kind of block."""
 
 

@@ -370,6 +370,7 @@ def model_table(model: Model) -> dict[str, Any]:
 OF_SOME_FAMILIES = (
     *("norm_adds_one", "qk_norm_over", "shared_norm", "rotary_pairs", "other_blocks", "embedding_scale"),
     *("residual_scale", "logit_scale", "family", "routing", "sinks"),
+    *("unnormed_attention", "pooling", "pooler_norm", "transform_bias"),
 )
 """Fields of a transformer that stand in a file only where a model has them."""
 OF_SOME_SCALINGS = ("beta_fast", "beta_slow", "truncate", "short_factors", "long_factors")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flopwise.records.measurement import StepRecord
     from flopwise.records.profile import Profile
     from flopwise.report.page.data import RunDetail
-    from flopwise.report.page.progress import Progress
+    from flopwise.report.page.progress import RunProgress
 
 MOST_STEPS_BYTES = 64 * 2**20
 """Of a file of steps: beyond it the curve is left out."""
@@ -54,7 +54,7 @@ def _log(folder: Path) -> str:
         return ""
 
 
-def progress_of_run(folder: Path, tell: Tell) -> Progress | None:
+def progress_of_run(folder: Path, tell: Tell) -> RunProgress | None:
     """How far a run is that goes on; None where that cannot be read."""
     from flopwise.report.page.progress import progress_of
     from flopwise.store.runs import last_steps, read_record

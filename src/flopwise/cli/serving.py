@@ -24,7 +24,7 @@ from flopwise.store.runs import RUN_NAME
 
 if TYPE_CHECKING:
     from flopwise.report.page.data import PageData
-    from flopwise.report.page.progress import Progress
+    from flopwise.report.page.progress import RunProgress
     from flopwise.store.results import Result
 
 EVERY_S = 2.0
@@ -73,7 +73,7 @@ class _Seen:
     """The rows as they were last read, and the answers that have been made of them."""
 
     rows: list[Result]
-    progress: dict[str, Progress]
+    progress: dict[str, RunProgress]
     """Of the runs that go on."""
     created: str
     """When they came to be as they are: while nothing changes, nothing of the page does."""
@@ -127,7 +127,7 @@ class Live:
         if self._seen is None or _differ(rows, self._seen.rows) or _differ(progress, self._seen.progress):
             self._seen = _Seen(rows, progress, datetime.now().astimezone().isoformat(timespec="milliseconds"))
 
-    def _progress(self, rows: list[Result]) -> dict[str, Progress]:
+    def _progress(self, rows: list[Result]) -> dict[str, RunProgress]:
         from flopwise.cli.run_details import progress_of_run
 
         # The names are those of the store's own list.

@@ -35,15 +35,6 @@ def check_trainable(model: Transformer) -> None:
         raise FlopwiseError(
             f"{model.name}: ALiBi positions that look ahead cannot be trained yet", hint='positions = "learned"'
         )
-    if model.window is not None and not model.causal:
-        raise FlopwiseError(
-            f"{model.name}: a window that looks ahead cannot be trained yet", hint="leave out window, or causal = true"
-        )
-    if model.head == "masked" and model.final_norm:
-        raise FlopwiseError(
-            f"{model.name}: a norm behind the blocks and a masked head that has its own cannot be trained",
-            hint="final_norm = false, as BERT has it",
-        )
     if (
         model.dropout is not None
         and model.dropout.hidden

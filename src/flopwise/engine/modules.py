@@ -87,15 +87,17 @@ def attention_mask(model: Transformer, tokens: int, lengths: Tensor | None, devi
     None where no mask is needed beyond the causal one. Behind a causal model's sequence there is only padding, which
     none of its tokens sees, so that `lengths` are for bidirectional models.
     """
-    if not model.causal:
-        if lengths is None:
-            return None
-        return torch.arange(tokens, device=device)[None, None, None, :] < lengths.to(device)[:, None, None, None]
-    if model.window is None or model.window >= tokens:
-        return None
     places = torch.arange(tokens, device=device)
-    back = places[:, None] - places[None, :]
-    return (back >= 0) & (back < model.window)
+    within = None
+    if model.window is not None and model.window < tokens:
+        back = places[:, None] - places[None, :]
+        within = (back if model.causal else back.abs()) < model.window
+        if model.causal:
+            return (back >= 0) & within
+    if model.causal or lengths is None:
+        return within
+    seen = places[None, None, None, :] < lengths.to(device)[:, None, None, None]
+    return seen if within is None else seen & within
 
 
 def square_attention(
@@ -162,7 +164,7 @@ class PlainBlock(nn.Module):
         assert model.other_attention is None, "a block is of one kind"
         self.model, self.layer = model, layer
         self.activation = ACTIVATION_FUNCTIONS[model.activation]
-        self.norm1 = Norm(model, model.hidden)
+        self.norm1 = nn.Identity() if model.unnormed_attention == "all" else Norm(model, model.hidden)
         self.norm2 = None if model.shared_norm else Norm(model, model.hidden)
         sandwich = model.norm_place == "sandwich"
         self.attention_norm = Norm(model, model.hidden) if sandwich else None
@@ -184,7 +186,7 @@ class PlainBlock(nn.Module):
 
     def forward(self, stream: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None) -> Tensor:
         """The next block's input from this one's, (sequences, tokens, hidden)."""
-        second: Norm = self.norm1 if self.norm2 is None else self.norm2
+        second = self.norm1 if self.norm2 is None else self.norm2
         if self.model.norm_place == "post":
             stream = self.norm1(stream + self.scaled(self.attention(stream, lengths, drops)))
             result: Tensor = second(stream + self.scaled(self.feed_forward(stream, drops)))
@@ -322,14 +324,15 @@ class ReferenceModel(nn.Module):
         self.token_types = _table(model.token_types, hidden) if model.token_types else None
         self.embedding_norm = Norm(model, hidden) if model.embedding_norm else None
         self.layers = nn.ModuleList(PlainBlock(model.kind_of(layer), layer) for layer in range(model.layers))
+        self.final_norm = Norm(model, hidden) if model.final_norm else None
         if model.head == "classifier":
             assert model.labels is not None
-            self.pooler = nn.Linear(hidden, hidden)
+            self.pooler = nn.Linear(hidden, hidden, bias=model.transform_bias)
+            self.pooler_norm = Norm(model, hidden) if model.pooler_norm else None
             self.classifier = nn.Linear(hidden, model.labels)
             return
-        self.final_norm = Norm(model, hidden) if model.final_norm else None
         if model.head == "masked":
-            self.transform = nn.Linear(hidden, hidden)
+            self.transform = nn.Linear(hidden, hidden, bias=model.transform_bias)
             self.transform_norm = Norm(model, hidden)
         self.head = nn.Linear(hidden, model.vocab, bias=model.head_bias)
 
@@ -342,7 +345,7 @@ class ReferenceModel(nn.Module):
         stream = stream if drops is None else drops.rows(stream, 0, "embedding")
         for block in self.layers:
             stream = block(stream, lengths, drops)
-        return self.logits(stream, drops)
+        return self.logits(stream, drops, lengths)
 
     def embedded(self, ids: Tensor) -> Tensor:
         """The first block's input; every token is of the first type."""
@@ -358,13 +361,23 @@ class ReferenceModel(nn.Module):
             stream = stream + self.token_types(torch.zeros_like(ids))
         return stream if self.embedding_norm is None else self.embedding_norm(stream)
 
-    def logits(self, stream: Tensor, drops: Dropper | None = None) -> Tensor:
+    def pooled(self, stream: Tensor, lengths: Tensor | None) -> Tensor:
+        """What a classifier reads of each sequence."""
+        if self.model.pooling == "first":
+            return stream[:, 0]
+        if lengths is None:
+            return stream.mean(1)
+        seen = torch.arange(stream.shape[1], device=stream.device) < lengths.to(stream.device)[:, None]
+        return (stream * seen[..., None]).sum(1) / lengths.to(stream)[:, None]
+
+    def logits(self, stream: Tensor, drops: Dropper | None = None, lengths: Tensor | None = None) -> Tensor:
         """The head's result for the last block's."""
         result: Tensor
         if self.model.head == "classifier":
-            first = stream[:, 0]
+            first = self.pooled(stream if self.final_norm is None else self.final_norm(stream), lengths)
             first = first if drops is None else drops.rows(first[:, None], 0, "first")[:, 0]
             pooled = ACTIVATION_FUNCTIONS[self.model.pooler_activation](self.pooler(first))
+            pooled = pooled if self.pooler_norm is None else self.pooler_norm(pooled)
             pooled = pooled if drops is None else drops.rows(pooled[:, None], 0, "pooled")[:, 0]
             result = self.classifier(pooled)
             return result

@@ -415,7 +415,9 @@ def _for_task(model: Transformer, task: Task) -> Transformer:
                 why="the first token, which is classified, sees nothing but itself",
                 hint="bert-base, or --task language",
             )
-        return replace(model, head="classifier", labels=model.labels or 2, tied=False, final_norm=False)
+        # A norm behind the blocks is a part of those whose norms are before the branches.
+        normed = model.final_norm and model.norm_place == "pre"
+        return replace(model, head="classifier", labels=model.labels or 2, tied=False, final_norm=normed)
     if task == "dpo":
         return prefer(model)
     if not model.causal:

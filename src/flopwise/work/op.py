@@ -96,6 +96,8 @@ class Op:
     """How often each copy runs in one pass: 1, but the time steps of a recurrent cell."""
     in_block: bool = True
     """Part of the repeated block, so recomputed under checkpointing; embedding and head are not."""
+    first_layer: int = 0
+    """Of a block's operators, the first block that has it."""
     frozen: int = 0
     """Copies whose weights are not trained."""
     unreached: int = 0
@@ -212,7 +214,8 @@ class Attention(Op):
         """Twice the number of (query, key) pairs of a head: S² under a causal mask, 2·S² without one.
 
         The diagonal is halved too: the usual S²/2 and not S·(S+1)/2, a difference of 1/S. A window w leaves the
-        band w·S − w²/2 of a causal square. Of one copy: where copies differ, `by_kind` tells them apart.
+        band w·S − w²/2 of a causal square; where tokens look ahead all pairs are counted. Of one copy: where copies
+        differ, `by_kind` tells them apart.
         """
         assert not self.kinds
         if self.lengths:
@@ -221,8 +224,10 @@ class Attention(Op):
         if pairs == "square":
             return 2 * self.tokens * keys
         reach = keys if self.window is None else min(self.window, keys)
-        if pairs == "reach" or not self.causal:
-            return 2 * self.tokens * reach
+        if pairs == "reach":
+            return 2 * self.tokens * (reach if self.causal else min(2 * reach - 1, keys))
+        if not self.causal:
+            return self.twice_pairs_of(0, keys) // self.parts
         return (keys**2 - (keys - reach) ** 2) // self.parts
 
     def twice_pairs_of(self, first: int, last: int) -> int:
@@ -231,7 +236,10 @@ class Attention(Op):
         keys = self.tokens * self.parts
         reach = keys if self.window is None else min(self.window, keys)
         if not self.causal:
-            return 2 * (last - first) * reach
+            behind = _before(last, reach) - _before(first, reach)
+            # Seen from the sequence's end, what is ahead is behind.
+            ahead = _before(keys - first, reach) - _before(keys - last, reach)
+            return behind + ahead + 2 * (last - first)
         return last**2 - max(0, last - reach) ** 2 - (first**2 - max(0, first - reach) ** 2)
 
     def forward_flops(self, pairs: Pairs = "mask") -> int:
@@ -252,6 +260,12 @@ class Attention(Op):
     def backward_copies(self) -> int:
         """Both of its inputs' gradients: it has no weights."""
         return 2 * self.reached
+
+
+def _before(queries: int, reach: int) -> int:
+    """Twice the keys that the first queries of a sequence see before their own."""
+    short = min(queries, reach)
+    return short * (short - 1) + 2 * (queries - short) * (reach - 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -101,6 +101,7 @@ def _list_parameters(ops: tuple[Op, ...], part: Part, *, frozen: bool = False) -
     owned = [
         Parameter(weight, part, 0, _role(op, weight), trained=not frozen and op.frozen < op.layers)
         for op in ops
+        if not isinstance(part, int) or op.first_layer <= part
         for weight in op.weights
         if weight.owned
     ]

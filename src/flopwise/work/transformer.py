@@ -224,7 +224,7 @@ class Transformer:
     """Channels of a head; 0 stands for hidden ÷ heads."""
     causal: bool = True
     window: int | None = None
-    """How far back a token looks, itself included; None: as far as there is."""
+    """How far back a token looks, itself included; None: as far as there is. Where tokens look ahead, as far ahead."""
     positions: Literal["rotary", "learned", "alibi", "none"] = "rotary"
     position_rows: int | None = None
     """Rows of the learned position table; None: one for each token of the sequence, as MPT trains."""
@@ -237,6 +237,8 @@ class Transformer:
     norm_place: Literal["pre", "post", "behind", "sandwich"] = "pre"
     """pre: of a branch's input. post: of the sum, as BERT. behind: of a branch's result, as OLMo 2. sandwich: of its
     input and its result, as Gemma 2."""
+    unnormed_attention: Literal["none", "first", "all"] = "none"
+    """Blocks whose attention reads the residual stream without a norm: ModernBERT's first. all: of a kind of block."""
     norm_adds_one: bool = False
     """A norm's scale is one more than its weight, as Gemma has it."""
     embedding_norm: bool = False
@@ -267,8 +269,14 @@ class Transformer:
     """The head's matrix is the token embedding's."""
     labels: int | None = None
     """Classes of a classifier."""
+    pooling: Literal["first", "mean"] = "first"
+    """What of a sequence a classifier reads: its first token, or the mean of all."""
     pooler_activation: str = "tanh"
     """Behind the first product of a classifier."""
+    pooler_norm: bool = False
+    """A norm behind that."""
+    transform_bias: bool = True
+    """Of the first product of a classifier or of a masked head."""
     transform_activation: str | None = None
     """Behind the first product of a masked head; None: the model's own."""
     token_types: int = 0
@@ -419,6 +427,11 @@ class Transformer:
                 f"{self.name}: a shared norm is one before both branches of a parallel residual",
                 hint='parallel_residual = true and norm_place = "pre", or leave out shared_norm',
             )
+        if self.unnormed_attention != "none" and (self.parallel_residual or self.norm_place != "pre"):
+            raise FlopwiseError(
+                f"{self.name}: unnormed_attention leaves out a norm before attention, and there is none",
+                hint='norm_place = "pre" without parallel_residual, or leave it out',
+            )
         if self.parallel_residual and self.norm_place != "pre":
             raise FlopwiseError(
                 f"{self.name}: norms of a parallel residual are before its branches", hint='norm_place = "pre"'
@@ -558,6 +571,11 @@ class Transformer:
         return (*first, *beyond)
 
     @property
+    def averages(self) -> bool:
+        """Whether a classifier reads the mean of a sequence."""
+        return self.head == "classifier" and self.pooling == "mean"
+
+    @property
     def unusual(self) -> tuple[str, ...]:
         """What it has that other trainers' configurations and rules do not tell, in words."""
         scaling, scales = self.rotary_scaling, (self.embedding_scale, self.residual_scale, self.logit_scale)
@@ -575,6 +593,9 @@ class Transformer:
             "positions that begin at a later row": self.position_offset != 0,
             "its own activation in the head": self.head != "language"
             and (self.pooler_activation, self.transform_activation) != ("tanh", None),
+            "a block without a norm before its attention": self.unnormed_attention != "none",
+            "its own norm, mean or product without a bias in the head": self.head != "language"
+            and (self.pooler_norm, self.pooling, self.transform_bias) != (False, "first", True),
             "biases of its scores that are rounded": self.alibi_rounded,
             "sinks in its attention": self.sinks,
             "its own routing": self.routing != Routing(normalised=self.routing.normalised),
@@ -584,7 +605,7 @@ class Transformer:
 
     def kind_of(self, layer: int) -> Transformer:
         """The description of which all blocks are like this one."""
-        return _of_kind(self, layer in self.other_blocks)
+        return _of_kind(self, layer in self.other_blocks, normed=self.normed_from <= layer)
 
     @property
     def kinds(self) -> tuple[Transformer, ...]:
@@ -594,9 +615,22 @@ class Transformer:
     @property
     def counted_kinds(self) -> tuple[tuple[Transformer, int, bool], ...]:
         """The same with how many blocks there are, and whether they are the `other_blocks`."""
-        others = len(self.other_blocks)
-        found = ((_of_kind(self, False), self.layers - others, False), (_of_kind(self, True), others, True))
-        return tuple(each for each in found if each[1])
+        counts: dict[tuple[bool, bool], int] = {}
+        for other in (False, True):
+            blocks = len(self.other_blocks) if other else self.layers - len(self.other_blocks)
+            bare = self._bare_blocks(other)
+            counts |= {(other, True): blocks - bare, (other, False): bare}
+        return tuple((_of_kind(self, *kind), count, kind[0]) for kind, count in counts.items() if count)
+
+    @property
+    def normed_from(self) -> int:
+        """The first block with a norm before its attention, where norms are before the branches."""
+        return {"none": 0, "first": 1, "all": self.layers}[self.unnormed_attention]
+
+    def _bare_blocks(self, other: bool) -> int:
+        """Of the blocks that have `other_attention`, or of those that do not, how many lack that norm."""
+        others = sum(block < self.normed_from for block in self.other_blocks)
+        return others if other else self.normed_from - others
 
     def check_sequence(self, tokens: int) -> None:
         """Refuse a sequence that the position table cannot number."""
@@ -612,8 +646,10 @@ class Transformer:
 
 
 @lru_cache(maxsize=256)
-def _of_kind(model: Transformer, other: bool) -> Transformer:
+def _of_kind(model: Transformer, other: bool, normed: bool = True) -> Transformer:
     attention = model.other_attention
+    if model.unnormed_attention == "first":
+        model = replace(model, unnormed_attention="none" if normed else "all")
     if attention is None:
         return model
     plain = replace(model, other_attention=None, other_blocks=())

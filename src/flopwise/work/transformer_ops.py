@@ -14,6 +14,8 @@ from flopwise.work.transformer import Transformer
 from flopwise.work.work import SCORES, Work
 
 Format = Literal["compute", "fp32", "index"]
+POOL = "pool"
+"""The mean of a sequence's tokens, for a classifier."""
 
 
 def transformer_work(
@@ -76,6 +78,8 @@ class _Builder:
         self.copies: dict[str, int] = {}
         self.layers = 1
         self.in_block = False
+        self.first_layer = 0
+        """The first block that has the operators to come."""
         self.frozen = self.unreached = 0
         """Copies of the operators to come whose weights are not trained, and that backward does not come to."""
 
@@ -195,6 +199,7 @@ class _Builder:
                 needs=needs,
                 weights=weights,
                 layers=self.layers,
+                first_layer=self.first_layer,
                 in_block=self.in_block,
                 frozen=self.frozen if weights else 0,
                 unreached=self.unreached,
@@ -293,11 +298,13 @@ class _Builder:
             self.tensor("output", width)
             self.streaming("residual", branches, ("output",), kind="residual", eager_kernels=2)
         else:
-            before = model.norm_place != "behind"
-            if before:
+            before, bare = model.norm_place != "behind", model.normed_from
+            if before and bare < model.layers:
+                self.begin_at(bare)
                 self.tensor("normed1", width)
                 self.norm("norm1", "input", "normed1")
-            attended = self.attention_branch("normed1" if before else "input")
+                self.begin_at(0)
+            attended = self.attention_branch("normed1" if before and bare < model.layers else "input")
             if before:
                 self.tensor("normed2", width)
             self.tensor("middle", width, SaveLevel.EVERYTHING)
@@ -309,6 +316,14 @@ class _Builder:
             self.streaming("residual2", ("middle", fed), ("output",), kind="residual")
         self.layers, self.in_block = 1, False
         self.frozen = self.unreached = 0
+
+    def begin_at(self, layer: int) -> None:
+        """What is described from here on, the blocks from this one on have."""
+        model, self.first_layer = self.model, layer
+        self.layers = model.layers - layer
+        of_frozen = sum(frozen >= layer for frozen in model.frozen_layers)
+        self.frozen = self.layers if model.adapters is not None else of_frozen
+        self.unreached = max(0, model.first_reached - layer)
 
     def attention_branch(self, source: str) -> str:
         """Attention and what follows it up to the sum with the residual stream: the name of its result."""
@@ -505,24 +520,31 @@ class _Builder:
         """BERT's masked-word head: a dense layer, its activation and a norm before the decoder."""
         width = self.stream_tokens * self.model.hidden
         before, after = self.tensor("transformed", width), self.tensor("transformed_activated", width)
-        self.gemm("transform", source, (before,), depth=self.model.hidden, columns=self.model.hidden, bias=True)
+        hidden, bias = self.model.hidden, self.model.transform_bias
+        self.gemm("transform", source, (before,), depth=hidden, columns=hidden, bias=bias)
         function = self.model.transform_activation or self.model.activation
         self.streaming("transform_activation", (before,), (after,), needs=(before,), function=function)
-        final = self.tensor("final", width)
+        final = self.tensor("transformed_normed" if self.model.final_norm else "final", width)
         self.norm("transform_norm", after, final)
         return final
 
     def classifier(self) -> None:
-        """The first token through a dense layer and its activation, then to the labels."""
+        """The first token, or the mean of all, through a dense layer and its activation, then to the labels."""
         hidden, labels, rows = self.model.hidden, self.model.labels or 1, self.sequences
         function = self.model.pooler_activation
-        first = self.tensor("first", rows * hidden)
+        first = self.pooled_rows()
         pooled = self.tensor("pooled_raw", rows * hidden)
-        activated = self.tensor("pooled", rows * hidden)
-        self.gemm("pooler", first, (pooled,), rows=rows, depth=hidden, columns=hidden, bias=True)
+        # What the last product reads has the same name with a norm and without.
+        activated = self.tensor("pooled_activated" if self.model.pooler_norm else "pooled", rows * hidden)
+        bias = self.model.transform_bias
+        self.gemm("pooler", first, (pooled,), rows=rows, depth=hidden, columns=hidden, bias=bias)
         # The slope of a tanh follows from its result.
         needs = (activated,) if function == "tanh" else (pooled,)
         self.streaming("pooler_activation", (pooled,), (activated,), needs=needs, function=function)
+        if self.model.pooler_norm:
+            normed = self.tensor("pooled", rows * hidden)
+            self.norm("pooler_norm", activated, normed, rows=rows)
+            activated = normed
         scores = self.tensor("logits", rows * labels)
         self.gemm("classifier", activated, (scores,), rows=rows, depth=hidden, columns=labels, bias=True)
         self.loss(scores, rows=rows)
@@ -533,6 +555,24 @@ class _Builder:
             return ()
         last = max(index for index, op in enumerate(self.ops) if op.in_block)
         return tuple(op.name for op in self.ops[last + 1 :])
+
+    def pooled_rows(self) -> str:
+        """A row for each sequence; with a norm behind the blocks, of what that makes of them."""
+        model, rows = self.model, self.sequences
+        if model.pooling == "first":
+            first = self.tensor("first", rows * model.hidden)
+            if model.final_norm:
+                last = self.tensor("last", rows * model.hidden)
+                self.norm("final_norm", last, first, rows=rows)
+            return first
+        source = self.tensor("last", self.stream_tokens * model.hidden)
+        if model.final_norm:
+            final = self.tensor("final", self.stream_tokens * model.hidden)
+            self.norm("final_norm", source, final)
+            source = final
+        first = self.tensor("first", rows * model.hidden)
+        self.streaming(POOL, (source,), (first,), eager_kernels=2)
+        return first
 
     def loss(self, logits: str, *, rows: int) -> None:
         loss = self.tensor("loss", rows, number_format="fp32")

@@ -50,7 +50,10 @@ def choose_kernel(
     whole = queries == keys and mask.window is None
     if device.type == "cpu" and not mask.is_plain_alone:
         return "cpu-flash" if whole and not (padded and mask.causal) and dtype != torch.float16 else "plain"
-    if device.type != "cuda" or dtype not in HALVES or mask.is_plain_alone or mask.head_dim % 8 or mask.head_dim > 256:
+    takes = device.type == "cuda" and dtype in HALVES and not mask.head_dim % 8 and mask.head_dim <= 256
+    # The flash kernel has the last query at the last key, which tells a window that looks ahead.
+    shifted = mask.looks_around and (padded or queries < keys)
+    if not takes or mask.is_plain_alone or shifted:
         return "plain"
     if padded or deterministic or mask.window is not None:
         return "flash"
@@ -63,7 +66,7 @@ def choose_kernel(
 
 def draws_masks(device: torch.device, dtype: torch.dtype, mask: AttentionMask) -> bool:
     """Whether a fast kernel of our own drops weights."""
-    takes = mask.head_dim <= 128 and not mask.is_plain_alone
+    takes = mask.head_dim <= 128 and not (mask.is_plain_alone or mask.looks_around)
     return device.type == "cuda" and dtype in HALVES and takes and has_triton()
 
 
@@ -82,15 +85,17 @@ def attention_forward(
     lengths: Tensor | None = None,
     kernel: Kernel,
     drop: DropMask | None = None,
+    ahead: int = 0,
 ) -> None:
     """Each query's mean of the values it sees, weighted by the softmax of its scores; zeros where it sees none.
 
-    Queries are the last of their sequence: the last one stands at the last key. Keys at or beyond a sequence's length
+    Queries are the last of their sequence: the last one stands at the last key, or so many keys `ahead` of it, which
+    matters to a window that looks ahead. Keys at or beyond a sequence's length
     are not seen. `drop`, with a token for each sequence's queries, says what of the softmax's weights is dropped.
     """
     assert drop is None or kernel in ("plain", "triton")
     if kernel == "plain":
-        plain_forward(query, key, value, mask, out=out, logsumexp=logsumexp, lengths=lengths, drop=drop)
+        plain_forward(query, key, value, mask, out=out, logsumexp=logsumexp, lengths=lengths, drop=drop, ahead=ahead)
     elif kernel == "triton":
         from flopwise.engine.kernels import fused_attention
 
@@ -432,7 +437,12 @@ def _scale(mask: AttentionMask) -> dict[str, float]:
 
 def flash_options(mask: AttentionMask) -> dict[str, float]:
     """What torch's flash kernels are told of a window and a scale."""
-    window = {} if mask.window is None else {"window_size_left": mask.window - 1, "window_size_right": 0}
+    window = {}
+    if mask.window is not None:
+        window = {
+            "window_size_left": mask.window - 1,
+            "window_size_right": mask.window - 1 if mask.looks_around else 0,
+        }
     return {**window, **_scale(mask)}
 
 

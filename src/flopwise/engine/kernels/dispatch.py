@@ -32,6 +32,7 @@ __all__ = [
     "embedding_add",
     "embedding_backward",
     "embedding_forward",
+    "is_fused",
     "merge_attention",
     "norm_backward",
     "norm_forward",
@@ -43,7 +44,7 @@ __all__ = [
 _FUSED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _is_fused(*tensors: Tensor | None) -> bool:
+def is_fused(*tensors: Tensor | None) -> bool:
     """Whether all are on a GPU and of a type that the fused forms compute."""
     given = [each for each in tensors if each is not None]
     return all(each.is_cuda and each.dtype in _FUSED_TYPES for each in given) and has_triton()
@@ -71,7 +72,7 @@ def norm_forward(
     row's reciprocal root (rms: (rows,)), or its mean and reciprocal deviation ((rows, 2)). With rms the normal rows are
     rounded to their type before the weight, as Llama's.
     """
-    if _is_fused(source, weight, bias):
+    if is_fused(source, weight, bias):
         from flopwise.engine.kernels import fused
 
         forward = fused.norm_forward
@@ -118,7 +119,7 @@ def norm_backward(
     """
     assert not recompute or out.data_ptr() != gradient.data_ptr()
     assert (drop is None) == (dropped is None)
-    if _is_fused(gradient, source, weight, weight_gradient, bias_gradient):
+    if is_fused(gradient, source, weight, weight_gradient, bias_gradient):
         from flopwise.engine.kernels import fused
 
         backward = fused.norm_backward
@@ -143,7 +144,7 @@ def norm_backward(
 
 def dropout(source: Tensor, mask: DropMask, *, out: Tensor, other: Tensor | None = None) -> None:
     """`out`, which may be `source` or `other`, gets what is kept of `source`, added to `other` where there is one."""
-    if _is_fused(source, out, other):
+    if is_fused(source, out, other):
         from flopwise.engine.kernels import fused_dropout
 
         fused_dropout.dropout(source, mask, out=out, other=other)
@@ -166,7 +167,7 @@ def rotate(
     An angle is the token's position times the frequency of the pair (channels / 2), in fp32. Channel i turns with
     channel i + channels / 2, or with `neighbours` channel 2 i with 2 i + 1. `out` may be `source` itself.
     """
-    if _is_fused(source, out):
+    if is_fused(source, out):
         from flopwise.engine.kernels import fused
 
         turn = fused.rotate
@@ -177,7 +178,7 @@ def rotate(
 
 def activation_forward(kind: str, gate: Tensor | None, up: Tensor, *, out: Tensor) -> None:
     """act(gate) · up, or act(up) without a gate; `kind` is one of `flopwise.work.transformer.ACTIVATIONS`."""
-    if _is_fused(gate, up, out):
+    if is_fused(gate, up, out):
         from flopwise.engine.kernels import fused_activations as fused
 
         if kind in fused.ACTIVATIONS:
@@ -200,7 +201,7 @@ def activation_backward(
 
     With `recompute` the activation's own result is recomputed and takes the place of `gradient`.
     """
-    if _is_fused(gradient, gate, up, gate_out, up_out):
+    if is_fused(gradient, gate, up, gate_out, up_out):
         from flopwise.engine.kernels import fused_activations as fused
 
         if kind in fused.ACTIVATIONS:
@@ -216,7 +217,7 @@ def merge_attention(
 
     Outputs are (sequences, queries, heads, channels), logsumexp (sequences, heads, queries) and finite.
     """
-    if _is_fused(one[0], other[0], out):
+    if is_fused(one[0], other[0], out):
         from flopwise.engine.kernels import fused
 
         fused.merge_attention(one, other, out=out, logsumexp=logsumexp)
@@ -234,7 +235,7 @@ def cross_entropy(
     to the next, and one of a number for each row where they differ. Room behind a row may be overwritten with zeros, up
     to the next 16 bytes.
     """
-    if _is_fused(logits):
+    if is_fused(logits):
         from flopwise.engine.kernels import fused
 
         fused.cross_entropy(logits, labels, scale=scale, loss=loss, cap=cap)
@@ -244,7 +245,7 @@ def cross_entropy(
 
 def token_losses(logits: Tensor, labels: Tensor, *, out: Tensor, cap: float | None = None) -> None:
     """`out` gets the cross-entropy of each row, 0 where its label is negative."""
-    if _is_fused(logits):
+    if is_fused(logits):
         from flopwise.engine.kernels import fused
 
         fused.token_losses(logits, labels, out=out, cap=cap)
@@ -254,7 +255,7 @@ def token_losses(logits: Tensor, labels: Tensor, *, out: Tensor, cap: float | No
 
 def copy_rows(source: Tensor, *, out: Tensor) -> None:
     """`out` gets the rows of `source`, which are columns of wider ones: torch's own copy of such is a slow one."""
-    if _is_fused(source, out):
+    if is_fused(source, out):
         from flopwise.engine.kernels import fused
 
         fused.copy_rows(source, out=out)
@@ -267,7 +268,7 @@ def copy_heads(source: Tensor, *, out: Tensor, add: bool) -> None:
 
     torch's own copy between the two orders reaches a third of the memory's rate.
     """
-    if _is_fused(source, out):
+    if is_fused(source, out):
         from flopwise.engine.kernels import fused
 
         fused.copy_heads(source, out=out, add=add)
@@ -280,7 +281,7 @@ def copy_heads(source: Tensor, *, out: Tensor, add: bool) -> None:
 
 def embedding_forward(ids: Tensor, table: Tensor, *, out: Tensor) -> None:
     """The table's row of each id."""
-    if _is_fused(table, out):
+    if is_fused(table, out):
         from flopwise.engine.kernels import fused
 
         fused.embedding(ids, table, out=out, add=False)
@@ -290,7 +291,7 @@ def embedding_forward(ids: Tensor, table: Tensor, *, out: Tensor) -> None:
 
 def embedding_add(ids: Tensor, table: Tensor, *, out: Tensor) -> None:
     """`out` gets the table's row of each id added."""
-    if _is_fused(table, out):
+    if is_fused(table, out):
         from flopwise.engine.kernels import fused
 
         fused.embedding(ids, table, out=out, add=True)
@@ -300,7 +301,7 @@ def embedding_add(ids: Tensor, table: Tensor, *, out: Tensor) -> None:
 
 def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor) -> None:
     """Each id's row of the table's gradient gets the sum of its rows of `gradient` added, in a fixed order."""
-    if _is_fused(gradient, table_gradient):
+    if is_fused(gradient, table_gradient):
         from flopwise.engine.kernels import fused
 
         fused.embedding_backward(ids, gradient, table_gradient=table_gradient)
@@ -310,7 +311,7 @@ def embedding_backward(ids: Tensor, gradient: Tensor, *, table_gradient: Tensor)
 
 def add_column_sums(values: Tensor, *, total: Tensor) -> None:
     """`total` gets the sum over the rows added, rounded once."""
-    if _is_fused(values, total):
+    if is_fused(values, total):
         from flopwise.engine.kernels import fused
 
         fused.add_column_sums(values, total=total)
@@ -320,7 +321,7 @@ def add_column_sums(values: Tensor, *, total: Tensor) -> None:
 
 def sum_of_squares(values: Tensor, *, out: Tensor) -> None:
     """`out`, of no dimensions, gets Σ values² added."""
-    if _is_fused(values):
+    if is_fused(values):
         from flopwise.engine.kernels import fused
 
         fused.sum_of_squares(values, out=out)
@@ -343,7 +344,7 @@ def adamw(
     It runs in float32 (float64 where weights or master are) from the master where there is one, else from the weights.
     Results are rounded to the nearest, or by chance where the settings have a seed and the target is bf16.
     """
-    if _is_fused(weights, gradients, first, second, master):
+    if is_fused(weights, gradients, first, second, master):
         from flopwise.engine.kernels import fused
 
         fused.adamw(weights, gradients, first, second, master, settings=settings, offset=offset)

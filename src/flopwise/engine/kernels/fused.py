@@ -100,7 +100,7 @@ def _masking(drop: DropMask | None, unused: Tensor) -> tuple[Tensor, Tensor, flo
 
 
 @cache
-def _units(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """The device's multiprocessors; a few where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
@@ -131,7 +131,7 @@ def norm_backward(
     warps = 4 if narrow else max(1, warps_for(block) // 2)
     least = lines if narrow else _LEAST_SUMMED
     programs = min(
-        triton.cdiv(rows, least), max(2, _NORM_WARPS // warps) * _units(source.device) * (2 if narrow else 1)
+        triton.cdiv(rows, least), max(2, _NORM_WARPS // warps) * multiprocessors(source.device) * (2 if narrow else 1)
     )
     partial = torch.empty if whole else torch.zeros
     sums = partial((2 if biased else 1, programs, width), dtype=torch.float32, device=source.device)
@@ -167,10 +167,10 @@ def norm_backward(
     )
     for number, target in enumerate((weight_gradient, bias_gradient)):
         if target is not None:
-            _add_rows(sums[number], target)
+            add_rows(sums[number], target)
 
 
-def _add_rows(rows: Tensor, total: Tensor) -> None:
+def add_rows(rows: Tensor, total: Tensor) -> None:
     count, width = rows.shape
     add_rows_kernel[(triton.cdiv(width, _SUMMED_COLUMNS),)](
         rows, total, count, width, lines=_SUMMED_LINES, block=_SUMMED_COLUMNS, num_warps=4, **ARITHMETIC
@@ -205,7 +205,7 @@ def add_column_sums(values: Tensor, *, total: Tensor) -> None:
     rows, width = values.shape
     block = column_block(width, _TILE_COLUMNS)
     across = triton.cdiv(width, block)
-    programs = max(1, min(triton.cdiv(rows, _TILE_ROWS), 8 * _units(values.device) // across))
+    programs = max(1, min(triton.cdiv(rows, _TILE_ROWS), 8 * multiprocessors(values.device) // across))
     sums = torch.empty((programs, width), dtype=torch.float32, device=values.device)
     _column_sums_kernel[(programs, across)](
         values,
@@ -219,7 +219,7 @@ def add_column_sums(values: Tensor, *, total: Tensor) -> None:
         num_warps=4,
         **ARITHMETIC,
     )
-    _add_rows(sums, total)
+    add_rows(sums, total)
 
 
 @kernel()

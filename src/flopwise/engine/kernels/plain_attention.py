@@ -33,7 +33,8 @@ class AttentionMask:
     head_dim: int
     causal: bool
     window: int | None
-    """The last so many keys are seen, the query's own included; None: all before it. Only for causal attention."""
+    """The last so many keys are seen, the query's own included; None: all before it. Where tokens look ahead, as many
+    ahead."""
     scaled_by: float | None = None
     """What scores are multiplied by; None: one over the root of the channels."""
     cap: float | None = None
@@ -45,7 +46,6 @@ class AttentionMask:
 
     def __post_init__(self) -> None:
         assert self.heads % self.kv_heads == 0, "query heads share key and value heads evenly"
-        assert self.causal or self.window is None, "a window looks back"
         assert len(self.slopes) in (0, self.heads), "a slope is a head's"
 
     @property
@@ -56,6 +56,11 @@ class AttentionMask:
     @property
     def scale(self) -> float:
         return float(self.head_dim**-0.5) if self.scaled_by is None else self.scaled_by
+
+    @property
+    def looks_around(self) -> bool:
+        """Whether a window reaches both ways."""
+        return self.window is not None and not self.causal
 
     @property
     def is_plain_alone(self) -> bool:
@@ -118,6 +123,13 @@ class _Tiling:
     wide: torch.dtype
     drop: DropMask | None = None
     """What of the softmax's weights is dropped, with the tokens of this sequence's queries."""
+    ahead: int = 0
+    """Keys behind the one at which the last query stands."""
+
+    @property
+    def places(self) -> int:
+        """The first query's, among the keys."""
+        return self.keys - self.queries - self.ahead
 
     @property
     def keys_step(self) -> int:
@@ -153,17 +165,22 @@ class _Tiling:
         """Keys of a tile that some of the queries see; an empty slice at its start where there are none."""
         last, first = self.seen, 0
         if self.mask.causal:
-            last = min(last, self.keys - self.queries + rows.stop)
+            last = min(last, self.places + rows.stop)
         if self.mask.window is not None:
-            first = self.keys - self.queries + rows.start - self.mask.window + 1
+            first = self.places + rows.start - self.mask.window + 1
+            last = min(last, self.places + rows.stop + self.mask.window - 1)
         first, last = max(first, tile.start), min(last, tile.stop)
         return slice(first, last) if first < last else slice(tile.start, tile.start)
 
     def hidden(self, rows: slice, columns: slice, device: torch.device) -> Tensor | None:
         """Which query does not see which key; None where each sees all."""
+        places = self.places
+        if self.mask.window is not None and not self.mask.causal:
+            query = torch.arange(places + rows.start, places + rows.stop, device=device)[:, None]
+            key = torch.arange(columns.start, columns.stop, device=device)
+            return (key - query).abs() >= self.mask.window
         if not self.mask.causal:
             return None
-        places = self.keys - self.queries
         oldest = columns.start if self.mask.window is None else places + rows.stop - self.mask.window
         if columns.stop - 1 <= places + rows.start and oldest <= columns.start:
             return None
@@ -180,7 +197,7 @@ class _Tiling:
         """
         if not self.mask.slopes:
             return None
-        first = self.keys - self.queries + rows.start
+        first = self.places + rows.start
         places = (torch.arange(columns.start, columns.stop), torch.arange(first, first + rows.stop - rows.start))
         of_keys, of_queries = (
             torch.unflatten(
@@ -201,8 +218,8 @@ class _Tiling:
         return found.view(of_tile.shape[0], -1, columns.stop - columns.start)
 
 
-def _tilings(
-    query: Tensor, key: Tensor, mask: AttentionMask, lengths: Tensor | None, drop: DropMask | None
+def _tilings(  # noqa: PLR0917
+    query: Tensor, key: Tensor, mask: AttentionMask, lengths: Tensor | None, drop: DropMask | None, ahead: int
 ) -> Iterator[tuple[int, _Tiling]]:
     sequences, queries, keys = query.shape[0], query.shape[1], key.shape[1]
     seen = [keys] * sequences if lengths is None else [min(keys, length) for length in lengths.tolist()]
@@ -210,7 +227,7 @@ def _tilings(
         of_sequence = drop
         if drop is not None:
             of_sequence = replace(drop, tokens=drop.tokens[sequence * queries : (sequence + 1) * queries])
-        yield sequence, _Tiling(mask, queries, keys, seen[sequence], compute_type(query.dtype), of_sequence)
+        yield sequence, _Tiling(mask, queries, keys, seen[sequence], compute_type(query.dtype), of_sequence, ahead)
 
 
 def _rows_of(tensor: Tensor, heads: slice, mask: AttentionMask, wide: torch.dtype) -> Tensor:
@@ -256,9 +273,10 @@ def plain_forward(
     logsumexp: Tensor,
     lengths: Tensor | None,
     drop: DropMask | None = None,
+    ahead: int = 0,
 ) -> None:
     """Attention's output, and the logsumexp of each query's scores (−∞ for one that sees nothing)."""
-    for sequence, tiling in _tilings(query, key, mask, lengths, drop):
+    for sequence, tiling in _tilings(query, key, mask, lengths, drop, ahead):
         for heads in tiling.heads():
             for rows in tiling.query_tiles():
                 tensors = (query[sequence, rows], key[sequence], value[sequence])
@@ -310,9 +328,10 @@ def plain_backward(
     accumulate: bool,
     lengths: Tensor | None,
     drop: DropMask | None = None,
+    ahead: int = 0,
 ) -> None:
     """Gradients of query, key and value. Each is summed in the type of the arithmetic and rounded once."""
-    for sequence, tiling in _tilings(saved.query, saved.key, mask, lengths, drop):
+    for sequence, tiling in _tilings(saved.query, saved.key, mask, lengths, drop, ahead):
         backward = _Backward(tiling, Saved(*(each[sequence] for each in saved)))
         for heads in tiling.heads():
             backward.of_keys(

@@ -206,6 +206,7 @@ class Block:
             packed_forward(rows[0], rows[1], rows[2], self.mask, packed, out=rows[3], logsumexp=logsumexp[0], drop=drop)
             return
         key, value = self._heads(keys.key, chunk.sequences), self._heads(keys.value, chunk.sequences)
+        ahead = 0 if self.model.causal else key.shape[1] - chunk.last
         attention_forward(
             self._heads(query, chunk.sequences),
             key,
@@ -216,12 +217,14 @@ class Block:
             lengths=chunk.lengths,
             kernel=self._kernel(query, chunk, key.shape[1]),
             drop=drop,
+            ahead=ahead,
         )
 
     def attends_whole(self, query: Tensor, drops: RowDrops | None) -> bool:
         """Whether attention over a whole sequence is one call: where a kernel is much faster that way."""
         whole = Chunk(1, query.shape[0], 0, query.new_empty(0), None, drops=drops)
-        return self._kernel(query, whole, query.shape[0]) in ("cudnn", "flash-4")
+        kernel = self._kernel(query, whole, query.shape[0])
+        return kernel in ("cudnn", "flash-4") or (kernel == "flash" and self.mask.looks_around)
 
     @property
     def packs_at_once(self) -> bool:

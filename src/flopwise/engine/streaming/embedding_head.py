@@ -15,9 +15,10 @@ from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.operators import Operators, Rows, Sums, Trained, Weights, plain_weight
 from flopwise.engine.streaming.products import padded_width
 from flopwise.engine.streaming.values import Gradients, Values
-from flopwise.work.op import Streaming
+from flopwise.work.op import Op, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.transformer import Transformer
+from flopwise.work.transformer_ops import POOL
 from flopwise.work.work import Work
 
 
@@ -46,6 +47,11 @@ class EmbeddingHead:
         self.before, _, self.behind = op_groups(work)
         self.behind = tuple(op for op in self.behind if op.name != "loss")
         self.classifies = model.head == "classifier"
+        self.normed: tuple[Op, ...] = ()
+        """What is done to all rows before a classifier takes their mean."""
+        if self.classifies and model.pooling == "mean":
+            at = next(index for index, op in enumerate(self.behind) if op.name == POOL)
+            self.normed, self.behind = self.behind[:at], self.behind[at + 1 :]
 
     # -- embedding ------------------------------------------------------------------------------------------------
 
@@ -136,7 +142,7 @@ class EmbeddingHead:
         read = mask_of(drops, "first")
         if read is not None:
             dispatch.dropout(residual, read, out=residual)
-        values["first" if self.classifies else self._entry] = residual
+        values[self._entry] = residual
         rows = Rows(labels, drops)
         for op in self.behind:
             self.operators.forward(op, values, weights, rows, op.outputs)
@@ -190,9 +196,82 @@ class EmbeddingHead:
         gradients = Gradients(values.arena)
         gradients.put("logits", values["logits"])
         for op in reversed(self.behind):
+            dropped = mask_of(rows.drops, op.outputs[0]) if isinstance(op, Streaming) and op.kind == "norm" else None
+            if dropped is not None:
+                gradient = gradients[op.outputs[0]]
+                dispatch.dropout(gradient, dropped, out=gradient)
             self.operators.backward(op, values, gradients, trained, rows)
             if op is self.behind[-1]:
                 values.drop(("logits",))
-        name = "first" if self.classifies else self._entry
-        residual.copy_(gradients[name])
-        gradients.drop(name)
+        residual.copy_(gradients[self._entry])
+        gradients.drop(self._entry)
+
+    # -- the mean of a sequence's rows, for a classifier ------------------------------------------------------------
+
+    def pool(self, residual: Tensor, chunk: Chunk, weights: Weights, *, out: Tensor) -> None:
+        """Each sequence's mean of its rows, normed where the model has a norm behind its blocks."""
+        values = self._normed_rows(residual, chunk, weights)
+        rows = values[self._pooled_from]
+        _, shares = shares_of(chunk, out.shape[0], self.operators.statistics)
+        # In fp32, some columns at a time.
+        for first in range(0, rows.shape[1], POOLED_COLUMNS):
+            part = slice(first, first + POOLED_COLUMNS)
+            out[:, part] = _sums_by_sequence(rows[:, part].to(shares.dtype) * shares[:, None], chunk, out.shape[0])
+        values.close()
+
+    def _normed_rows(self, residual: Tensor, chunk: Chunk, weights: Weights) -> Values:
+        values = Values(self.operators.arena)
+        values["last"] = residual
+        for op in self.normed:
+            self.operators.forward(op, values, weights, Rows(chunk.positions), op.outputs)
+        return values
+
+    @property
+    def _pooled_from(self) -> str:
+        return self.normed[-1].outputs[0] if self.normed else "last"
+
+    def pool_backward(self, gradient: Tensor, residual: Tensor, chunk: Chunk, trained: Trained) -> None:
+        """From the gradient of the means to that of the rows, which is written over them."""
+        index, shares = shares_of(chunk, gradient.shape[0], self.operators.statistics)
+        if not self.normed:
+            torch.index_select(gradient, 0, index, out=residual)
+            residual.mul_(shares[:, None])
+            return
+        values = self._normed_rows(residual, chunk, trained.weights)
+        gradients = Gradients(self.operators.arena)
+        above, _ = gradients.target(self._pooled_from, tuple(residual.shape), residual.dtype)
+        torch.index_select(gradient, 0, index, out=above)
+        above.mul_(shares[:, None])
+        for op in reversed(self.normed):
+            self.operators.backward(op, values, gradients, trained, Rows(chunk.positions))
+        residual.copy_(gradients["last"])
+        gradients.drop("last")
+        values.close()
+
+
+POOLED_COLUMNS = 128
+"""Of which a classifier's means are summed at once."""
+
+
+def shares_of(chunk: Chunk, sequences: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Each row's sequence, and its share of that sequence's mean: nothing of what is padding, or only fills up."""
+    assert chunk.starts is not None
+    rows = torch.arange(chunk.count, dtype=torch.int32, device=chunk.positions.device)
+    if chunk.packed:
+        ends = chunk.starts[1 : sequences + 1]
+        index = torch.searchsorted(ends, rows, right=True).clamp_(max=sequences - 1)
+        lengths, seen = torch.diff(chunk.starts[: sequences + 1]), rows < ends[-1]
+    else:
+        index = (rows // chunk.tokens).long()
+        lengths = chunk.lengths if chunk.lengths is not None else rows.new_full((sequences,), chunk.tokens)
+        seen = chunk.positions < lengths[index]
+    return index, seen.to(dtype) / lengths[index].to(dtype)
+
+
+def _sums_by_sequence(rows: Tensor, chunk: Chunk, sequences: int) -> Tensor:
+    """In the order of the rows, so that bits do not depend on chance."""
+    if not chunk.packed:
+        return torch.unflatten(rows, 0, (sequences, -1)).sum(1)
+    assert chunk.starts is not None
+    sums: Tensor = torch.segment_reduce(rows, "sum", offsets=chunk.starts[: sequences + 1].long(), axis=0, unsafe=True)
+    return sums

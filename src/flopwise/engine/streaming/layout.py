@@ -58,8 +58,20 @@ class SavedTensors:
     most one piece for each power of two.
     """
 
-    def __init__(self, work: Work, formats: Formats, *, packed: bool = False, paired: tuple[str, ...] = ()) -> None:
-        """`paired`: two of the results that lie together, to lie there in pairs."""
+    def __init__(
+        self,
+        work: Work,
+        formats: Formats,
+        *,
+        packed: bool = False,
+        paired: tuple[str, ...] = (),
+        whole_products: bool = False,
+    ) -> None:
+        """`paired`: two of the results that lie together, to lie there in pairs.
+
+        With `whole_products` so do queries, keys and values, of which lower levels keep a part: then the copies between
+        two levels are no pieces of memory.
+        """
         inside = {name for op in work.ops if op.in_block for name in (*op.inputs, *op.outputs)}
         self.each: dict[str, int] = {name: work.tensors[name].elements // work.sequence_tokens for name in inside}
         """Numbers a token of every tensor in a block."""
@@ -79,8 +91,11 @@ class SavedTensors:
             kept.sort(key=lambda tensor: tensor.level)
             self._saved[level] = tuple(tensor.name for tensor in kept)
         self.fields = lru_cache(maxsize=1024)(self._fields)
-        together = [_kept_together(op, work) for op in work.ops if op.in_block]
+        highest = self._saved["full"]
+        together = [_kept_together(op, work, highest if whole_products else ()) for op in work.ops if op.in_block]
         self._packs = [names for names in together if packed or names == paired]
+        if whole_products:
+            self._saved["full"] = _neighbours(highest, self._packs)
         """Results of one product that only the highest level keeps: they lie beside each other."""
         self._paired = paired
 
@@ -117,9 +132,19 @@ class SavedTensors:
         return found
 
 
-def _kept_together(op: Op, work: Work) -> tuple[str, ...]:
-    alike = isinstance(op, Gemm) and all(work.tensors[name].level == SaveLevel.EVERYTHING for name in op.outputs)
+def _kept_together(op: Op, work: Work, kept: Collection[str]) -> tuple[str, ...]:
+    """A product's results that are all of the highest level, or all `kept`."""
+    alike = isinstance(op, Gemm) and (
+        all(work.tensors[name].level == SaveLevel.EVERYTHING for name in op.outputs)
+        or not set(op.outputs).difference(kept)
+    )
     return op.outputs if alike else ()
+
+
+def _neighbours(names: Sequence[str], packs: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """Names in their order, with those of a pack behind its first."""
+    of_pack = {name: tuple(pack) for pack in packs for name in pack}
+    return tuple(dict.fromkeys(each for name in names for each in of_pack.get(name, (name,))))
 
 
 def columns_of(

@@ -17,6 +17,7 @@ from flopwise.engine.formats import TYPES, statistics_type
 from flopwise.engine.kernels import dispatch, experts
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.experts import Routed
+from flopwise.engine.kernels.heads import Turn, norm_and_turn, norm_and_turn_backward
 from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.adapters import DownProducts, add_product, scaled_dgrad, scaled_wgrad
 from flopwise.engine.streaming.arena import Arena
@@ -77,6 +78,9 @@ SCALED = ("projected_scale", "projected_normed_scale", "fed_scale", "fed_normed_
 """Operators that scale a branch's result on its way to the residual stream."""
 EXPERTS = ("routing", "dispatch", "combine")
 """Operators of a mixture around its experts' products."""
+
+TURNED = {"query_norm": "query", "key_norm": "key"}
+"""Norms of heads → what the rotation behind them makes of their result."""
 
 ALL = slice(None)
 """Of a weight's rows."""
@@ -158,7 +162,9 @@ class Operators:
             self._product(op, values, weights, wanted)
             return
         assert isinstance(op, Streaming)
-        if op.kind == "norm":
+        if self.turns(op, rows):
+            self._norm_and_turn(op, values, weights, rows)
+        elif op.kind == "norm":
             self._norm(op, values, weights, rows)
         elif op.kind == "residual":
             self._add(op, values, rows)
@@ -373,7 +379,67 @@ class Operators:
         else:
             self._uncast(scale, stored)
 
+    @property
+    def turns_with_norms(self) -> bool:
+        """Whether norms of heads turn them too, so that nothing is left to do for the rotation behind them."""
+        return self.model.qk_norm and self.model.qk_norm_over == "head"
+
+    def turns(self, op: Op, rows: Rows) -> bool:
+        """Whether an operator is such a norm."""
+        return self.turns_with_norms and rows.rotation is not None and op.name in TURNED
+
+    def _turn_of(self, rows: Rows) -> Turn:
+        rotation = rows.rotation
+        assert rotation is not None, "only blocks with rotary positions turn"
+        return Turn(
+            positions=rows.positions,
+            frequencies=rotation.frequencies,
+            scale=rotation.scale,
+            neighbours=rotation.neighbours,
+        )
+
+    def _norm_and_turn(self, op: Streaming, values: Values, weights: Weights, rows: Rows) -> None:
+        module, source = op.weights[0].module, values[op.inputs[0]]
+        stored, shift = weights[f"{module}.weight"], weights.get(f"{module}.bias")
+        scale, bias = self._norm_scale(stored), None if shift is None else self._cast(shift)
+        heads = source.numel() // self.model.head_dim
+        norm_and_turn(
+            self._by_head(source),
+            scale,
+            bias,
+            self._turn_of(rows),
+            epsilon=self.model.norm_epsilon,
+            rms=self.model.norm == "rms",
+            out=self._by_head(values.allocate(TURNED[op.name], tuple(source.shape), source.dtype)),
+            statistics=values.allocate(
+                op.outputs[1], (heads, 2) if self.model.norm == "layer" else (heads,), self.statistics
+            ),
+        )
+        self._drop_norm_scale(scale, stored)
+        self._uncast(bias, shift)
+
+    def _norm_and_turn_backward(
+        self, op: Streaming, values: Values, gradients: Gradients, trained: Trained, rows: Rows
+    ) -> None:
+        module, source = op.weights[0].module, values[op.inputs[0]]
+        stored, statistics = trained.weights[f"{module}.weight"], values[op.outputs[1]]
+        scale, gradient = self._norm_scale(stored), gradients[TURNED[op.name]]
+        norm_and_turn_backward(
+            self._by_head(gradient),
+            self._by_head(source),
+            scale,
+            statistics.view(-1, 2) if self.model.norm == "layer" else statistics.view(-1),
+            self._turn_of(rows),
+            rms=self.model.norm == "rms",
+            out=self._by_head(gradients.replace(TURNED[op.name], op.inputs[0])),
+            weight_gradient=trained.sums.get(f"{module}.weight"),
+            bias_gradient=trained.sums.get(f"{module}.bias"),
+        )
+        self._drop_norm_scale(scale, stored)
+
     def _rotate(self, op: Streaming, values: Values, rows: Rows, wanted: Collection[str]) -> None:
+        if self.turns_with_norms:
+            return
         for source, target in zip(op.inputs, op.outputs, strict=True):
             if target in wanted:
                 tensor = values[source]
@@ -409,7 +475,9 @@ class Operators:
             self._product_backward(op, values, gradients, trained)
             return
         assert isinstance(op, Streaming)
-        if op.kind == "norm":
+        if self.turns(op, rows):
+            self._norm_and_turn_backward(op, values, gradients, trained, rows)
+        elif op.kind == "norm":
             self._norm_backward(op, values, gradients, trained, rows)
         elif op.kind == "residual":
             self._residual_backward(op, gradients, rows)
@@ -592,6 +660,8 @@ class Operators:
         return mask, gradients.target(branch, tuple(like.shape), like.dtype)[0]
 
     def _rotate_backward(self, op: Streaming, gradients: Gradients, rows: Rows) -> None:
+        if self.turns_with_norms:
+            return
         for source, target in zip(op.inputs, op.outputs, strict=True):
             gradient = gradients[target]
             self._turn(gradient, rows, out=gradients.replace(target, source), inverse=True)

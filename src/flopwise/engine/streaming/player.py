@@ -69,6 +69,12 @@ MOST_SPARE_BYTES = 1 << 29
 """Room for all heads of 67 million queries' numbers at once."""
 
 
+def reads_columns(kind: Transformer) -> bool:
+    """Whether what comes behind a block's products reads columns of a wider tensor: norms of heads alone do not."""
+    turns = kind.positions == "rotary" and kind.turned_channels == kind.head_dim
+    return not kind.qk_norm or kind.qk_norm_over == "all" or turns
+
+
 def spare_under_cap(plan: Plan, program: Program) -> int:
     """What attention may take beside its planned room: half of what the plan leaves under its cap, or the most."""
     planned = sum(program.bytes_by_owner("device").values())
@@ -113,9 +119,8 @@ class Player:
         self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
         self.head_arena = Arena(head, spill=self.arena)
         self.preferences = Preferences(training, self.inputs, self.arena) if self.inputs.compares else None
-        # Norms of heads read queries and keys as rows of their own, which columns of a wider tensor are not.
-        packs = slabs.device.type == "cuda" and not deterministic and not model.qk_norm if packs is None else packs
-        assert not (packs and model.qk_norm)
+        if packs is None:
+            packs = slabs.device.type == "cuda" and not deterministic and all(map(reads_columns, model.kinds))
         products = (
             Products(self.arena)
             if deterministic
@@ -124,7 +129,9 @@ class Player:
         if gated is None and not deterministic:
             gated = gated_kernels(model, self.formats, slabs.device)
         paired = ("gate", "up") if gated is not None else ()
-        self.saved = SavedTensors(work, self.formats, packed=packs, paired=paired)
+        # What is copied to a lower level, or into a sequence's context, goes by whole tensors.
+        stays = plan.chunks_per_sequence == 1 and not set("".join(plan.saves)).intersection("ac")
+        self.saved = SavedTensors(work, self.formats, packed=packs, paired=paired, whole_products=packs and stays)
         self.operators = operators = Operators(
             model,
             work,
@@ -399,12 +406,18 @@ class Player:
                 residual.zero_()
             return
         pooled = self.arena.take((len(begins), self.model.hidden), self.compute)
-        torch.index_select(residual, 0, begins, out=pooled)
+        averages = self.model.pooling == "mean"
+        if averages:
+            self.embedding_head.pool(residual, chunk, self._weights(task), out=pooled)
+        else:
+            torch.index_select(residual, 0, begins, out=pooled)
         drops = chunk.drops
         if drops is not None:
             drops = drops.with_tokens(drops.tokens.index_select(0, begins))
         self._loss(task, pooled, self.inputs.labels(task.chunk), drops)
-        if not self.evaluating:
+        if averages and not self.evaluating:
+            self.embedding_head.pool_backward(pooled, residual, chunk, self._trained(task))
+        elif not self.evaluating:
             residual.zero_().index_copy_(0, begins.long(), pooled)
         self.arena.give(pooled)
 

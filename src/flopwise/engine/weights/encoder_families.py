@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flopwise.engine.weights.families import Config, Names, SavedFamily, activation_of
+from flopwise.engine.weights.families import (
+    NO_PADDING,
+    NO_SPECIAL_TOKENS,
+    Config,
+    Names,
+    SavedFamily,
+    activation_of,
+    layer_types,
+)
 from flopwise.engine.weights.initial import LEAST_DEVIATION
 from flopwise.work.transformer import Dropout, Transformer
 
@@ -139,7 +147,72 @@ def _roberta_like(prefix: str) -> EncoderFamily:
     return EncoderFamily(architecture=prefix, names=names, own=_roberta)
 
 
+MODERNBERT_LAYER = {
+    "norm1": ("attn_norm",),
+    "qkv": ("attn.Wqkv",),
+    "output": ("attn.Wo",),
+    "norm2": ("mlp_norm",),
+    "gate_up": ("mlp.Wi",),
+    "down": ("mlp.Wo",),
+}
+MODERNBERT_ENDS = {
+    "embedding": "model.embeddings.tok_embeddings",
+    "embedding_norm": "model.embeddings.norm",
+    "final_norm": "model.final_norm",
+    "pooler": "head.dense",
+    "pooler_norm": "head.norm",
+    "classifier": "classifier",
+    "transform": "head.dense",
+    "transform_norm": "head.norm",
+    "head": "decoder",
+}
+
+
+def _modernbert(model: Transformer) -> Config:
+    dropout = model.dropout or Dropout()
+    full = next((kind for kind in model.kinds if kind.window is None), model)
+    bases = {"full_attention": full.rotary_base, "sliding_attention": model.rotary_base}
+    groups = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
+    window = model.window or 1
+    return {
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "intermediate_size": model.ffn,
+        "vocab_size": model.vocab,
+        "max_position_embeddings": model.context,
+        "hidden_activation": activation_of(model),
+        "layer_types": layer_types(model),
+        "rope_parameters": groups,
+        # For earlier versions.
+        "global_rope_theta": full.rotary_base,
+        "local_rope_theta": model.rotary_base,
+        "local_attention": 2 * (window - 1),
+        "norm_eps": model.norm_epsilon,
+        "norm_bias": model.norm_bias,
+        "attention_bias": model.qkv_bias,
+        "mlp_bias": model.ffn_bias,
+        "decoder_bias": model.head_bias,
+        "classifier_bias": model.transform_bias,
+        "classifier_activation": model.pooler_activation,
+        "classifier_pooling": "cls" if model.pooling == "first" else model.pooling,
+        "attention_dropout": 0.0,
+        "mlp_dropout": 0.0,
+        "embedding_dropout": dropout.embedding,
+        "classifier_dropout": dropout.of_classifier,
+        "initializer_range": LEAST_DEVIATION,
+        **NO_SPECIAL_TOKENS,
+        **NO_PADDING,
+        **dict.fromkeys(("cls_token_id", "sep_token_id")),
+    }
+
+
 ENCODERS: Mapping[str, EncoderFamily] = {
+    "modernbert": EncoderFamily(
+        architecture="ModernBert",
+        names=Names("model.layers", MODERNBERT_LAYER, MODERNBERT_ENDS),
+        own=_modernbert,
+    ),
     "roberta": _roberta_like("Roberta"),
     "xlm-roberta": _roberta_like("XLMRoberta"),
     "electra": EncoderFamily(

@@ -169,6 +169,7 @@ def family_of(model: Transformer) -> str:
 
 PLAIN = Transformer(name="plain", title="", source="", layers=1, hidden=2, heads=1, ffn=1, vocab=1, context=1)
 VALUES_ONLY = (
+    *("unnormed_attention", "pooling", "pooler_norm", "transform_bias"),
     *("alibi_rounded", "norm_adds_one", "qk_norm_over", "shared_norm", "rotary_dim", "rotary_pairs"),
     *("position_offset", "pooler_activation", "transform_activation"),
     *("attention_cap", "logit_cap", "embedding_scale", "residual_scale", "logit_scale"),
@@ -416,17 +417,21 @@ def _bare(name: str) -> str:
 
 def _only_a_new_head(model: Transformer, missing: Iterable[str]) -> bool:
     """Whether what is missing is a classifier's last layer, or that and the pooler before it, but not half of one."""
+    lacking = {*missing}
+    first = {name for name in lacking if name.startswith(("pooler.", "pooler_norm."))}
+    there = {parameter.name for parameter in parameters_of(model, 1) if parameter.name.startswith("pooler")}
     last = {"classifier.weight", "classifier.bias"}
-    return model.head == "classifier" and set(missing) in (last, last | {"pooler.weight", "pooler.bias"})
+    return model.head == "classifier" and lacking - first == last and first in (set(), there)
 
 
 def _beside_the_model(model: Transformer, name: str) -> bool:
     """What files hold that a model of this head has no use for: other heads, and a tied matrix once more."""
     if model.head == "classifier":
-        return name.startswith(("cls.", "pooler.", "lm_head.", "vocab_", "generator_", "discriminator_"))
+        return name.startswith(("cls.", "pooler.", "lm_head.", "vocab_", "generator_", "discriminator_", "decoder."))
     if model.head == "masked":
         others = ("pooler.", "cls.seq_relationship.", "cls.predictions.decoder.", "lm_head.decoder.")
-        return name.startswith(others) or name in ("vocab_projector.weight", "generator_lm_head.weight")
+        tied = ("vocab_projector.weight", "generator_lm_head.weight", "decoder.weight")
+        return name.startswith(others) or name in tied
     return model.tied and name == "lm_head.weight"
 
 

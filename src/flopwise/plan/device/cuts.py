@@ -49,13 +49,21 @@ def cuts(setup: CappedSetup, *, tight: bool = False) -> Iterator[Cut]:
     """Those that are tried, the ones of equal chunks together; `tight` adds those of very small chunks."""
     model, sequence = setup.model, setup.sequence_tokens
     assert isinstance(model, Transformer)  # sizes_of refuses others
-    for chunk_tokens in _chunk_sizes(setup, (*SMALL_CHUNK_TOKENS, *CHUNK_TOKENS) if tight else CHUNK_TOKENS):
+    sizes = (*SMALL_CHUNK_TOKENS, *CHUNK_TOKENS) if tight else CHUNK_TOKENS
+    for chunk_tokens in _chunk_sizes(setup, sizes) if not model.averages else _whole_sizes(setup, sizes):
         parts = -(-sequence // chunk_tokens)
         spans: tuple[Span, ...] = ("chunk",) if parts == 1 else ("sequence", "chunk") if model.causal else ("sequence",)
         for groups in _groups(setup, max(1, chunk_tokens // sequence)):
             if groups == 1 or parts * groups <= _most_chunks(model):
                 for span in spans:
                     yield Cut(chunk_tokens, groups, span)
+
+
+def _whole_sizes(setup: CappedSetup, sizes: Sequence[int]) -> list[int]:
+    """Of whole sequences alone: what a classifier reads is the mean of one."""
+    return sorted(
+        {setup.sequence_tokens, *(size for size in _chunk_sizes(setup, sizes) if size >= setup.sequence_tokens)}
+    )
 
 
 def _groups(setup: CappedSetup, sequences_per_chunk: int) -> list[int]:

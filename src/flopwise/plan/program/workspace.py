@@ -32,7 +32,7 @@ def workspace_bytes(model: Transformer, work: Work, formats: Formats) -> int:
     block = _Block(work, formats, drops=model.dropout is not None and model.dropout.hidden > 0)
     most = max(
         max(block.forward(packs=packs), *(block.backward(kept, packs=packs) for kept in block.levels))
-        for packs in ((False,) if model.qk_norm else (True, False))
+        for packs in (True, False)
     )
     return most + attention_sums_bytes(model, formats) * work.sequence_tokens
 

@@ -15,7 +15,7 @@ from flopwise.records.measurement import MemoryRow, RunRecord, StepRecord
 from flopwise.records.profile import METRIC, Profile, Spent, TaskTime, Unit, Verdict
 from flopwise.report.document import Table
 from flopwise.report.page.about import Pairs, log_lines, setup_pairs, version_pairs
-from flopwise.report.page.progress import Progress
+from flopwise.report.page.progress import RunProgress
 from flopwise.report.profile_timeline import Span, kind_of, measured_span, predicted_span
 from flopwise.report.profile_words import evidence_words, stake_words, title, why_paragraph
 from flopwise.report.profiles import class_shares, engine_shares
@@ -168,7 +168,7 @@ class PageData:
     details: Mapping[str, RunDetail] = field(default_factory=dict)
     live: bool = False
     """Served, and asked for again every few seconds."""
-    progress: Mapping[str, Progress] = field(default_factory=dict)
+    progress: Mapping[str, RunProgress] = field(default_factory=dict)
     """Of runs that go on: how far they are."""
     left_out: int = 0
     """Runs among the rows whose details are there and were not asked for: there are too many for a page."""

@@ -14,7 +14,7 @@ RECENT_STEPS = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class RunProgress:
     """A training that goes on, as its last steps tell of it; None: not known yet."""
 
     step: int
@@ -36,18 +36,18 @@ class Progress:
     host_bytes: int | None = None
 
 
-def progress_of(record: RunRecord, last: Sequence[StepRecord]) -> Progress:
+def progress_of(record: RunRecord, last: Sequence[StepRecord]) -> RunProgress:
     """What the last steps say, the first ones and those that are traced left out of the pace where there are others."""
     done = [step for step in last if step.step > record.resumed_after]
     if not done:
-        return Progress(step=record.resumed_after, steps=record.training.steps)
+        return RunProgress(step=record.resumed_after, steps=record.training.steps)
     newest, paced = done[-1], _paced(record, done)
     pace_s = median(step.step_s for step in paced)
     taken_s = sum(step.step_s for step in paced)
     waits = [step.exposed_copy_s for step in paced if step.exposed_copy_s is not None]
     rates = [step.mfu for step in paced if step.mfu is not None]
     evaluated = next((step for step in reversed(done) if step.evaluation and "eval_loss" in step.evaluation), None)
-    return Progress(
+    return RunProgress(
         step=newest.step,
         steps=record.training.steps,
         loss=newest.loss,
