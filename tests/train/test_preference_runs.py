@@ -155,7 +155,7 @@ def test_a_run_that_is_resumed_has_the_same_reference(folder: Path, lora: int | 
 
 def test_what_is_no_comparison_is_refused(folder: Path) -> None:
     for asked, words in (
-        ({"task": "language", "dpo_beta": 0.2}, "--beta beside --task language"),
+        ({"task": "language", "dpo_beta": 0.2}, "--beta, and the task is language"),
         ({"dpo_beta": 0.0}, "beta of DPO"),
         ({"dpo_label_smoothing": 0.5}, "the wrong way round"),
         ({"model": "bert-base"}, "cannot be trained on preferences"),

@@ -31,7 +31,7 @@ def check_data(request: TrainRequest) -> None:
     kinds: dict[str, str] = {}
     if task == "dpo" and not request.data:
         raise FlopwiseError(
-            "there are no pairs to compare", why="DPO learns from pairs of answers", hint="--data pairs.jsonl"
+            "there are no pairs to compare", why="DPO learns from pairs of answers", hint="--data FOLDER"
         )
     for named in (request.data, request.evaluation_data):
         sources, _ = find_sources(named, labelled=labelled, tokens=request.data_format is not None)

@@ -151,7 +151,9 @@ def check_request(request: TrainRequest) -> None:
     for name, value in of_dpo.items():
         if value is not None and request.task not in (None, "dpo"):
             raise FlopwiseError(
-                f"--{name} beside --task {request.task}", why="it is for preferences", hint=f"--task dpo --{name} …"
+                f"--{name}, and the task is {request.task}",
+                why="it is for preferences",
+                hint=f"--{name} with --task dpo, or without it",
             )
     if request.task == "dpo" and request.own_data:
         raise FlopwiseError(
