@@ -1,4 +1,4 @@
-"""Dropout's kernels against the plain forms: the same masks, in norms, alone and in attention.
+"""Dropout's kernels against the plain forms: the same masks, in norms, alone and in attention, also of changed scores.
 
 They need a GPU; with TRITON_INTERPRET=1 and Triton at hand those in float32 run, slowly, on the processor.
 """
@@ -122,7 +122,15 @@ MASKS = {
     "causal": AttentionMask(4, 2, 64, causal=True, window=None),
     "window": AttentionMask(2, 1, 16, causal=True, window=37),
     "one head": AttentionMask(1, 1, 8, causal=True, window=None),
+    "capped": AttentionMask(4, 2, 64, causal=True, window=37, cap=1.5, scaled_by=0.2),
+    "ALiBi": AttentionMask(4, 2, 16, causal=True, window=None, slopes=(0.5, 0.25, 0.125, 0.0625)),
+    "rounded ALiBi, capped": AttentionMask(
+        2, 2, 16, causal=True, window=None, cap=2.0, slopes=(0.7, 0.3), rounded=True
+    ),
+    "wide heads": AttentionMask(2, 1, 256, causal=True, window=None, cap=30.0),
 }
+INTERPRETED = [name for name in MASKS if not (IS_INTERPRETED and MASKS[name].rounded)]
+"""The interpreter cuts numbers to bf16 instead of rounding them."""
 
 
 def assert_equal_attention(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -134,8 +142,9 @@ def assert_equal_attention(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (70, 70), (130, 130), (9, 75), (64, 128)])
-@pytest.mark.parametrize("kind", MASKS)
-def test_attention(kind: str, queries: int, keys: int, accumulate: bool) -> None:
+@pytest.mark.parametrize("kind", INTERPRETED)
+@pytest.mark.parametrize("drops", [False, True])
+def test_attention(drops: bool, kind: str, queries: int, keys: int, accumulate: bool) -> None:
     mask, sequences = MASKS[kind], 1 if accumulate else 2
     if not mask.causal and queries != keys:
         pytest.skip("what looks both ways is not cut")
@@ -144,7 +153,7 @@ def test_attention(kind: str, queries: int, keys: int, accumulate: bool) -> None
     # Keys and values are columns of wider rows.
     wide = normal(sequences, keys, 2 * mask.kv_heads, mask.head_dim, dtype=dtype)
     key, value = wide[:, :, : mask.kv_heads], wide[:, :, mask.kv_heads :]
-    drop = mask_of(sequences * queries)
+    drop = mask_of(sequences * queries) if drops else None
     lengths = None
     if not mask.causal:
         lengths = torch.tensor([keys, max(1, keys // 3)], dtype=torch.int32).to(DEVICE)[:sequences]
@@ -177,15 +186,16 @@ def test_attention(kind: str, queries: int, keys: int, accumulate: bool) -> None
 
 
 @pytest.mark.parametrize("lengths", [(5, 1, 90, 3), (1,), (70, 70), (64, 0, 65)])
-@pytest.mark.parametrize("kind", MASKS)
-def test_packed_attention(kind: str, lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("kind", INTERPRETED)
+@pytest.mark.parametrize("drops", [False, True])
+def test_packed_attention(drops: bool, kind: str, lengths: tuple[int, ...]) -> None:
     mask, rows = MASKS[kind], sum(lengths)
     query, gradient = (normal(rows, mask.heads, mask.head_dim, dtype=ATTENTION_TYPE) for _ in range(2))
     key, value = (normal(rows, mask.kv_heads, mask.head_dim, dtype=ATTENTION_TYPE) for _ in range(2))
-    drop = mask_of(rows)
+    drop = mask_of(rows) if drops else None
     packed = Packed(torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32), max(lengths) + 3)
     on_cpu = (query.cpu(), key.cpu(), value.cpu())
-    slow = DropMask(drop.share, drop.keys.cpu(), drop.tokens.cpu())
+    slow = None if drop is None else DropMask(drop.share, drop.keys.cpu(), drop.tokens.cpu())
     out, sums = torch.zeros_like(on_cpu[0]), torch.zeros(mask.heads, rows)
     packed_forward(on_cpu[0], on_cpu[1], on_cpu[2], mask, packed, out=out, logsumexp=sums, drop=slow)
     expected = [torch.zeros_like(each) for each in on_cpu]

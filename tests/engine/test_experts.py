@@ -59,18 +59,3 @@ def test_experts_and_weights_follow_the_rule(rule: str, count: int) -> None:
     below = torch.empty_like(scores)
     experts.route_backward(gradient, scores, index, routing, out=below)
     torch.testing.assert_close(below, torch.autograd.grad(expected * routing.scale, leaf, gradient)[0])
-
-
-@pytest.mark.parametrize("index", [[[0, 2], [2, 0], [0, 2]], [[1], [1], [1]], [[0, 1, 2], [2, 1, 0], [1, 0, 2]]])
-def test_rows_go_to_their_experts_and_come_back(index: list[list[int]]) -> None:
-    chosen = torch.tensor(index, dtype=torch.int32)
-    tokens, count = chosen.shape
-    routed = experts.sort_by_expert(chosen, 4)
-    source, weights = torch.randn(tokens, 5, dtype=torch.float64), torch.rand(tokens, count, dtype=torch.float64)
-    rows = torch.empty(tokens * count, 5, dtype=torch.float64)
-    experts.dispatch(source, routed, out=rows)
-    ends = [0, *routed.ends.tolist()]
-    of_row = [expert for expert in range(4) for _ in range(ends[expert], ends[expert + 1])]
-    out = torch.empty_like(source)
-    experts.combine(rows * torch.tensor(of_row)[:, None], weights, routed, out=out)
-    torch.testing.assert_close(out, source * (weights * chosen).sum(-1, keepdim=True))

@@ -277,6 +277,8 @@ class Streaming(Op):
     """Kernels, each reading and writing whole tensors, that unfused code takes for it."""
     function: str = ""
     """Which norm or activation it is, by its name in the model's description."""
+    also_kept: tuple[str, ...] = ()
+    """What is kept for its backward where every operator has one of its own, and not where it runs with another."""
     pairwise: bool = False
     """Output i follows from input i alone, so that one can be made again without the others."""
 

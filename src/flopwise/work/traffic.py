@@ -81,6 +81,7 @@ def backward_traffic(work: Work, op: Op, formats: Formats, *, fused: bool) -> Tr
     if op.kind == "residual":
         # The gradient passes through; only its sum with the other branch's is work, part of the norm when fused.
         return Traffic(outputs if fused else 3 * outputs)
+    kept += _sizes(work, op.also_kept, formats)
     return Traffic((inputs + outputs + kept) * (1 if fused else op.eager_kernels))
 
 

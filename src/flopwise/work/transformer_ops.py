@@ -186,6 +186,7 @@ class _Builder:
         *,
         kind: StreamingKind = "pointwise",
         needs: tuple[str, ...] = (),
+        also_kept: tuple[str, ...] = (),
         weights: tuple[Weight, ...] = (),
         eager_kernels: int = 1,
         function: str = "",
@@ -204,6 +205,7 @@ class _Builder:
                 frozen=self.frozen if weights else 0,
                 unreached=self.unreached,
                 kind=kind,
+                also_kept=also_kept,
                 eager_kernels=eager_kernels,
                 function=function,
                 pairwise=pairwise,
@@ -469,7 +471,7 @@ class _Builder:
             eager_kernels=len(inner),
             function=model.activation,
         )
-        result = self.tensor("expert_output", rows * model.hidden, SaveLevel.EVERYTHING) if model.experts else "fed"
+        result = self.tensor("expert_output", rows * model.hidden) if model.experts else "fed"
         self.gemm(
             "down",
             "activated",
@@ -482,8 +484,11 @@ class _Builder:
             groups=groups,
         )
         if model.experts:
-            weighted = ("expert_output", "routing_weights", "routing_index")
-            self.streaming("combine", weighted, ("fed",), needs=weighted, eager_kernels=2)
+            weighing = ("routing_weights", "routing_index")
+            # A weight's gradient is the product of what the down product read and its gradient: no result is needed.
+            self.streaming(
+                "combine", (result, *weighing), ("fed",), needs=weighing, also_kept=(result,), eager_kernels=2
+            )
 
     def route(self, source: str) -> str:
         """Choose each token's experts and lay the tokens out by expert; returns the tensor the experts read."""

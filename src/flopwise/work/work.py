@@ -123,6 +123,7 @@ class Work:
         inside, outside = self._needed()
         kept = set(outside)
         if policy in ("none", "selective"):
+            kept.update(name for op in self.ops if isinstance(op, Streaming) for name in op.also_kept)
             kept |= inside - ({SCORES} if policy == "selective" else set())
         else:
             produced = {name for op in self.ops if op.in_block for name in (*op.inputs, *op.outputs)}

@@ -23,6 +23,8 @@ Kernel = Literal["plain", "cpu-flash", "cudnn", "flash", "flash-4", "triton"]
 __all__ = ["AttentionMask", "Kernel", "attention_backward", "attention_forward", "choose_kernel"]
 
 HALVES = (torch.bfloat16, torch.float16)
+MOST_CHANNELS = 256
+"""Of a head that our own kernels take."""
 LEAST_QUERIES = 128
 """Of a cut sequence: for fewer, two calls of cuDNN and a merge take longer than one of torch's flash kernel."""
 
@@ -43,18 +45,18 @@ def choose_kernel(
     The choice holds for forward and backward. "flash" is repeatable where the caller asks torch for deterministic
     algorithms, "cudnn" and "flash-4" are not; the others always are. On Hopper cuDNN is 1.7 times as fast as torch's
     flash kernel; it has no mask for a cut sequence, whose two parts (`_spans`) it takes one after the other. `drops`:
-    whether weights are dropped, of which no library's kernel can be told.
+    whether weights are dropped, of which no library's kernel can be told; ours are for that, and for scores that are
+    capped or have ALiBi in them.
     """
-    if drops:
-        return "triton" if draws_masks(device, dtype, mask) else "plain"
     whole = queries == keys and mask.window is None
-    if device.type == "cpu" and not mask.is_plain_alone:
+    if device.type == "cpu" and not (mask.changes_scores or drops):
         return "cpu-flash" if whole and not (padded and mask.causal) and dtype != torch.float16 else "plain"
-    takes = device.type == "cuda" and dtype in HALVES and not mask.head_dim % 8 and mask.head_dim <= 256
     # The flash kernel has the last query at the last key, which tells a window that looks ahead.
     shifted = mask.looks_around and (padded or queries < keys)
-    if not takes or mask.is_plain_alone or shifted:
+    if shifted:
         return "plain"
+    if not a_library_takes(device, dtype, mask) or drops:
+        return "triton" if takes_ours(device, dtype, mask) else "plain"
     if padded or deterministic or mask.window is not None:
         return "flash"
     if _is_for_flash_4(device, mask):
@@ -64,9 +66,15 @@ def choose_kernel(
     return "cudnn" if takes_parts else "flash"
 
 
-def draws_masks(device: torch.device, dtype: torch.dtype, mask: AttentionMask) -> bool:
-    """Whether a fast kernel of our own drops weights."""
-    takes = mask.head_dim <= 128 and not (mask.is_plain_alone or mask.looks_around)
+def a_library_takes(device: torch.device, dtype: torch.dtype, mask: AttentionMask) -> bool:
+    """Whether torch's flash kernel takes such heads and scores."""
+    takes = not mask.changes_scores and mask.head_dim % 8 == 0 and mask.head_dim <= 256
+    return device.type == "cuda" and dtype in HALVES and takes
+
+
+def takes_ours(device: torch.device, dtype: torch.dtype, mask: AttentionMask) -> bool:
+    """Whether our own fast kernels do: for changed scores and for weights that are dropped they are the only ones."""
+    takes = mask.head_dim <= MOST_CHANNELS and not mask.looks_around
     return device.type == "cuda" and dtype in HALVES and takes and has_triton()
 
 
@@ -99,7 +107,6 @@ def attention_forward(
     elif kernel == "triton":
         from flopwise.engine.kernels import fused_attention
 
-        assert drop is not None
         fused_attention.forward(query, key, value, mask, drop, lengths=lengths, out=out, logsumexp=logsumexp)
     elif kernel == "flash-4":
         flash_4.forward(query, key, value, causal=mask.causal, scale=mask.scaled_by, out=out, logsumexp=logsumexp)
@@ -164,7 +171,6 @@ def attention_backward(  # noqa: PLR0917
     if kernel == "triton":
         from flopwise.engine.kernels import fused_attention
 
-        assert drop is not None
         gradients = (query_gradient, of_keys, of_values)
         fused_attention.backward(saved, mask, drop, gradients, lengths=lengths, accumulate=accumulate)
         return

@@ -41,13 +41,13 @@ __all__ = [
     "token_losses",
 ]
 
-_FUSED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+FUSED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def is_fused(*tensors: Tensor | None) -> bool:
     """Whether all are on a GPU and of a type that the fused forms compute."""
     given = [each for each in tensors if each is not None]
-    return all(each.is_cuda and each.dtype in _FUSED_TYPES for each in given) and has_triton()
+    return all(each.is_cuda and each.dtype in FUSED_TYPES for each in given) and has_triton()
 
 
 def norm_forward(

@@ -6,12 +6,11 @@ the same bits whatever an expert's share is. Nothing here asks the device how ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from flopwise.engine.kernels.blocks import compute_type, row_blocks
 from flopwise.work.routing import Routing
 
 SIGMOID_EPSILON = 1e-20
@@ -19,29 +18,81 @@ SIGMOID_EPSILON = 1e-20
 
 
 @dataclass(frozen=True, slots=True)
+class Tiles:
+    """How the rows of all experts are cut into tiles of one expert each: as many as the worst routing needs."""
+
+    experts: Tensor
+    """Of each tile, int32; behind the last one that is needed the number of experts."""
+    first_rows: Tensor
+    """Of each tile, int32."""
+
+    @property
+    def count(self) -> int:
+        return int(self.experts.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
 class Routed:
     """Whose the rows of the experts are."""
 
+    choices: Tensor
+    """Of each row: which of all tokens' choices it is, token by token, int64."""
     tokens: Tensor
-    """Of each row, int64."""
-    slots: Tensor
-    """Of each row: which of its token's choices it is, int64."""
+    """Of each row, int32."""
     places: Tensor
-    """Of each token and choice its row, int64: (tokens, choices)."""
-    ends: Tensor
-    """Behind the last row of each expert, int32."""
+    """Of each token and choice its row, int32: (tokens, choices)."""
+    starts: Tensor
+    """The first row of each expert, and behind the last row of all, int32."""
+    _tiles: dict[int, Tiles] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def rows(self) -> int:
+        """Of all experts together."""
+        return int(self.tokens.shape[0])
+
+    @property
+    def experts(self) -> int:
+        return int(self.starts.shape[0]) - 1
+
+    def weights_of(self, weights: Tensor) -> Tensor:
+        """Of each row, from those of each token and choice."""
+        return weights.flatten().index_select(0, self.choices)
+
+    def weights_to(self, rows: Tensor, *, out: Tensor) -> None:
+        """From a number of each row to those of each token and choice."""
+        out.view(-1).index_copy_(0, self.choices, rows.to(out.dtype))
+
+    def cut(self, tile_rows: int) -> Tiles:
+        """Tiles of so many rows; asked once, without asking the device."""
+        found = self._tiles.get(tile_rows)
+        if found is None:
+            found = self._tiles[tile_rows] = _cut(self.starts, self.rows, tile_rows)
+        return found
+
+
+def _cut(starts: Tensor, rows: int, tile_rows: int) -> Tiles:
+    experts = starts.shape[0] - 1
+    each = (starts.diff() + (tile_rows - 1)) // tile_rows
+    ends = each.cumsum(0)
+    # A tile more for each expert that has a row, but never more tiles than rows.
+    most = min(rows, rows // tile_rows + experts)
+    tiles = torch.arange(most, device=starts.device)
+    of = torch.searchsorted(ends, tiles, right=True, out_int32=True)
+    expert = of.clamp(max=experts - 1).long()
+    first = starts[expert] + ((tiles - ends[expert] + each[expert]) * tile_rows).int()
+    return Tiles(of, first)
 
 
 def sort_by_expert(index: Tensor, experts: int) -> Routed:
     """The rows of the experts that tokens chose, (tokens, choices)."""
     chosen = index.flatten()
     ordered, order = torch.sort(chosen, stable=True)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(order.numel(), device=order.device)
-    each = torch.arange(experts, device=index.device, dtype=ordered.dtype)
-    ends = torch.searchsorted(ordered, each, right=True, out_int32=True)
-    choices = index.shape[1]
-    return Routed(order // choices, order % choices, places.view(-1, choices), ends)
+    places = torch.empty_like(order, dtype=torch.int32)
+    places[order] = torch.arange(order.numel(), device=order.device, dtype=torch.int32)
+    each = torch.arange(experts + 1, device=index.device, dtype=ordered.dtype)
+    starts = torch.searchsorted(ordered, each, out_int32=True)
+    count = index.shape[1]
+    return Routed(order, (order // count).int(), places.view(-1, count), starts)
 
 
 def route(
@@ -95,41 +146,3 @@ def route_backward(gradient: Tensor, scores: Tensor, index: Tensor, routing: Rou
         return
     mean = (gradient * chosen).sum(-1, keepdim=True)
     out.copy_(slope.sub_(mean).mul_(shares))
-
-
-def dispatch(source: Tensor, routed: Routed, *, out: Tensor) -> None:
-    """Each expert's rows of the tokens that chose it."""
-    torch.index_select(source, 0, routed.tokens, out=out)
-
-
-def dispatch_backward(gradient: Tensor, routed: Routed, *, out: Tensor, accumulate: bool) -> None:
-    """A token's gradient is the sum of those of its rows, in the order of its choices."""
-    _sum_rows(gradient, routed, None, out=out, accumulate=accumulate)
-
-
-def combine(made: Tensor, weights: Tensor, routed: Routed, *, out: Tensor) -> None:
-    """What a token's experts made, weighted."""
-    _sum_rows(made, routed, weights, out=out, accumulate=False)
-
-
-def _sum_rows(rows: Tensor, routed: Routed, weights: Tensor | None, *, out: Tensor, accumulate: bool) -> None:
-    wide = compute_type(rows.dtype)
-    for block in row_blocks(out.shape[0], out.shape[1] * wide.itemsize, 3):
-        places = routed.places[block]
-        total = out[block].to(wide) if accumulate else torch.zeros_like(out[block], dtype=wide)
-        for slot in range(places.shape[1]):
-            picked = rows.index_select(0, places[:, slot]).to(wide)
-            total += picked if weights is None else picked * weights[block, slot, None]
-        out[block].copy_(total)
-
-
-def combine_backward(
-    gradient: Tensor, made: Tensor, weights: Tensor, routed: Routed, *, made_out: Tensor, weights_out: Tensor
-) -> None:
-    """From the gradient of the weighted sums to those of the experts' rows and of the weights."""
-    wide = compute_type(made.dtype)
-    for block in row_blocks(made.shape[0], made.shape[1] * wide.itemsize, 3):
-        tokens, slots = routed.tokens[block], routed.slots[block]
-        picked = gradient.index_select(0, tokens).to(wide)
-        weights_out[tokens, slots] = (picked * made[block]).sum(-1).to(weights_out.dtype)
-        made_out[block].copy_(picked * weights[tokens, slots, None])

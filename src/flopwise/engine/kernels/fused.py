@@ -27,7 +27,7 @@ from flopwise.engine.kernels.fused_norm import (
     whole_norm_forward_kernel,
 )
 from flopwise.engine.kernels.fused_update import adamw_kernel, squares_kernel
-from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel, warps_for
+from flopwise.engine.kernels.jit import ARITHMETIC, bounded_tanh, column_block, kernel, warps_for
 
 _NORM_WARPS = 8
 """Warps of a norm's backward on each multiprocessor, in two programs or more: those fit at once and end together."""
@@ -302,12 +302,6 @@ def rotate(
 
 
 @kernel()
-def _tanh(values: tl.tensor) -> tl.tensor:
-    """1 − 2 ÷ (1 + e²ˣ), whose ends are −1 and 1."""
-    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * values))
-
-
-@kernel()
 def _cross_entropy_kernel(
     logits: tl.tensor,
     labels: tl.tensor,
@@ -336,14 +330,14 @@ def _cross_entropy_kernel(
     if label >= 0:
         chosen = tl.load(start + label).to(tl.float32)
         if capped:
-            chosen = cap * _tanh(chosen / cap)
+            chosen = cap * bounded_tanh(chosen / cap)
         largest = -float("inf")
         total = 0.0
         for first in range(0, lines, block // line):
             column = first * line + columns
             values = tl.load(start + column, mask=column < width, other=-float("inf")).to(tl.float32)
             if capped:
-                values = cap * _tanh(values / cap)
+                values = cap * bounded_tanh(values / cap)
             values = tl.where(column < vocabulary, values, -float("inf"))
             larger = tl.maximum(largest, tl.max(values, 0))
             # Where all so far are hidden, any finite number keeps their powers at zero.
@@ -357,7 +351,7 @@ def _cross_entropy_kernel(
                 column = first * line + columns
                 values = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
                 if capped:
-                    bent = _tanh(values / cap)
+                    bent = bounded_tanh(values / cap)
                     values = cap * bent
                     slope = 1.0 - bent * bent
                 result = tl.exp(values - largest) * share

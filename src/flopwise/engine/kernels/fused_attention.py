@@ -1,9 +1,10 @@
-"""Attention without the softmax weights that dropout drops, as kernels of Triton: masks are drawn where scores are.
+"""Attention that no library's kernel does, as kernels of Triton: capped scores, ALiBi, weights that dropout drops.
 
 Sequences lie behind each other: even ones, the queries of each being the last of its keys, or packed ones of uneven
-length. Scores live one tile at a time, sums run in a fixed order, and nothing is kept but the logsumexp. A weight's
-place in the hash that `dropout` documents is (token · heads + head, key). Backward makes every tile twice, once for the
-queries' gradients and once for those of keys and values, so that no program adds to what another one has written.
+length. Scores live one tile at a time, sums run in a fixed order, and nothing is kept but the logsumexp. Masks are
+drawn where scores are: a weight's place in the hash that `dropout` documents is (token · heads + head, key). Backward
+makes every tile twice, once for the queries' gradients and once for those of keys and values, so that no program adds
+to what another one has written.
 """
 
 # A kernel's arguments arrive by their places.
@@ -11,19 +12,22 @@ queries' gradients and once for those of keys and values, so that no program add
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
+from flopwise.engine.kernels.attention import MOST_CHANNELS
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.fused_dropout import keep_some, lower_hash, upper_hash
-from flopwise.engine.kernels.jit import ARITHMETIC, column_block, kernel
+from flopwise.engine.kernels.jit import ARITHMETIC, bounded_tanh, column_block, kernel
 from flopwise.engine.kernels.plain_attention import AttentionMask, Saved
 
-_QUERIES, _KEYS = 64, 64
-"""Of a tile."""
+_TILE, _WIDE_TILE, _WIDE = 64, 32, 128
+"""Queries, and keys, of a tile; of heads of more channels than the last fewer."""
 _LEAST_CHANNELS = 16
 """The matrix unit takes no fewer."""
 
@@ -89,6 +93,89 @@ def _visible(
 
 
 @kernel()
+def _slope_of(slopes: tl.tensor, head: tl.tensor, biased: tl.constexpr) -> tl.tensor:
+    """A head's slope of ALiBi; zero where there is none."""
+    slope = 0.0
+    if biased:
+        slope = tl.load(slopes + head)
+    return slope
+
+
+@kernel()
+def _change_scores(
+    scores: tl.tensor,
+    query: tl.tensor,
+    column: tl.tensor,
+    slope: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    capped: tl.constexpr,
+    biased: tl.constexpr,
+    rounded: tl.constexpr,
+) -> tl.tensor:
+    """Scores after the cap, cap · tanh(scores ÷ cap), and what ALiBi adds; and the slope of the cap.
+
+    ALiBi goes by the distance of keys, or by the difference of two places' biases that are rounded.
+    """
+    steepness = scores
+    if capped:
+        share = bounded_tanh(scores / cap)
+        scores = cap * share
+        steepness = 1.0 - share * share
+    if biased:
+        if rounded:
+            steep = slope.to(tl.bfloat16).to(tl.float32)
+            near = (steep * column.to(tl.float32).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+            here = (steep * query.to(tl.float32).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+            scores += (near - here) * scale
+        else:
+            scores += slope * (column - query).to(tl.float32)
+    return scores, steepness
+
+
+@kernel()
+def _upper_of(
+    tokens: tl.tensor,
+    words: tl.tensor,
+    place: tl.tensor,
+    there: tl.tensor,
+    heads: tl.tensor,
+    head: tl.tensor,
+    drops: tl.constexpr,
+) -> tl.tensor:
+    """The hash of queries, where anything is dropped."""
+    upper = place
+    if drops:
+        number = tl.load(tokens + place, mask=there, other=0).to(tl.uint32, bitcast=True)
+        upper = upper_hash(number * heads + head, words)
+    return upper
+
+
+@kernel()
+def _lower_of(column: tl.tensor, words: tl.tensor, drops: tl.constexpr) -> tl.tensor:
+    """That of keys."""
+    lower = column
+    if drops:
+        lower = lower_hash(column, words)
+    return lower
+
+
+@kernel()
+def _kept(
+    values: tl.tensor,
+    lower: tl.tensor,
+    upper: tl.tensor,
+    scale: tl.tensor,
+    drops: tl.constexpr,
+    threshold: tl.constexpr,
+) -> tl.tensor:
+    """What is kept of weights: all, or by the hashes of their places."""
+    if drops:
+        values = keep_some(values, lower, upper, scale, threshold)
+    return values
+
+
+@kernel()
 def _attention_forward_kernel(
     query: tl.tensor,
     key: tl.tensor,
@@ -99,6 +186,7 @@ def _attention_forward_kernel(
     lengths: tl.tensor,
     tokens: tl.tensor,
     words: tl.tensor,
+    slopes: tl.tensor,
     queries: tl.tensor,
     keys: tl.tensor,
     channels: tl.tensor,
@@ -106,6 +194,7 @@ def _attention_forward_kernel(
     group: tl.tensor,
     scale: tl.tensor,
     drop_scale: tl.tensor,
+    cap: tl.tensor,
     query_row: tl.tensor,
     query_head: tl.tensor,
     key_row: tl.tensor,
@@ -120,7 +209,11 @@ def _attention_forward_kernel(
     window: tl.constexpr,
     packed: tl.constexpr,
     padded: tl.constexpr,
+    drops: tl.constexpr,
     threshold: tl.constexpr,
+    capped: tl.constexpr,
+    biased: tl.constexpr,
+    rounded: tl.constexpr,
     tile_queries: tl.constexpr,
     tile_keys: tl.constexpr,
     tile_channels: tl.constexpr,
@@ -136,8 +229,8 @@ def _attention_forward_kernel(
     place = first + row
     inside = there[:, None] & across[None, :]
     taken = tl.load(query + place[:, None] * query_row + head * query_head + channel[None, :], mask=inside, other=0.0)
-    number = tl.load(tokens + place, mask=there, other=0).to(tl.uint32, bitcast=True)
-    upper = upper_hash(number * heads + head, words)
+    upper = _upper_of(tokens, words, place, there, heads, head, drops)
+    slope = _slope_of(slopes, head, biased)
     shift = key_count - count
     last = seen
     if causal:
@@ -157,6 +250,9 @@ def _attention_forward_kernel(
         line = first_key + column
         read = key + line[:, None] * key_row + own * key_head + channel[None, :]
         scores = tl.dot(taken, tl.trans(tl.load(read, mask=known, other=0.0))) * scale
+        scores, _ = _change_scores(
+            scores, (shift + row)[:, None], column[None, :], slope, scale, cap, capped, biased, rounded
+        )
         visible = _visible((shift + row)[:, None], column[None, :], seen, causal, window)
         scores = tl.where(visible, scores, -float("inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
@@ -165,7 +261,7 @@ def _attention_forward_kernel(
         shares = tl.exp(scores - base[:, None])
         shrunk = tl.exp(largest - base)
         weights = weights * shrunk + tl.sum(shares, 1)
-        shares = keep_some(shares, lower_hash(column, words)[None, :], upper[:, None], drop_scale, threshold)
+        shares = _kept(shares, _lower_of(column, words, drops)[None, :], upper[:, None], drop_scale, drops, threshold)
         read = value + line[:, None] * value_row + own * value_head + channel[None, :]
         values = tl.load(read, mask=known, other=0.0)
         total = total * shrunk[:, None] + tl.dot(shares.to(values.dtype), values)
@@ -200,6 +296,7 @@ def _attention_query_gradients_kernel(
     lengths: tl.tensor,
     tokens: tl.tensor,
     words: tl.tensor,
+    slopes: tl.tensor,
     queries: tl.tensor,
     keys: tl.tensor,
     channels: tl.tensor,
@@ -207,6 +304,7 @@ def _attention_query_gradients_kernel(
     group: tl.tensor,
     scale: tl.tensor,
     drop_scale: tl.tensor,
+    cap: tl.tensor,
     gradient_row: tl.tensor,
     gradient_head: tl.tensor,
     query_row: tl.tensor,
@@ -225,7 +323,11 @@ def _attention_query_gradients_kernel(
     window: tl.constexpr,
     packed: tl.constexpr,
     padded: tl.constexpr,
+    drops: tl.constexpr,
     threshold: tl.constexpr,
+    capped: tl.constexpr,
+    biased: tl.constexpr,
+    rounded: tl.constexpr,
     tile_queries: tl.constexpr,
     tile_keys: tl.constexpr,
     tile_channels: tl.constexpr,
@@ -245,8 +347,8 @@ def _attention_query_gradients_kernel(
     above = tl.load(given, mask=inside, other=0.0)
     made = tl.load(out + place[:, None] * out_row + head * out_head + channel[None, :], mask=inside, other=0.0)
     delta = tl.sum(above.to(tl.float32) * made.to(tl.float32), 1)
-    number = tl.load(tokens + place, mask=there, other=0).to(tl.uint32, bitcast=True)
-    upper = upper_hash(number * heads + head, words)
+    upper = _upper_of(tokens, words, place, there, heads, head, drops)
+    slope = _slope_of(slopes, head, biased)
     target = row + first if packed else row.to(tl.int64)
     total_sum = _sums_of(sums, sequence.to(tl.int64) * sums_sequence + head * sums_head + target, there)
     shift = key_count - count
@@ -267,11 +369,17 @@ def _attention_query_gradients_kernel(
         read = value + line[:, None] * value_row + own * value_head + channel[None, :]
         values = tl.load(read, mask=known, other=0.0)
         scores = tl.dot(taken, tl.trans(keyed)) * scale
+        scores, steepness = _change_scores(
+            scores, (shift + row)[:, None], column[None, :], slope, scale, cap, capped, biased, rounded
+        )
         visible = _visible((shift + row)[:, None], column[None, :], seen, causal, window) & there[:, None]
         shares = tl.where(visible, tl.exp(scores - total_sum[:, None]), 0.0)
         changes = tl.dot(above, tl.trans(values))
-        changes = keep_some(changes, lower_hash(column, words)[None, :], upper[:, None], drop_scale, threshold)
+        lower = _lower_of(column, words, drops)
+        changes = _kept(changes, lower[None, :], upper[:, None], drop_scale, drops, threshold)
         changes = shares * (changes - delta[:, None])
+        if capped:
+            changes *= steepness
         below += tl.dot(changes.to(keyed.dtype), keyed)
     write = query_gradient + place[:, None] * below_row + head * below_head + channel[None, :]
     tl.store(write, (below * scale).to(query_gradient.dtype.element_ty), mask=inside)
@@ -298,6 +406,7 @@ def _attention_key_gradients_kernel(
     lengths: tl.tensor,
     tokens: tl.tensor,
     words: tl.tensor,
+    slopes: tl.tensor,
     queries: tl.tensor,
     keys: tl.tensor,
     channels: tl.tensor,
@@ -305,6 +414,7 @@ def _attention_key_gradients_kernel(
     group: tl.tensor,
     scale: tl.tensor,
     drop_scale: tl.tensor,
+    cap: tl.tensor,
     gradient_row: tl.tensor,
     gradient_head: tl.tensor,
     query_row: tl.tensor,
@@ -326,7 +436,11 @@ def _attention_key_gradients_kernel(
     packed: tl.constexpr,
     padded: tl.constexpr,
     adds: tl.constexpr,
+    drops: tl.constexpr,
     threshold: tl.constexpr,
+    capped: tl.constexpr,
+    biased: tl.constexpr,
+    rounded: tl.constexpr,
     tile_queries: tl.constexpr,
     tile_keys: tl.constexpr,
     tile_channels: tl.constexpr,
@@ -342,7 +456,7 @@ def _attention_key_gradients_kernel(
     known = (column < key_count)[:, None] & across[None, :]
     keyed = tl.load(key + line[:, None] * key_row + own * key_head + channel[None, :], mask=known, other=0.0)
     values = tl.load(value + line[:, None] * value_row + own * value_head + channel[None, :], mask=known, other=0.0)
-    lower = lower_hash(column, words)
+    lower = _lower_of(column, words, drops)
     shift = key_count - count
     least, last = 0, count
     if causal:
@@ -353,6 +467,7 @@ def _attention_key_gradients_kernel(
     of_keys = tl.zeros((tile_keys, tile_channels), tl.float32)
     of_values = tl.zeros((tile_keys, tile_channels), tl.float32)
     for head in range(own * group, own * group + group):
+        slope = _slope_of(slopes, head, biased)
         for begin in range(least, last, tile_queries):
             row = begin + tl.arange(0, tile_queries)
             there = row < count
@@ -364,17 +479,23 @@ def _attention_key_gradients_kernel(
             above = tl.load(read, mask=inside, other=0.0)
             made = tl.load(out + place[:, None] * out_row + head * out_head + channel[None, :], mask=inside, other=0.0)
             delta = tl.sum(above.to(tl.float32) * made.to(tl.float32), 1)
-            number = tl.load(tokens + place, mask=there, other=0).to(tl.uint32, bitcast=True)
-            upper = upper_hash(number * heads + head, words)
             target = row + first if packed else row.to(tl.int64)
             total_sum = _sums_of(sums, sequence.to(tl.int64) * sums_sequence + head * sums_head + target, there)
             scores = tl.dot(keyed, tl.trans(taken)) * scale
+            scores, steepness = _change_scores(
+                scores, (shift + row)[None, :], column[:, None], slope, scale, cap, capped, biased, rounded
+            )
             visible = _visible((shift + row)[None, :], column[:, None], seen, causal, window) & there[None, :]
             shares = tl.where(visible, tl.exp(scores - total_sum[None, :]), 0.0)
-            kept = keep_some(shares, lower[:, None], upper[None, :], drop_scale, threshold)
+            upper = _upper_of(tokens, words, place, there, heads, head, drops)
+            kept = _kept(shares, lower[:, None], upper[None, :], drop_scale, drops, threshold)
+            changes = _kept(
+                tl.dot(values, tl.trans(above)), lower[:, None], upper[None, :], drop_scale, drops, threshold
+            )
             of_values += tl.dot(kept.to(above.dtype), above)
-            changes = keep_some(tl.dot(values, tl.trans(above)), lower[:, None], upper[None, :], drop_scale, threshold)
             changes = shares * (changes - delta[None, :])
+            if capped:
+                changes *= steepness
             of_keys += tl.dot(changes.to(taken.dtype), taken)
     write = key_gradient + line[:, None] * of_key_row + own * of_key_head + channel[None, :]
     _store_or_add(write, of_keys * scale, known, adds)
@@ -395,7 +516,7 @@ def forward(
     key: Tensor,
     value: Tensor,
     mask: AttentionMask,
-    drop: DropMask,
+    drop: DropMask | None,
     *,
     lengths: Tensor | None,
     out: Tensor,
@@ -411,7 +532,7 @@ def packed_forward(
     key: Tensor,
     value: Tensor,
     mask: AttentionMask,
-    drop: DropMask,
+    drop: DropMask | None,
     packed: tuple[Tensor, int],
     *,
     out: Tensor,
@@ -423,11 +544,11 @@ def packed_forward(
 
 
 def _forward(
-    rows: list[Tensor], sums: Tensor, sums_sequence: int, mask: AttentionMask, drop: DropMask, layout: _Layout
+    rows: list[Tensor], sums: Tensor, sums_sequence: int, mask: AttentionMask, drop: DropMask | None, layout: _Layout
 ) -> None:
     query = rows[0]
     assert sums.stride(-1) == 1
-    _attention_forward_kernel[(triton.cdiv(layout.queries, _QUERIES) * mask.heads * layout.sequences,)](
+    _attention_forward_kernel[(triton.cdiv(layout.queries, tile_of(mask)) * mask.heads * layout.sequences,)](
         *(*rows, sums),
         *_asked(query, mask, drop, layout),
         *(side for each in rows for side in each.stride()[:2]),
@@ -436,35 +557,55 @@ def _forward(
     )
 
 
-def _asked(query: Tensor, mask: AttentionMask, drop: DropMask, layout: _Layout) -> tuple[Tensor | int | float, ...]:
-    """What every kernel is told of sequences, heads and masks."""
-    starts = drop.tokens if layout.starts is None else layout.starts
-    lengths = drop.tokens if layout.lengths is None else layout.lengths
+def _asked(query: Tensor, mask: AttentionMask, drop: DropMask | None, layout: _Layout) -> tuple[object, ...]:
+    """What every kernel is told of sequences, heads and masks; of what it is not to use, anything."""
+    unused = query
+    slopes = _slopes_on(mask.slopes, query.device) if mask.slopes else unused
+    tokens, words = (unused, unused) if drop is None else (drop.tokens, drop.keys)
+    starts = unused if layout.starts is None else layout.starts
+    lengths = unused if layout.lengths is None else layout.lengths
     sizes = (layout.queries, layout.keys, query.shape[-1], mask.heads, mask.group)
-    return (starts, lengths, drop.tokens, drop.keys, *sizes, mask.scale, drop.scale)
+    drop_scale, cap = 1.0 if drop is None else drop.scale, 1.0 if mask.cap is None else mask.cap
+    return (starts, lengths, tokens, words, slopes, *sizes, mask.scale, drop_scale, cap)
 
 
-def _chosen(mask: AttentionMask, drop: DropMask, layout: _Layout) -> dict[str, object]:
+@lru_cache(maxsize=64)
+def _slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
+    """ALiBi's slopes where a captured step finds them again."""
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+def _chosen(mask: AttentionMask, drop: DropMask | None, layout: _Layout) -> dict[str, object]:
     """What kernels are compiled for."""
+    wide = mask.head_dim > _WIDE
     return {
         "causal": mask.causal,
         "window": mask.window or 0,
         "packed": layout.starts is not None,
         "padded": layout.lengths is not None,
-        "threshold": drop.threshold,
-        "tile_queries": _QUERIES,
-        "tile_keys": _KEYS,
-        "tile_channels": max(_LEAST_CHANNELS, column_block(mask.head_dim, 128)),
+        "drops": drop is not None,
+        "threshold": 0 if drop is None else drop.threshold,
+        "capped": mask.cap is not None,
+        "biased": bool(mask.slopes),
+        "rounded": mask.rounded,
+        "tile_queries": tile_of(mask),
+        "tile_keys": tile_of(mask),
+        "tile_channels": max(_LEAST_CHANNELS, column_block(mask.head_dim, MOST_CHANNELS)),
         "num_warps": 4,
-        "num_stages": 2,
+        "num_stages": 1 if wide else 2,
         **ARITHMETIC,
     }
+
+
+def tile_of(mask: AttentionMask) -> int:
+    """Queries, and keys, of a tile: of wide heads fewer, whose rows fill what a multiprocessor shares."""
+    return _WIDE_TILE if mask.head_dim > _WIDE else _TILE
 
 
 def backward(
     saved: Saved,
     mask: AttentionMask,
-    drop: DropMask,
+    drop: DropMask | None,
     gradients: tuple[Tensor, Tensor, Tensor],
     *,
     lengths: Tensor | None,
@@ -480,7 +621,7 @@ def backward(
 def packed_backward(
     saved: Saved,
     mask: AttentionMask,
-    drop: DropMask,
+    drop: DropMask | None,
     packed: tuple[Tensor, int],
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> None:
@@ -495,7 +636,7 @@ def _backward(
     sums: Tensor,
     sums_sequence: int,
     mask: AttentionMask,
-    drop: DropMask,
+    drop: DropMask | None,
     layout: _Layout,
     *,
     adds: bool,
@@ -504,10 +645,10 @@ def _backward(
     assert sums.stride(-1) == 1
     asked, chosen = _asked(read[1], mask, drop, layout), _chosen(mask, drop, layout)
     sides = (*(side for each in read for side in each.stride()[:2]), sums_sequence, sums.stride(-2))
-    _attention_query_gradients_kernel[(triton.cdiv(layout.queries, _QUERIES) * mask.heads * layout.sequences,)](
+    _attention_query_gradients_kernel[(triton.cdiv(layout.queries, tile_of(mask)) * mask.heads * layout.sequences,)](
         *(*read, sums, of_query, *asked, *sides, *of_query.stride()[:2]), **chosen
     )
-    _attention_key_gradients_kernel[(triton.cdiv(layout.keys, _KEYS) * mask.kv_heads * layout.sequences,)](
+    _attention_key_gradients_kernel[(triton.cdiv(layout.keys, tile_of(mask)) * mask.kv_heads * layout.sequences,)](
         *(*read, sums, of_key, of_value, *asked, *sides, *of_key.stride()[:2], *of_value.stride()[:2]),
         adds=adds,
         **chosen,

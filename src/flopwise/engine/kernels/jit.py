@@ -27,6 +27,12 @@ def kernel(unspecialized: Sequence[str] = ()) -> Callable[[Callable[..., object]
     return compile_kernel
 
 
+@kernel()
+def bounded_tanh(values: tl.tensor) -> tl.tensor:
+    """1 − 2 ÷ (1 + e²ˣ), whose ends are −1 and 1."""
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * values))
+
+
 ARITHMETIC = {"enable_fp_fusion": False}
 """Products are rounded before they are added, as the plain forms do, whatever a version of Triton does by itself."""
 

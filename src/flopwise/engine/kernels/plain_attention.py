@@ -63,8 +63,8 @@ class AttentionMask:
         return self.window is not None and not self.causal
 
     @property
-    def is_plain_alone(self) -> bool:
-        """Whether no kernel but the plain one changes scores so."""
+    def changes_scores(self) -> bool:
+        """Whether scores are more than scaled products, which no library's kernel takes."""
         return self.cap is not None or bool(self.slopes)
 
 

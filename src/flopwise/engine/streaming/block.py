@@ -153,6 +153,9 @@ class Block:
             elif is_sum_for_norm(op, following):
                 summed = op
                 continue
+            elif self.operators.is_of_experts(op):
+                activates = following is not None and following.name == "activation"
+                self.operators.expert_product(op, values, weights, made, activates=activates)
             elif self.operators.is_paired(op):
                 activates = following is not None and following.name == "activation"
                 self.operators.paired_product(op, values, weights, activates=activates)
@@ -307,11 +310,20 @@ class Block:
             if op.name in done:
                 continue
             used = [op]
+            if op.name == "combine":
+                # What experts made is not kept: back to what their down product read, in one go.
+                down, activation = (next(each for each in ops if each.name == name) for name in ("down", "activation"))
+                assert isinstance(down, Gemm)
+                self.operators.experts_backward((op, down, activation), values, gradients, trained)
+                # What the activation read holds gradients now.
+                done |= {down.name, activation.name}
+                values.drop(name for name in (*op.needs, *down.needs) if self._first_need[name] in (op, down))
+                continue
             maker = self._makers.get(op.name)
             if maker is not None and isinstance(op, Gemm) and op.inputs[0] not in values:
                 # The weight's gradient waits until the product's input is there again.
                 source = self._back_to_maker(op, maker, values, gradients, trained, rows=self._rows(chunk))
-                self.operators.wgrad(op, values, source, gradients, trained)
+                self.operators.wgrad(op, source, gradients, trained)
                 gradients.drop(maker.outputs[0])
                 done.add(maker.name)
                 # What an activation read holds gradients now.
@@ -327,7 +339,7 @@ class Block:
         """Back through a product to what its input was made of; returns that input, recomputed."""
         if maker.name == "activation" and self.operators.gated is not None:
             return self.operators.activated_backward(op, maker, values, gradients, trained)
-        self.operators.dgrad(op, values, gradients, trained)
+        self.operators.dgrad(op, gradients, trained)
         return self.operators.backward_recomputing(maker, values, gradients, trained, rows)
 
     def _attention_back(

@@ -93,10 +93,10 @@ class SavedTensors:
         self.fields = lru_cache(maxsize=1024)(self._fields)
         highest = self._saved["full"]
         together = [_kept_together(op, work, highest if whole_products else ()) for op in work.ops if op.in_block]
-        self._packs = [names for names in together if packed or names == paired]
+        self._packs = [names for names in together if packed or names == paired or self.rows.keys() >= set(names)]
         if whole_products:
             self._saved["full"] = _neighbours(highest, self._packs)
-        """Results of one product that only the highest level keeps: they lie beside each other."""
+        """Results of one product that only the highest level keeps: they lie beside each other, experts' always."""
         self._paired = paired
 
     def names(self, level: str) -> tuple[str, ...]:

@@ -6,17 +6,18 @@ its own, so that one of them can be recomputed without the others and comes out 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from flopwise.engine.formats import TYPES, statistics_type
-from flopwise.engine.kernels import dispatch, experts
+from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.dropout import DropMask
-from flopwise.engine.kernels.experts import Routed
 from flopwise.engine.kernels.heads import Turn, norm_and_turn, norm_and_turn_backward
 from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.adapters import DownProducts, add_product, scaled_dgrad, scaled_wgrad
@@ -24,7 +25,7 @@ from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.fp8_products import Fp8Products
 from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
-from flopwise.engine.streaming.grouped import GroupedProducts
+from flopwise.engine.streaming.mixture import AROUND, ExpertKernels, Matrices, Mixture, by_expert, expert_kernels
 from flopwise.engine.streaming.products import Products
 from flopwise.engine.streaming.rotary import Rotation
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
@@ -76,8 +77,6 @@ class Rows:
 
 SCALED = ("projected_scale", "projected_normed_scale", "fed_scale", "fed_normed_scale")
 """Operators that scale a branch's result on its way to the residual stream."""
-EXPERTS = ("routing", "dispatch", "combine")
-"""Operators of a mixture around its experts' products."""
 
 TURNED = {"query_norm": "query", "key_norm": "key"}
 """Norms of heads → what the rotation behind them makes of their result."""
@@ -86,22 +85,16 @@ ALL = slice(None)
 """Of a weight's rows."""
 
 
-def _rows_of(tensor: Tensor, rows: slice) -> Tensor:
-    """Of a matrix, or of each expert's."""
-    if rows is ALL:
-        return tensor
-    return tensor[:, rows] if tensor.ndim == 3 else tensor[rows]
-
-
-def _bias_rows(bias: Tensor, rows: slice) -> Tensor:
-    """Of a bias, or of each expert's."""
-    return bias[..., rows]
-
-
 def _stored_rows(weight: Stored, rows: slice) -> Stored:
     if isinstance(weight, Quantised):
         return weight if rows is ALL else weight.rows(rows)
-    return _rows_of(weight, rows)
+    return weight[rows]
+
+
+def _expert_sums(op: Op, trained: Trained) -> Matrices | None:
+    """Where the gradients of a product of experts are summed; None where it is frozen."""
+    weight = trained.sums.get(f"{op.name}.weight")
+    return None if weight is None else by_expert(weight, trained.sums.get(f"{op.name}.bias"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +120,17 @@ class Operators:
         head_products: Products | None = None,
         packs: bool = False,
         gated: GatedKernels | None = None,
+        experts: ExpertKernels | None = None,
     ) -> None:
+        """`experts`: what runs a mixture's products; None: the fastest that there is."""
         self.packs = packs
         """Whether results that one product makes lie beside each other, so that it is one call."""
         self.gated = None if gated is None else GatedProducts(arena, gated)
         """Products with the activation in them, where gate and up lie in pairs."""
         self.model, self.work, self.arena, self.device = model, work, arena, arena.room.device
         self.compute, self.statistics = TYPES[formats.compute], statistics_type(formats)
+        kernels = experts or expert_kernels(self.device, self.compute)
+        self.mixture = Mixture(model, self.statistics, kernels)
         self.adapter_scale = 1.0 if model.adapters is None else model.adapters.scale
         self.adapts = True
         """Whether adapters add what they have learned: the reference of preferences is the model without them."""
@@ -175,8 +172,8 @@ class Operators:
             dispatch.activation_forward(
                 self.model.activation, gate, up, out=values.allocate("activated", tuple(up.shape), up.dtype)
             )
-        elif op.name in EXPERTS:
-            self._mix(op, values)
+        elif op.name in AROUND:
+            self.mixture.forward(op, values)
         elif op.name in SCALED:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
@@ -185,31 +182,6 @@ class Operators:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
             dispatch.activation_forward(op.function, None, source, out=out)
-
-    def _mix(self, op: Op, values: Values) -> None:
-        """Which experts a token has, its rows at them, and what they made together."""
-        source = values[op.inputs[0]]
-        tokens, chosen = source.shape[0], self.model.experts_per_token
-        if op.name == "routing":
-            weights, index = op.outputs
-            experts.route(
-                source,
-                self.model.routing,
-                weights=values.allocate(weights, (tokens, chosen), self.statistics),
-                index=values.allocate(index, (tokens, chosen), torch.int32),
-            )
-        elif op.name == "dispatch":
-            out = values.allocate(op.outputs[0], (tokens * chosen, source.shape[1]), source.dtype)
-            experts.dispatch(source, self._routed(values), out=out)
-        else:
-            out = values.allocate(op.outputs[0], (tokens // chosen, source.shape[1]), source.dtype)
-            experts.combine(source, values["routing_weights"], self._routed(values), out=out)
-
-    def _routed(self, values: Values) -> Routed:
-        """Whose the experts' rows are; asked first while the index is still there."""
-        if values.routed is None:
-            values.routed = experts.sort_by_expert(values["routing_index"], self.model.experts)
-        return values.routed
 
     def _add(self, op: Op, values: Values, rows: Rows) -> None:
         """The residual stream and what is kept of the branches beside it."""
@@ -237,6 +209,26 @@ class Operators:
         out = values.allocate("activated", shape, self.compute) if activates else None
         self.gated.kernels.forward(source, matrix, pairs=join_pairs(gate, up), activated=out)
         self._uncast(matrix, stored)
+
+    def is_of_experts(self, op: Op) -> TypeGuard[Gemm]:
+        """Whether an operator is a product of a mixture's experts."""
+        return self.mixture.has(op)
+
+    def expert_product(
+        self, op: Gemm, values: Values, weights: Weights, wanted: Collection[str], *, activates: bool
+    ) -> None:
+        """A product of experts; with `activates` also what the activation makes of its results."""
+        with self._of_experts(op, weights) as matrices:
+            self.mixture.product(op, values, matrices, self.columns(op), wanted, activates=activates)
+
+    @contextmanager
+    def _of_experts(self, op: Gemm, weights: Weights) -> Iterator[Matrices]:
+        """A product's matrices and biases, as products read them."""
+        stored, shift = weights[f"{op.name}.weight"], weights.get(f"{op.name}.bias")
+        matrix, bias = self._cast(stored), None if shift is None else self._cast(shift)
+        yield by_expert(matrix, bias)
+        self._uncast(matrix, stored)
+        self._uncast(bias, shift)
 
     def _gate_and_up(self, op: Op, values: Values) -> tuple[Tensor | None, Tensor]:
         return (values[op.inputs[0]] if self.model.gated else None), values[op.inputs[-1]]
@@ -274,15 +266,13 @@ class Operators:
         """A product with some rows of the weight."""
         stored, shift = _stored_rows(weights[f"{op.name}.weight"], rows), weights.get(f"{op.name}.bias")
         assert not isinstance(shift, Quantised), "biases are not quantised"
-        shift = None if shift is None else _bias_rows(shift, rows)
+        shift = None if shift is None else shift[rows]
         matrix, bias = self._cast(stored), None if shift is None else self._cast(shift)
-        self._products(op, values).forward(values[op.inputs[0]], matrix, bias, out=out)
+        self._products(op).forward(values[op.inputs[0]], matrix, bias, out=out)
         self._uncast(matrix, stored)
         self._uncast(bias, shift)
 
-    def _products(self, op: Gemm, values: Values) -> Products:
-        if op.groups > 1:
-            return GroupedProducts(self.arena, self._plain_products, self._routed(values).ends)
+    def _products(self, op: Gemm) -> Products:
         if self.gated is not None and self.is_paired(op):
             return self.gated
         if op.name.endswith(f"_{DOWN}"):
@@ -485,8 +475,8 @@ class Operators:
             self._rotate_backward(op, gradients, rows)
         elif op.name == "activation":
             self._activation_backward(op, values, gradients)
-        elif op.name in EXPERTS:
-            self._mix_backward(op, values, gradients)
+        elif op.name in AROUND:
+            self.mixture.backward(op, values, gradients)
         else:
             self._pointwise_backward(op, values, gradients, rows)
 
@@ -503,16 +493,33 @@ class Operators:
                 dispatch.dropout(gradient, mask, out=dropped)
         gradients.share(op.outputs[0], whole)
 
+    def experts_backward(
+        self, ops: tuple[Op, Gemm, Op], values: Values, gradients: Gradients, trained: Trained
+    ) -> None:
+        """From the gradient of what experts made together to those of gate and up, which take the values' places.
+
+        `ops`: what sums the experts' results, their down product and its activation.
+        """
+        combine, down, activation = ops
+        totals = _expert_sums(down, trained)
+        with self._of_experts(down, trained.weights) as matrices:
+            self.mixture.back_to_inner((combine, activation), values, gradients, matrices, totals=totals)
+
     def _product_backward(self, op: Gemm, values: Values, gradients: Gradients, trained: Trained) -> None:
         if op.adds:
             self._adapter_backward(op, values, gradients, trained)
+            return
+        if self.is_of_experts(op):
+            columns, totals = self.columns(op), _expert_sums(op, trained)
+            with self._of_experts(op, trained.weights) as matrices:
+                self.mixture.product_backward(op, values, gradients, matrices, columns, totals=totals)
             return
         is_trained = f"{op.name}.weight" in trained.sums
         # One result after another, so that each one's gradient goes as soon as it is used.
         for part in self._parts(op, gradients):
             if is_trained:
-                self._wgrad(op, part, values, values[op.inputs[0]], trained)
-            self._dgrad(op, part, values, gradients, trained)
+                self._wgrad(op, part, values[op.inputs[0]], trained)
+            self._dgrad(op, part, gradients, trained)
             for name in part.names:
                 gradients.drop(name)
 
@@ -530,16 +537,16 @@ class Operators:
         scaled_dgrad(gradient, matrix, scale=scale, out=target, add=there and len(lows) == 1)
         self._uncast(matrix, trained.weights[name])
 
-    def dgrad(self, op: Gemm, values: Values, gradients: Gradients, trained: Trained) -> None:
+    def dgrad(self, op: Gemm, gradients: Gradients, trained: Trained) -> None:
         """Only the gradient of a product's input; `wgrad` does the rest."""
         for part in self._parts(op, gradients):
-            self._dgrad(op, part, values, gradients, trained)
+            self._dgrad(op, part, gradients, trained)
 
-    def wgrad(self, op: Gemm, values: Values, source: Tensor, gradients: Gradients, trained: Trained) -> None:
+    def wgrad(self, op: Gemm, source: Tensor, gradients: Gradients, trained: Trained) -> None:
         """What a product's weight and bias get, from the product's input; its results' gradients go."""
         for part in self._parts(op, gradients):
             if f"{op.name}.weight" in trained.sums:
-                self._wgrad(op, part, values, source, trained)
+                self._wgrad(op, part, source, trained)
             for name in part.names:
                 gradients.drop(name)
 
@@ -554,19 +561,19 @@ class Operators:
             return [_Part(op.outputs, ALL, joined)]
         return [_Part((name,), slice(first, last), gradients[name]) for name, first, last in columns]
 
-    def _wgrad(self, op: Gemm, part: _Part, values: Values, source: Tensor, trained: Trained) -> None:
+    def _wgrad(self, op: Gemm, part: _Part, source: Tensor, trained: Trained) -> None:
         sums = trained.sums
-        products = self._products(op, values)
-        products.wgrad(part.gradient, source, total=_rows_of(sums[f"{op.name}.weight"], part.rows))
+        products = self._products(op)
+        products.wgrad(part.gradient, source, total=sums[f"{op.name}.weight"][part.rows])
         if f"{op.name}.bias" in sums:
-            products.bias_gradient(part.gradient, total=_bias_rows(sums[f"{op.name}.bias"], part.rows))
+            products.bias_gradient(part.gradient, total=sums[f"{op.name}.bias"][part.rows])
 
-    def _dgrad(self, op: Gemm, part: _Part, values: Values, gradients: Gradients, trained: Trained) -> None:
+    def _dgrad(self, op: Gemm, part: _Part, gradients: Gradients, trained: Trained) -> None:
         stored = _stored_rows(trained.weights[f"{op.name}.weight"], part.rows)
         matrix = self._cast(stored)
         shape = (part.gradient.shape[0], op.depth)
         target, there = gradients.target(op.inputs[0], shape, part.gradient.dtype)
-        self._products(op, values).dgrad(part.gradient, matrix, out=target, add=there)
+        self._products(op).dgrad(part.gradient, matrix, out=target, add=there)
         self._uncast(matrix, stored)
 
     def activated_backward(
@@ -665,34 +672,6 @@ class Operators:
         for source, target in zip(op.inputs, op.outputs, strict=True):
             gradient = gradients[target]
             self._turn(gradient, rows, out=gradients.replace(target, source), inverse=True)
-
-    def _mix_backward(self, op: Op, values: Values, gradients: Gradients) -> None:
-        source = op.inputs[0]
-        if op.name == "combine":
-            made, weights = values[source], values["routing_weights"]
-            experts.combine_backward(
-                gradients[op.outputs[0]],
-                made,
-                weights,
-                self._routed(values),
-                made_out=gradients.target(source, tuple(made.shape), made.dtype)[0],
-                weights_out=gradients.target("routing_weights", tuple(weights.shape), weights.dtype)[0],
-            )
-        elif op.name == "dispatch":
-            gradient = gradients[op.outputs[0]]
-            rows = gradient.shape[0] // self.model.experts_per_token
-            out, there = gradients.target(source, (rows, gradient.shape[1]), gradient.dtype)
-            experts.dispatch_backward(gradient, self._routed(values), out=out, accumulate=there)
-        else:
-            scores = values[source]
-            experts.route_backward(
-                gradients["routing_weights"],
-                scores,
-                values["routing_index"],
-                self.model.routing,
-                out=gradients.target(source, tuple(scores.shape), scores.dtype)[0],
-            )
-        gradients.drop(op.outputs[0])
 
     def _activation_backward(self, op: Streaming, values: Values, gradients: Gradients) -> None:
         gate, up = self._gate_and_up(op, values)

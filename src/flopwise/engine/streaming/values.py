@@ -60,6 +60,7 @@ class Values:
         self._held: dict[str, Tensor] = {}
         self._owned: set[str] = set()
         self._packs: dict[str, Pack] = {}
+        self._aliases: dict[str, str] = {}
         self.routed: Routed | None = None
         """Whose the rows of a mixture's experts are, once somebody has asked."""
 
@@ -95,6 +96,11 @@ class Values:
                 self._held[name], self._packs[name] = columns, pack
         return tensor
 
+    def alias(self, name: str, by: str) -> None:
+        """A second name for a value, whose room goes back when nobody holds either."""
+        self._held[by] = self._held[name]
+        self._aliases[name] = by
+
     def replace(self, name: str, tensor: Tensor) -> None:
         """The same value, from now on read elsewhere."""
         assert name not in self._owned
@@ -123,7 +129,12 @@ class Values:
             tensor = self._held.pop(name, None)
             if tensor is None:
                 continue
-            if name in self._packs:
+            heir = self._aliases.pop(name, "")
+            if heir in self._held:
+                if name in self._owned:
+                    self._owned.remove(name)
+                    self._owned.add(heir)
+            elif name in self._packs:
                 self._packs.pop(name).let_go(self.arena)
             elif name in self._owned:
                 self._owned.discard(name)

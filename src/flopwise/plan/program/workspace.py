@@ -76,6 +76,9 @@ class _Block:
         lazy = {maker.outputs[0] for maker in self.makers.values()}
         self.needed = {name for op in self.ops for name in op.needs} - lazy
         self.first_need = {name: op.name for op in reversed(self.ops) for name in op.needs}
+        self.mixes = any(op.name == "combine" for op in self.ops)
+        self.read_as: dict[str, str] = {}
+        """Names under which another value is read."""
         self.levels = [{tensor.name for tensor in work.saved(policy)} for policy in POLICY.values()]
 
     # -- forward, and what is recomputed ---------------------------------------------------------------------------
@@ -95,6 +98,12 @@ class _Block:
                 summed = op
                 continue
             gone = [name for name in op.inputs if last_use[name] == index]
+            if op.name == "dispatch":
+                # The experts read the tokens where they lie, under another name.
+                last_use[op.inputs[0]] = last_use.get(op.outputs[0], index)
+                self.read_as[op.outputs[0]] = op.inputs[0]
+                gone = [name for name in gone if name != op.inputs[0]]
+            gone += [self.read_as[name] for name in gone if name in self.read_as]
             if summed is not None:
                 self._take(arena, summed.outputs)
                 done = [name for name in summed.inputs if last_use[name] < index]
@@ -103,12 +112,19 @@ class _Block:
                     arena.hand_over(free, op.outputs[0])
                 gone += done
                 summed = None
-            whole = packs and isinstance(op, Gemm) and len(op.outputs) > 1 and made.issuperset(op.outputs)
-            if whole and op.outputs[0] not in self.placed:
+            of_experts = self.mixes and op.name == "gate_up"
+            together = isinstance(op, Gemm) and (packs or of_experts)
+            whole = together and len(op.outputs) > 1 and made.issuperset(op.outputs)
+            if op.name == "dispatch":
+                pass
+            elif whole and op.outputs[0] not in self.placed:
                 self._take_pack(arena, op.outputs, last_use)
             elif not (isinstance(op, Gemm) and op.adds):
                 partly = isinstance(op, Gemm) or (isinstance(op, Streaming) and op.pairwise)
                 self._take(arena, [name for name in op.outputs if name in made or not partly])
+            if of_experts and self.ops[self.ops.index(op) + 1] in running:
+                # The product has the activation in it, and still reads the tokens.
+                self._take(arena, self.ops[self.ops.index(op) + 1].outputs)
             gone += [name for name in op.outputs if name not in last_use]
             for name in gone:
                 if name not in keep and name not in self.placed:
@@ -137,6 +153,9 @@ class _Block:
         done: set[str] = set()
         for op in reversed(self.ops):
             if op.name in done:
+                continue
+            if op.name == "combine":
+                done |= self._experts(op, held, arena)
                 continue
             self._step(op, held, arena, packs=packs)
             maker = self.makers.get(op.name)
@@ -173,7 +192,7 @@ class _Block:
             for name in op.inputs[:-1]:
                 self._target(name, held, arena)
             self._replace(op.outputs[0], op.inputs[-1], held, arena)
-        elif op.name in ("routing", "dispatch", "combine"):
+        elif op.name in ("routing", "dispatch"):
             self._mix(op, held, arena)
         else:
             for source, result in zip(op.inputs, op.outputs, strict=False):
@@ -188,6 +207,20 @@ class _Block:
         else:
             self._replace(op.outputs[0], op.inputs[0], held, arena)
             self._branch(op, held, arena)
+
+    def _experts(self, combine: Op, held: dict[str, str], arena: _FirstFit) -> set[str]:
+        """From a mixture's result to gate and up, whose gradients take their places; returns what is done."""
+        down, activation = (next(op for op in self.ops if op.name == name) for name in ("down", "activation"))
+        self._target(activation.outputs[0], held, arena)
+        self._target("routing_weights", held, arena)
+        self._drop(activation.outputs[0], held, arena)
+        held.update((name, OUTSIDE) for name in activation.inputs)
+        self._drop(combine.outputs[0], held, arena)
+        for each in (combine, down):
+            for name in each.needs:
+                if self.first_need[name] == each.name and name not in self.placed:
+                    arena.give(name)
+        return {down.name, activation.name}
 
     def _mix(self, op: Op, held: dict[str, str], arena: _FirstFit) -> None:
         """Rows of experts are more than those of tokens: no gradient takes the place of another."""

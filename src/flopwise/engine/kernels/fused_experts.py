@@ -1,0 +1,681 @@
+"""Products of experts as kernels of Triton: what `plain_experts` does, without asking the device anything.
+
+A program makes a tile of one expert's rows; as many tiles are started as the worst routing needs, and those behind the
+last one end at once. Rows that are gathered are read where they lie among the tokens. Tiles of one expert follow each
+other, so that its matrix and its rows are read from the second-level cache.
+"""
+
+# A kernel's arguments arrive by their places.
+# ruff: noqa: PLR0917
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+from torch import Tensor
+
+from flopwise.engine.kernels.experts import Routed
+from flopwise.engine.kernels.fused_activations import _value_and_slope
+from flopwise.engine.kernels.jit import column_block, kernel
+
+
+class ExpertTile(NamedTuple):
+    """How a product of experts is cut."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+PRODUCT_TILE = ExpertTile(128, 256, 64, 8, 3)
+GATED_TILE = ExpertTile(128, 128, 64, 8, 3)
+"""Of gate and of up each."""
+BACKWARD_TILE = ExpertTile(128, 128, 64, 8, 3)
+WGRAD_TILE = ExpertTile(128, 256, 64, 8, 3)
+"""Of a matrix, and of rows at a time."""
+WIDE_TILE = ExpertTile(32, 64, 32, 4, 2)
+"""Of float32, whose products are no matrix unit's."""
+
+
+@kernel()
+def _product_kernel(
+    left: tl.tensor,
+    right: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    index: tl.tensor,
+    starts: tl.tensor,
+    tile_experts: tl.tensor,
+    tile_rows: tl.tensor,
+    experts: tl.tensor,
+    columns: tl.tensor,
+    depth: tl.tensor,
+    left_row: tl.tensor,
+    right_expert: tl.tensor,
+    right_column: tl.tensor,
+    right_depth: tl.tensor,
+    bias_expert: tl.tensor,
+    out_row: tl.tensor,
+    gathers: tl.constexpr,
+    biased: tl.constexpr,
+    adds: tl.constexpr,
+    whole_depth: tl.constexpr,
+    whole_columns: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_depth: tl.constexpr,
+    precision: tl.constexpr,
+) -> None:
+    across = tl.cdiv(columns, block_columns)
+    tile = tl.program_id(0) // across
+    column = (tl.program_id(0) % across) * block_columns + tl.arange(0, block_columns)
+    expert = tl.load(tile_experts + tile)
+    if expert < experts:
+        first = tl.load(tile_rows + tile)
+        row = first + tl.arange(0, block_rows)
+        there = row < tl.load(starts + expert + 1)
+        # Rows behind the expert's last read one that is there, and are not written.
+        row = tl.where(there, row, first)
+        source = tl.load(index + row) if gathers else row
+        inside = column < columns
+        inner = tl.arange(0, block_depth)
+        left_place = left + source.to(tl.int64)[:, None] * left_row + inner[None, :]
+        place = column.to(tl.int64)[None, :] * right_column + inner.to(tl.int64)[:, None] * right_depth
+        right_place = right + expert.to(tl.int64) * right_expert + place
+        total = tl.zeros((block_rows, block_columns), dtype=tl.float32)
+        for begin in range(0, depth, block_depth):
+            if whole_depth:
+                one = tl.load(left_place)
+                other = tl.load(right_place) if whole_columns else tl.load(right_place, inside[None, :], other=0.0)
+            else:
+                real = inner < depth - begin
+                one = tl.load(left_place, mask=real[None, :], other=0.0)
+                other = tl.load(right_place, mask=real[:, None] & inside[None, :], other=0.0)
+            total = tl.dot(one, other, total, input_precision=precision)
+            left_place += block_depth
+            right_place += block_depth * right_depth
+        if biased:
+            total += tl.load(bias + expert * bias_expert + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        target = out + row.to(tl.int64)[:, None] * out_row + column[None, :]
+        if adds:
+            total += tl.load(target, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        tl.store(target, total.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
+
+
+@kernel()
+def _gated_kernel(
+    left: tl.tensor,
+    right: tl.tensor,
+    bias: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    activated: tl.tensor,
+    index: tl.tensor,
+    starts: tl.tensor,
+    tile_experts: tl.tensor,
+    tile_rows: tl.tensor,
+    experts: tl.tensor,
+    columns: tl.tensor,
+    depth: tl.tensor,
+    left_row: tl.tensor,
+    right_expert: tl.tensor,
+    right_column: tl.tensor,
+    right_half: tl.tensor,
+    bias_expert: tl.tensor,
+    gate_row: tl.tensor,
+    up_row: tl.tensor,
+    activated_row: tl.tensor,
+    kind: tl.constexpr,
+    biased: tl.constexpr,
+    whole_depth: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_depth: tl.constexpr,
+    precision: tl.constexpr,
+) -> None:
+    across = tl.cdiv(columns, block_columns)
+    tile = tl.program_id(0) // across
+    column = (tl.program_id(0) % across) * block_columns + tl.arange(0, block_columns)
+    expert = tl.load(tile_experts + tile)
+    if expert < experts:
+        first = tl.load(tile_rows + tile)
+        row = first + tl.arange(0, block_rows)
+        there = row < tl.load(starts + expert + 1)
+        row = tl.where(there, row, first)
+        source = tl.load(index + row)
+        inside = column < columns
+        # Columns behind the last read the first one, and are not written.
+        real_column = tl.where(inside, column, 0)
+        inner = tl.arange(0, block_depth)
+        left_place = left + source.to(tl.int64)[:, None] * left_row + inner[None, :]
+        place = real_column.to(tl.int64)[None, :] * right_column + inner[:, None]
+        gate_place = right + expert.to(tl.int64) * right_expert + place
+        up_place = gate_place + right_half
+        gates = tl.zeros((block_rows, block_columns), dtype=tl.float32)
+        ups = tl.zeros((block_rows, block_columns), dtype=tl.float32)
+        for begin in range(0, depth, block_depth):
+            if whole_depth:
+                one = tl.load(left_place)
+                gate_matrix = tl.load(gate_place)
+                up_matrix = tl.load(up_place)
+            else:
+                real = inner < depth - begin
+                one = tl.load(left_place, mask=real[None, :], other=0.0)
+                gate_matrix = tl.load(gate_place, mask=real[:, None], other=0.0)
+                up_matrix = tl.load(up_place, mask=real[:, None], other=0.0)
+            gates = tl.dot(one, gate_matrix, gates, input_precision=precision)
+            ups = tl.dot(one, up_matrix, ups, input_precision=precision)
+            left_place += block_depth
+            gate_place += block_depth
+            up_place += block_depth
+        if biased:
+            shift = bias + expert * bias_expert + column
+            gates += tl.load(shift, mask=inside, other=0.0).to(tl.float32)[None, :]
+            ups += tl.load(shift + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        written = there[:, None] & inside[None, :]
+        row = row.to(tl.int64)[:, None]
+        # The activation reads what is kept of them, so that backward makes the same of it.
+        kept_gate, kept_up = gates.to(gate.dtype.element_ty), ups.to(up.dtype.element_ty)
+        tl.store(gate + row * gate_row + column[None, :], kept_gate, mask=written)
+        tl.store(up + row * up_row + column[None, :], kept_up, mask=written)
+        value, _ = _value_and_slope(kept_gate.to(tl.float32), kind)
+        factor = kept_up.to(tl.float32)
+        if kind == "clamped_swiglu":
+            factor = tl.minimum(tl.maximum(factor, -7.0), 7.0) + 1.0
+        result = (value * factor).to(activated.dtype.element_ty)
+        tl.store(activated + row * activated_row + column[None, :], result, mask=written)
+
+
+@kernel()
+def _gated_backward_kernel(
+    left: tl.tensor,
+    right: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    made: tl.tensor,
+    weights: tl.tensor,
+    sums: tl.tensor,
+    index: tl.tensor,
+    starts: tl.tensor,
+    tile_experts: tl.tensor,
+    tile_rows: tl.tensor,
+    experts: tl.tensor,
+    columns: tl.tensor,
+    depth: tl.tensor,
+    left_row: tl.tensor,
+    right_expert: tl.tensor,
+    right_depth: tl.tensor,
+    gate_row: tl.tensor,
+    up_row: tl.tensor,
+    made_row: tl.tensor,
+    kind: tl.constexpr,
+    whole_depth: tl.constexpr,
+    whole_columns: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_depth: tl.constexpr,
+    precision: tl.constexpr,
+) -> None:
+    across = tl.cdiv(columns, block_columns)
+    tile = tl.program_id(0) // across
+    part = tl.program_id(0) % across
+    column = part * block_columns + tl.arange(0, block_columns)
+    expert = tl.load(tile_experts + tile)
+    if expert < experts:
+        first = tl.load(tile_rows + tile)
+        row = first + tl.arange(0, block_rows)
+        there = row < tl.load(starts + expert + 1)
+        row = tl.where(there, row, first)
+        source = tl.load(index + row)
+        inside = column < columns
+        inner = tl.arange(0, block_depth)
+        left_place = left + source.to(tl.int64)[:, None] * left_row + inner[None, :]
+        place = column[None, :] + inner.to(tl.int64)[:, None] * right_depth
+        right_place = right + expert.to(tl.int64) * right_expert + place
+        above = tl.zeros((block_rows, block_columns), dtype=tl.float32)
+        for begin in range(0, depth, block_depth):
+            if whole_depth:
+                one = tl.load(left_place)
+                other = tl.load(right_place) if whole_columns else tl.load(right_place, inside[None, :], other=0.0)
+            else:
+                real = inner < depth - begin
+                one = tl.load(left_place, mask=real[None, :], other=0.0)
+                other = tl.load(right_place, mask=real[:, None] & inside[None, :], other=0.0)
+            above = tl.dot(one, other, above, input_precision=precision)
+            left_place += block_depth
+            right_place += block_depth * right_depth
+        share = tl.load(weights + row).to(tl.float32)[:, None]
+        written = there[:, None] & inside[None, :]
+        wide_row = row.to(tl.int64)[:, None]
+        gate_place = gate + wide_row * gate_row + column[None, :]
+        up_place = up + wide_row * up_row + column[None, :]
+        gates = tl.load(gate_place, mask=written, other=0.0).to(tl.float32)
+        ups = tl.load(up_place, mask=written, other=0.0).to(tl.float32)
+        value, slope = _value_and_slope(gates, kind)
+        weighted = above * share
+        of_up = weighted * value
+        if kind == "clamped_swiglu":
+            of_up = tl.where(tl.abs(ups) > 7.0, 0.0, of_up)
+            ups = tl.minimum(tl.maximum(ups, -7.0), 7.0) + 1.0
+        result = value * ups
+        # Of one tile's columns; those of all tiles are added afterwards, always in the same order.
+        found = tl.sum(tl.where(inside[None, :], above * result.to(made.dtype.element_ty).to(tl.float32), 0.0), 1)
+        tl.store(sums + row.to(tl.int64) * across + part, found, mask=there)
+        tl.store(gate_place, (weighted * ups * slope).to(gate.dtype.element_ty), mask=written)
+        tl.store(up_place, of_up.to(up.dtype.element_ty), mask=written)
+        made_place = made + wide_row * made_row + column[None, :]
+        tl.store(made_place, (result * share).to(made.dtype.element_ty), mask=written)
+
+
+@kernel()
+def _weigh_backward_kernel(
+    made: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    weights: tl.tensor,
+    sums: tl.tensor,
+    width: tl.tensor,
+    made_row: tl.tensor,
+    gate_row: tl.tensor,
+    up_row: tl.tensor,
+    kind: tl.constexpr,
+    gated: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    share = tl.load(weights + row).to(tl.float32)
+    found = tl.zeros((block,), dtype=tl.float32)
+    for begin in range(0, width, block):
+        column = begin + tl.arange(0, block)
+        inside = column < width
+        above = tl.load(made + row * made_row + column, mask=inside, other=0.0).to(tl.float32)
+        ups = tl.load(up + row * up_row + column, mask=inside, other=0.0).to(tl.float32)
+        weighted = above * share
+        if gated:
+            gates = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
+            value, slope = _value_and_slope(gates, kind)
+            of_up = weighted * value
+            if kind == "clamped_swiglu":
+                of_up = tl.where(tl.abs(ups) > 7.0, 0.0, of_up)
+                ups = tl.minimum(tl.maximum(ups, -7.0), 7.0) + 1.0
+            result = value * ups
+            of_gate = weighted * ups * slope
+            tl.store(gate + row * gate_row + column, of_gate.to(gate.dtype.element_ty), mask=inside)
+        else:
+            result, slope = _value_and_slope(ups, kind)
+            of_up = weighted * slope
+        found += above * result.to(made.dtype.element_ty).to(tl.float32)
+        tl.store(up + row * up_row + column, of_up.to(up.dtype.element_ty), mask=inside)
+        tl.store(made + row * made_row + column, (result * share).to(made.dtype.element_ty), mask=inside)
+    tl.store(sums + row, tl.sum(found, 0))
+
+
+@kernel()
+def _wgrad_kernel(
+    left: tl.tensor,
+    right: tl.tensor,
+    total: tl.tensor,
+    index: tl.tensor,
+    starts: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    left_row: tl.tensor,
+    right_row: tl.tensor,
+    total_expert: tl.tensor,
+    total_row: tl.tensor,
+    gathers_left: tl.constexpr,
+    gathers_right: tl.constexpr,
+    whole: tl.constexpr,
+    block_outputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+    block_rows: tl.constexpr,
+    precision: tl.constexpr,
+) -> None:
+    across = tl.cdiv(inputs, block_inputs)
+    tiles = tl.cdiv(outputs, block_outputs) * across
+    expert = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    first = tl.load(starts + expert)
+    last = tl.load(starts + expert + 1)
+    if first < last:
+        output = (tile // across) * block_outputs + tl.arange(0, block_outputs)
+        column = (tile % across) * block_inputs + tl.arange(0, block_inputs)
+        of_output, of_column = output < outputs, column < inputs
+        found = tl.zeros((block_outputs, block_inputs), dtype=tl.float32)
+        for begin in range(first, last, block_rows):
+            row = begin + tl.arange(0, block_rows)
+            there = row < last
+            place = tl.load(index + row, mask=there, other=0) if gathers_left or gathers_right else row
+            left_place = place if gathers_left else row
+            right_place = place if gathers_right else row
+            lefts = left + left_place.to(tl.int64)[:, None] * left_row + output[None, :]
+            rights = right + right_place.to(tl.int64)[:, None] * right_row + column[None, :]
+            if whole:
+                one = tl.load(lefts, mask=there[:, None], other=0.0)
+                other = tl.load(rights, mask=there[:, None], other=0.0)
+            else:
+                one = tl.load(lefts, mask=there[:, None] & of_output[None, :], other=0.0)
+                other = tl.load(rights, mask=there[:, None] & of_column[None, :], other=0.0)
+            found = tl.dot(tl.trans(one), other, found, input_precision=precision)
+        target = total + expert.to(tl.int64) * total_expert + output.to(tl.int64)[:, None] * total_row
+        target += column[None, :]
+        written = of_output[:, None] & of_column[None, :]
+        found += tl.load(target, mask=written, other=0.0).to(tl.float32)
+        tl.store(target, found.to(total.dtype.element_ty), mask=written)
+
+
+@kernel()
+def _bias_gradient_kernel(
+    gradient: tl.tensor,
+    weights: tl.tensor,
+    total: tl.tensor,
+    index: tl.tensor,
+    starts: tl.tensor,
+    width: tl.tensor,
+    gradient_row: tl.tensor,
+    total_expert: tl.tensor,
+    weighted: tl.constexpr,
+    lines: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    expert = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    first, last = tl.load(starts + expert), tl.load(starts + expert + 1)
+    found = tl.zeros((lines, block), dtype=tl.float32)
+    for begin in range(first, last, lines):
+        row = begin + tl.arange(0, lines)
+        there = row < last
+        place = tl.load(index + row, mask=there, other=0) if weighted else row
+        read = there[:, None] & (column < width)[None, :]
+        source = gradient + place.to(tl.int64)[:, None] * gradient_row + column[None, :]
+        one = tl.load(source, mask=read, other=0.0).to(tl.float32)
+        if weighted:
+            one *= tl.load(weights + row, mask=there, other=0.0).to(tl.float32)[:, None]
+        found += one
+    target = total + expert * total_expert + column
+    summed = tl.sum(found, 0) + tl.load(target, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(target, summed.to(total.dtype.element_ty), mask=column < width)
+
+
+@kernel()
+def _sum_rows_kernel(
+    rows: tl.tensor,
+    places: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    rows_row: tl.tensor,
+    out_row: tl.tensor,
+    choices: tl.constexpr,
+    weighted: tl.constexpr,
+    accumulate: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    target = out + token * out_row + column
+    total = tl.zeros((block,), dtype=tl.float32)
+    if accumulate:
+        total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    for choice in tl.static_range(choices):
+        row = tl.load(places + token * choices + choice).to(tl.int64)
+        value = tl.load(rows + row * rows_row + column, mask=inside, other=0.0).to(tl.float32)
+        if weighted:
+            value *= tl.load(weights + token * choices + choice).to(tl.float32)
+        total += value
+    tl.store(target, total.to(out.dtype.element_ty), mask=inside)
+
+
+def sum_rows(rows: Tensor, routed: Routed, weights: Tensor | None, *, out: Tensor, accumulate: bool) -> None:
+    """See `plain_experts.sum_rows`."""
+    tokens, width = out.shape
+    block = column_block(width, 1024)
+    _sum_rows_kernel[(tokens, triton.cdiv(width, block))](
+        rows,
+        routed.places,
+        routed.places if weights is None else weights,
+        out,
+        width,
+        rows.stride(0),
+        out.stride(0),
+        choices=routed.places.shape[1],
+        weighted=weights is not None,
+        accumulate=accumulate,
+        block=block,
+        num_warps=4,
+    )
+
+
+def _tile_for(tile: ExpertTile, source: Tensor) -> tuple[ExpertTile, str]:
+    return (WIDE_TILE, "ieee") if source.dtype == torch.float32 else (tile, "tf32")
+
+
+def product(
+    source: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    routed: Routed,
+    *,
+    out: Tensor,
+    gathers: bool = False,
+    back: bool = False,
+    add: bool = False,
+    tile: ExpertTile = PRODUCT_TILE,
+) -> None:
+    """See `plain_experts.product`."""
+    tile, precision = _tile_for(tile, source)
+    tiles, (_, columns), depth = routed.cut(tile.rows), out.shape, source.shape[1]
+    of_expert, of_output, of_input = matrix.stride()
+    _product_kernel[(tiles.count * triton.cdiv(columns, tile.columns),)](
+        source,
+        matrix,
+        matrix if bias is None else bias,
+        out,
+        routed.tokens,
+        routed.starts,
+        tiles.experts,
+        tiles.first_rows,
+        routed.experts,
+        columns,
+        depth,
+        source.stride(0),
+        of_expert,
+        of_input if back else of_output,
+        of_output if back else of_input,
+        0 if bias is None else bias.stride(0),
+        out.stride(0),
+        gathers=gathers,
+        biased=bias is not None,
+        adds=add,
+        whole_depth=depth % tile.depth == 0,
+        whole_columns=columns % tile.columns == 0,
+        block_rows=tile.rows,
+        block_columns=tile.columns,
+        block_depth=tile.depth,
+        precision=precision,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def gated_product(
+    source: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    routed: Routed,
+    *,
+    kind: str,
+    gate: Tensor,
+    up: Tensor,
+    activated: Tensor,
+    tile: ExpertTile = GATED_TILE,
+) -> None:
+    """See `plain_experts.gated_product`."""
+    tile, precision = _tile_for(tile, source)
+    tiles, columns, depth = routed.cut(tile.rows), gate.shape[1], source.shape[1]
+    assert matrix.stride(2) == 1
+    _gated_kernel[(tiles.count * triton.cdiv(columns, tile.columns),)](
+        source,
+        matrix,
+        matrix if bias is None else bias,
+        gate,
+        up,
+        activated,
+        routed.tokens,
+        routed.starts,
+        tiles.experts,
+        tiles.first_rows,
+        routed.experts,
+        columns,
+        depth,
+        source.stride(0),
+        matrix.stride(0),
+        matrix.stride(1),
+        columns * matrix.stride(1),
+        0 if bias is None else bias.stride(0),
+        gate.stride(0),
+        up.stride(0),
+        activated.stride(0),
+        kind=kind,
+        biased=bias is not None,
+        whole_depth=depth % tile.depth == 0,
+        block_rows=tile.rows,
+        block_columns=tile.columns,
+        block_depth=tile.depth,
+        precision=precision,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def gated_backward(
+    gradient: Tensor,
+    matrix: Tensor,
+    routed: Routed,
+    *,
+    kind: str,
+    weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    made: Tensor,
+    tile: ExpertTile = BACKWARD_TILE,
+) -> Tensor:
+    """See `plain_experts.gated_backward`."""
+    tile, precision = _tile_for(tile, gradient)
+    tiles, columns, depth = routed.cut(tile.rows), gate.shape[1], gradient.shape[1]
+    assert matrix.stride(2) == 1
+    across = triton.cdiv(columns, tile.columns)
+    sums = torch.empty(routed.rows, across, dtype=torch.float32, device=gradient.device)
+    _gated_backward_kernel[(tiles.count * across,)](
+        gradient,
+        matrix,
+        gate,
+        up,
+        made,
+        weights,
+        sums,
+        routed.tokens,
+        routed.starts,
+        tiles.experts,
+        tiles.first_rows,
+        routed.experts,
+        columns,
+        depth,
+        gradient.stride(0),
+        matrix.stride(0),
+        matrix.stride(1),
+        gate.stride(0),
+        up.stride(0),
+        made.stride(0),
+        kind=kind,
+        whole_depth=depth % tile.depth == 0,
+        whole_columns=columns % tile.columns == 0,
+        block_rows=tile.rows,
+        block_columns=tile.columns,
+        block_depth=tile.depth,
+        precision=precision,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return sums.sum(-1)
+
+
+def weigh_backward(kind: str, made: Tensor, gate: Tensor | None, up: Tensor, weights: Tensor) -> Tensor:
+    """See `plain_experts.weigh_backward`."""
+    rows, width = made.shape
+    sums = torch.empty(rows, dtype=torch.float32, device=made.device)
+    given = up if gate is None else gate
+    _weigh_backward_kernel[(rows,)](
+        made,
+        given,
+        up,
+        weights,
+        sums,
+        width,
+        made.stride(0),
+        given.stride(0),
+        up.stride(0),
+        kind=kind,
+        gated=gate is not None,
+        block=column_block(width, 1024),
+        num_warps=4,
+    )
+    return sums
+
+
+def wgrad(
+    gradient: Tensor, source: Tensor, routed: Routed, *, total: Tensor, gathers: str, tile: ExpertTile = WGRAD_TILE
+) -> None:
+    """See `plain_experts.wgrad`."""
+    tile, precision = _tile_for(tile, gradient)
+    _, outputs, inputs = total.shape
+    assert total.stride(2) == 1
+    tiles = triton.cdiv(outputs, tile.rows) * triton.cdiv(inputs, tile.columns)
+    _wgrad_kernel[(routed.experts * tiles,)](
+        gradient,
+        source,
+        total,
+        routed.tokens,
+        routed.starts,
+        outputs,
+        inputs,
+        gradient.stride(0),
+        source.stride(0),
+        total.stride(0),
+        total.stride(1),
+        gathers_left=gathers == "gradient",
+        gathers_right=gathers == "source",
+        whole=outputs % tile.rows == 0 and inputs % tile.columns == 0,
+        block_outputs=tile.rows,
+        block_inputs=tile.columns,
+        block_rows=tile.depth,
+        precision=precision,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def bias_gradient(gradient: Tensor, routed: Routed, *, weights: Tensor | None, total: Tensor) -> None:
+    """See `plain_experts.bias_gradient`."""
+    block = 64
+    width = total.shape[1]
+    _bias_gradient_kernel[(routed.experts, triton.cdiv(width, block))](
+        gradient,
+        gradient if weights is None else weights,
+        total,
+        routed.tokens,
+        routed.starts,
+        width,
+        gradient.stride(0),
+        total.stride(0),
+        weighted=weights is not None,
+        lines=32,
+        block=block,
+        num_warps=4,
+    )

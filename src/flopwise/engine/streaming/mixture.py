@@ -1,0 +1,270 @@
+"""A mixture's operators, run: routing, products of experts, their sum, and all of it backward.
+
+Nobody lays tokens out by expert: what `dispatch` hands on are the tokens themselves, and the first product reads its
+rows where they lie. Backward, the tokens' gradient is read the same way. No expert's result is kept: a weight's
+gradient comes from what the down product read (see `kernels.plain_experts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flopwise.engine.kernels import experts, plain_experts
+from flopwise.engine.kernels.blocks import has_triton
+from flopwise.engine.kernels.dispatch import FUSED_TYPES
+from flopwise.engine.kernels.experts import Routed
+from flopwise.engine.streaming.values import Gradients, Values, join_columns
+from flopwise.work.op import Gemm, Op
+from flopwise.work.transformer import Transformer
+
+PRODUCTS = ("gate_up", "up", "down")
+"""Of experts."""
+AROUND = ("routing", "dispatch", "combine")
+"""Operators around them."""
+
+
+class ExpertKernels(Protocol):
+    """What `kernels.plain_experts` has in plain form."""
+
+    def product(
+        self,
+        source: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None,
+        routed: Routed,
+        *,
+        out: Tensor,
+        gathers: bool = False,
+        back: bool = False,
+        add: bool = False,
+    ) -> None: ...
+    def gated_product(
+        self,
+        source: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None,
+        routed: Routed,
+        *,
+        kind: str,
+        gate: Tensor,
+        up: Tensor,
+        activated: Tensor,
+    ) -> None: ...
+    def gated_backward(
+        self,
+        gradient: Tensor,
+        matrix: Tensor,
+        routed: Routed,
+        *,
+        kind: str,
+        weights: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        made: Tensor,
+    ) -> Tensor: ...
+    def weigh_backward(self, kind: str, made: Tensor, gate: Tensor | None, up: Tensor, weights: Tensor) -> Tensor: ...
+    def wgrad(self, gradient: Tensor, source: Tensor, routed: Routed, *, total: Tensor, gathers: str) -> None: ...
+    def bias_gradient(self, gradient: Tensor, routed: Routed, *, weights: Tensor | None, total: Tensor) -> None: ...
+    def sum_rows(
+        self, rows: Tensor, routed: Routed, weights: Tensor | None, *, out: Tensor, accumulate: bool
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """One product's matrices and biases, an expert behind the other."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def by_expert(weight: Tensor, bias: Tensor | None) -> Matrices:
+    """Of a single expert the weight has no dimension for the expert."""
+    alone = weight.ndim == 2
+    return Matrices(weight[None] if alone else weight, bias[None] if bias is not None and alone else bias)
+
+
+class Mixture:
+    """Runs the operators of one model's mixtures."""
+
+    def __init__(self, model: Transformer, statistics: torch.dtype, kernels: ExpertKernels) -> None:
+        self.model, self.statistics, self.kernels = model, statistics, kernels
+
+    def has(self, op: Op) -> bool:
+        """Whether an operator is a product of experts."""
+        return self.model.experts > 0 and isinstance(op, Gemm) and op.name in PRODUCTS
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def forward(self, op: Op, values: Values) -> None:
+        """Which experts a token has, or what they made together."""
+        source = values[op.inputs[0]]
+        if op.name == "routing":
+            shape, (weights, index) = (source.shape[0], self.model.experts_per_token), op.outputs
+            experts.route(
+                source,
+                self.model.routing,
+                weights=values.allocate(weights, shape, self.statistics),
+                index=values.allocate(index, shape, torch.int32),
+            )
+        elif op.name == "dispatch":
+            self.routed(values)
+            values.alias(op.inputs[0], op.outputs[0])
+        else:
+            routed = self.routed(values)
+            out = values.allocate(op.outputs[0], (routed.places.shape[0], source.shape[1]), source.dtype)
+            self.kernels.sum_rows(source, routed, values["routing_weights"], out=out, accumulate=False)
+
+    def routed(self, values: Values) -> Routed:
+        """Whose the experts' rows are; asked first while the index is still there."""
+        if values.routed is None:
+            values.routed = experts.sort_by_expert(values["routing_index"], self.model.experts)
+        return values.routed
+
+    def product(
+        self,
+        op: Gemm,
+        values: Values,
+        matrices: Matrices,
+        columns: list[tuple[str, int, int]],
+        wanted: Collection[str],
+        *,
+        activates: bool,
+    ) -> None:
+        """A product's wanted results, with `activates` also what the activation makes of them."""
+        routed, source = self.routed(values), values[op.inputs[0]]
+        outs = self._places(op, values, columns, wanted)
+        if activates and self.model.gated and len(outs) == len(columns):
+            gate, up = outs.values()
+            self.kernels.gated_product(
+                source,
+                matrices.weight,
+                matrices.bias,
+                routed,
+                kind=self.model.activation,
+                gate=gate,
+                up=up,
+                activated=values.allocate("activated", tuple(up.shape), up.dtype),
+            )
+            return
+        for name, first, last in columns:
+            if name in outs:
+                bias = None if matrices.bias is None else matrices.bias[:, first:last]
+                weight = matrices.weight[:, first:last]
+                gathers = op.name != "down"
+                self.kernels.product(source, weight, bias, routed, out=outs[name], gathers=gathers)
+
+    def _places(
+        self, op: Gemm, values: Values, columns: list[tuple[str, int, int]], wanted: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Where the wanted results go: all of them beside each other, so that backward is one product."""
+        rows, dtype = self.routed(values).rows, values[op.inputs[0]].dtype
+        everything = len(columns) > 1 and all(name in wanted for name, _, _ in columns)
+        if everything and not any(name in values.places for name in op.outputs):
+            values.pack(op.outputs, [last - first for _, first, last in columns], rows, dtype)
+            return {name: values[name] for name in op.outputs}
+        return {
+            name: values.allocate(name, (rows, last - first), dtype) for name, first, last in columns if name in wanted
+        }
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def backward(self, op: Op, values: Values, gradients: Gradients) -> None:
+        """Of what routes and hands out."""
+        source, gradient = op.inputs[0], gradients[op.outputs[0]]
+        if op.name == "dispatch":
+            tokens = gradient.shape[0] // self.model.experts_per_token
+            out, there = gradients.target(source, (tokens, gradient.shape[1]), gradient.dtype)
+            self.kernels.sum_rows(gradient, self.routed(values), None, out=out, accumulate=there)
+        else:
+            scores = values[source]
+            experts.route_backward(
+                gradients["routing_weights"],
+                scores,
+                values["routing_index"],
+                self.model.routing,
+                out=gradients.target(source, tuple(scores.shape), scores.dtype)[0],
+            )
+        gradients.drop(op.outputs[0])
+
+    def back_to_inner(
+        self,
+        ops: tuple[Op, Op],
+        values: Values,
+        gradients: Gradients,
+        matrices: Matrices,
+        *,
+        totals: Matrices | None,
+    ) -> None:
+        """From the gradient of the weighted sums to those of gate and up, in their places, and of the weights.
+
+        `ops`: what sums the experts' results, and the activation.
+        """
+        combine, activation = ops
+        routed, weights, gradient = self.routed(values), values["routing_weights"], gradients[combine.outputs[0]]
+        inner = [values[name] for name in activation.inputs]
+        made, _ = gradients.target(activation.outputs[0], tuple(inner[0].shape), inner[0].dtype)
+        of_rows, kind, kernels = routed.weights_of(weights), self.model.activation, self.kernels
+        if self.model.gated:
+            gate, up = inner
+            sums = kernels.gated_backward(
+                gradient, matrices.weight, routed, kind=kind, weights=of_rows, gate=gate, up=up, made=made
+            )
+        else:
+            kernels.product(gradient, matrices.weight, None, routed, out=made, gathers=True, back=True)
+            sums = kernels.weigh_backward(kind, made, None, inner[0], of_rows)
+        if totals is not None:
+            kernels.wgrad(gradient, made, routed, total=totals.weight, gathers="gradient")
+            if totals.bias is not None:
+                kernels.bias_gradient(gradient, routed, weights=of_rows, total=totals.bias)
+        out, _ = gradients.target("routing_weights", tuple(weights.shape), weights.dtype)
+        routed.weights_to(sums, out=out)
+        if matrices.bias is not None:
+            shifts = torch.mm(gradient, matrices.bias.t())
+            out += shifts.gather(1, values["routing_index"].long())
+        for name in activation.inputs:
+            gradients.put(name, values[name])
+        gradients.drop(activation.outputs[0])
+        gradients.drop(combine.outputs[0])
+
+    def product_backward(
+        self,
+        op: Gemm,
+        values: Values,
+        gradients: Gradients,
+        matrices: Matrices,
+        columns: list[tuple[str, int, int]],
+        *,
+        totals: Matrices | None,
+    ) -> None:
+        """Of the first product: gate and up, which read the tokens."""
+        routed, source = self.routed(values), values[op.inputs[0]]
+        joined = join_columns([gradients[name] for name in op.outputs])
+        parts = (
+            [(slice(columns[0][1], columns[-1][2]), joined)]
+            if joined is not None
+            else [(slice(first, last), gradients[name]) for name, first, last in columns]
+        )
+        for rows, gradient in parts:
+            if totals is not None:
+                self.kernels.wgrad(gradient, source, routed, total=totals.weight[:, rows], gathers="source")
+                if totals.bias is not None:
+                    self.kernels.bias_gradient(gradient, routed, weights=None, total=totals.bias[:, rows])
+            target, there = gradients.target(op.inputs[0], (routed.rows, op.depth), gradient.dtype)
+            self.kernels.product(gradient, matrices.weight[:, rows], None, routed, out=target, back=True, add=there)
+        for name in op.outputs:
+            gradients.drop(name)
+
+
+def expert_kernels(device: torch.device, dtype: torch.dtype) -> ExpertKernels:
+    """The fastest products of experts that a device has for a format."""
+    if device.type == "cuda" and dtype in FUSED_TYPES and has_triton():
+        from flopwise.engine.kernels import fused_experts
+
+        return fused_experts
+    return plain_experts
