@@ -110,6 +110,7 @@ def test_neither_rounds_nor_what_fills_up_changes_a_mask(family: str, rounds: in
             causal=model.causal,
             granule=granule,
             numbered=True,
+            types=model.token_types,
         )
         assert executor.step(batch, 0).loss == pytest.approx(loss, rel=1e-9)
         assert largest_error(first_gradients(executor), expected) < 1e-9

@@ -154,6 +154,7 @@ def test_what_fills_up_changes_no_gradient(family: str, rounds: int) -> None:
             classifies=model.head == "classifier",
             causal=model.causal,
             granule=granule,
+            types=model.token_types,
         )
         result = executor.step(batch, 0)
         assert result.loss == pytest.approx(expected[0], rel=1e-9)

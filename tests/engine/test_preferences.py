@@ -65,7 +65,7 @@ def packed(documents: list[list[tuple[np.ndarray, np.ndarray]]], references: tup
     for row, each in enumerate(documents):
         total = counts[row].sum()
         ids[row, :total], labels[row, :total] = (np.concatenate(parts) for parts in zip(*each, strict=True))
-    return Batch(ids, labels, np.array([each.sum() for each in counts], dtype=np.int32), counts, references)
+    return Batch(ids, labels, np.array([each.sum() for each in counts], dtype=np.int32), counts, references=references)
 
 
 def score(module: ReferenceModel, ids: np.ndarray, labels: np.ndarray) -> Tensor:

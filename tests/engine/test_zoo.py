@@ -366,7 +366,11 @@ def batch_for(model: Transformer) -> Batch:
     ids[behind], labels[behind] = PAD, NO_LABEL
     if model.head == "classifier":
         labels = labels[:, 0] % LABELS
-    return Batch(ids.numpy().astype(np.int32), labels.numpy().astype(np.int32), SHORTER)
+    types = None
+    if model.token_types > 1:
+        # Pairs: the second text of each begins somewhere else.
+        types = (torch.arange(TOKENS) >= torch.tensor([[9], [4]])).numpy().astype(np.int32)
+    return Batch(ids.numpy().astype(np.int32), labels.numpy().astype(np.int32), SHORTER, types=types)
 
 
 def given(batch: Batch) -> dict[str, Any]:
@@ -374,7 +378,10 @@ def given(batch: Batch) -> dict[str, Any]:
     ids = torch.from_numpy(batch.ids).long()
     lengths = torch.full((SEQUENCES,), TOKENS) if batch.lengths is None else torch.from_numpy(batch.lengths)
     seen = (torch.arange(TOKENS) < lengths[:, None]).long()
-    return {"input_ids": ids, "attention_mask": seen, **({"use_cache": False} if batch.lengths is None else {})}
+    more: dict[str, Any] = {"use_cache": False} if batch.lengths is None else {}
+    if batch.types is not None:
+        more["token_type_ids"] = torch.from_numpy(batch.types).long()
+    return {"input_ids": ids, "attention_mask": seen, **more}
 
 
 def their_loss(network: Any, batch: Batch) -> Tensor:
@@ -452,7 +459,8 @@ def test_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path)
     module.load_state_dict(weights)
     ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
     lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths)
-    summed = module.loss(ids, labels, lengths) / batch.with_loss
+    types = None if batch.types is None else torch.from_numpy(batch.types)
+    summed = module.loss(ids, labels, lengths, types=types) / batch.with_loss
     assert float(summed.detach()) == pytest.approx(loss, rel=1e-6)
     torch.autograd.backward(summed)
     gradients = {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
@@ -489,7 +497,9 @@ def test_transformers_reads_our_checkpoint(name: str, tmp_path: Path) -> None:
     batch = batch_for(model)
     lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths)
     with torch.no_grad():
-        expected, found = read.eval()(**given(batch)).logits, module(torch.from_numpy(batch.ids), lengths)
+        types = None if batch.types is None else torch.from_numpy(batch.types)
+        expected = read.eval()(**given(batch)).logits
+        found = module(torch.from_numpy(batch.ids), lengths, types=types)
     for row in range(SEQUENCES):
         # What is behind a sequence nobody reads.
         last = TOKENS if lengths is None or model.head == "classifier" else int(lengths[row])

@@ -97,16 +97,22 @@ def random_batch(
     draw = np.random.default_rng(seed)
     ids = draw.integers(0, model.vocab, (sequences, tokens), dtype=np.int32)
     lengths = draw.integers(1, tokens + 1, sequences).astype(np.int32)
+    # Every other time the texts are pairs.
+    types = (
+        np.random.default_rng(seed).integers(0, model.token_types, ids.shape, dtype=np.int32)
+        if (model.token_types > 1 and seed % 2)
+        else None
+    )
     if model.head == "classifier":
         labels = draw.integers(0, model.labels or 1, sequences, dtype=np.int32)
-        return Batch(ids, labels, lengths)
+        return Batch(ids, labels, lengths, types=types)
     labels = draw.integers(0, model.vocab, (sequences, tokens), dtype=np.int32)
     if masked:
         labels[draw.random((sequences, tokens)) < 0.3] = NO_LABEL
     if not ragged:
-        return Batch(ids, labels)
+        return Batch(ids, labels, types=types)
     labels[np.arange(tokens) >= lengths[:, None]] = NO_LABEL
-    return Batch(ids, labels, lengths)
+    return Batch(ids, labels, lengths, types=types)
 
 
 def executor_for(
@@ -156,7 +162,8 @@ def reference_gradients(
     module.zero_grad()
     lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths).long()
     labels = torch.from_numpy(batch.labels).long()
-    loss = module.loss(torch.from_numpy(batch.ids).long(), labels, lengths, drops) / max(1, batch.with_loss)
+    types = None if batch.types is None else torch.from_numpy(batch.types).long()
+    loss = module.loss(torch.from_numpy(batch.ids).long(), labels, lengths, drops, types) / max(1, batch.with_loss)
     loss.backward()  # type: ignore[no-untyped-call]
     found = {
         name: torch.zeros_like(value) if value.grad is None else value.grad.clone()

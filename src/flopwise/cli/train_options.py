@@ -46,7 +46,9 @@ class TrainOptions(Options):
     task: Annotated[
         str, typer.Option(help="language, classification, or dpo: pairs of answers; auto: what the model is for.")
     ] = "auto"
-    text_column: Annotated[str, typer.Option(help="Where the text is, in JSON lines and CSV.")] = "text"
+    text_column: Annotated[str, typer.Option(help="Where the text is, in rows; of pairs both: premise,hypothesis.")] = (
+        "text"
+    )
     label_column: Annotated[str, typer.Option(help="Where the label is.")] = "label"
     train_on: Annotated[
         str, typer.Option(help="Of conversations, prompts and instructions: answers, or all tokens.")

@@ -28,6 +28,8 @@ class Batch:
     documents: tuple[NDArray[np.int32], ...] | None = None
     """Of each sequence, how long the documents are that lie behind each other in it: attention and positions know
     nothing of the ones before. None: each sequence is one."""
+    types: NDArray[np.int32] | None = None
+    """(sequences, tokens): which text of a pair each token is of; None: all are of the first."""
 
     references: tuple[NDArray[np.float64], ...] | None = None
     """Of each sequence, the logarithm of how likely the reference finds its documents: they are pairs of answers then,
@@ -61,7 +63,8 @@ class Batch:
         lengths = None if self.lengths is None else self.lengths[first:last]
         documents = None if self.documents is None else self.documents[first:last]
         references = None if self.references is None else self.references[first:last]
-        return Batch(self.ids[first:last], self.labels[first:last], lengths, documents, references)
+        types = None if self.types is None else self.types[first:last]
+        return Batch(self.ids[first:last], self.labels[first:last], lengths, documents, types, references)
 
     def micro_batches(self, sequences: int) -> Iterator[Batch]:
         """In pieces of at most so many sequences: 48 in elevens is four of 11 and one of 4."""

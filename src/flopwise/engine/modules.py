@@ -336,19 +336,21 @@ class ReferenceModel(nn.Module):
             self.transform_norm = Norm(model, hidden)
         self.head = nn.Linear(hidden, model.vocab, bias=model.head_bias)
 
-    def forward(self, ids: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None, types: Tensor | None = None
+    ) -> Tensor:
         """Logits: (sequences, tokens, vocab), or (sequences, labels) of a classifier.
 
         A bidirectional model does not look at the tokens of a sequence from its entry of `lengths` on.
         """
-        stream = self.embedded(ids)
+        stream = self.embedded(ids, types)
         stream = stream if drops is None else drops.rows(stream, 0, "embedding")
         for block in self.layers:
             stream = block(stream, lengths, drops)
         return self.logits(stream, drops, lengths)
 
-    def embedded(self, ids: Tensor) -> Tensor:
-        """The first block's input; every token is of the first type."""
+    def embedded(self, ids: Tensor, types: Tensor | None = None) -> Tensor:
+        """The first block's input; without `types` every token is of the first."""
         # A tied model has one matrix, the head's, and looks its tokens up there.
         table = self.head.weight if self.embedding is None else self.embedding.weight
         stream = functional.embedding(ids, table)
@@ -358,7 +360,7 @@ class ReferenceModel(nn.Module):
         if self.positions is not None:
             stream = stream + self.positions(torch.arange(ids.shape[1], device=ids.device) + self.model.position_offset)
         if self.token_types is not None:
-            stream = stream + self.token_types(torch.zeros_like(ids))
+            stream = stream + self.token_types(torch.zeros_like(ids) if types is None else types)
         return stream if self.embedding_norm is None else self.embedding_norm(stream)
 
     def pooled(self, stream: Tensor, lengths: Tensor | None) -> Tensor:
@@ -392,12 +394,19 @@ class ReferenceModel(nn.Module):
         cap = self.model.logit_cap
         return result if cap is None else (result / cap).tanh() * cap
 
-    def loss(self, ids: Tensor, labels: Tensor, lengths: Tensor | None = None, drops: Dropper | None = None) -> Tensor:
+    def loss(
+        self,
+        ids: Tensor,
+        labels: Tensor,
+        lengths: Tensor | None = None,
+        drops: Dropper | None = None,
+        types: Tensor | None = None,
+    ) -> Tensor:
         """The sum of the cross-entropies of all labels but NO_LABEL, in fp32 at least.
 
         Labels are what is to be foretold at their place: nothing is shifted here. A classifier has one a sequence.
         """
-        logits = self(ids, lengths, drops)
+        logits = self(ids, lengths, drops, types)
         wide = logits.to(at_least_fp32(logits.dtype)).reshape(-1, logits.shape[-1])
         return functional.cross_entropy(wide, labels.reshape(-1).long(), ignore_index=NO_LABEL, reduction="sum")
 

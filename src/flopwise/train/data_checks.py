@@ -9,7 +9,15 @@ from flopwise.catalog.load import is_plan, load_model, load_plan
 from flopwise.engine.data.classification import only_label
 from flopwise.engine.data.corpus import no_text
 from flopwise.engine.data.examples import check_template, kind_of_source, no_example
-from flopwise.engine.data.records import check_columns, check_row, first_columns, samples, table_rows
+from flopwise.engine.data.records import (
+    check_columns,
+    check_row,
+    columns_of_texts,
+    first_columns,
+    samples,
+    table_rows,
+)
+from flopwise.engine.data.request import check_columns_asked
 from flopwise.engine.data.rows import check_pairs, read_pair
 from flopwise.engine.data.sources import DataSource, check_beginnings, find_sources, survey
 from flopwise.engine.data.tokenizer import load_tokenizer
@@ -27,7 +35,7 @@ def check_data(request: TrainRequest) -> None:
         return
     task = request.task or _task_of(request)
     labelled = task == "classification"
-    columns = (request.text_column, request.label_column) if labelled else (request.text_column,)
+    check_columns_asked(request.text_column, request.label_column)
     kinds: dict[str, str] = {}
     if task == "dpo" and not request.data:
         raise FlopwiseError(
@@ -38,7 +46,10 @@ def check_data(request: TrainRequest) -> None:
         check_beginnings(sources)
         if task == "dpo":
             _check_pairs(sources, request)
-        for source in () if task == "dpo" else sources:
+            continue
+        texts = columns_of_texts(sources, request.text_column) if labelled else (request.text_column,)
+        columns = (*texts, request.label_column) if labelled else texts
+        for source in sources:
             kind = "text" if labelled else kind_of_source(source, request.text_column)
             if kind == "text":
                 check_columns(source, columns)
@@ -55,17 +66,18 @@ def check_data(request: TrainRequest) -> None:
 def _check_labels(sources: tuple[DataSource, ...], request: TrainRequest) -> None:
     """Refuse data without a text, or with one label; mostly the beginning of a file says that there are others."""
     found: set[str] = set()
+    texts = columns_of_texts(sources, request.text_column)
     for source in sources:
         for _, row in table_rows(source, None):
-            check_row(source.path, 1, row, (request.text_column, request.label_column))
-            if str(row[request.text_column]).strip():
+            check_row(source.path, 1, row, (*texts, request.label_column))
+            if any(str(row[column]).strip() for column in texts):
                 found.add(str(row[request.label_column]))
             if len(found) > 1:
                 return
     found.clear()
     for entry in survey(sources, None):
-        for sample in samples(entry, request.text_column, request.label_column, None):
-            if sample.text.strip():
+        for sample in samples(entry, texts, request.label_column, None):
+            if not sample.is_blank:
                 found.add(sample.label)
             if len(found) > 1:
                 return

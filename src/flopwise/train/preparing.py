@@ -452,6 +452,7 @@ def _open_data(
         tokenizer=request.tokenizer,
         sequence_tokens=sequence,
         vocab=model.vocab,
+        token_types=model.token_types,
         seed=request.seed,
         text_column=request.text_column,
         label_column=request.label_column,

@@ -52,6 +52,7 @@ class ClassificationData:
         self._classes = _classes(self.labels, training)
         samples = training.cache.arrays["labels"].size
         if evaluation is not None:
+            _check_alike(training, evaluation)
             notes += [*evaluation.notes, *_blank_notes(evaluation)]
             self._evaluation_classes = _classes(self.labels, evaluation)
             self._held_out = np.arange(evaluation.cache.arrays["labels"].size)
@@ -106,6 +107,7 @@ class ClassificationData:
             **describe_data(self._request, self._training, self._tokenizer),
             "samples": int(self._training.cache.arrays["labels"].size),
             "sequences": self.count,
+            "text_columns": list(facts["text_columns"]),
             "labels": list(self.labels),
             "samples_per_label": [counts.get(label, 0) for label in self.labels],
             "padding": self._request.padding,
@@ -136,7 +138,16 @@ class ClassificationData:
         ids = np.full((chosen.size, width), self._tokenizer.pad, dtype=np.int32)
         for row, first, end in zip(ids, firsts.tolist(), ends.tolist(), strict=True):
             row[: end - first] = cache.arrays["tokens"][first:end]
-        return Batch(ids, np.array(classes, dtype=np.int32), lengths)
+        return Batch(ids, np.array(classes, dtype=np.int32), lengths, types=self._types(cache, chosen, width))
+
+    def _types(self, cache: TokenCache, chosen: NDArray[np.int64], width: int) -> NDArray[np.int32] | None:
+        """Which text of a pair each token is of, for a model that is told."""
+        if "types" not in cache.arrays or self._request.token_types < 2:
+            return None
+        bounds, types = cache.arrays["bounds"], np.zeros((chosen.size, width), dtype=np.int32)
+        for row, first, end in zip(types, bounds[chosen].tolist(), bounds[chosen + 1].tolist(), strict=True):
+            row[: end - first] = cache.arrays["types"][first:end]
+        return types
 
 
 def _blank_notes(opened: Opened) -> list[str]:
@@ -144,6 +155,17 @@ def _blank_notes(opened: Opened) -> list[str]:
     if not blank:
         return []
     return [f"samples without text were left out ({blank:,}, the first at {opened.cache.facts['first_blank']})"]
+
+
+def _check_alike(training: Opened, evaluation: Opened) -> None:
+    """Refuse an evaluation of pairs where the training has single texts, and the other way."""
+    ours, theirs = (opened.cache.facts["text_columns"] for opened in (training, evaluation))
+    if len(ours) != len(theirs):
+        raise FlopwiseError(
+            f"the evaluation's texts are in {' and '.join(theirs)}, and the training's in {' and '.join(ours)}",
+            why="a classifier reads pairs in both or in none",
+            hint="--text-column with the columns that both have",
+        )
 
 
 def _check_labels(training: Opened) -> None:

@@ -15,11 +15,11 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.engine.data import embedded
 from flopwise.engine.data.cache import Facts, Ingredients, TokenCache, Writer, open_cache
 from flopwise.engine.data.order import Order
-from flopwise.engine.data.records import Passage, TextRecord, passages, samples
-from flopwise.engine.data.request import DataRequest, Tell
+from flopwise.engine.data.records import Passage, TextRecord, columns_of_texts, passages, samples
+from flopwise.engine.data.request import USUAL_TEXT, DataRequest, Tell
 from flopwise.engine.data.sources import ReadingProgress, find_sources, survey
 from flopwise.engine.data.token_files import write_tokens
-from flopwise.engine.data.tokenizer import Tokenizer, token_type
+from flopwise.engine.data.tokenizer import Tokenizer, Tokens, token_type
 from flopwise.engine.data.used import Used
 
 GROUP_CHARACTERS = 4 * 2**20
@@ -96,14 +96,15 @@ def open_samples(request: DataRequest, named: tuple[str, ...], tokenizer: Tokeni
     sources, notes = find_sources(named, labelled=True)
     entries = survey(sources, tell)
     size = sum(entry.size_bytes for entry in entries)
+    columns = columns_of_texts(sources, request.text_column)
 
     def build(writer: Writer) -> Facts:
         progress = ReadingProgress(tell, "tokenize", size)
-        columns = (request.text_column, request.label_column)
-        found = (sample for entry in entries for sample in samples(entry, *columns, progress))
-        return _write_samples(writer, tokenizer, found, request.sequence_tokens)
+        found = (sample for entry in entries for sample in samples(entry, columns, request.label_column, progress))
+        return _write_samples(writer, tokenizer, found, request.sequence_tokens, columns)
 
     ingredients = ingredients_of("classification", request, tokenizer, [entry.ingredient() for entry in entries])
+    ingredients["text_columns"] = list(columns)
     cache, damage = open_cache(request.cache_folder(), ingredients, build)
     return Opened(cache, named, len(entries), size, (*notes, *damage))
 
@@ -116,12 +117,13 @@ def _open_embedded_samples(request: DataRequest, tokenizer: Tokenizer, tell: Tel
     size = sum(len(sample.text.encode()) for sample in found)
 
     def build(writer: Writer) -> Facts:
-        facts = _write_samples(writer, tokenizer, found, request.sequence_tokens)
+        facts = _write_samples(writer, tokenizer, found, request.sequence_tokens, (USUAL_TEXT,))
         ReadingProgress(tell, "tokenize", size).add(size)
         return facts
 
     content = [{"name": "embedded", "bytes": size, "sha256": digest.hexdigest()}]
     ingredients = ingredients_of("classification", request, tokenizer, content)
+    ingredients["text_columns"] = [USUAL_TEXT]
     cache, notes = open_cache(request.cache_folder(), ingredients, build)
     files = len({sample.place.rpartition(":")[0] for sample in found})
     return Opened(cache, (embedded.NAME,), files, size, notes)
@@ -190,25 +192,45 @@ def _sample_groups(found: Iterable[TextRecord]) -> Iterator[list[TextRecord]]:
         yield group
 
 
-def _write_samples(writer: Writer, tokenizer: Tokenizer, found: Iterable[TextRecord], most: int) -> Facts:
+def _encode_samples(
+    tokenizer: Tokenizer, group: list[TextRecord], most: int
+) -> Iterator[tuple[Tokens, NDArray[np.uint8]]]:
+    """Each sample's tokens and their types: the second text of a pair has its own."""
+    pairs = [(sample.text, sample.second) for sample in group if sample.second is not None]
+    if len(pairs) == len(group):
+        yield from tokenizer.pairs(pairs, most)
+        return
+    for tokens in tokenizer.samples([sample.text for sample in group], most):
+        yield tokens, np.zeros(tokens.size, dtype=np.uint8)
+
+
+def _write_samples(
+    writer: Writer, tokenizer: Tokenizer, found: Iterable[TextRecord], most: int, columns: tuple[str, ...]
+) -> Facts:
     kind = token_type(tokenizer.size)
     used = Used(tokenizer.size)
     bounds = [0]
     labels: list[str] = []
     first_places: dict[str, str] = {}
     blank: list[str] = []
+    all_types: list[NDArray[np.uint8]] = []
     writer.begin("tokens", kind)
     for group in _sample_groups(found):
-        encoded = tokenizer.samples([sample.text for sample in group], most)
-        for sample, tokens in zip(group, encoded, strict=True):
-            if not sample.text.strip() or not tokens.size:
+        encoded = _encode_samples(tokenizer, group, most)
+        for sample, (tokens, types) in zip(group, encoded, strict=True):
+            if sample.is_blank or not tokens.size:
                 blank.append(sample.place)
                 continue
             writer.append(tokens)
+            all_types.append(types)
             used.add(tokens)
             bounds.append(bounds[-1] + tokens.size)
             labels.append(sample.label)
             first_places.setdefault(sample.label, sample.place)
+    if len(columns) > 1:
+        writer.begin("types", np.uint8)
+        for types in all_types:
+            writer.append(types)
     names = sorted(first_places)
     number = {label: place for place, label in enumerate(names)}
     writer.begin("bounds", np.int64)
@@ -222,6 +244,7 @@ def _write_samples(writer: Writer, tokenizer: Tokenizer, found: Iterable[TextRec
         "first_places": [first_places[label] for label in names],
         "blank": len(blank),
         "first_blank": blank[0] if blank else None,
+        "text_columns": list(columns),
         "vocabulary_used": used.count,
     }
 

@@ -129,7 +129,7 @@ class PreferenceData(ExampleData):
             ids[row, :length] = np.concatenate([read for read, _ in answers])
             labels[row, :length] = np.concatenate([foretold for _, foretold in answers])
         references = tuple(pieces.references[row].reshape(-1) for row in rows)
-        return Batch(ids, labels, lengths, counts, references)
+        return Batch(ids, labels, lengths, counts, references=references)
 
     # -- the reference --------------------------------------------------------------------------------------------
 

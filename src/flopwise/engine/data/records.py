@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from flopwise.base.errors import FlopwiseError, shown
+from flopwise.engine.data.request import text_columns
 from flopwise.engine.data.sources import (
     PIECE_BYTES,
     DataSource,
@@ -39,12 +40,19 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class TextRecord:
-    """A text with its label."""
+    """A text with its label, or two of them."""
 
     text: str
     label: str
     place: str
     """The file and line that it stands in, for an error or a note; a cache keeps it, wherever the file lies."""
+    second: str | None = None
+    """Of a pair."""
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether there is nothing to read in it."""
+        return not (self.text.strip() or (self.second or "").strip())
 
 
 def passages(entry: Entry, text_column: str, progress: ReadingProgress | None) -> Iterator[Passage]:
@@ -68,17 +76,21 @@ def passages(entry: Entry, text_column: str, progress: ReadingProgress | None) -
 
 
 def samples(
-    entry: Entry, text_column: str, label_column: str, progress: ReadingProgress | None
+    entry: Entry, columns: tuple[str, ...], label_column: str, progress: ReadingProgress | None
 ) -> Iterator[TextRecord]:
-    """The labelled texts of a file, blank ones too."""
+    """The labelled texts of a file, or pairs of two columns, blank ones too."""
     path = entry.source.path
     for line, row in table_rows(entry.source, progress, entry):
-        check_row(path, line, row, (text_column, label_column))
-        text, label = (
-            _text(row[text_column], text_column, path, line),
-            _label(row[label_column], label_column, path, line),
-        )
-        yield TextRecord(text, label, f"{entry.source.name}:{line}")
+        check_row(path, line, row, (*columns, label_column))
+        texts = [_text(row[column], column, path, line) for column in columns]
+        label = _label(row[label_column], label_column, path, line)
+        yield TextRecord(texts[0], label, f"{entry.source.name}:{line}", texts[1] if len(texts) > 1 else None)
+
+
+def columns_of_texts(sources: Iterable[DataSource], text_column: str) -> tuple[str, ...]:
+    """The columns of a labelled set's texts, by those that its first table has."""
+    there = next((columns for source in sources if (columns := first_columns(source))), ())
+    return text_columns(text_column, there)
 
 
 def _text(value: object, column: str, path: Path, line: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -21,6 +21,44 @@ Tell = Callable[[str, int, int], None]
 """Is told what is being done (`read`, `tokenize`), how many bytes of it are, and of how many."""
 
 
+USUAL_TEXT = "text"
+"""The column that is looked for where nobody names one."""
+USUAL_COLUMNS = (
+    ("premise", "hypothesis"),
+    ("sentence1", "sentence2"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("sentence_A", "sentence_B"),
+    ("sentence",),
+)
+"""What well-known labelled sets (GLUE, SNLI, PAWS, SICK) call their texts instead, the first that are there."""
+
+
+def columns_named(text_column: str) -> tuple[str, ...]:
+    """The columns that the words name: one, or the two of a pair."""
+    return tuple(part.strip() for part in text_column.split(","))
+
+
+def text_columns(text_column: str, there: Collection[str]) -> tuple[str, ...]:
+    """The columns that labelled rows with these have their texts in."""
+    if text_column != USUAL_TEXT or USUAL_TEXT in there:
+        return (text_column,) if text_column in there else columns_named(text_column)
+    return next((names for names in USUAL_COLUMNS if set(names) <= set(there)), (USUAL_TEXT,))
+
+
+def check_columns_asked(text_column: str, label_column: str) -> None:
+    """Refuse words that cannot name the columns of a text, or of a pair, and of its label."""
+    names = columns_named(text_column)
+    if len(names) > 2 or len({*names}) < len(names) or not all(names):
+        raise FlopwiseError(
+            f"{shown(text_column)} names no columns of texts",
+            why="a sample is one text, or a pair of two different columns",
+            hint="--text-column premise,hypothesis",
+        )
+    if label_column in names:
+        raise FlopwiseError(f"text and label cannot both be the column {shown(label_column)}", hint="name two columns")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataRequest:
     """What data a training asks for."""
@@ -32,10 +70,13 @@ class DataRequest:
     sequence_tokens: int
     vocab: int
     """Of the model: identifiers are below it."""
+    token_types: int = 0
+    """Of the model: with two or more it knows which text of a pair a token is of."""
     seed: int = 0
     cache: Path | None = None
     """Folder of token caches; None: one in the user's own cache folder."""
     text_column: str = "text"
+    """Of pairs the columns of both, with a comma between; `text` stands for what data sets usually call them too."""
     label_column: str = "label"
     padding: Padding = "length"
     """Of a classifier's samples: to `sequence_tokens`, or to the longest of a batch."""
@@ -66,10 +107,7 @@ class DataRequest:
                 why="it is at least 0 and below 1",
                 hint="0.05, or name files for the evaluation",
             )
-        if self.text_column == self.label_column:
-            raise FlopwiseError(
-                f"text and label cannot both be the column {shown(self.text_column)}", hint="name two columns"
-            )
+        check_columns_asked(self.text_column, self.label_column)
 
     def cache_folder(self) -> Path:
         """Where token caches lie."""

@@ -31,6 +31,7 @@ MOST_FILE_BYTES = 512 * 2**20
 PANIC_MODULE = "pyo3_runtime"
 """Of the exception that a panic of Rust code is told by; it has no other name to be imported by."""
 LONGEST_REASON = 200
+UNKNOWN_HINT = "a tokenizer needs a token for what it does not know, such as [UNK]"
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -58,6 +59,9 @@ class Tokenizer(Protocol):
 
     def samples(self, texts: Sequence[str], most: int) -> list[Tokens]:
         """Texts as a classifier sees them: with the tokens that mark a sample, at most so many in all."""
+
+    def pairs(self, texts: Sequence[tuple[str, str]], most: int) -> list[tuple[Tokens, NDArray[np.uint8]]]:
+        """Pairs of texts as one sample each, with the type of every token; of the longer one more is cut off."""
 
     def placed(self, texts: Sequence[str]) -> list[tuple[Tokens, NDArray[np.int64]]]:
         """Texts in full with the characters of each token, the first and the one behind the last."""
@@ -111,8 +115,39 @@ class ByteTokenizer:
         front = np.array([self.end], dtype=np.uint16)
         return [np.concatenate([front, tokens[: most - 1]]) for tokens in self.documents(texts)]
 
+    def pairs(self, texts: Sequence[tuple[str, str]], most: int) -> list[tuple[Tokens, NDArray[np.uint8]]]:
+        if most < 3:
+            raise _too_short(most, self.name, 2)
+        front = np.array([self.end], dtype=np.uint16)
+        found = []
+        for pair in texts:
+            one, two = self.documents(pair)
+            kept = _kept_of_both(one.size, two.size, most - 2)
+            parts = [np.concatenate([front, tokens[:count]]) for tokens, count in zip((one, two), kept, strict=True)]
+            found.append(
+                (np.concatenate(parts), np.repeat(np.arange(2, dtype=np.uint8), [part.size for part in parts]))
+            )
+        return found
+
     def placed(self, texts: Sequence[str]) -> list[tuple[Tokens, NDArray[np.int64]]]:
         raise AssertionError(f"{len(texts)} conversations, and bytes have no template")
+
+
+def _kept_of_both(one: int, two: int, most: int) -> tuple[int, int]:
+    """Tokens that stay of two texts: the longer one is cut first, as tokenizers does."""
+    shorter = min(one, two)
+    longer = shorter if shorter > most else min(max(one, two), max(shorter, most - shorter))
+    if shorter + longer > most:
+        shorter, longer = most // 2, most // 2 + most % 2
+    return (longer, shorter) if one > two else (shorter, longer)
+
+
+def _too_short(most: int, name: str, added: int) -> FlopwiseError:
+    return FlopwiseError(
+        f"sequences of {most:,} tokens are too short for {name}",
+        why=f"it adds {added:,} tokens to every sample",
+        hint=f"sequences of at least {added + 1:,} tokens",
+    )
 
 
 class FileTokenizer:
@@ -194,17 +229,23 @@ class FileTokenizer:
         return self._encode(texts, special=False)
 
     def samples(self, texts: Sequence[str], most: int) -> list[Tokens]:
+        self._truncate(most, pairs=False)
+        return self._encode(texts, special=True)
+
+    def _truncate(self, most: int, *, pairs: bool) -> None:
         with _in_words(f"{self.path} cannot be used for samples", "name the model's tokenizer.json"):
-            added = self._tokenizer.num_special_tokens_to_add(False)
+            added = self._tokenizer.num_special_tokens_to_add(pairs)
         if added >= most:
             # The library would leave the truncation out.
-            raise FlopwiseError(
-                f"sequences of {most:,} tokens are too short for {self.path}",
-                why=f"it adds {added:,} tokens to every sample",
-                hint=f"sequences of at least {added + 1:,} tokens",
-            )
-        self._tokenizer.enable_truncation(most, direction="right")
-        return self._encode(texts, special=True)
+            raise _too_short(most, str(self.path), added)
+        self._tokenizer.enable_truncation(most, strategy="longest_first", direction="right")
+
+    def pairs(self, texts: Sequence[tuple[str, str]], most: int) -> list[tuple[Tokens, NDArray[np.uint8]]]:
+        self._truncate(most, pairs=True)
+        with _in_words(f"{self.path} cannot tokenize the texts", UNKNOWN_HINT):
+            found: list[Encoding] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
+        types = (np.array(encoding.type_ids, dtype=np.uint8) for encoding in found)
+        return list(zip(self._checked(found), types, strict=True))
 
     def placed(self, texts: Sequence[str]) -> list[tuple[Tokens, NDArray[np.int64]]]:
         import tokenizers
@@ -222,9 +263,11 @@ class FileTokenizer:
         ]
 
     def _encode(self, texts: Sequence[str], *, special: bool) -> list[Tokens]:
-        hint = "a tokenizer needs a token for what it does not know, such as [UNK]"
-        with _in_words(f"{self.path} cannot tokenize the text", hint):
+        with _in_words(f"{self.path} cannot tokenize the text", UNKNOWN_HINT):
             found: list[Encoding] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        return self._checked(found)
+
+    def _checked(self, found: list[Encoding]) -> list[Tokens]:
         tokens = [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
         highest = max((int(of_text.max()) for of_text in tokens if of_text.size), default=0)
         if highest >= self.size:
@@ -274,7 +317,12 @@ def byte_tokenizer_files(*, marked: bool) -> dict[str, bytes]:
     template = {
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": end, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "pair": [
+            {"SpecialToken": {"id": end, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": end, "type_id": 1}},
+            {"Sequence": {"id": "B", "type_id": 1}},
+        ],
         "special_tokens": {end: {"id": end, "ids": [256], "tokens": [end]}},
     }
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

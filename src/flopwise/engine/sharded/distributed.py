@@ -312,10 +312,11 @@ class DistributedExecutor:
         ids = torch.tensor(batch.ids, device=self.device)
         labels = torch.tensor(batch.labels, device=self.device, dtype=torch.int64).view(-1)
         lengths = None if batch.lengths is None else torch.tensor(batch.lengths, device=self.device)
+        types = None if batch.types is None else torch.tensor(batch.types, device=self.device)
         with warnings.catch_warnings():
             # FSDP warns that its hook would be lost if the logits were changed in place, which they are not.
             warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
-            logits = self.module(ids, lengths, drops)
+            logits = self.module(ids, lengths, drops, types)
         wide = logits.to(at_least_fp32(logits.dtype)).view(-1, logits.shape[-1])
         loss = functional.cross_entropy(wide, labels, ignore_index=NO_LABEL, reduction="sum")
         with torch.no_grad():

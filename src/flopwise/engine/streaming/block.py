@@ -57,6 +57,8 @@ class Chunk:
     """Whether sequences of uneven length lie behind each other, without padding."""
     drops: RowDrops | None = None
     """What dropout drops; None: nothing."""
+    types: Tensor | None = None
+    """Of each row; None: all are of the first type."""
 
     @property
     def count(self) -> int:

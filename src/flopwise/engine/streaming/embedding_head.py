@@ -81,8 +81,11 @@ class EmbeddingHead:
             table = plain_weight(weights, "positions.weight")[self.model.position_offset :]
             dispatch.embedding_add(chunk.positions, table, out=out)
         if self.model.token_types:
-            # Every token is of the first type.
-            out.add_(plain_weight(weights, "token_types.weight")[0])
+            types = plain_weight(weights, "token_types.weight")
+            if chunk.types is None:
+                out.add_(types[0])
+            else:
+                dispatch.embedding_add(chunk.types, types, out=out)
 
     @staticmethod
     def _drop(chunk: Chunk, rows: Tensor) -> None:
@@ -114,11 +117,22 @@ class EmbeddingHead:
             table_gradient = sums["positions.weight"][self.model.position_offset :]
             dispatch.embedding_backward(chunk.positions, gradient, table_gradient=table_gradient)
         if self.model.token_types:
-            dispatch.add_column_sums(gradient, total=sums["token_types.weight"][0])
+            self._types_backward(gradient, chunk, sums["token_types.weight"])
         if self.model.embedding_scale != 1.0:
             # Nobody reads the gradient any more.
             gradient.mul_(self._scale)
         dispatch.embedding_backward(ids, gradient, table_gradient=sums[self._table])
+
+    def _types_backward(self, gradient: Tensor, chunk: Chunk, total: Tensor) -> None:
+        """The few rows of the types' table each have the sum of very many."""
+        if chunk.types is None:
+            dispatch.add_column_sums(gradient, total=total[0])
+            return
+        of_type = self.operators.arena.take(tuple(gradient.shape), gradient.dtype)
+        for number in range(total.shape[0]):
+            torch.mul(gradient, (chunk.types == number)[:, None], out=of_type)
+            dispatch.add_column_sums(of_type, total=total[number])
+        self.operators.arena.give(of_type)
 
     # -- head -----------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ from flopwise.records.plan import Plan
 from flopwise.work.lengths import granule_of
 
 IDS, LABELS, POSITIONS, TOKENS = range(4)
-"""Identifier, label and position of a token, where anything is dropped its number in the step's batch; 4 bytes each."""
+"""Identifier, label and position of a token, where anything is dropped its number in the step's batch, and behind these
+where a model has several types of tokens that of each; 4 bytes each."""
 PLACES = 32
 """Beginnings of packed sequences are looked at in multiples of so many."""
 
@@ -42,6 +43,8 @@ class RoundLayout:
     """Whether even sequences have padding that attention must not see."""
     places: tuple[int, ...] = ()
     """Of each chunk, how many beginnings and ends are looked at where sequences hold several documents; else all."""
+    typed: bool = False
+    """Whether not all tokens are of the first type."""
 
 
 class Inputs:
@@ -58,17 +61,19 @@ class Inputs:
         granule: int | None = None,
         numbered: bool = False,
         compares: bool = False,
+        types: int = 0,
     ) -> None:
         """`numbered`: whether tokens have numbers: sequence · the plan's tokens + position, however they are cut.
 
-        `compares`: whether documents are pairs of answers.
+        `compares`: whether documents are pairs of answers. `types`: of tokens that the model has.
 
         `granule`: what the rows of packed chunks are a multiple of; None: 1 on a CPU, a sixteenth on a GPU."""
         self.plan, self.vocabulary, self.classifies, self.causal = plan, vocabulary, classifies, causal
         self.tokens = plan.tokens_per_round
-        self.numbered, self.compares = numbered, compares
-        self.kinds = TOKENS + numbered + compares
+        self.numbered, self.compares, self.token_types = numbered, compares, types
+        self.kinds = TOKENS + numbered + (types > 1) + compares
         """Numbers of a token that come from the host."""
+        self._types = TOKENS + numbered
         numbers = buffer[: self.bytes].view(torch.int32)
         self._block = numbers[: self.kinds * self.tokens].view(self.kinds, self.tokens)
         self._weights = numbers[self.kinds * self.tokens :].view(torch.float32)
@@ -186,9 +191,11 @@ class Inputs:
                 block[LABELS, begin : begin + total] = batch.labels[first:last][there]
             if self.numbered:
                 block[TOKENS, begin : begin + total] = self._numbers(first_sequence + first, there.shape)[there]
+            if batch.types is not None:
+                block[self._types, begin : begin + total] = batch.types[first:last][there]
             if self.compares:
                 block[-1, begin : begin + total] = np.repeat(np.arange(lengths.size), lengths)
-            block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0, 0, 0])[: self.kinds, None]
+            block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0, 0, 0, 0])[: self.kinds, None]
             behind = lengths.size + 1
             starts[chunk, 0], starts[chunk, 1:behind] = 0, ends
             fillers = starts.shape[1] - behind
@@ -202,7 +209,13 @@ class Inputs:
             looked_at.append(min(usual, starts.shape[1]))
         if self.classifies:
             block[LABELS, : batch.sequences] = batch.labels
-        return RoundLayout(batch.sequences, self.plan.sequence_tokens, tuple(counts), places=tuple(looked_at))
+        return RoundLayout(
+            batch.sequences,
+            self.plan.sequence_tokens,
+            tuple(counts),
+            places=tuple(looked_at),
+            typed=batch.types is not None,
+        )
 
     def _lay_references(self, batch: Batch, references: NDArray[np.float64]) -> None:
         """Of each chunk's answers."""
@@ -235,12 +248,14 @@ class Inputs:
         block[POSITIONS, :count] = np.tile(np.arange(width, dtype=np.int32), sequences)
         if self.numbered:
             block[TOKENS, :count] = self._numbers(first_sequence, (sequences, width)).reshape(-1)
+        if batch.types is not None:
+            block[self._types, :count] = batch.types.reshape(-1)
         starts[:] = np.arange(starts.shape[1], dtype=np.int32) * width
         # Behind a causal model's sequence there is only padding, which none of its tokens sees.
         if batch.lengths is None or self.causal or int(batch.lengths.min()) == width:
-            return RoundLayout(sequences, width)
+            return RoundLayout(sequences, width, typed=batch.types is not None)
         lengths[:sequences] = batch.lengths
-        return RoundLayout(sequences, width, padded=True)
+        return RoundLayout(sequences, width, padded=True, typed=batch.types is not None)
 
     def check(self, batch: Batch) -> None:
         """Refuse tokens that the model has no row for: kernels would read and write what lies behind the table."""
@@ -253,6 +268,12 @@ class Inputs:
         if batch.lengths is not None and batch.lengths.size and int(batch.lengths.min()) < 1:
             raise FlopwiseError(
                 "a sequence without a token", why="there is nothing to train on", hint="leave such rows out of the data"
+            )
+        if batch.types is not None and not 0 <= int(batch.types.min()) <= int(batch.types.max()) < self.token_types:
+            raise FlopwiseError(
+                f"a token of the type {int(batch.types.max())} is none of the model's {self.token_types}",
+                why="the model has no row for the second text of a pair",
+                hint="data without `types`",
             )
         numbers = [batch.ids] if self.classifies else [batch.ids, batch.labels[batch.labels != NO_LABEL]]
         least = min((int(each.min()) for each in numbers if each.size), default=0)
@@ -288,6 +309,7 @@ class Inputs:
             self._lengths[sequence : sequence + sequences] if layout.padded else None,
             self._starts[number if self.plan.chunks_per_sequence == 1 else 0][: places or None],
             packed=layout.rows is not None,
+            types=self._block[self._types, first : first + count] if layout.typed else None,
         )
 
     def _span(self, number: int) -> tuple[int, int, int, int, int]:
@@ -339,5 +361,9 @@ def _fill_up(batch: Batch, tokens: int) -> Batch:
     if labels.ndim > 1:
         labels = np.full((sequences, tokens), NO_LABEL, dtype=np.int32)
         labels[:, :width] = batch.labels
+    types = None
+    if batch.types is not None:
+        types = np.zeros((sequences, tokens), dtype=np.int32)
+        types[:, :width] = batch.types
     lengths = batch.lengths if batch.lengths is not None else np.full(sequences, width, dtype=np.int32)
-    return Batch(ids, labels, lengths)
+    return Batch(ids, labels, lengths, types=types)

@@ -115,6 +115,7 @@ class Player:
             causal=model.causal,
             numbered=self.drops is not None,
             compares=model.objective == "preference",
+            types=model.token_types,
         )
         self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
         self.head_arena = Arena(head, spill=self.arena)

@@ -32,7 +32,7 @@ LINES_BYTES = aligned(1 << 14)
 INPUT_BYTES_PER_TOKEN = 12
 """Identifier, label and position."""
 NUMBER_BYTES = 4
-"""Of a token's number in the batch, which dropout draws its masks by."""
+"""Of a token's number in the batch, which dropout draws its masks by, or of its type."""
 PREFERENCE_BYTES = 8
 """Of the number of a token's answer, and of what its gradient is weighed by."""
 
@@ -212,8 +212,8 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         ),
         logits=each(head_rows + 2 * residual) + unaligned,
         inputs=INPUT_BYTES_PER_TOKEN
-        + (NUMBER_BYTES if model.dropout else 0)
-        + (PREFERENCE_BYTES if model.objective == "preference" else 0),
+        + NUMBER_BYTES * (bool(model.dropout) + (model.token_types > 1))
+        + PREFERENCE_BYTES * (model.objective == "preference"),
         fixed_workspace=LIBRARY_WORKSPACE_BYTES + _cast_bytes(work, formats) + fixed_copies + LINES_BYTES,
     )
 
