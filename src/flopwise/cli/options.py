@@ -143,7 +143,9 @@ class SetupOptions(Options):
             help="What backward makes again: none, selective, pointwise; all but attention, context or input; full."
         ),
     ] = "auto"
-    optimizer: Annotated[str, typer.Option(help="adamw, lion or sgd.")] = "adamw"
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit, muon, lion, sgd, sgd-momentum or adafactor.")] = (
+        "adamw"
+    )
     attention: Annotated[str, typer.Option(help="flash or eager; auto: the stack's.")] = "auto"
     fusion: Annotated[
         str, typer.Option(help="fused (compiled or hand-written kernels) or eager; auto: the stack's.")

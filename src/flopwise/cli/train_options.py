@@ -107,8 +107,17 @@ class TrainOptions(Options):
     ] = "auto"
     decay_shape: Annotated[str, typer.Option(help="Of that decay: linear or sqrt.", show_default=False)] = "auto"
     weight_decay: Annotated[str, typer.Option(help="For matrices and tables: 0.1.")] = "auto"
-    beta1: Annotated[str, typer.Option(help="AdamW's first: 0.9.")] = "auto"
-    beta2: Annotated[str, typer.Option(help="AdamW's second: 0.95.")] = "auto"
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="adamw, adamw-8bit, muon, lion, sgd, sgd-momentum or adafactor. Default: adamw.", show_default=False
+        ),
+    ] = "auto"
+    beta1: Annotated[str, typer.Option(help="Of AdamW and Lion: 0.9.")] = "auto"
+    beta2: Annotated[str, typer.Option(help="Of AdamW 0.95, of Lion 0.99.")] = "auto"
+    epsilon: Annotated[str, typer.Option(help="Of AdamW: 1e-8.")] = "auto"
+    momentum: Annotated[str, typer.Option(help="Of Muon 0.95; of SGD, which then has one, 0.9.")] = "auto"
+    nesterov: Annotated[bool, typer.Option("--nesterov", help="SGD's momentum looks ahead.")] = False
     beta: Annotated[str, typer.Option(help="Of dpo, how near it stays to the reference: 0.1.", show_default=False)] = (
         "auto"
     )

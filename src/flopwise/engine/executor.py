@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 from torch import Tensor
 
 from flopwise.engine.batch import Batch
 from flopwise.records.measurement import MemoryRow
+from flopwise.work.optimizers import Moment, StateField
 from flopwise.work.parameters import Parameter
-
-Moment = Literal["first", "second", "master"]
-"""AdamW's moments, and the exact copy of the weights where there is one."""
-MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,10 @@ class Executor(Protocol):
         """Give parameters their values, by name; a master copy follows."""
 
     def set_moment(self, name: str, moment: Moment, values: Tensor) -> None:
-        """Give a parameter's optimizer state its values."""
+        """Give one kind of a parameter's optimizer state its values."""
+
+    def remembered(self) -> Iterator[tuple[Parameter, StateField]]:
+        """What the optimizer's state has of each trained parameter."""
 
     def clear_moments(self) -> None:
         """Nothing was learned yet."""

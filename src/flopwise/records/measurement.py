@@ -11,6 +11,7 @@ from flopwise.base.units import show_seconds, show_share, significant
 from flopwise.records.outcome import Outcome
 from flopwise.setup.training import Task, Training
 from flopwise.work.op import Convention
+from flopwise.work.optimizers import Optimizer
 from flopwise.work.parameters import Place
 
 LONGEST_STEP_S = 1e12
@@ -78,7 +79,7 @@ class Measurement(Outcome):
     micro_batch_sequences: int
     batch_tokens: int
     precision: str
-    optimizer: str
+    optimizer: Optimizer
     n_params: int
     steps: int
     """That were measured: the first ones, which warm up, are left out."""

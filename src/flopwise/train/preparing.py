@@ -20,7 +20,7 @@ from flopwise.engine.data import (
     open_preference_data,
 )
 from flopwise.engine.data.request import TokenNumbers
-from flopwise.engine.executable import check_adapters, check_formats, check_several, check_trainable
+from flopwise.engine.executable import check_adapters, check_formats, check_optimizer, check_several, check_trainable
 from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import Here
 from flopwise.records.cluster_plan import ClusterPlan
@@ -30,7 +30,7 @@ from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
 from flopwise.setup.trained import TrainedWords, check_base, prefer, task_of
-from flopwise.setup.training import Task, Training
+from flopwise.setup.training import OPTIMIZER_SETTINGS, Task, Training, settle_momentum
 from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names, read_adapters
@@ -38,7 +38,7 @@ from flopwise.train.own_data import Data, OwnData
 from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan, note_clipping
 from flopwise.train.request import TrainRequest, several_of_dpo, trained_words
 from flopwise.work.describe import describe
-from flopwise.work.formats import Formats, parse_formats, with_base
+from flopwise.work.formats import parse_formats, with_base
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.transformer import Dropout, Transformer
@@ -71,7 +71,8 @@ TOKEN_FORMATS: dict[str, TokenNumbers] = {
 
 SETTINGS = (
     *("learning_rate", "warmup_steps", "schedule", "min_learning_rate", "decay_share", "decay_shape", "weight_decay"),
-    *("beta1", "beta2", "dpo_beta", "dpo_label_smoothing"),
+    *("beta1", "beta2", "epsilon", "momentum", "nesterov"),
+    *("dpo_beta", "dpo_label_smoothing"),
 )
 """Fields of a request that go into the training's settings as they are, where they are given."""
 
@@ -161,6 +162,8 @@ def settle(
         told = check_planned(plan[0], hardware, request)
         if request.on is not None:
             plan = replace(plan[0], hardware=name), plan[1]
+    request = replace(request, optimizer=settle_momentum(request.optimizer, request.momentum))
+    check_optimizer(plan[0].optimizer if plan is not None else request.optimizer or "adamw", ranks=ranks)
     model, weights = _model(request, plan, hardware, ranks)
     task = request.task or task_of(model)
     if plan is not None and (task == "dpo") != (model.objective == "preference"):
@@ -236,8 +239,7 @@ def prepare(
         asked = request.steps is not None or request.epochs is not None
         training = replace(training, steps=steps if asked else training.steps)
     else:
-        formats = parse_formats(own_plan.precision)
-        training = _training(request, task, model, sequence, formats, steps=steps, from_weights=weights is not None)
+        training = _training(request, task, model, sequence, own_plan, steps=steps, from_weights=weights is not None)
     return Prepared(
         model=model,
         training=training,
@@ -567,12 +569,13 @@ def _training(
     task: Task,
     model: Transformer,
     sequence: int,
-    formats: Formats,
+    plan: Plan | ClusterPlan,
     *,
     steps: int,
     from_weights: bool,
 ) -> Training:
     """The settings; what was left open is as small models and fine-tuning have it."""
+    formats, optimizer = parse_formats(plan.precision), plan.optimizer
     large = describe(model, sequence).parameters >= LARGE_PARAMETERS
     tuned = FINE_TUNING_RATE if model.adapters is None else ADAPTER_RATE
     if task == "dpo":
@@ -583,6 +586,7 @@ def _training(
         "warmup_steps": min(100, steps // 10),
         "schedule": "linear" if task == "classification" else "cosine",
         "weight_decay": 0.01 if task == "classification" else 0.1,
+        **OPTIMIZER_SETTINGS[optimizer],
     }
     if request.warmup_share is not None:
         chosen["warmup_steps"] = round(request.warmup_share * steps)
@@ -590,6 +594,7 @@ def _training(
     return Training(
         steps=steps,
         task=task,
+        optimizer=optimizer,
         clip_norm=request.clip_norm,
         stochastic_rounding=formats.weights_are_coarse
         if request.stochastic_rounding is None

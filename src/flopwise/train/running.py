@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from flopwise.base.errors import FlopwiseError, unknown_name
+from flopwise.base.errors import FlopwiseError, one_of, unknown_name
 from flopwise.base.files import plain, to_json, to_toml, write_whole
 from flopwise.base.units import AUTO
 from flopwise.catalog.load import model_table, plan_table
@@ -64,6 +64,7 @@ from flopwise.train.request import TrainRequest, check_request, merge_resumed
 from flopwise.train.resuming import Resumed, as_written, find_resumed
 from flopwise.train.trackers import Tracking
 from flopwise.work.describe import describe
+from flopwise.work.optimizers import OPTIMIZERS
 from flopwise.work.total_flos import total_flos
 
 MERGED = "merged"
@@ -115,14 +116,14 @@ def _device_of(request: TrainRequest) -> str:
 def _make_request(asked: dict[str, Any]) -> TrainRequest:
     known = {field.name for field in fields(TrainRequest) if field.init}
     for name in asked:
-        if name == "optimizer":
-            raise FlopwiseError("the optimizer cannot be chosen", why="AdamW is the one there is", hint="leave it out")
         if name not in known:
             raise unknown_name("argument of train.run", name, known, hint="the fields of flopwise.train.TrainRequest")
     for name in ("data", "evaluation_data"):
         if name in asked:
             several = [asked[name]] if isinstance(asked[name], str | Path) else asked[name]
             asked[name] = tuple(str(source) for source in several)
+    if asked.get("optimizer") is not None:
+        asked["optimizer"] = one_of(asked["optimizer"], OPTIMIZERS, "optimizer")
     return TrainRequest(**asked)
 
 

@@ -107,7 +107,9 @@ class _Builder:
         weight_owned: bool = True,
     ) -> None:
         lead = (groups,) if groups > 1 else ()
-        weights = [Weight(module=name, shape=(*lead, columns, depth), active=active, owned=weight_owned)]
+        per_row = [self.tensors[output].elements // (self.tokens if rows is None else rows) for output in outputs]
+        parts = tuple(per_row) if len(outputs) > 1 else ()
+        weights = [Weight(module=name, shape=(*lead, columns, depth), active=active, owned=weight_owned, parts=parts)]
         if bias:
             weights.append(Weight(module=name, kind="bias", shape=(*lead, columns), active=active))
         beside = self.adapted(name, outputs)
@@ -162,13 +164,14 @@ class _Builder:
 
     def adapt(self, name: str, source: str, outputs: tuple[str, ...], *, depth: int, columns: int, adds: bool) -> None:
         """A narrow product of an adapter, which is trained."""
+        parts = (columns // len(outputs),) * len(outputs) if len(outputs) > 1 else ()
         self.ops.append(
             Gemm(
                 name=name,
                 inputs=(source,),
                 outputs=outputs,
                 needs=(source,),
-                weights=(Weight(module=name, shape=(columns, depth)),),
+                weights=(Weight(module=name, shape=(columns, depth), parts=parts),),
                 layers=self.layers,
                 in_block=True,
                 rows=self.tokens,

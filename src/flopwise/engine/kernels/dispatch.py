@@ -11,19 +11,23 @@ from torch.profiler import record_function
 
 from flopwise.engine.kernels import activations, plain
 from flopwise.engine.kernels import adamw as plain_adamw
+from flopwise.engine.kernels import adamw_8bit as plain_adamw_8bit
 from flopwise.engine.kernels import dropout as plain_dropout
 from flopwise.engine.kernels.adamw import AdamW
+from flopwise.engine.kernels.adamw_8bit import Codes
 from flopwise.engine.kernels.blocks import has_triton
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.rounding import Seed
 
 __all__ = [
     "AdamW",
+    "Codes",
     "DropMask",
     "Seed",
     "activation_backward",
     "activation_forward",
     "adamw",
+    "adamw_8bit",
     "add_column_sums",
     "copy_heads",
     "copy_rows",
@@ -352,3 +356,16 @@ def adamw(
         # In a trace its operators look like any others.
         with record_function("Optimizer.step#AdamW.step"):
             plain_adamw.adamw(weights, gradients, first, second, master, settings=settings, offset=offset)
+
+
+def adamw_8bit(
+    weights: Tensor, gradients: Tensor, codes: Codes, master: Tensor | None, *, settings: AdamW, offset: int
+) -> None:
+    """The same with both moments in codes of 8 bits, over a flat piece that begins with a block of them."""
+    if is_fused(weights, gradients, master):
+        from flopwise.engine.kernels import fused
+
+        fused.adamw_8bit(weights, gradients, codes, master, settings=settings, offset=offset)
+    else:
+        with record_function("Optimizer.step#AdamW8bit.step"):
+            plain_adamw_8bit.adamw_8bit(weights, gradients, codes, master, settings=settings, offset=offset)

@@ -17,6 +17,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from flopwise.engine.kernels.adamw import AdamW
+from flopwise.engine.kernels.adamw_8bit import Codes, borders, table
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.fused_narrow_norm import narrow_norm_backward_kernel, narrow_norm_forward_kernel
 from flopwise.engine.kernels.fused_norm import (
@@ -26,8 +27,9 @@ from flopwise.engine.kernels.fused_norm import (
     whole_norm_backward_kernel,
     whole_norm_forward_kernel,
 )
-from flopwise.engine.kernels.fused_update import adamw_kernel, squares_kernel
+from flopwise.engine.kernels.fused_update import adamw_8bit_kernel, adamw_kernel, squares_kernel
 from flopwise.engine.kernels.jit import ARITHMETIC, bounded_tanh, column_block, kernel, warps_for
+from flopwise.work.optimizers import QUANTISED_BLOCK
 
 _NORM_WARPS = 8
 """Warps of a norm's backward on each multiprocessor, in two programs or more: those fit at once and end together."""
@@ -681,6 +683,16 @@ def _scalar(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
+def _of_step(settings: AdamW, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What gradients are multiplied by and the step's numbers, on the device."""
+    scale, numbers = settings.gradient_scale, settings.numbers
+    if not isinstance(scale, Tensor):
+        scale = _scalar(float(scale), device)
+    if numbers is None:
+        numbers = torch.from_numpy(settings.bits_of_step()).to(device)
+    return scale, numbers
+
+
 def adamw(
     weights: Tensor,
     gradients: Tensor,
@@ -694,12 +706,7 @@ def adamw(
     """See `dispatch.adamw`."""
     if not len(weights):
         return
-    scale = settings.gradient_scale
-    if not isinstance(scale, Tensor):
-        scale = _scalar(float(scale), weights.device)
-    numbers = settings.numbers
-    if numbers is None:
-        numbers = torch.from_numpy(settings.bits_of_step()).to(weights.device)
+    scale, numbers = _of_step(settings, weights.device)
     chance = [settings.rounding is not None and each.dtype == torch.bfloat16 for each in (weights, first, second)]
     adamw_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
         weights,
@@ -722,6 +729,53 @@ def adamw(
         chance_first=chance[1],
         chance_second=chance[2],
         block=_UPDATE_BLOCK,
+        num_warps=4,
+        **ARITHMETIC,
+    )
+
+
+@lru_cache(maxsize=16)
+def _tables(device: torch.device) -> Tensor:
+    """Values and borders of the table with signs, then of the one without; 256 places for each."""
+    found = torch.full((4, QUANTISED_BLOCK), torch.inf, dtype=torch.float32, device=device)
+    for index, signed in enumerate((True, False)):
+        found[2 * index] = table(device, signed=signed)
+        found[2 * index + 1, :-1] = borders(device, signed=signed)
+    return found
+
+
+def adamw_8bit(
+    weights: Tensor, gradients: Tensor, codes: Codes, master: Tensor | None, *, settings: AdamW, offset: int
+) -> None:
+    """See `dispatch.adamw_8bit`."""
+    if not len(weights):
+        return
+    scale, numbers = _of_step(settings, weights.device)
+    by_chance = settings.rounding is not None and weights.dtype == torch.bfloat16
+    rows = _UPDATE_BLOCK // QUANTISED_BLOCK
+    adamw_8bit_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
+        weights,
+        gradients,
+        codes.first,
+        codes.first_scale,
+        codes.second,
+        codes.second_scale,
+        weights if master is None else master,
+        _tables(weights.device),
+        scale,
+        len(weights),
+        settings.beta1,
+        1.0 - settings.beta1,
+        settings.beta2,
+        1.0 - settings.beta2,
+        settings.epsilon,
+        numbers,
+        offset & 0x7FFFFFFF,
+        offset >> 31,
+        has_master=master is not None,
+        chance_weights=by_chance and master is None,
+        rows=rows,
+        width=QUANTISED_BLOCK,
         num_warps=4,
         **ARITHMETIC,
     )

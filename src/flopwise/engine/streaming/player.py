@@ -147,7 +147,7 @@ class Player:
         self.blocks = self._make_blocks(deterministic=deterministic, spare_bytes=spare_bytes)
         self.cut = plan.chunks_per_sequence > 1
         self.embedding_head = EmbeddingHead(model, work, operators)
-        self.updates = Updates(training, self.formats, self.numbers, slabs.device)
+        self.updates = Updates(training, self.formats, self.numbers, slabs.device, plan.optimizer)
         self.loss = Loss(torch.zeros((), dtype=self.statistics, device=slabs.device))
         if self.preferences is not None:
             self.loss = self.compared_loss()
