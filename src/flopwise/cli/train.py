@@ -65,6 +65,7 @@ RESUME_LEAVES_OPEN = (
 SETTINGS = (
     *("task", "learning_rate", "warmup_steps", "schedule", "min_learning_rate", "decay_share", "decay_shape"),
     *("weight_decay", "beta1", "beta2", "epsilon", "momentum", "clip_norm", "stochastic_rounding", "seed"),
+    *("dpo_beta", "dpo_label_smoothing"),
 )
 """Fields that the request has in common with the optimizer's settings."""
 PLAN_SAYS = (
@@ -132,6 +133,10 @@ def make_request(options: TrainOptions) -> TrainRequest:
         epsilon=read_option(options.epsilon, "epsilon", _parse_number("--epsilon 1e-8")),
         momentum=read_option(options.momentum, "momentum", _parse_number("--momentum 0.9")),
         nesterov=options.nesterov or None,
+        dpo_beta=read_option(options.beta, "beta", _parse_number("--beta 0.1")),
+        dpo_label_smoothing=read_option(
+            options.dpo_label_smoothing, "dpo-label-smoothing", _parse_number("--dpo-label-smoothing 0.1")
+        ),
         dropout=read_option(options.dropout, "dropout", _parse_number("--dropout 0.1")),
         clip_norm=read_option(options.clip, "clip", _parse_number("--clip 1.0")),
         stochastic_rounding=options.stochastic_rounding,

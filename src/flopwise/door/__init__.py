@@ -99,6 +99,7 @@ def predict(
     rslora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
+    task: Task | None = None,
 ) -> Prediction:
     """Predict a training step: time with its interval, tokens/s, MFU, memory by owner, what binds each operator.
 
@@ -120,7 +121,7 @@ def predict(
         model_of(
             model,
             changes,
-            TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze),
+            TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze, task=task),
         ),
         hardware_of(on),
         name=name_of(on),
@@ -171,6 +172,7 @@ def plan(
     rslora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
+    task: Task | None = None,
     write: str | Path | None = None,
 ) -> Planned: ...
 
@@ -204,6 +206,7 @@ def plan(
     rslora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
+    task: Task | None = None,
     write: str | Path | None = None,
 ) -> PlannedCluster: ...
 
@@ -239,6 +242,7 @@ def plan(
     rslora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
+    task: Task | None = None,
     write: str | Path | None = None,
 ) -> Planned | PlannedCluster:
     """Find the fastest set-up that fits; `DoesNotFit` is raised where nothing does.
@@ -273,7 +277,9 @@ def plan(
             f"--{given[0]} without --gpus", why="it is for set-ups that a framework runs", hint="--gpus 1, or more"
         )
     described = model_of(
-        model, changes, TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze)
+        model,
+        changes,
+        TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze, task=task),
     )
     setup = setup_of(
         described,
@@ -353,6 +359,8 @@ def train(
     epsilon: float | None = None,
     momentum: float | None = None,
     nesterov: bool = False,
+    beta: float | None = None,
+    dpo_label_smoothing: float | None = None,
     dropout: float | None = None,
     clip: float | None = None,
     stochastic_rounding: bool | None = None,
@@ -437,6 +445,8 @@ def train(
             epsilon=epsilon,
             momentum=momentum,
             nesterov=nesterov or None,
+            dpo_beta=beta,
+            dpo_label_smoothing=dpo_label_smoothing,
             dropout=dropout,
             clip_norm=clip,
             stochastic_rounding=stochastic_rounding,

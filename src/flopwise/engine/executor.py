@@ -15,6 +15,20 @@ from flopwise.work.parameters import Parameter
 
 
 @dataclass(frozen=True, slots=True)
+class Rewards:
+    """Of pairs of answers, the mean of β · log(how much likelier than the reference finds them they have become)."""
+
+    chosen: float
+    rejected: float
+    accuracy: float
+    """Share of pairs whose better answer gained more."""
+
+    @property
+    def margin(self) -> float:
+        return self.chosen - self.rejected
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step leaves to be told."""
 
@@ -24,6 +38,7 @@ class StepResult:
     gradient_norm: float | None
     waited_s: float | None
     """That computations waited for copies and for the host; None where it is not measured."""
+    rewards: Rewards | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +49,7 @@ class Evaluated:
     correct: int
     with_loss: int
     sequences: int
+    rewards: Rewards | None = None
 
 
 class Executor(Protocol):

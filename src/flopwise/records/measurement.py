@@ -49,6 +49,9 @@ class StepRecord:
     device_bytes: int | None = None
     """The most that was taken so far, as far as it can be told."""
     host_bytes: int | None = None
+    rewards: dict[str, float] | None = None
+    """Of preferences, in the mean over a step's pairs: what `chosen` and `rejected` answers gained on the reference,
+    times β, their `margin`, and the `accuracy` with which the better one gained more."""
     evaluation: dict[str, float] | None = None
     """`eval_loss`, `eval_accuracy`, …, where it was evaluated after this step."""
 

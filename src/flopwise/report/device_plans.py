@@ -291,10 +291,11 @@ def help_words(planned: Planned) -> list[str]:
     gains = [(found, found.speed - 1) for found in planned.helps]
     if gains and all(gain < LITTLE for _, gain in gains):
         return ["with this batch more memory changes little"]
-    return [f"{_more(found, planned.plan)} → {_gain(gain)}, by estimate, with this batch" for found, gain in gains]
+    return [f"{more_words(found, planned.plan)} → {_gain(gain)}, by estimate, with this batch" for found, gain in gains]
 
 
-def _more(found: Help, plan: Plan) -> str:
+def more_words(found: Help, plan: Plan) -> str:
+    """What is more of memory than the plan has."""
     changes = {
         "device": found.device_memory_bytes - plan.device_memory_bytes,
         "host": found.host_memory_bytes - plan.host_memory_bytes,

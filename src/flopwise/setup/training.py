@@ -11,7 +11,7 @@ from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.units import one_expected
 from flopwise.work.optimizers import Optimizer
 
-Task = Literal["language", "classification"]
+Task = Literal["language", "classification", "dpo"]
 TASKS: tuple[Task, ...] = get_args(Task)
 
 Schedule = Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"]
@@ -120,6 +120,10 @@ class Training:
     """Weights kept in bf16 are rounded up or down by chance, in proportion to what lies between."""
     drops: bool = True
     """Whether what the model's description says is dropped; an evaluation drops nothing."""
+    dpo_beta: float = 0.1
+    """How far a preference may lead away from the reference: the less, the further."""
+    dpo_label_smoothing: float = 0.0
+    """The share of preferences that are taken to be the wrong way round."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -165,6 +169,14 @@ class Training:
             )
         if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
             raise FlopwiseError(f"gradients cannot be clipped to a norm of {self.clip_norm}", hint="--clip 1.0")
+        if not 0 < self.dpo_beta < float("inf"):
+            raise FlopwiseError(f"beta of DPO cannot be {self.dpo_beta:g}", why="it is above 0", hint="--beta 0.1")
+        if not 0 <= self.dpo_label_smoothing < 0.5:
+            raise FlopwiseError(
+                f"a share of {self.dpo_label_smoothing:g} of the preferences cannot be the wrong way round",
+                why="it is from 0 to less than a half",
+                hint="--dpo-label-smoothing 0.1",
+            )
         if self.warmup_steps < 0:
             raise FlopwiseError(f"a warm-up cannot have {self.warmup_steps:,} steps", hint="--warmup 10")
         if not 0 <= self.seed < 2**63:

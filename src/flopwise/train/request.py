@@ -84,6 +84,8 @@ class TrainRequest(WrittenBatch):
     """A folder of adapters that PEFT or flopwise saved, to go on with; it says their rank and the rest."""
     merge: bool = False
     """Write the whole model with its adapters merged into it, at the end."""
+    dpo_beta: float | None = None
+    dpo_label_smoothing: float | None = None
     seed: int = 0
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
@@ -152,6 +154,22 @@ def check_request(request: TrainRequest) -> None:
             why="WSD alone has a decay of its own",
             hint="--schedule wsd",
         )
+    of_dpo = {"beta": request.dpo_beta, "dpo-label-smoothing": request.dpo_label_smoothing}
+    for name, value in of_dpo.items():
+        if value is not None and request.task not in (None, "dpo"):
+            raise FlopwiseError(
+                f"--{name}, and the task is {request.task}",
+                why="it is for preferences",
+                hint=f"--{name} with --task dpo, or without it",
+            )
+    if request.task == "dpo" and request.own_data:
+        raise FlopwiseError(
+            "DPO is not trained on data of a program's own yet",
+            why="pairs are read, packed and scored by a reference from files",
+            hint="files of rows with chosen and rejected",
+        )
+    if request.task == "dpo" and request.devices > 1:
+        raise several_of_dpo()
     check_trackers(request.log)
     _check_optimizer(request)
 
@@ -177,6 +195,15 @@ OPTIMIZER_WORDS = ("beta1", "beta2", "epsilon", "momentum", "nesterov")
 """Fields that only some optimizers have."""
 
 
+def several_of_dpo() -> FlopwiseError:
+    """For preferences on several devices."""
+    return FlopwiseError(
+        "DPO is not trained on several devices yet",
+        why="the modules that are sharded do not know where an answer begins",
+        hint="--gpus 1, which streams what does not fit through the host's memory",
+    )
+
+
 def trained_words(request: TrainRequest) -> TrainedWords:
     """What of the model is trained."""
     return TrainedWords(
@@ -185,6 +212,7 @@ def trained_words(request: TrainRequest) -> TrainedWords:
         lora_on=request.lora_on,
         rslora=request.rslora,
         freeze=request.freeze,
+        task="dpo" if request.task == "dpo" else None,
     )
 
 

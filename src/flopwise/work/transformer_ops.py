@@ -49,6 +49,7 @@ def transformer_work(
         copies=builder.copies,
         kernel=kernel,
         sequences=builder.sequences,
+        forward_twice=builder.forward_twice(),
     )
 
 
@@ -650,6 +651,13 @@ class _Builder:
         scores = self.tensor("logits", rows * labels)
         self.gemm("classifier", activated, (scores,), rows=rows, depth=hidden, columns=labels, bias=True)
         self.loss(scores, rows=rows)
+
+    def forward_twice(self) -> tuple[str, ...]:
+        """What of a pair's answers is weighed is known when all of both was scored: the head then runs again."""
+        if self.model.objective != "preference":
+            return ()
+        last = max(index for index, op in enumerate(self.ops) if op.in_block)
+        return tuple(op.name for op in self.ops[last + 1 :])
 
     def pooled_rows(self) -> str:
         """A row for each sequence; with a norm behind the blocks, of what that makes of them."""

@@ -42,6 +42,7 @@ __all__ = [
     "norm_forward",
     "rotate",
     "sum_of_squares",
+    "token_losses",
 ]
 
 FUSED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -235,7 +236,8 @@ def cross_entropy(
 
     Rows with a negative label count for nothing, and their gradient is zero. With a `cap` the loss is that of
     cap · tanh(logits / cap). `scale` is a tensor of no dimensions where it changes from one replay of a captured step
-    to the next. Room behind a row may be overwritten with zeros, up to the next 16 bytes.
+    to the next, and one of a number for each row where they differ. Room behind a row may be overwritten with zeros, up
+    to the next 16 bytes.
     """
     if is_fused(logits):
         from flopwise.engine.kernels import fused
@@ -243,6 +245,16 @@ def cross_entropy(
         fused.cross_entropy(logits, labels, scale=scale, loss=loss, cap=cap)
     else:
         plain.cross_entropy(logits, labels, scale=scale, loss=loss, cap=cap)
+
+
+def token_losses(logits: Tensor, labels: Tensor, *, out: Tensor, cap: float | None = None) -> None:
+    """`out` gets the cross-entropy of each row, 0 where its label is negative."""
+    if is_fused(logits):
+        from flopwise.engine.kernels import fused
+
+        fused.token_losses(logits, labels, out=out, cap=cap)
+    else:
+        plain.token_losses(logits, labels, out=out, cap=cap)
 
 
 def copy_rows(source: Tensor, *, out: Tensor) -> None:

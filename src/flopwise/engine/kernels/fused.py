@@ -314,13 +314,18 @@ def _cross_entropy_kernel(
     scales: tl.tensor,
     cap: tl.tensor,
     capped: tl.constexpr,
+    each: tl.constexpr,
+    descends: tl.constexpr,
     line: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Rows are whole lines, so that they are read a line at a time: what lies behind the logits counts as hidden."""
+    """Rows are whole lines, so that they are read a line at a time: what lies behind the logits counts as hidden.
+
+    `each`: every row has a scale of its own. `descends`: the gradient takes the place of the logits.
+    """
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
-    scale = tl.load(scales)
+    scale = tl.load(scales + row) if each else tl.load(scales)
     start = logits + row * (stride_lines * line)
     width = lines * line
     columns = tl.arange(0, block)
@@ -342,26 +347,28 @@ def _cross_entropy_kernel(
             total = total * tl.exp(largest - base) + tl.sum(tl.exp(values - base), 0)
             largest = larger
         tl.store(losses + row, tl.log(total) + largest - chosen)
-        share = 1.0 / total
-        for first in range(0, lines, block // line):
-            column = first * line + columns
-            values = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
-            if capped:
-                bent = bounded_tanh(values / cap)
-                values = cap * bent
-                slope = 1.0 - bent * bent
-            result = tl.exp(values - largest) * share
-            result = tl.where(column == label, result - 1.0, result) * scale
-            if capped:
-                result = result * slope
-            result = tl.where(column < vocabulary, result, 0.0)
-            tl.store(start + column, result.to(logits.dtype.element_ty), mask=column < width)
+        if descends:
+            share = 1.0 / total
+            for first in range(0, lines, block // line):
+                column = first * line + columns
+                values = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
+                if capped:
+                    bent = bounded_tanh(values / cap)
+                    values = cap * bent
+                    slope = 1.0 - bent * bent
+                result = tl.exp(values - largest) * share
+                result = tl.where(column == label, result - 1.0, result) * scale
+                if capped:
+                    result = result * slope
+                result = tl.where(column < vocabulary, result, 0.0)
+                tl.store(start + column, result.to(logits.dtype.element_ty), mask=column < width)
     else:
         tl.store(losses + row, 0.0)
-        nothing = tl.zeros((block,), logits.dtype.element_ty)
-        for first in range(0, lines, block // line):
-            column = first * line + columns
-            tl.store(start + column, nothing, mask=column < width)
+        if descends:
+            nothing = tl.zeros((block,), logits.dtype.element_ty)
+            for first in range(0, lines, block // line):
+                column = first * line + columns
+                tl.store(start + column, nothing, mask=column < width)
 
 
 def merge_attention(
@@ -457,8 +464,21 @@ def cross_entropy(
     logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor, cap: float | None = None
 ) -> None:
     """See `dispatch.cross_entropy`."""
+    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    scales = scale if isinstance(scale, Tensor) else _scalar(float(scale), logits.device)
+    _run_cross_entropy(logits, labels, losses, scales, cap, descends=True)
+    loss += losses.sum(dtype=torch.float64).to(loss.dtype)
+
+
+def token_losses(logits: Tensor, labels: Tensor, *, out: Tensor, cap: float | None = None) -> None:
+    """See `dispatch.token_losses`."""
+    _run_cross_entropy(logits, labels, out, _scalar(1.0, logits.device), cap, descends=False)
+
+
+def _run_cross_entropy(
+    logits: Tensor, labels: Tensor, losses: Tensor, scales: Tensor, cap: float | None, *, descends: bool
+) -> None:
     rows, vocabulary = logits.shape
-    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     line = _line_of(logits)
     block = max(line, column_block(vocabulary, 4096))
     _cross_entropy_kernel[(rows,)](
@@ -468,15 +488,16 @@ def cross_entropy(
         vocabulary,
         triton.cdiv(vocabulary, line),
         logits.stride(0) // line,
-        scale if isinstance(scale, Tensor) else _scalar(float(scale), logits.device),
+        scales,
         1.0 if cap is None else cap,
         capped=cap is not None,
+        each=scales.dim() > 0,
+        descends=descends,
         line=line,
         block=block,
         num_warps=warps_for(block),
         **ARITHMETIC,
     )
-    loss += losses.sum(dtype=torch.float64).to(loss.dtype)
 
 
 @kernel()

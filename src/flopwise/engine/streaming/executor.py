@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.batch import Batch
 from flopwise.engine.executable import check_formats, check_optimizer, check_trainable
-from flopwise.engine.executor import Evaluated, StepResult
+from flopwise.engine.executor import Evaluated, Rewards, StepResult
 from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.quantised import Quantised
@@ -248,6 +250,7 @@ class StreamingExecutor:
             with_loss=with_loss,
             gradient_norm=None if norm is None else float(norm),
             waited_s=waited_s if self.device.type == "cuda" else None,
+            rewards=_rewards(player.loss, with_loss),
         )
 
     def _play_step(self) -> Tensor | None:
@@ -257,7 +260,7 @@ class StreamingExecutor:
 
     def _play(self) -> Tensor | None:
         player = self.player
-        player.loss.total.zero_()
+        player.loss.clear()
         for total in self._squares.values():
             total.zero_()
         norm: Tensor | None = None
@@ -341,30 +344,59 @@ class StreamingExecutor:
         """The loss and the right answers of held-out data; nothing is learned from it."""
         player = self.player
         training_loss = player.loss
-        player.loss = Loss(
-            torch.zeros_like(training_loss.total), torch.zeros((), dtype=torch.int64, device=self.device)
-        )
+        counted = torch.zeros((), dtype=torch.int64, device=self.device)
+        player.loss = Loss(torch.zeros_like(training_loss.total), counted)
+        if player.preferences is not None:
+            player.loss = player.compared_loss()
         player.evaluating = True
         with_loss = sequences = 0
         try:
             for batch in batches:
                 player.inputs.check(batch)
                 for micro in batch.micro_batches(self.plan.sequences_per_round):
-                    player.inputs.prepare([micro])
-                    player.inputs.bring(0)
-                    for index in self._forward:
-                        task = self.program.tasks[index]
-                        self._streams.run(index, task.stream, task.after, self._actions[index])
-                    self._streams.finish()
-                    self._bring_back()
+                    self._play_forward(micro)
                 with_loss += batch.with_loss
                 sequences += batch.sequences
             assert player.loss.correct is not None
             loss, correct = float(player.loss.total), int(player.loss.correct)
+            rewards = _rewards(player.loss, with_loss)
         finally:
             player.evaluating = False
             player.loss = training_loss
-        return Evaluated(loss / max(1, with_loss), correct, with_loss, sequences)
+        return Evaluated(loss / max(1, with_loss), correct, with_loss, sequences, rewards)
+
+    def _play_forward(self, micro: Batch) -> None:
+        self.player.inputs.prepare([micro])
+        self.player.inputs.bring(0)
+        for index in self._forward:
+            task = self.program.tasks[index]
+            self._streams.run(index, task.stream, task.after, self._actions[index])
+        self._streams.finish()
+        self._bring_back()
+
+    def score(self, batches: Iterable[Batch]) -> Iterator[tuple[NDArray[np.float64], ...]]:
+        """Of each batch's sequences, how likely the model without its adapters finds their answers, as logarithms."""
+        player = self.player
+        assert player.preferences is not None
+        training_loss, player.loss = player.loss, player.compared_loss()
+        player.evaluating, player.operators.adapts = True, False
+        try:
+            for batch in batches:
+                player.inputs.check(batch)
+                found: list[NDArray[np.float64]] = []
+                for micro in batch.micro_batches(self.plan.sequences_per_round):
+                    self._play_forward(micro)
+                    assert micro.documents is not None
+                    scores = player.preferences.scores.cpu().numpy()
+                    each = player.inputs.each
+                    for first in range(0, micro.sequences, each):
+                        counts = [lengths.size for lengths in micro.documents[first : first + each]]
+                        told = scores[first // each, : sum(counts)]
+                        found += np.split(told.copy(), np.cumsum(counts)[:-1])
+                yield tuple(found)
+        finally:
+            player.evaluating, player.operators.adapts = False, True
+            player.loss = training_loss
 
     def _forward_tasks(self) -> list[int]:
         """The first round up to the loss, without what only backward needs."""
@@ -432,6 +464,14 @@ class StreamingExecutor:
         self.slabs.close()
 
 
+def _rewards(loss: Loss, pairs: int) -> Rewards | None:
+    """What became of a step's pairs, where answers are compared."""
+    if loss.gains is None or loss.correct is None or not pairs:
+        return None
+    chosen, rejected = (loss.gains / pairs).tolist()
+    return Rewards(chosen, rejected, int(loss.correct) / pairs)
+
+
 def _own(stretch: Stretch, parameter: Parameter, field: StateField) -> tuple[slice, slice]:
     """Of one kind of a stretch's state, what is a parameter's; and where that is in the parameter's own."""
     if not field.each:
@@ -468,6 +508,12 @@ def check_supported(plan: Plan, model: Transformer, training: Training) -> None:
     check_formats(parse_formats(plan.precision))
     check_trainable(model)
     check_optimizer(plan.optimizer, ranks=1)
+    if model.objective == "preference" and plan.chunks_per_sequence > 1:
+        raise FlopwiseError(
+            "the plan cuts sequences, and they hold pairs of answers",
+            why="both answers of a pair are scored before either goes back",
+            hint="plan with --task dpo, or a shorter --seq",
+        )
     if training.clip_norm is not None and plan.update_when != "end":
         raise FlopwiseError(
             "the plan updates before all gradients are there, and they are to be clipped by their norm",

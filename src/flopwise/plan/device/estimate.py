@@ -130,7 +130,7 @@ class Shape:
             for tokens, count in ((plan.head_chunk_tokens, pieces), (rest, 1)):
                 if tokens and count:
                     piece = costs.groups(tokens)
-                    self.head_s += count * (piece.forward["head"] + piece.backward["head"])
+                    self.head_s += count * piece.head_s
         if cut:
             copies = plan.chunks_per_round / plan.chunks_per_sequence
             self.forward_s += copies * costs.attention_s(None, "forward")

@@ -13,7 +13,7 @@ from flopwise.plan.device.search import OVERHEAD, FoundPlan, best_estimate, fast
 from flopwise.plan.device.smallest import does_not_fit
 from flopwise.plan.program.sizes import working_bytes
 from flopwise.predict.simulate.tasks import TaskSeconds
-from flopwise.predict.step import estimated_words
+from flopwise.predict.step import estimated_words, reference_notes
 from flopwise.records.plan import Help, Plan, Planned
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import CappedSetup
@@ -43,7 +43,11 @@ def make_plan(
         searched=found.estimated,
         simulated=found.simulated,
         helps=what_helps(found, setup) if helps else (),
-        notes=(*notes(setup.model, setup.hardware, setup.sequence_tokens), *length_notes(setup, found.plan)),
+        notes=(
+            *notes(setup.model, setup.hardware, setup.sequence_tokens),
+            *reference_notes(setup.model, setup.sequence_tokens, setup.lengths, found.plan.batch_sequences, convention),
+            *length_notes(setup, found.plan),
+        ),
     )
 
 

@@ -35,6 +35,8 @@ INPUT_BYTES_PER_TOKEN = 12
 """Identifier, label and position."""
 NUMBER_BYTES = 4
 """Of a token's number in the batch, which dropout draws its masks by, or of its type."""
+PREFERENCE_BYTES = 8
+"""Of the number of a token's answer, and of what its gradient is weighed by."""
 
 
 class StatePiece(NamedTuple):
@@ -237,7 +239,9 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
             + sum(tensor_bytes(work.tensors[name], formats) for name in ("logsumexp", *_normed_heads(model)))
         ),
         logits=each(head_rows + 2 * residual) + unaligned,
-        inputs=INPUT_BYTES_PER_TOKEN + NUMBER_BYTES * (bool(model.dropout) + (model.token_types > 1)),
+        inputs=INPUT_BYTES_PER_TOKEN
+        + NUMBER_BYTES * (bool(model.dropout) + (model.token_types > 1))
+        + PREFERENCE_BYTES * (model.objective == "preference"),
         fixed_workspace=LIBRARY_WORKSPACE_BYTES + _cast_bytes(work, formats) + fixed_copies + LINES_BYTES,
         update_workspace=max(_update_workspace(each, optimizer) for each in listed.values()),
     )

@@ -68,6 +68,11 @@ class GroupSeconds:
     products: float
     """Of forward and backward over all groups, those of matrix products alone, every layer."""
 
+    @property
+    def head_s(self) -> float:
+        """All that a piece of the head does; what of it runs twice does so at every save level."""
+        return self.forward["head"] + self.recompute["full"]["head"] + self.backward["head"]
+
 
 class TaskSeconds:
     """What the tasks of one plan take on one hardware; equal ones are costed once."""
@@ -137,7 +142,7 @@ class TaskSeconds:
         if task.kind in ("embed", "embed-backward"):
             return (group.forward if task.kind == "embed" else group.backward)["embed"]
         if task.kind == "head":
-            return group.forward["head"] + group.backward["head"]
+            return group.head_s
         if task.kind == "context":
             return self._context_s(task, group)
         return self._block_s(task, group, part)
