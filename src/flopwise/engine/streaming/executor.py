@@ -379,7 +379,8 @@ class StreamingExecutor:
         player = self.player
         assert player.preferences is not None
         training_loss, player.loss = player.loss, player.compared_loss()
-        player.evaluating, player.operators.adapts = True, False
+        player.evaluating = True
+        player.with_adapters(False)
         try:
             for batch in batches:
                 player.inputs.check(batch)
@@ -395,7 +396,8 @@ class StreamingExecutor:
                         found += np.split(told.copy(), np.cumsum(counts)[:-1])
                 yield tuple(found)
         finally:
-            player.evaluating, player.operators.adapts = False, True
+            player.evaluating = False
+            player.with_adapters(True)
             player.loss = training_loss
 
     def _forward_tasks(self) -> list[int]:

@@ -229,6 +229,11 @@ class Player:
             found[kind] = block
         return found
 
+    def with_adapters(self, adapts: bool) -> None:
+        """Whether what is played takes part in the model with its adapters, or in the one that lies below them."""
+        for block in self.blocks.values():
+            block.operators.adapts = adapts
+
     def _kind(self, task: Task) -> Transformer:
         """The kind of the block that a task is about."""
         assert task.layer is not None
