@@ -25,7 +25,7 @@ from flopwise.engine.formats import TYPES
 from flopwise.profile.measure.sampling import Counters, sampler_for
 from flopwise.work.describe import describe
 from flopwise.work.formats import parse_formats
-from flopwise.work.op import Attention, Gemm
+from flopwise.work.op import Attention, Gemm, Op
 from flopwise.work.work import Work
 
 WHOLE = "whole"
@@ -172,7 +172,7 @@ class Load:
         found: dict[tuple[str, str], int] = {}
         for op in self.work.ops:
             if isinstance(op, Gemm):
-                each = op.forward_flops() * self.shape.product_tokens // (op.layers * op.calls * op.rows)
+                each = op.forward_flops() * self._rows(op) // (op.layers * op.calls * op.rows)
                 found |= {(op.name, passed): each for passed in ("forward", "to-input", "to-weight")}
             elif isinstance(op, Attention):
                 scale = self.shape.attended_tokens // op.tokens
@@ -180,8 +180,13 @@ class Load:
                 found[op.name, "backward"] = op.backward_flops("flash") // op.layers * scale
         return found
 
+    def _rows(self, op: Op) -> int:
+        """Of a call: of a mixture's products a row for each token and choice."""
+        rows = op.rows if isinstance(op, Gemm) else self.work.sequence_tokens
+        return self.shape.product_tokens * rows // self.work.sequence_tokens
+
     def call_tokens(self) -> dict[str, int]:
-        found = {op.name: self.shape.product_tokens for op in self.work.ops}
+        found = {op.name: self._rows(op) for op in self.work.ops}
         return found | {self.attention_name: self.shape.attended_tokens}
 
     def kept_up(self, seconds: float) -> dict[Key, list[float]]:

@@ -196,10 +196,11 @@ class CellRow:
 
 
 def model_of(name: str) -> Transformer:
-    """A model of the catalogue or of a file, or the tiny one."""
+    """A model of the catalogue or of a file, or the tiny one; `qwen3-30b-a3b:8`: its first eight layers."""
+    name, _, layers = name.partition(":")
     model = TINY if name == TINY.name else load_model(name)
     assert isinstance(model, Transformer), f"{name} is no transformer"
-    return model
+    return replace(model, layers=int(layers)) if layers else model
 
 
 def hardware_of(settings: Settings) -> Hardware:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.kernels import quack
+from flopwise.engine.kernels.experts import sort_by_expert
 from flopwise.engine.streaming.arena import Arena
+from flopwise.engine.streaming.mixture import expert_kernels
 from flopwise.engine.streaming.products import Products
 from flopwise.engine.streaming.quack_products import QuackProducts, are_right
 from flopwise.work.op import Attention, Gemm
@@ -55,9 +57,11 @@ def parts_of(
         seen = seen or isinstance(op, Attention)
         if not isinstance(op, Gemm):
             continue
-        assert op.groups == 1 and op.rows == work.sequence_tokens, f"{op.name} is no product over all tokens"
+        assert op.rows % work.sequence_tokens == 0, f"{op.name} is no product over all tokens"
         make = _eighth if matrix == "fp8" and op.in_block else _plain
-        parts.append(Part(op.name, op.in_block, seen and op.in_block, make(op, tokens, dtype, generator)))
+        rows = tokens * (op.rows // work.sequence_tokens)
+        kernels = make(op, rows, dtype, generator) if op.groups == 1 else _grouped(op, tokens, rows, dtype, generator)
+        parts.append(Part(op.name, op.in_block, seen and op.in_block, kernels))
     return parts
 
 
@@ -88,6 +92,33 @@ def _plain(op: Gemm, tokens: int, dtype: torch.dtype, generator: torch.Generator
     # What lies otherwise would be torch's own under another name.
     fits = are_right(source.device, dtype, dtype) and quack.takes(source, weight, gradient)
     return [own, other] if fits and _works(op, other) else [own]
+
+
+def _grouped(op: Gemm, tokens: int, rows: int, dtype: torch.dtype, generator: torch.Generator) -> list[Kernel]:
+    """Of a mixture's experts, each token at as many as the description says, drawn at random, its rows lying ready."""
+    device, choices = generator.device, rows // tokens
+    index = torch.rand(tokens, op.groups, generator=generator, device=device).topk(choices, -1)[1].int()
+    routed = sort_by_expert(index, op.groups)
+    source, gradient = _drawn((rows, op.depth), dtype, generator), _drawn((rows, op.columns), dtype, generator, 1e-3)
+    weight = _drawn((op.groups * op.columns, op.depth), dtype, generator, 0.02).view(op.groups, op.columns, op.depth)
+    result, dgrad, total = torch.empty_like(gradient), torch.empty_like(source), torch.zeros_like(weight)
+    own, ends = expert_kernels(device, dtype), routed.starts[1:]
+    kernels = [
+        Kernel(
+            "flopwise",
+            partial(own.product, source, weight, None, routed, out=result),
+            partial(own.product, gradient, weight, None, routed, out=dgrad, back=True),
+            partial(own.wgrad, gradient, source, routed, total=total, gathers=""),
+        )
+    ]
+    # torch's own gives new tensors, and adds nothing to a sum.
+    library = Kernel(
+        "torch._grouped_mm",
+        lambda: torch._grouped_mm(source, weight.mT, offs=ends),
+        lambda: torch._grouped_mm(gradient, weight, offs=ends),
+        lambda: torch._grouped_mm(gradient.t(), source, offs=ends),
+    )
+    return [*kernels, library] if device.type == "cuda" and _works(op, library) else kernels
 
 
 def _works(op: Gemm, kernel: Kernel) -> bool:

@@ -130,7 +130,8 @@ def test_every_option_arrives(trainer: Trainer, monkeypatch: pytest.MonkeyPatch)
     line = (
         "gpt2 --data a.txt --data b --eval-data c --tokenizer t.json --task language --steps 1_000 --seq 1k --batch 48 "
         "--micro 11 --precision bf16 --learning-rate 3e-4 --warmup 0 --schedule linear --weight-decay 0 --beta1 0.8 "
-        "--beta2 0.999 --dropout 0 --clip 1.5 --stochastic-rounding --seed 7 --padding longest --text-column body "
+        "--beta2 0.999 --epsilon 1e-7 --optimizer adamw-8bit --dropout 0 "
+        "--clip 1.5 --stochastic-rounding --seed 7 --padding longest --text-column body "
         "--label-column kind --device-mem 40GiB --host-mem 0 --device cpu --weights w --anywhere "
         "--deterministic --checkpoint-every 10 --keep 3 --evaluate-every 5 --store s"
     )
@@ -151,6 +152,8 @@ def test_every_option_arrives(trainer: Trainer, monkeypatch: pytest.MonkeyPatch)
         weight_decay=0.0,
         beta1=0.8,
         beta2=0.999,
+        epsilon=1e-7,
+        optimizer="adamw-8bit",
         dropout=0.0,
         clip_norm=1.5,
         stochastic_rounding=True,
@@ -196,6 +199,11 @@ def test_every_option_arrives(trainer: Trainer, monkeypatch: pytest.MonkeyPatch)
         ("--learning-rate 3e400", "--learning-rate"),
         ("--learning-rate 1e4", "learning_rate of a training cannot be 10000.0"),
         ("--beta2 1", "beta2 of a training"),
+        ("--optimizer adam", "--optimizer cannot be 'adam'"),
+        ("--optimizer lion --epsilon 1e-6", "lion has no epsilon"),
+        ("--momentum 0.9", "--optimizer muon or sgd-momentum"),
+        ("--optimizer sgd --nesterov", "sgd has no nesterov"),
+        ("--optimizer adamw-8bit --gpus 2", "on several devices"),
         ("--clip inf", "--clip"),
         ("--warmup -1", "--warmup: cannot be '-1'"),
         ("--seed 1.5", "--seed: cannot be '1.5'"),

@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,7 +120,18 @@ def ask(server: Server, target: str, method: str = "GET", host: str | None = Non
     return Reply(int(first.split()[1]), dict(pairs), body)
 
 
-@pytest.mark.parametrize("path", ["/", "/data.json", "/results.csv", "/results.md", "/run/0001.json"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/data.json",
+        "/results.csv",
+        "/results.md",
+        "/run/0001.json",
+        "/predict?model=gpt2&on=h200",
+        "/around?model=gpt2",
+    ],
+)
 def test_every_route_answers_with_its_headers(server: Server, path: str) -> None:
     reply = ask(server, path)
     assert reply.status == 200
@@ -135,6 +147,41 @@ def test_every_route_answers_with_its_headers(server: Server, path: str) -> None
     again = ask(server, path, If_None_Match=reply.headers["ETag"])
     assert (again.status, again.body) == (304, b"")
     assert ask(server, path, If_None_Match='"another"').status == 200
+
+
+@pytest.mark.parametrize(
+    "query", ["model=/etc/passwd", "on=mine.toml", "seq=1&seq=2", "%00", "&".join(["a=b"] * 99), "=" * 9]
+)
+def test_a_question_that_is_none_is_refused_in_words(server: Server, query: str) -> None:
+    for path in ("/predict", "/plan", "/around"):
+        reply = ask(server, f"{path}?{query}")
+        told = json.loads(reply.body)
+        assert (reply.status, told["kind"]) == (400, "refused") and told["what"]
+    assert ask(server, f"/predict?config={'a' * 70_000}").status == 414
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "http://elsewhere.example"}, {"Sec_Fetch_Site": "cross-site"}])
+def test_no_other_site_asks(server: Server, headers: dict[str, str]) -> None:
+    assert ask(server, "/predict?model=gpt2&on=h200", **headers).status == 403
+    own = {"Origin": f"http://127.0.0.1:{server.server_port}", "Sec_Fetch_Site": "same-origin"}
+    assert json.loads(ask(server, "/predict?model=gpt2&on=h200", **own).body)["kind"] == "predicted"
+
+
+def test_a_search_ends_when_the_one_who_asked_goes_away(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def search(_: str, is_wanted: Callable[[], bool]) -> str | None:
+        while is_wanted():
+            time.sleep(0.01)
+        ended.set()
+        return None
+
+    monkeypatch.setattr(server.live.searches, "ask", search)
+    with socket.create_connection(address(server), timeout=120) as connection:
+        host = f"127.0.0.1:{server.server_port}"
+        connection.sendall(f"GET /plan?model=gpt2 HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert not ended.wait(0.1)
+    assert ended.wait(60)
 
 
 def test_the_data_are_the_runs_by_column_and_broken_ones_are_among_them(server: Server) -> None:

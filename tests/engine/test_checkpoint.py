@@ -345,6 +345,7 @@ def test_what_a_checkpoint_is_of_must_match() -> None:
     check_matches(state, **{**same, "training": None})
     for changed, told, then, now in (
         ({"precision": "fp32"}, "precision", "'bf16'", "'fp32'"),
+        ({"training": replace(state.training, optimizer="lion")}, "training: optimizer", "'adamw'", "'lion'"),
         ({"batch_sequences": 16}, "batch_sequences", "8", "16"),
         ({"sequence_tokens": 64}, "sequence_tokens", "128", "64"),
         ({"model": {**state.model, "layers": 3}}, "model: layers", "2", "3"),

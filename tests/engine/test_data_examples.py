@@ -164,7 +164,7 @@ def test_tokens_with_labels(tmp_path: Path) -> None:
         ({"input_ids": [1, 2], "labels": [1, 9]}, "neither -100 nor the token"),
         ({"input_ids": [1, 999]}, "token 999 is none of the tokenizer's"),
         ({"instruction": 3, "output": "x"}, "instruction, input and output are texts"),
-        ({"chosen": "a", "rejected": "b"}, "cannot be trained on yet"),
+        ({"chosen": "a", "rejected": "b"}, "the task is no comparison"),
         ({"messages": [{"role": "user", "content": "unanswered"}]}, "there is nothing to learn"),
     ],
 )

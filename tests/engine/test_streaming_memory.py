@@ -18,8 +18,9 @@ from torch import dtype  # noqa: E402
 from flopwise.base.errors import FlopwiseError  # noqa: E402
 from flopwise.catalog.load import load_hardware  # noqa: E402
 from flopwise.engine.streaming.executor import StreamingExecutor  # noqa: E402
-from flopwise.engine.streaming.layout import SavedTensors, fields_in_order, moment_fields  # noqa: E402
+from flopwise.engine.streaming.layout import SavedTensors, fields_in_order, state_layout  # noqa: E402
 from flopwise.engine.streaming.player import spare_under_cap  # noqa: E402
+from flopwise.engine.streaming.updates import numbers_by_part  # noqa: E402
 from flopwise.plan import CappedSetup, compile_plan, make_plan  # noqa: E402
 from flopwise.plan.device.memory import plan_bytes  # noqa: E402
 from flopwise.plan.program.sizes import level_bytes, sizes_of  # noqa: E402
@@ -28,7 +29,8 @@ from flopwise.records.plan import LEVELS, Plan, Residency  # noqa: E402
 from flopwise.setup.training import Training  # noqa: E402
 from flopwise.work.describe import describe  # noqa: E402
 from flopwise.work.formats import parse_formats  # noqa: E402
-from flopwise.work.parameters import ENDS  # noqa: E402
+from flopwise.work.optimizers import OPTIMIZERS, Optimizer, piece_bytes, piece_counts  # noqa: E402
+from flopwise.work.parameters import ENDS, parameters_of  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
 from tests.support.tiny_models import TINY, TOKENS, parameters, random_module  # noqa: E402
 from tests.support.training_plans import (  # noqa: E402
@@ -82,13 +84,22 @@ def test_fields_begin_at_multiples_of_their_numbers(wanted: list[tuple[int, dtyp
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", "fp32"])
-def test_moments_fill_a_piece_exactly(precision: str) -> None:
-    formats = parse_formats(precision)
-    for count in (1, 3, 8, 1001):
-        fields = moment_fields(count, formats)
-        taken = sorted((field.start, field.start + field.bytes) for field in fields.values())
-        assert taken[0][0] == 0
-        assert all(one[1] == two[0] for one, two in pairwise(taken))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_moments_fill_a_piece_exactly(optimizer: Optimizer, precision: str) -> None:
+    formats, model = parse_formats(precision), wide(TINY["gpt2"], qkv_bias=True, hidden=320, head_dim=40)
+    for part, numbers in numbers_by_part(parameters_of(model, 8), formats).items():
+        pieces = piece_counts(numbers.parameters, optimizer, 70_001) if isinstance(part, str) else [numbers.count]
+        assert sum(pieces) == numbers.count
+        first = 0
+        for count in pieces:
+            found = state_layout(numbers.parameters, optimizer, formats, first, count)
+            taken = sorted((each.start, each.start + each.bytes) for one in found for each in one.fields.values())
+            assert not taken or taken[0][0] == 0
+            assert all(one[1] == two[0] for one, two in pairwise(taken))
+            bytes_ = piece_bytes(numbers.parameters, optimizer, formats, first, count)
+            assert bytes_ == max((end for _, end in taken), default=0)
+            assert [one.what.first for one in found] == [first, *(one.what.last for one in found[:-1])]
+            first += count
 
 
 # -- as planned ------------------------------------------------------------------------------------------------------
@@ -103,7 +114,9 @@ def left_of(executor: StreamingExecutor) -> int:
 def assert_as_planned(plan: Plan, model: Transformer, executor: StreamingExecutor) -> None:
     program = executor.program
     room = executor.slabs
-    planned_bytes = plan_bytes(plan, sizes_of(model, plan.sequence_tokens, parse_formats(plan.precision), "adamw"))
+    planned_bytes = plan_bytes(
+        plan, sizes_of(model, plan.sequence_tokens, parse_formats(plan.precision), plan.optimizer)
+    )
     totals = {place: sum(owners.values()) for place, owners in planned_bytes.items()}
     assert room.device_slab.numel() == totals["device"] - left_of(executor)
     assert room.host_slab.numel() == totals["host"]
@@ -188,7 +201,7 @@ def assert_within_plan(plan: Plan, model: Transformer, *, training: Training | N
     # Tables of the kernels and of the model are made once.
     executor.evaluate([batch.part(0, 1)])
     taken = max(peak_bytes(lambda: executor.step(batch, 0)), peak_bytes(lambda: executor.evaluate([batch])))
-    sizes = sizes_of(model, plan.sequence_tokens, parse_formats(plan.precision), "adamw")
+    sizes = sizes_of(model, plan.sequence_tokens, parse_formats(plan.precision), plan.optimizer)
     total = sum(plan_bytes(plan, sizes)["device"].values())
     assert executor.slabs.device_slab.numel() + taken <= total
     assert taken <= left_of(executor) - LIBRARY_WORKSPACE_BYTES + KERNELS_BYTES

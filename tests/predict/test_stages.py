@@ -55,7 +55,7 @@ def state(found: StageBytes) -> float:
 @pytest.mark.parametrize("policy", ["fp16-mixed", "bf16-mixed"])
 def test_state_of_a_parameter_is_rajbhandari_s(policy: str) -> None:
     """arXiv 1910.02054, section 3.1: 2 + 2 bytes and K = 12 of the optimizer, master weights included."""
-    each = state_bytes(POLICIES[policy], "adamw")
+    each = state_bytes(describe(load_model("gpt2"), 8), POLICIES[policy], "adamw")
     assert (each.weights, each.gradients, each.optimizer) == (2, 2, 12)
 
 

@@ -49,7 +49,8 @@ def test_the_page_is_one_story_that_happens(tmp_path: Path) -> None:
     with patch.dict(os.environ, kept, clear=True), contextlib.chdir(tmp_path):
         for language, content in blocks():
             if language == "json":
-                Path("chats.jsonl").write_text(content * 8, encoding="utf-8")
+                name = "pairs.jsonl" if "rejected" in content else "chats.jsonl"
+                Path(name).write_text(content * 8, encoding="utf-8")
             elif language == "bash":
                 for line in content.splitlines():
                     words = [SMALLER.get(word, word) for word in shlex.split(line)]
@@ -67,6 +68,7 @@ def test_the_page_is_one_story_that_happens(tmp_path: Path) -> None:
                     exec(content.replace("runs/0001/checkpoints/step-00000002", str(saved)), {})  # noqa: S102 - of our page
                 assert printed.getvalue().strip()
         assert Path("run.html").stat().st_size > 10_000
-    planned, trained = said[0], said[1]
+    planned, trained, compared = said[0], said[1], said[-1]
+    assert "the reference has scored" in compared
     assert "clipping needs the norm of all gradients first" in planned
     assert "only answers are learned" in trained and "clipped" in trained

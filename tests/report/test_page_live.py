@@ -48,7 +48,7 @@ def serve(store: Path, port: int = 0) -> Iterator[Server]:
 
 
 @contextmanager
-def page_of(browser: Any, server: Server, address: str = "") -> Iterator[Any]:
+def page_of(browser: Any, server: Server, address: str = "#tab=runs") -> Iterator[Any]:
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
     problems: list[str] = []

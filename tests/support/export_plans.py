@@ -11,9 +11,10 @@ from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.records.outcome import Outcome
 from flopwise.records.plan import Plan, Residency
 from flopwise.setup.parallel import BALANCES, SCHEDULES, Parallel, why_illegal
-from flopwise.setup.words import MOMENTS, Fusion
+from flopwise.setup.words import Fusion
 from flopwise.work.formats import POLICIES
 from flopwise.work.op import AttentionKernel
+from flopwise.work.optimizers import OPTIMIZERS
 from flopwise.work.parameters import ENDS
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import RECOMPUTE_POLICIES
@@ -111,7 +112,7 @@ def cluster_plans(draw: st.DrawFn) -> tuple[ClusterPlan, Transformer]:
         recompute=draw(st.sampled_from(RECOMPUTE_POLICIES)),
         attention=draw(st.sampled_from(get_args(AttentionKernel))),
         fusion=draw(st.sampled_from(get_args(Fusion))),
-        optimizer=draw(st.sampled_from(["adamw", "adamw", "adamw", *MOMENTS])),
+        optimizer=draw(st.sampled_from(["adamw", "adamw", "adamw", *OPTIMIZERS])),
         device_memory_bytes=draw(st.sampled_from([None, 2**35])),
         lengths=draw(st.sampled_from([None, "packed:5x2,17,512", "padded:100,300"])),
     )
@@ -139,7 +140,7 @@ def device_plans(draw: st.DrawFn) -> tuple[Plan, Transformer]:
         saves=saves,
         activation_slots=8,
         precision=draw(st.sampled_from(sorted(POLICIES))),
-        optimizer=draw(st.sampled_from(["adamw", "adamw", "adamw", *MOMENTS])),
+        optimizer=draw(st.sampled_from(["adamw", "adamw", "adamw", *OPTIMIZERS])),
         attention=draw(st.sampled_from(["sequence", "chunk"])),
         update_place=draw(st.sampled_from(["device", "host"])),
         update_when=draw(st.sampled_from(["backward", "end"])),

@@ -108,6 +108,11 @@ def rows(folder: Path, *records: object, **request: Any) -> TrainRequest:
     return TrainRequest(data=(str(json_lines(folder / "rows.jsonl", records)),), **request)
 
 
+def pairs(folder: Path, row: object) -> TrainRequest:
+    return rows(folder, row, task="dpo")
+
+
+PAIR = {"chosen": "yes", "rejected": "no"}
 TOKENS = np.random.default_rng(0).integers(0, 50_000, 4000).astype("<u2").tobytes()
 LETTERS = np.random.default_rng(0).integers(32, 127, 4000).astype("<u2").tobytes()
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "architectures": ["GPT2LMHeadModel"]}
@@ -143,7 +148,6 @@ WRONG: dict[str, tuple[Callable[[Path], TrainRequest], str]] = {
     "folder of nothing": (lambda f: folder_of(f, {"a.mds": TOKENS}), "it holds files of other kinds: .mds"),
     "no object": (lambda f: rows(f, ["a"]), "is not an object"),
     "conversations for bytes": (lambda f: rows(f, {"messages": []}), "bytes has no chat template"),
-    "preferences": (lambda f: rows(f, {"chosen": "a", "rejected": "b"}), "cannot be trained on yet"),
     "Parquet by name alone": (lambda f: data(f / "a.parquet", TOKENS), "is no Parquet file"),
     "Parquet as text": (lambda f: data(f / "a.txt", b"PAR1" + TOKENS), "it begins as a Parquet file does"),
     "gzip that is cut": (lambda f: data(f / "a.jsonl.gz", compress(TEXT.encode())[:12]), "cannot be read"),
@@ -151,6 +155,32 @@ WRONG: dict[str, tuple[Callable[[Path], TrainRequest], str]] = {
     "JSON of one number": (lambda f: data(f / "a.json", b"3"), "holds no rows"),
     "seen never": (lambda f: TrainRequest(data=(f"{text_file(f / 'a.txt', TEXT)}:0",)), "is seen 0 times"),
     "other columns": (lambda f: rows(f, {"question": "a"}), "there is no column 'text'"),
+    "pairs as text": (lambda f: rows(f, PAIR), "the task is no comparison"),
+    "pairs of one": (lambda f: pairs(f, {"prompt": "a", "chosen": "b"}), "rows have no rejected"),
+    "a question that is not read": (lambda f: pairs(f, PAIR | {"question": "a"}), "call question prompt"),
+    "answers to nothing": (lambda f: pairs(f, PAIR), "the answers do not begin alike"),
+    "an answer and a conversation": (
+        lambda f: pairs(f, {"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}]}),
+        "two texts, or two lists of messages",
+    ),
+    "asked in messages, answered in texts": (
+        lambda f: pairs(f, PAIR | {"prompt": [{"role": "user", "content": "a"}]}),
+        "what was asked is none",
+    ),
+    "answers that are numbers": (lambda f: pairs(f, {"chosen": 1, "rejected": 2}), "two texts, or two lists"),
+    "answers by nobody": (
+        lambda f: pairs(f, {side: [{"role": "robot", "content": side}] for side in ("chosen", "rejected")}),
+        "nobody is called 'robot'",
+    ),
+    "conversations without a template": (
+        lambda f: pairs(f, {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}),
+        "has no chat template",
+    ),
+    "a text to compare": (
+        lambda f: TrainRequest(data=(str(text_file(f / "a.txt", TEXT)),), task="dpo"),
+        "holds no rows",
+    ),
+    "no pairs at all": (lambda _: TrainRequest(task="dpo"), "no pairs to compare"),
 }
 
 
@@ -174,7 +204,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for number, (make, _) in enumerate(WRONG.values()):
         (folder / str(number)).mkdir()
         asked = make(folder / str(number))
-        requests.append({"model": asked.model, "data": list(asked.data), "tokenizer": asked.tokenizer})
+        requests.append({name: getattr(asked, name) for name in ("model", "data", "tokenizer", "task")})
     lines = (
         "import json, sys",
         "from flopwise.base.errors import FlopwiseError",

@@ -13,8 +13,9 @@ from flopwise.catalog.load import load_model, model_names
 from flopwise.work.describe import describe
 from flopwise.work.formats import POLICIES
 from flopwise.work.op import Attention, Gemm
+from flopwise.work.optimizers import update_work
 from flopwise.work.total_flos import non_embedding_parameters, total_flos
-from flopwise.work.traffic import block_saved_bytes, saved_bytes, update_bytes_per_parameter
+from flopwise.work.traffic import block_saved_bytes, saved_bytes
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import RECOMPUTE_POLICIES, Recompute, Work
 from tests.support.strategies import transformers
@@ -225,7 +226,8 @@ def test_policies_order_for_any_model(model: Transformer, tokens: int) -> None:
 )
 def test_bytes_of_an_update(policy: str, update: int) -> None:
     """AdamW by hand: gradient read; both moments and the master read and written; weight (read and) written."""
-    assert update_bytes_per_parameter(POLICIES[policy], 2) == update
+    work = describe(load_model("gpt2"), 8)
+    assert update_work(work, "adamw", POLICIES[policy]).moved_bytes == update * work.parameters
 
 
 def test_palm_reaches_as_far_as_the_window() -> None:

@@ -292,6 +292,13 @@ def exact_tokens(count: int) -> str:
     return f"{count // scale}{unit}"
 
 
+def exact_bytes(size: int) -> str:
+    """A size as `parse_bytes` reads it back without loss: 51539607552 is `48GiB`."""
+    fitting = [(name, scale) for name, scale in BINARY_UNITS.items() if size and size % scale == 0]
+    name, scale = max(fitting, key=lambda one: one[1], default=("", 1))
+    return f"{size // scale}{name}"
+
+
 def significant(value: float, digits: int = 3) -> str:
     """A number for a person: `digits` significant digits, thousands separated, never 1e+03."""
     if value == 0 or not math.isfinite(value):

@@ -88,6 +88,11 @@ def load_model(name: str | Path, changes: Mapping[str, Any] | None = None) -> Mo
     return _decode_model(read_table(path), str(path), changes)
 
 
+def model_from_table(table: dict[str, Any], where: str) -> Model:
+    """A model of what a file holds, be it ours or a `config.json`, that is said to stand there."""
+    return _decode_model(table, where, None)
+
+
 def load_hub_model(name: str, changes: Mapping[str, Any] | None) -> Model:
     """A model of the hub that was fetched, under its own name instead of its snapshot's; else the catalogue's of it."""
     try:

@@ -99,6 +99,10 @@ FreezeOption = Annotated[
 BaseOption = Annotated[
     str, typer.Option(help="Format of frozen weights: nf4, int8, bf16, fp32. Default: bf16.", show_default=False)
 ]
+TaskOption = Annotated[
+    str,
+    typer.Option(help="language, classification, or dpo: pairs of answers. Default: what the model is for."),
+]
 OutputOption = Annotated[str, typer.Option("--output", "-o", help="table, md, csv or json.")]
 StoreOption = Annotated[str, typer.Option(help="Folder of runs. Default: as FLOPWISE_STORE says, else runs.")]
 
@@ -139,7 +143,9 @@ class SetupOptions(Options):
             help="What backward makes again: none, selective, pointwise; all but attention, context or input; full."
         ),
     ] = "auto"
-    optimizer: Annotated[str, typer.Option(help="adamw, lion or sgd.")] = "adamw"
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit, muon, lion, sgd, sgd-momentum or adafactor.")] = (
+        "adamw"
+    )
     attention: Annotated[str, typer.Option(help="flash or eager; auto: the stack's.")] = "auto"
     fusion: Annotated[
         str, typer.Option(help="fused (compiled or hand-written kernels) or eager; auto: the stack's.")
@@ -158,6 +164,7 @@ class SetupOptions(Options):
     lora_on: LoraOnOption = "auto"
     rslora: RsloraOption = False
     freeze: FreezeOption = "auto"
+    task: TaskOption = "auto"
     base: BaseOption = "auto"
     output: OutputOption = "table"
 
@@ -282,12 +289,15 @@ class TrainedOptions(Protocol):
     def rslora(self) -> bool: ...
     @property
     def freeze(self) -> str: ...
+    @property
+    def task(self) -> str: ...
 
 
 def trained_words(options: TrainedOptions) -> TrainedWords:
     """What of a model is trained, as it was typed."""
-    from flopwise.base.units import parse_count, read_option
+    from flopwise.base.units import parse_count, read_option, read_word
     from flopwise.setup.trained import TrainedWords, parse_alpha
+    from flopwise.setup.training import TASKS
 
     return TrainedWords(
         lora=read_option(options.lora, "lora", parse_count(1, "--lora 16")),
@@ -295,6 +305,7 @@ def trained_words(options: TrainedOptions) -> TrainedWords:
         lora_on=None if options.lora_on.lower() == "auto" else options.lora_on,
         rslora=options.rslora,
         freeze=None if options.freeze.lower() == "auto" else options.freeze,
+        task=read_word(options.task, TASKS, "task"),
     )
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+import select
+import socket
 import sys
 import threading
 import time
@@ -20,6 +22,7 @@ from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.cli.planning import Searches
 from flopwise.store.runs import RUN_NAME
 
 if TYPE_CHECKING:
@@ -91,9 +94,12 @@ class Live:
         self._failure: FlopwiseError | None = None
         self._read_at = 0.0
         self._told: set[str] = set()
+        self.searches = Searches()
 
-    def answer(self, path: str) -> PageAnswer | None:
-        """What stands at a path; None: nothing does."""
+    def answer(self, path: str, query: str = "", is_wanted: Callable[[], bool] = lambda: True) -> PageAnswer | None:
+        """What stands at a path; None: nothing does. `is_wanted`: whether anybody waits for it still."""
+        if path in QUESTIONS:
+            return self._question(path, query, is_wanted)
         run = RUN.fullmatch(path)
         if run is not None:
             return self._run(run[1])
@@ -105,6 +111,20 @@ class Live:
             if path not in seen.answers:
                 seen.answers[path] = make(self, seen)
             return seen.answers[path]
+
+    def _question(self, path: str, query: str, is_wanted: Callable[[], bool]) -> PageAnswer:
+        """What the planner asks: nothing of the store is read for it."""
+        from flopwise.cli.planning import around, predicted, read_query, view_text
+        from flopwise.report.page.planner import refusal_view
+
+        try:
+            question = read_query(query)
+        except FlopwiseError as error:
+            return PageAnswer(view_text(refusal_view(error, "")).encode(), JSON, status=HTTPStatus.BAD_REQUEST)
+        if path == SEARCH:
+            found = self.searches.ask(query, is_wanted)
+            return _refusal(HTTPStatus.CONFLICT, "nobody waits for it") if found is None else _json(found)
+        return _json(view_text(around(question) if path == AROUND else predicted(question)))
 
     def _now(self) -> _Seen:
         is_fresh = (self._seen or self._failure) and self._clock() - self._read_at < EVERY_S
@@ -152,11 +172,14 @@ class Live:
             tell(line)
 
     def page(self, seen: _Seen) -> PageData:
+        from flopwise.cli.planning import options
         from flopwise.report.page.data import PageData
 
         title = str(self.store)
         short = title if len(title) <= 60 else f"…{title[-59:]}"
-        return PageData(title=short, created=seen.created, rows=seen.rows, progress=seen.progress, live=True)
+        return PageData(
+            title=short, created=seen.created, rows=seen.rows, progress=seen.progress, live=True, planner=options()
+        )
 
     def _run(self, name: str) -> PageAnswer | None:
         from flopwise.cli.run_details import detail_of
@@ -166,6 +189,10 @@ class Live:
         # The name is taken from the store's own list, never from the request.
         found = next((known for known in run_names(self.store) if known == name), None)
         return None if found is None else PageAnswer(detail_json(detail_of(self.store / found, tell)).encode(), JSON)
+
+
+def _json(text: str) -> PageAnswer:
+    return PageAnswer(text.encode(), JSON)
 
 
 def _differ(new: object, old: object) -> bool:
@@ -198,6 +225,9 @@ def _markdown(_: Live, seen: _Seen) -> PageAnswer:
 
     return PageAnswer(to_markdown(results_document(seen.rows)).encode(), MARKDOWN)
 
+
+PREDICT, SEARCH, AROUND = "/predict", "/plan", "/around"
+QUESTIONS = (PREDICT, SEARCH, AROUND)
 
 ROUTES: dict[str, Callable[[Live, _Seen], PageAnswer]] = {
     "/": _page,
@@ -259,8 +289,11 @@ class Handler(BaseHTTPRequestHandler):
             return _refusal(HTTPStatus.FORBIDDEN, "this server is called localhost, and by no other name")
         # As it was sent: `self.path` has been tidied up.
         target = self.requestline.split()[1]
+        path, _, query = target.partition("?")
+        if path in QUESTIONS and not self._is_own():
+            return _refusal(HTTPStatus.FORBIDDEN, "only the page itself asks that")
         try:
-            found = self.server.live.answer(target.partition("?")[0])
+            found = self.server.live.answer(path, query, self._is_waited_for)
         except FlopwiseError as error:
             tell(f"note: {error.what}{f': {error.why}' if error.why else ''}")
             return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the runs cannot be read; the terminal says why")
@@ -268,6 +301,21 @@ class Handler(BaseHTTPRequestHandler):
             tell(f"note: {self.command} {target!r} failed: {type(error).__name__}: {error}")
             return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the answer could not be made; the terminal says why")
         return found or _refusal(HTTPStatus.NOT_FOUND, "there is nothing of that name")
+
+    def _is_own(self) -> bool:
+        """Whether the page asks, and none of another site, which could keep this machine busy."""
+        origins = {f"http://{name}" for name in self.server.host_names}
+        origin, site = self.headers.get("Origin"), self.headers.get("Sec-Fetch-Site", "none")
+        return (origin is None or origin.lower() in origins) and site in ("none", "same-origin")
+
+    def _is_waited_for(self) -> bool:
+        """Whether the other side still listens: one that has gone away is at the end of what it sends."""
+        try:
+            # `recv` alone would wait: this socket has a time in which parts of requests must arrive.
+            is_silent = not select.select([self.connection], [], [], 0)[0]
+            return is_silent or len(self.connection.recv(1, socket.MSG_PEEK)) > 0
+        except (OSError, ValueError):
+            return False
 
     def _respond(self, answer: PageAnswer) -> None:
         wanted = self.headers.get("If-None-Match", "") if answer.status == HTTPStatus.OK else ""
@@ -343,3 +391,4 @@ def run_server(server: Server, *, open_browser: bool = False) -> None:
         tell("")
     finally:
         server.server_close()
+        server.live.searches.close()

@@ -64,11 +64,12 @@ RESUME_LEAVES_OPEN = (
 )
 SETTINGS = (
     *("task", "learning_rate", "warmup_steps", "schedule", "min_learning_rate", "decay_share", "decay_shape"),
-    *("weight_decay", "beta1", "beta2", "clip_norm", "stochastic_rounding", "seed"),
+    *("weight_decay", "beta1", "beta2", "epsilon", "momentum", "clip_norm", "stochastic_rounding", "seed"),
+    *("dpo_beta", "dpo_label_smoothing"),
 )
 """Fields that the request has in common with the optimizer's settings."""
 PLAN_SAYS = (
-    *("seq", "micro", "precision", "device_mem", "host_mem"),
+    *("seq", "micro", "precision", "optimizer", "device_mem", "host_mem"),
     *("lora", "lora_alpha", "lora_on", "rslora", "freeze", "base", "adapters"),
 )
 
@@ -84,6 +85,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
     """What was typed, checked as far as that needs neither data nor device; `auto` leaves a choice to flopwise."""
     from flopwise.setup.training import DECAY_SHAPES, SCHEDULES, TASKS, parse_share, parse_warmup
     from flopwise.train.request import DATA_FORMATS, TrainRequest, check_request
+    from flopwise.work.optimizers import OPTIMIZERS
 
     for name in ("resume", "weights", "on", "store", "tokenizer", "adapters"):
         if options.is_given(name) and not getattr(options, name).strip():
@@ -107,6 +109,7 @@ def make_request(options: TrainOptions) -> TrainRequest:
         batch_sequences=read_option(options.batch, "batch", parse_sequences),
         micro_batch_sequences=read_option(options.micro, "micro", parse_sequences),
         precision=read_option(options.precision, "precision", _check_precision),
+        optimizer=read_word(options.optimizer, OPTIMIZERS, "optimizer"),
         lora=trained.lora,
         lora_alpha=trained.lora_alpha,
         lora_on=trained.lora_on,
@@ -127,6 +130,13 @@ def make_request(options: TrainOptions) -> TrainRequest:
         weight_decay=read_option(options.weight_decay, "weight-decay", _parse_number("--weight-decay 0.1")),
         beta1=read_option(options.beta1, "beta1", _parse_number("--beta1 0.9")),
         beta2=read_option(options.beta2, "beta2", _parse_number("--beta2 0.95")),
+        epsilon=read_option(options.epsilon, "epsilon", _parse_number("--epsilon 1e-8")),
+        momentum=read_option(options.momentum, "momentum", _parse_number("--momentum 0.9")),
+        nesterov=options.nesterov or None,
+        dpo_beta=read_option(options.beta, "beta", _parse_number("--beta 0.1")),
+        dpo_label_smoothing=read_option(
+            options.dpo_label_smoothing, "dpo-label-smoothing", _parse_number("--dpo-label-smoothing 0.1")
+        ),
         dropout=read_option(options.dropout, "dropout", _parse_number("--dropout 0.1")),
         clip_norm=read_option(options.clip, "clip", _parse_number("--clip 1.0")),
         stochastic_rounding=options.stochastic_rounding,

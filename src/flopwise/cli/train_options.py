@@ -43,7 +43,9 @@ class TrainOptions(Options):
         typer.Option("--eval-data", help="File or folder that is held out. Repeatable. Default: a share of the data."),
     ] = None
     tokenizer: Annotated[str, typer.Option(help="tokenizer.json or its folder. Default: bytes.")] = ""
-    task: Annotated[str, typer.Option(help="language or classification; auto: what the model is for.")] = "auto"
+    task: Annotated[
+        str, typer.Option(help="language, classification, or dpo: pairs of answers; auto: what the model is for.")
+    ] = "auto"
     text_column: Annotated[str, typer.Option(help="Where the text is, in rows; of pairs both: premise,hypothesis.")] = (
         "text"
     )
@@ -105,8 +107,23 @@ class TrainOptions(Options):
     ] = "auto"
     decay_shape: Annotated[str, typer.Option(help="Of that decay: linear or sqrt.", show_default=False)] = "auto"
     weight_decay: Annotated[str, typer.Option(help="For matrices and tables: 0.1.")] = "auto"
-    beta1: Annotated[str, typer.Option(help="AdamW's first: 0.9.")] = "auto"
-    beta2: Annotated[str, typer.Option(help="AdamW's second: 0.95.")] = "auto"
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="adamw, adamw-8bit, muon, lion, sgd, sgd-momentum or adafactor. Default: adamw.", show_default=False
+        ),
+    ] = "auto"
+    beta1: Annotated[str, typer.Option(help="Of AdamW and Lion: 0.9.")] = "auto"
+    beta2: Annotated[str, typer.Option(help="Of AdamW 0.95, of Lion 0.99.")] = "auto"
+    epsilon: Annotated[str, typer.Option(help="Of AdamW: 1e-8.")] = "auto"
+    momentum: Annotated[str, typer.Option(help="Of Muon 0.95; of SGD, which then has one, 0.9.")] = "auto"
+    nesterov: Annotated[bool, typer.Option("--nesterov", help="SGD's momentum looks ahead.")] = False
+    beta: Annotated[str, typer.Option(help="Of dpo, how near it stays to the reference: 0.1.", show_default=False)] = (
+        "auto"
+    )
+    dpo_label_smoothing: Annotated[
+        str, typer.Option(help="Of dpo, the share of pairs taken to be the wrong way round: 0.", show_default=False)
+    ] = "auto"
     dropout: Annotated[
         str,
         typer.Option(help="Share dropped at every site: 0.1; 0 for none. Default: the model's.", show_default=False),

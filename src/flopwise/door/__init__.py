@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast, overload
 
-from flopwise.base.errors import FlopwiseError, shown
+from flopwise.base.errors import FlopwiseError, one_of, shown
 from flopwise.base.units import Quantity, parse_cap, parse_devices, parse_sequences, parse_tokens, read_option
 from flopwise.catalog.load import load_model as _load_model
 from flopwise.door.asking import hardware_of, model_of, name_of, paths_of, setup_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from flopwise.setup.parallel import Parallel
     from flopwise.setup.stack import Stack
     from flopwise.setup.training import DecayShape, Schedule, Task
-    from flopwise.setup.words import Fusion, Optimizer
+    from flopwise.setup.words import Fusion
     from flopwise.train.events import Callback, Logger
     from flopwise.train.own_data import Data
     from flopwise.train.request import DataFormat, TrainRequest
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from flopwise.work.lengths import Lengths, SequenceLayout
     from flopwise.work.model import Model
     from flopwise.work.op import AttentionKernel, Convention
+    from flopwise.work.optimizers import Optimizer
     from flopwise.work.work import Recompute
 
 __all__ = ["load_hardware", "load_model", "plan", "predict", "read_profile", "results", "train", "verdicts"]
@@ -98,6 +99,7 @@ def predict(
     rslora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
+    task: Task | None = None,
 ) -> Prediction:
     """Predict a training step: time with its interval, tokens/s, MFU, memory by owner, what binds each operator.
 
@@ -119,7 +121,7 @@ def predict(
         model_of(
             model,
             changes,
-            TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze),
+            TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze, task=task),
         ),
         hardware_of(on),
         name=name_of(on),
@@ -170,6 +172,7 @@ def plan(
     rslora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
+    task: Task | None = None,
     write: str | Path | None = None,
 ) -> Planned: ...
 
@@ -203,6 +206,7 @@ def plan(
     rslora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
+    task: Task | None = None,
     write: str | Path | None = None,
 ) -> PlannedCluster: ...
 
@@ -238,6 +242,7 @@ def plan(
     rslora: bool = False,
     freeze: str | None = None,
     base: str | None = None,
+    task: Task | None = None,
     write: str | Path | None = None,
 ) -> Planned | PlannedCluster:
     """Find the fastest set-up that fits; `DoesNotFit` is raised where nothing does.
@@ -272,7 +277,9 @@ def plan(
             f"--{given[0]} without --gpus", why="it is for set-ups that a framework runs", hint="--gpus 1, or more"
         )
     described = model_of(
-        model, changes, TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze)
+        model,
+        changes,
+        TrainedWords(lora=lora, lora_alpha=lora_alpha, lora_on=lora_on, rslora=rslora, freeze=freeze, task=task),
     )
     setup = setup_of(
         described,
@@ -331,6 +338,7 @@ def train(
     batch: Quantity | None = None,
     micro: Quantity | None = None,
     precision: str | None = None,
+    optimizer: Optimizer | None = None,
     lora: int | None = None,
     lora_alpha: float | None = None,
     lora_on: str | None = None,
@@ -348,6 +356,11 @@ def train(
     weight_decay: float | None = None,
     beta1: float | None = None,
     beta2: float | None = None,
+    epsilon: float | None = None,
+    momentum: float | None = None,
+    nesterov: bool = False,
+    beta: float | None = None,
+    dpo_label_smoothing: float | None = None,
     dropout: float | None = None,
     clip: float | None = None,
     stochastic_rounding: bool | None = None,
@@ -411,6 +424,7 @@ def train(
             batch_sequences=read_option(batch, "batch", parse_sequences),
             micro_batch_sequences=read_option(micro, "micro", parse_sequences),
             precision=precision,
+            optimizer=_optimizer(optimizer),
             lora=lora,
             lora_alpha=lora_alpha,
             lora_on=lora_on,
@@ -428,6 +442,11 @@ def train(
             weight_decay=weight_decay,
             beta1=beta1,
             beta2=beta2,
+            epsilon=epsilon,
+            momentum=momentum,
+            nesterov=nesterov or None,
+            dpo_beta=beta,
+            dpo_label_smoothing=dpo_label_smoothing,
             dropout=dropout,
             clip_norm=clip,
             stochastic_rounding=stochastic_rounding,
@@ -454,6 +473,12 @@ def train(
             resume=_text(resume),
         )
         return _train(request, own, callbacks, loggers)
+
+
+def _optimizer(named: str | None) -> Optimizer | None:
+    from flopwise.work.optimizers import OPTIMIZERS
+
+    return None if named is None else one_of(named, OPTIMIZERS, "--optimizer")
 
 
 def _train(

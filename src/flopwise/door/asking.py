@@ -25,12 +25,13 @@ from flopwise.setup.parallel import Parallel, parse_parallel, shard_all
 from flopwise.setup.setup import ONE_DEVICE, Setup, batch_in_sequences
 from flopwise.setup.stack import NO_STACK, Stack
 from flopwise.setup.trained import TrainedWords, check_base
-from flopwise.setup.words import FUSIONS, MOMENTS
+from flopwise.setup.words import FUSIONS
 from flopwise.work.formats import Formats, parse_formats, with_base
 from flopwise.work.lengths import SEQUENCE_LAYOUTS, Lengths, SequenceLayout
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import Model
 from flopwise.work.op import ATTENTION_KERNELS
+from flopwise.work.optimizers import OPTIMIZERS
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import RECOMPUTE_POLICIES
 
@@ -142,7 +143,7 @@ def setup_of(
         attention=read_word(attention, ATTENTION_KERNELS, "attention")
         or (framework.attention_kernel if framework else "flash"),
         fusion=read_word(fusion, FUSIONS, "fusion") or (framework.fusion if framework else "fused"),
-        optimizer=one_of(optimizer, MOMENTS, "--optimizer"),
+        optimizer=one_of(optimizer, OPTIMIZERS, "--optimizer"),
         device_cap_bytes=read_option(device_mem, "device-mem", parse_cap("device")),
         host_cap_bytes=read_option(host_mem, "host-mem", parse_cap("host")),
         clip=clip,

@@ -31,6 +31,10 @@ class Batch:
     types: NDArray[np.int32] | None = None
     """(sequences, tokens): which text of a pair each token is of; None: all are of the first."""
 
+    references: tuple[NDArray[np.float64], ...] | None = None
+    """Of each sequence, the logarithm of how likely the reference finds its documents: they are pairs of answers then,
+    the better one first. None: there are no pairs."""
+
     @property
     def sequences(self) -> int:
         return int(self.ids.shape[0])
@@ -42,7 +46,9 @@ class Batch:
 
     @property
     def with_loss(self) -> int:
-        """Tokens, or samples of a classifier, that have a loss."""
+        """Tokens, samples of a classifier or pairs of answers that have a loss."""
+        if self.references is not None:
+            return sum(each.size // 2 for each in self.references)
         return int((self.labels != NO_LABEL).sum())
 
     def lengths_counted(self) -> list[tuple[int, int]]:
@@ -56,8 +62,9 @@ class Batch:
         """Some of the sequences."""
         lengths = None if self.lengths is None else self.lengths[first:last]
         documents = None if self.documents is None else self.documents[first:last]
+        references = None if self.references is None else self.references[first:last]
         types = None if self.types is None else self.types[first:last]
-        return Batch(self.ids[first:last], self.labels[first:last], lengths, documents, types)
+        return Batch(self.ids[first:last], self.labels[first:last], lengths, documents, types, references)
 
     def micro_batches(self, sequences: int) -> Iterator[Batch]:
         """In pieces of at most so many sequences: 48 in elevens is four of 11 and one of 4."""

@@ -7,6 +7,7 @@ from flopwise.records.cluster_plan import ClusterPlan
 from flopwise.setup.parallel import Parallel
 from flopwise.work.formats import WIDTH_BYTES, Formats, parse_formats
 from flopwise.work.layer_names import LAYERS
+from flopwise.work.optimizers import Optimizer
 from flopwise.work.transformer import Transformer
 
 TRAINED_IN = ("fp64", "fp32", "tf32", "bf16", "fp16")
@@ -106,6 +107,27 @@ def check_several(formats: Formats, hint: str = "--precision bf16, or --gpus 1")
         )
 
 
+TRAINED_WITH: tuple[Optimizer, ...] = ("adamw", "adamw-8bit")
+SHARDED: tuple[Optimizer, ...] = ("adamw",)
+"""Whose state each of several devices may have a part of, whatever the part."""
+
+
+def check_optimizer(optimizer: Optimizer, *, ranks: int) -> None:
+    """Refuse optimizers that nothing here updates with, or not on so many devices."""
+    if optimizer not in TRAINED_WITH:
+        raise FlopwiseError(
+            f"{optimizer} cannot be trained with yet",
+            why="there are no kernels for it",
+            hint=f"--optimizer {' or '.join(TRAINED_WITH)}",
+        )
+    if ranks > 1 and optimizer not in SHARDED:
+        raise FlopwiseError(
+            f"{optimizer} cannot be trained with on several devices yet",
+            why="each device has some rows of a tensor, and the update needs more of it than those",
+            hint=f"--optimizer {' or '.join(SHARDED)}, or --gpus 1",
+        )
+
+
 def check_executed(plan: ClusterPlan, model: Transformer, world: int) -> None:
     """Refuse plans that the distributed executor does not run, or not on so many ranks."""
     formats = parse_formats(plan.precision)
@@ -118,10 +140,7 @@ def check_executed(plan: ClusterPlan, model: Transformer, world: int) -> None:
             why="FSDP hands gradients over in the weights' format",
             hint="--precision bf16-amp, or bf16-mixed",
         )
-    if plan.optimizer != "adamw":
-        raise FlopwiseError(
-            f"{plan.optimizer} cannot be trained with yet", why="AdamW is the one there is", hint="--optimizer adamw"
-        )
+    check_optimizer(plan.optimizer, ranks=plan.devices)
     _check_parallel(plan.parallel)
     if plan.devices != world:
         raise FlopwiseError(

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 from torch import Tensor
 
 from flopwise.engine.batch import Batch
 from flopwise.records.measurement import MemoryRow
+from flopwise.work.optimizers import Moment, StateField
 from flopwise.work.parameters import Parameter
 
-Moment = Literal["first", "second", "master"]
-"""AdamW's moments, and the exact copy of the weights where there is one."""
-MOMENTS: tuple[Moment, ...] = get_args(Moment)
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """Of pairs of answers, the mean of β · log(how much likelier than the reference finds them they have become)."""
+
+    chosen: float
+    rejected: float
+    accuracy: float
+    """Share of pairs whose better answer gained more."""
+
+    @property
+    def margin(self) -> float:
+        return self.chosen - self.rejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +38,7 @@ class StepResult:
     gradient_norm: float | None
     waited_s: float | None
     """That computations waited for copies and for the host; None where it is not measured."""
+    rewards: Rewards | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,7 @@ class Evaluated:
     correct: int
     with_loss: int
     sequences: int
+    rewards: Rewards | None = None
 
 
 class Executor(Protocol):
@@ -48,7 +61,10 @@ class Executor(Protocol):
         """Give parameters their values, by name; a master copy follows."""
 
     def set_moment(self, name: str, moment: Moment, values: Tensor) -> None:
-        """Give a parameter's optimizer state its values."""
+        """Give one kind of a parameter's optimizer state its values."""
+
+    def remembered(self) -> Iterator[tuple[Parameter, StateField]]:
+        """What the optimizer's state has of each trained parameter."""
 
     def clear_moments(self) -> None:
         """Nothing was learned yet."""

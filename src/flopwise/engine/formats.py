@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flopwise.work.formats import Formats
+from flopwise.work.optimizers import CODE_FORMAT
 
 TYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
@@ -13,6 +14,10 @@ TYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+
+STATE_TYPES = TYPES | {CODE_FORMAT: torch.uint8}
+"""Of what an optimizer remembers."""
 
 
 def statistics_type(formats: Formats) -> torch.dtype:

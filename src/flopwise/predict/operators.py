@@ -14,6 +14,7 @@ from flopwise.predict.kernels.costs import BOUND_NAMES, SetupCosts
 from flopwise.records.prediction import OpPrediction
 from flopwise.work.describe import describe
 from flopwise.work.op import Convention
+from flopwise.work.optimizers import update_work
 from flopwise.work.traffic import least_bytes
 
 BOUNDS = {
@@ -84,8 +85,10 @@ class OperatorTimes:
         rounds = 1 if setup.is_plain else setup.accumulation_steps
         found = []
         for index, name in enumerate(calls.names):
-            flops = model_flops = 0
+            flops = model_flops = update_flops = 0
             least = all_moved = round(rounds * moved[index])
+            if index == len(work.ops):
+                update_flops = update_work(work, setup.optimizer, setup.formats).flops
             if index < len(work.ops):
                 op, share = work.ops[index], again.get(name, Fraction(0))
                 flops = work.hardware_flops(op, convention, share)
@@ -98,7 +101,7 @@ class OperatorTimes:
                 OpPrediction(
                     name=name,
                     kind=calls.kinds[index],
-                    flops=work.of_batch(flops, setup.batch_sequences),
+                    flops=work.of_batch(flops, setup.batch_sequences) + update_flops,
                     model_flops=real.of_batch(model_flops, setup.batch_sequences),
                     bytes=all_moved,
                     least_bytes=least,

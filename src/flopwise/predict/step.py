@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flopwise.base.errors import unknown_name
+from flopwise.base.units import show_count
 from flopwise.predict.choose import ChosenSetup, capacity_bytes, choose
 from flopwise.predict.cluster.costing import PLAIN, cost_laid_out, evaluate
 from flopwise.predict.cluster.step import most_host_bytes, slowest_stage, stage_tables
@@ -25,6 +26,7 @@ from flopwise.work.describe import describe
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.op import CONVENTIONS, AttentionKernel, Convention
+from flopwise.work.transformer import Transformer
 from flopwise.work.work import Recompute
 
 PALM_NOTE_MFU = 0.75
@@ -239,6 +241,17 @@ def estimated_words(hardware: Hardware) -> str:
     return f"efficiency of {', '.join(estimated)} on {hardware.name} is estimated, not measured" if estimated else ""
 
 
+def reference_notes(
+    model: Model, sequence_tokens: int, lengths: Lengths | None, sequences: int, convention: Convention
+) -> list[str]:
+    """What comes before the first step where answers are compared: one forward pass over the data."""
+    if not isinstance(model, Transformer) or model.objective != "preference":
+        return []
+    work = describe(model, sequence_tokens, lengths=lengths)
+    forward = work.of_batch(sum(work.forward_flops(op, convention) for op in work.ops), sequences)
+    return [f"the reference scores each pair once, before the first step: {show_count(forward, 'FLOP')} for a step's"]
+
+
 def length_notes(setup: Setup) -> list[str]:
     """Where lengths come from, and which batch has its memory counted."""
     lengths = setup.lengths
@@ -261,6 +274,7 @@ def _notes(setup: SettledSetup, mfu: float, bound: str, convention: Convention) 
         notes.append(estimated)
     if bound == "host" and setup.stack is None and not setup.hardware.host_is_measured:
         notes.append(f"what starting a kernel takes of the host is estimated: {setup.hardware.launch_s * 1e6:.0f} µs")
+    notes += reference_notes(setup.model, setup.sequence_tokens, setup.lengths, setup.batch_sequences, convention)
     notes += length_notes(setup)
     if setup.fusion == "eager":
         notes.append("activations are counted for fused kernels; plain code keeps more")

@@ -12,10 +12,11 @@ from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.setup import SettledSetup
 from flopwise.setup.stack import Stack
-from flopwise.setup.words import Fusion, Optimizer
+from flopwise.setup.words import Fusion
 from flopwise.setup.written import WrittenStrategy, read_setup
 from flopwise.work.model import Model
 from flopwise.work.op import AttentionKernel
+from flopwise.work.optimizers import Optimizer
 from flopwise.work.work import Recompute
 
 

@@ -11,6 +11,7 @@ from flopwise.base.units import show_seconds, show_share, significant
 from flopwise.records.outcome import Outcome
 from flopwise.setup.training import Task, Training
 from flopwise.work.op import Convention
+from flopwise.work.optimizers import Optimizer
 from flopwise.work.parameters import Place
 
 LONGEST_STEP_S = 1e12
@@ -48,6 +49,9 @@ class StepRecord:
     device_bytes: int | None = None
     """The most that was taken so far, as far as it can be told."""
     host_bytes: int | None = None
+    rewards: dict[str, float] | None = None
+    """Of preferences, in the mean over a step's pairs: what `chosen` and `rejected` answers gained on the reference,
+    times β, their `margin`, and the `accuracy` with which the better one gained more."""
     evaluation: dict[str, float] | None = None
     """`eval_loss`, `eval_accuracy`, …, where it was evaluated after this step."""
 
@@ -75,7 +79,7 @@ class Measurement(Outcome):
     micro_batch_sequences: int
     batch_tokens: int
     precision: str
-    optimizer: str
+    optimizer: Optimizer
     n_params: int
     steps: int
     """That were measured: the first ones, which warm up, are left out."""

@@ -18,11 +18,11 @@ from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.shown import Shown
 from flopwise.base.units import show_bytes, show_seconds, show_share, significant
 from flopwise.records.outcome import WRITTEN_BY, Interval, Outcome, check_expected, check_finite
-from flopwise.setup.words import Optimizer
 from flopwise.setup.written import WrittenSetup
 from flopwise.work.formats import parse_formats
 from flopwise.work.lengths import Lengths, parse_lengths
 from flopwise.work.op import Convention, SaveLevel
+from flopwise.work.optimizers import Optimizer
 from flopwise.work.parameters import End, Place
 from flopwise.work.work import Recompute
 

@@ -9,8 +9,9 @@ from flopwise.base.units import show_bytes, show_seconds, show_share, significan
 from flopwise.records.outcome import Outcome, check_finite
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.stack import NO_STACK
-from flopwise.setup.words import Fusion, Optimizer
+from flopwise.setup.words import Fusion
 from flopwise.work.op import Convention
+from flopwise.work.optimizers import Optimizer
 from flopwise.work.work import Recompute
 
 

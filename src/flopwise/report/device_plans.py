@@ -13,8 +13,8 @@ from flopwise.report.document import Block, Document, Table, Words, beside_rows,
 from flopwise.report.predictions import OPTIMIZER_TITLES, TIGHT, outside_words
 from flopwise.report.tables import Styled
 from flopwise.report.words import count_nouns, lengths_words, list_words, padded_words, signed_share, size_words
-from flopwise.setup.words import MOMENTS
 from flopwise.work.formats import parse_formats
+from flopwise.work.optimizers import Optimizer
 from flopwise.work.parameters import ENDS
 
 SAME = 5e-4
@@ -26,7 +26,15 @@ LITTLE = 0.005
 LEVEL_WORDS = {"full": "full", "attention": "input+context+attention", "context": "input+context", "input": "input"}
 """What is kept of a (layer, chunk) at each save level."""
 
-MOMENT_WORDS = {0: "", 1: "m", 2: "m and v"}
+MOMENT_WORDS: dict[Optimizer, str] = {
+    "adamw": "m and v, {}",
+    "adamw-8bit": "m and v, 8 bits",
+    "muon": "m, {}; v around the blocks",
+    "lion": "m, {}",
+    "sgd": "",
+    "sgd-momentum": "m, {}",
+    "adafactor": "rows and columns of v",
+}
 OWNER_WORDS = {"residual": "between layers", "context": "keys and values of a sequence"}
 """Owners of device memory whose names do not say it all."""
 
@@ -180,8 +188,8 @@ def _others_words(residency: Residency, layers: int) -> str:
 def moment_words(plan: Plan) -> str:
     """What the optimizer remembers of a parameter: `m and v, bf16`."""
     formats = parse_formats(plan.precision)
-    moments = MOMENT_WORDS[MOMENTS[plan.optimizer]]
-    words = [f"{moments}, {formats.moments}"] if moments else []
+    moments = MOMENT_WORDS[plan.optimizer].format(formats.moments)
+    words = [moments] if moments else []
     if formats.master:
         words.append(f"master weights, {formats.master}")
     return "; ".join(words)
@@ -283,10 +291,11 @@ def help_words(planned: Planned) -> list[str]:
     gains = [(found, found.speed - 1) for found in planned.helps]
     if gains and all(gain < LITTLE for _, gain in gains):
         return ["with this batch more memory changes little"]
-    return [f"{_more(found, planned.plan)} → {_gain(gain)}, by estimate, with this batch" for found, gain in gains]
+    return [f"{more_words(found, planned.plan)} → {_gain(gain)}, by estimate, with this batch" for found, gain in gains]
 
 
-def _more(found: Help, plan: Plan) -> str:
+def more_words(found: Help, plan: Plan) -> str:
+    """What is more of memory than the plan has."""
     changes = {
         "device": found.device_memory_bytes - plan.device_memory_bytes,
         "host": found.host_memory_bytes - plan.host_memory_bytes,

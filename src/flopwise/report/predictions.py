@@ -11,8 +11,17 @@ from flopwise.records.prediction import DeviceBytes, Prediction, StagePrediction
 from flopwise.report.document import Block, Document, Table, Words, beside_rows, facts, note_rows
 from flopwise.report.tables import Styled
 from flopwise.report.words import UNKNOWN, lengths_words, padded_words, signed_share
+from flopwise.work.optimizers import Optimizer
 
-OPTIMIZER_TITLES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
+OPTIMIZER_TITLES: dict[Optimizer, str] = {
+    "adamw": "AdamW",
+    "adamw-8bit": "AdamW in 8 bits",
+    "muon": "Muon",
+    "lion": "Lion",
+    "sgd": "SGD",
+    "sgd-momentum": "SGD with momentum",
+    "adafactor": "Adafactor",
+}
 PART_WORDS = {
     "products": "matrix products",
     "attention": "attention",

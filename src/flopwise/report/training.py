@@ -34,6 +34,8 @@ LONGEST_DURATION_S = 1e11
 STEP_WIDTHS = {
     "step": 6,
     "loss": 8,
+    "margin": 8,
+    "right": 7,
     "time": 7,
     "predicted": 9,
     "tok/s": 9,
@@ -63,6 +65,8 @@ class StepTable:
         cells = {
             "step": f"{record.step:,}",
             "loss": loss_words(record.loss),
+            "margin": loss_words((record.rewards or {}).get("margin", 0.0)),
+            "right": share_words((record.rewards or {}).get("accuracy")),
             "time": seconds_words(record.step_s),
             "predicted": seconds_words(record.predicted_s),
             "tok/s": rate_words(record.tokens_per_s),
@@ -82,6 +86,8 @@ def step_table(
 ) -> StepTable:
     """A table for steps like the first one, whose unknown figures have no column, as wide as there is room."""
     unknown = {
+        "margin": first.rewards is None,
+        "right": first.rewards is None,
         "predicted": first.predicted_s is None,
         "MFU": first.mfu is None,
         "device": not (first.device_bytes or device_bytes),

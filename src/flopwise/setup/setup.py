@@ -13,12 +13,13 @@ from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.stack import Stack
 from flopwise.setup.trained import check_base, trains_partly
-from flopwise.setup.words import FUSIONS, MOMENTS, Fusion, Optimizer
+from flopwise.setup.words import FUSIONS, Fusion
 from flopwise.work.describe import check_lengths
 from flopwise.work.formats import POLICIES, Formats
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
 from flopwise.work.op import ATTENTION_KERNELS, AttentionKernel
+from flopwise.work.optimizers import OPTIMIZERS, WHOLE_TENSORS, Optimizer
 from flopwise.work.work import RECOMPUTE_POLICIES, Recompute
 
 Narrowed = TypeVar("Narrowed", bound="Setup")
@@ -30,7 +31,7 @@ WORDS: dict[str, tuple[str | None, ...]] = {
     "recompute": (*RECOMPUTE_POLICIES, None),
     "attention": ATTENTION_KERNELS,
     "fusion": FUSIONS,
-    "optimizer": tuple(MOMENTS),
+    "optimizer": OPTIMIZERS,
 }
 
 
@@ -84,6 +85,13 @@ class Setup:
             self._check_lengths(self.lengths)
         if self.formats is not None:
             check_base(self.model, self.formats.base)
+        if self.optimizer in WHOLE_TENSORS and self.parallel.devices > 1:
+            raise FlopwiseError(
+                f"{self.optimizer} on several devices",
+                why="its update looks at whole matrices, and how several devices would bring them together is not "
+                "described",
+                hint="--optimizer adamw, or without --gpus",
+            )
         if trains_partly(self.model) and not self.is_plain:
             raise FlopwiseError(
                 f"{self.model.name} on several devices, or behind a framework",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flopwise.base.errors import FlopwiseError, shown
+from flopwise.setup.training import Task
 from flopwise.work.adapters import Adapters, parse_frozen
 from flopwise.work.layer_names import parse_targets
 from flopwise.work.model import Model
@@ -24,6 +25,8 @@ class TrainedWords:
     lora_on: str | None = None
     rslora: bool = False
     freeze: str | None = None
+    task: Task | None = None
+    """None: what the model is for."""
 
     def __post_init__(self) -> None:
         given = {"lora-alpha": self.lora_alpha, "lora-on": self.lora_on, "rslora": self.rslora or None}
@@ -34,7 +37,17 @@ class TrainedWords:
                 )
 
     def of(self, model: Model) -> Model:
-        """The model, of which so much is trained; its name then tells."""
+        """The model, of which so much is trained for that task; its name then tells."""
+        found = self._trained(model)
+        if self.task == "dpo":
+            return prefer(found)
+        if self.task is not None and self.task != task_of(found):
+            raise FlopwiseError(
+                f"{model.name} is for another task: {task_of(found)}", hint=f"without --task {self.task}"
+            )
+        return found
+
+    def _trained(self, model: Model) -> Model:
         if self.lora is None and self.freeze is None:
             return model
         if not isinstance(model, Transformer):
@@ -60,6 +73,34 @@ class TrainedWords:
             rank_stabilised=self.rslora,
         )
         return replace(model, adapters=adapters, name=f"{model.name}+{adapters.label}")
+
+
+def task_of(model: Model) -> Task:
+    """What a model is trained for where nobody says."""
+    if not isinstance(model, Transformer):
+        return "language"
+    if model.objective == "preference":
+        return "dpo"
+    return "classification" if model.head == "classifier" else "language"
+
+
+def prefer(model: Model) -> Transformer:
+    """The model as DPO trains it; its name then tells."""
+    if isinstance(model, Transformer) and model.objective == "preference":
+        return model
+    if not isinstance(model, Transformer) or model.head != "language":
+        raise FlopwiseError(
+            f"{model.name} cannot be trained on preferences",
+            why="its answers are compared token by token, and it writes none",
+            hint="a decoder, such as qwen3-0.6b",
+        )
+    if not model.causal:
+        raise FlopwiseError(
+            f"{model.name} sees what comes after; it cannot prefer one answer to another",
+            why="how likely an answer is follows from every token's likelihood after those before it",
+            hint="a decoder, such as qwen3-0.6b",
+        )
+    return replace(model, objective="preference", name=f"{model.name}+dpo")
 
 
 def parse_alpha(text: str) -> float:

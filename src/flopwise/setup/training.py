@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import cos, pi, sqrt
 from typing import Any, Literal, get_args
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.units import one_expected
+from flopwise.work.optimizers import Optimizer
 
-Task = Literal["language", "classification"]
+Task = Literal["language", "classification", "dpo"]
 TASKS: tuple[Task, ...] = get_args(Task)
 
 Schedule = Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"]
@@ -25,6 +27,42 @@ MOST_DIGITS = 16
 """Of a count that is read."""
 TIMESCALE_STEPS = 10_000
 """Of an inverse square root that has no warm-up."""
+
+
+OPTIMIZER_SETTINGS: dict[Optimizer, dict[str, float]] = {
+    "adamw": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
+    "adamw-8bit": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
+    "muon": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "momentum": 0.95},
+    "lion": {"beta1": 0.9, "beta2": 0.99},
+    "sgd": {},
+    "sgd-momentum": {"momentum": 0.9},
+    "adafactor": {},
+}
+"""What each optimizer has beside a learning rate and weight decay, and what that is where nobody says.
+
+Muon's betas are those of AdamW around the blocks. Lion's are its paper's."""
+NESTEROV: tuple[Optimizer, ...] = ("sgd-momentum",)
+"""Whose momentum may look ahead; Muon's always does."""
+
+
+def settle_momentum(optimizer: Optimizer | None, momentum: float | None) -> Optimizer | None:
+    """SGD is another optimizer with momentum: it remembers a number for each parameter."""
+    return "sgd-momentum" if optimizer == "sgd" and momentum else optimizer
+
+
+def check_settings(optimizer: Optimizer, given: Mapping[str, object]) -> None:
+    """Refuse settings that an optimizer has not; None: not given."""
+    known = {*OPTIMIZER_SETTINGS[optimizer], *(["nesterov"] if optimizer in NESTEROV else [])}
+    every = {name for settings in OPTIMIZER_SETTINGS.values() for name in settings} | {"nesterov"}
+    for name, value in given.items():
+        if name in every and name not in known and value is not None:
+            has = ", ".join(f"--{each}" for each in sorted(known)) or "a learning rate and weight decay alone"
+            others = [each for each, settings in OPTIMIZER_SETTINGS.items() if name in settings]
+            raise FlopwiseError(
+                f"{optimizer} has no {name}",
+                why=f"it has {has}",
+                hint=f"leave --{name} out, or --optimizer {' or '.join(others or NESTEROV)}",
+            )
 
 
 def parse_share(text: float | str) -> float:
@@ -66,9 +104,14 @@ class Training:
     decay_share: float = 0.1
     """Of the steps, those at the end of a WSD schedule in which the rate falls."""
     decay_shape: DecayShape = "linear"
+    optimizer: Optimizer = "adamw"
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
+    momentum: float = 0.95
+    """Of Muon, and of SGD where it has one."""
+    nesterov: bool = False
+    """Whether SGD's momentum looks ahead."""
     weight_decay: float = 0.1
     """For matrices and tables; biases and norms have none."""
     clip_norm: float | None = None
@@ -77,6 +120,10 @@ class Training:
     """Weights kept in bf16 are rounded up or down by chance, in proportion to what lies between."""
     drops: bool = True
     """Whether what the model's description says is dropped; an evaluation drops nothing."""
+    dpo_beta: float = 0.1
+    """How far a preference may lead away from the reference: the less, the further."""
+    dpo_label_smoothing: float = 0.0
+    """The share of preferences that are taken to be the wrong way round."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -97,6 +144,7 @@ class Training:
             ("beta1", 0.0, 0.9999999),
             ("beta2", 0.0, 0.9999999),
             ("epsilon", 0.0, 1.0),
+            ("momentum", 0.0, 0.9999999),
             ("weight_decay", 0.0, 1e3),
         ):
             value = getattr(self, name)
@@ -121,6 +169,14 @@ class Training:
             )
         if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
             raise FlopwiseError(f"gradients cannot be clipped to a norm of {self.clip_norm}", hint="--clip 1.0")
+        if not 0 < self.dpo_beta < float("inf"):
+            raise FlopwiseError(f"beta of DPO cannot be {self.dpo_beta:g}", why="it is above 0", hint="--beta 0.1")
+        if not 0 <= self.dpo_label_smoothing < 0.5:
+            raise FlopwiseError(
+                f"a share of {self.dpo_label_smoothing:g} of the preferences cannot be the wrong way round",
+                why="it is from 0 to less than a half",
+                hint="--dpo-label-smoothing 0.1",
+            )
         if self.warmup_steps < 0:
             raise FlopwiseError(f"a warm-up cannot have {self.warmup_steps:,} steps", hint="--warmup 10")
         if not 0 <= self.seed < 2**63:

@@ -21,6 +21,7 @@ from flopwise.work.formats import parse_formats
 from flopwise.work.lengths import parse_lengths
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import Model
+from flopwise.work.optimizers import Optimizer
 from flopwise.work.transformer import Transformer
 
 Asked = TypeVar("Asked", bound=Setup)
@@ -95,7 +96,7 @@ class CellSetup(WrittenBatch):
     micro_batch_sequences: int | Auto
     """auto: what the plan chooses; with a batch that is auto, the largest that fits."""
     precision: str
-    optimizer: str = "adamw"
+    optimizer: Optimizer = "adamw"
     task: Task = "language"
     device_memory_bytes: int | None = None
     """Cap; None: all of the device but a reserve."""

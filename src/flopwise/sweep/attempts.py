@@ -21,6 +21,7 @@ from flopwise.base.files import append_to, to_toml, write_whole
 from flopwise.base.processes import python_words, search_path
 from flopwise.base.units import AUTO, show_seconds
 from flopwise.catalog.load import THIS_CPU, hardware_place
+from flopwise.engine.executable import check_optimizer
 from flopwise.records.measurement import RunRecord
 from flopwise.store.cells import MEMORY_FAILURES, Attempt, Cell, CellState, SweepRecord, Told
 from flopwise.store.sweeps import (
@@ -109,8 +110,7 @@ Command = Callable[[Trial, Path, Path], list[str]]
 def train_command(trial: Trial, store: Path, model: Path) -> list[str]:
     """`flopwise train` for a trial: every setting that is not open, in figures that are read back exactly."""
     settings, sweep = trial.cell.settings, trial.sweep
-    if settings.optimizer != "adamw":
-        raise FlopwiseError(f"{settings.optimizer} cannot be trained with", hint="adamw is what `flopwise train` has")
+    check_optimizer(settings.optimizer, ranks=settings.devices)
     batch = trial.batch_sequences or settings.batch_sequences
     micro = trial.micro_batch_sequences or settings.micro_batch_sequences
     options: dict[str, object] = {
@@ -119,6 +119,7 @@ def train_command(trial: Trial, store: Path, model: Path) -> list[str]:
         "batch": batch,
         "micro": micro,
         "precision": settings.precision,
+        "optimizer": settings.optimizer,
         "device-mem": AUTO if settings.device_memory_bytes is None else settings.device_memory_bytes,
         "host-mem": AUTO if settings.host_memory_bytes is None else settings.host_memory_bytes,
         "steps": trial.steps,

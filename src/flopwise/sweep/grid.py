@@ -27,6 +27,7 @@ from flopwise.catalog.load import hardware_place, load_model, model_table
 from flopwise.predict.choose import usual_formats
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import default_sequence
+from flopwise.setup.trained import task_of
 from flopwise.setup.written import CellSetup, cell_id
 from flopwise.work.formats import parse_formats
 from flopwise.work.model import Model
@@ -252,7 +253,7 @@ def expand(axes: Axes, hardware: Mapping[str, Hardware], skip: Sequence[Skip] = 
                 batch_sequences=sequences,
                 micro_batch_sequences=micro,
                 precision=formats[index, on, precision],
-                task="classification" if isinstance(model, Transformer) and model.head == "classifier" else "language",
+                task=task_of(model),
                 device_memory_bytes=device_mem,
                 host_memory_bytes=host_mem,
             )

@@ -8,14 +8,23 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import is_plan, load_model, load_plan
 from flopwise.engine.data.classification import only_label
 from flopwise.engine.data.corpus import no_text
-from flopwise.engine.data.examples import check_template, kind_of_source
-from flopwise.engine.data.records import check_columns, check_row, columns_of_texts, samples, table_rows
+from flopwise.engine.data.examples import check_template, kind_of_source, no_example
+from flopwise.engine.data.records import (
+    check_columns,
+    check_row,
+    columns_of_texts,
+    first_columns,
+    samples,
+    table_rows,
+)
 from flopwise.engine.data.request import check_columns_asked
+from flopwise.engine.data.rows import check_pairs, read_pair
 from flopwise.engine.data.sources import DataSource, check_beginnings, find_sources, survey
 from flopwise.engine.data.tokenizer import load_tokenizer
+from flopwise.setup.trained import task_of
+from flopwise.setup.training import Task
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights
 from flopwise.train.request import TrainRequest
-from flopwise.work.transformer import Transformer
 
 ANY_VOCABULARY = 2**31
 
@@ -24,12 +33,20 @@ def check_data(request: TrainRequest) -> None:
     """Refuse files that are not there, that are no text, or that lack a column; and a tokenizer that cannot be read."""
     if request.resume is not None:
         return
-    labelled = _is_labelled(request)
+    task = request.task or _task_of(request)
+    labelled = task == "classification"
     check_columns_asked(request.text_column, request.label_column)
     kinds: dict[str, str] = {}
+    if task == "dpo" and not request.data:
+        raise FlopwiseError(
+            "there are no pairs to compare", why="DPO learns from pairs of answers", hint="--data FOLDER"
+        )
     for named in (request.data, request.evaluation_data):
         sources, _ = find_sources(named, labelled=labelled, tokens=request.data_format is not None)
         check_beginnings(sources)
+        if task == "dpo":
+            _check_pairs(sources, request)
+            continue
         texts = columns_of_texts(sources, request.text_column) if labelled else (request.text_column,)
         columns = (*texts, request.label_column) if labelled else texts
         for source in sources:
@@ -67,15 +84,38 @@ def _check_labels(sources: tuple[DataSource, ...], request: TrainRequest) -> Non
     raise only_label(found.pop()) if found else no_text(request.data)
 
 
-def _is_labelled(request: TrainRequest) -> bool:
-    """Whether its rows are to have labels, as far as that can be told before anything else is."""
-    if request.task is not None:
-        return request.task == "classification"
+def _task_of(request: TrainRequest) -> Task:
+    """What a model is for, as far as that can be told before anything else is."""
     if request.model is None:
-        return False
+        return "language"
     try:
         model = load_plan(Path(request.model))[1] if is_plan(request.model) else load_model(request.model)
     except FlopwiseError:
         # What is wrong with it is for those to say who need it.
-        return False
-    return isinstance(model, Transformer) and model.head == "classifier"
+        return "language"
+    return task_of(model)
+
+
+def _check_pairs(sources: tuple[DataSource, ...], request: TrainRequest) -> None:
+    """Refuse data whose rows are no pairs of answers, as far as their first ones tell."""
+    for source in sources:
+        if source.form in ("text", "tokens"):
+            raise FlopwiseError(
+                f"{source.path} holds no rows",
+                why="DPO compares two answers, and reads them from columns",
+                hint="rows of chosen and rejected, as .jsonl, .json, .csv or .parquet",
+            )
+        try:
+            check_pairs(first_columns(source))
+        except FlopwiseError as error:
+            raise error.within(str(source.path)) from None
+        line, row = next(iter(table_rows(source, None)), (0, {"chosen": "", "rejected": ""}))
+        check_row(source.path, line, row, ("chosen", "rejected"))
+        try:
+            read_pair(row)
+        except ValueError as error:
+            raise no_example(source.path, line, error) from None
+        if not isinstance(row["chosen"], str):
+            weights = find_weights(request)
+            tokenizer = load_tokenizer(choose_tokenizer(request, weights), ANY_VOCABULARY)
+            check_template("messages", tokenizer, str(source.path))

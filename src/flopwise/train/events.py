@@ -110,8 +110,11 @@ class LoggerCallback(Callback):
             return
         figures = asdict(record)
         evaluation = figures.pop("evaluation") or {}
+        rewards = {f"rewards_{name}": value for name, value in (figures.pop("rewards") or {}).items()}
         try:
-            self.logger.log({name: value for name, value in {**figures, **evaluation}.items() if value is not None})
+            self.logger.log(
+                {name: value for name, value in {**figures, **rewards, **evaluation}.items() if value is not None}
+            )
         except Exception as error:  # whatever a tracker raises, the training is worth more
             self.failed = True
             self.tell(f"a logger failed and is not told any more: {error!r}")

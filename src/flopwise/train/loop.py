@@ -15,7 +15,7 @@ from torch import Tensor
 from flopwise.base.errors import FlopwiseError
 from flopwise.base.files import to_json
 from flopwise.engine.batch import Batch
-from flopwise.engine.executor import MOMENTS, Executor
+from flopwise.engine.executor import Executor, Rewards
 from flopwise.engine.signals import Stop
 from flopwise.engine.weights import checkpoint
 from flopwise.engine.weights.adapter_files import Merged, from_peft, to_peft
@@ -218,6 +218,7 @@ class Loop:
             gradient_norm=result.gradient_norm,
             predicted_s=settings.predicted_step_s,
             exposed_copy_s=result.waited_s,
+            rewards=None if result.rewards is None else _reward_figures(result.rewards),
             device_bytes=sum(row.measured_bytes for row in memory if row.place == "device") or None,
             host_bytes=sum(row.measured_bytes for row in memory if row.place == "host") or None,
         )
@@ -250,7 +251,7 @@ class Loop:
     def _check_numbers(self, step: int, bad: tuple[str, ...]) -> None:
         """End where numbers are not finite on any rank: the loss of a step does not know yet what its update did."""
         if self.executor.agree(bool(bad)):
-            what = "optimizer state" if bad and bad[0].partition("/")[0] in MOMENTS else "weights"
+            what = "optimizer state" if bad and "/" in bad[0] else "weights"
             raise self._diverged(f"{what} after step {step} are not finite", *bad[:1])
 
     def _check_evaluation(self, step: int, figures: dict[str, float] | None) -> None:
@@ -295,6 +296,10 @@ class Loop:
             "eval_samples_per_second": found.sequences / took_s,
             "eval_steps_per_second": counted[0] / took_s,
         }
+        if found.rewards is not None:
+            rewards = _reward_figures(found.rewards)
+            # `eval_accuracy` says already how often the better answer gained more.
+            figures |= {f"eval_rewards_{name}": value for name, value in rewards.items() if name != "accuracy"}
         if self.training.task == "language":
             figures["eval_perplexity"] = math.exp(min(found.loss, 700.0))
         return figures
@@ -377,17 +382,24 @@ def restore(executor: Executor, loaded: checkpoint.Loaded, model: Transformer) -
         executor.set_weights(loaded.weights)
     else:
         executor.set_weights(from_huggingface(model, loaded.weights, tokens).tensors)
-    for moment in MOMENTS:
-        for parameter in executor.parameters:
-            if not parameter.trained:
-                continue
-            name = f"{moment}/{parameter.name}"
-            if name in loaded.optimizer:
-                executor.set_moment(parameter.name, moment, loaded.optimizer[name])
-            elif moment != "master":
-                raise FlopwiseError(f"the checkpoint has no {name}", hint="resume from another checkpoint")
+    for parameter, kept in executor.remembered():
+        name = f"{kept.name}/{parameter.name}"
+        if name in loaded.optimizer:
+            executor.set_moment(parameter.name, kept.name, loaded.optimizer[name])
+        elif kept.name != "master":
+            raise FlopwiseError(f"the checkpoint has no {name}", hint="resume from another checkpoint")
     state = loaded.state
     return Progress(step=state.step, position=state.position, totals=dict(state.totals))
+
+
+def _reward_figures(rewards: Rewards) -> dict[str, float]:
+    """Under the names that they have in logs."""
+    return {
+        "chosen": rewards.chosen,
+        "rejected": rewards.rejected,
+        "margin": rewards.margin,
+        "accuracy": rewards.accuracy,
+    }
 
 
 def _is_bad(figures: dict[str, float] | None) -> bool:

@@ -17,9 +17,10 @@ from flopwise.engine.data import (
     open_classification_data,
     open_example_data,
     open_language_data,
+    open_preference_data,
 )
 from flopwise.engine.data.request import TokenNumbers
-from flopwise.engine.executable import check_adapters, check_formats, check_several, check_trainable
+from flopwise.engine.executable import check_adapters, check_formats, check_optimizer, check_several, check_trainable
 from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import Here
 from flopwise.records.cluster_plan import ClusterPlan
@@ -28,16 +29,16 @@ from flopwise.records.plan import MOST_PAIRS, Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import shard_all
 from flopwise.setup.setup import Setup
-from flopwise.setup.trained import TrainedWords, check_base
-from flopwise.setup.training import Task, Training
+from flopwise.setup.trained import TrainedWords, check_base, prefer, task_of
+from flopwise.setup.training import OPTIMIZER_SETTINGS, Task, Training, settle_momentum
 from flopwise.setup.written import read_setup
 from flopwise.train.hardware import check_planned, find_here, place_of
 from flopwise.train.origin import check_weights, choose_tokenizer, find_weights, label_names, read_adapters
 from flopwise.train.own_data import Data, OwnData
 from flopwise.train.planning import FoundPlan, check_fits, find_plan, given_plan, note_clipping
-from flopwise.train.request import TrainRequest, trained_words
+from flopwise.train.request import TrainRequest, several_of_dpo, trained_words
 from flopwise.work.describe import describe
-from flopwise.work.formats import Formats, parse_formats, with_base
+from flopwise.work.formats import parse_formats, with_base
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model, beyond_context
 from flopwise.work.transformer import Dropout, Transformer
@@ -57,6 +58,7 @@ CLASSIFIER_EPOCHS = 3
 LANGUAGE_STEPS = 200
 LANGUAGE_EPOCHS = 3
 """As many steps at most as see the data so often: most fine-tuning does no more."""
+PREFERENCE_EPOCHS = 1
 
 MANY_EPOCHS = 10
 """More than these are told: they are rarely meant, and the data is learnt by heart."""
@@ -69,7 +71,8 @@ TOKEN_FORMATS: dict[str, TokenNumbers] = {
 
 SETTINGS = (
     *("learning_rate", "warmup_steps", "schedule", "min_learning_rate", "decay_share", "decay_shape", "weight_decay"),
-    *("beta1", "beta2"),
+    *("beta1", "beta2", "epsilon", "momentum", "nesterov"),
+    *("dpo_beta", "dpo_label_smoothing"),
 )
 """Fields of a request that go into the training's settings as they are, where they are given."""
 
@@ -80,6 +83,9 @@ LARGE_PARAMETERS = 10**8
 FINE_TUNING_RATE = 5e-5
 ADAPTER_RATE = 2e-4
 """Of adapters, as QLoRA's paper has it for models of 7 and 13 billion parameters."""
+PREFERENCE_RATE = 1e-6
+"""Of DPO, as TRL has it; of adapters ten times as much."""
+PREFERENCE_ADAPTER_RATE = 1e-5
 FINE_TUNING_NORM = 1.0
 """What gradients are clipped to where a training begins from weights: what most fine-tuning has."""
 
@@ -156,8 +162,18 @@ def settle(
         told = check_planned(plan[0], hardware, request)
         if request.on is not None:
             plan = replace(plan[0], hardware=name), plan[1]
+    request = replace(request, optimizer=settle_momentum(request.optimizer, request.momentum))
+    check_optimizer(plan[0].optimizer if plan is not None else request.optimizer or "adamw", ranks=ranks)
     model, weights = _model(request, plan, hardware, ranks)
-    task = request.task or ("classification" if model.head == "classifier" else "language")
+    task = request.task or task_of(model)
+    if plan is not None and (task == "dpo") != (model.objective == "preference"):
+        raise FlopwiseError(
+            f"the plan is not for --task {task}",
+            why="preferences run the head once more, over both answers of a pair",
+            hint=f"plan again with --task {task}",
+        )
+    if task == "dpo" and ranks > 1:
+        raise several_of_dpo()
     model = _with_dropout(_for_task(model, task), request.dropout)
     check_trainable(model)
     precision = plan[0].precision if plan is not None else request.precision
@@ -223,8 +239,7 @@ def prepare(
         asked = request.steps is not None or request.epochs is not None
         training = replace(training, steps=steps if asked else training.steps)
     else:
-        formats = parse_formats(own_plan.precision)
-        training = _training(request, task, model, sequence, formats, steps=steps, from_weights=weights is not None)
+        training = _training(request, task, model, sequence, own_plan, steps=steps, from_weights=weights is not None)
     return Prepared(
         model=model,
         training=training,
@@ -330,11 +345,11 @@ def _words_of(request: TrainRequest) -> TrainedWords:
     asked = trained_words(request)
     if request.adapters is None:
         return asked
-    if asked != TrainedWords():
+    if replace(asked, task=None) != TrainedWords():
         raise FlopwiseError(
             "--adapters beside --lora or --freeze", why="the adapters' own file says what they are", hint="one of them"
         )
-    return read_adapters(Path(request.adapters))
+    return replace(read_adapters(Path(request.adapters)), task=asked.task)
 
 
 def default_model(hardware: Hardware, widths: Sequence[int] = DEFAULT_WIDTHS) -> Transformer:
@@ -405,6 +420,8 @@ def _for_task(model: Transformer, task: Task) -> Transformer:
         # A norm behind the blocks is a part of those whose norms are before the branches.
         normed = model.final_norm and model.norm_place == "pre"
         return replace(model, head="classifier", labels=model.labels or 2, tied=False, final_norm=normed)
+    if task == "dpo":
+        return prefer(model)
     if not model.causal:
         raise FlopwiseError(
             f"{model.name} sees what comes after; it cannot learn to foretell it",
@@ -445,10 +462,13 @@ def _open_data(
         train_on=request.train_on,
         tokens=TOKEN_FORMATS.get(request.data_format or ""),
         labels=label_names(settled.weights) if task == "classification" else (),
+        pairs=task == "dpo",
         evaluation=request.evaluation_data,
     )
     if task == "classification":
         return open_classification_data(wanted, tell=tell)
+    if task == "dpo":
+        return open_preference_data(wanted, tell=tell)
     if holds_examples(wanted):
         return open_example_data(wanted, tell=tell)
     return open_language_data(wanted, tell=tell)
@@ -528,7 +548,8 @@ def _steps(request: TrainRequest, task: Task, count: int, batch: int) -> int:
     if steps is None:
         steps = DEFAULT_STEPS if request.model is None else LANGUAGE_STEPS
         if request.data or request.own_data:
-            steps = min(steps, max(1, ceil(LANGUAGE_EPOCHS * count / batch)))
+            epochs = PREFERENCE_EPOCHS if task == "dpo" else LANGUAGE_EPOCHS
+            steps = min(steps, max(1, ceil(epochs * count / batch)))
     return steps
 
 
@@ -548,20 +569,24 @@ def _training(
     task: Task,
     model: Transformer,
     sequence: int,
-    formats: Formats,
+    plan: Plan | ClusterPlan,
     *,
     steps: int,
     from_weights: bool,
 ) -> Training:
     """The settings; what was left open is as small models and fine-tuning have it."""
+    formats, optimizer = parse_formats(plan.precision), plan.optimizer
     large = describe(model, sequence).parameters >= LARGE_PARAMETERS
     tuned = FINE_TUNING_RATE if model.adapters is None else ADAPTER_RATE
+    if task == "dpo":
+        tuned = PREFERENCE_RATE if model.adapters is None else PREFERENCE_ADAPTER_RATE
     rate = tuned if from_weights else LARGE_RATE if large else FIRST_RATE
     chosen: dict[str, Any] = {
         "learning_rate": rate,
         "warmup_steps": min(100, steps // 10),
         "schedule": "linear" if task == "classification" else "cosine",
         "weight_decay": 0.01 if task == "classification" else 0.1,
+        **OPTIMIZER_SETTINGS[optimizer],
     }
     if request.warmup_share is not None:
         chosen["warmup_steps"] = round(request.warmup_share * steps)
@@ -569,11 +594,13 @@ def _training(
     return Training(
         steps=steps,
         task=task,
+        optimizer=optimizer,
         clip_norm=request.clip_norm,
         stochastic_rounding=formats.weights_are_coarse
         if request.stochastic_rounding is None
         else request.stochastic_rounding,
-        drops=request.dropout != 0,
+        # How likely an answer is does not depend on chance, neither for the model nor for its reference.
+        drops=request.dropout != 0 if task != "dpo" else bool(request.dropout),
         seed=request.seed,
         **chosen,
     )

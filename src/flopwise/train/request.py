@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.catalog.load import is_plan, load_plan
+from flopwise.engine.executable import check_optimizer
 from flopwise.records.measurement import RunRecord
 from flopwise.setup.trained import TrainedWords
-from flopwise.setup.training import DecayShape, Schedule, Task
+from flopwise.setup.training import DecayShape, Schedule, Task, check_settings, settle_momentum
 from flopwise.setup.written import WrittenBatch
 from flopwise.store.runs import RECORD
 from flopwise.train.trackers import check_trackers
+from flopwise.work.optimizers import Optimizer
 
 DataFormat = Literal["tokens-uint16", "tokens-uint32", "tokens-int32"]
 DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
@@ -58,6 +62,9 @@ class TrainRequest(WrittenBatch):
     weight_decay: float | None = None
     beta1: float | None = None
     beta2: float | None = None
+    epsilon: float | None = None
+    momentum: float | None = None
+    nesterov: bool | None = None
     dropout: float | None = None
     """The share that is dropped at every site, 0 for none; None: the shares of the model's description."""
     clip_norm: float | None = None
@@ -77,6 +84,8 @@ class TrainRequest(WrittenBatch):
     """A folder of adapters that PEFT or flopwise saved, to go on with; it says their rank and the rest."""
     merge: bool = False
     """Write the whole model with its adapters merged into it, at the end."""
+    dpo_beta: float | None = None
+    dpo_label_smoothing: float | None = None
     seed: int = 0
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
@@ -86,8 +95,8 @@ class TrainRequest(WrittenBatch):
     run which is resumed."""
     hardware: None = field(default=None, init=False)
     """The machine that it runs on, which `on` may describe."""
-    optimizer: None = field(default=None, init=False)
-    """AdamW alone is trained with."""
+    optimizer: Optimizer | None = None
+    """None: AdamW, or the plan's."""
     lengths: None = field(default=None, init=False)
     """The data's own."""
     devices: int = 1
@@ -145,7 +154,54 @@ def check_request(request: TrainRequest) -> None:
             why="WSD alone has a decay of its own",
             hint="--schedule wsd",
         )
+    of_dpo = {"beta": request.dpo_beta, "dpo-label-smoothing": request.dpo_label_smoothing}
+    for name, value in of_dpo.items():
+        if value is not None and request.task not in (None, "dpo"):
+            raise FlopwiseError(
+                f"--{name}, and the task is {request.task}",
+                why="it is for preferences",
+                hint=f"--{name} with --task dpo, or without it",
+            )
+    if request.task == "dpo" and request.own_data:
+        raise FlopwiseError(
+            "DPO is not trained on data of a program's own yet",
+            why="pairs are read, packed and scored by a reference from files",
+            hint="files of rows with chosen and rejected",
+        )
+    if request.task == "dpo" and request.devices > 1:
+        raise several_of_dpo()
     check_trackers(request.log)
+    _check_optimizer(request)
+
+
+def _check_optimizer(request: TrainRequest) -> None:
+    """Refuse an optimizer that nothing here updates with, and settings that it has not."""
+    planned = request.model is not None and is_plan(request.model)
+    if planned and request.optimizer is not None:
+        raise FlopwiseError(
+            f"--optimizer beside {request.model}",
+            why="the plan says it",
+            hint="the plan alone, or `flopwise plan … --optimizer … -w plan.toml` for another one",
+        )
+    if planned and request.model is not None:
+        optimizer = load_plan(Path(request.model))[0].optimizer
+    else:
+        optimizer = settle_momentum(request.optimizer or "adamw", request.momentum) or "adamw"
+    check_settings(optimizer, {name: getattr(request, name) for name in OPTIMIZER_WORDS})
+    check_optimizer(optimizer, ranks=request.devices)
+
+
+OPTIMIZER_WORDS = ("beta1", "beta2", "epsilon", "momentum", "nesterov")
+"""Fields that only some optimizers have."""
+
+
+def several_of_dpo() -> FlopwiseError:
+    """For preferences on several devices."""
+    return FlopwiseError(
+        "DPO is not trained on several devices yet",
+        why="the modules that are sharded do not know where an answer begins",
+        hint="--gpus 1, which streams what does not fit through the host's memory",
+    )
 
 
 def trained_words(request: TrainRequest) -> TrainedWords:
@@ -156,6 +212,7 @@ def trained_words(request: TrainRequest) -> TrainedWords:
         lora_on=request.lora_on,
         rslora=request.rslora,
         freeze=request.freeze,
+        task="dpo" if request.task == "dpo" else None,
     )
 
 

@@ -13,18 +13,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from flopwise.base.errors import FlopwiseError, unknown_name
+from flopwise.base.errors import FlopwiseError, one_of, unknown_name
 from flopwise.base.files import plain, to_json, to_toml, write_whole
 from flopwise.base.units import AUTO
 from flopwise.catalog.load import model_table, plan_table
+from flopwise.engine.data import PreferenceData
 from flopwise.engine.devices import device_facts
 from flopwise.engine.executor import Executor
 from flopwise.engine.launch import Rank, rank_of
 from flopwise.engine.signals import Stop
+from flopwise.engine.streaming.executor import StreamingExecutor
 from flopwise.engine.weights import checkpoint
 from flopwise.engine.weights.adapter_files import adapter_config, base_name
 from flopwise.engine.weights.checkpoint import CheckpointState
 from flopwise.engine.weights.handed_on import files_to_hand_on
+from flopwise.engine.weights.weight_files import weights_digest
 from flopwise.plan.program.compile import compile_plan
 from flopwise.profile.explain.verdicts import first_verdict
 from flopwise.profile.measure.this_machine import environment
@@ -61,6 +64,7 @@ from flopwise.train.request import TrainRequest, check_request, merge_resumed
 from flopwise.train.resuming import Resumed, as_written, find_resumed
 from flopwise.train.trackers import Tracking
 from flopwise.work.describe import describe
+from flopwise.work.optimizers import OPTIMIZERS
 from flopwise.work.total_flos import total_flos
 
 MERGED = "merged"
@@ -112,14 +116,14 @@ def _device_of(request: TrainRequest) -> str:
 def _make_request(asked: dict[str, Any]) -> TrainRequest:
     known = {field.name for field in fields(TrainRequest) if field.init}
     for name in asked:
-        if name == "optimizer":
-            raise FlopwiseError("the optimizer cannot be chosen", why="AdamW is the one there is", hint="leave it out")
         if name not in known:
             raise unknown_name("argument of train.run", name, known, hint="the fields of flopwise.train.TrainRequest")
     for name in ("data", "evaluation_data"):
         if name in asked:
             several = [asked[name]] if isinstance(asked[name], str | Path) else asked[name]
             asked[name] = tuple(str(source) for source in several)
+    if asked.get("optimizer") is not None:
+        asked["optimizer"] = one_of(asked["optimizer"], OPTIMIZERS, "optimizer")
     return TrainRequest(**asked)
 
 
@@ -250,13 +254,15 @@ class _Run:
             missing = first_weights(executor, model, prepared.training.seed, prepared.weights, tokens)
             if missing:
                 self.listeners.on_note(f"drawn anew, since the weights have none: {', '.join(missing[:4])}")
+            self._refer(executor, prepared)
             if self.request.adapters is not None:
                 begin_with_adapters(executor, model, Path(self.request.adapters))
             return Progress()
         loaded = self.resumed.loaded
-        if model.adapters is not None:
+        if model.adapters is not None or model.objective == "preference":
             # What they lie beside is no part of a checkpoint.
             first_weights(executor, model, prepared.training.seed, prepared.weights, tokens)
+            self._refer(executor, prepared)
         template = self._template(prepared)
         checkpoint.check_matches(
             loaded.state,
@@ -275,6 +281,23 @@ class _Run:
                 hint=f"--steps {2 * loaded.state.step} to go on",
             )
         return restore(executor, loaded, model)
+
+    def _refer(self, executor: Executor, prepared: Prepared) -> None:
+        """Preferences are learned beside what the model that it begins with finds of the answers."""
+        if not isinstance(prepared.data, PreferenceData):
+            return
+        assert isinstance(executor, StreamingExecutor)
+        told = prepared.data.refer(
+            executor.score,
+            {
+                "weights": weights_digest(prepared.weights) if prepared.weights else prepared.training.seed,
+                "model": model_table(replace(prepared.model, adapters=None)),
+                "precision": prepared.plan.precision,
+            },
+            sequences=prepared.batch_sequences,
+            seen=prepared.training.steps * prepared.batch_sequences,
+        )
+        self.listeners.on_note(told)
 
     def _folder(self) -> Path:
         if self.resumed is not None:

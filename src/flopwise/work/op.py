@@ -70,6 +70,8 @@ class Weight:
     """False for the second use of a tied matrix, so that it is counted once."""
     active: tuple[int, int] = (1, 1)
     """Numerator and denominator of the share that one token uses (experts)."""
+    parts: tuple[int, ...] = ()
+    """Rows of the matrices that are packed into it, one for each of its product's results; nothing: it is one."""
 
     @property
     def name(self) -> str:

@@ -71,11 +71,11 @@ def parameters_of(model: Transformer, sequence_tokens: int) -> tuple[Parameter, 
     before, inside, behind = op_groups(describe(model, sequence_tokens))
     found: list[Parameter] = []
     if not model.tied:
-        found += _list_parameters(before, "embedding")
+        found += list_parameters(before, "embedding")
     frozen = model.frozen_layers
     for layer in range(model.layers):
-        found += _list_parameters(inside, layer, frozen=layer in frozen)
-    return (*found, *_list_parameters((*before, *behind) if model.tied else behind, "head"))
+        found += list_parameters(inside, layer, frozen=layer in frozen)
+    return (*found, *list_parameters((*before, *behind) if model.tied else behind, "head"))
 
 
 def is_of_adapter(parameter: Parameter) -> bool:
@@ -96,10 +96,11 @@ def split_at_attention(block: tuple[Op, ...]) -> tuple[tuple[Op, ...], Attention
     return block[:place], attention, block[place + 1 :]
 
 
-def _list_parameters(ops: tuple[Op, ...], part: Part, *, frozen: bool = False) -> Iterator[Parameter]:
+def list_parameters(ops: tuple[Op, ...], part: Part, *, frozen: bool = False) -> Iterator[Parameter]:
+    """Of one part, whose operators these are."""
     first = {True: 0, False: 0}
     owned = [
-        Parameter(weight, part, 0, _role(op, weight), trained=not frozen and op.frozen < op.layers)
+        Parameter(weight, part, 0, role_of(op, weight), trained=not frozen and op.frozen < op.layers)
         for op in ops
         if not isinstance(part, int) or op.first_layer <= part
         for weight in op.weights
@@ -112,7 +113,8 @@ def _list_parameters(ops: tuple[Op, ...], part: Part, *, frozen: bool = False) -
         first[parameter.trained] += parameter.elements
 
 
-def _role(op: Op, weight: Weight) -> Role:
+def role_of(op: Op, weight: Weight) -> Role:
+    """What a weight of an operator is."""
     if weight.kind == "bias":
         return "bias"
     if isinstance(op, Gemm):

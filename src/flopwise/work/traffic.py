@@ -1,4 +1,4 @@
-"""Bytes: what an operator must move, what backward keeps, and what an update touches.
+"""Bytes: what an operator must move, and what backward keeps.
 
 Counted for one sequence, like FLOPs. These are the bytes of perfect caching: each operand read once, each result
 written once. A device with small caches moves more; `predict` models that.
@@ -197,16 +197,6 @@ def cast_back_bytes(op: Gemm, formats: Formats) -> Traffic:
     rows, columns = width + 1, 2 * width + 1
     fixed = sum(weight.elements for weight in op.weights) * (columns + width + 2 * WIDTH_BYTES[formats.gradients])
     return Traffic(op.rows * (op.columns * (rows + columns) + op.depth * columns), fixed)
-
-
-def update_bytes_per_parameter(formats: Formats, moments: int) -> int:
-    """Bytes that an optimizer moves: gradient read, moments and master read and written, weight written.
-
-    The weight is read as well where there is no master copy to start from.
-    """
-    weight = WIDTH_BYTES[formats.weights]
-    master = 2 * WIDTH_BYTES[formats.master] if formats.master else weight
-    return WIDTH_BYTES[formats.gradients] + 2 * moments * WIDTH_BYTES[formats.moments] + weight + master
 
 
 def scale_traffic(traffic: Traffic, share: Fraction) -> Traffic:

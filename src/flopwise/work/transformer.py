@@ -311,6 +311,9 @@ class Transformer:
     """Parts that are not trained: `embedding`, `head`, `blocks.0-15`; None: all are."""
     dropout: Dropout | None = None
     """What training drops; an evaluation drops nothing. None: nothing."""
+    objective: Literal["likelihood", "preference"] = "likelihood"
+    """preference: of pairs of answers the better one is made likelier than the other, as DPO does; what each is worth
+    follows from the whole of it, so that the head runs twice."""
     note: str | None = None
     """What a reader of a prediction should know, such as what had to be assumed."""
 
@@ -478,6 +481,12 @@ class Transformer:
             if not self.gated and self.adapters.targets == ("gate",):
                 raise FlopwiseError(f"{self.name} has no gate for an adapter", hint="--lora-on all-linear")
             check_targets(self, self.adapters.targets)
+        if self.objective == "preference" and self.head != "language":
+            raise FlopwiseError(
+                f"{self.name}: answers are preferred to others by models that write them",
+                why=f"its head is for another task: {self.head}",
+                hint='head = "language", or leave out objective',
+            )
         if self.frozen is None:
             return
         layers = frozen_layers(self.frozen, self.layers)

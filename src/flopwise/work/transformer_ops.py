@@ -43,6 +43,7 @@ def transformer_work(
         copies=builder.copies,
         kernel=kernel,
         sequences=builder.sequences,
+        forward_twice=builder.forward_twice(),
     )
 
 
@@ -106,7 +107,9 @@ class _Builder:
         weight_owned: bool = True,
     ) -> None:
         lead = (groups,) if groups > 1 else ()
-        weights = [Weight(module=name, shape=(*lead, columns, depth), active=active, owned=weight_owned)]
+        per_row = [self.tensors[output].elements // (self.tokens if rows is None else rows) for output in outputs]
+        parts = tuple(per_row) if len(outputs) > 1 else ()
+        weights = [Weight(module=name, shape=(*lead, columns, depth), active=active, owned=weight_owned, parts=parts)]
         if bias:
             weights.append(Weight(module=name, kind="bias", shape=(*lead, columns), active=active))
         beside = self.adapted(name, outputs)
@@ -161,13 +164,14 @@ class _Builder:
 
     def adapt(self, name: str, source: str, outputs: tuple[str, ...], *, depth: int, columns: int, adds: bool) -> None:
         """A narrow product of an adapter, which is trained."""
+        parts = (columns // len(outputs),) * len(outputs) if len(outputs) > 1 else ()
         self.ops.append(
             Gemm(
                 name=name,
                 inputs=(source,),
                 outputs=outputs,
                 needs=(source,),
-                weights=(Weight(module=name, shape=(columns, depth)),),
+                weights=(Weight(module=name, shape=(columns, depth), parts=parts),),
                 layers=self.layers,
                 in_block=True,
                 rows=self.tokens,
@@ -552,6 +556,13 @@ class _Builder:
         scores = self.tensor("logits", rows * labels)
         self.gemm("classifier", activated, (scores,), rows=rows, depth=hidden, columns=labels, bias=True)
         self.loss(scores, rows=rows)
+
+    def forward_twice(self) -> tuple[str, ...]:
+        """What of a pair's answers is weighed is known when all of both was scored: the head then runs again."""
+        if self.model.objective != "preference":
+            return ()
+        last = max(index for index, op in enumerate(self.ops) if op.in_block)
+        return tuple(op.name for op in self.ops[last + 1 :])
 
     def pooled_rows(self) -> str:
         """A row for each sequence; with a norm behind the blocks, of what that makes of them."""

@@ -53,6 +53,8 @@ class Work:
     kernel: AttentionKernel = "flash"
     sequences: int = 1
     """That are described together, where they are uneven; every count is that of all of them."""
+    forward_twice: tuple[str, ...] = ()
+    """Operators around the blocks whose forward runs again for backward, whatever is kept."""
 
     def __post_init__(self) -> None:
         known = set(self.tensors)
@@ -130,12 +132,14 @@ class Work:
 
     def recomputed(self, policy: Recompute) -> dict[str, Fraction]:
         """Operator → share of its forward that backward runs again (part of a packed product may be enough)."""
+        outside = {name: Fraction(1) for name in self.forward_twice}
         if policy == "none":
-            return {}
+            return outside
         if policy == "full":
-            return {op.name: Fraction(1) for op in self.ops if op.in_block}
+            return {op.name: Fraction(1) for op in self.ops if op.in_block} | outside
         made = self.made_again(policy)
-        return {op.name: self._share_made(op, made) for op in self.ops if op.in_block and made.intersection(op.outputs)}
+        inside = [op for op in self.ops if op.in_block and made.intersection(op.outputs)]
+        return {op.name: self._share_made(op, made) for op in inside} | outside
 
     def made_again(self, policy: Recompute) -> set[str]:
         """The tensors of a block that backward makes again: those that it reads and that were not kept, and theirs."""

@@ -130,7 +130,7 @@ def _open_embedded_samples(request: DataRequest, tokenizer: Tokenizer, tell: Tel
 
 
 def ingredients_of(
-    kind: Literal["language", "classification", "examples"],
+    kind: Literal["language", "classification", "examples", "pairs"],
     request: DataRequest,
     tokenizer: Tokenizer,
     content: list[dict[str, object]],

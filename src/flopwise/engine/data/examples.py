@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,9 @@ from flopwise.engine.data.rows import (
     Identifiers,
     Row,
     Whole,
+    check_pairs,
     kind_of,
+    read_pair,
     read_row,
 )
 from flopwise.engine.data.sources import DataSource, Entry, ReadingProgress, find_sources, survey
@@ -74,12 +77,13 @@ def check_template(kind: str, tokenizer: Tokenizer, where: str) -> None:
 def open_example_data(request: DataRequest, *, tell: Tell | None = None) -> ExampleData:
     """Rows as examples, from their cache where there is one."""
     tokenizer = load_tokenizer(request.tokenizer, request.vocab)
-    training = _open(request, request.sources, tokenizer, tell)
-    evaluation = _open(request, request.evaluation, tokenizer, tell) if request.evaluation else None
+    training = open_examples(request, request.sources, tokenizer, tell)
+    evaluation = open_examples(request, request.evaluation, tokenizer, tell) if request.evaluation else None
     return ExampleData(request, tokenizer, training, evaluation)
 
 
-def _open(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer, tell: Tell | None) -> Opened:
+def open_examples(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer, tell: Tell | None) -> Opened:
+    """Rows as tokens and marks of what is learned; of pairs the chosen answer, then the rejected one."""
     sources, notes = find_sources(named, labelled=False)
     tables = [source for source in sources if source.form != "text"]
     left_out = [source.name for source in sources if source.form == "text"]
@@ -98,7 +102,8 @@ def _open(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer, te
 
     # Examples are kept whole: one cache serves sequences of every length.
     key = replace(request, sequence_tokens=1, padding="length")
-    ingredients = ingredients_of("examples", key, tokenizer, [entry.ingredient() for entry in entries])
+    content = [entry.ingredient() for entry in entries]
+    ingredients = ingredients_of("pairs" if request.pairs else "examples", key, tokenizer, content)
     cache, damage = open_cache(request.cache_folder(), ingredients | {"train_on": request.train_on}, build)
     times = tuple(entry.source.times for entry in entries)
     return Opened(cache, named, len(entries), size, (*notes, *damage), times)
@@ -109,6 +114,9 @@ def _rows(
 ) -> Iterator[tuple[str, Row | None]]:
     """(place, example) of every row of a file; None: it is blank."""
     path = entry.source.path
+    if request.pairs:
+        yield from _pairs(entry, progress)
+        return
     kind = kind_of_source(entry.source, request.text_column)
     check_template(kind, tokenizer, str(path))
     needed, optional = ((request.text_column,), ()) if kind == "text" else COLUMNS[kind]  # type: ignore[index]
@@ -120,9 +128,27 @@ def _rows(
         try:
             yield f"{path}, line {line}", read_row(kind, values, has_template=tokenizer.template is not None)  # type: ignore[arg-type]
         except ValueError as error:
-            raise FlopwiseError(
-                f"{path}, line {line} is no example", why=str(error), hint="correct the line, or leave it out"
-            ) from None
+            raise no_example(path, line, error) from None
+
+
+def no_example(path: Path, line: int, error: ValueError) -> FlopwiseError:
+    """For a row that says nothing that could be learned."""
+    return FlopwiseError(f"{path}, line {line} is no example", why=str(error), hint="correct the line, or leave it out")
+
+
+def _pairs(entry: Entry, progress: ReadingProgress) -> Iterator[tuple[str, Row | None]]:
+    """The same of pairs: two examples for every row."""
+    path = entry.source.path
+    check_pairs(first_columns(entry.source))
+    needed, optional = COLUMNS["pairs"]
+    for line, row in table_rows(entry.source, progress, entry):
+        check_row(path, line, row, needed)
+        try:
+            pair = read_pair({name: row.get(name) for name in (*needed, *optional)})
+        except ValueError as error:
+            raise no_example(path, line, error) from None
+        for each in pair or (None, None):
+            yield f"{path}, line {line}", each
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------
@@ -232,18 +258,15 @@ def _mark(text: str, spans: list[tuple[int, int]], characters: Numbers, place: s
 # -- examples → sequences ---------------------------------------------------------------------------------------------
 
 
-class _Pieces:
+class Pieces:
     """Examples of a cache as far as sequences of so many tokens reach, those without anything to learn left out.
 
     Of a piece all tokens but the last are read, and all but the first may be foretold.
     """
 
     def __init__(self, opened: Opened, sequence_tokens: int) -> None:
-        arrays = opened.cache.arrays
-        self.tokens, bounds, self._bits = arrays["tokens"], arrays["bounds"], arrays["learned"]
-        lengths = np.diff(bounds)
-        self._first_bytes = np.concatenate([[0], np.cumsum(-(-lengths // 8))])
-        self._bounds = bounds
+        self._open(opened)
+        lengths = np.diff(self._bounds)
         firsts: list[int] = []
         reads: list[int] = []
         owners: list[int] = []
@@ -262,6 +285,11 @@ class _Pieces:
             self.nothing += len(firsts) == before
         self._firsts, self.reads, self.owners = (np.array(each, dtype=np.int64) for each in (firsts, reads, owners))
 
+    def _open(self, opened: Opened) -> None:
+        arrays = opened.cache.arrays
+        self.tokens, self._bounds, self._bits = arrays["tokens"], arrays["bounds"], arrays["learned"]
+        self._first_bytes = np.concatenate([[0], np.cumsum(-(-np.diff(self._bounds) // 8))])
+
     def _marks(self, example: int) -> NDArray[np.bool_]:
         length = int(self._bounds[example + 1] - self._bounds[example])
         begin, end = self._first_bytes[example : example + 2].tolist()
@@ -269,15 +297,17 @@ class _Pieces:
 
     def piece(self, number: int) -> tuple[Tokens, NDArray[np.int32]]:
         """Tokens that are read, and what each should foretell."""
-        example, first, read = int(self.owners[number]), int(self._firsts[number]), int(self.reads[number])
+        return self._read(int(self.owners[number]), int(self._firsts[number]), int(self.reads[number]))
+
+    def _read(self, example: int, first: int, read: int) -> tuple[Tokens, NDArray[np.int32]]:
         begin = int(self._bounds[example]) + first
         tokens = self.tokens[begin : begin + read + 1]
         marks = self._marks(example)[first + 1 : first + read + 1]
         return tokens[:-1], np.where(marks, tokens[1:].astype(np.int32), np.int32(NO_LABEL))
 
 
-def pack(lengths: Numbers, room: int) -> list[list[int]]:
-    """Which of them share a sequence: the longest first, each where it leaves the least room."""
+def pack(lengths: Numbers, room: int, most: int = MOST_DOCUMENTS) -> list[list[int]]:
+    """Which of them share a sequence, `most` at most: the longest first, each where it leaves the least room."""
     rows: list[list[int]] = []
     left: list[int] = []
     """Room that some row has left, ascending."""
@@ -295,7 +325,7 @@ def pack(lengths: Numbers, room: int) -> list[list[int]]:
                 del waiting[left[place]]
                 left.pop(place)
             rows[row].append(number)
-        if rest and len(rows[row]) < MOST_DOCUMENTS:
+        if rest and len(rows[row]) < most:
             if rest not in waiting:
                 insort(left, rest)
             waiting.setdefault(rest, []).append(row)
@@ -311,11 +341,11 @@ class ExampleData:
     def __init__(self, request: DataRequest, tokenizer: Tokenizer, training: Opened, evaluation: Opened | None) -> None:
         self._request, self._tokenizer, self._training, self._evaluation = request, tokenizer, training, evaluation
         notes = [*training.notes, *(evaluation.notes if evaluation is not None else ())]
-        self._pieces = _Pieces(training, request.sequence_tokens)
+        self._pieces = self._cut(training)
         notes += self._notes(training, self._pieces)
         count = self._pieces.reads.size
         if evaluation is not None:
-            self._judged = _Pieces(evaluation, request.sequence_tokens)
+            self._judged = self._cut(evaluation)
             self._held_out, trained = np.arange(self._judged.reads.size), np.arange(count)
             if not self._held_out.size:
                 raise self._empty(evaluation)
@@ -333,6 +363,9 @@ class ExampleData:
         self.notes: tuple[str, ...] = tuple(notes)
         self.lay_out(packed=True)
 
+    def _cut(self, opened: Opened) -> Pieces:
+        return Pieces(opened, self._request.sequence_tokens)
+
     def lay_out(self, *, packed: bool) -> None:
         """Several examples a sequence, or one."""
         self.packed = packed
@@ -340,13 +373,13 @@ class ExampleData:
         self._judged_rows = self._share(self._judged, self._held_out)
         self._order = Order(len(self._rows), self._request.seed)
 
-    def _share(self, pieces: _Pieces, chosen: Numbers) -> list[list[int]]:
+    def _share(self, pieces: Pieces, chosen: Numbers) -> list[list[int]]:
         if not self.packed:
             return [[int(number)] for number in chosen]
         rows = pack(pieces.reads[chosen], self._request.sequence_tokens)
         return [[int(chosen[place]) for place in row] for row in rows]
 
-    def _notes(self, opened: Opened, pieces: _Pieces) -> list[str]:
+    def _notes(self, opened: Opened, pieces: Pieces) -> list[str]:
         facts, length = opened.cache.facts, self._request.sequence_tokens
         answers = self._request.train_on == "answers"
         told = ["only answers are learned (--train-on all for every token)" if answers else "every token is learned"]
@@ -416,7 +449,7 @@ class ExampleData:
         for first in range(0, len(self._judged_rows), sequences):
             yield self._fill(self._judged, self._judged_rows[first : first + sequences])
 
-    def _fill(self, pieces: _Pieces, rows: list[list[int]]) -> Batch:
+    def _fill(self, pieces: Pieces, rows: list[list[int]]) -> Batch:
         documents = tuple(pieces.reads[row].astype(np.int32) for row in rows)
         lengths = np.array([each.sum() for each in documents], dtype=np.int32)
         width = self._request.sequence_tokens if self.packed else int(lengths.max())

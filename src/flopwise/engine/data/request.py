@@ -82,6 +82,8 @@ class DataRequest:
     """Of a classifier's samples: to `sequence_tokens`, or to the longest of a batch."""
     train_on: TrainOn = "answers"
     """Of conversations and other rows with answers: what is learned."""
+    pairs: bool = False
+    """Rows are pairs of answers, of which one is better."""
     tokens: TokenNumbers | None = None
     """The sources hold token identifiers; None: text, or rows."""
     labels: tuple[str, ...] = ()

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flopwise.base.errors import FlopwiseError, shown
-from flopwise.engine.data.chat import Message
+from flopwise.engine.data.chat import ANSWERED_BY, Message
 
-Kind = Literal["text", "messages", "conversations", "prompt", "instruction", "tokens"]
+Kind = Literal["text", "messages", "conversations", "prompt", "instruction", "tokens", "pairs"]
 
 COLUMNS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "messages": (("messages",), ("tools",)),
@@ -20,6 +20,7 @@ COLUMNS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompt": (("prompt", "completion"), ("tools",)),
     "instruction": (("instruction", "output"), ("input", "system")),
     "tokens": (("input_ids",), ("labels",)),
+    "pairs": (("chosen", "rejected"), ("prompt", "conversations", "tools")),
 }
 """Kind of rows → columns that it has, and others that it may have. The first that fits is taken."""
 
@@ -30,7 +31,8 @@ ROLES = {
 }
 """Who speaks, as ShareGPT and its kin call them."""
 
-PREFERRED = {"chosen", "rejected"}
+ASKING = ("question", "instruction", "input", "query", "system", "context", "history")
+"""Columns that may hold what was asked beside two answers, and that nobody reads as such."""
 IGNORED_LABEL = -100
 """Of a token without a loss, in rows of tokens, as torch has it."""
 
@@ -81,15 +83,80 @@ def kind_of(columns: Collection[str], text_column: str, *, named: bool) -> Kind:
     if text_column in columns or named:
         return "text"
     for kind, (needed, _) in COLUMNS.items():
-        if set(needed) <= set(columns):
+        if set(needed) <= set(columns) and kind != "pairs":
             return kind
-    if set(columns) >= PREFERRED:
+    if set(columns) >= set(COLUMNS["pairs"][0]):
         raise FlopwiseError(
-            "pairs of a chosen and a rejected answer cannot be trained on yet",
-            why="they are for preference training (DPO), and every token of them would be learned",
-            hint="rows of {'messages': …} with the chosen answers",
+            "rows have a chosen and a rejected answer, and the task is no comparison of them",
+            why="every token of them would be learned, of the rejected ones too",
+            hint="--task dpo, or rows of {'messages': …} with the chosen answers",
         )
     return "text"
+
+
+def check_pairs(columns: Collection[str]) -> None:
+    """Refuse rows without two answers, and those whose question would not be read."""
+    missing = [name for name in COLUMNS["pairs"][0] if name not in columns]
+    if missing:
+        raise FlopwiseError(
+            f"rows have no {missing[0]}",
+            why=f"their columns are {', '.join(sorted(columns)[:8]) or 'none'}; DPO compares two answers",
+            hint="rows with chosen and rejected, perhaps with prompt; or another --task",
+        )
+    asking = [name for name in ASKING if name in columns]
+    if asking and not {"prompt", "conversations"} & set(columns):
+        raise FlopwiseError(
+            f"rows have {asking[0]} beside chosen and rejected, and no prompt",
+            why="what was asked is read from prompt, or from what both answers begin with",
+            hint=f"call {asking[0]} prompt, or write chosen and rejected as lists of messages",
+        )
+
+
+def read_pair(values: dict[str, Any]) -> tuple[Row, Row] | None:
+    """A row as its chosen and its rejected example, as TRL reads them; None: there is nothing to compare."""
+    chosen, rejected = ([each] if isinstance(each, dict) else each for each in (values["chosen"], values["rejected"]))
+    asked = values.get("conversations") if values.get("prompt") is None else values["prompt"]
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        return _compared_texts(asked, chosen, rejected)
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        raise ValueError("chosen and rejected are two texts, or two lists of messages")
+    better, worse = _messages(chosen), _messages(rejected)
+    if isinstance(asked, list):
+        before = _messages(asked)
+        better, worse, first = [*before, *better], [*before, *worse], len(before)
+    else:
+        # Both are whole conversations: what was asked, be it told once more as a text or not, is how they begin.
+        alike = [one == other for one, other in zip(better, worse, strict=False)]
+        first = alike.index(False) if False in alike else len(alike)
+    if better == worse or not all(_answers(each, first) for each in (better, worse)):
+        return None
+    tools = values.get("tools") or None
+    return Conversation(better, first, tools), Conversation(worse, first, tools)
+
+
+def _answers(messages: list[Message], first: int) -> bool:
+    return any(message["role"] == ANSWERED_BY for message in messages[first:])
+
+
+def _compared_texts(asked: object, chosen: str, rejected: str) -> tuple[Row, Row] | None:
+    """Two texts, with what was asked before them or in both of them."""
+    if not isinstance(asked, str | None):
+        raise ValueError("the answers are texts, and what was asked is none; both are texts, or lists of messages")
+    if asked is None:
+        asked = _common_text(chosen, rejected)
+        if not asked and chosen and rejected:
+            raise ValueError("there is no prompt, and the answers do not begin alike: nothing was asked")
+        chosen, rejected = chosen[len(asked) :], rejected[len(asked) :]
+    if not chosen or not rejected or chosen == rejected:
+        return None
+    return Completion(asked, chosen), Completion(asked, rejected)
+
+
+def _common_text(one: str, other: str) -> str:
+    """What both begin with; a space before the first difference is left to the answers."""
+    pairs = enumerate(zip(one, other, strict=False))
+    same = next((place for place, (first, second) in pairs if first != second), min(len(one), len(other)))
+    return one[: same - 1] if same and one[same - 1] == " " else one[:same]
 
 
 def read_row(kind: Kind, values: dict[str, Any], *, has_template: bool) -> Row | None:

@@ -79,26 +79,34 @@ def adamw(
     kept = master if master is not None else weights
     # With the random bits, which are of 8 bytes each, no more than ten temporaries are alive at once.
     for block in row_blocks(len(weights), wide.itemsize, 10):
-        gradient = gradients[block].to(wide) * settings.gradient_scale
         # Where they are kept as wide as they are computed, moments and weights are changed where they lie.
-        mean = first[block].to(wide).mul_(settings.beta1)
-        mean += gradient * (1.0 - settings.beta1)
-        square = second[block].to(wide).mul_(settings.beta2)
-        square += gradient.mul_(gradient).mul_(1.0 - settings.beta2)
-        root = square.sqrt().mul_(settings.root_scale).add_(settings.epsilon)
-        updated = kept[block].to(wide).mul_(settings.kept)
-        updated -= torch.div(mean, root, out=root).mul_(settings.step_size)
+        mean, square = first[block].to(wide), second[block].to(wide)
+        updated = advance(gradients[block], mean, square, kept[block], settings)
         place = offset + block.start
-        _store(first[block], mean, FIRST, settings, place)
-        _store(second[block], square, SECOND, settings, place)
+        store(first[block], mean, FIRST, settings, place)
+        store(second[block], square, SECOND, settings, place)
         if master is not None:
             master[block] = updated
             weights[block] = updated
         else:
-            _store(weights[block], updated, WEIGHTS, settings, place)
+            store(weights[block], updated, WEIGHTS, settings, place)
 
 
-def _store(target: Tensor, values: Tensor, tensor: int, settings: AdamW, place: int) -> None:
+def advance(gradients: Tensor, mean: Tensor, square: Tensor, start: Tensor, settings: AdamW) -> Tensor:
+    """Both moments a step on, where they lie; returns the updated weights, in the moments' type."""
+    gradient = gradients.to(mean.dtype) * settings.gradient_scale
+    mean.mul_(settings.beta1)
+    mean += gradient * (1.0 - settings.beta1)
+    square.mul_(settings.beta2)
+    square += gradient.mul_(gradient).mul_(1.0 - settings.beta2)
+    root = square.sqrt().mul_(settings.root_scale).add_(settings.epsilon)
+    updated = start.to(mean.dtype).mul_(settings.kept)
+    updated -= torch.div(mean, root, out=root).mul_(settings.step_size)
+    return updated
+
+
+def store(target: Tensor, values: Tensor, tensor: int, settings: AdamW, place: int) -> None:
+    """Write numbers as they are kept: to the nearest, or by chance."""
     if target.dtype == values.dtype:
         # `to` made no copy: they are there.
         return

@@ -11,19 +11,23 @@ from torch.profiler import record_function
 
 from flopwise.engine.kernels import activations, plain
 from flopwise.engine.kernels import adamw as plain_adamw
+from flopwise.engine.kernels import adamw_8bit as plain_adamw_8bit
 from flopwise.engine.kernels import dropout as plain_dropout
 from flopwise.engine.kernels.adamw import AdamW
+from flopwise.engine.kernels.adamw_8bit import Codes
 from flopwise.engine.kernels.blocks import has_triton
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.rounding import Seed
 
 __all__ = [
     "AdamW",
+    "Codes",
     "DropMask",
     "Seed",
     "activation_backward",
     "activation_forward",
     "adamw",
+    "adamw_8bit",
     "add_column_sums",
     "copy_heads",
     "copy_rows",
@@ -38,6 +42,7 @@ __all__ = [
     "norm_forward",
     "rotate",
     "sum_of_squares",
+    "token_losses",
 ]
 
 FUSED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -231,7 +236,8 @@ def cross_entropy(
 
     Rows with a negative label count for nothing, and their gradient is zero. With a `cap` the loss is that of
     cap · tanh(logits / cap). `scale` is a tensor of no dimensions where it changes from one replay of a captured step
-    to the next. Room behind a row may be overwritten with zeros, up to the next 16 bytes.
+    to the next, and one of a number for each row where they differ. Room behind a row may be overwritten with zeros, up
+    to the next 16 bytes.
     """
     if is_fused(logits):
         from flopwise.engine.kernels import fused
@@ -239,6 +245,16 @@ def cross_entropy(
         fused.cross_entropy(logits, labels, scale=scale, loss=loss, cap=cap)
     else:
         plain.cross_entropy(logits, labels, scale=scale, loss=loss, cap=cap)
+
+
+def token_losses(logits: Tensor, labels: Tensor, *, out: Tensor, cap: float | None = None) -> None:
+    """`out` gets the cross-entropy of each row, 0 where its label is negative."""
+    if is_fused(logits):
+        from flopwise.engine.kernels import fused
+
+        fused.token_losses(logits, labels, out=out, cap=cap)
+    else:
+        plain.token_losses(logits, labels, out=out, cap=cap)
 
 
 def copy_rows(source: Tensor, *, out: Tensor) -> None:
@@ -340,3 +356,16 @@ def adamw(
         # In a trace its operators look like any others.
         with record_function("Optimizer.step#AdamW.step"):
             plain_adamw.adamw(weights, gradients, first, second, master, settings=settings, offset=offset)
+
+
+def adamw_8bit(
+    weights: Tensor, gradients: Tensor, codes: Codes, master: Tensor | None, *, settings: AdamW, offset: int
+) -> None:
+    """The same with both moments in codes of 8 bits, over a flat piece that begins with a block of them."""
+    if is_fused(weights, gradients, master):
+        from flopwise.engine.kernels import fused
+
+        fused.adamw_8bit(weights, gradients, codes, master, settings=settings, offset=offset)
+    else:
+        with record_function("Optimizer.step#AdamW8bit.step"):
+            plain_adamw_8bit.adamw_8bit(weights, gradients, codes, master, settings=settings, offset=offset)

@@ -17,6 +17,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from flopwise.engine.kernels.adamw import AdamW
+from flopwise.engine.kernels.adamw_8bit import Codes, borders, table
 from flopwise.engine.kernels.dropout import DropMask
 from flopwise.engine.kernels.fused_narrow_norm import narrow_norm_backward_kernel, narrow_norm_forward_kernel
 from flopwise.engine.kernels.fused_norm import (
@@ -26,8 +27,9 @@ from flopwise.engine.kernels.fused_norm import (
     whole_norm_backward_kernel,
     whole_norm_forward_kernel,
 )
-from flopwise.engine.kernels.fused_update import adamw_kernel, squares_kernel
+from flopwise.engine.kernels.fused_update import adamw_8bit_kernel, adamw_kernel, squares_kernel
 from flopwise.engine.kernels.jit import ARITHMETIC, bounded_tanh, column_block, kernel, warps_for
+from flopwise.work.optimizers import QUANTISED_BLOCK
 
 _NORM_WARPS = 8
 """Warps of a norm's backward on each multiprocessor, in two programs or more: those fit at once and end together."""
@@ -312,13 +314,18 @@ def _cross_entropy_kernel(
     scales: tl.tensor,
     cap: tl.tensor,
     capped: tl.constexpr,
+    each: tl.constexpr,
+    descends: tl.constexpr,
     line: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Rows are whole lines, so that they are read a line at a time: what lies behind the logits counts as hidden."""
+    """Rows are whole lines, so that they are read a line at a time: what lies behind the logits counts as hidden.
+
+    `each`: every row has a scale of its own. `descends`: the gradient takes the place of the logits.
+    """
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
-    scale = tl.load(scales)
+    scale = tl.load(scales + row) if each else tl.load(scales)
     start = logits + row * (stride_lines * line)
     width = lines * line
     columns = tl.arange(0, block)
@@ -340,26 +347,28 @@ def _cross_entropy_kernel(
             total = total * tl.exp(largest - base) + tl.sum(tl.exp(values - base), 0)
             largest = larger
         tl.store(losses + row, tl.log(total) + largest - chosen)
-        share = 1.0 / total
-        for first in range(0, lines, block // line):
-            column = first * line + columns
-            values = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
-            if capped:
-                bent = bounded_tanh(values / cap)
-                values = cap * bent
-                slope = 1.0 - bent * bent
-            result = tl.exp(values - largest) * share
-            result = tl.where(column == label, result - 1.0, result) * scale
-            if capped:
-                result = result * slope
-            result = tl.where(column < vocabulary, result, 0.0)
-            tl.store(start + column, result.to(logits.dtype.element_ty), mask=column < width)
+        if descends:
+            share = 1.0 / total
+            for first in range(0, lines, block // line):
+                column = first * line + columns
+                values = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
+                if capped:
+                    bent = bounded_tanh(values / cap)
+                    values = cap * bent
+                    slope = 1.0 - bent * bent
+                result = tl.exp(values - largest) * share
+                result = tl.where(column == label, result - 1.0, result) * scale
+                if capped:
+                    result = result * slope
+                result = tl.where(column < vocabulary, result, 0.0)
+                tl.store(start + column, result.to(logits.dtype.element_ty), mask=column < width)
     else:
         tl.store(losses + row, 0.0)
-        nothing = tl.zeros((block,), logits.dtype.element_ty)
-        for first in range(0, lines, block // line):
-            column = first * line + columns
-            tl.store(start + column, nothing, mask=column < width)
+        if descends:
+            nothing = tl.zeros((block,), logits.dtype.element_ty)
+            for first in range(0, lines, block // line):
+                column = first * line + columns
+                tl.store(start + column, nothing, mask=column < width)
 
 
 def merge_attention(
@@ -455,8 +464,21 @@ def cross_entropy(
     logits: Tensor, labels: Tensor, *, scale: Tensor | float, loss: Tensor, cap: float | None = None
 ) -> None:
     """See `dispatch.cross_entropy`."""
+    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    scales = scale if isinstance(scale, Tensor) else _scalar(float(scale), logits.device)
+    _run_cross_entropy(logits, labels, losses, scales, cap, descends=True)
+    loss += losses.sum(dtype=torch.float64).to(loss.dtype)
+
+
+def token_losses(logits: Tensor, labels: Tensor, *, out: Tensor, cap: float | None = None) -> None:
+    """See `dispatch.token_losses`."""
+    _run_cross_entropy(logits, labels, out, _scalar(1.0, logits.device), cap, descends=False)
+
+
+def _run_cross_entropy(
+    logits: Tensor, labels: Tensor, losses: Tensor, scales: Tensor, cap: float | None, *, descends: bool
+) -> None:
     rows, vocabulary = logits.shape
-    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     line = _line_of(logits)
     block = max(line, column_block(vocabulary, 4096))
     _cross_entropy_kernel[(rows,)](
@@ -466,15 +488,16 @@ def cross_entropy(
         vocabulary,
         triton.cdiv(vocabulary, line),
         logits.stride(0) // line,
-        scale if isinstance(scale, Tensor) else _scalar(float(scale), logits.device),
+        scales,
         1.0 if cap is None else cap,
         capped=cap is not None,
+        each=scales.dim() > 0,
+        descends=descends,
         line=line,
         block=block,
         num_warps=warps_for(block),
         **ARITHMETIC,
     )
-    loss += losses.sum(dtype=torch.float64).to(loss.dtype)
 
 
 @kernel()
@@ -660,6 +683,16 @@ def _scalar(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
+def _of_step(settings: AdamW, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What gradients are multiplied by and the step's numbers, on the device."""
+    scale, numbers = settings.gradient_scale, settings.numbers
+    if not isinstance(scale, Tensor):
+        scale = _scalar(float(scale), device)
+    if numbers is None:
+        numbers = torch.from_numpy(settings.bits_of_step()).to(device)
+    return scale, numbers
+
+
 def adamw(
     weights: Tensor,
     gradients: Tensor,
@@ -673,12 +706,7 @@ def adamw(
     """See `dispatch.adamw`."""
     if not len(weights):
         return
-    scale = settings.gradient_scale
-    if not isinstance(scale, Tensor):
-        scale = _scalar(float(scale), weights.device)
-    numbers = settings.numbers
-    if numbers is None:
-        numbers = torch.from_numpy(settings.bits_of_step()).to(weights.device)
+    scale, numbers = _of_step(settings, weights.device)
     chance = [settings.rounding is not None and each.dtype == torch.bfloat16 for each in (weights, first, second)]
     adamw_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
         weights,
@@ -701,6 +729,53 @@ def adamw(
         chance_first=chance[1],
         chance_second=chance[2],
         block=_UPDATE_BLOCK,
+        num_warps=4,
+        **ARITHMETIC,
+    )
+
+
+@lru_cache(maxsize=16)
+def _tables(device: torch.device) -> Tensor:
+    """Values and borders of the table with signs, then of the one without; 256 places for each."""
+    found = torch.full((4, QUANTISED_BLOCK), torch.inf, dtype=torch.float32, device=device)
+    for index, signed in enumerate((True, False)):
+        found[2 * index] = table(device, signed=signed)
+        found[2 * index + 1, :-1] = borders(device, signed=signed)
+    return found
+
+
+def adamw_8bit(
+    weights: Tensor, gradients: Tensor, codes: Codes, master: Tensor | None, *, settings: AdamW, offset: int
+) -> None:
+    """See `dispatch.adamw_8bit`."""
+    if not len(weights):
+        return
+    scale, numbers = _of_step(settings, weights.device)
+    by_chance = settings.rounding is not None and weights.dtype == torch.bfloat16
+    rows = _UPDATE_BLOCK // QUANTISED_BLOCK
+    adamw_8bit_kernel[(triton.cdiv(len(weights), _UPDATE_BLOCK),)](
+        weights,
+        gradients,
+        codes.first,
+        codes.first_scale,
+        codes.second,
+        codes.second_scale,
+        weights if master is None else master,
+        _tables(weights.device),
+        scale,
+        len(weights),
+        settings.beta1,
+        1.0 - settings.beta1,
+        settings.beta2,
+        1.0 - settings.beta2,
+        settings.epsilon,
+        numbers,
+        offset & 0x7FFFFFFF,
+        offset >> 31,
+        has_master=master is not None,
+        chance_weights=by_chance and master is None,
+        rows=rows,
+        width=QUANTISED_BLOCK,
         num_warps=4,
         **ARITHMETIC,
     )

@@ -95,6 +95,85 @@ def adamw_kernel(
     _store(weights + index, updated, inside, place, numbers + 3, chance_weights)
 
 
+@kernel()
+def _nearest(shares: tl.tensor, borders: tl.tensor, signed: tl.constexpr) -> tl.tensor:
+    """The code of each share of a scale: the number of borders below it.
+
+    Its decade and the place within that tell it but for one, since values are evenly spaced there (`adamw_8bit`).
+    """
+    size = tl.abs(shares)
+    decade = (size > 1e-6).to(tl.int32) + (size > 1e-5).to(tl.int32) + (size > 1e-4).to(tl.int32)
+    decade += (size > 1e-3).to(tl.int32) + (size > 1e-2).to(tl.int32) + (size > 1e-1).to(tl.int32)
+    small = tl.where(size > 1e-4, 1e3, tl.where(size > 1e-5, 1e4, tl.where(size > 1e-6, 1e5, 1e6)))
+    tens = tl.where(size > 1e-1, 1.0, tl.where(size > 1e-2, 1e1, tl.where(size > 1e-3, 1e2, small)))
+    doubled = decade if signed else decade + 1
+    # Two to that power.
+    count = ((doubled + 127) << 23).to(tl.float32, bitcast=True)
+    place = tl.minimum(tl.maximum((size * tens - 0.1) * (count / 0.9), 0.0), count - 1.0).to(tl.int32)
+    below = count.to(tl.int32) - 1 + place
+    code = tl.where(shares < 0.0, 126 - below, 128 + below) if signed else below
+    lower = tl.load(borders + tl.maximum(code - 1, 0))
+    upper = tl.load(borders + code)
+    code -= ((code > 0) & (shares <= lower)).to(tl.int32)
+    return code + ((code < 255) & (shares > upper)).to(tl.int32)
+
+
+@kernel(unspecialized=["offset_low", "offset_high"])
+def adamw_8bit_kernel(
+    weights: tl.tensor,
+    gradients: tl.tensor,
+    first: tl.tensor,
+    first_scale: tl.tensor,
+    second: tl.tensor,
+    second_scale: tl.tensor,
+    master: tl.tensor,
+    tables: tl.tensor,
+    gradient_scale: tl.tensor,
+    count: tl.tensor,
+    beta1: tl.tensor,
+    rest1: tl.tensor,
+    beta2: tl.tensor,
+    rest2: tl.tensor,
+    epsilon: tl.tensor,
+    numbers: tl.tensor,
+    offset_low: tl.tensor,
+    offset_high: tl.tensor,
+    has_master: tl.constexpr,
+    chance_weights: tl.constexpr,
+    rows: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    """As `adamw_kernel`, a row for each block of codes that share a scale."""
+    kept, step_size, root_scale = _number(numbers, 0), _number(numbers, 1), _number(numbers, 2)
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    index = row[:, None] * width + tl.arange(0, width)[None, :]
+    inside, begun = index < count, row * width < count
+    place = index + offset_low.to(tl.int64) + (offset_high.to(tl.int64) << 31)
+    clip = tl.load(gradient_scale).to(tl.float32)
+    gradient = tl.load(gradients + index, mask=inside, other=0.0).to(tl.float32) * clip
+    scale = tl.load(first_scale + row, mask=begun, other=0.0)
+    mean = tl.load(tables + tl.load(first + index, mask=inside, other=0).to(tl.int32)) * scale[:, None]
+    scale = tl.load(second_scale + row, mask=begun, other=0.0)
+    square = tl.load(tables + 2 * width + tl.load(second + index, mask=inside, other=0).to(tl.int32)) * scale[:, None]
+    mean = tl.where(inside, mean * beta1 + gradient * rest1, 0.0)
+    square = tl.where(inside, square * beta2 + gradient * gradient * rest2, 0.0)
+    root = tl.sqrt_rn(square) * root_scale + epsilon
+    start = master if has_master else weights
+    updated = tl.load(start + index, mask=inside, other=0.0).to(tl.float32) * kept
+    updated -= tl.div_rn(mean, root) * step_size
+    scale = tl.max(tl.abs(mean), 1)
+    tl.store(first_scale + row, scale, mask=begun)
+    shares = tl.div_rn(mean, tl.where(scale > 0.0, scale, 1.0)[:, None] + tl.zeros_like(mean))
+    tl.store(first + index, _nearest(shares, tables + width, True).to(tl.uint8), mask=inside)
+    scale = tl.max(square, 1)
+    tl.store(second_scale + row, scale, mask=begun)
+    shares = tl.div_rn(square, tl.where(scale > 0.0, scale, 1.0)[:, None] + tl.zeros_like(square))
+    tl.store(second + index, _nearest(shares, tables + 3 * width, False).to(tl.uint8), mask=inside)
+    if has_master:
+        tl.store(master + index, updated, mask=inside)
+    _store(weights + index, updated, inside, place, numbers + 3, chance_weights)
+
+
 @kernel(unspecialized=["count"])
 def squares_kernel(
     values: tl.tensor, partial: tl.tensor, count: tl.tensor, stride: tl.tensor, block: tl.constexpr

@@ -209,12 +209,27 @@ def cross_entropy(
         total += torch.where(counted, sums.log() - chosen, 0.0).sum(dtype=torch.float64)
         values /= sums
         values.scatter_(1, label, values.gather(1, label) - 1.0)
-        values *= scale
+        values *= scale[block, None] if isinstance(scale, Tensor) and scale.dim() else scale
         if slope is not None:
             values *= slope
         values.masked_fill_(~counted, 0.0)
         logits[block] = values
     loss += total.to(loss.dtype)
+
+
+def token_losses(logits: Tensor, labels: Tensor, *, out: Tensor, cap: float | None = None) -> None:
+    """See `dispatch.token_losses`."""
+    rows, vocabulary = logits.shape
+    wide = compute_type(logits.dtype)
+    for block in row_blocks(rows, vocabulary * wide.itemsize, 2):
+        label = labels[block, None].clamp_min(0).long()
+        values = logits[block].to(wide, copy=True)
+        if cap is not None:
+            values.div_(cap).tanh_().mul_(cap)
+        values -= values.amax(-1, keepdim=True)
+        chosen = values.gather(1, label)
+        losses = row_sums(values.exp_()).log() - chosen
+        out[block] = torch.where(labels[block] >= 0, losses[:, 0], 0.0)
 
 
 def embedding_forward(ids: Tensor, table: Tensor, *, out: Tensor) -> None:

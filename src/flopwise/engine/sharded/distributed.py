@@ -40,8 +40,8 @@ from torch.utils.checkpoint import checkpoint
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.batch import NO_LABEL, Batch
 from flopwise.engine.executable import check_executed
-from flopwise.engine.executor import Evaluated, Moment, StepResult
-from flopwise.engine.formats import TYPES, statistics_type
+from flopwise.engine.executor import Evaluated, StepResult
+from flopwise.engine.formats import STATE_TYPES, TYPES, statistics_type
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.modules import ReferenceModel, at_least_fp32, build
 from flopwise.engine.sharded.dropping import BatchDrops
@@ -53,6 +53,7 @@ from flopwise.records.measurement import MemoryRow
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.training import Training
 from flopwise.work.formats import WIDTH_BYTES, Formats, parse_formats
+from flopwise.work.optimizers import Moment, StateField, by_parameter, fields_of
 from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Transformer
 
@@ -128,16 +129,11 @@ class DistributedExecutor:
             first = min(rows, most * (self.rank % self._sharers))
             assert place.to_local().numel() == min(most, rows - first) * row
             moments = {
-                moment: torch.empty(place.to_local().numel(), dtype=dtype, device=self.device)
-                for moment, dtype in self._moment_types().items()
+                field.name: torch.empty(place.to_local().numel(), dtype=STATE_TYPES[field.format], device=self.device)
+                for field in fields_of(self.plan.optimizer, parameter, self.formats)
             }
             yield Shard(parameter, place, first * row, offset + first * row, most * row, moments)
             offset += parameter.elements
-
-    def _moment_types(self) -> dict[Moment, torch.dtype]:
-        moments = TYPES[self.formats.moments]
-        found: dict[Moment, torch.dtype] = {"first": moments, "second": moments}
-        return found | {"master": TYPES[self.formats.master]} if self.formats.master else found
 
     # -- what it holds --------------------------------------------------------------------------------------------
 
@@ -157,11 +153,16 @@ class DistributedExecutor:
         shard = self._shards[name]
         shard.moments[moment].copy_(shard.piece(values))
 
+    def remembered(self) -> Iterator[tuple[Parameter, StateField]]:
+        """What the optimizer's state has of each trained parameter."""
+        return by_parameter(self.parameters, self.plan.optimizer, self.formats)
+
     def clear_moments(self) -> None:
         """Nothing was learned yet."""
         for shard in self._shards.values():
-            shard.moments["first"].zero_()
-            shard.moments["second"].zero_()
+            for name, numbers in shard.moments.items():
+                if name != "master":
+                    numbers.zero_()
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
@@ -372,15 +373,12 @@ class DistributedExecutor:
     def _planned_state(self) -> dict[str, int]:
         formats, zero = self.formats, self.plan.parallel.zero
         count = sum(parameter.elements for parameter in self.parameters)
-        master = WIDTH_BYTES[formats.master] if formats.master else 0
-        each = {
-            "weights": (WIDTH_BYTES[formats.weights], 3),
-            "gradients": (WIDTH_BYTES[formats.gradients], 2),
-            "optimizer": (2 * WIDTH_BYTES[formats.moments] + master, 1),
+        whole = {
+            "weights": (count * WIDTH_BYTES[formats.weights], 3),
+            "gradients": (count * WIDTH_BYTES[formats.gradients], 2),
+            "optimizer": (sum(field.bytes for _, field in self.remembered()), 1),
         }
-        return {
-            owner: count * width // (self._sharers if zero >= stage else 1) for owner, (width, stage) in each.items()
-        }
+        return {owner: size // (self._sharers if zero >= stage else 1) for owner, (size, stage) in whole.items()}
 
     def _measured_state(self) -> dict[str, int]:
         zero, shards = self.plan.parallel.zero, self._shards.values()

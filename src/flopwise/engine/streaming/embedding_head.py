@@ -28,7 +28,15 @@ class Loss:
 
     total: Tensor
     correct: Tensor | None = None
-    """Where it is evaluated: right answers."""
+    """Where it is evaluated, or answers are compared: right answers."""
+    gains: Tensor | None = None
+    """Of preferences, how much likelier than the reference finds them chosen and rejected answers became, times β."""
+
+    def clear(self) -> None:
+        """Nothing is counted yet."""
+        for sums in (self.total, self.correct, self.gains):
+            if sums is not None:
+                sums.zero_()
 
 
 class EmbeddingHead:
@@ -144,11 +152,7 @@ class EmbeddingHead:
 
         Without `sums` nothing goes back: the loss and the right answers are counted.
         """
-        values = Values(arena)
-        # The room is planned for the logits: what is made before them must not take a part of it.
-        vocabulary = weights[f"{self._last_product}.weight"].shape[0]
-        room = vocabulary if self.classifies else padded_width(vocabulary, self.operators.compute)
-        values.reserve("logits", (residual.shape[0], vocabulary), self.operators.compute, room=room)
+        values = self._with_room(residual.shape[0], weights, arena)
         read = mask_of(drops, "first")
         if read is not None:
             dispatch.dropout(residual, read, out=residual)
@@ -172,6 +176,26 @@ class EmbeddingHead:
             self._head_backward(residual, values, Trained(weights, sums), rows)
             if read is not None:
                 dispatch.dropout(residual, read, out=residual)
+        values.close()
+
+    def _with_room(self, rows: int, weights: Weights, arena: Arena) -> Values:
+        """The room is planned for the logits: what is made before them must not take a part of it."""
+        values = Values(arena)
+        vocabulary = weights[f"{self._last_product}.weight"].shape[0]
+        room = vocabulary if self.classifies else padded_width(vocabulary, self.operators.compute)
+        values.reserve("logits", (rows, vocabulary), self.operators.compute, room=room)
+        return values
+
+    def score(self, residual: Tensor, labels: Tensor, weights: Weights, *, arena: Arena, out: Tensor) -> None:
+        """The loss of each row of the last block's output, which stays as it is."""
+        values = self._with_room(residual.shape[0], weights, arena)
+        values[self._entry] = residual
+        for op in self.behind:
+            self.operators.forward(op, values, weights, Rows(labels), op.outputs)
+        logits = values["logits"]
+        if self.model.logit_scale != 1.0:
+            logits.mul_(self.model.logit_scale)
+        dispatch.token_losses(logits, labels, out=out, cap=self.model.logit_cap)
         values.close()
 
     @property

@@ -5,20 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.batch import Batch
-from flopwise.engine.executable import check_formats, check_trainable
-from flopwise.engine.executor import Evaluated, Moment, StepResult
+from flopwise.engine.executable import check_formats, check_optimizer, check_trainable
+from flopwise.engine.executor import Evaluated, Rewards, StepResult
 from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.quantised import Quantised
 from flopwise.engine.streaming.embedding_head import Loss
 from flopwise.engine.streaming.gated import GatedKernels
 from flopwise.engine.streaming.inputs import RoundLayout
-from flopwise.engine.streaming.layout import moment_fields
 from flopwise.engine.streaming.operators import Stored
 from flopwise.engine.streaming.player import Action, Player
 from flopwise.engine.streaming.slabs import Slabs
@@ -32,6 +33,7 @@ from flopwise.records.program import ALIGNMENT_BYTES, Kind, Program, Role, Value
 from flopwise.setup.training import Training
 from flopwise.work.formats import parse_formats
 from flopwise.work.held import attention_sums_bytes
+from flopwise.work.optimizers import Moment, StateField, Stretch, by_parameter
 from flopwise.work.parameters import Parameter, Part, Place, parameters_of
 from flopwise.work.transformer import Transformer
 
@@ -154,15 +156,15 @@ class StreamingExecutor:
         for part, numbers in self.player.numbers.items():
             if not numbers.count:
                 continue
-            whole: dict[Moment, Tensor] = {}
-            pieces = list(self._pieces(part))
-            for moment in self._moment_names():
-                parts = [field[moment] for _, field in pieces]
-                whole[moment] = parts[0] if len(parts) == 1 else torch.cat(parts)
-            for parameter in numbers.parameters:
-                for moment, flat in whole.items():
-                    piece = flat[parameter.first : parameter.first + parameter.elements]
-                    yield parameter.name, moment, piece.view(parameter.shape)
+            state = list(self._state(part))
+            for parameter, field in by_parameter(numbers.parameters, self.plan.optimizer, self.formats):
+                parts = [
+                    fields[field.name][_own(stretch, parameter, field)[0]]
+                    for stretch, fields in state
+                    if parameter in stretch.parameters
+                ]
+                whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+                yield parameter.name, field.name, whole.view(parameter.shape) if field.each == 1 else whole
 
     def not_finite(self) -> tuple[str, ...]:
         """What of the weights and the optimizer's state holds NaN or infinity."""
@@ -173,37 +175,38 @@ class StreamingExecutor:
         """Give a parameter's optimizer state its values, wherever its pieces are."""
         parameter = next(parameter for parameter in self.parameters if parameter.name == name)
         flat = values.reshape(-1)
-        for first, fields in self._pieces(parameter.part, every=True):
-            target = fields[moment]
-            begin = max(first, parameter.first)
-            end = min(first + target.numel(), parameter.first + parameter.elements)
-            if begin < end:
-                piece = flat[begin - parameter.first : end - parameter.first].to(target.dtype)
-                target[begin - first : end - first].copy_(piece)
+        for stretch, fields in self._state(parameter.part, every=True):
+            if parameter in stretch.parameters:
+                (field,) = (each for each in stretch.fields if each.name == moment)
+                here, there = _own(stretch, parameter, field)
+                target = fields[moment][here]
+                target.copy_(flat[there].to(target.dtype))
+
+    def remembered(self) -> Iterator[tuple[Parameter, StateField]]:
+        """What the optimizer's state has of each trained parameter."""
+        return by_parameter(self.parameters, self.plan.optimizer, self.formats)
 
     def clear_moments(self) -> None:
         """Nothing was learned yet."""
         for part in self.player.numbers:
-            for _, fields in self._pieces(part, every=True):
-                fields["first"].zero_()
-                fields["second"].zero_()
-
-    def _moment_names(self) -> tuple[Moment, ...]:
-        return ("first", "second", "master") if self.formats.master else ("first", "second")
+            for _, fields in self._state(part, every=True):
+                for name, values in fields.items():
+                    if name != "master":
+                        values.zero_()
 
     def _holders(self, value: Value) -> list[int]:
         """Buffers that hold a value when a step begins."""
         return [index for index, held in self.program.at_start.items() if held == value]
 
-    def _pieces(self, part: Part, *, every: bool = False) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """(first number, fields) of a part's optimizer state, piece by piece; `every`: in all places that hold it."""
+    def _state(self, part: Part, *, every: bool = False) -> Iterator[tuple[Stretch, dict[Moment, Tensor]]]:
+        """A part's optimizer state, stretch by stretch; `every`: in all places that hold it."""
         counts = self._piece_counts().get(part, [])
         first = 0
         for number, count in enumerate(counts):
             holders = self._holders(Value("optimizer", part, number))
             for index in holders if every else holders[:1]:
-                fields = moment_fields(count, self.formats)
-                yield first, {name: field.of(self.slabs.buffers[index]) for name, field in fields.items()}
+                for stretch in self.player.updates.layout(part, first, count):
+                    yield stretch.what, stretch.of(self.slabs.buffers[index])
             first += count
 
     def _piece_counts(self) -> dict[Part, list[int]]:
@@ -247,6 +250,7 @@ class StreamingExecutor:
             with_loss=with_loss,
             gradient_norm=None if norm is None else float(norm),
             waited_s=waited_s if self.device.type == "cuda" else None,
+            rewards=_rewards(player.loss, with_loss),
         )
 
     def _play_step(self) -> Tensor | None:
@@ -256,7 +260,7 @@ class StreamingExecutor:
 
     def _play(self) -> Tensor | None:
         player = self.player
-        player.loss.total.zero_()
+        player.loss.clear()
         for total in self._squares.values():
             total.zero_()
         norm: Tensor | None = None
@@ -340,30 +344,59 @@ class StreamingExecutor:
         """The loss and the right answers of held-out data; nothing is learned from it."""
         player = self.player
         training_loss = player.loss
-        player.loss = Loss(
-            torch.zeros_like(training_loss.total), torch.zeros((), dtype=torch.int64, device=self.device)
-        )
+        counted = torch.zeros((), dtype=torch.int64, device=self.device)
+        player.loss = Loss(torch.zeros_like(training_loss.total), counted)
+        if player.preferences is not None:
+            player.loss = player.compared_loss()
         player.evaluating = True
         with_loss = sequences = 0
         try:
             for batch in batches:
                 player.inputs.check(batch)
                 for micro in batch.micro_batches(self.plan.sequences_per_round):
-                    player.inputs.prepare([micro])
-                    player.inputs.bring(0)
-                    for index in self._forward:
-                        task = self.program.tasks[index]
-                        self._streams.run(index, task.stream, task.after, self._actions[index])
-                    self._streams.finish()
-                    self._bring_back()
+                    self._play_forward(micro)
                 with_loss += batch.with_loss
                 sequences += batch.sequences
             assert player.loss.correct is not None
             loss, correct = float(player.loss.total), int(player.loss.correct)
+            rewards = _rewards(player.loss, with_loss)
         finally:
             player.evaluating = False
             player.loss = training_loss
-        return Evaluated(loss / max(1, with_loss), correct, with_loss, sequences)
+        return Evaluated(loss / max(1, with_loss), correct, with_loss, sequences, rewards)
+
+    def _play_forward(self, micro: Batch) -> None:
+        self.player.inputs.prepare([micro])
+        self.player.inputs.bring(0)
+        for index in self._forward:
+            task = self.program.tasks[index]
+            self._streams.run(index, task.stream, task.after, self._actions[index])
+        self._streams.finish()
+        self._bring_back()
+
+    def score(self, batches: Iterable[Batch]) -> Iterator[tuple[NDArray[np.float64], ...]]:
+        """Of each batch's sequences, how likely the model without its adapters finds their answers, as logarithms."""
+        player = self.player
+        assert player.preferences is not None
+        training_loss, player.loss = player.loss, player.compared_loss()
+        player.evaluating, player.operators.adapts = True, False
+        try:
+            for batch in batches:
+                player.inputs.check(batch)
+                found: list[NDArray[np.float64]] = []
+                for micro in batch.micro_batches(self.plan.sequences_per_round):
+                    self._play_forward(micro)
+                    assert micro.documents is not None
+                    scores = player.preferences.scores.cpu().numpy()
+                    each = player.inputs.each
+                    for first in range(0, micro.sequences, each):
+                        counts = [lengths.size for lengths in micro.documents[first : first + each]]
+                        told = scores[first // each, : sum(counts)]
+                        found += np.split(told.copy(), np.cumsum(counts)[:-1])
+                yield tuple(found)
+        finally:
+            player.evaluating, player.operators.adapts = False, True
+            player.loss = training_loss
 
     def _forward_tasks(self) -> list[int]:
         """The first round up to the loss, without what only backward needs."""
@@ -431,6 +464,27 @@ class StreamingExecutor:
         self.slabs.close()
 
 
+def _rewards(loss: Loss, pairs: int) -> Rewards | None:
+    """What became of a step's pairs, where answers are compared."""
+    if loss.gains is None or loss.correct is None or not pairs:
+        return None
+    chosen, rejected = (loss.gains / pairs).tolist()
+    return Rewards(chosen, rejected, int(loss.correct) / pairs)
+
+
+def _own(stretch: Stretch, parameter: Parameter, field: StateField) -> tuple[slice, slice]:
+    """Of one kind of a stretch's state, what is a parameter's; and where that is in the parameter's own."""
+    if not field.each:
+        return slice(None), slice(None)
+    begin = max(stretch.first, parameter.first)
+    end = min(stretch.last, parameter.first + parameter.elements)
+
+    def within(first: int) -> slice:
+        return slice((begin - first) // field.each, -(-(end - first) // field.each))
+
+    return within(stretch.first), within(parameter.first)
+
+
 def left_to_libraries(plan: Plan, model: Transformer) -> dict[Role, int]:
     """By role, what attention kernels and matrix libraries allocate for themselves and the slab leaves free for them.
 
@@ -453,11 +507,12 @@ def check_supported(plan: Plan, model: Transformer, training: Training) -> None:
     """Refuse what the streaming executor does not do."""
     check_formats(parse_formats(plan.precision))
     check_trainable(model)
-    if plan.optimizer != "adamw":
+    check_optimizer(plan.optimizer, ranks=1)
+    if model.objective == "preference" and plan.chunks_per_sequence > 1:
         raise FlopwiseError(
-            f"{plan.optimizer} cannot be trained with yet",
-            why="AdamW is the one there is",
-            hint="`flopwise plan … --optimizer adamw`",
+            "the plan cuts sequences, and they hold pairs of answers",
+            why="both answers of a pair are scored before either goes back",
+            hint="plan with --task dpo, or a shorter --seq",
         )
     if training.clip_norm is not None and plan.update_when != "end":
         raise FlopwiseError(

@@ -60,20 +60,23 @@ class Inputs:
         causal: bool,
         granule: int | None = None,
         numbered: bool = False,
+        compares: bool = False,
         types: int = 0,
     ) -> None:
         """`numbered`: whether tokens have numbers: sequence · the plan's tokens + position, however they are cut.
 
-        `types`: of tokens that the model has.
+        `compares`: whether documents are pairs of answers. `types`: of tokens that the model has.
 
         `granule`: what the rows of packed chunks are a multiple of; None: 1 on a CPU, a sixteenth on a GPU."""
         self.plan, self.vocabulary, self.classifies, self.causal = plan, vocabulary, classifies, causal
         self.tokens = plan.tokens_per_round
-        self.token_types = types
-        self.numbered = numbered
-        self.kinds = TOKENS + numbered + (types > 1)
+        self.numbered, self.compares, self.token_types = numbered, compares, types
+        self.kinds = TOKENS + numbered + (types > 1) + compares
+        """Numbers of a token that come from the host."""
         self._types = TOKENS + numbered
-        self._block = buffer[: self.bytes].view(torch.int32).view(self.kinds, self.tokens)
+        numbers = buffer[: self.bytes].view(torch.int32)
+        self._block = numbers[: self.kinds * self.tokens].view(self.kinds, self.tokens)
+        self._weights = numbers[self.kinds * self.tokens :].view(torch.float32)
         self.each = max(1, plan.sequences_per_round // plan.chunks_per_round)
         """Sequences of a chunk, where it holds whole ones."""
         by_device = granule_of(self.each * plan.sequence_tokens) if buffer.is_cuda else 1
@@ -84,13 +87,15 @@ class Inputs:
         places = self.each * MOST_DOCUMENTS + fillers + 1
         self._starts = torch.zeros((plan.chunks_per_round, places), dtype=torch.int32, device=buffer.device)
         self._lengths = torch.zeros(plan.sequences_per_round, dtype=torch.int32, device=buffer.device)
-        self._host: tuple[Tensor, Tensor, Tensor] | None = None
+        # Of a chunk's answers, how likely the reference finds them; NaN where there is none.
+        self.references = torch.full(self._starts.shape, torch.nan, dtype=torch.float64, device=buffer.device)
+        self._host: tuple[Tensor, ...] | None = None
         self._layouts: tuple[RoundLayout, ...] = ()
         self.layout = RoundLayout(0, plan.sequence_tokens)
 
     @property
     def bytes(self) -> int:
-        return self.kinds * 4 * self.tokens
+        return (self.kinds + self.compares) * 4 * self.tokens
 
     # -- a step's tokens in pinned memory ---------------------------------------------------------------------------
 
@@ -101,7 +106,7 @@ class Inputs:
         """
         for batch in rounds:
             self._check_size(batch)
-        host, starts, lengths = self._host_rooms(len(rounds))
+        host, starts, lengths, references = self._host_rooms(len(rounds))
         packs = [self._packs(batch) for batch in rounds]
         alike = self.plan.replay and self.granule > 1
         rows = self._packed_rows([batch for batch, packed in zip(rounds, packs, strict=True) if packed and alike])
@@ -111,6 +116,8 @@ class Inputs:
             first = number * self.plan.sequences_per_round
             if packed:
                 found.append(self._lay_packed(batch, *places, rows=rows, first_sequence=first))
+                if self.compares:
+                    self._lay_references(batch, references[number].numpy())
             else:
                 found.append(self._lay_even(batch, *places, lengths[number].numpy(), first_sequence=first))
         self._layouts = tuple(found)
@@ -125,14 +132,19 @@ class Inputs:
                 hint="plan again for this batch",
             )
 
-    def _host_rooms(self, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _host_rooms(self, rounds: int) -> tuple[Tensor, ...]:
         if self._host is None:
             # Room for a whole step, once: a captured step reads it where it lay when it was captured.
             rounds, pinned = max(rounds, self.plan.rounds_per_step), self._block.is_cuda
-            shapes = (self._block.shape, self._starts.shape, self._lengths.shape)
-            rooms = [torch.zeros((rounds, *shape), dtype=torch.int32, pin_memory=pinned) for shape in shapes]
-            self._host = rooms[0], rooms[1], rooms[2]
+            self._host = tuple(
+                torch.zeros((rounds, *room.shape), dtype=room.dtype, pin_memory=pinned) for room in self._rooms
+            )
         return self._host
+
+    @property
+    def _rooms(self) -> tuple[Tensor, ...]:
+        """What of a round is brought from the host."""
+        return self._block, self._starts, self._lengths, self.references
 
     def _packs(self, batch: Batch) -> bool:
         """Whether padding is left out: where there is any, and chunks hold whole sequences."""
@@ -181,7 +193,9 @@ class Inputs:
                 block[TOKENS, begin : begin + total] = self._numbers(first_sequence + first, there.shape)[there]
             if batch.types is not None:
                 block[self._types, begin : begin + total] = batch.types[first:last][there]
-            block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0, 0, 0])[: self.kinds, None]
+            if self.compares:
+                block[-1, begin : begin + total] = np.repeat(np.arange(lengths.size), lengths)
+            block[:, begin + total : begin + count] = np.array([0, NO_LABEL, 0, 0, 0, 0])[: self.kinds, None]
             behind = lengths.size + 1
             starts[chunk, 0], starts[chunk, 1:behind] = 0, ends
             fillers = starts.shape[1] - behind
@@ -202,6 +216,14 @@ class Inputs:
             places=tuple(looked_at),
             typed=batch.types is not None,
         )
+
+    def _lay_references(self, batch: Batch, references: NDArray[np.float64]) -> None:
+        """Of each chunk's answers."""
+        assert batch.references is not None
+        references[:] = np.nan
+        for chunk, (first, last) in enumerate(self._chunk_spans(batch)):
+            told = np.concatenate(batch.references[first:last])
+            references[chunk, : told.size] = told
 
     def _numbers(self, first_sequence: int, shape: tuple[int, ...]) -> NDArray[np.int32]:
         """Tokens' numbers in the step's batch, modulo 2³²: the same whatever the sequences are filled up to."""
@@ -237,6 +259,12 @@ class Inputs:
 
     def check(self, batch: Batch) -> None:
         """Refuse tokens that the model has no row for: kernels would read and write what lies behind the table."""
+        if self.compares and batch.references is None:
+            raise FlopwiseError(
+                "a batch without pairs of answers",
+                why="the model is trained on preferences",
+                hint="rows with chosen and rejected",
+            )
         if batch.lengths is not None and batch.lengths.size and int(batch.lengths.min()) < 1:
             raise FlopwiseError(
                 "a sequence without a token", why="there is nothing to train on", hint="leave such rows out of the data"
@@ -263,7 +291,7 @@ class Inputs:
         """A round of those that were prepared. From pinned memory, so that nobody waits for what is under way."""
         assert self._host is not None
         self.layout = self._layouts[number]
-        for target, source in zip((self._block, self._starts, self._lengths), self._host, strict=True):
+        for target, source in zip(self._rooms, self._host, strict=True):
             target.copy_(source[number], non_blocking=True)
 
     def chunk(self, number: int) -> Chunk | None:
@@ -304,6 +332,12 @@ class Inputs:
         """Numbers of a chunk's tokens in the step's batch."""
         first, count, *_ = self._span(number)
         return self._block[TOKENS, first : first + count]
+
+    def answers(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a chunk: each token's answer, room for what its gradient is weighed by, and the reference's answers."""
+        first, count, *_ = self._span(number)
+        places = slice(first, first + count)
+        return self._block[-1, places], self._weights[places], self.references[number]
 
     def ids(self, number: int) -> Tensor:
         """Identifiers of a chunk."""

@@ -10,12 +10,14 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from flopwise.engine.formats import TYPES, statistics_type
+from flopwise.engine.formats import STATE_TYPES, TYPES, statistics_type
 from flopwise.engine.kernels.plain_gated import split_pairs
 from flopwise.records.plan import POLICY
 from flopwise.records.program import ALIGNMENT_BYTES
 from flopwise.work.formats import Formats
 from flopwise.work.op import Gemm, Op, SaveLevel
+from flopwise.work.optimizers import Moment, Optimizer, Stretch, stretches
+from flopwise.work.parameters import Parameter
 from flopwise.work.work import Work
 
 
@@ -166,10 +168,30 @@ def columns_of(
     return dict(zip(names, torch.split(whole, widths, dim=1), strict=True))
 
 
-def moment_fields(parameters: int, formats: Formats) -> dict[str, Field]:
-    """`first`, `second` and perhaps `master` of a piece of optimizer state."""
-    moments = TYPES[formats.moments]
-    wanted = [("first", parameters, moments), ("second", parameters, moments)]
-    if formats.master:
-        wanted.append(("master", parameters, TYPES[formats.master]))
-    return fields_in_order(wanted)
+@dataclass(frozen=True, slots=True)
+class StateStretch:
+    """Neighbouring numbers that one rule updates, and where their state lies within that of a piece."""
+
+    what: Stretch
+    fields: dict[Moment, Field]
+
+    def of(self, state: Tensor) -> dict[Moment, Tensor]:
+        """What is remembered, of a piece's bytes."""
+        return {name: field.of(state) for name, field in self.fields.items()}
+
+
+def state_layout(
+    parameters: Sequence[Parameter], optimizer: Optimizer, formats: Formats, first: int, count: int
+) -> tuple[StateStretch, ...]:
+    """The state of a part's trained numbers `first` …, as it lies in a buffer."""
+    found = stretches(parameters, optimizer, formats, first, count)
+    wanted = [
+        (f"{index} {field.name}", field.elements, STATE_TYPES[field.format])
+        for index, stretch in enumerate(found)
+        for field in stretch.fields
+    ]
+    places = fields_in_order(wanted)
+    return tuple(
+        StateStretch(stretch, {field.name: places[f"{index} {field.name}"] for field in stretch.fields})
+        for index, stretch in enumerate(found)
+    )

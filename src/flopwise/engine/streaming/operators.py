@@ -132,6 +132,8 @@ class Operators:
         kernels = experts or expert_kernels(self.device, self.compute)
         self.mixture = Mixture(model, self.statistics, kernels)
         self.adapter_scale = 1.0 if model.adapters is None else model.adapters.scale
+        self.adapts = True
+        """Whether adapters add what they have learned: the reference of preferences is the model without them."""
         ops = op_groups(work)[1]
         self._branches = {norm.name: op.inputs[1] for op, norm in pairwise(ops) if is_sum_for_norm(op, norm)}
         """Norms that read a sum of two → its second term."""
@@ -147,6 +149,8 @@ class Operators:
     def forward(self, op: Op, values: Values, weights: Weights, rows: Rows, wanted: Collection[str]) -> None:
         """Make the wanted results of an operator."""
         if isinstance(op, Gemm) and op.adds:
+            if not self.adapts:
+                return
             matrix = self._cast(weights[f"{op.name}.weight"])
             add_product(values[op.inputs[0]], matrix.t(), scale=self.adapter_scale, out=values[op.outputs[0]])
             self._uncast(matrix, weights[f"{op.name}.weight"])

@@ -47,6 +47,7 @@ from flopwise.engine.streaming.gated import GatedKernels
 from flopwise.engine.streaming.inputs import Inputs
 from flopwise.engine.streaming.layout import SavedTensors
 from flopwise.engine.streaming.operators import Operators, Stored, Trained
+from flopwise.engine.streaming.preferences import Preferences
 from flopwise.engine.streaming.products import HeadProducts, Products, rows_read_by_head
 from flopwise.engine.streaming.quack_products import gated_kernels, products_for
 from flopwise.engine.streaming.sequence import SequenceBlock, SequenceTensors
@@ -113,10 +114,12 @@ class Player:
             classifies=model.head == "classifier",
             causal=model.causal,
             numbered=self.drops is not None,
+            compares=model.objective == "preference",
             types=model.token_types,
         )
         self.arena = Arena(workspace[aligned(self.inputs.bytes) :])
         self.head_arena = Arena(head, spill=self.arena)
+        self.preferences = Preferences(training, self.inputs, self.arena) if self.inputs.compares else None
         if packs is None:
             packs = slabs.device.type == "cuda" and not deterministic and all(map(reads_columns, model.kinds))
         products = (
@@ -144,8 +147,11 @@ class Player:
         self.blocks = self._make_blocks(deterministic=deterministic, spare_bytes=spare_bytes)
         self.cut = plan.chunks_per_sequence > 1
         self.embedding_head = EmbeddingHead(model, work, operators)
-        self.updates = Updates(training, self.formats, self.numbers, slabs.device)
+        self.updates = Updates(training, self.formats, self.numbers, slabs.device, plan.optimizer)
         self.loss = Loss(torch.zeros((), dtype=self.statistics, device=slabs.device))
+        if self.preferences is not None:
+            self.loss = self.compared_loss()
+        self._counted_elsewhere = Loss(torch.zeros_like(self.loss.total))
         self.scale = torch.zeros((), dtype=self.statistics, device=slabs.device)
         """One over what has a loss in the step."""
         self._weight_views: dict[tuple[int, Part], dict[str, Stored]] = {}
@@ -155,6 +161,15 @@ class Player:
         self._contexts()
         self._sequence_blocks()
         self.evaluating = False
+
+    def compared_loss(self) -> Loss:
+        """Sums over pairs of answers."""
+        device = self.slabs.device
+        return Loss(
+            torch.zeros((), dtype=self.statistics, device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
+            torch.zeros(2, dtype=torch.float64, device=device),
+        )
 
     def _head_products(self, products: Products) -> Products | None:
         """Those for a vocabulary that is no multiple of what the matrix unit reads; None where it is one."""
@@ -359,9 +374,30 @@ class Player:
             # A sequence's first row speaks for all of it: the first of a chunk's pieces takes all of these.
             if task.first == 0:
                 self._classify(task, chunk)
+        elif self.preferences is not None:
+            self._compare(self.preferences, task, chunk)
         elif task.first < last:
             rows = slice(task.first, last)
             self._loss(task, self._residual(task, chunk)[rows], self.inputs.labels(task.chunk)[rows])
+
+    def _compare(self, preferences: Preferences, task: Task, chunk: Chunk) -> None:
+        """The first of a chunk's pieces scores all of its answers, before any of them goes back."""
+        assert task.chunk is not None
+        residual, labels = self._residual(task, chunk), self.inputs.labels(task.chunk)
+        if task.first == 0:
+            preferences.begin(task.chunk)
+            for first in range(0, chunk.count, task.tokens):
+                rows = slice(first, min(first + task.tokens, chunk.count))
+                losses = self.arena.take((rows.stop - first,), self.statistics)
+                weights = self._weights(task)
+                self.embedding_head.score(residual[rows], labels[rows], weights, arena=self.head_arena, out=losses)
+                preferences.add(task.chunk, rows, losses)
+                self.arena.give(losses)
+            preferences.weigh(task.chunk, self.scale, self.loss)
+        rows = slice(task.first, min(chunk.count, task.first + task.tokens))
+        if not self.evaluating and rows.start < rows.stop:
+            _, scales, _ = self.inputs.answers(task.chunk)
+            self._loss(task, residual[rows], labels[rows], scale=scales[rows])
 
     def _classify(self, task: Task, chunk: Chunk) -> None:
         assert task.chunk is not None
@@ -386,16 +422,21 @@ class Player:
             residual.zero_().index_copy_(0, begins.long(), pooled)
         self.arena.give(pooled)
 
-    def _loss(self, task: Task, rows: Tensor, labels: Tensor, drops: RowDrops | None = None) -> None:
-        """The loss of some rows, and their gradients in their place."""
+    def _loss(
+        self, task: Task, rows: Tensor, labels: Tensor, drops: RowDrops | None = None, *, scale: Tensor | None = None
+    ) -> None:
+        """The loss of some rows, and their gradients in their place.
+
+        `scale`: what each row's gradient is multiplied by, where its loss is counted elsewhere.
+        """
         self.embedding_head.head(
             rows,
             labels,
             self._weights(task),
             None if self.evaluating else self._sums(task),
-            loss=self.loss,
+            loss=self.loss if scale is None else self._counted_elsewhere,
             arena=self.head_arena,
-            scale=self.scale,
+            scale=self.scale if scale is None else scale,
             drops=drops,
         )
 

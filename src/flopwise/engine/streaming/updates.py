@@ -12,13 +12,14 @@ from torch import Tensor
 from flopwise.engine.formats import TYPES
 from flopwise.engine.kernels import dispatch
 from flopwise.engine.kernels.adamw import BITS_OF_STEP
-from flopwise.engine.kernels.dispatch import AdamW, Seed
+from flopwise.engine.kernels.dispatch import AdamW, Codes, Seed
 from flopwise.engine.kernels.quantised import Quantised
-from flopwise.engine.streaming.layout import moment_fields
+from flopwise.engine.streaming.layout import StateStretch, state_layout
 from flopwise.engine.streaming.operators import Stored
 from flopwise.records.program import aligned
 from flopwise.setup.training import Training
 from flopwise.work.formats import QUANTISED_BITS, Formats, quantised_bytes
+from flopwise.work.optimizers import Moment, Optimizer
 from flopwise.work.parameters import Parameter, Part
 
 NORM_EPSILON = 1e-6
@@ -94,12 +95,18 @@ def numbers_by_part(parameters: Iterable[Parameter], formats: Formats) -> dict[P
 
 
 class Updates:
-    """AdamW over pieces, with this step's settings."""
+    """The optimizer over pieces, with this step's settings."""
 
     def __init__(
-        self, training: Training, formats: Formats, numbers: dict[Part, PartNumbers], device: torch.device
+        self,
+        training: Training,
+        formats: Formats,
+        numbers: dict[Part, PartNumbers],
+        device: torch.device,
+        optimizer: Optimizer = "adamw",
     ) -> None:
-        self.training, self.formats, self.numbers = training, formats, numbers
+        self.training, self.formats, self.numbers, self.optimizer = training, formats, numbers, optimizer
+        self._layouts: dict[tuple[Part, int, int], tuple[StateStretch, ...]] = {}
         self._settings: dict[bool, AdamW] = {}
         """Of this step, by whether a parameter decays."""
         self._words = (
@@ -141,22 +148,28 @@ class Updates:
         numbers = self.numbers[part]
         flat = as_numbers(weights, TYPES[self.formats.weights], numbers.count)
         sums = as_numbers(gradients, TYPES[self.formats.gradients], numbers.count)
-        moments = {name: field.of(state) for name, field in moment_fields(count, self.formats).items()}
-        for run in numbers.runs:
-            begin, end = max(run.first, first), min(run.last, first + count)
-            if begin >= end:
-                continue
-            piece = slice(begin - first, end - first)
-            master = moments.get("master")
-            dispatch.adamw(
-                flat[begin:end],
-                sums[begin:end],
-                moments["first"][piece],
-                moments["second"][piece],
-                None if master is None else master[piece],
-                settings=self._settings_on(weights.device, decays=run.decays),
-                offset=numbers.offset + begin,
-            )
+        for stretch in self.layout(part, first, count):
+            moments = stretch.of(state)
+            for run in numbers.runs:
+                begin, end = max(run.first, stretch.what.first), min(run.last, stretch.what.last)
+                if begin < end:
+                    run_update(
+                        stretch,
+                        flat[begin:end],
+                        sums[begin:end],
+                        _cut(stretch, moments, begin, end),
+                        settings=self._settings_on(weights.device, decays=run.decays),
+                        offset=numbers.offset + begin,
+                    )
+
+    def layout(self, part: Part, first: int, count: int) -> tuple[StateStretch, ...]:
+        """Where the state of a piece lies."""
+        found = self._layouts.get((part, first, count))
+        if found is None:
+            parameters = self.numbers[part].parameters
+            found = state_layout(parameters, self.optimizer, self.formats, first, count)
+            self._layouts[part, first, count] = found
+        return found
 
     def _settings_on(self, device: torch.device, *, decays: bool) -> AdamW:
         settings = self._settings[decays]
@@ -164,6 +177,34 @@ class Updates:
         if isinstance(scale, Tensor) and scale.device != device:
             settings = replace(settings, gradient_scale=scale.to(device))
         return settings
+
+
+def _cut(stretch: StateStretch, moments: dict[Moment, Tensor], begin: int, end: int) -> dict[Moment, Tensor]:
+    """Of a stretch's state, that of some of its numbers."""
+    if (begin, end) == (stretch.what.first, stretch.what.last):
+        return moments
+    piece = slice(begin - stretch.what.first, end - stretch.what.first)
+    return {name: values[piece] for name, values in moments.items()}
+
+
+def run_update(
+    stretch: StateStretch,
+    weights: Tensor,
+    gradients: Tensor,
+    moments: dict[Moment, Tensor],
+    *,
+    settings: AdamW,
+    offset: int,
+) -> None:
+    """Update neighbouring numbers by the rule of their stretch."""
+    master = moments.get("master")
+    if stretch.what.rule == "adamw-8bit":
+        codes = Codes(moments["first"], moments["first_scale"], moments["second"], moments["second_scale"])
+        dispatch.adamw_8bit(weights, gradients, codes, master, settings=settings, offset=offset)
+        return
+    assert stretch.what.rule in ("adamw", "adamw-fp32")
+    first, second = moments["first"], moments["second"]
+    dispatch.adamw(weights, gradients, first, second, master, settings=settings, offset=offset)
 
 
 def as_numbers(buffer: Tensor, dtype: torch.dtype, count: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from flopwise.base.errors import FlopwiseError, shown
@@ -12,6 +13,8 @@ BESIDE = ("optimizer.safetensors", "adapter_model.safetensors")
 """What lies beside weights under the same ending and is none of the model's."""
 UNREAD = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.npz")
 """Endings of weights that are not read: most of them run code when they are."""
+LOOKS, LOOK_BYTES = 256, 1 << 14
+"""Places of a file that are read to know it again, and how much at each."""
 UNREAD_HINT = "`AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)` writes *.safetensors beside them"
 
 
@@ -49,6 +52,19 @@ def weight_files(folder: Path) -> list[Path]:
             else "a folder that `save_pretrained` wrote; without --weights the first values are drawn",
         )
     return files
+
+
+def weights_digest(folder: Path) -> str:
+    """What tells weights from others: of each file its size and what lies at places all over it."""
+    digest = hashlib.sha256()
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as stream:
+            for place in range(LOOKS):
+                stream.seek(place * max(0, size - LOOK_BYTES) // (LOOKS - 1))
+                digest.update(stream.read(LOOK_BYTES))
+    return digest.hexdigest()
 
 
 def _indexed(folder: Path) -> list[Path]:

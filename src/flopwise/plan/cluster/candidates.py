@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from flopwise.predict.choose import micro_batch_sizes
 from flopwise.predict.cluster.pieces import joined_pieces, pieces, taken
 from flopwise.predict.cluster.stages import LAST, stage_shapes
-from flopwise.predict.cluster.strategies import Listed, Strategies, set_ups, state_bytes
+from flopwise.predict.cluster.strategies import Listed, Strategies, set_ups, state_bytes_of
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Balance, Parallel
 from flopwise.setup.setup import SettledSetup
@@ -151,7 +151,7 @@ def batch_of(
             sizes += tried
     spread_index = np.array(places, dtype=np.intp)
     policy_index, micro_index = np.array(policy, dtype=np.intp), np.array(sizes, dtype=np.intp)
-    state = state_bytes(base.formats, base.optimizer)
+    state = state_bytes_of(base)
     spread_over = set_ups([parallel_of(layout, spread) for spread in every], [state] * len(every)).taken(spread_index)
     setups = [replace(base, recompute=name) for name in policies]
     listed = _list(spread_over, setups, layout, policy=policy_index, micro=micro_index)

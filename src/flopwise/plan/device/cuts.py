@@ -85,7 +85,8 @@ def _chunk_sizes(setup: CappedSetup, sizes: Sequence[int]) -> list[int]:
     for tokens in sizes:
         if tokens > LONG_CHUNK_TOKENS and sequence < 8 * tokens:
             continue
-        if tokens >= sequence:
+        # Both answers of a pair are scored before either goes back.
+        if tokens >= sequence or setup.model.objective == "preference":
             count = max(1, tokens // sequence)
             if batch is not None:
                 count = max(number for number in range(1, min(count, batch) + 1) if batch % number == 0)

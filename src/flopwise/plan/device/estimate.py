@@ -18,8 +18,10 @@ from flopwise.plan.program.sizes import Sizes, State, largest_piece, sizes_of, s
 from flopwise.predict.simulate.tasks import TaskSeconds
 from flopwise.records.plan import Plan, Residency
 from flopwise.setup.hardware import Hardware
+from flopwise.setup.setup import CappedSetup
 from flopwise.setup.trained import trains_partly
 from flopwise.work.model import Model
+from flopwise.work.optimizers import Optimizer
 from flopwise.work.parameters import ENDS, Place
 
 Floats = NDArray[np.float64]
@@ -92,7 +94,7 @@ class Shape:
         self.slot = slot_bytes(self.sizes, plan.tokens_of(0))
         self.base = sum(working_bytes(self.sizes, plan).values())
         ends = (self.sizes.embedding, self.sizes.head)
-        self.end_piece = max(largest_piece(self.sizes, state) for state in ends)
+        self.end_piece = max(largest_piece(state) for state in ends)
         self.place: Place = plan.update_place
         self.least_slots = LEAST_SLOTS
         self._seconds()
@@ -128,7 +130,7 @@ class Shape:
             for tokens, count in ((plan.head_chunk_tokens, pieces), (rest, 1)):
                 if tokens and count:
                     piece = costs.groups(tokens)
-                    self.head_s += count * (piece.forward["head"] + piece.backward["head"])
+                    self.head_s += count * piece.head_s
         if cut:
             copies = plan.chunks_per_round / plan.chunks_per_sequence
             self.forward_s += copies * costs.attention_s(None, "forward")
@@ -322,6 +324,17 @@ class Shape:
         }
 
 
-def can_update_on_host(hardware: Hardware, model: Model) -> bool:
+UPDATED_ON_HOST: tuple[Optimizer, ...] = ("adamw", "lion", "sgd", "sgd-momentum")
+"""Whose updates take a host's cores as long as their bytes take its memory. Nobody has measured the others there."""
+
+
+def can_update_on_host(setup: CappedSetup) -> bool:
     """Whether the description says how fast the host is, and no frozen weights would come back with the others."""
-    return not trains_partly(model) and hardware.host is not None and hardware.host.update_bytes_per_s is not None
+    host = setup.hardware.host
+    known = host is not None and host.update_bytes_per_s is not None
+    return known and not trains_partly(setup.model) and setup.optimizer in UPDATED_ON_HOST
+
+
+def update_places(setup: CappedSetup) -> tuple[Place, ...]:
+    """Where an update may run."""
+    return ("device", "host") if can_update_on_host(setup) else ("device",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flopwise.base.units import show_bytes, show_count, show_seconds, show_share
-from flopwise.plan.device.estimate import Shape, can_update_on_host
+from flopwise.plan.device.estimate import UPDATED_ON_HOST, Shape, can_update_on_host
 from flopwise.plan.device.forecast import clipping_share, forecast, recompute_s
 from flopwise.plan.device.handing import handing_s, is_replayed
 from flopwise.plan.device.memory import plan_bytes
@@ -13,7 +13,7 @@ from flopwise.plan.device.search import OVERHEAD, FoundPlan, best_estimate, fast
 from flopwise.plan.device.smallest import does_not_fit
 from flopwise.plan.program.sizes import working_bytes
 from flopwise.predict.simulate.tasks import TaskSeconds
-from flopwise.predict.step import estimated_words
+from flopwise.predict.step import estimated_words, reference_notes
 from flopwise.records.plan import Help, Plan, Planned
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import CappedSetup
@@ -43,7 +43,11 @@ def make_plan(
         searched=found.estimated,
         simulated=found.simulated,
         helps=what_helps(found, setup) if helps else (),
-        notes=(*notes(setup.model, setup.hardware, setup.sequence_tokens), *length_notes(setup, found.plan)),
+        notes=(
+            *notes(setup.model, setup.hardware, setup.sequence_tokens),
+            *reference_notes(setup.model, setup.sequence_tokens, setup.lengths, found.plan.batch_sequences, convention),
+            *length_notes(setup, found.plan),
+        ),
     )
 
 
@@ -190,7 +194,9 @@ def _saves_reason(plan: Plan, shape: Shape, setup: CappedSetup) -> str:
 
 
 def _place_reason(plan: Plan, setup: CappedSetup) -> str:
-    if not can_update_on_host(setup.hardware, setup.model):
+    if plan.optimizer not in UPDATED_ON_HOST:
+        return f"nobody has measured {plan.optimizer} on a host's cores"
+    if not can_update_on_host(setup):
         return f"the hardware file does not say how fast {setup.hardware.name}'s host is"
     costs = TaskSeconds(plan, setup.model, setup.hardware)
     parameters = costs.work.trained_parameters

@@ -126,9 +126,9 @@ TRACED_ROUNDS = 8
 """Rounds that a trace shows at most."""
 
 
-def trace_step(plan: Plan, model: Model, hardware: Hardware) -> Simulation:
+def trace_step(plan: Plan, model: Model, hardware: Hardware, *, rounds: int = TRACED_ROUNDS) -> Simulation:
     """The plan's step task by task; of a long one the first rounds, the update behind the last of them."""
-    program = compile_plan(plan, model, rounds=min(plan.rounds_per_step, TRACED_ROUNDS))
+    program = compile_plan(plan, model, rounds=min(plan.rounds_per_step, rounds))
     return simulate(program, TaskSeconds(plan, model, hardware).of(program), hardware.link)
 
 
@@ -219,13 +219,17 @@ def executed_flops(plan: Plan, model: Model, convention: Convention) -> dict[str
     """Operator → FLOPs that a step executes: with what flash attention and save levels make again."""
     work = describe(model, plan.sequence_tokens, lengths=plan.packed)
     sequences = Fraction(plan.batch_sequences, work.sequences)
-    executed = {op.name: Fraction(sequences * work.hardware_flops(op, convention, Fraction(0))) for op in work.ops}
+    twice = {name: Fraction(1) for name in work.forward_twice}
+    executed = {
+        op.name: Fraction(sequences * work.hardware_flops(op, convention, twice.get(op.name, Fraction(0))))
+        for op in work.ops
+    }
     shares = {level: work.recomputed(POLICY[level]) for level in set(LETTERS.values())}
     attention = next(op for op in work.ops if isinstance(op, Attention))
     for row in plan.saves:
         for chunk, letter in enumerate(row.strip(NO_BACKWARD)):
             share = Fraction(plan.tokens_of(chunk), plan.sequence_tokens * work.sequences)
-            for op in work.ops:
+            for op in (op for op in work.ops if op.in_block):
                 again = shares[LETTERS[letter.lower()]].get(op.name, Fraction(0)) / op.layers
                 if not again:
                     continue

@@ -61,4 +61,4 @@ def _state_bytes(plan: Plan, sizes: Sizes, kind: Owner, residency: Residency) ->
 def _largest_piece(sizes: Sizes, ends: list[State], *, some_blocks: bool) -> int:
     """The slot through which optimizer state passes: a block's, or the largest piece of an end's."""
     pieces = [sizes.block.optimizer] if some_blocks else []
-    return max((*pieces, *(largest_piece(sizes, end) for end in ends)), default=0)
+    return max((*pieces, *(largest_piece(end) for end in ends)), default=0)

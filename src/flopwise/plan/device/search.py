@@ -22,7 +22,7 @@ from flopwise.plan.device.cuts import (
     list_rounds,
     skeleton,
 )
-from flopwise.plan.device.estimate import ENDS_STAY, LINK_WEIGHT, WEIGHTS_SHARE, Choice, Shape, can_update_on_host
+from flopwise.plan.device.estimate import ENDS_STAY, LINK_WEIGHT, WEIGHTS_SHARE, Choice, Shape, update_places
 from flopwise.plan.device.forecast import Times, times_of, with_host
 from flopwise.plan.device.handing import is_replayed
 from flopwise.plan.device.levels import choose_levels
@@ -32,7 +32,6 @@ from flopwise.plan.program.sizes import level_bytes
 from flopwise.records.plan import LETTERS, NO_BACKWARD, Plan
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import CappedSetup
-from flopwise.work.parameters import Place
 
 OVERHEAD = 0.02
 """What a step may take longer, per token, than one with the best number of rounds."""
@@ -186,9 +185,7 @@ class _Search:
             yield shape.variant(rounds, "device")
 
     def _all_shapes(self, cut: Cut) -> Iterator[Shape]:
-        places: tuple[Place, ...] = (
-            ("device", "host") if can_update_on_host(self.setup.hardware, self.setup.model) else ("device",)
-        )
+        places = update_places(self.setup)
         for head_chunk_tokens in head_chunks(cut):
             shape = self._shape(cut, head_chunk_tokens)
             for rounds in list_rounds(self.setup, shape.plan):

@@ -8,16 +8,15 @@ from dataclasses import fields
 import numpy as np
 
 from flopwise.plan.device.cuts import cuts, skeleton
-from flopwise.plan.device.estimate import ENDS_STAY, WEIGHTS_SHARE, Choice, Shape, can_update_on_host
+from flopwise.plan.device.estimate import ENDS_STAY, WEIGHTS_SHARE, Choice, Shape, update_places
 from flopwise.setup.setup import CappedSetup
-from flopwise.work.parameters import Place
 
 LEAST_HEAD_CHUNK_TOKENS = 256
 
 
 def tight_shapes(setup: CappedSetup) -> Iterator[Shape]:
     """Cuts that take little memory: small chunks, few logits, one sequence a round or the whole batch in few."""
-    places: tuple[Place, ...] = ("device", "host") if can_update_on_host(setup.hardware, setup.model) else ("device",)
+    places = update_places(setup)
     like: dict[int, Shape] = {}
     for cut in cuts(setup, tight=True):
         if cut.groups > 1 and setup.batch_sequences is None:

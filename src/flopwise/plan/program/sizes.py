@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil
+from typing import NamedTuple
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.plan.program.workspace import workspace_bytes
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES
 from flopwise.records.plan import LETTERS, LEVELS, NO_BACKWARD, OWN_RULE, POLICY, Plan
 from flopwise.records.program import LOGITS_ALIGNMENT_BYTES, Owner, aligned
-from flopwise.setup.words import MOMENTS, Optimizer
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.held import attention_sums_bytes
 from flopwise.work.model import Model
 from flopwise.work.op import Gemm, Op
-from flopwise.work.parameters import Part, op_groups
+from flopwise.work.optimizers import Optimizer, piece_bytes, piece_counts, update_workspace_bytes
+from flopwise.work.parameters import Parameter, Part, list_parameters, op_groups
 from flopwise.work.traffic import block_saved_bytes, frozen_bytes, tensor_bytes
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
@@ -33,6 +35,15 @@ INPUT_BYTES_PER_TOKEN = 12
 """Identifier, label and position."""
 NUMBER_BYTES = 4
 """Of a token's number in the batch, which dropout draws its masks by, or of its type."""
+PREFERENCE_BYTES = 8
+"""Of the number of a token's answer, and of what its gradient is weighed by."""
+
+
+class StatePiece(NamedTuple):
+    """As much of a part's optimizer state as passes at once."""
+
+    parameters: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +60,25 @@ class State:
     """Of the weights' bytes, those of trained ones: what an update changes."""
     gradients: int
     optimizer: int
-    optimizer_each: int
-    """Of the optimizer's bytes, those of one parameter."""
+    pieces: tuple[StatePiece, ...] = ()
+    """In which the optimizer's state passes: none larger than a block's, where it can be cut."""
 
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Its figures, without the pieces."""
+        return tuple(getattr(self, name) for name in FIGURES)
+
+
+FIGURES = tuple(field.name for field in fields(State) if field.name != "pieces")
+
+
+def _state_of(figures: Iterable[int]) -> State:
+    numbers, parameters, weights, trained, gradients, optimizer = figures
+    return State(numbers, parameters, weights, trained, gradients, optimizer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +112,8 @@ class Sizes:
     logits: int
     """Of the head, bytes a token."""
     fixed_workspace: int
+    update_workspace: int
+    """For the temporaries of an update, which runs when no layer does."""
     inputs: int
     """Of what is known of a token, bytes."""
 
@@ -103,28 +129,15 @@ class Sizes:
         share = Fraction(len(self.frozen_layers), self.layers)
         if not share:
             return self.block
-        pairs = zip(astuple(self.block), astuple(self.frozen_block), strict=True)
-        return State(*(ceil((1 - share) * one + share * other) for one, other in pairs))
+        pairs = zip(self.block.counts, self.frozen_block.counts, strict=True)
+        return _state_of(ceil((1 - share) * one + share * other) for one, other in pairs)
 
     @property
     def largest_block(self) -> State:
         """What a slot has to hold."""
         if not self.frozen_layers:
             return self.block
-        return State(*map(max, astuple(self.block), astuple(self.frozen_block)))
-
-    def pieces(self, end: State) -> list[int]:
-        """Parameters of the pieces, none larger than a block, in which an end's optimizer state passes."""
-        return _pieces(end.parameters, self.block.parameters)
-
-
-def _pieces(parameters: int, most: int) -> list[int]:
-    return shares(parameters, max(1, -(-parameters // most))) if parameters else []
-
-
-def shares(whole: int, count: int) -> list[int]:
-    """A whole in `count` nearly equal parts."""
-    return [(index + 1) * whole // count - index * whole // count for index in range(count)]
+        return _state_of(map(max, self.block.counts, self.frozen_block.counts))
 
 
 def sizes_of(model: Model, sequence_tokens: int, formats: Formats, optimizer: Optimizer) -> Sizes:
@@ -150,12 +163,17 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     before, inside, behind = op_groups(work)
 
     in_block = sum(weight.elements for op in inside if not op.frozen or model.frozen for weight in op.weights)
-    each_optimizer = MOMENTS[optimizer] * WIDTH_BYTES[formats.moments]
-    each_optimizer += WIDTH_BYTES[formats.master] if formats.master else 0
+    listed: dict[Part, list[Parameter]] = {
+        0: list(list_parameters(inside, 0)),
+        "embedding": list(list_parameters(() if model.tied else before, "embedding")),
+        "head": list(list_parameters((*before, *behind) if model.tied else behind, "head")),
+    }
+    block_bytes = Fraction(_state_bytes(listed[0], optimizer, formats), max(1, in_block))
 
-    def state(ops: tuple[Op, ...], *, frozen: bool = False) -> State:
+    def state(ops: tuple[Op, ...], part: Part, *, frozen: bool = False) -> State:
         trained = () if frozen else tuple(op for op in ops if op.frozen < op.layers)
         parameters = sum(op.parameters // op.layers for op in trained)
+        pieces = () if frozen else _pieces(listed[part], optimizer, formats, in_block, block_bytes)
         kept = (
             frozen_bytes(op, weight, formats)
             for op in ops
@@ -169,8 +187,8 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
             of_trained + sum(map(aligned, kept)),
             of_trained,
             aligned(parameters * WIDTH_BYTES[formats.gradients]),
-            sum(aligned(piece * each_optimizer) for piece in _pieces(parameters, in_block)),
-            each_optimizer,
+            sum(piece.bytes for piece in pieces),
+            pieces,
         )
 
     def each(size: int) -> int:
@@ -187,12 +205,12 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
     return Sizes(
         sequence_tokens=sequence_tokens,
         layers=model.layers,
-        block=state(inside),
-        frozen_block=state(inside, frozen=True),
+        block=state(inside, 0),
+        frozen_block=state(inside, 0, frozen=True),
         frozen_layers=model.frozen_layers,
         first_reached=model.first_reached,
-        embedding=state(() if model.tied else before),
-        head=state((*before, *behind) if model.tied else behind),
+        embedding=state(() if model.tied else before, "embedding"),
+        head=state((*before, *behind) if model.tied else behind, "head"),
         saved={name: each(block_saved_bytes(work, POLICY[name], formats)) for name in LEVELS},
         context=each(keys),
         context_gradients=each(
@@ -209,9 +227,42 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
             + sum(tensor_bytes(work.tensors[name], formats) for name in ("logsumexp", *_normed_heads(model)))
         ),
         logits=each(head_rows + 2 * residual) + unaligned,
-        inputs=INPUT_BYTES_PER_TOKEN + NUMBER_BYTES * (bool(model.dropout) + (model.token_types > 1)),
+        inputs=INPUT_BYTES_PER_TOKEN
+        + NUMBER_BYTES * (bool(model.dropout) + (model.token_types > 1))
+        + PREFERENCE_BYTES * (model.objective == "preference"),
         fixed_workspace=LIBRARY_WORKSPACE_BYTES + _cast_bytes(work, formats) + fixed_copies + LINES_BYTES,
+        update_workspace=_update_workspace(listed[0], optimizer),
     )
+
+
+def _trained(parameters: list[Parameter]) -> list[Parameter]:
+    return [parameter for parameter in parameters if parameter.trained]
+
+
+def _state_bytes(parameters: list[Parameter], optimizer: Optimizer, formats: Formats) -> int:
+    trained = _trained(parameters)
+    return piece_bytes(trained, optimizer, formats, 0, sum(parameter.elements for parameter in trained))
+
+
+def _pieces(
+    parameters: list[Parameter], optimizer: Optimizer, formats: Formats, in_block: int, block_bytes: Fraction
+) -> tuple[StatePiece, ...]:
+    """Pieces of a part's state, which a block's slot has room for: a number of it may take more than one of a block."""
+    trained = _trained(parameters)
+    count = sum(parameter.elements for parameter in trained)
+    each = Fraction(_state_bytes(parameters, optimizer, formats), max(1, count))
+    most = int(in_block * min(Fraction(1), block_bytes / each)) if each and block_bytes else in_block
+    found, first = [], 0
+    for numbers in piece_counts(trained, optimizer, most):
+        found.append(StatePiece(numbers, aligned(piece_bytes(trained, optimizer, formats, first, numbers))))
+        first += numbers
+    return tuple(found)
+
+
+def _update_workspace(parameters: list[Parameter], optimizer: Optimizer) -> int:
+    """Room for what an update of a block makes on its way, behind what is known of the tokens."""
+    temporaries = update_workspace_bytes(_trained(parameters), optimizer)
+    return sum(map(aligned, temporaries)) + LIBRARY_WORKSPACE_BYTES + LINES_BYTES if temporaries else 0
 
 
 def _cast_bytes(work: Work, formats: Formats) -> int:
@@ -257,9 +308,9 @@ def _fp8_bytes(ops: tuple[Op, ...], formats: Formats) -> tuple[int, int]:
     return token, aligned(fixed) + FP8_PIECES * aligned(1)
 
 
-def largest_piece(sizes: Sizes, end: State) -> int:
+def largest_piece(end: State) -> int:
     """Bytes of the slot that an end's optimizer state needs to pass."""
-    return max((aligned(piece * end.optimizer_each) for piece in sizes.pieces(end)), default=0)
+    return max((piece.bytes for piece in end.pieces), default=0)
 
 
 def _normed_heads(model: Transformer) -> tuple[str, ...]:
@@ -318,7 +369,7 @@ def working_bytes(sizes: Sizes, plan: Plan) -> dict[Owner, int]:
     chunks = (aligned(sizes.residual * plan.tokens_of(index)) for index in range(plan.chunks_per_sequence))
     residual = groups * sum(chunks)
     workspace = sizes.fixed_workspace + aligned(sizes.temporary * chunk)
-    workspace += aligned(sizes.inputs * groups * round_tokens)
+    workspace = max(workspace, sizes.update_workspace) + aligned(sizes.inputs * groups * round_tokens)
     if whole:
         # The inputs of the layer's chunks wait beside it for the backward of what comes before attention.
         workspace += aligned(sizes.sequence_attention * sequence) + residual // groups

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 from flopwise.plan.program.builder import Builder
 from flopwise.plan.program.sizes import Sizes, State, activation_bytes
 from flopwise.records.plan import Plan, Residency
-from flopwise.records.program import Buffer, Owner, Value, aligned
+from flopwise.records.program import Buffer, Owner, Value
 from flopwise.work.parameters import ENDS, End, Part
 
 
@@ -186,17 +186,8 @@ class OptimizerState:
             stays = part in staying and not on_host
             whole = stays or on_host or isinstance(part, int)
             self.pieces[part] = [
-                self._piece(
-                    plan,
-                    part,
-                    index,
-                    parameters,
-                    state.optimizer if whole else aligned(parameters * state.optimizer_each),
-                    stays=stays,
-                )
-                for index, parameters in enumerate(
-                    [state.parameters][: state.parameters] if whole else sizes.pieces(state)
-                )
+                self._piece(plan, part, index, parameters, size, stays=stays)
+                for index, (parameters, size) in enumerate(_pieces(state, whole=whole))
             ]
         self.slots: list[int] = []
         if any(piece.device is None for pieces in self.pieces.values() for piece in pieces) and not on_host:
@@ -221,6 +212,13 @@ class OptimizerState:
         """The slot whose turn it is."""
         self._next += 1
         return self.slots[(self._next - 1) % len(self.slots)]
+
+
+def _pieces(state: State, *, whole: bool) -> list[tuple[int, int]]:
+    """(parameters, bytes) of the pieces that a part's state lies in."""
+    if whole:
+        return [(state.parameters, state.optimizer)] if state.parameters else []
+    return [(piece.parameters, piece.bytes) for piece in state.pieces]
 
 
 def borrowed_slots(plan: Plan, sizes: Sizes, slot: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +14,11 @@ from flopwise.predict.cluster.pieces import Pieces, joined_pieces, pieces
 from flopwise.predict.kernels.calls import Floats, kernels_key
 from flopwise.setup.parallel import SCHEDULES, Parallel
 from flopwise.setup.setup import SettledSetup
-from flopwise.setup.words import MOMENTS, Optimizer
+from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.model import Model
-from flopwise.work.traffic import update_bytes_per_parameter
+from flopwise.work.optimizers import Optimizer, update_work
+from flopwise.work.work import Work
 
 MOST_LAYERS = 10_000
 Integers = NDArray[np.intp]
@@ -76,27 +78,38 @@ class StateBytes:
 
     weights: int
     gradients: int
-    optimizer: int
+    optimizer: float
+    """In the mean of all parameters."""
     gathered: int
     """Of a weight that is gathered from its shards."""
     cast: int
     """Of a weight's copy in the products' format, where the weights themselves are wider."""
-    update: int
-    """Moved by an update."""
+    update: float
+    """Moved by an update, in the mean."""
 
 
-def state_bytes(formats: Formats, optimizer: Optimizer) -> StateBytes:
-    """What a number-format policy spends on a parameter."""
+def state_bytes(work: Work, formats: Formats, optimizer: Optimizer) -> StateBytes:
+    """What a number-format policy and an optimizer spend on a parameter."""
     weights, compute = WIDTH_BYTES[formats.weights], formats.compute_bytes
-    master = WIDTH_BYTES[formats.master] if formats.master else 0
+    update = update_work(work, optimizer, formats)
     return StateBytes(
         weights=weights,
         gradients=WIDTH_BYTES[formats.gradients],
-        optimizer=MOMENTS[optimizer] * WIDTH_BYTES[formats.moments] + master,
+        optimizer=float(update.share(update.state_bytes)),
         gathered=min(weights, compute),
         cast=compute if weights > compute else 0,
-        update=update_bytes_per_parameter(formats, MOMENTS[optimizer]),
+        update=float(update.share(update.moved_bytes)),
     )
+
+
+def state_bytes_of(setup: SettledSetup) -> StateBytes:
+    """Of a set-up's model."""
+    return _state_bytes(setup.model, setup.sequence_tokens, setup.formats, setup.optimizer)
+
+
+@lru_cache(maxsize=256)
+def _state_bytes(model: Model, sequence_tokens: int, formats: Formats, optimizer: Optimizer) -> StateBytes:
+    return state_bytes(describe(model, sequence_tokens), formats, optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +140,7 @@ def listed(setups: Sequence[SettledSetup]) -> Listed:
     rows = np.array([place[key, whole] for key, whole, _ in needs], dtype=np.intp)
     rests = np.array([place[key, rest] for key, _, rest in needs], dtype=np.intp)
     counts = np.array([setup.accumulation_steps for setup in setups], dtype=np.float64)
-    states = [state_bytes(setup.formats, setup.optimizer) for setup in setups]
+    states = [state_bytes_of(setup) for setup in setups]
     strategies = set_ups([setup.parallel for setup in setups], states)
     return Listed(replace(strategies, row=rows, rest_row=rests, micro_batches=counts), joined_pieces(tables))
 

@@ -6,6 +6,7 @@ thing that changes: a side of a matrix product is `constant + slope · sequences
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from fractions import Fraction
@@ -16,13 +17,14 @@ from numpy.typing import NDArray
 
 from flopwise.predict.kernels.attention import KERNELS
 from flopwise.setup.setup import SettledSetup
-from flopwise.setup.words import MOMENTS, Fusion, Optimizer
+from flopwise.setup.words import Fusion
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
 from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, Streaming, attention_flops, kind_of
+from flopwise.work.optimizers import NEWTON_SCHULZ_FORMAT, Optimizer, UpdateProduct, update_work
 from flopwise.work.plain import NOTHING, Passes, plain_passes, plain_update
 from flopwise.work.traffic import (
     Traffic,
@@ -33,7 +35,6 @@ from flopwise.work.traffic import (
     forward_traffic,
     scale_traffic,
     softmax_traffic,
-    update_bytes_per_parameter,
 )
 from flopwise.work.work import Recompute, Work
 
@@ -145,20 +146,39 @@ def step_calls(
     lister = _Lister(work, formats, fusion, work.recomputed(policy), plain=plain)
     for index, op in enumerate(work.ops):
         lister.add(index, op)
+    whole = update_work(work, optimizer, formats)
     update = StreamingCall(
         len(work.ops),
         Phase.UPDATE,
         1,
-        (float(work.trained_parameters * update_bytes_per_parameter(formats, MOMENTS[optimizer])), 0.0),
+        (float(whole.moved_bytes), 0.0),
         passes=plain_update(work.trained_parameters, update_pieces(work)),
     )
     return StepCalls(
         names=(*(op.name for op in work.ops), "optimizer"),
         kinds=(*(kind_of(op) for op in work.ops), "optimizer"),
-        gemms=tuple(lister.gemms),
+        gemms=(*lister.gemms, *update_calls(len(work.ops), whole.products)),
         attentions=tuple(lister.attentions),
         streams=(*lister.streams, update),
     )
+
+
+def update_calls(op: int, products: Sequence[UpdateProduct]) -> list[GemmCall]:
+    """The products of an update, which do not grow with the batch."""
+    return [
+        GemmCall(
+            op,
+            Phase.UPDATE,
+            product.copies,
+            (product.rows, 0),
+            (product.depth, 0),
+            product.columns,
+            1,
+            NEWTON_SCHULZ_FORMAT,
+            WIDTH_BYTES[NEWTON_SCHULZ_FORMAT],
+        )
+        for product in products
+    ]
 
 
 def kernels_of(calls: StepCalls) -> Floats:

@@ -13,12 +13,13 @@ from functools import lru_cache
 from flopwise.records.prediction import DeviceBytes
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import SettledSetup
-from flopwise.setup.words import MOMENTS, Fusion, Optimizer
+from flopwise.setup.words import Fusion
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.held import cast_copy_bytes, logits_bytes, temporary_bytes
 from flopwise.work.model import Model
 from flopwise.work.op import AttentionKernel
+from flopwise.work.optimizers import Optimizer, update_work
 from flopwise.work.traffic import saved_bytes, weights_bytes
 from flopwise.work.work import Recompute
 
@@ -78,12 +79,11 @@ def _owner_lines(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """By owner, bytes that are there whatever the micro-batch, and those of each of its sequences."""
     work = describe(model, sequence_tokens, attention)
-    master = WIDTH_BYTES[formats.master] if formats.master else 0
     logits = logits_bytes(work, formats, fused=fusion == "fused")
     fixed = {
         "weights": weights_bytes(work, formats),
         "gradients": work.trained_parameters * WIDTH_BYTES[formats.gradients],
-        "optimizer": work.trained_parameters * (MOMENTS[optimizer] * WIDTH_BYTES[formats.moments] + master),
+        "optimizer": update_work(work, optimizer, formats).state_bytes,
         "activations": 0,
         "logits": 0,
         "workspace": cast_copy_bytes(work, formats) + LIBRARY_WORKSPACE_BYTES,

@@ -196,15 +196,33 @@ def waits_between(
     """The same before some tasks of the compute stream that follow each other, which is free from `free` on."""
     idle: dict[str, float] = {}
     exposed_copy_s = 0.0
-    for index in computed:
-        gap = starts[index] - free
-        free = ends[index]
-        if gap > 0.0:
-            task = program.tasks[max(program.tasks[index].after, key=ends.__getitem__)]
-            words = _awaited_words(task)
-            idle[words] = idle.get(words, 0.0) + gap
-            exposed_copy_s += gap if task.stream != "host" else 0.0
+    for start, end, task in _waits(program, computed, starts, ends, free):
+        words = _awaited_words(task)
+        idle[words] = idle.get(words, 0.0) + (end - start)
+        exposed_copy_s += end - start if task.stream != "host" else 0.0
     return idle, exposed_copy_s
+
+
+def _waits(
+    program: Program, computed: Sequence[int], starts: Sequence[float], ends: Sequence[float], free: float
+) -> Iterator[tuple[float, float, Task]]:
+    """From when to when the compute stream waits before some of its tasks, and for which task."""
+    for index in computed:
+        if starts[index] > free:
+            yield free, starts[index], program.tasks[max(program.tasks[index].after, key=ends.__getitem__)]
+        free = ends[index]
+
+
+def waits_of(simulation: Simulation) -> list[tuple[float, float, str]]:
+    """Every wait of the compute stream within the step: from when, to when, for what in words."""
+    program, starts, ends = simulation.program, simulation.starts, simulation.ends
+    computed = [index for index, task in enumerate(program.tasks) if task.stream == "compute"]
+    waits = [(start, end, _awaited_words(task)) for start, end, task in _waits(program, computed, starts, ends, 0.0)]
+    free = max((ends[index] for index in computed[-1:]), default=0.0)
+    if simulation.step_s > free:
+        last = {task.stream for task, end in zip(program.tasks, ends, strict=True) if end == simulation.step_s}
+        waits.append((free, simulation.step_s, HOST_UPDATE if last == {"host"} else LAST_COPIES))
+    return waits
 
 
 def memory_points(simulation: Simulation) -> list[MemoryPoint]:

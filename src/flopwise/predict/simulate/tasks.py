@@ -16,18 +16,26 @@ import numpy as np
 from flopwise.base.errors import FlopwiseError
 from flopwise.predict.kernels.attention import Direction, attention_times
 from flopwise.predict.kernels.bandwidth import plain_times, streaming_times
-from flopwise.predict.kernels.calls import GemmCall, Phase, StepCalls, StreamingCall, calls_for, update_pieces
+from flopwise.predict.kernels.calls import (
+    GemmCall,
+    Phase,
+    StepCalls,
+    StreamingCall,
+    calls_for,
+    update_calls,
+    update_pieces,
+)
 from flopwise.predict.kernels.costs import Costs, attention_costs, gemm_costs, peak_flops, streaming_costs
 from flopwise.records.plan import POLICY, Plan
 from flopwise.records.program import Kind, Program, Task
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.words import MOMENTS
 from flopwise.work.describe import describe
 from flopwise.work.formats import POLICIES, WIDTH_BYTES, Formats, parse_formats
 from flopwise.work.fusion import swiglu_in_products
 from flopwise.work.lengths import granule_of
 from flopwise.work.model import Model
 from flopwise.work.op import Attention, Gemm, attention_flops
+from flopwise.work.optimizers import UpdateWork, update_work
 from flopwise.work.parameters import op_groups, split_at_attention
 from flopwise.work.plain import COPY, Passes, plain_update
 from flopwise.work.traffic import (
@@ -35,7 +43,6 @@ from flopwise.work.traffic import (
     forward_traffic,
     key_sums_bytes,
     tensor_bytes,
-    update_bytes_per_parameter,
 )
 from flopwise.work.transformer import Transformer
 from flopwise.work.work import Work
@@ -61,6 +68,11 @@ class GroupSeconds:
     products: float
     """Of forward and backward over all groups, those of matrix products alone, every layer."""
 
+    @property
+    def head_s(self) -> float:
+        """All that a piece of the head does; what of it runs twice does so at every save level."""
+        return self.forward["head"] + self.recompute["full"]["head"] + self.backward["head"]
+
 
 class TaskSeconds:
     """What the tasks of one plan take on one hardware; equal ones are costed once."""
@@ -77,6 +89,7 @@ class TaskSeconds:
         self._groups: dict[int, GroupSeconds] = {}
         self._tasks: dict[tuple[object, ...], float] = {}
         self._attention: dict[tuple[int | None, Direction, Attention], float] = {}
+        self._updates: dict[tuple[bool | None, bool], tuple[UpdateWork, float]] = {}
         kinds = self.attention.by_kind()
         others = getattr(model, "other_blocks", ())
         self._kind_of = {layer: kinds[-1 if layer in others else 0] for layer in range(plan.layers)}
@@ -107,7 +120,8 @@ class TaskSeconds:
             part = (task.chunk or 0) % self.plan.chunks_per_sequence
             frozen = task.layer in self.frozen_layers
             attention = None if task.layer is None else self._kind_of[task.layer]
-            key = (task.kind, task.stream, task.level, task.tokens, task.parameters, part, frozen, attention)
+            in_block = task.layer is not None
+            key = (task.kind, task.stream, task.level, task.tokens, task.parameters, part, frozen, attention, in_block)
             seconds = self._tasks.get(key)
             if seconds is None:
                 seconds = self._tasks[key] = self._seconds(task, part) + self._beside_s(task)
@@ -116,12 +130,13 @@ class TaskSeconds:
 
     def _seconds(self, task: Task, part: int) -> float:
         if task.kind == "optimize":
-            return self.update_s(task.parameters, on_host=task.stream == "host")
+            on_host = task.stream == "host"
+            return self.update_s(task.parameters, on_host=on_host, in_block=task.layer is not None)
         group = self.groups(task.tokens)
         if task.kind in ("embed", "embed-backward"):
             return (group.forward if task.kind == "embed" else group.backward)["embed"]
         if task.kind == "head":
-            return group.forward["head"] + group.backward["head"]
+            return group.head_s
         if task.kind == "context":
             return self._context_s(task, group)
         return self._block_s(task, group, part)
@@ -191,19 +206,30 @@ class TaskSeconds:
         tensors = (self.work.tensors["key"], self.work.tensors["value"])
         return sum(tensor_bytes(tensor, self.formats) for tensor in tensors) / self.plan.sequence_tokens
 
-    def update_s(self, parameters: int, *, on_host: bool = False) -> float:
-        """An update of so many parameters.
+    def update_s(self, parameters: int, *, on_host: bool = False, in_block: bool | None = None) -> float:
+        """An update of so many parameters: of blocks, of what is around them, or of all as they come.
 
         On the host it takes as long as in fp32 whatever the formats: its cores turn narrower ones into fp32 and back,
         which costs them what the fewer bytes would save.
         """
-        moments = MOMENTS[self.plan.optimizer]
+        whole, products_s = self._update(in_block, on_host=on_host)
+        moved = float(parameters * whole.share(whole.moved_bytes))
         if on_host:
-            moved = parameters * update_bytes_per_parameter(POLICIES["fp32"], moments)
             return moved / host_bytes_per_s(self.hardware)
         parts = max(1, round(update_pieces(self.work) * parameters / max(1, self.work.trained_parameters)))
-        moved = parameters * update_bytes_per_parameter(self.formats, moments)
-        return self._streaming(float(moved), plain_update(parameters, parts))
+        seconds = self._streaming(moved, plain_update(parameters, parts))
+        return seconds + products_s * parameters / max(1, whole.numbers)
+
+    def _update(self, in_block: bool | None, *, on_host: bool) -> tuple[UpdateWork, float]:
+        """What an update of all does, and the seconds of its products."""
+        found = self._updates.get((in_block, on_host))
+        if found is None:
+            formats = POLICIES["fp32"] if on_host else self.formats
+            whole = update_work(self.work, self.plan.optimizer, formats, in_block=in_block)
+            calls = update_calls(len(self.work.ops), whole.products)
+            products_s = float(gemm_costs(calls, self.hardware, np.ones(1)).seconds.sum()) if calls else 0.0
+            found = self._updates[in_block, on_host] = whole, products_s
+        return found
 
     def _streaming(self, moved: float, passes: Passes = COPY) -> float:
         device, efficiency = self.hardware.device, self.hardware.efficiency

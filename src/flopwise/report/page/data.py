@@ -177,6 +177,8 @@ class PageData:
     said: Sequence[str] = ()
     """What follows from the rows together, before all else."""
     tables: Sequence[Table] = ()
+    planner: Mapping[str, Any] | None = None
+    """What the planner begins with, and in a file all that it can answer; None: there is no planner."""
 
 
 def now() -> str:
@@ -200,6 +202,7 @@ def page_json(page: PageData) -> str:
         "left_out": page.left_out + left_out,
         "progress": page.progress,
         **({"of_profiles": True, "said": page.said, "tables": page.tables} if page.of_profiles else {}),
+        **({"planner": page.planner} if page.planner is not None else {}),
     }
     listed = ",".join(f"{to_text(name, indent=0)}:{text}" for name, text in details.items())
     return f'{to_text(head, indent=0)[:-1]},"details":{{{listed}}}}}'

@@ -129,7 +129,7 @@ function memoryBars(bars, width) {
           .attr("x", x + wide / 2)
           .attr("y", top + 18.5)
           .attr("text-anchor", "middle")
-          .attr("fill", ownerInk(piece.owner, number))
+          .style("fill", ownerInk(piece.owner, number))
           .text(label);
     });
     if (bar.cap && bar.cap <= end) capLine(svg, scale(bar.cap), top, `cap ${bar.capWords}`, left, width);
@@ -211,7 +211,8 @@ function figureOf(drawings) {
   let width = 0,
     height = 0;
   for (const each of drawings) {
-    const box = each.getBoundingClientRect();
+    // What was drawn only to be saved has no place on the page.
+    const box = each.isConnected ? each.getBoundingClientRect() : { width: Number(each.getAttribute("width")), height: Number(each.getAttribute("height")) };
     const copy = withStyles(each);
     copy.setAttribute("x", 0);
     copy.setAttribute("y", height);
@@ -277,7 +278,7 @@ function savePng(drawings, name) {
 
 /** Buttons that save what a panel has drawn; a panel without a figure has none. */
 function saveTools(panel) {
-  const drawings = () => [...panel.querySelectorAll("svg[role=img]")];
+  const drawings = () => [...panel.querySelectorAll("svg[role=img], canvas[role=img]")].map((each) => each.figure?.() ?? each);
   const save = (words, what) =>
     make(
       "button",

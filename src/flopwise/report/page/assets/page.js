@@ -166,7 +166,9 @@ function drawAll() {
 function start() {
   loadPage(JSON.parse(byId("data").textContent));
   readHash();
-  addTab("runs", { title: "Runs", isThere: () => true, entries: hashEntries, open: drawAll });
+  addTab("plan", { title: "Plan", isThere: () => plannerData() !== null, entries: plannerEntries, open: openPlanner });
+  addTab("runs", { title: "Runs", isThere: () => LIVE || plannerData() === null, entries: hashEntries, open: drawAll });
+  if (plannerData()) startPlanner();
   openTab(tabOfAddress());
   const opened = shownTab === "runs" && state.hash.run;
   if (opened && state.selected) reveal(Math.max(0, table.rows.indexOf(state.selected)));

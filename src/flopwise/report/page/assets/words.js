@@ -171,7 +171,7 @@ function fill(id, question, sentence, ...content) {
     ...content.filter(Boolean),
   );
   panel.classList.toggle("empty", content.filter(Boolean).length === 0);
-  if (panel.querySelector("svg[role=img]")) panel.prepend(saveTools(panel));
+  if (panel.querySelector("svg[role=img], canvas[role=img]")) panel.prepend(saveTools(panel));
   return panel;
 }
 
