@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import tomllib
 from functools import cache
 from importlib import resources
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from flopwise.base.errors import FlopwiseError
+from flopwise.catalog.load import load_model, model_folder
 from flopwise.work.describe import describe
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import ARCHITECTURES, Model
 from flopwise.work.transformer import RotaryScaling, Transformer
+from tests.catalog.hub_configs import HUB
 
 QWEN25 = tuple(f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"))
 QWEN3 = tuple(f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b"))
@@ -28,7 +32,12 @@ REQUIRED = {
     *("mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b"),
     *("gpt-oss-20b", "gpt-oss-120b", "glm-4.5-air", "qwen2-57b-a14b", "qwen1.5-moe-a2.7b"),
     *("gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-3-1b", "phi-4", "olmo-2-7b", "smollm3-3b"),
-    *("roberta-base", "distilbert-base", "modernbert-base", "modernbert-large"),
+    *("roberta-base", "distilbert-base", "modernbert-base", "modernbert-large", "xlm-roberta-base"),
+    *("smollm2-135m", "smollm2-360m", "smollm2-1.7b", "tinyllama-1.1b", "gemma-7b", "gemma-3-270m", "gemma-3-4b"),
+    *("gemma-3-12b", "gemma-3-27b", "granite-3.0-2b", "granite-3.0-8b", "granite-3.1-8b", "olmo-2-1b", "olmo-2-13b"),
+    *("olmo-2-32b", "olmo-3-7b", "phi-2", "phi-3-mini", "phi-3-medium", "phi-3.5-mini", "phi-4-mini", "glm-4-9b"),
+    *("command-r7b", "command-r-35b", "mistral-7b-v0.3", "mistral-nemo-12b", "mistral-small-24b", "ministral-8b"),
+    *("seed-oss-36b", "starcoder2-7b", "falcon-7b", "falcon-40b"),
     *QWEN25,
     *QWEN3,
     *MPT,
@@ -92,7 +101,44 @@ PUBLISHED = {
     "distilbert-base": 66_985_530,
     "modernbert-base": 149_655_232,
     "modernbert-large": 395_881_664,
+    "xlm-roberta-base": 278_295_186,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "tinyllama-1.1b": 1_100_048_384,
+    "gemma-7b": 8_537_680_896,
+    "gemma-3-270m": 268_098_176,
+    # Of the whole model, without its vision tower of 416,866,032 and what brings its 1,152 channels to the text's.
+    "gemma-3-4b": 4_300_079_472 - 416_866_032 - 1152 * (2560 + 1),
+    "gemma-3-12b": 12_187_325_040 - 416_866_032 - 1152 * (3840 + 1),
+    "gemma-3-27b": 27_432_406_640 - 416_866_032 - 1152 * (5376 + 1),
+    "granite-3.0-2b": 2_533_531_648,
+    "granite-3.0-8b": 8_170_848_256,
+    "granite-3.1-8b": 8_170_848_256,
+    "olmo-2-1b": 1_484_916_736,
+    "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936,
+    "olmo-3-7b": 7_298_011_136,
+    "phi-2": 2_779_683_840,
+    "phi-3-mini": 3_821_079_552,
+    "phi-3-medium": 13_960_238_080,
+    "phi-3.5-mini": 3_821_079_552,
+    "phi-4-mini": 3_836_021_760,
+    "glm-4-9b": 9_400_279_040,
+    "command-r7b": 8_028_033_024,
+    "command-r-35b": 34_980_831_232,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "ministral-8b": 8_019_808_256,
+    "seed-oss-36b": 36_151_104_512,
+    "starcoder2-7b": 7_173_923_840,
+    "falcon-7b": 6_921_720_704,
+    "falcon-40b": 41_303_293_952,
 }
+
+NOT_OF_THE_HUB = {"dataflow-1b", "dataflow-15b", "dataflow-32b", "gpt-3-175b", "lstm-lm", *MPT}
+"""Without released weights, or with others than the hub's: llm-foundry's MPT of the tables has learned positions."""
 
 MPT_PUBLISHED = {
     # The NumParams column of llm-foundry's throughput tables: at 2,048 and at 65,536 tokens.
@@ -281,3 +327,36 @@ def test_lstm_has_the_parameters_that_the_reference_prints() -> None:
     total = vocab * hidden + cells + hidden * model.projection + (hidden + 1) * vocab
     assert round(total / 1e9, 2) == 38.37
     assert model.head_input == "hidden"
+
+
+def test_names_of_the_hub_are_one_models_each() -> None:
+    listed = {name: [*table(name).get("hub", ()), *table(name).get("aliases", ())] for name in names()}  # type: ignore[misc]
+    every = [other.lower() for others in listed.values() for other in others]
+    assert len(every) == len({*every, *names()}) - len(names()), "a name means one model"
+    assert {name for name, others in listed.items() if not others} == NOT_OF_THE_HUB
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+", other) for name in names() for other in table(name).get("hub", ()))  # type: ignore[attr-defined]
+
+
+def test_a_name_of_the_hub_that_was_not_fetched_is_the_catalogues(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    model = load_model("Qwen/Qwen3-8B", {"layers": 4})
+    assert isinstance(model, Transformer)
+    assert (model.name, model.hidden, model.layers) == ("qwen3-8b+layers=4", 4096, 4)
+    assert model.note == "Qwen/Qwen3-8B was not fetched from the hub: it is described by qwen3-8b of the catalogue"
+    assert load_model("llama-3.2-1b") == load_model("llama-3-1b")
+    with pytest.raises(FlopwiseError, match="there is no Qwen/Qwen3-Unheard, neither as a path") as caught:
+        load_model("Qwen/Qwen3-Unheard")
+    assert caught.value.hint is not None and "hf download Qwen/Qwen3-Unheard" in caught.value.hint
+    # What is there goes before the catalogue, and weights are only what is there.
+    with pytest.raises(FlopwiseError, match="there is no Qwen/Qwen3-8B"):
+        model_folder("Qwen/Qwen3-8B")
+    folder = tmp_path / "models--Qwen--Qwen3-8B"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0123456789abcdef", encoding="utf-8")
+    snapshot = folder / "snapshots" / "0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(HUB["microsoft/phi-2"]), encoding="utf-8")
+    fetched = load_model("Qwen/Qwen3-8B")
+    assert isinstance(fetched, Transformer) and fetched.layers == 32 and fetched.note is None

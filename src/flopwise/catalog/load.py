@@ -75,10 +75,13 @@ def load_model(name: str | Path, changes: Mapping[str, Any] | None = None) -> Mo
     """
     if isinstance(name, str):
         if name.lower() in model_names():
-            path = ROOT / "models" / f"{name.lower()}.toml"
-            return _decode_model(read_table(path), name.lower(), changes)
+            table = read_table(ROOT / "models" / f"{name.lower()}.toml")
+            described = {key: value for key, value in table.items() if key not in OTHER_NAMES}
+            return _decode_model(described, name.lower(), changes)
         if not _is_path(name):
-            raise _no_model(name)
+            if name.lower() not in model_aliases():
+                raise _no_model(name)
+            return load_model(model_aliases()[name.lower()], changes)
         if is_hub_name(name):
             return load_hub_model(name, changes)
     path = description_file(Path(name))
@@ -91,11 +94,34 @@ def model_from_table(table: dict[str, Any], where: str) -> Model:
 
 
 def load_hub_model(name: str, changes: Mapping[str, Any] | None) -> Model:
-    """A model of the hub that was fetched, under its own name instead of its snapshot's."""
-    path = find_snapshot(name) / "config.json"
+    """A model of the hub that was fetched, under its own name instead of its snapshot's; else the catalogue's of it."""
+    try:
+        path = find_snapshot(name) / "config.json"
+    except FlopwiseError:
+        known = model_aliases().get(name.lower())
+        if known is None:
+            raise
+        told = f"{name} was not fetched from the hub: it is described by {known} of the catalogue"
+        listed = load_model(known, changes)
+        return replace(listed, note="; ".join(filter(None, [told, listed.note])))
     found = _decode_model(read_table(path), str(path), None)
     named = replace(found, name=name.rpartition("/")[2].lower(), title=name)
     return _decode_model(model_table(named), name, changes) if changes else named
+
+
+OTHER_NAMES = ("hub", "aliases")
+"""Keys of a catalogue's model beside its description: what the hub calls it, and other names."""
+
+
+@cache
+def model_aliases() -> dict[str, str]:
+    """Name of the hub, or another one, in small letters → catalogue name. Read only where a name is not its own."""
+    return {
+        other.lower(): name
+        for name in model_names()
+        for key in OTHER_NAMES
+        for other in read_table(ROOT / "models" / f"{name}.toml").get(key, ())
+    }
 
 
 def model_folder(name: str) -> Path | None:
@@ -116,7 +142,8 @@ def _no_model(name: str) -> FlopwiseError:
             why="the model comes first, the hardware after --on",
             hint=f"`flopwise predict llama-3-8b --on {device}`",
         )
-    return unknown_name("model", name, model_names(), hint="`flopwise ls models`, or the path of a config.json or TOML")
+    known = (*model_names(), *(other for other in model_aliases() if "/" not in other))
+    return unknown_name("model", name, known, hint="`flopwise ls models`, or the path of a config.json or TOML")
 
 
 def load_hardware(name: str | Path) -> Hardware:
@@ -252,14 +279,14 @@ def _no_stack(name: str) -> FlopwiseError:
 def load_description(name: str) -> Model | Hardware | Stack:
     """A model, a device or a training framework, whichever the name or the file describes."""
     lowered = name.lower()
-    if lowered in model_names():
+    if _is_model_name(lowered):
         return load_model(name)
     if lowered in hardware_names():
         return load_hardware(name)
     if lowered in stack_names():
         return load_stack(name)
     if _is_path(name):
-        return _description_in(description_file(Path(name)))
+        return load_model(name) if is_hub_name(name) else _description_in(description_file(Path(name)))
     if lowered in hardware_aliases():
         return load_hardware(name)
     if lowered not in stack_aliases():
@@ -267,6 +294,13 @@ def load_description(name: str) -> Model | Hardware | Stack:
         hint = "`flopwise ls models`, `flopwise ls hardware` or `flopwise ls stacks`"
         raise unknown_name("model, hardware or stack", name, known, hint=hint)
     return load_stack(name)
+
+
+def _is_model_name(name: str) -> bool:
+    """Whether the catalogue has a model under this name, or under another; the others are read last."""
+    if name in model_names() or _is_path(name) or name in (*hardware_names(), *stack_names()):
+        return name in model_names()
+    return name in model_aliases()
 
 
 def _description_in(path: Path) -> Model | Hardware | Stack:
