@@ -218,7 +218,6 @@ def test_parameters_are_those_that_were_published(name: str) -> None:
         (GPT2, "gpt2"),
         (GPT_NEOX, "pythia-6.9b"),
         (BERT | SIX_LABELS, "bert-base"),
-<<<<<<< HEAD
         (HUB["openai/gpt-oss-20b"], "gpt-oss-20b"),
         (HUB["zai-org/GLM-4.5-Air"], "glm-4.5-air"),
         (HUB["Qwen/Qwen2-57B-A14B"], "qwen2-57b-a14b"),
@@ -227,9 +226,7 @@ def test_parameters_are_those_that_were_published(name: str) -> None:
         (HUB["answerdotai/ModernBERT-base"], "modernbert-base"),
         (HUB["answerdotai/ModernBERT-large"], "modernbert-large"),
         (HUB["distilbert/distilbert-base-uncased"], "distilbert-base"),
-=======
         *((HUB[name], name) for name in HUB if name.lower() in model_aliases()),
->>>>>>> main
     ],
 )
 def test_shape_is_that_of_the_catalogue(config: Config, name: str) -> None:
