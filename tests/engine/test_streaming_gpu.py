@@ -98,9 +98,11 @@ def test_gradients_are_those_of_the_cpu_in_fp64(family: str, cut: str, determini
             plan = planned(model, cut, letters)
             batch = batch_for(plan, model, 3, ragged=letters in "fC")
             loss, expected = reference_gradients(exact, batch)
-            _, plain = reference_gradients(random_module(model, dtype=torch.bfloat16), batch)
+            plain_loss, plain = reference_gradients(random_module(model, dtype=torch.bfloat16), batch)
             executor = executor_for(plan, model, parameters(exact), device=device, deterministic=deterministic)
-            assert executor.step(batch, 0).loss == pytest.approx(loss, rel=0.02, abs=0.01)
+            # A loss of three rows is as far off as plain modules in bf16 are: 0.02 with pairs of texts.
+            rounding = max(0.01, 2 * abs(plain_loss - loss))
+            assert executor.step(batch, 0).loss == pytest.approx(loss, rel=0.02, abs=rounding)
             assert total_error(first_gradients(executor), expected) <= 2 * total_error(plain, expected)
             executor.close()
 
