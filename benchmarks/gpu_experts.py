@@ -1,9 +1,10 @@
 """Mixtures of experts on one GPU: `python -m benchmarks.gpu_experts --output FOLDER`.
 
-First the products of one mixture's experts, forward and backward, by every kernel and tile that there is, each
-checked roughly. Then `--cells`: a model under caps, planned and trained as `flopwise train` does, behind
-its ceiling (matrix products, grouped and dense, and attention alone, with the fastest kernel of each). `--peer` times a
-layer's mixture as transformers runs it. Rows go to `products.csv`, `ceilings.csv` and `cells.csv` as they are measured.
+First the products of one mixture's experts, forward and backward, by every kernel that there is, each checked against
+the plain form (with `--all-tiles` cut otherwise too). Then `--cells`: a model under caps, planned and trained as
+`flopwise train` does, behind its ceiling (matrix products, grouped and dense, and attention alone, with the fastest
+kernel of each). `--peer` times a layer's mixture as transformers runs it. Rows go to `products.csv`, `ceilings.csv`
+and `cells.csv` as they are measured.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class ProductRow:
     kernel: str
     call_s: float
     tflops_per_s: float
-    error: float
-    """Of the results' norms, beside those of the first kernel of its kind: a kernel that is wrong is seen at once."""
+    error: float | None
+    """Of all the results' numbers, relative to what the plain form makes of the same; None: another result."""
     compile_s: float
 
 
@@ -124,6 +125,8 @@ class Candidate:
     kernel: str
     call: Callable[[], object]
     result: Callable[[], Sequence[Tensor]]
+    comparable: bool = True
+    """Whether its results are the first ones of the plain form."""
 
 
 PRODUCTS = {
@@ -198,7 +201,8 @@ def by_torch(inputs: Inputs) -> dict[str, Candidate]:
 
     def candidate(product: str, left: Tensor, right: Tensor) -> Candidate:
         call = partial(grouped, product, left, right)
-        return Candidate(product, "torch._grouped_mm", call, lambda: (made[product],))
+        comparable = product != "down back, SwiGLU back"
+        return Candidate(product, "torch._grouped_mm", call, lambda: (made[product],), comparable)
 
     return {
         each.product: each
@@ -234,24 +238,26 @@ def tiles_of() -> dict[str, list[Any]]:
     }
 
 
-def candidates(inputs: Inputs, device: torch.device) -> Iterator[Candidate]:
-    """All kernels of all products, those of a product behind each other, torch's first."""
+def candidates(inputs: Inputs, device: torch.device, *, all_tiles: bool) -> Iterator[Candidate]:
+    """All kernels of all products, those of a product behind each other, the plain form first."""
+    plain = with_forms(inputs, plain_experts, "plain")
     if device.type != "cuda":
-        yield from with_forms(inputs, plain_experts, "plain").values()
+        yield from plain.values()
         return
     from flopwise.engine.kernels import fused_experts
 
     own, library = with_forms(inputs, fused_experts, "triton"), by_torch(inputs)
+    tried = tiles_of() if all_tiles else {}
     others = {product: [with_forms(inputs, fused_experts, "triton", tile=tile) for tile in tiles]
-              for product, tiles in tiles_of().items()}  # fmt: skip
+              for product, tiles in tried.items()}  # fmt: skip
     for product in PRODUCTS:
+        yield plain[product]
+        yield own[product]
         if product in library:
             yield library[product]
-        for forms, tile in zip(others.get(product, []), tiles_of().get(product, []), strict=True):
+        for forms, tile in zip(others.get(product, []), tried.get(product, []), strict=True):
             found = forms[product]
             yield Candidate(product, f"triton {'×'.join(map(str, tile))}", found.call, found.result)
-        if product not in others:
-            yield own[product]
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, repeats: int = 12) -> float:
@@ -269,11 +275,13 @@ def seconds_of(call: Callable[[], object], device: torch.device, repeats: int = 
     return float(median(before.elapsed_time(after) for before, after in pairwise(marks))) * 1e-3
 
 
-def measure_products(sizes: Sizes, skew: float, device: torch.device, path: Path) -> list[ProductRow]:
+def measure_products(
+    sizes: Sizes, skew: float, device: torch.device, path: Path, *, all_tiles: bool = False
+) -> list[ProductRow]:
     """Every product by every kernel."""
     inputs, rows = Inputs(sizes, skew, device), []
-    reference: dict[tuple[str, bool], list[float]] = {}
-    for each in candidates(inputs, device):
+    expected: Sequence[Tensor] = ()
+    for each in candidates(inputs, device, all_tiles=all_tiles):
         begun = time.perf_counter()
         try:
             inputs.restore()
@@ -281,11 +289,10 @@ def measure_products(sizes: Sizes, skew: float, device: torch.device, path: Path
             if device.type == "cuda":
                 torch.cuda.synchronize()
             compile_s = time.perf_counter() - begun
-            found = [result.float().norm().item() for result in each.result()]
-            kind = (each.product, each.kernel.split()[0] == "torch._grouped_mm")
-            wanted = reference.setdefault(kind, found)
-            error = max(abs(one - other) / max(other, 1e-30) for one, other in zip(found, wanted, strict=True))
-            call_s = seconds_of(each.call, device)
+            if each.kernel == "plain":
+                expected = [result.clone() for result in each.result()]
+            error = error_of(each.result(), expected) if each.comparable else None
+            call_s = seconds_of(each.call, device, repeats=1 if each.kernel == "plain" else 12)
         except Exception as failed:  # a tile that a card has no room for is no reason to measure none
             print(f"  {each.product} by {each.kernel}: {type(failed).__name__}: {str(failed)[:120]}", flush=True)
             continue
@@ -294,18 +301,27 @@ def measure_products(sizes: Sizes, skew: float, device: torch.device, path: Path
             sizes=sizes.name, skew=skew, product=each.product, kernel=each.kernel, call_s=call_s,
             tflops_per_s=flops / call_s / 1e12, error=error, compile_s=compile_s,
         )  # fmt: skip
+        off = "" if error is None else f"  off {error:.4f}"
         print(
             f"{row.product:24}{row.kernel:26}{1e3 * call_s:8.3f} ms {row.tflops_per_s:6.0f} TFLOP/s"
-            f"  off {error:.4f}  first {compile_s:.1f} s", flush=True,
+            f"{off}  first {compile_s:.1f} s", flush=True,
         )  # fmt: skip
         rows.append(row)
         write_rows(path, [asdict(row)])
     return rows
 
 
+def error_of(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest distance of a result from what it should be, over its length."""
+    return max(
+        float((one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-30))
+        for one, other in zip(found, expected, strict=False)
+    )
+
+
 def tell_layer(rows: Sequence[ProductRow], sizes: Sizes) -> None:
     """The fastest of each, and what forward and backward come to with all passes around them."""
-    own = [row for row in rows if not row.kernel.startswith("torch")]
+    own = [row for row in rows if row.kernel.startswith("triton")] or rows
     best = {product: min((row for row in own if row.product == product), key=lambda row: row.call_s, default=None)
             for product in PRODUCTS}  # fmt: skip
     print(f"\n{sizes.name}, {sizes.tokens:,} tokens: fastest")
@@ -418,6 +434,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--products", default="", help=f"sizes separated by commas, of {', '.join(SIZES)}")
     parser.add_argument("--skew", type=float, default=0.0, help="experts' shares follow a power law with this exponent")
+    parser.add_argument("--all-tiles", action="store_true", help="try other cuts of the products than ours")
     parser.add_argument("--cells", default="", help=f"separated by commas, of {', '.join(CELLS)}")
     parser.add_argument("--no-ceiling", action="store_true", help="of the cells")
     parser.add_argument("--peer", action="store_true", help="transformers' layer at the sizes of the products")
@@ -428,7 +445,9 @@ def main() -> int:
     given.output.mkdir(parents=True, exist_ok=True)
     device = torch.device(given.device)
     for name in filter(None, given.products.split(",")):
-        rows = measure_products(SIZES[name], given.skew, device, given.output / "products.csv")
+        rows = measure_products(
+            SIZES[name], given.skew, device, given.output / "products.csv", all_tiles=given.all_tiles
+        )
         tell_layer(rows, SIZES[name])
         free()
         if given.peer:
