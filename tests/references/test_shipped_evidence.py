@@ -58,8 +58,9 @@ def record(*arguments: str) -> dict[str, Any]:
 
 
 def assert_same(found: Evidence, shipped: Evidence) -> None:
-    assert [found.low, found.high] == pytest.approx([shipped.low, shipped.high], abs=5e-3)
-    assert replace(found, low=0.0, high=0.0) == replace(shipped, low=0.0, high=0.0)
+    assert [found.low, found.high, found.level] == pytest.approx([shipped.low, shipped.high, shipped.level], abs=5e-3)
+
+    assert replace(found, low=0.0, high=0.0, level=0.0) == replace(shipped, low=0.0, high=0.0, level=0.0)
 
 
 def assert_shipped(found: Sequence[Evidence], *, of_kernels: bool = False) -> None:

@@ -14,7 +14,7 @@ from flopwise.base.files import decode, entry_kind, plain, read_table
 from flopwise.catalog.hub import find_snapshot, is_hub_name
 from flopwise.records.evidence import Evidence, EvidenceBook
 from flopwise.setup.hardware import Hardware
-from flopwise.setup.stack import Stack
+from flopwise.setup.stack import NO_STACK, Stack
 from flopwise.work.lstm import Lstm
 from flopwise.work.model import ARCHITECTURES, Model
 from flopwise.work.transformer import RotaryScaling, Transformer
@@ -266,6 +266,14 @@ def load_stack(name: str | Path) -> Stack:
                 hint="`flopwise ls stacks`, or a file like the one that `flopwise show torchtitan` prints",
             )
     return decode(table, Stack, str(name))
+
+
+def measured_stack(stack: Stack | None) -> str:
+    """The name that measurements go by: a file of one's own is another framework, whatever it is called."""
+    if stack is None:
+        return NO_STACK
+    known = stack.name in stack_names() and load_stack(stack.name) == stack
+    return stack.name if known else f"{stack.name} of a file"
 
 
 def _no_stack(name: str) -> FlopwiseError:
