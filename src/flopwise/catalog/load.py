@@ -255,7 +255,7 @@ def load_stack(name: str | Path) -> Stack:
     if isinstance(name, str):
         lowered = stack_aliases().get(name.lower(), name.lower())
         if lowered in stack_names():
-            return decode(read_table(ROOT / "stacks" / f"{lowered}.toml"), Stack, lowered)
+            return _few(decode(read_table(ROOT / "stacks" / f"{lowered}.toml"), Stack, lowered))
         if not _is_path(name):
             raise _no_stack(name)
     table = read_table(Path(name))
@@ -265,7 +265,12 @@ def load_stack(name: str | Path) -> Stack:
                 f"{name} describes {kind}, not a training framework",
                 hint="`flopwise ls stacks`, or a file like the one that `flopwise show torchtitan` prints",
             )
-    return decode(table, Stack, str(name))
+    return _few(decode(table, Stack, str(name)))
+
+
+def _few(stack: Stack) -> Stack:
+    stack.check_few()
+    return stack
 
 
 def measured_stack(stack: Stack | None) -> str:

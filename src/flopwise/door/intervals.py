@@ -10,6 +10,7 @@ from flopwise.records.plan import OWN_RULE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from flopwise.records.plan import Planned
     from flopwise.records.prediction import Prediction
@@ -19,13 +20,19 @@ if TYPE_CHECKING:
     from flopwise.work.op import Convention
 
 
-def predict_step(setup: Setup, convention: Convention) -> Prediction:
+def predict_step(setup: Setup, convention: Convention, anchor: str | Path | None = None) -> Prediction:
     """Predict a step and say how far off such predictions are."""
-    return predict_steps([setup], convention)[0]
+    return predict_steps([setup], convention, anchor)[0]
 
 
-def predict_steps(setups: Sequence[Setup], convention: Convention) -> list[Prediction]:
-    """The same of many set-ups at once."""
+def predict_steps(
+    setups: Sequence[Setup], convention: Convention, anchor: str | Path | None = None
+) -> list[Prediction]:
+    """The same of many set-ups at once; `anchor`: a measured step that all are predicted from."""
+    if anchor:
+        from flopwise.door.anchors import predict_anchored, read_anchor
+
+        return predict_anchored(setups, read_anchor(str(anchor), setups[0]), convention)
     from flopwise.predict import steps
 
     predictions = steps(setups, convention=convention)

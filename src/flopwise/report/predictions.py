@@ -243,6 +243,7 @@ COMPARED: dict[str, Callable[[Prediction], str]] = {
     "model": lambda one: one.model,
     "hardware": lambda one: one.hardware,
     "devices": lambda one: f"{one.devices:,}",
+    "strategy": lambda one: one.parallel.label if one.devices > 1 else "",
     "precision": lambda one: one.precision,
     "seq": lambda one: f"{one.sequence_tokens:,}",
     "lengths": lambda one: lengths_words(one.lengths),
@@ -259,10 +260,10 @@ COMPARED: dict[str, Callable[[Prediction], str]] = {
     "bound by": lambda one: one.bound,
 }
 """The sign before the memory says whether it fits."""
-GIVING_WAY = ("bound by", "ceiling", "padded tok/s", "batch", "micro", "seq", "recompute")
-LEFT = {"model", "hardware", "precision", "lengths", "recompute", "bound by"}
+GIVING_WAY = ("bound by", "ceiling", "padded tok/s", "batch", "micro", "seq", "recompute", "step")
+LEFT = {"model", "hardware", "strategy", "precision", "lengths", "recompute", "bound by"}
 SAID_ONCE = {
-    **dict.fromkeys(("model", "hardware", "devices", "precision"), ""),
+    **dict.fromkeys(("model", "hardware", "devices", "strategy", "precision"), ""),
     **{"seq": "sequence ", "lengths": "sequences ", "batch": "batch "},
 }
 """What stands above the table where it is the same in every row."""
@@ -279,7 +280,7 @@ def _compare(predictions: Sequence[Prediction]) -> Iterator[Block]:
     before = list(cells)[: list(cells).index("micro")]
     if len(set(zip(*(cells[name] for name in before), strict=True))) < len(predictions):
         kept.add("micro")
-    said = [f"{SAID_ONCE[name]}{value}" for name, value in same.items() if name != "devices"]
+    said = [f"{SAID_ONCE[name]}{value}" for name, value in same.items() if name not in ("devices", "strategy")]
     yield Words(" · ".join([*said, _devices(predictions)]))
     yield Table(
         columns=columns,
@@ -300,7 +301,10 @@ def _devices(predictions: Sequence[Prediction]) -> str:
     if all(prediction.devices == 1 for prediction in predictions):
         return "1 device"
     words = {f"{prediction.devices:,} devices · {prediction.parallel.label}" for prediction in predictions}
-    return words.pop() if len(words) == 1 else "several devices"
+    counts = {prediction.devices for prediction in predictions}
+    if len(words) == 1:
+        return words.pop()
+    return f"{counts.pop():,} devices" if len(counts) == 1 else "several devices"
 
 
 def _tables(predictions: Sequence[Prediction]) -> Iterator[Block]:

@@ -79,12 +79,6 @@ class Stack:
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.constants) > MOST_CONSTANTS:
-            raise FlopwiseError(
-                f"the stack {self.name} has {len(self.constants)} constants",
-                why=f"with more than {MOST_CONSTANTS} a stack describes its measurements, not a framework",
-                hint="leave out those that matter least",
-            )
         for key, constant in self.constants.items():
             name = key.partition(".")[0]
             if name not in NEUTRAL:
@@ -96,6 +90,15 @@ class Stack:
                     why="a factor multiplies time or memory" if least else "it is added to a time",
                     hint=f"value = {NEUTRAL[name]:g} changes nothing",
                 )
+
+    def check_few(self) -> None:
+        """Refuse a framework with more constants than describe one."""
+        if len(self.constants) > MOST_CONSTANTS:
+            raise FlopwiseError(
+                f"the stack {self.name} has {len(self.constants)} constants",
+                why=f"with more than {MOST_CONSTANTS} a stack describes its measurements, not a framework",
+                hint="leave out those that matter least",
+            )
 
     def value(self, name: str) -> float:
         """A constant's value; the neutral one where the stack does not name it."""
