@@ -362,7 +362,7 @@ function gridCaps() {
   const device = axes[names.indexOf("device_mem")].values,
     host = axes[names.indexOf("host_mem")].values;
   const cells = new Map();
-  for (const one of device) for (const other of host) cells.set(`${one} ${other}`, cellOf({ ...planner.question, device_mem: one, host_mem: other }));
+  for (const one of device) for (const other of host) cells.set(`${one} ${other}`, gridCell({ ...planner.question, device_mem: one, host_mem: other }));
   return { device, host, cells, isDone: true };
 }
 

@@ -120,7 +120,7 @@ async function ask() {
   planner.asked += 1;
   giveUp("plan", "around", "caps");
   if (!isAsking()) {
-    showAnswer(key, question, cellOf(question));
+    showAnswer(key, question, gridCell(question));
     planner.around = plannerData().around ? { ...plannerData().around, key } : null;
     drawAround();
     return;
@@ -184,7 +184,7 @@ function markBusy(isBusy) {
 // -- what a file holds -----------------------------------------------------------------------------------------------
 
 /** The cell of the file's own grid: its axes are the controls that move. */
-function cellOf(question) {
+function gridCell(question) {
   const grid = plannerData().grid;
   const place = grid.axes.map((axis) => {
     const found = axis.values.indexOf(question[axis.name]);
