@@ -137,7 +137,7 @@ def test_nothing_is_loaded_from_outside() -> None:
     own = "".join(asset(name) for name in (*SCRIPTS, "page.css", "page.html"))
     # A name of a vocabulary is no address that anyone asks.
     assert set(re.findall(r"https?://[^\s'\"]+", own)) == {"http://www.w3.org/2000/svg"}
-    assert "@import" not in own and "url(" not in own.replace("url(#timeline-clip)", "")
+    assert "@import" not in own and "url(" not in own.replace("url(#foreseen)", "")
 
 
 # -- what it carries -------------------------------------------------------------------------------------------------

@@ -124,15 +124,9 @@ function drawSearching() {
 // -- memory and the step ---------------------------------------------------------------------------------------------
 
 function drawPlanMemory(view) {
-  const bars = view.bars.map((bar) => ({
-    place: bar.place,
-    pieces: bar.owners.map((owner, place) => ({ owner, bytes: bar.bytes[place], words: bar.words[place] })),
-    cap: bar.cap,
-    capWords: bar.cap_words,
-  }));
   const told = view.bars.map((bar) => `${bytesWords(d3.sum(bar.bytes))} on the ${bar.place}${bar.cap ? ` of ${bar.cap_words}` : ""}`);
   const words = `${{ good: "Yes", warn: "Yes, just", bad: "No" }[view.fit.tone]}: ${listWords(told)}; ${view.fit.words}.`;
-  const svg = described(memoryBars(bars, widthOf("plan-memory")), `Memory by owner: ${view.bars.map((bar) => `${bar.place}: ${bar.owners.map((owner, place) => `${owner} ${bar.words[place]}`).join(", ")}`).join("; ")}.`);
+  const svg = described(memoryBars(foreseenBars(view), widthOf("plan-memory")), `Memory by owner: ${view.bars.map((bar) => `${bar.place}: ${bar.owners.map((owner, place) => `${owner} ${bar.words[place]}`).join(", ")}`).join("; ")}.`);
   fill("plan-memory", "Does it fit?", words, make("div", { class: "plot" }, svg), ownersLegend(view.bars));
 }
 
@@ -147,7 +141,7 @@ function drawPlanStep(view) {
   if (!view.step) {
     const longest = [...view.parts].sort((left, right) => right[1] - left[1]).slice(0, 2);
     const words = `${view.words.step}, bound by ${view.bound}${longest.length ? `; most of it is ${listWords(longest.map(([name, , , share]) => `${name} (${share})`))}` : ""}.`;
-    fill("plan-step", question, words, make("div", { class: "plot" }, partsBar(view)), partsTable(view));
+    fill("plan-step", question, words, make("div", { class: "plot" }, partsBar(view, "plan-step")), partsTable(view));
     return;
   }
   const { step } = view,
@@ -203,8 +197,8 @@ function stepLegend(step) {
 }
 
 /** The parts of a step in one bar. */
-function partsBar(view) {
-  const width = widthOf("plan-step"),
+function partsBar(view, panel) {
+  const width = widthOf(panel),
     scale = d3.scaleLinear([0, view.step_s], [0, width]),
     svg = drawing(width, 58);
   let begin = 0;
