@@ -458,7 +458,7 @@ def _tile_for(tile: ExpertTile, source: Tensor) -> tuple[ExpertTile, str]:
 
 def _within(block: int, side: int) -> int:
     """A block no wider than what it covers: adapters are 16 wide, where a tile is 256. A matrix unit takes 16."""
-    return min(block, max(16, triton.next_power_of_2(side)))
+    return column_block(max(16, side), block)
 
 
 def product(
