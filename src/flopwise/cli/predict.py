@@ -13,6 +13,7 @@ from flopwise.base.units import parse_counts, parse_devices, parse_tokens, read_
 from flopwise.cli.options import (
     FORMS,
     METHODS,
+    PAGE_FORMS,
     MethodOption,
     SetupOptions,
     find_hardware,
@@ -76,12 +77,13 @@ def predict(options: PredictOptions) -> None:
     """Predict a training step: time, tokens per second, MFU, HFU, memory by owner, what binds each operator."""
     from flopwise.catalog.load import is_plan, load_model
     from flopwise.cli.deepflow import predict_deepflow, refuse_print_out
+    from flopwise.cli.planner_file import predict_file
     from flopwise.door.intervals import predict_steps
     from flopwise.work.op import CONVENTIONS
 
-    form = one_of(options.output, FORMS, "--output")
+    form = one_of(options.output, PAGE_FORMS, "--output")
     if one_of(options.method, METHODS, "--method") == "deepflow":
-        predict_deepflow(options, form)
+        predict_deepflow(options, one_of(form, FORMS, "--output"))
         return
     if options.print_out:
         raise refuse_print_out()
@@ -92,9 +94,14 @@ def predict(options: PredictOptions) -> None:
     cases = _expand(options)
     changes = parse_changes(options.change)
     trained = trained_words(options)
-    models = [trained.of(load_model(name, changes)) for name in split_names(options.model, "a model")]
-    machines = [find_hardware(name) for name in split_names(options.on, "a device (--on)")]
+    named = {name: trained.of(load_model(name, changes)) for name in split_names(options.model, "a model")}
+    devices = {name: find_hardware(name) for name in split_names(options.on, "a device (--on)")}
     strategies = _split_strategies(options.parallel)
+    if form == "html" and not options.show_config:
+        _check_page(options, strategies)
+        predict_file(options, named, devices, counting)
+        return
+    models, machines = list(named.values()), list(devices.values())
     _check_count(len(models) * len(machines) * len(cases) * len(strategies))
     setups = [
         case.setup(
@@ -136,6 +143,22 @@ def _expand(options: PredictOptions) -> list[PredictOptions]:
     ]
 
 
+def _check_page(options: PredictOptions, strategies: Sequence[str]) -> None:
+    """Refuse what the page's sliders have no place for."""
+    if len(strategies) > 1:
+        raise FlopwiseError("-o html of several strategies", why="a page is of one", hint="one --parallel, or -o md")
+    if options.anchor:
+        raise refuse_anchored_page()
+
+
+def refuse_anchored_page() -> FlopwiseError:
+    return FlopwiseError(
+        "--anchor beside -o html",
+        why="the page's sliders ask for set-ups by themselves, without the measured step",
+        hint="-o table, md, csv or json",
+    )
+
+
 def _split_strategies(given: list[str] | None) -> list[str]:
     """Every strategy that was named, each once; a comma stands between two of them."""
     named = [part.strip() for text in given or ["auto"] for part in text.split(",")]
@@ -165,13 +188,17 @@ def _check_count(count: int) -> None:
 def _show_plan(options: PredictOptions, convention: Convention, form: str) -> None:
     from flopwise.cli.device_plan import show_plan_file
     from flopwise.cli.plan import load_plan_alone, predict_cluster_plan
+    from flopwise.cli.planner_file import command_line, show_prediction_file
     from flopwise.records.plan import Plan
 
     plan, model = load_plan_alone(options)
     if isinstance(plan, Plan):
-        show_plan_file(plan, model, convention, form)
+        show_plan_file(plan, model, convention, form, options.model)
         return
     prediction, machine = predict_cluster_plan(plan, model, convention)
+    if form == "html":
+        show_prediction_file(prediction, command_line("predict", options, {}))
+        return
     _print_predictions([prediction], {machine.name: machine.title}, form)
 
 
