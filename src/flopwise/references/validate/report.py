@@ -150,7 +150,9 @@ def _row_table(rows: Sequence[ValidatedRow], title: str, *, whole: bool = False)
     Whether a row fitted is told where that is news: where one did not, or was said not to.
     """
     news = any(row.measured_fits is False or _verdicts(row) not in (UNKNOWN, SIGNS[True]) for row in rows)
-    columns = [name for name in ROW_COLUMNS if name != "fits" or news or whole]
+    known = any(row.low_s is not None for row in rows)
+    silent = {*(() if news or whole else ("fits",)), *(() if known else ("8 in 10 in",))}
+    columns = [name for name in ROW_COLUMNS if name not in silent]
     return Table(
         title=title,
         columns=columns,
