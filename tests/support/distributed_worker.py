@@ -338,6 +338,7 @@ def trained(case: Case, folder: Path, *, begin: int = 0, checkpoint: Path | None
         outcome.norms.append(result.gradient_norm)
         outcome.with_loss.append(result.with_loss)
     outcome.evaluated = asdict(executor.evaluate(batch_of(case, number) for number in (10, 11)))
+    assert outcome.evaluated.pop("rewards") is None
     outcome.tensors = state_of(executor)
     outcome.memory = {row.owner: [row.planned_bytes, row.measured_bytes] for row in executor.memory()}
     assert executor.agree(executor.rank == 0) and not executor.agree(False)
