@@ -35,7 +35,7 @@ from flopwise.catalog.huggingface_rules import (
 )
 from flopwise.catalog.huggingface_settings import ConfigKeys
 from flopwise.work.routing import Routing
-from flopwise.work.transformer import Dropout, OtherAttention, RotaryScaling
+from flopwise.work.transformer import Dropout, LatentAttention, OtherAttention, RotaryScaling
 
 # -- the tables -------------------------------------------------------------------------------------------------------
 
@@ -313,6 +313,71 @@ def _shared_experts(settings: ConfigKeys) -> int:
     return count * settings.size("moe_intermediate_size") if count else 0
 
 
+def _latent(settings: ConfigKeys) -> LatentAttention:
+    return LatentAttention(
+        rank=settings.size("kv_lora_rank"),
+        value_dim=settings.size("v_head_dim"),
+        query_rank=settings.size("q_lora_rank", absent=0, null=0, least=0),
+    )
+
+
+def _latent_head_dim(settings: ConfigKeys) -> int:
+    return settings.size("qk_nope_head_dim") + settings.size("qk_rope_head_dim")
+
+
+def _latent_scale(settings: ConfigKeys) -> float | None:
+    """Scores under YaRN are scaled twice by what it multiplies queries and keys by elsewhere."""
+    scaling = rotary_scaling(settings)
+    if scaling is None or scaling.method != "yarn" or not scaling.mscale_all_dim:
+        return None
+    factor = scaling.mscale_factor(scaling.mscale_all_dim)
+    return float(_latent_head_dim(settings) ** -0.5 * factor * factor)
+
+
+def _latent_like() -> dict[str, Rule]:
+    """What DeepSeek-V2 and V3 share."""
+    return {
+        **_llama_like(context=4096, kv_heads=0),
+        **_dense(_first_dense),
+        "head_dim": _latent_head_dim,
+        "rotary_dim": size_of("qk_rope_head_dim"),
+        "rotary_pairs": fixed("neighbours"),
+        "latent": _latent,
+        "attention_scale": _latent_scale,
+        "ffn": size_of("moe_intermediate_size"),
+        "experts": size_of("n_routed_experts"),
+        "experts_per_token": size_of("num_experts_per_tok"),
+        "shared_ffn": _shared_experts,
+    }
+
+
+def _grouped_routing(settings: ConfigKeys) -> Routing:
+    """DeepSeek-V2's, as its class in transformers computes it: whatever the file says, nothing is normalised."""
+    grouped = settings.text("topk_method", "greedy") == "group_limited_greedy"
+    return Routing(
+        normalised=False,
+        scale=settings.number("routed_scaling_factor", absent=1.0),
+        groups=settings.size("n_group", absent=1, null=1) if grouped else 1,
+        groups_kept=settings.size("topk_group", absent=1, null=1) if grouped else 1,
+    )
+
+
+def _left_to_others(settings: ConfigKeys) -> str:
+    """What of DeepSeek's own training is not done."""
+    further = _further_token_note(settings)
+    balanced = settings.number("aux_loss_alpha", absent=0.0) != 0.0
+    loss = "the loss that balances experts is left out, as transformers does" if balanced else ""
+    return "; ".join(filter(None, (further, loss)))
+
+
+LATENT_ONLY = (
+    Only("attention_bias", (False,), "some of its products have biases and others none"),
+    Only("moe_layer_freq", (1,), "which of its blocks have experts is read as DeepSeek's: all but the first ones"),
+    Only("mlp_bias", (False,), "its experts have no biases"),
+    Only("output_router_logits", (False,), "it adds a loss that balances the experts, which is not computed"),
+)
+
+
 def _further_token_note(settings: ConfigKeys) -> str:
     further = settings.size("num_nextn_predict_layers", absent=0, null=0, least=0)
     return "the layer that foretells a further token is left out, as transformers does" if further else ""
@@ -476,6 +541,38 @@ FAMILIES: dict[str, Family] = {
             "routing": _corrected_routing,
             "norm_epsilon": number_of("rms_norm_eps", absent=1e-5),
         },
+    ),
+    "deepseek_v2": Family(
+        title="DeepSeek-V2",
+        bare=("DeepseekV2Model",),
+        only=(
+            *LATENT_ONLY,
+            Only("topk_method", ("greedy", "group_limited_greedy"), "its experts are chosen by another rule"),
+            Only("scoring_func", ("softmax",), "its experts' shares are others"),
+            Only("norm_topk_prob", (False,), "transformers does not normalise its weights"),
+        ),
+        note=_left_to_others,
+        rules={**_latent_like(), "routing": _grouped_routing},
+    ),
+    **dict.fromkeys(
+        ("deepseek_v3", "kimi_k2"),
+        Family(
+            title="DeepSeek-V3",
+            bare=("DeepseekV3Model",),
+            only=(
+                *LATENT_ONLY,
+                Only("topk_method", ("noaux_tc",), "its experts are chosen by another rule"),
+                Only("scoring_func", ("sigmoid",), "its experts' shares are others"),
+            ),
+            note=_left_to_others,
+            rules={
+                **_latent_like(),
+                "routing": _corrected_routing,
+                "rotary_pairs": lambda settings: (
+                    "neighbours" if settings.flag("rope_interleave", absent=True) else "halves"
+                ),
+            },
+        ),
     ),
     "olmoe": Family(
         title="OLMoE",

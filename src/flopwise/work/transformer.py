@@ -135,10 +135,11 @@ class RotaryScaling:
         if self.method != "yarn":
             return 1.0
         if self.mscale and self.mscale_all_dim:
-            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
-        return self._mscale(1.0)
+            return self.mscale_factor(self.mscale) / self.mscale_factor(self.mscale_all_dim)
+        return self.mscale_factor(1.0)
 
-    def _mscale(self, scale: float) -> float:
+    def mscale_factor(self, scale: float) -> float:
+        """What YaRN multiplies by for a weight of the logarithm of its factor."""
         return 1.0 if self.factor <= 1 else 0.1 * scale * log(self.factor) + 1.0
 
 
@@ -151,6 +152,26 @@ class OtherAttention:
     rotary_scaling: RotaryScaling | None = None
     rotary: bool = True
     """False: these blocks have no positions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are made from a narrow row.
+
+    A head's first `rotary_dim` channels turn with positions; its key has those in common with all heads, and makes the
+    others, as its value, from the latent.
+    """
+
+    rank: int
+    """Width of what keys and values are made from."""
+    value_dim: int
+    """Channels of a value."""
+    query_rank: int = 0
+    """Width of what queries are made from; 0: from the block's input itself."""
+
+
+LATENT_EPSILON = 1e-6
+"""What the norms of latents add to the variance, whatever the others do: their classes say none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,6 +295,8 @@ class Transformer:
     """The blocks of a mixture that have no experts, from 0: the first ones of DeepSeek's."""
     dense_ffn: int = 0
     """Inner width of their feed-forward part."""
+    latent: LatentAttention | None = None
+    """Keys and values are made from a latent of each token; None: from the block's input."""
     sinks: bool = False
     """A score of each head that takes part in the softmax beside the keys', and has no value, as gpt-oss."""
     head: Literal["language", "masked", "classifier"] = "language"
@@ -377,6 +400,31 @@ class Transformer:
         check_real(self.name, **{field: value for field, value in scales.items() if value is not None})
         self._check_scaling(self.rotary_base, self.rotary_scaling)
         self._check_others()
+        self._check_latent()
+
+    def _check_latent(self) -> None:
+        latent = self.latent
+        if latent is None:
+            return
+        check_positive(f"{self.name}: latent", rank=latent.rank, value_dim=latent.value_dim)
+        if latent.query_rank:
+            check_positive(f"{self.name}: latent", query_rank=latent.query_rank)
+        wrong = {
+            "a head has channels that turn and channels that do not": self.turned_channels == self.head_dim,
+            "its positions are rotary": self.positions != "rotary" or self.other_attention is not None,
+            "each head has a key and a value of its own": self.kv_heads != self.heads,
+            "values are no wider than keys": latent.value_dim > self.head_dim,
+            "it is causal, with norms of its latents and without biases": not self.causal
+            or self.qk_norm
+            or self.qkv_bias
+            or self.norm != "rms",
+            "there are no adapters for it yet": self.adapters is not None,
+        }
+        for why, there in wrong.items():
+            if there:
+                raise FlopwiseError(
+                    f"{self.name}: latent attention cannot be described so", why=why, hint="leave `latent` out, or that"
+                )
 
     def _check_scaling(self, base: float, scaling: RotaryScaling | None) -> None:
         """Refuse what no angles follow from."""
@@ -599,6 +647,21 @@ class Transformer:
         return self.kv_heads * self.head_dim
 
     @property
+    def value_dim(self) -> int:
+        """Channels of a value."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all values."""
+        return self.kv_heads * self.value_dim
+
+    @property
+    def attended_width(self) -> int:
+        """Channels of attention's result."""
+        return self.heads * self.value_dim
+
+    @property
     def turned_channels(self) -> int:
         """Channels of a head that rotary positions turn."""
         return self.rotary_dim or self.head_dim
@@ -649,6 +712,7 @@ class Transformer:
             and (self.pooler_norm, self.pooling, self.transform_bias) != (False, "first", True),
             "biases of its scores that are rounded": self.alibi_rounded,
             "sinks in its attention": self.sinks,
+            "keys and values made from a latent": self.latent is not None,
             "its own routing": self.routing != Routing(normalised=self.routing.normalised),
             "shared experts": self.shared_ffn > 0,
             "blocks without experts": bool(self.dense_blocks),
