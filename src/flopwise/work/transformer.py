@@ -418,7 +418,6 @@ class Transformer:
             or self.qk_norm
             or self.qkv_bias
             or self.norm != "rms",
-            "there are no adapters for it yet": self.adapters is not None,
         }
         for why, there in wrong.items():
             if there:
@@ -527,10 +526,10 @@ class Transformer:
                     why="with adapters everything else is frozen already",
                     hint="one of --lora and --freeze",
                 )
-            if self.head == "classifier":
+            if self.head == "classifier" or self.latent is not None:
+                kind = "a classifier" if self.latent is None else "latent attention"
                 raise FlopwiseError(
-                    f"{self.name}: a classifier cannot have adapters yet",
-                    hint="train it without --lora, or with --freeze",
+                    f"{self.name}: {kind} cannot have adapters yet", hint="train it without --lora, or with --freeze"
                 )
             self._check_expert_adapters(self.adapters)
             if not self.gated and self.adapters.targets == ("gate",):
