@@ -16,7 +16,8 @@ from flopwise.engine.weights.initial import fill  # noqa: E402
 from flopwise.plan.device.explain import make_plan  # noqa: E402
 from flopwise.setup.setup import CappedSetup  # noqa: E402
 from flopwise.work.formats import parse_formats  # noqa: E402
-from flopwise.work.transformer import LatentAttention, Transformer  # noqa: E402
+from flopwise.work.latent import LatentAttention  # noqa: E402
+from flopwise.work.transformer import Transformer  # noqa: E402
 from tests.support.training_plans import executor_for, random_batch  # noqa: E402
 
 TOKENS = 24

@@ -29,9 +29,10 @@ from flopwise.records.plan import LEVELS, Plan, Residency  # noqa: E402
 from flopwise.setup.training import Training  # noqa: E402
 from flopwise.work.describe import describe  # noqa: E402
 from flopwise.work.formats import parse_formats  # noqa: E402
+from flopwise.work.latent import LatentAttention  # noqa: E402
 from flopwise.work.optimizers import OPTIMIZERS, Optimizer, piece_bytes, piece_counts  # noqa: E402
 from flopwise.work.parameters import ENDS, parameters_of  # noqa: E402
-from flopwise.work.transformer import LatentAttention, Transformer  # noqa: E402
+from flopwise.work.transformer import Transformer  # noqa: E402
 from tests.support.tiny_models import TINY, TOKENS, parameters, random_module  # noqa: E402
 from tests.support.training_plans import (  # noqa: E402
     CPU,

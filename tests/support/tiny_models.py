@@ -12,9 +12,10 @@ import torch
 from flopwise.engine.kernels.experts import split_terms
 from flopwise.engine.modules import ReferenceModel, build
 from flopwise.engine.weights.huggingface import config_of, to_huggingface
+from flopwise.work.latent import LatentAttention
 from flopwise.work.parameters import parameters_of
 from flopwise.work.routing import Routing
-from flopwise.work.transformer import LatentAttention, RotaryScaling, Transformer
+from flopwise.work.transformer import RotaryScaling, Transformer
 
 # Before `transformers` is imported anywhere: a test never looks for files elsewhere.
 os.environ["HF_HUB_OFFLINE"] = "1"

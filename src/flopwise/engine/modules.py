@@ -20,8 +20,9 @@ from flopwise.engine.kernels.activations import LIMIT
 from flopwise.engine.kernels.experts import choose, sum_terms
 from flopwise.engine.kernels.plain_attention import alibi_biases, mask_for
 from flopwise.engine.streaming.rotary import rotation_of
+from flopwise.work.latent import LATENT_EPSILON, LatentAttention
 from flopwise.work.routing import CORRECTION_TERMS
-from flopwise.work.transformer import LATENT_EPSILON, LatentAttention, Transformer
+from flopwise.work.transformer import Transformer
 
 
 def _relu_squared(value: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from flopwise.work.adapters import DOWN, EMBEDDING, HEAD, LOW, RESULTS, UP, Target
+from flopwise.work.latent import LatentAttention
 from flopwise.work.layer_names import is_joined
 from flopwise.work.layout import WHOLE, Layout
 from flopwise.work.lengths import Lengths
 from flopwise.work.op import Attention, AttentionKernel, Gemm, Op, SaveLevel, Streaming, StreamingKind, Tensor, Weight
 from flopwise.work.routing import CORRECTION_TERMS
-from flopwise.work.transformer import DENSE, MIXTURE, LatentAttention, Transformer
+from flopwise.work.transformer import DENSE, MIXTURE, Transformer
 from flopwise.work.work import SCORES, Work
 
 SHARED = "shared_"

@@ -27,6 +27,7 @@ from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.fp8_products import Fp8Products
 from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
+from flopwise.engine.streaming.latents import LATENT_NORMS, spread_key, spread_key_backward
 from flopwise.engine.streaming.mixture import (
     AROUND,
     Beside,
@@ -42,10 +43,11 @@ from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.adapters import DOWN
 from flopwise.work.formats import Formats
 from flopwise.work.fusion import is_activation, is_sum_for_norm
+from flopwise.work.latent import LATENT_EPSILON
 from flopwise.work.op import Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups
-from flopwise.work.transformer import LATENT_EPSILON, Transformer
-from flopwise.work.transformer_ops import LATENT_NORM, QUERY_LATENT_NORM, SPREAD_KEY
+from flopwise.work.transformer import Transformer
+from flopwise.work.transformer_ops import SPREAD_KEY
 from flopwise.work.work import Work
 
 Stored = Tensor | Quantised
@@ -93,7 +95,6 @@ CORRECTION = "routing.bias"
 SHARED_SUM = "shared_sum"
 """What experts made and what shared ones did, as much as their gate lets through."""
 
-LATENT_NORMS = (QUERY_LATENT_NORM, LATENT_NORM)
 TURNED = {"query_norm": "query", "key_norm": "key"}
 """Norms of heads → what the rotation behind them makes of their result."""
 
@@ -191,7 +192,8 @@ class Operators:
         elif op.name in AROUND:
             self.mixture.forward(op, values, self._correction(weights))
         elif op.name in (SHARED_SUM, SPREAD_KEY):
-            (self._shared_sum if op.name == SHARED_SUM else self._spread_key)(op, values)
+            make = self._shared_sum if op.name == SHARED_SUM else partial(spread_key, model=self.model)
+            make(op, values)
         elif op.name in SCALED:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
@@ -206,24 +208,6 @@ class Operators:
         """What experts made, and what a gate lets through of shared ones."""
         other, made, gate = (values[name] for name in op.inputs)
         gate_forward(made, gate, other, out=values.allocate(op.outputs[0], tuple(made.shape), made.dtype))
-
-    def _spread_key(self, op: Op, values: Values) -> None:
-        """Every head's key: the channels that turn, which all have in common, before those of its own."""
-        common, own = (values[name] for name in op.inputs)
-        turned = self.model.turned_channels
-        out = values.allocate(op.outputs[0], (own.shape[0], self.model.kv_width), own.dtype)
-        heads = self._by_head(out)
-        heads[..., :turned].copy_(common[:, None, :])
-        heads[..., turned:].copy_(own.view(own.shape[0], self.model.kv_heads, -1))
-
-    def _spread_key_backward(self, op: Op, gradients: Gradients) -> None:
-        gradient, (common, own) = gradients[op.outputs[0]], op.inputs
-        heads, turned, rows = self._by_head(gradient), self.model.turned_channels, gradient.shape[0]
-        out, _ = gradients.target(common, (rows, turned), gradient.dtype)
-        torch.sum(heads[..., :turned], 1, dtype=gradient.dtype, out=out)
-        out, _ = gradients.target(own, (rows, self.model.kv_width - self.model.kv_heads * turned), gradient.dtype)
-        out.view(rows, self.model.kv_heads, -1).copy_(heads[..., turned:])
-        gradients.drop(op.outputs[0])
 
     def _correction(self, weights: Weights) -> Tensor | None:
         """What is added to the experts' shares for the choice."""
@@ -536,7 +520,7 @@ class Operators:
         elif op.name == SHARED_SUM:
             self._shared_backward(op, values, gradients)
         elif op.name == SPREAD_KEY:
-            self._spread_key_backward(op, gradients)
+            spread_key_backward(op, gradients, self.model)
         else:
             self._pointwise_backward(op, values, gradients, rows)
 
