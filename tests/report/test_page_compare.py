@@ -75,8 +75,9 @@ def browser() -> Iterator[Any]:
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 def test_two_runs_are_ticked_and_compared(browser: Any, tmp_path: Path) -> None:
     sweep = samples.sweep_page()
+    one, other = [name for name, detail in sweep.details.items() if detail.tasks][:2]
     named = {
-        name: replace(detail, setup=(("learning_rate", "0.001" if name == "0003" else "0.002"), ("seed", "0")))
+        name: replace(detail, setup=(("learning_rate", "0.001" if name == one else "0.002"), ("seed", "0")))
         for name, detail in sweep.details.items()
     }
     (tmp_path / "page.html").write_text(page_html(replace(sweep, details=named)), encoding="utf-8")
@@ -84,23 +85,23 @@ def test_two_runs_are_ticked_and_compared(browser: Any, tmp_path: Path) -> None:
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto((tmp_path / "page.html").as_uri())
-    for run in ("0003", "0004"):
+    for run in (one, other):
         page.get_by_label(f"Compare run {run}").check()
     assert page.locator("#compare-marked").inner_text() == "compare 2 ticked"
     page.click("#compare-marked")
     told = str(page.locator("#tab-compare").inner_text()).replace("\u00a0", " ")
-    first, second = (next(row for row in sweep.rows if row.run == run) for run in ("0003", "0004"))
+    first, second = (next(row for row in sweep.rows if row.run == run) for run in (one, other))
     gain = (second.tokens_per_s or 0) / (first.tokens_per_s or 1) - 1
     assert f"{'+' if gain > 0 else '−'}{abs(100 * gain):.1f} %" in told
     assert "learning rate" in told and "0.001" in told and "seed" not in told
     # Curves, memory and steps of both, on one axis each.
     assert page.locator("#compare-curves svg[role=img]").count() == 2
-    assert page.locator("#compare-memory .row-name").all_text_contents()[0].startswith("0003")
+    assert page.locator("#compare-memory .row-name").all_text_contents()[0].startswith(one)
     spec = page.evaluate("document.querySelector('#compare-steps canvas').getAttribute('aria-label')")
-    assert "0003" in spec and "0004" in spec
+    assert one in spec and other in spec
     # The address is enough to see it again.
     page.reload()
-    assert "marked=0003%2C0004" in page.url and page.locator("#compare-changes tbody tr").count() > 8
+    assert f"marked={one}%2C{other}" in page.url and page.locator("#compare-changes tbody tr").count() > 8
     page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
     assert page.evaluate("axe.run().then(found => found.violations.map(one => [one.id, one.nodes[0].html]))") == []
     assert problems == []
