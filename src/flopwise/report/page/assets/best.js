@@ -19,7 +19,8 @@ function bestGroups(rows) {
 
 /** Groups in the order of models, then from the highest use of the hardware. */
 function orderedGroups(groups) {
-  const size = (group) => number(group.row.n_params) ?? 0;
+  // FLOPs of a token tell the size of a model that only was foreseen.
+  const size = ({ row }) => number(row.n_params) ?? (row.foreseen?.model_flops ? row.foreseen.model_flops / row.foreseen.batch_tokens / 6 : 0);
   return groups.slice().sort(
     (left, right) =>
       d3.ascending(size(left), size(right)) ||

@@ -79,9 +79,8 @@ function wordTable(table) {
     "div",
     { class: "words" },
     table.title ? make("h4", {}, table.title) : null,
-    make(
-      "div",
-      { class: "scroll" },
+    scrolling(
+      `${table.title || "Figures"}: ${table.columns.slice(0, 2).join(", ")}`,
       make(
         "table",
         { class: "small" },
