@@ -154,8 +154,9 @@ function differenceSentence(known, settings) {
   const [first, second] = known,
     before = speed(first.row),
     after = speed(second.row);
-  const what = settings.slice(0, 3).map(([title]) => title);
-  const differs = settings.length ? `They differ in ${listWords(what)}${settings.length > 3 ? ` and ${countWords(settings.length - 3)} more` : ""}.` : "They have the same set-up.";
+  const what = settings.slice(0, 3).map(([title]) => title),
+    more = settings.length > 3 ? [`${countWords(settings.length - 3)} more`] : [];
+  const differs = settings.length ? `They differ in ${listWords([...what, ...more])}.` : "They have the same set-up.";
   if (!before || !after) return differs;
   if (before.predicted !== after.predicted) return `${differs} One is measured and the other only predicted: their speeds are not compared.`;
   const ratio = after.value / before.value;
