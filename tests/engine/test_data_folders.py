@@ -8,7 +8,8 @@ import pytest
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.engine.data import open_classification_data, open_language_data
-from flopwise.engine.data.sources import find_sources
+from flopwise.engine.data.sources import evaluated_on, find_sources, held_out_of
+from flopwise.engine.data.splits import split_of
 from tests.support.data_files import csv_file, json_lines, request, text_file
 
 
@@ -94,3 +95,71 @@ def test_a_folder_of_samples_is_one_set(tmp_path: Path) -> None:
     csv_file(data / "b.csv", ("label", "text"), [("y", "two"), ("x", "three")])
     found = open_classification_data(request(tmp_path, data, evaluation_share=0.0))
     assert (found.labels, found.count) == (("x", "y"), 3)
+
+
+# -- splits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("data/train-00000-of-00002.parquet", "train"),
+        ("train_sft.jsonl", "train"),
+        ("validation/part.csv", "validation"),
+        ("dev.jsonl", "validation"),
+        ("wiki.test.txt", "test"),
+        ("en/eval-1.jsonl", "test"),
+        ("constraint.jsonl", None),
+        ("trainer.jsonl", None),
+        ("latest.txt", None),
+    ],
+)
+def test_what_a_file_is_for_is_what_datasets_takes_it_for(name: str, split: str | None) -> None:
+    assert split_of(name) == split
+
+
+def test_of_splits_train_is_trained_on_and_another_held_out(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for name in ("train-0.jsonl", "train-1.jsonl", "validation.jsonl", "test.jsonl", "extra.jsonl"):
+        json_lines(data / name, [{"text": name}])
+    text_file(data / "README.md", "# data")
+    assert names(data) == ["train-0.jsonl", "train-1.jsonl"]
+    _, (note,) = find_sources((str(data),), labelled=False)
+    assert "train is trained on, not test, validation, what is of no split" in note
+    assert held_out_of((f"{data}:2",)) == (str(data / "validation.jsonl"),)
+    # Named for an evaluation a folder is what it holds out; a file is what it is.
+    assert evaluated_on((str(data),)) == (str(data / "validation.jsonl"),)
+    assert evaluated_on((str(data / "train-0.jsonl"),)) == (str(data / "train-0.jsonl"),)
+    (data / "validation.jsonl").unlink()
+    assert held_out_of((str(data),)) == (str(data / "test.jsonl"),)
+
+
+def test_tests_of_sources_are_no_split(tmp_path: Path) -> None:
+    data = tmp_path / "code"
+    for name in ("train.py", "test_train.py", "tests/test_a.py", "pages/test.md"):
+        text_file(data / name, "x = 1")
+    assert len(names(data)) == 4
+    assert held_out_of((str(data),)) == ()
+    # Nor is what has no part to train on.
+    json_lines(data / "test.jsonl", [{"text": "a"}])
+    assert len(names(data)) == 5
+
+
+def test_a_data_set_of_the_hub_is_found_where_it_was_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files there are links to those of all commits, which lie beside the commits' folders."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "datasets--them--set"
+    commit = "0123456789abcdef"
+    blob = json_lines(repository / "blobs" / "aa", [{"text": "kept"}])
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    for name in ("train.jsonl", "test.jsonl"):
+        link = repository / "snapshots" / commit / "data" / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blob)
+    sources, _ = find_sources(("them/set",), labelled=False)
+    assert [(source.name, source.path.read_text()) for source in sources] == [("data/train.jsonl", blob.read_text())]
+    assert [Path(name).name for name in held_out_of(("them/set",))] == ["test.jsonl"]
+    with pytest.raises(FlopwiseError) as caught:
+        find_sources(("them/other",), labelled=False)
+    assert "hf download them/other --repo-type dataset" in str(caught.value.hint)

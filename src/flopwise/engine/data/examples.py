@@ -90,7 +90,7 @@ def open_examples(request: DataRequest, named: tuple[str, ...], tokenizer: Token
     if left_out:
         more = f" and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
         notes = (*notes, f"{left_out[0]}{more}: plain text is left out beside rows of examples")
-    entries = survey(tables, tell)
+    entries = survey(tables, tell, request.cache_folder())
     size = sum(entry.size_bytes for entry in entries)
 
     def build(writer: Writer) -> Facts:

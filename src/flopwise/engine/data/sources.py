@@ -9,6 +9,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,10 @@ from typing import BinaryIO, Literal, cast
 from flopwise.base.errors import FlopwiseError, shown
 from flopwise.base.files import LONGEST_PATH, entry_kind
 from flopwise.base.units import show_bytes
+from flopwise.catalog.hub import REPOSITORIES, find_dataset, is_hub_name
+from flopwise.engine.data.known import Known
 from flopwise.engine.data.request import Tell
+from flopwise.engine.data.splits import Split, held_out, split_of, splits_among
 
 Form = Literal["text", "jsonl", "csv", "json", "parquet", "arrow", "tokens"]
 FORMS: dict[str, Form] = {
@@ -115,7 +119,7 @@ def find_sources(
     notes: list[str] = []
     for given in named:
         name, times = split_weight(given)
-        path = Path(name)
+        path = find_named(name)
         kind = entry_kind(path)
         if kind == "folder":
             beneath, left_out = _beneath(path, labelled=labelled)
@@ -126,7 +130,10 @@ def find_sources(
             if path.suffix.lower() in OTHER_TABLES:
                 notes.append(f"{path} is read as plain text: columns are read from .jsonl and .csv files")
         elif kind == "nothing":
-            raise FlopwiseError(f"there is no file or folder {_shown_path(name)}", hint="check the path of the data")
+            fetched = f", or `hf download {name} --repo-type dataset`" if is_hub_name(name) else ""
+            raise FlopwiseError(
+                f"there is no file or folder {_shown_path(name)}", hint=f"check the path of the data{fetched}"
+            )
         else:
             raise FlopwiseError(
                 f"{_shown_path(name)} cannot be read",
@@ -204,6 +211,16 @@ def _printable(name: str) -> str:
 
 
 def _beneath(folder: Path, *, labelled: bool) -> tuple[list[DataSource], list[str]]:
+    """Files of a folder that are trained on by their path from there, and notes on what was left out of it."""
+    relative, notes = _files_beneath(folder, labelled=labelled)
+    chosen, more = _trained_on(folder, relative)
+    sources = [
+        DataSource(relative[name], _printable(name), FORMS[ending_of(relative[name])]) for name in sorted(chosen)
+    ]
+    return sources, [*notes, *more]
+
+
+def _files_beneath(folder: Path, *, labelled: bool) -> tuple[dict[str, Path], list[str]]:
     """Files of a folder by their path from there, and notes on what was left out of it; most of it must not be."""
     endings = [ending for ending, form in FORMS.items() if form != "text" or not labelled]
     root = folder.resolve()
@@ -251,39 +268,93 @@ def _beneath(folder: Path, *, labelled: bool) -> tuple[list[DataSource], list[st
             )
         notes.append(f"{folder}: {told}")
     relative = {path.relative_to(root).as_posix(): path for path in files}
-    return [
-        DataSource(relative[name], _printable(name), FORMS[ending_of(relative[name])]) for name in sorted(relative)
-    ], notes
+    return relative, notes
+
+
+def _trained_on(folder: Path, relative: dict[str, Path]) -> tuple[list[str], list[str]]:
+    """Of a folder's files those that are trained on, and notes on the others."""
+    splits = _splits(relative)
+    if splits:
+        others = sorted({split_of(name) or "what is of no split" for name in set(relative).difference(splits["train"])})
+        return splits["train"], [f"{folder}: of its splits train is trained on, not {', '.join(others)}"]
+    if any(ending_of(path) in (".parquet", ".arrow") for path in relative.values()):
+        # What a data set's own page says of it is none of its rows.
+        pages = [name for name in relative if name.lower().endswith(".md")]
+        if pages:
+            return [name for name in relative if name not in pages], [f"{folder}: {', '.join(pages[:3])} is left out"]
+    return list(relative), []
+
+
+def _splits(relative: Iterable[str]) -> dict[Split, list[str]]:
+    # Of sources and pages `test` says something else.
+    return splits_among(name for name in relative if not name.lower().endswith((".py", ".md")))
+
+
+def evaluated_on(named: Iterable[str]) -> tuple[str, ...]:
+    """What is named for an evaluation, of folders with splits what they hold out."""
+    found: list[str] = []
+    for name in named:
+        path = find_named(name)
+        splits = _splits(_files_beneath(path, labelled=False)[0]) if entry_kind(path) == "folder" else {}
+        found += [str(path / file) for file in held_out(splits)] or [name]
+    return tuple(found)
+
+
+def held_out_of(named: Iterable[str]) -> tuple[str, ...]:
+    """Files of folders that are trained on, which those hold out by their splits."""
+    names = [split_weight(name)[0] for name in named]
+    return tuple(file for name in names for file in evaluated_on((name,)) if file != name)
+
+
+def find_named(name: str) -> Path:
+    """A path, or where the hub's own tool has put a data set of that name."""
+    if is_hub_name(name):
+        with suppress(FlopwiseError):
+            return find_dataset(name)
+    return Path(name)
 
 
 def _leads_out(path: Path, root: Path) -> bool:
-    return path.is_symlink() and not path.resolve().is_relative_to(root)
+    return path.is_symlink() and not path.resolve().is_relative_to(_repository(root))
+
+
+def _repository(root: Path) -> Path:
+    """In the hub's cache a folder's files are links to others of the same repository."""
+    return next((above for above in (root, *root.parents) if above.name.startswith(REPOSITORIES)), root)
 
 
 def _refuse(error: OSError) -> None:
     raise FlopwiseError(f"the folder {error.filename} cannot be read", why=error.strerror, hint="check its permissions")
 
 
-def survey(sources: Iterable[DataSource], tell: Tell | None) -> tuple[Entry, ...]:
-    """Every file's size and digest, read piece by piece."""
+def survey(sources: Iterable[DataSource], tell: Tell | None, cache: Path | None = None) -> tuple[Entry, ...]:
+    """Every file's size and digest, read piece by piece; `cache`: where those of large ones are remembered."""
     sources = tuple(sources)
     entries = []
     try:
         progress = ReadingProgress(tell, "read", sum(source.path.stat().st_size for source in sources))
+        known = None if cache is None else Known(cache)
         for source in sources:
-            digest = hashlib.sha256()
-            size = 0
-            with source.path.open("rb") as stream:
-                while block := stream.read(PIECE_BYTES):
-                    digest.update(block)
-                    size += len(block)
-                    progress.add(len(block))
-            entries.append(Entry(source, size, digest.hexdigest()))
+
+            def read(source: DataSource = source) -> str:
+                return _read_through(source.path, progress)
+
+            digest = read() if known is None else known.digest(source.path, read)
+            entries.append(Entry(source, source.path.stat().st_size, digest))
     except OSError as error:
         raise unreadable(error) from None
     if not any(entry.size_bytes for entry in entries):
         raise _empty(sources)
     return tuple(entries)
+
+
+def _read_through(path: Path, progress: ReadingProgress) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(PIECE_BYTES):
+            digest.update(block)
+            progress.add(len(block))
+    return digest.hexdigest()
 
 
 def check_beginnings(sources: Iterable[DataSource]) -> None:
