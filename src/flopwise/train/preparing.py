@@ -20,7 +20,7 @@ from flopwise.engine.data import (
     open_preference_data,
 )
 from flopwise.engine.data.request import TokenNumbers
-from flopwise.engine.data.sources import evaluated_on, held_out_of
+from flopwise.engine.data.sources import evaluation_of
 from flopwise.engine.executable import check_adapters, check_formats, check_optimizer, check_several, check_trainable
 from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import Here
@@ -474,7 +474,7 @@ def _open_data(
         tokens=TOKEN_FORMATS.get(request.data_format or ""),
         labels=label_names(settled.weights) if task == "classification" else (),
         pairs=task == "dpo",
-        evaluation=evaluated_on(request.evaluation_data) or held_out_of(request.data),
+        evaluation=evaluation_of(request.evaluation_data, request.data, tokens=request.data_format is not None),
     )
     if task == "classification":
         return open_classification_data(wanted, tell=tell)

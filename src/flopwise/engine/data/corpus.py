@@ -18,7 +18,7 @@ from flopwise.engine.data.order import Order
 from flopwise.engine.data.records import Passage, TextRecord, columns_of_texts, passages, samples
 from flopwise.engine.data.request import USUAL_TEXT, DataRequest, Tell
 from flopwise.engine.data.sources import ReadingProgress, find_sources, survey
-from flopwise.engine.data.token_files import write_tokens
+from flopwise.engine.data.token_files import check_indexed, write_megatron, write_tokens
 from flopwise.engine.data.tokenizer import Tokenizer, Tokens, token_type
 from flopwise.engine.data.used import Used
 
@@ -59,11 +59,14 @@ def open_text(request: DataRequest, named: tuple[str, ...], tokenizer: Tokenizer
         sources, notes = find_sources(named, labelled=False, tokens=request.tokens is not None)
     else:
         sources, notes = embedded.text_sources(), ()
+    indexed = check_indexed(sources)
     entries = survey(sources, tell, request.cache_folder())
     size = sum(entry.size_bytes for entry in entries)
 
     def build(writer: Writer) -> Facts:
         progress = ReadingProgress(tell, "tokenize", size)
+        if indexed:
+            return write_megatron(writer, tokenizer, entries, progress)
         if request.tokens is not None:
             return write_tokens(writer, tokenizer, entries, request.tokens, progress)
         found = (
