@@ -122,11 +122,7 @@ class Player:
         self.preferences = Preferences(training, self.inputs, self.arena) if self.inputs.compares else None
         if packs is None:
             packs = slabs.device.type == "cuda" and not deterministic and all(map(reads_columns, model.kinds))
-        products = (
-            Products(self.arena)
-            if deterministic
-            else products_for(slabs.device, self.compute, TYPES[self.formats.gradients], self.arena)
-        )
+        products = self._products(deterministic=deterministic)
         if gated is None and not deterministic:
             gated = gated_kernels(model, self.formats, slabs.device)
         paired = ("gate", "up") if gated is not None else ()
@@ -169,6 +165,11 @@ class Player:
         self._contexts()
         self._sequence_blocks()
         self.evaluating = False
+
+    def _products(self, *, deterministic: bool) -> Products:
+        if deterministic:
+            return Products(self.arena)
+        return products_for(self.slabs.device, self.compute, TYPES[self.formats.gradients], self.arena)
 
     def compared_loss(self) -> Loss:
         """Sums over pairs of answers."""
