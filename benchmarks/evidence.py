@@ -4,31 +4,42 @@ One entry for each table and ZeRO stage, of the rows that may be fitted to, each
 were fitted to the others; that of table 2 of the Megatron paper has the rows that never are.
 The entries of the stack `kernels` are of predictions without any framework's constants: the H200 steps of
 `benchmarks.steps` on one device, and on several the measured tables, whose frameworks were slower than their kernels.
-That of `dataflow` is for plans of one device: the offload trainer's recorded runs against their simulation.
+Those of `dataflow` and `flopwise-streaming` are for plans of one device: recorded runs of the offload trainer, and of
+flopwise itself, against their simulation.
 """
 
 from __future__ import annotations
 
+import csv
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from benchmarks.stacks import FITTED_TABLES
 from benchmarks.steps import compared
 from flopwise.base.files import to_toml, write_whole
 from flopwise.catalog.load import ROOT, load_hardware, load_model, load_stack
+from flopwise.door.planning import cap_device
+from flopwise.plan.device.explain import make_plan
 from flopwise.predict.cluster.costing import PLAIN
+from flopwise.predict.expected import OWN_STREAMED
 from flopwise.records.evidence import Evidence, EvidenceBook, Span
+from flopwise.records.plan import Planned
 from flopwise.references.dataflow.recorded import repeat_steps
 from flopwise.references.published import protocol_of, read_cases
 from flopwise.references.published.offload import read_offload
 from flopwise.references.validate.fitting import fit_of, held_out_predictions, lay_out
 from flopwise.references.validate.protocol import Case
+from flopwise.setup.hardware import Hardware
+from flopwise.setup.setup import Setup
 from flopwise.setup.stack import NO_STACK
 from flopwise.work.describe import describe
+from flopwise.work.formats import parse_formats
 from flopwise.work.transformer import Transformer
 
+CELLS = Path(__file__).parent / "results" / "h200" / "cells.csv"
 HEADER = """\
 # Held-out errors of predicted step times, from which intervals are made (predict/interval.py).
 # Written by `python -m benchmarks.evidence`; do not edit.
@@ -41,6 +52,7 @@ def main() -> None:
         one_device_evidence(),
         *(entry for table in FITTED_TABLES if protocol_of(table).measured for entry in kernels_evidence(table)),
         offload_evidence(),
+        own_executor_evidence(),
     )
     write_whole(ROOT / "evidence.toml", HEADER + to_toml(EvidenceBook(entries=entries)))
     for entry in entries:
@@ -164,6 +176,51 @@ def offload_evidence() -> Evidence:
         micro_tokens=_span([run.chunk_tokens for run in runs]),
         how="simulated with the plan that each run had; kernels' rates are from the same trainer's profiles",
     )
+
+
+def own_executor_evidence() -> Evidence:
+    """Cells that flopwise itself ran on one H200, each planned anew with the catalogue's H200."""
+    with CELLS.open(encoding="utf-8") as stream:
+        rows = [row for row in csv.DictReader(stream) if row["outcome"] == "ok"]
+    hardware = load_hardware("h200")
+    pairs = [(float(row["step_s"]), _planned_cell(row, hardware)) for row in rows]
+    errors = [measured_s / planned.forecast.step_s - 1 for measured_s, planned in pairs]
+    low, high = _quantiles(errors)
+    plans, one = [planned.plan for _, planned in pairs], Span(least=1, most=1)
+    return Evidence(
+        table="cells_h200",
+        stack=OWN_STREAMED,
+        architectures=(hardware.device.architecture,),
+        zero=0,
+        features=(),
+        measured=True,
+        n=len(rows),
+        low=low,
+        high=high,
+        level=round(statistics.median(errors), 4),
+        parameters=_span([describe(load_model(row["model"]), int(row["sequence_tokens"])).parameters for row in rows]),
+        sequence_tokens=_span([plan.sequence_tokens for plan in plans]),
+        devices=one,
+        tensor=one,
+        pipeline=one,
+        micro_tokens=_span([plan.tokens_of(0) for plan in plans]),
+        how="19 cells of flopwise's own executor on one H200 (benchmarks/results/h200), a card whose kernels' rates "
+        "the catalogue has; planned anew",
+    )
+
+
+def _planned_cell(row: dict[str, str], hardware: Hardware) -> Planned:
+    sequence, host = int(row["sequence_tokens"]), int(row["host_cap_bytes"])
+    setup = Setup(
+        model=load_model(row["model"]),
+        hardware=hardware,
+        hardware_name=hardware.name,
+        sequence_tokens=sequence,
+        batch_sequences=int(row["batch_tokens"]) // sequence,
+        formats=parse_formats(row["precision"]),
+    )
+    capped = cap_device(setup, device=int(row["device_cap_bytes"]), host=host, host_given=host > 0)
+    return make_plan(capped, helps=False)
 
 
 INSIDE = 0.82

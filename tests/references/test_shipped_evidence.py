@@ -20,6 +20,7 @@ from benchmarks.evidence import (
     kernels_evidence,
     offload_evidence,
     one_device_evidence,
+    own_executor_evidence,
     table_evidence,
 )
 from flopwise.catalog.load import load_evidence, load_hardware, load_model
@@ -105,6 +106,7 @@ def test_megatron() -> None:
 def test_the_others() -> None:
     assert_shipped(table_evidence("megatron-2"))
     assert_shipped([one_device_evidence()], of_kernels=True)
+    assert_shipped([own_executor_evidence()])
     for table in ("mpt", "nanotron", "megatron"):
         assert_shipped(kernels_evidence(table), of_kernels=True)
 

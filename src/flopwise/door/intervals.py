@@ -47,8 +47,8 @@ def expect_setup(prediction: Prediction, setup: Setup) -> Prediction:
 
 
 def add_interval(planned: Planned, model: Model, hardware: Hardware) -> Planned:
-    """The plan with how far off the simulator is, by recorded runs of that trainer; flopwise's own are yet to come."""
-    from flopwise.predict.expected import NO_CPU, STREAMED, UNEVEN, bounds
+    """The plan with how far off the simulator is, by recorded runs of the trainer whose rule it is."""
+    from flopwise.predict.expected import NO_CPU, OWN_STREAMED, STREAMED, UNEVEN, bounds
     from flopwise.predict.interval import interval
     from flopwise.work.describe import describe
 
@@ -56,18 +56,15 @@ def add_interval(planned: Planned, model: Model, hardware: Hardware) -> Planned:
         return replace(planned, notes=(*planned.notes, NO_CPU))
     plan = planned.plan
     found = interval(
-        [entry for entry in load_evidence() if entry.stack == STREAMED],
-        stack=STREAMED,
+        load_evidence(),
+        stack=OWN_STREAMED if plan.rule == OWN_RULE else STREAMED,
         architecture=hardware.device.architecture,
         parameters=describe(model, plan.sequence_tokens).parameters,
         sequence_tokens=plan.sequence_tokens,
         devices=1,
         tensor=1,
         pipeline=1,
-        features=(
-            *(("flopwise's own executor",) if plan.rule == OWN_RULE else ()),
-            *((UNEVEN,) if plan.lengths else ()),
-        ),
+        features=(UNEVEN,) if plan.lengths else (),
         micro_tokens=plan.tokens_of(0),
         least=planned.forecast.hfu or 0.0,
     )

@@ -272,7 +272,7 @@ def interval_words(interval: Interval | None, step_s: float) -> tuple[str, str]:
     above = max(0, math.ceil(100 * (step_s / interval.low_s - 1)))
     spread = f" ± {above} %" if below == above else f" (−{below} % to +{above} %)"
     if interval.outside:
-        return spread, f"from the errors of simulated runs that another trainer recorded ({interval.basis}), widened"
+        return spread, f"from the errors of simulated runs that were recorded ({interval.basis}), widened"
     return spread, f"8 of 10 recorded runs lie in that range ({interval.basis})"
 
 
