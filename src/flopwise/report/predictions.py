@@ -99,7 +99,7 @@ def ceiling_rows(prediction: Prediction) -> list[tuple[str, str]]:
         return []
     rate = significant(prediction.tokens_per_s * prediction.step_s / prediction.ceiling_s)
     words = f"{show_seconds(prediction.ceiling_s)} · {rate} tok/s · {show_share(prediction.ceiling_mfu)} MFU"
-    return [("ceiling", f"{words}: what the kernels and the network allow; the step is what tuned frameworks reach")]
+    return [("ceiling", f"{words}, as kernels and network allow; above is what frameworks reach")]
 
 
 def reason_rows(prediction: Prediction) -> list[tuple[str, str]]:
