@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from flopwise.base.errors import FlopwiseError, unknown_name
+from flopwise.setup.parallel import Overlap, check_overlap
 from flopwise.setup.words import Fusion
 from flopwise.work.op import AttentionKernel
 
 NO_STACK = "kernels"
 """The name for what the kernels and the network allow, no framework in the way."""
 MOST_CONSTANTS = 6
+MOST_BUCKET_MIB = 1e6
 LEAST_FACTOR, MOST_FACTOR = 1e-3, 1e3
 
 NEUTRAL: dict[str, float] = {
@@ -62,6 +64,10 @@ class Stack:
     """Gradients are reduced layer by layer behind the last micro-batch's backward; False: after it."""
     tensor_overlap: bool = False
     """Collectives of tensor parallelism run behind the weight gradients' products."""
+    overlap: tuple[Overlap, ...] = ()
+    """Exchanges that run beside kernels; those of tensor ranks then in pieces, forward and backward."""
+    bucket_mib: float = 0.0
+    """Gradients are summed over data ranks in messages of so many MiB; 0: a layer's at once."""
     gathered_kept: bool = False
     """Sequence parallelism: products keep their gathered input instead of gathering it again in backward."""
     reduce_always: bool = True
@@ -79,6 +85,9 @@ class Stack:
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_overlap(self.overlap)
+        if not 0 <= self.bucket_mib <= MOST_BUCKET_MIB:
+            raise FlopwiseError(f"bucket_mib cannot be {self.bucket_mib!r}", hint="25, or 0 for a layer at once")
         if len(self.constants) > MOST_CONSTANTS:
             raise FlopwiseError(
                 f"the stack {self.name} has {len(self.constants)} constants",
