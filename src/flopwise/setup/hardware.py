@@ -164,7 +164,8 @@ LAUNCH_S, CALL_S = 10e-6, 40e-6
 class Reached:
     """What a communication library reaches of a level's rate: (bytes, share) by rising bytes, for bus bandwidth.
 
-    Between the points, logarithms are linear; below the first one a message takes as long as there. Latencies are in it.
+    Between the points, logarithms are linear; below the first one a message takes as long as there. Latencies are in
+    it.
     """
 
     source: str

@@ -15,9 +15,9 @@ levels is n). With a step's latency α and the rate w that one device reaches at
 
 and the fastest counts, for each element by itself; sums over a level without `trees` go in rings alone. A group that
 one level joins takes what was measured there, where the hardware's description has it (`reached`). m·w: every device
-has an adapter of its own, so a flat ring over islands with m ranks enters and leaves each of them m times. Payloads: the
-whole vector of a rank (all-reduce, reduce-scatter), the whole result (all-gather), all that a rank sends with its own
-part (all-to-all), the message.
+has an adapter of its own, so a flat ring over islands with m ranks enters and leaves each of them m times. Payloads:
+the whole vector of a rank (all-reduce, reduce-scatter), the whole result (all-gather), all that a rank sends with its
+own part (all-to-all), the message.
 
 What the topologies mean here:
 
