@@ -58,7 +58,7 @@ class PredictOptions(SetupOptions):
         str,
         typer.Option(
             help="How several devices share the work, as `flopwise plan` prints it: dp2 tp8 pp4 cp2 ep2 zero3 shard8 "
-            "sp kept prefetch2 balanced chunks2 gpipe optimizer-on-host activations-on-host."
+            "sp kept prefetch2 balanced chunks2 gpipe optimizer-on-host activations-on-host overlap-tensor."
         ),
     ] = "auto"
     method: MethodOption = "physical"
