@@ -84,7 +84,7 @@ def test_plans_go_by_the_machines_host() -> None:
     eager = replace(plan, replay=False)
     found = forecast(eager, model, hardware)
     assert found.bound == "the host"
-    assert found.step_s == pytest.approx(kernels_of(plan) * 40e-6)
+    assert found.step_s == pytest.approx(kernels_of(plan, model) * 40e-6)
     quick = with_starts(hardware, 1e-7)
     assert HOST not in forecast(eager, model, quick).idle
     assert not make_plan(replace(setup, hardware=quick), helps=False, elsewhere=False).plan.replay

@@ -13,7 +13,7 @@ to what another one has written.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
@@ -26,8 +26,20 @@ from flopwise.engine.kernels.fused_dropout import keep_some, lower_hash, upper_h
 from flopwise.engine.kernels.jit import ARITHMETIC, bounded_tanh, column_block, kernel
 from flopwise.engine.kernels.plain_attention import AttentionMask, Saved
 
-_TILE, _WIDE_TILE, _WIDE = 64, 32, 128
-"""Queries, and keys, of a tile; of heads of more channels than the last fewer."""
+
+class Cut(NamedTuple):
+    """How a kernel's work is cut, and how many threads take a piece of it."""
+
+    queries: int
+    keys: int
+    warps: int = 4
+    stages: int = 2
+
+
+Pass = Literal["forward", "of queries", "of keys"]
+CUTS: dict[Pass, Cut] = {"forward": Cut(64, 64), "of queries": Cut(64, 64), "of keys": Cut(64, 64)}
+_WIDE_CUT, _WIDE = Cut(32, 32, stages=1), 128
+"""Of heads of more channels than the last, whose rows fill what a multiprocessor shares."""
 _LEAST_CHANNELS = 16
 """The matrix unit takes no fewer."""
 
@@ -546,14 +558,14 @@ def packed_forward(
 def _forward(
     rows: list[Tensor], sums: Tensor, sums_sequence: int, mask: AttentionMask, drop: DropMask | None, layout: _Layout
 ) -> None:
-    query = rows[0]
+    query, cut = rows[0], cut_of(mask, "forward")
     assert sums.stride(-1) == 1
-    _attention_forward_kernel[(triton.cdiv(layout.queries, tile_of(mask)) * mask.heads * layout.sequences,)](
+    _attention_forward_kernel[(triton.cdiv(layout.queries, cut.queries) * mask.heads * layout.sequences,)](
         *(*rows, sums),
         *_asked(query, mask, drop, layout),
         *(side for each in rows for side in each.stride()[:2]),
         *(sums_sequence, sums.stride(-2)),
-        **_chosen(mask, drop, layout),
+        **_chosen(mask, drop, layout, cut),
     )
 
 
@@ -575,9 +587,8 @@ def _slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
-def _chosen(mask: AttentionMask, drop: DropMask | None, layout: _Layout) -> dict[str, object]:
+def _chosen(mask: AttentionMask, drop: DropMask | None, layout: _Layout, cut: Cut) -> dict[str, object]:
     """What kernels are compiled for."""
-    wide = mask.head_dim > _WIDE
     return {
         "causal": mask.causal,
         "window": mask.window or 0,
@@ -588,18 +599,18 @@ def _chosen(mask: AttentionMask, drop: DropMask | None, layout: _Layout) -> dict
         "capped": mask.cap is not None,
         "biased": bool(mask.slopes),
         "rounded": mask.rounded,
-        "tile_queries": tile_of(mask),
-        "tile_keys": tile_of(mask),
+        "tile_queries": cut.queries,
+        "tile_keys": cut.keys,
         "tile_channels": max(_LEAST_CHANNELS, column_block(mask.head_dim, MOST_CHANNELS)),
-        "num_warps": 4,
-        "num_stages": 1 if wide else 2,
+        "num_warps": cut.warps,
+        "num_stages": cut.stages,
         **ARITHMETIC,
     }
 
 
-def tile_of(mask: AttentionMask) -> int:
-    """Queries, and keys, of a tile: of wide heads fewer, whose rows fill what a multiprocessor shares."""
-    return _WIDE_TILE if mask.head_dim > _WIDE else _TILE
+def cut_of(mask: AttentionMask, which: Pass) -> Cut:
+    """For heads of a width."""
+    return _WIDE_CUT if mask.head_dim > _WIDE else CUTS[which]
 
 
 def backward(
@@ -643,13 +654,15 @@ def _backward(
 ) -> None:
     read, (of_query, of_key, of_value) = rows[:5], rows[5:]
     assert sums.stride(-1) == 1
-    asked, chosen = _asked(read[1], mask, drop, layout), _chosen(mask, drop, layout)
+    asked = _asked(read[1], mask, drop, layout)
     sides = (*(side for each in read for side in each.stride()[:2]), sums_sequence, sums.stride(-2))
-    _attention_query_gradients_kernel[(triton.cdiv(layout.queries, tile_of(mask)) * mask.heads * layout.sequences,)](
-        *(*read, sums, of_query, *asked, *sides, *of_query.stride()[:2]), **chosen
+    cut = cut_of(mask, "of queries")
+    _attention_query_gradients_kernel[(triton.cdiv(layout.queries, cut.queries) * mask.heads * layout.sequences,)](
+        *(*read, sums, of_query, *asked, *sides, *of_query.stride()[:2]), **_chosen(mask, drop, layout, cut)
     )
-    _attention_key_gradients_kernel[(triton.cdiv(layout.keys, tile_of(mask)) * mask.kv_heads * layout.sequences,)](
+    cut = cut_of(mask, "of keys")
+    _attention_key_gradients_kernel[(triton.cdiv(layout.keys, cut.keys) * mask.kv_heads * layout.sequences,)](
         *(*read, sums, of_key, of_value, *asked, *sides, *of_key.stride()[:2], *of_value.stride()[:2]),
         adds=adds,
-        **chosen,
+        **_chosen(mask, drop, layout, cut),
     )

@@ -32,7 +32,7 @@ def make_plan(
     if found is None:
         raise does_not_fit(setup, elsewhere=elsewhere)
     seen = forecast(found.plan, setup.model, setup.hardware, convention=convention)
-    if is_replayed(found.plan, setup.hardware, seen.compute_s):
+    if is_replayed(found.plan, setup.model, setup.hardware, seen.compute_s):
         found = replace(found, plan=replace(found.plan, replay=True))
         seen = forecast(found.plan, setup.model, setup.hardware, convention=convention)
     return Planned(
@@ -135,7 +135,7 @@ def reasons(found: FoundPlan, setup: CappedSetup) -> dict[str, str]:
         else "without clipping nothing else has to be waited for, and its copies run beside the rest of backward",
     }
     if plan.replay:
-        handed = show_seconds(handing_s(plan, setup.hardware))
+        handed = show_seconds(handing_s(plan, setup.model, setup.hardware))
         told["replay"] = (
             f"handed over one by one, a step's kernels would take the host {handed}; a graph of them does not"
         )

@@ -80,9 +80,9 @@ def times_of(plan: Plan, model: Model, hardware: Hardware, costs: TaskSeconds | 
     return played
 
 
-def with_host(times: Times, plan: Plan, hardware: Hardware) -> Times:
+def with_host(times: Times, plan: Plan, model: Model, hardware: Hardware) -> Times:
     """The same with what the device waits for a host that hands work over more slowly than it is done."""
-    waits = host_waits(plan, hardware, times.step_s)
+    waits = host_waits(plan, model, hardware, times.step_s)
     return replace(times, step_s=times.step_s + sum(waits.values()), idle={**times.idle, **waits})
 
 
@@ -146,7 +146,7 @@ def recompute_s(plan: Plan, costs: TaskSeconds) -> float:
 def forecast(plan: Plan, model: Model, hardware: Hardware, *, convention: Convention = "causal") -> Forecast:
     """The plan's step on that hardware."""
     costs = TaskSeconds(plan, model, hardware)
-    times = with_host(times_of(plan, model, hardware, costs), plan, hardware)
+    times = with_host(times_of(plan, model, hardware, costs), plan, model, hardware)
     taken = plan_bytes(plan, sizes_of(model, plan.sequence_tokens, costs.formats, plan.optimizer))
     needed, executed = flops_of(plan, model, convention)
     peak = peak_flops(hardware, costs.formats.matrix)

@@ -228,8 +228,8 @@ class _Search:
             return self.found.get(plan)
         if plan not in self.found:
             times = times_of(plan, self.setup.model, self.setup.hardware, candidate.shape.costs)
-            if not is_replayed(plan, self.setup.hardware, times.compute_s):
-                times = with_host(times, plan, self.setup.hardware)
+            if not is_replayed(plan, self.setup.model, self.setup.hardware, times.compute_s):
+                times = with_host(times, plan, self.setup.model, self.setup.hardware)
             self.found[plan] = FoundPlan(plan, times, candidate)
             self.tasks += cost
         return self.found[plan]
