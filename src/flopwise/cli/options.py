@@ -146,7 +146,10 @@ class SetupOptions(Options):
     optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit, muon, lion, sgd, sgd-momentum or adafactor.")] = (
         "adamw"
     )
-    attention: Annotated[str, typer.Option(help="flash or eager; auto: the stack's.")] = "auto"
+    attention: Annotated[
+        str,
+        typer.Option(help="flash, eager, or whose kernels: flash-2, flash-3, flash-4, cudnn, …; auto: the stack's."),
+    ] = "auto"
     fusion: Annotated[
         str, typer.Option(help="fused (compiled or hand-written kernels) or eager; auto: the stack's.")
     ] = "auto"

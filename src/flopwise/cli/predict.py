@@ -203,7 +203,7 @@ def _settings(options: PredictOptions, asked: Setup) -> dict[str, dict[str, Any]
             "auto: the device's memory less a reserve" if setup.device_cap_bytes is None else "flag",
         ),
         "optimizer": (setup.optimizer, origin("optimizer")),
-        "attention": (setup.attention, origin("attention")),
+        "attention": (setup.attention_word, origin("attention")),
         "fusion": (setup.fusion, origin("fusion")),
         "cuda_graphs": (setup.cuda_graphs, origin("cuda_graphs")),
         "convention": (options.convention.lower(), origin("convention")),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from flopwise.base.errors import FlopwiseError, unknown_name
+from flopwise.setup.efficiency import FLASH_KERNELS
 from flopwise.setup.parallel import Overlap, check_overlap
 from flopwise.setup.words import Fusion
 from flopwise.work.op import AttentionKernel
@@ -18,6 +19,8 @@ NO_STACK = "kernels"
 """The name for what the kernels and the network allow, no framework in the way."""
 MOST_CONSTANTS = 6
 MOST_BUCKET_MIB = 1e6
+ANY = "any"
+"""Architecture: all that have no line of their own."""
 LEAST_FACTOR, MOST_FACTOR = 1e-3, 1e3
 
 NEUTRAL: dict[str, float] = {
@@ -59,6 +62,9 @@ class Stack:
     name: str
     title: str
     attention_kernel: AttentionKernel = "flash"
+    flash_kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Architecture, or `any` → families of flash attention's kernels that it calls there, the first that a device has
+    and that can being taken. Nothing: as the device is described."""
     fusion: Fusion = "fused"
     gradient_overlap: bool = True
     """Gradients are reduced layer by layer behind the last micro-batch's backward; False: after it."""
@@ -94,6 +100,9 @@ class Stack:
                 why=f"with more than {MOST_CONSTANTS} a stack describes its measurements, not a framework",
                 hint="leave out those that matter least",
             )
+        for family in (name for names in self.flash_kernels.values() for name in names):
+            if family not in FLASH_KERNELS:
+                raise unknown_name("attention kernel", family, FLASH_KERNELS, hint=f"one of {', '.join(FLASH_KERNELS)}")
         for key, constant in self.constants.items():
             name = key.partition(".")[0]
             if name not in NEUTRAL:
@@ -109,6 +118,11 @@ class Stack:
     def value(self, name: str) -> float:
         """A constant's value; the neutral one where the stack does not name it."""
         return self.constants[name].value if name in self.constants else NEUTRAL[name]
+
+    def flash_kernels_on(self, architecture: str) -> tuple[str, ...]:
+        """Families of flash attention's kernels that it calls on an architecture."""
+        own = (names for key, names in self.flash_kernels.items() if key.lower() == architecture.lower())
+        return next(own, self.flash_kernels.get(ANY, ()))
 
     def on(self, architecture: str) -> Stack:
         """The same with the constants that hold on an architecture."""

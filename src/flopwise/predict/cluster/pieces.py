@@ -229,7 +229,7 @@ def _kernels(setup: SettledSetup, layout: Layout) -> Floats:
 def _seconds(setup: SettledSetup, layout: Layout, sequences: Floats, accumulate: Sequence[bool]) -> Floats:
     work = describe(setup.model, setup.sequence_tokens, setup.attention, layout)
     calls = _calls(setup, layout)
-    costs = step_costs(calls, setup.hardware, sequences, accumulate)
+    costs = step_costs(calls, setup.hardware, sequences, accumulate, setup.flash_kernels)
     parts = np.array([*parts_of(work), -1])[costs.op]
     classes = kernel_classes(calls)[costs.op]
     found = np.zeros((3, 3, 3, sequences.size))

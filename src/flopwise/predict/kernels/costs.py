@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol, TypeVar
 
@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.predict.kernels.attention import CAUSES as ATTENTION_CAUSES
-from flopwise.predict.kernels.attention import Direction, attention_times
+from flopwise.predict.kernels.attention import Direction, attention_times, kernels_for
 from flopwise.predict.kernels.bandwidth import CAUSES as STREAMING_CAUSES
 from flopwise.predict.kernels.bandwidth import plain_times, streaming_times
 from flopwise.predict.kernels.calls import (
@@ -126,8 +126,16 @@ def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats,
     return _costs(calls, times.seconds, times.dram_bytes, times.bound(), GEMM_CAUSES)
 
 
-def attention_costs(calls: Sequence[AttentionCall], hardware: Hardware, sequences: Floats) -> Costs:
-    """Flash attention; its curves differ by direction, so each direction is timed at once."""
+def attention_costs(
+    calls: Sequence[AttentionCall], hardware: Hardware, sequences: Floats, families: Sequence[str] = ()
+) -> Costs:
+    """Flash attention; its curves differ by direction, so each direction is timed at once.
+
+    `families`: whose kernels are called, where the hardware's description has them.
+    """
+    efficiency = hardware.efficiency
+    if families:
+        efficiency = replace(efficiency, attention=efficiency.attention.preferring(families))
     groups: dict[Direction, list[AttentionCall]] = {
         "forward": [call for call in calls if call.phase != Phase.BACKWARD],
         "backward": [call for call in calls if call.phase == Phase.BACKWARD],
@@ -137,7 +145,7 @@ def attention_costs(calls: Sequence[AttentionCall], hardware: Hardware, sequence
         moved = _column([call.bytes for call in group]) * sequences
         times = attention_times(
             hardware.device,
-            hardware.efficiency,
+            efficiency,
             direction,
             flops=_column([call.flops for call in group]) * sequences,
             moved_bytes=moved,
@@ -150,6 +158,16 @@ def attention_costs(calls: Sequence[AttentionCall], hardware: Hardware, sequence
         )
         parts.append(_costs(group, times.seconds, moved, times.bound(), ATTENTION_CAUSES))
     return joined(parts)
+
+
+def families_called(setup: SettledSetup) -> tuple[str, ...]:
+    """Whose kernels a set-up's attention is costed by, as far as the hardware's description says."""
+    calls = [call for call in calls_of(setup).attentions if call.phase == Phase.FORWARD]
+    if not calls:
+        return ()
+    attention = setup.hardware.efficiency.attention.preferring(setup.flash_kernels)
+    kinds = [kernels_for(attention, call.head_dim, call.area_share, packed=call.packed) for call in calls]
+    return tuple(dict.fromkeys(kind.kernel for kind in kinds if kind.kernel))
 
 
 def streaming_costs(calls: Sequence[StreamingCall], hardware: Hardware, sequences: Floats) -> Costs:
@@ -184,17 +202,24 @@ def joined(parts: Sequence[Costs]) -> Costs:
     )
 
 
-def step_costs(calls: StepCalls, hardware: Hardware, sequences: Floats, accumulate: ArrayLike = True) -> Costs:
+def step_costs(
+    calls: StepCalls,
+    hardware: Hardware,
+    sequences: Floats,
+    accumulate: ArrayLike = True,
+    families: Sequence[str] = (),
+) -> Costs:
     """Cost of each kernel for micro-batches of `sequences` sequences.
 
     `accumulate`: whether gradients are added to those of an earlier micro-batch, so that they are read too.
+    `families`: whose kernels attention calls.
     """
     parts = [
         gemm_costs(calls.gemms, hardware, sequences, accumulate),
         streaming_costs(calls.streams, hardware, sequences),
     ]
     if calls.attentions:
-        parts.append(attention_costs(calls.attentions, hardware, sequences))
+        parts.append(attention_costs(calls.attentions, hardware, sequences, families))
     return joined(parts)
 
 
@@ -254,7 +279,8 @@ def cost_together(
             for place, some in wanted.items()
         }
         calls, accumulate = calls_of(first), [again for _, again in column]
-        costs = step_costs(calls, first.hardware, np.array([float(size) for size, _ in column]), accumulate)
+        counts = np.array([float(size) for size, _ in column])
+        costs = step_costs(calls, first.hardware, counts, accumulate, first.flash_kernels)
         for number in {len(some) for some in wanted.values()}:
             mine = [place for place in places if len(wanted[place]) == number]
             taken = np.array([columns[place] for place in mine])

@@ -104,7 +104,8 @@ def with_installed(hardware: Hardware) -> Hardware:
     except metadata.PackageNotFoundError:
         return hardware
     efficiency = hardware.efficiency
-    return replace(hardware, efficiency=replace(efficiency, attention=efficiency.attention.by("flash-4")))
+    attention = efficiency.attention.preferring(("flash-4",))
+    return replace(hardware, efficiency=replace(efficiency, attention=attention))
 
 
 def name_key(title: str) -> str:
