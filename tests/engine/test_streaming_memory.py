@@ -55,9 +55,10 @@ KERNELS_BYTES = 13 * MIB
 @pytest.mark.parametrize("family", TINY)
 def test_what_is_saved_fits_its_room_and_begins_where_loads_may(family: str, precision: str) -> None:
     formats = parse_formats(precision)
-    for model in (TINY[family], wide(TINY[family])):
-        saved = SavedTensors(describe(model, TOKENS), formats)
-        sizes = sizes_of(model, TOKENS, formats, "adamw")
+    models = (TINY[family], wide(TINY[family]))
+    for whole, kind in [(model, kind) for model in models for kind in model.kinds]:
+        saved = SavedTensors(describe(kind, TOKENS), formats)
+        sizes = sizes_of(whole, TOKENS, formats, "adamw")
         for level in LEVELS:
             for tokens in (1, 2, 7, 19, 3 * 19, 64):
                 fields = list(saved.fields(level, tokens).values())

@@ -75,9 +75,7 @@ def load_model(name: str | Path, changes: Mapping[str, Any] | None = None) -> Mo
     """
     if isinstance(name, str):
         if name.lower() in model_names():
-            table = read_table(ROOT / "models" / f"{name.lower()}.toml")
-            described = {key: value for key, value in table.items() if key not in OTHER_NAMES}
-            return _decode_model(described, name.lower(), changes)
+            return _decode_model(read_table(ROOT / "models" / f"{name.lower()}.toml"), name.lower(), changes)
         if not _is_path(name):
             if name.lower() not in model_aliases():
                 raise _no_model(name)
@@ -438,7 +436,8 @@ def _decode_model(table: dict[str, Any], where: str, changes: Mapping[str, Any] 
     architecture = table.get("architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise _no_description(table, where)
-    fields = {key: value for key, value in table.items() if key != "architecture"}
+    # A copy of the catalogue's file is a description too.
+    fields = {key: value for key, value in table.items() if key not in ("architecture", *OTHER_NAMES)}
     model = decode({**fields, **(changes or {})}, ARCHITECTURES[architecture], where)
     return _rename(model, changes or {})
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 FORMS = ("table", "md", "csv", "json")
+PAGE_FORMS = (*FORMS, "html")
 
 # -- commands --------------------------------------------------------------------------------------------------------
 
@@ -169,7 +170,10 @@ class SetupOptions(Options):
     freeze: FreezeOption = "auto"
     task: TaskOption = "auto"
     base: BaseOption = "auto"
-    output: OutputOption = "table"
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", help="table, md, csv, json, or html: the planner as one file."),
+    ] = "table"
 
     def setup(
         self,

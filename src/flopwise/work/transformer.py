@@ -8,8 +8,8 @@ from math import isfinite, log, sqrt
 from typing import Literal
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
-from flopwise.work.adapters import EMBEDDING, HEAD, Adapters, frozen_layers
-from flopwise.work.layer_names import check_targets
+from flopwise.work.adapters import EMBEDDING, GROUPS, HEAD, Adapters, frozen_layers
+from flopwise.work.layer_names import check_targets, layer_names
 from flopwise.work.routing import USUAL_ROUTING, Routing
 
 LARGEST_SIDE = 2**31 - 1
@@ -479,11 +479,12 @@ class Transformer:
                     why="with adapters everything else is frozen already",
                     hint="one of --lora and --freeze",
                 )
-            if self.experts or self.head == "classifier":
-                kind = "a mixture of experts" if self.experts else "a classifier"
+            if self.head == "classifier":
                 raise FlopwiseError(
-                    f"{self.name}: {kind} cannot have adapters yet", hint="train it without --lora, or with --freeze"
+                    f"{self.name}: a classifier cannot have adapters yet",
+                    hint="train it without --lora, or with --freeze",
                 )
+            self._check_expert_adapters(self.adapters)
             if not self.gated and self.adapters.targets == ("gate",):
                 raise FlopwiseError(f"{self.name} has no gate for an adapter", hint="--lora-on all-linear")
             check_targets(self, self.adapters.targets)
@@ -507,6 +508,18 @@ class Transformer:
                 f"{self.name}: embedding and all blocks are frozen",
                 why="a head alone is not trained here",
                 hint="--freeze embedding,blocks.0-15",
+            )
+
+    def _check_expert_adapters(self, adapters: Adapters) -> None:
+        """Refuse adapters beside feed-forward parts of a mixture of which some would have none."""
+        if not self.experts or not {*adapters.targets} & {*GROUPS["mlp"]}:
+            return
+        others = {"shared experts": self.shared_ffn > 0, "blocks without experts": bool(self.dense_blocks)}
+        found = [words for words, there in others.items() if there]
+        if found or not {*layer_names(self)} & {*GROUPS["mlp"]}:
+            why = f"it has {' and '.join(found)}, beside which there are none" if found else "they lie in one tensor"
+            raise FlopwiseError(
+                f"{self.name}: adapters beside its experts cannot be trained yet", why=why, hint="--lora-on attention"
             )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from flopwise.work.adapters import DOWN, EMBEDDING, HEAD, LOW, RESULTS, UP, Target
 from flopwise.work.layer_names import is_joined
@@ -51,6 +51,14 @@ def transformer_work(
         sequences=builder.sequences,
         forward_twice=builder.forward_twice(),
     )
+
+
+class _Copies(NamedTuple):
+    """How often a product is there: its rows, among so many experts, and which share of them a token uses."""
+
+    rows: int
+    groups: int
+    active: tuple[int, int]
 
 
 class _Builder:
@@ -122,8 +130,9 @@ class _Builder:
         if bias:
             weights.append(Weight(module=name, kind="bias", shape=(*lead, columns), active=active))
         beside = self.adapted(name, outputs)
+        copies = _Copies(self.tokens if rows is None else rows, groups, active)
         if beside:
-            self.lower(name, source, beside, depth=depth)
+            self.lower(name, source, beside, copies, depth=depth)
         self.ops.append(
             Gemm(
                 name=name,
@@ -145,9 +154,9 @@ class _Builder:
         )
         joined = is_joined(self.model, name) if beside else False
         for target, result in beside:
-            columns = self.tensors[result].elements // self.tokens
+            columns = self.tensors[result].elements // copies.rows
             inner = f"{name if joined else target}_{LOW}"
-            self.adapt(f"{target}_{UP}", inner, (result,), depth=self.rank, columns=columns, adds=True)
+            self.adapt(f"{target}_{UP}", inner, (result,), copies, depth=self.rank, columns=columns, adds=True)
 
     def adapted(self, product: str, outputs: tuple[str, ...]) -> list[tuple[Target, str]]:
         """A product's results that have an adapter, each with its target."""
@@ -162,32 +171,46 @@ class _Builder:
         assert self.model.adapters is not None
         return self.model.adapters.rank
 
-    def lower(self, product: str, source: str, beside: list[tuple[Target, str]], *, depth: int) -> None:
+    def lower(
+        self, product: str, source: str, beside: list[tuple[Target, str]], copies: _Copies, *, depth: int
+    ) -> None:
         """The first matrices of a product's adapters, as one.
 
         It comes before the product: backward then adds to what the wide product has written, and reads its input last.
         """
         inner = [product] if is_joined(self.model, product) else [target for target, _ in beside]
-        low = [self.tensor(f"{each}_{LOW}", self.tokens * self.rank, SaveLevel.EVERYTHING) for each in inner]
+        low = [self.tensor(f"{each}_{LOW}", copies.rows * self.rank, SaveLevel.EVERYTHING) for each in inner]
         columns = self.rank * len(low)
-        self.adapt(f"{product}_{DOWN}", source, tuple(low), depth=depth, columns=columns, adds=False)
+        self.adapt(f"{product}_{DOWN}", source, tuple(low), copies, depth=depth, columns=columns, adds=False)
 
-    def adapt(self, name: str, source: str, outputs: tuple[str, ...], *, depth: int, columns: int, adds: bool) -> None:
-        """A narrow product of an adapter, which is trained."""
+    def adapt(
+        self,
+        name: str,
+        source: str,
+        outputs: tuple[str, ...],
+        copies: _Copies,
+        *,
+        depth: int,
+        columns: int,
+        adds: bool,
+    ) -> None:
+        """A narrow product of an adapter, which is trained; of an expert's matrix it is one for each expert."""
         parts = (columns // len(outputs),) * len(outputs) if len(outputs) > 1 else ()
+        lead = (copies.groups,) if copies.groups > 1 else ()
         self.ops.append(
             Gemm(
                 name=name,
                 inputs=(source,),
                 outputs=outputs,
                 needs=(source,),
-                weights=(Weight(module=name, shape=(columns, depth), parts=parts),),
+                weights=(Weight(module=name, shape=(*lead, columns, depth), active=copies.active, parts=parts),),
                 layers=self.layers,
                 in_block=True,
                 block_kind=self.block_kind,
-                rows=self.tokens,
+                rows=copies.rows,
                 depth=depth,
                 columns=columns,
+                groups=copies.groups,
                 adds=adds,
             )
         )

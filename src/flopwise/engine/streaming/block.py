@@ -26,6 +26,7 @@ from flopwise.engine.streaming.layout import SavedTensors
 from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights, plain_weight
 from flopwise.engine.streaming.rotary import rotation_of
 from flopwise.engine.streaming.values import Gradients, Values
+from flopwise.work.adapters import DOWN
 from flopwise.work.fusion import is_activation, is_sum_for_norm, makers_for_one_product
 from flopwise.work.op import Attention, Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups, split_at_attention
@@ -316,10 +317,13 @@ class Block:
                 # What experts made is not kept: back to what their down product read, in one go.
                 down, activation = (next(each for each in ops if each.name == name) for name in ("down", "activation"))
                 assert isinstance(down, Gemm)
-                self.operators.experts_backward((op, down, activation), values, gradients, trained)
+                beside = self._beside(down)
+                self.operators.experts_backward((op, down, activation), values, gradients, trained, beside=beside)
                 # What the activation read holds gradients now.
-                done |= {down.name, activation.name}
-                values.drop(name for name in (*op.needs, *down.needs) if self._first_need[name] in (op, down))
+                used = [op, down, *(beside or ())]
+                done |= {activation.name, *(each.name for each in used)}
+                for each in used:
+                    values.drop(name for name in each.needs if self._first_need[name] in used)
                 continue
             maker = self._makers.get(op.name)
             if maker is not None and isinstance(op, Gemm) and op.inputs[0] not in values:
@@ -334,6 +338,15 @@ class Block:
                 self.operators.backward(op, values, gradients, trained, self._rows(chunk))
             for each in used:
                 values.drop(name for name in each.needs if self._first_need[name] is each)
+
+    def _beside(self, product: Gemm) -> tuple[Gemm, Gemm] | None:
+        """The two products of the adapter beside one of the experts' products."""
+        first = next((op for op in self.ops if op.name == f"{product.name}_{DOWN}"), None)
+        if first is None:
+            return None
+        second = next(op for op in self.ops if isinstance(op, Gemm) and op.adds and op.inputs == first.outputs)
+        assert isinstance(first, Gemm)
+        return first, second
 
     def _back_to_maker(
         self, op: Gemm, maker: Op, values: Values, gradients: Gradients, trained: Trained, *, rows: Rows

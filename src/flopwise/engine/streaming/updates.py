@@ -18,7 +18,7 @@ from flopwise.engine.streaming.layout import StateStretch, state_layout
 from flopwise.engine.streaming.operators import Stored
 from flopwise.records.program import aligned
 from flopwise.setup.training import Training
-from flopwise.work.formats import QUANTISED_BITS, Formats, quantised_bytes
+from flopwise.work.formats import QUANTISED_BITS, Formats
 from flopwise.work.optimizers import Moment, Optimizer
 from flopwise.work.parameters import Parameter, Part
 
@@ -73,7 +73,7 @@ class PartNumbers:
             if kept in QUANTISED_BITS:
                 matrix = Quantised.within(buffer[start:], parameter.shape, kept)
                 found[parameter.local] = matrix
-                start += aligned(quantised_bytes(*matrix.shape, kept))
+                start += aligned(matrix.bytes)
             else:
                 own = as_numbers(buffer[start:], TYPES[kept], parameter.elements)
                 found[parameter.local] = own.view(parameter.shape)

@@ -14,6 +14,7 @@ from flopwise.plan.program.workspace import workspace_bytes
 from flopwise.predict.kernels.memory import LIBRARY_WORKSPACE_BYTES
 from flopwise.records.plan import LETTERS, LEVELS, NO_BACKWARD, OWN_RULE, POLICY, Plan
 from flopwise.records.program import LOGITS_ALIGNMENT_BYTES, Owner, aligned
+from flopwise.work.adapters import DOWN, GROUPS, RESULTS, UP
 from flopwise.work.describe import describe
 from flopwise.work.formats import WIDTH_BYTES, Formats
 from flopwise.work.held import attention_sums_bytes
@@ -291,7 +292,22 @@ def _cast_bytes(work: Work, formats: Formats) -> int:
         ),
         default=0,
     )
-    return aligned(largest * formats.compute_bytes)
+    return aligned((largest + _beside_experts(work)) * formats.compute_bytes)
+
+
+def _beside_experts(work: Work) -> int:
+    """Numbers of the narrow copies with which backward goes through an adapter of experts beside its matrix."""
+    if not any(op.name == "combine" for op in work.ops):
+        return 0
+    names = {*(f"{product}_{DOWN}" for product in RESULTS), *(f"{target}_{UP}" for target in GROUPS["mlp"])}
+    # The second matrix is scaled, in a copy of its own.
+    sizes = {
+        op.name: sum(weight.elements for weight in op.weights) * (2 if op.adds else 1)
+        for op in work.ops
+        if isinstance(op, Gemm) and op.name in names
+    }
+    together = sizes.get(f"down_{DOWN}", 0) + sizes.get(f"down_{UP}", 0)
+    return max(together, *sizes.values()) if sizes else 0
 
 
 SCALE_BYTES = 4
