@@ -102,7 +102,7 @@ def collective_seconds(
     """
     ranks, apart = _floats(size), _floats(stride)
     moved_bytes = _floats(payload_bytes) / _floats(bandwidth_share)
-    spans = _spans(networks, ranks, apart)
+    spans = _spans(networks, ranks, apart, kind)
     if not spans:
         return np.zeros(np.broadcast_shapes(ranks.shape, apart.shape, moved_bytes.shape))
     if kind == "point-to-point":
@@ -122,7 +122,7 @@ def collective_seconds(
 
 def _as_measured(network: Network, reached: Reached, kind: Collective, payload_bytes: Floats, ranks: Floats) -> Floats:
     """Seconds of a group that one level joins, at the rate that was measured for a message of that size."""
-    points = {"all-reduce": reached.all_reduce, "all-to-all": reached.exchange}.get(kind, reached.one_way)
+    points = _curve(reached, kind)
     # A smaller message takes as long as the smallest that was measured.
     sized = np.maximum(payload_bytes, points[0][0])
     share = _between(points, sized)
@@ -132,6 +132,10 @@ def _as_measured(network: Network, reached: Reached, kind: Collective, payload_b
         part = 1.0 - 1.0 / np.maximum(ranks, 2.0)
         share = share * (_between(reached.by_ranks, ranks) if reached.by_ranks else 1.0)
     return np.asarray(passes * part * sized / (network.bandwidth_bytes_per_s.value * share), dtype=np.float64)
+
+
+def _curve(reached: Reached, kind: Collective) -> tuple[tuple[float, float], ...]:
+    return {"all-reduce": reached.all_reduce, "all-to-all": reached.exchange}.get(kind, reached.one_way)
 
 
 def _between(points: tuple[tuple[float, float], ...], at: Floats) -> Floats:
@@ -180,7 +184,7 @@ def _islands(ranks: Floats, stride: Floats, devices: int) -> Floats:
     return np.minimum(ranks, np.ceil(((ranks - 1.0) * stride + 1.0) / devices))
 
 
-def _spans(networks: tuple[Network, ...], ranks: Floats, stride: Floats) -> list[_Span]:
+def _spans(networks: tuple[Network, ...], ranks: Floats, stride: Floats, kind: Collective) -> list[_Span]:
     """The levels that any of the groups uses, the nearest first."""
     spans: list[_Span] = []
     below, devices_below = ranks, 1
@@ -193,7 +197,8 @@ def _spans(networks: tuple[Network, ...], ranks: Floats, stride: Floats) -> list
             islands = np.minimum(below, _islands(ranks, stride, network.devices))
         fan_out = below / islands
         if np.max(fan_out) > 1.0:
-            spans.append(_span(network, devices_below, stride, fan_out=fan_out, inside=ranks / below, below=below))
+            inside = ranks / below
+            spans.append(_span(network, devices_below, stride, kind, fan_out=fan_out, inside=inside, below=below))
         below, devices_below = islands, network.devices or devices_below
     if np.max(below, initial=1.0) > 1.0:
         raise FlopwiseError(
@@ -205,11 +210,18 @@ def _spans(networks: tuple[Network, ...], ranks: Floats, stride: Floats) -> list
 
 
 def _span(
-    network: Network, devices_below: int, stride: Floats, *, fan_out: Floats, inside: Floats, below: Floats
+    network: Network,
+    devices_below: int,
+    stride: Floats,
+    kind: Collective,
+    *,
+    fan_out: Floats,
+    inside: Floats,
+    below: Floats,
 ) -> _Span:
     """`below` counts the islands of the level below that each group stands in."""
     latency_s = network.latency_s.value if network.latency_s is not None else 0.0
-    per_byte = 1.0 / network.sustained_bytes_per_s
+    per_byte = 1.0 / _long_rate(network, kind, fan_out)
     if network.topology in ("ring", "torus"):
         steps, pass_s, exchange_s, neighbour_s = _rings(network, devices_below, fan_out, stride)
     else:
@@ -228,6 +240,16 @@ def _span(
         exchange_s_per_byte=exchange_s,
         neighbour_s_per_byte=neighbour_s,
     )
+
+
+def _long_rate(network: Network, kind: Collective, fan_out: Floats) -> Floats:
+    """What long messages reach of a level's rate, as a part of a group that reaches farther."""
+    if network.reached is None:
+        return np.full_like(fan_out, network.sustained_bytes_per_s)
+    share = _curve(network.reached, kind)[-1][1]
+    if network.reached.by_ranks:
+        share = share * _between(network.reached.by_ranks, np.maximum(fan_out, 1.0))
+    return np.asarray(network.bandwidth_bytes_per_s.value * share, dtype=np.float64)
 
 
 def _rings(

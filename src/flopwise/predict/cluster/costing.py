@@ -277,6 +277,9 @@ def _stage(step: _Step, one: _Pass, shape: StageShape) -> _Stage:
         mine = np.flatnonzero((keys == key[:, None]).all(axis=0))
         group = _Group(one, moved, mine, order, int(key[3]))
         middle = group.forward()
+        # Between a micro-batch's forward and its backward a pipeline's stage has others': nothing is gathered ahead.
+        rest = np.where(strategies.pipeline[mine] > 1, middle.end, middle.collectives)
+        middle = StreamTimes(middle.kernels, rest)
         end = group.backward(middle, moved.reduce_each).end
         forward[mine], backward[mine] = middle.kernels, end - middle.kernels
         busy = group.total(one.forward + one.backward)

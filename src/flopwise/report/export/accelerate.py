@@ -104,6 +104,8 @@ def _cluster(plan: ClusterPlan, ledger: Ledger) -> dict[str, Any]:
     ledger.leave("attention", f"the training script loads the model with its attention: {plan.attention}")
     ledger.carry("no pipeline", "parallel.pipeline", "parallel.schedule", "parallel.chunks", "parallel.balance")
     ledger.carry("no expert parallelism", "parallel.expert")
+    why = "which exchanges run beside kernels is the framework's own" if parallel.overlap else None
+    ledger.rule("parallel.overlap", "the default", why)
     why = "accelerate keeps activations on the device" if parallel.offload_activations else None
     ledger.rule("parallel.offload_activations", "the default: on the device", why)
     why = "tensor ranks repeat what is not split, or not, by the model's own plan" if parallel.tensor > 1 else None

@@ -113,6 +113,8 @@ def _cluster(plan: ClusterPlan, ledger: Ledger) -> dict[str, Any]:
     ledger.rule("recompute", "nothing is made again", None if policy == "none" else asked)
     away = "only what checkpointed layers keep goes to the host" if parallel.offload_activations else None
     ledger.rule("parallel.offload_activations", "activation_checkpointing.cpu_checkpointing", away)
+    beside = "which exchanges run beside kernels is DeepSpeed's own" if parallel.overlap else None
+    ledger.rule("parallel.overlap", "the default", beside)
     return table
 
 

@@ -149,6 +149,14 @@ def _parallel(parallel: Parallel, model: Transformer, ledger: Ledger, batch: Exp
         arguments["--sequence-parallel"] = None
         ledger.leave("parallel.sequence", "experts beside tensor ranks need --sequence-parallel, which is written")
     ledger.carry("--sequence-parallel", "parallel.sequence")
+    if "tensor" in parallel.overlap:
+        arguments["--tp-comm-overlap"] = None
+    if "experts" in parallel.overlap:
+        arguments["--overlap-moe-expert-parallel-comm"] = None
+    # Hops between interleaved stages, and the distributed optimizer's gather, run beside kernels by themselves.
+    stages = "hops run beside kernels between interleaved stages alone"
+    plain = "stages" in parallel.overlap and parallel.chunks == 1
+    ledger.rule("parallel.overlap", "--tp-comm-overlap, --overlap-param-gather", stages if plain else None)
     return arguments | _stages(parallel, model, ledger, batch) | _sharding(parallel, ledger)
 
 
@@ -160,14 +168,20 @@ def _stages(parallel: Parallel, model: Transformer, ledger: Ledger, batch: Expor
     ledger.rule("parallel.schedule", "the default: 1f1b", first if parallel.schedule == "gpipe" else None)
     arguments: Arguments = {}
     whole = None
+    ends_count = parallel.chunks > 1 and model.layers % (parallel.pipeline * parallel.chunks) != 0
+    if ends_count:
+        arguments |= dict.fromkeys(
+            ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+        )
     if parallel.chunks > 1:
-        arguments["--num-layers-per-virtual-pipeline-stage"] = model.layers // (parallel.pipeline * parallel.chunks)
+        layers = model.layers + 2 * ends_count
+        arguments["--num-layers-per-virtual-pipeline-stage"] = layers // (parallel.pipeline * parallel.chunks)
         if batch.accumulation % parallel.pipeline:
             whole = (
                 f"{batch.accumulation} micro-batches are no multiple of {parallel.pipeline} stages, as it wants them"
             )
     ledger.rule("parallel.chunks", "--num-layers-per-virtual-pipeline-stage", whole)
-    even = model.layers % parallel.pipeline == 0
+    even = ends_count or model.layers % parallel.pipeline == 0
     if parallel.balance == "layers" and even:
         ledger.carry("the default: equal stages", "parallel.balance")
         return arguments

@@ -195,6 +195,11 @@ def _parallelism(parallel: Parallel, model: Transformer, ledger: Ledger, batch: 
     ledger.rule("parallel.sequence", "the default", always if parallel.tensor > 1 and not parallel.sequence else None)
     why = "torchtitan keeps activations on the device" if parallel.offload_activations else None
     ledger.rule("parallel.offload_activations", "the default: on the device", why)
+    if "tensor" in parallel.overlap:
+        table["enable_async_tensor_parallel"] = True
+    others = [name for name in parallel.overlap if name != "tensor"]
+    why = f"torchtitan does not run the exchange of {' and '.join(others)} beside kernels" if others else None
+    ledger.rule("parallel.overlap", "parallelism.enable_async_tensor_parallel", why)
     return table
 
 
