@@ -82,6 +82,12 @@ class Stack:
     """A stage sends each tensor rank a part of its output, and they gather it; False: all of it to each."""
     dropout: bool = False
     """Masks of dropout are kept beside the activations, and eager attention's scores a second time."""
+    reduce_staged: bool = True
+    """The same with stages; False: a pipeline's gradients are only reduced after the last micro-batch."""
+    plain_loss: bool = False
+    """The loss holds fp32 logits, their log-softmax and the gradient of both, even where `fusion` is fused."""
+    kept_products: float = 0.0
+    """Recompute `attention`: share of the products whose results are kept as well, and not made again."""
     fused_loss: bool = False
     """The loss is one kernel that keeps nothing but the logits, even where `fusion` is eager."""
     source: str
@@ -92,6 +98,8 @@ class Stack:
 
     def __post_init__(self) -> None:
         check_overlap(self.overlap)
+        if not 0 <= self.kept_products <= 1:
+            raise FlopwiseError(f"kept_products is a share, got {self.kept_products!r}", hint="0.5: every second one")
         if not 0 <= self.bucket_mib <= MOST_BUCKET_MIB:
             raise FlopwiseError(f"bucket_mib cannot be {self.bucket_mib!r}", hint="25, or 0 for a layer at once")
         if len(self.constants) > MOST_CONSTANTS:

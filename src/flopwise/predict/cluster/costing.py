@@ -182,12 +182,14 @@ def peak_bytes(laid_out: Listed, hardware: Hardware, stack: Stack) -> Floats:
 def least_seconds(laid_out: Listed, hardware: Hardware, stack: Stack) -> Floats:
     """Seconds that a step cannot be below: its blocks' kernels, dealt out evenly over the stages."""
     stack = stack.on(hardware.device.architecture)
-    factors = _factors(stack)
-    layer = (laid_out.table.seconds[:, BLOCK] * factors).sum(axis=(1, 2))
+    seconds = laid_out.table.seconds[:, BLOCK] * _factors(stack)
+    # Of products made again, a stack may keep the results of some.
+    kept = stack.kept_products * seconds[:, Phase.RECOMPUTE, PRODUCTS] * (laid_out.table.product_bytes > 0)
+    layer = seconds.sum(axis=(1, 2)) - kept
     strategies = laid_out.strategies
     micro_batches = layer[strategies.row] * (strategies.micro_batches - 1) + layer[strategies.rest_row]
-    seconds = micro_batches * laid_out.table.layers[strategies.row] / strategies.pipeline
-    return np.asarray(seconds, dtype=np.float64)
+    least = micro_batches * laid_out.table.layers[strategies.row] / strategies.pipeline
+    return np.asarray(least, dtype=np.float64)
 
 
 def _factors(stack: Stack) -> Floats:
@@ -209,6 +211,9 @@ def _passes(step: _Step) -> _Pass:
     moved, stack = step.moved, step.stack
     factors = _factors(stack)
     seconds = np.moveaxis(step.table.seconds, 0, -1) * factors[None, None, :, None]
+    if stack.kept_products:
+        again = seconds[BLOCK, Phase.RECOMPUTE, PRODUCTS]
+        seconds[BLOCK, Phase.RECOMPUTE, PRODUCTS] = again * (1.0 - stack.kept_products * (step.table.product_bytes > 0))
     forward, later = seconds[:, Phase.FORWARD], seconds[:, Phase.BACKWARD] + seconds[:, Phase.RECOMPUTE]
     both = forward + later
     parts = {"products": both[:, PRODUCTS], "attention": both[:, ATTENTION], "streaming": both[:, STREAMING]}

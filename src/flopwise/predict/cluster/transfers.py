@@ -19,6 +19,7 @@ import numpy as np
 
 from flopwise.predict.cluster.collectives import Collective, collective_seconds, crossed
 from flopwise.predict.cluster.pieces import ATTENTION, BLOCK, EMBEDDING, HEAD, PRODUCTS, Pieces
+from flopwise.predict.cluster.stages import reduced_always
 from flopwise.predict.cluster.strategies import Strategies
 from flopwise.predict.kernels.calls import Floats, Phase
 from flopwise.setup.hardware import Hardware
@@ -184,7 +185,7 @@ def _gradients(strategies: Strategies, table: Pieces, network: _Network, stack: 
     summed = _over_replicas(strategies, table, network)
     scattered = _scattered(strategies, table, network) + _across_shards(strategies, table, network)
     reduction = np.where(zero == 0, summed, scattered)
-    always = (zero == 2) | ((zero == 3) & stack.reduce_always)
+    always = (zero == 2) | ((zero == 3) & reduced_always(strategies, stack))
     each = np.where(always, reduction, none)
     # Whole weights are on every device up to stage 2; each has updated its shard of them.
     sent = _over_shards(strategies, table, network, "all-gather", strategies.weight_bytes)
