@@ -55,6 +55,8 @@ class GemmEfficiency:
     """Share of the time for moving the output that is not hidden behind the multiplication."""
     by_format: dict[str, float] | None = None
     """`sustained` of number formats whose own share of their own peak is known; None: all are alike."""
+    cool: float | None = None
+    """`sustained` of a cool card for some milliseconds, which tables of kernels show; None: not known to be another."""
     activates: bool = False
     """Whether products in bf16 and fp16 have the SwiGLU between them in them, as flopwise trains with quack-kernels.
 
@@ -70,6 +72,8 @@ class GemmEfficiency:
             if number_format not in WIDTH_BYTES:
                 raise unknown_name("number format (in gemm.by_format)", number_format, WIDTH_BYTES, hint="fp8 = 0.65")
             _share(f"gemm.by_format.{number_format}", share)
+        if self.cool is not None:
+            _share("gemm.cool", self.cool)
         for name, value in (("quantisation", self.quantisation), ("exposed_output", self.exposed_output)):
             if not 0 <= value <= 1:
                 raise FlopwiseError(f"gemm.{name} must lie between 0 and 1, got {value!r}")
