@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flopwise.base.errors import FlopwiseError, unknown_name
-from flopwise.work.formats import WIDTH_BYTES
+from flopwise.work.formats import OPERAND_BYTES
 
 MOST_FACTOR = 2.0
 """Of narrow and wide heads beside those of 128."""
@@ -69,8 +69,8 @@ class GemmEfficiency:
     def __post_init__(self) -> None:
         _share("sustained", self.sustained)
         for number_format, share in (self.by_format or {}).items():
-            if number_format not in WIDTH_BYTES:
-                raise unknown_name("number format (in gemm.by_format)", number_format, WIDTH_BYTES, hint="fp8 = 0.65")
+            if number_format not in OPERAND_BYTES:
+                raise unknown_name("number format (in gemm.by_format)", number_format, OPERAND_BYTES, hint="fp8 = 0.65")
             _share(f"gemm.by_format.{number_format}", share)
         if self.cool is not None:
             _share("gemm.cool", self.cool)
