@@ -16,7 +16,7 @@ import numpy as np
 from flopwise.catalog.load import load_hardware, load_model, load_stack
 from flopwise.predict.step import steps
 from flopwise.records.prediction import Prediction
-from flopwise.setup.hardware import Fact, Hardware, Network
+from flopwise.setup.hardware import Hardware, Network
 from flopwise.setup.parallel import Parallel, why_illegal
 from flopwise.setup.setup import Setup
 from flopwise.work.formats import parse_formats
@@ -96,11 +96,10 @@ def stronger(hardware: Hardware, factor: float, *, memory: bool) -> Hardware:
         peaks = {name: replace(fact, value=fact.value * factor) for name, fact in device.peak_flops.items()}
         return replace(hardware, device=replace(device, peak_flops=peaks))
 
-    def more(fact: Fact | None) -> Fact | None:
-        return None if fact is None else replace(fact, value=fact.value * factor)
-
     *near, dram = device.memory
-    grown = replace(dram, size_bytes=more(dram.size_bytes), bandwidth_bytes_per_s=more(dram.bandwidth_bytes_per_s))
+    rate, size = dram.bandwidth_bytes_per_s, replace(dram.size_bytes, value=dram.size_bytes.value * factor)
+    faster_rate = None if rate is None else replace(rate, value=rate.value * factor)
+    grown = replace(dram, size_bytes=size, bandwidth_bytes_per_s=faster_rate)
     return replace(hardware, device=replace(device, memory=(*near, grown)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
@@ -114,6 +115,7 @@ class SetupOptions(Options):
 
     model: ModelArgument
     on: Annotated[str, typer.Option(help="Hardware: catalogue name or TOML; this-machine.")] = "this-machine"
+    power: Annotated[str, typer.Option(help="Power limit of a device: 500W; as in --on h100-sxm@500W.")] = "auto"
     gpus: Annotated[str, typer.Option(help="Devices: 8, 64, 4096.")] = "auto"
     seq: SequenceOption = "auto"
     lengths: Annotated[
@@ -175,6 +177,10 @@ class SetupOptions(Options):
         typer.Option("--output", "-o", help="table, md, csv, json, or html: the planner as one file."),
     ] = "table"
 
+    def __post_init__(self) -> None:
+        if self.power.lower() != "auto":
+            object.__setattr__(self, "on", ",".join(_limited(name, self.power) for name in self.on.split(",")))
+
     def setup(
         self,
         model: Model,
@@ -222,6 +228,14 @@ MethodOption = Annotated[
 ]
 
 # -- words to values -------------------------------------------------------------------------------------------------
+
+
+def _limited(name: str, power: str) -> str:
+    """Hardware's name with a power limit behind it."""
+    watts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*[wW]?\s*", power)
+    if watts is None:
+        raise FlopwiseError(f"--power cannot be {power!r}", why="it is in watts", hint="--power 500W")
+    return f"{name.strip()}@{watts[1]}W"
 
 
 def split_names(text: str, what: str) -> list[str]:

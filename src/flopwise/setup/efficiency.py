@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flopwise.base.errors import FlopwiseError, unknown_name
-from flopwise.work.formats import WIDTH_BYTES
+from flopwise.work.formats import OPERAND_BYTES
 
 MOST_FACTOR = 2.0
 """Of narrow and wide heads beside those of 128."""
@@ -55,6 +55,8 @@ class GemmEfficiency:
     """Share of the time for moving the output that is not hidden behind the multiplication."""
     by_format: dict[str, float] | None = None
     """`sustained` of number formats whose own share of their own peak is known; None: all are alike."""
+    cool: float | None = None
+    """`sustained` of a cool card for some milliseconds, which tables of kernels show; None: not known to be another."""
     activates: bool = False
     """Whether products in bf16 and fp16 have the SwiGLU between them in them, as flopwise trains with quack-kernels.
 
@@ -67,9 +69,11 @@ class GemmEfficiency:
     def __post_init__(self) -> None:
         _share("sustained", self.sustained)
         for number_format, share in (self.by_format or {}).items():
-            if number_format not in WIDTH_BYTES:
-                raise unknown_name("number format (in gemm.by_format)", number_format, WIDTH_BYTES, hint="fp8 = 0.65")
+            if number_format not in OPERAND_BYTES:
+                raise unknown_name("number format (in gemm.by_format)", number_format, OPERAND_BYTES, hint="fp8 = 0.65")
             _share(f"gemm.by_format.{number_format}", share)
+        if self.cool is not None:
+            _share("gemm.cool", self.cool)
         for name, value in (("quantisation", self.quantisation), ("exposed_output", self.exposed_output)):
             if not 0 <= value <= 1:
                 raise FlopwiseError(f"gemm.{name} must lie between 0 and 1, got {value!r}")

@@ -18,7 +18,7 @@ SourceKind = Literal["datasheet", "measured", "derived", "estimated"]
 
 Topology = Literal["fully-connected", "ring", "tree", "torus"]
 
-NUMBER_FORMATS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
+NUMBER_FORMATS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "mxfp4", "int8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from flopwise.setup.stack import Stack
 from flopwise.setup.trained import check_base, trains_partly
 from flopwise.setup.words import FUSIONS, Fusion
 from flopwise.work.describe import check_lengths
-from flopwise.work.formats import POLICIES, Formats
+from flopwise.work.formats import NARROW_BYTES, POLICIES, Formats
 from flopwise.work.lengths import Lengths
 from flopwise.work.model import Model
 from flopwise.work.op import ATTENTION_KERNELS, AttentionKernel
@@ -254,6 +254,16 @@ class CappedSetup(Setup):
     formats: Formats = POLICIES["bf16"]
     device_cap_bytes: int
     host_cap_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        # Without arguments, `super` would look for the class that slots have replaced.
+        Setup.__post_init__(self)
+        if self.formats.matrix in NARROW_BYTES and self.formats.matrix != "fp8":
+            raise FlopwiseError(
+                f"a plan for one device cannot multiply in {self.formats.matrix}",
+                why="flopwise's own trainer has no kernels for it",
+                hint="--precision fp8, or --gpus 1 for a framework that has them",
+            )
 
     def _check_lengths(self, lengths: Lengths) -> None:
         Setup._check_lengths(self, lengths)

@@ -246,7 +246,7 @@ def _long_rate(network: Network, kind: Collective, fan_out: Floats) -> Floats:
     """What long messages reach of a level's rate, as a part of a group that reaches farther."""
     if network.reached is None:
         return np.full_like(fan_out, network.sustained_bytes_per_s)
-    share = _curve(network.reached, kind)[-1][1]
+    share = np.full_like(fan_out, _curve(network.reached, kind)[-1][1])
     if network.reached.by_ranks:
         share = share * _between(network.reached.by_ranks, np.maximum(fan_out, 1.0))
     return np.asarray(network.bandwidth_bytes_per_s.value * share, dtype=np.float64)

@@ -128,7 +128,7 @@ def stage_bytes(strategies: Strategies, table: Pieces, shape: StageShape, stack:
 
 def reduced_always(strategies: Strategies, stack: Stack) -> Booleans:
     """Where gradients of sharded weights are reduced after each micro-batch."""
-    return stack.reduce_always & (stack.reduce_staged | (strategies.pipeline == 1))
+    return np.asarray(stack.reduce_always & (stack.reduce_staged | (strategies.pipeline == 1)), dtype=np.bool_)
 
 
 def host_bytes(strategies: Strategies, table: Pieces, shape: StageShape, stack: Stack) -> Floats:

@@ -29,7 +29,7 @@ from flopwise.predict.kernels.gemm import CAUSES as GEMM_CAUSES
 from flopwise.predict.kernels.gemm import gemm_times
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.setup import SettledSetup
-from flopwise.work.formats import WIDTH_BYTES
+from flopwise.work.formats import OPERAND_BYTES
 
 CAUSES = ("compute", "dram", "l2", "launch")
 """What a kernel waits for: arithmetic, the device's main memory, its last cache, its own start."""
@@ -65,7 +65,7 @@ def peak_flops(hardware: Hardware, number_format: str) -> float:
     """The device's dense peak in a format, or an error that names the formats it has."""
     peaks = hardware.device.peak_flops
     if number_format not in peaks:
-        policies = {"bf16": "bf16", "fp16": "fp16-mixed", "tf32": "tf32", "fp32": "fp32"}
+        policies = {"fp8": "fp8", "bf16": "bf16", "fp16": "fp16-mixed", "tf32": "tf32", "fp32": "fp32"}
         possible = [policy for name, policy in policies.items() if name in peaks]
         raise FlopwiseError(
             f"{hardware.name} has no peak for {number_format} matrix products",
@@ -116,7 +116,7 @@ def gemm_costs(calls: Sequence[GemmCall], hardware: Hardware, sequences: Floats,
         _column([call.columns for call in calls]),
         peak_flops=_column([peaks[call.number_format] for call in calls]),
         groups=_column([call.groups for call in calls]) * np.minimum(np.minimum(rows, depth), 1.0),
-        operand_bytes=_column([WIDTH_BYTES[call.number_format] for call in calls]),
+        operand_bytes=_column([OPERAND_BYTES[call.number_format] for call in calls]),
         output_bytes=_column([call.output_bytes for call in calls]),
         accumulate=np.maximum(
             _column([call.accumulate for call in calls]) * np.asarray(accumulate),

@@ -93,7 +93,7 @@ def fit_stack(
         values = dict(zip(names, np.exp(logarithms).tolist(), strict=True))
         return np.asarray(np.log(laid_out.seconds(stack.with_values(values))[rows]) - truth, dtype=np.float64)
 
-    found = _least(residuals, np.log(np.array([start[name] for name in names])))
+    found = least(residuals, np.log(np.array([start[name] for name in names])))
     return stack.with_values(dict(zip(names, np.exp(found).tolist(), strict=True)))
 
 
@@ -123,7 +123,8 @@ def fit_memory(
     return stack.with_values({name: float(np.exp((low + high) / 2))})
 
 
-def _least(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
+def least(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
+    """Where Σ √(r² + 0.01²) is small, from `start` on."""
     place, now = start, residuals(start)
     damping = 1e-2
     for _ in range(ROUNDS):

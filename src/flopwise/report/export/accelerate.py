@@ -27,6 +27,7 @@ from flopwise.report.export.ledger import (
     whole_recompute,
 )
 from flopwise.setup.parallel import Parallel
+from flopwise.work.formats import NARROW_BYTES
 from flopwise.work.model import Model
 
 TARGET = "accelerate"
@@ -76,7 +77,7 @@ def _yaml(table: Mapping[str, Any], indent: str = "") -> str:
 
 def _precision(plan: AnyPlan, ledger: Ledger) -> str:
     formats = formats_of(plan)
-    if formats.matrix == "fp8" or formats.compute not in ("bf16", "fp16", "fp32"):
+    if formats.matrix in NARROW_BYTES or formats.compute not in ("bf16", "fp16", "fp32"):
         raise ledger.refused(
             f"its precision is {plan.precision}",
             why="an accelerate file chooses among bf16, fp16 and no mixed precision",

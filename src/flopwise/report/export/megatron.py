@@ -22,6 +22,7 @@ from flopwise.report.export.ledger import (
     whole_recompute,
 )
 from flopwise.setup.parallel import Parallel
+from flopwise.work.formats import NARROW_BYTES
 from flopwise.work.model import Model
 from flopwise.work.transformer import Dropout, RotaryScaling, Transformer
 
@@ -87,6 +88,12 @@ def _precision(plan: AnyPlan, ledger: Ledger) -> Arguments:
         )
     arguments: Arguments = {} if formats.compute == "fp32" else {f"--{formats.compute}": None}
     why = None
+    if formats.matrix in NARROW_BYTES and formats.matrix != "fp8":
+        raise ledger.refused(
+            f"its precision is {plan.precision}",
+            why="of recipes for narrow products, that for fp8 alone is written",
+            hint="`flopwise plan … --precision fp8`",
+        )
     if formats.matrix == "fp8":
         arguments["--fp8-format"] = "hybrid"
         why = "Megatron-LM's own fp8 recipe decides which products are in fp8, and its state is fp32"
