@@ -138,12 +138,12 @@ def _without(cases: Sequence[Case], evidence: Sequence[Evidence]) -> tuple[list[
     predicted = own_predictions(cases, evidence).step_s.tolist()
     ratios, inside = [], []
     for case, seconds in zip(cases, predicted, strict=True):
-        around = row_interval(case, seconds, NO_STACK, evidence)
+        around = row_interval(case, NO_STACK, evidence)
         assert case.step_s is not None and around is not None
         ratio = case.step_s / seconds
-        plain = around.middle if case.setup.parallel.devices > 1 else 1.0
         ratios.append(ratio)
-        inside.append(around.low <= ratio * plain <= around.high)
+        # What is predicted is the middle.
+        inside.append(around.low <= ratio * around.middle <= around.high)
     return ratios, inside
 
 

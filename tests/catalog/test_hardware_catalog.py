@@ -51,6 +51,8 @@ OPERATIONS_PER_CLOCK = {
     "a100-pcie-40gb": 2048,
     "a100-pcie-80gb": 2048,
     "h100-sxm": 4096,
+    "h100-efa": 4096,
+    "h100-96gb": 4096,
     "h100-pcie": 4096,
     "h100-nvl": 4096,
     "h200": 4096,
@@ -238,7 +240,8 @@ def test_networks_widen_and_slow_down(hardware: Hardware) -> None:
     assert len(latencies) == len(networks)
     assert latencies == sorted(latencies)
     assert latencies[0] >= 0.5e-6
-    assert latencies[-1] <= 50e-6
+    # The most is a step of rings over EFA, as a cluster measured it.
+    assert latencies[-1] <= 100e-6
     dram = hardware.device.dram.bandwidth_bytes_per_s
     assert dram is not None
     assert rates[0] < dram.value

@@ -54,7 +54,19 @@ def followers() -> Iterator[tuple[str, str, str]]:
 
 VALUES = {
     "premise,hypothesis",
-    *("h100-sxm", "h200", "this-machine", "device.toml", "bf16", "bf16-mixed", "bf16-amp", "fp8", "adamw", "cpu"),
+    *(
+        "flash",
+        "h100-sxm",
+        "h200",
+        "this-machine",
+        "device.toml",
+        "bf16",
+        "bf16-mixed",
+        "bf16-amp",
+        "fp8",
+        "adamw",
+        "cpu",
+    ),
     *("language", "classification", "FOLDER", "NAME", "data.csv", "mean=24", "packed", "padded", "longest"),
     *("this-cpu", "cuda", "auto", "layers=2,4", "head=classifier", "labels=2", "bf16,gradients=fp32", '"$store"'),
     *("all-linear", "embedding,blocks.0-15", "all", "bytes", "tokens-uint16", "sqrt", "cosine", "wsd", "dpo"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
@@ -114,6 +115,7 @@ class SetupOptions(Options):
 
     model: ModelArgument
     on: Annotated[str, typer.Option(help="Hardware: catalogue name or TOML; this-machine.")] = "this-machine"
+    power: Annotated[str, typer.Option(help="Power limit of a device: 500W; as in --on h100-sxm@500W.")] = "auto"
     gpus: Annotated[str, typer.Option(help="Devices: 8, 64, 4096.")] = "auto"
     seq: SequenceOption = "auto"
     lengths: Annotated[
@@ -147,7 +149,10 @@ class SetupOptions(Options):
     optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit, muon, lion, sgd, sgd-momentum or adafactor.")] = (
         "adamw"
     )
-    attention: Annotated[str, typer.Option(help="flash or eager; auto: the stack's.")] = "auto"
+    attention: Annotated[
+        str,
+        typer.Option(help="flash, eager, or whose kernels: flash-2, flash-3, flash-4, cudnn, …; auto: the stack's."),
+    ] = "auto"
     fusion: Annotated[
         str, typer.Option(help="fused (compiled or hand-written kernels) or eager; auto: the stack's.")
     ] = "auto"
@@ -179,6 +184,10 @@ class SetupOptions(Options):
         str,
         typer.Option("--output", "-o", help="table, md, csv, json, or html: the planner as one file."),
     ] = "table"
+
+    def __post_init__(self) -> None:
+        if self.power.lower() != "auto":
+            object.__setattr__(self, "on", ",".join(_limited(name, self.power) for name in self.on.split(",")))
 
     def setup(
         self,
@@ -227,6 +236,14 @@ MethodOption = Annotated[
 ]
 
 # -- words to values -------------------------------------------------------------------------------------------------
+
+
+def _limited(name: str, power: str) -> str:
+    """Hardware's name with a power limit behind it."""
+    watts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*[wW]?\s*", power)
+    if watts is None:
+        raise FlopwiseError(f"--power cannot be {power!r}", why="it is in watts", hint="--power 500W")
+    return f"{name.strip()}@{watts[1]}W"
 
 
 def split_names(text: str, what: str) -> list[str]:

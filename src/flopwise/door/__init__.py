@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from flopwise.work.formats import Formats
     from flopwise.work.lengths import Lengths, SequenceLayout
     from flopwise.work.model import Model
-    from flopwise.work.op import AttentionKernel, Convention
+    from flopwise.work.op import Convention
     from flopwise.work.optimizers import Optimizer
     from flopwise.work.work import Recompute
 
@@ -84,7 +84,7 @@ def predict(
     precision: str | Formats | None = None,
     recompute: Recompute | None = None,
     optimizer: Optimizer = "adamw",
-    attention: AttentionKernel | None = None,
+    attention: str | None = None,
     fusion: Fusion | None = None,
     cuda_graphs: bool = False,
     convention: Convention = "causal",
@@ -200,7 +200,7 @@ def plan(
     device_mem: Quantity | None = None,
     micro: Quantity | None = None,
     recompute: Recompute | None = None,
-    attention: AttentionKernel | None = None,
+    attention: str | None = None,
     fusion: Fusion | None = None,
     stack: str | Path | Stack | None = None,
     anchor: str | Path | None = None,
@@ -237,7 +237,7 @@ def plan(
     clip: bool = False,
     micro: Quantity | None = None,
     recompute: Recompute | None = None,
-    attention: AttentionKernel | None = None,
+    attention: str | None = None,
     fusion: Fusion | None = None,
     stack: str | Path | Stack | None = None,
     anchor: str | Path | None = None,

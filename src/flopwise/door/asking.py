@@ -20,9 +20,10 @@ from flopwise.base.units import (
 from flopwise.catalog.load import load_model, load_stack
 from flopwise.predict.choose import usual_formats
 from flopwise.profile.measure.this_machine import find_hardware
+from flopwise.setup.efficiency import FLASH_KERNELS
 from flopwise.setup.hardware import Hardware
 from flopwise.setup.parallel import Parallel, parse_parallel, shard_all
-from flopwise.setup.setup import ONE_DEVICE, Setup, batch_in_sequences
+from flopwise.setup.setup import ONE_DEVICE, Setup, batch_in_sequences, read_attention
 from flopwise.setup.stack import NO_STACK, Stack
 from flopwise.setup.trained import TrainedWords, check_base
 from flopwise.setup.words import FUSIONS
@@ -125,6 +126,8 @@ def setup_of(
         raise FlopwiseError(
             f"--{beside} without --lengths", why="sequences of one length have no padding", hint="--lengths data.csv"
         )
+    word = read_word(attention, (*ATTENTION_KERNELS, *FLASH_KERNELS), "attention")
+    kept, family = read_attention(word) if word else (framework.attention_kernel if framework else "flash", None)
     return Setup(
         model=model,
         hardware=hardware,
@@ -140,8 +143,8 @@ def setup_of(
         micro_batch_sequences=read_option(micro, "micro", parse_sequences),
         formats=_formats(model, hardware, precision, base),
         recompute=read_word(recompute, RECOMPUTE_POLICIES, "recompute"),
-        attention=read_word(attention, ATTENTION_KERNELS, "attention")
-        or (framework.attention_kernel if framework else "flash"),
+        attention=kept,
+        flash_kernel=family,
         fusion=read_word(fusion, FUSIONS, "fusion") or (framework.fusion if framework else "fused"),
         optimizer=one_of(optimizer, OPTIMIZERS, "--optimizer"),
         device_cap_bytes=read_option(device_mem, "device-mem", parse_cap("device")),

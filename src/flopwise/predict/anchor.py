@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.predict.cluster.costing import PLAIN, evaluate
@@ -70,8 +70,7 @@ class Anchor:
 
 def find_anchor(setup: SettledSetup, step_s: float, name: str) -> Anchor:
     """What a measured step of the set-up says."""
-    plain = replace(setup, stack=None)
-    laid_out, hardware = listed([plain]), setup.hardware
+    laid_out, hardware = listed([setup]), setup.hardware
     base = (setup.stack or PLAIN).on(hardware.device.architecture)
 
     def seconds(factors: Mapping[str, float]) -> float:
@@ -172,7 +171,7 @@ def anchored_interval(anchor: Anchor, prediction: Prediction, setup: SettledSetu
 
 def part_slopes(setup: SettledSetup, stack: Stack) -> dict[str, float]:
     """How the logarithm of a step follows that of each kind of work."""
-    laid_out, hardware = listed([replace(setup, stack=None)]), setup.hardware
+    laid_out, hardware = listed([setup]), setup.hardware
 
     def seconds(factors: Mapping[str, float]) -> float:
         return float(evaluate(laid_out, hardware, scaled(stack, factors)).step_s[0])

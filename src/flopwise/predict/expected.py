@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flopwise.predict.interval import SupportedInterval, interval, is_bare
@@ -22,25 +22,36 @@ STREAMED = "dataflow"
 OWN_STREAMED = "flopwise-streaming"
 """The same of flopwise's own executor, and of plans of its own."""
 FRAMEWORK = "framework"
-"""The part of a step between the kernels' ceiling and what frameworks reach."""
+"""The part of a step between what kernels and network take and what frameworks reach."""
 
 
 def expect(prediction: Prediction, setup: Setup, evidence: Sequence[Evidence], *, stack: str) -> Prediction:
     """The prediction with its interval; `stack`: the name that measurements of its framework go by.
 
-    Where no framework is said on several devices, the prediction is the kernels' ceiling, which nobody reaches: the
-    step and its rates become those of the interval's middle, and the ceiling stands beside them.
+    Where no framework is said on several devices, the prediction is of none, which nobody reaches: the step and its
+    rates become those of the interval's middle, and the kernels' ceiling stands beside them.
     """
     if setup.hardware.device.kind == "cpu":
         return replace(prediction, notes=(*prediction.notes, NO_CPU))
     bare = is_bare(stack)
-    found = supported(prediction, setup, evidence, stack=stack, least=1.0 if bare else peak_share(prediction))
+    ceiling_s = ceiling_seconds(prediction.step_s, prediction.parts, prediction.devices)
+    least = ceiling_s / prediction.step_s if bare else peak_share(prediction)
+    found = supported(prediction, setup, evidence, stack=stack, least=least)
     if found is None:
         return prediction
     around = bounds(prediction.step_s, found)
     if not bare or prediction.devices == 1:
         return replace(prediction, interval=around)
-    return replace(_slower(prediction, found.middle), interval=around, ceiling_s=prediction.step_s)
+    return replace(_slower(prediction, found.middle), interval=around, ceiling_s=ceiling_s)
+
+
+HIDDEN = ("tensor", "expert", "sharding", "stages")
+"""Parts of a step that some framework hides behind its kernels."""
+
+
+def ceiling_seconds(step_s: float, parts: Mapping[str, float], devices: int) -> float:
+    """What a step's kernels take where every exchange that can be is hidden behind them; of one device all of it."""
+    return step_s - sum(parts.get(name, 0.0) for name in HIDDEN) if devices > 1 else step_s
 
 
 def supported(

@@ -65,7 +65,7 @@ class Outcome(WrittenStrategy):
     parts: dict[str, float] | None = None
     """What the seconds of a step over several devices are made of: kernels by class, exposed communication, …"""
     ceiling_s: float | None = None
-    """What the kernels and the network allow, where the step is what frameworks reach; None: the step is no more."""
+    """What the kernels alone take, exchanges hidden, where the step is what frameworks reach; None: it is another."""
     interval: Interval | None = None
     notes: tuple[str, ...] | None = None
     """What a reader should know before trusting the figures."""

@@ -21,7 +21,7 @@ SAME = 5e-4
 
 def plan_document(prediction: Prediction, answer: Answer, title: str) -> Document:
     """The answer; `prediction` is that of its best strategy."""
-    strategies = _strategies(answer, "step" if prediction.ceiling_s is None else "ceiling")
+    strategies = _strategies(answer, "step" if prediction.ceiling_s is None else "no framework")
     return Document(
         blocks=_blocks(prediction, answer, title, strategies), tables=[strategies], rows=map(_flat, _rows(answer))
     )

@@ -37,7 +37,7 @@ PART_WORDS = {
     "update": "optimizer, weights sent round",
     "offload": "copies to the host, exposed",
     "step": "once a step",
-    "framework": "what frameworks take beyond the ceiling",
+    "framework": "what frameworks take beyond",
 }
 """Parts of a step in words."""
 TIGHT = 0.05
@@ -94,12 +94,12 @@ def speed_words(prediction: Prediction) -> str:
 
 
 def ceiling_rows(prediction: Prediction) -> list[tuple[str, str]]:
-    """Beside what frameworks reach, what the kernels and the network would allow."""
+    """Beside what frameworks reach, what the kernels alone would allow."""
     if prediction.ceiling_s is None or prediction.ceiling_mfu is None:
         return []
     rate = significant(prediction.tokens_per_s * prediction.step_s / prediction.ceiling_s)
     words = f"{show_seconds(prediction.ceiling_s)} · {rate} tok/s · {show_share(prediction.ceiling_mfu)} MFU"
-    return [("ceiling", f"{words}, as kernels and network allow; above is what frameworks reach")]
+    return [("ceiling", f"{words}, with every exchange hidden; above is what frameworks reach")]
 
 
 def reason_rows(prediction: Prediction) -> list[tuple[str, str]]:
@@ -116,6 +116,7 @@ def _choice_words(prediction: Prediction) -> str:
         "batch_sequences": f"batch {prediction.batch_sequences:,}",
         "micro_batch_sequences": f"micro-batch {prediction.micro_batch_sequences:,}",
         "recompute": f"recompute {prediction.recompute}",
+        "attention": f"attention {prediction.attention_kernel}",
     }
     return " · ".join(f"{shown[setting]} ({reason})" for setting, reason in prediction.chosen.items())
 

@@ -81,7 +81,7 @@ class Result(Shown, WrittenBatch):
     predicted_high_s: float | None = None
     """Four of five measured steps lie between the two."""
     predicted_ceiling_s: float | None = None
-    """What the kernels and the network allow, where the prediction is what frameworks reach."""
+    """What the kernels alone take, where the prediction is what frameworks reach."""
     predicted_tokens_per_s: float | None = None
     prediction_error: float | None = None
     """Of the predicted speed, relative to the measured one."""

@@ -81,12 +81,13 @@ class TableRow:
         return meanings[word]
 
     def hardware(self, column: str) -> str:
-        """The catalogue's name of the device that a cell names by any of its names."""
-        word = self.text(column).lower().replace("_", "-")
+        """The catalogue's name of the device that a cell names by any of its names, its power limit behind it."""
+        card, limited, watts = self.text(column).partition("@")
+        word = card.lower().replace("_", "-")
         known = {**hardware_aliases(), **{name: name for name in hardware_names()}}
         if word not in known:
             raise unknown_name("GPU", self.text(column), known, hint="`flopwise ls hardware`").within(self.place)
-        return known[word]
+        return f"{known[word]}{limited}{watts}"
 
     @property
     def place(self) -> str:

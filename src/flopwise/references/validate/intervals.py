@@ -13,7 +13,8 @@ from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import load_stack
 from flopwise.predict.anchor import anchored_stack, find_anchor
 from flopwise.predict.cluster.costing import PLAIN, evaluate
-from flopwise.predict.expected import STREAMED, features
+from flopwise.predict.cluster.strategies import listed
+from flopwise.predict.expected import STREAMED, ceiling_seconds, features
 from flopwise.predict.interval import SupportedInterval, interval, is_bare
 from flopwise.predict.kernels.calls import Floats
 from flopwise.predict.kernels.costs import peak_flops
@@ -32,9 +33,17 @@ MOST_ANCHORS = 16
 """Rows that are anchors in turn, evenly spread over the table: each is a prediction of all others."""
 
 
-def row_interval(case: Case, step_s: float, stack: str, evidence: Sequence[Evidence]) -> SupportedInterval | None:
-    """The interval around a row's predicted seconds, as shares of them."""
+def row_interval(
+    case: Case, stack: str, evidence: Sequence[Evidence], step_s: float | None = None
+) -> SupportedInterval | None:
+    """The interval around a row's predicted seconds, as shares of them; without a stack they are computed here."""
     setup = case.setup
+    if is_bare(stack):
+        plain_s, ceiling_s = _plain(setup)
+        least = ceiling_s / plain_s
+    else:
+        assert step_s is not None
+        least = _least_seconds(setup) / step_s
     return interval(
         [entry for entry in evidence if entry.stack != STREAMED],
         stack=stack,
@@ -47,8 +56,15 @@ def row_interval(case: Case, step_s: float, stack: str, evidence: Sequence[Evide
         zero=setup.parallel.zero,
         features=features(setup),
         micro_tokens=setup.micro_batch_sequences * setup.sequence_tokens,
-        least=1.0 if is_bare(stack) else _least_seconds(setup) / step_s,
+        least=least,
     )
+
+
+def _plain(setup: SettledSetup) -> tuple[float, float]:
+    """Seconds without a framework, and the kernels' ceiling."""
+    costed = evaluate(listed([setup]), setup.hardware, PLAIN)
+    parts = {name: float(values[0]) for name, values in costed.parts.items()}
+    return float(costed.step_s[0]), ceiling_seconds(float(costed.step_s[0]), parts, setup.parallel.devices)
 
 
 @cache
@@ -113,7 +129,7 @@ def anchored_errors(cases: Sequence[Case], stack: Stack | None) -> Floats:
     A row whose time cannot be of its set-up (a node out of order) is no anchor.
     """
     timed = [case for case in cases if case.step_s is not None]
-    laid_out, measured = lay_out(timed), np.array([case.step_s for case in timed])
+    laid_out, measured = lay_out(timed, stack or PLAIN), np.array([case.step_s for case in timed])
     found = []
     for place in np.unique(np.linspace(0, len(timed) - 1, min(MOST_ANCHORS, len(timed))).astype(int)):
         case = timed[place]
@@ -134,17 +150,14 @@ def own_predictions(cases: Sequence[Case], evidence: Sequence[Evidence]) -> Pred
     step_s, fits = np.empty(len(cases)), np.zeros(len(cases), dtype=np.bool_)
     for name in dict.fromkeys(case.stack for case in cases):
         places = [place for place, case in enumerate(cases) if case.stack == name]
-        laid_out, stack = lay_out([cases[place] for place in places]), PLAIN if name == NO_STACK else load_stack(name)
+        stack = PLAIN if name == NO_STACK else load_stack(name)
+        laid_out = lay_out([cases[place] for place in places], stack)
         step_s[places], fits[places] = laid_out.seconds(stack), laid_out.fits(stack)
     for place, case in enumerate(cases):
-        if _is_ceiling(case, case.stack) and (around := row_interval(case, step_s[place], case.stack, evidence)):
-            step_s[place] *= around.middle
+        if is_bare(case.stack) and case.setup.parallel.devices > 1:
+            around = row_interval(case, case.stack, evidence, step_s[place])
+            step_s[place] *= around.middle if around else 1.0
     return Predicted(step_s=step_s, fits=fits, held_out=np.ones(len(cases), dtype=np.bool_))
-
-
-def _is_ceiling(case: Case, stack: str) -> bool:
-    """Whether what the kernels allow is not what is predicted."""
-    return is_bare(stack) and case.setup.parallel.devices > 1
 
 
 # -- all of it -------------------------------------------------------------------------------------------------------
@@ -183,11 +196,11 @@ def _around(
 ) -> tuple[ValidatedRow, ...]:
     found = []
     for row, case, stack in zip(rows, cases, stacks, strict=True):
-        around = None if row.predicted_s is None else row_interval(case, row.predicted_s, stack, evidence)
+        around = None if row.predicted_s is None else row_interval(case, stack, evidence, row.predicted_s)
         if around is None or row.predicted_s is None:
             found.append(row)
             continue
-        plain_s = row.predicted_s / (around.middle if _is_ceiling(case, stack) else 1.0)
+        plain_s = _plain(case.setup)[0] if is_bare(stack) else row.predicted_s
         found.append(replace(row, low_s=plain_s * around.low, high_s=plain_s * around.high))
     return tuple(found)
 
