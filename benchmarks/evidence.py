@@ -1,7 +1,7 @@
 """Write `catalog/evidence.toml` from held-out predictions: `python -m benchmarks.evidence`.
 
 One entry for each table and ZeRO stage, of the rows that may be fitted to, each model size predicted by constants that
-were fitted to the others; those of torchtitan and of table 2 of the Megatron paper also have the rows that never are.
+were fitted to the others; that of table 2 of the Megatron paper has the rows that never are.
 The entries of the stack `kernels` are of predictions without any framework's constants: the H200 steps of
 `benchmarks.steps` on one device, and on several the measured tables, whose frameworks were slower than their kernels.
 That of `dataflow` is for plans of one device: the offload trainer's recorded runs against their simulation.
@@ -16,7 +16,6 @@ import numpy as np
 
 from benchmarks.stacks import FITTED_TABLES
 from benchmarks.steps import compared
-from benchmarks.torchtitan import torchtitan_cases, torchtitan_fit
 from flopwise.base.files import to_toml, write_whole
 from flopwise.catalog.load import ROOT, load_hardware, load_model, load_stack
 from flopwise.predict.cluster.costing import PLAIN
@@ -38,8 +37,7 @@ HEADER = """\
 
 def main() -> None:
     entries = (
-        *(entry for table in (*FITTED_TABLES, "megatron-2") for entry in table_evidence(table)),
-        *torchtitan_evidence(),
+        *(entry for table in (*FITTED_TABLES, "megatron-2", "uci") for entry in table_evidence(table)),
         one_device_evidence(),
         *(entry for table in FITTED_TABLES if protocol_of(table).measured for entry in kernels_evidence(table)),
         offload_evidence(),
@@ -70,14 +68,6 @@ def kernels_evidence(table: str) -> tuple[Evidence, ...]:
     cases = [replace(case, stack=NO_STACK) for case in read_cases(table) if case.fitted and case.step_s]
     predicted = lay_out(cases, PLAIN).seconds(PLAIN).tolist()
     return evidence_of(table, cases, predicted, measured=True, how="predicted without any framework's constants")
-
-
-def torchtitan_evidence() -> tuple[Evidence, ...]:
-    """The same for torchtitan's published figures, those on other devices than the fitted ones among them."""
-    cases = torchtitan_cases()
-    predicted = held_out_predictions(torchtitan_fit(), cases).step_s.tolist()
-    how = "each model predicted by a constant fitted to the A100 rows of the others (benchmarks/torchtitan.py)"
-    return evidence_of("torchtitan", cases, predicted, measured=True, how=how)
 
 
 def evidence_of(

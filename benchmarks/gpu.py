@@ -100,6 +100,8 @@ def ceilings_of(device: str) -> dict[str, gpu_ceiling.Shape]:
     """Ceilings by name: one for each shape and precision of the cells."""
     found: dict[str, gpu_ceiling.Shape] = {}
     for cell in cells_of(device).values():
+        if not cell.ceiling:
+            continue
         shape = gpu_ceiling.Shape(
             name=cell.ceiling, model=cell.model, sequence_tokens=cell.sequence_tokens, precision=cell.precision
         )
@@ -197,7 +199,7 @@ def run_jobs(
 def next_group(waiting: Sequence[Job], settings: Settings, left_s: float) -> list[Job]:
     """What runs next in one process: a ceiling and its cells, as many as the time is enough for, or one peer."""
     cells = cells_of(settings.device)
-    shapes = [cells[job.name].ceiling if job.kind == "cell" else job.name for job in waiting]
+    shapes = [cells[job.name].shape if job.kind == "cell" else job.name for job in waiting]
     alike = 1
     while alike < len(waiting) and waiting[alike].kind == "cell" and shapes[alike] == shapes[0]:
         alike += 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -98,11 +98,21 @@ def ideal_seconds(
     for op in work.ops:
         if not isinstance(op, Gemm | Attention):
             continue
-        kind = "attention" if isinstance(op, Attention) else "products"
-        rows = op.tokens if isinstance(op, Attention) else op.rows
+        if isinstance(op, Attention):
+            # Blocks with a narrower window have their FLOPs' share of the widest one's time.
+            kind, rows = "attention", op.tokens * op.forward_flops() / widest(op).forward_flops()
+        else:
+            kind, rows = "products", op.rows
         calls = op.layers * op.calls * rows / call_tokens[op.name]
         found[kind] += calls * sum(seconds for (name, _), seconds in call_s.items() if name == op.name)
     return found
+
+
+def widest(op: Attention) -> Attention:
+    """The attention of the blocks that look back the furthest, as if all were like them."""
+    windows = [window for window, _, _ in op.kinds] or [op.window]
+    known = [window for window in windows if window is not None]
+    return replace(op, kinds=(), window=max(known) if len(known) == len(windows) else None)
 
 
 def fastest(times: Mapping[Key, Sequence[float]]) -> dict[tuple[str, str], tuple[str, float]]:
@@ -155,7 +165,7 @@ class Load:
         dtype = TYPES[formats.compute]
         generator = torch.Generator(device=device).manual_seed(0)
         self.parts: list[Part] = parts_of(self.work, shape.product_tokens, dtype, formats.matrix, generator)
-        attention = next(op for op in self.work.ops if isinstance(op, Attention))
+        attention = widest(next(op for op in self.work.ops if isinstance(op, Attention)))
         sequences = shape.attended_tokens // shape.sequence_tokens
         self.attention, self.attention_name = candidates(attention, sequences, dtype, generator), attention.name
         self.runs = 0
@@ -175,9 +185,9 @@ class Load:
                 each = op.forward_flops() * self._rows(op) // (op.layers * op.calls * op.rows)
                 found |= {(op.name, passed): each for passed in ("forward", "to-input", "to-weight")}
             elif isinstance(op, Attention):
-                scale = self.shape.attended_tokens // op.tokens
-                found[op.name, "forward"] = op.forward_flops() // op.layers * scale
-                found[op.name, "backward"] = op.backward_flops("flash") // op.layers * scale
+                scale, whole = self.shape.attended_tokens // op.tokens, widest(op)
+                found[op.name, "forward"] = whole.forward_flops() // op.layers * scale
+                found[op.name, "backward"] = whole.backward_flops("flash") // op.layers * scale
         return found
 
     def _rows(self, op: Op) -> int:

@@ -64,6 +64,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "profile",
             "architecture",
             "started",
+            "optimizer",
         )
         table = spoil(path, *words)
         for free in ("metrics", "environment"):

@@ -56,6 +56,12 @@ ASKED = {
     "mpt": "all-linear",
     "gptj": "q_proj,fc_in",
     "opt": "all-linear",
+    "mixtral": "all-linear",
+    "qwen3_moe": "v_proj,down_proj",
+    "olmoe": "all-linear",
+    "gpt_oss": "attention",
+    "glm4_moe": "attention",
+    "qwen2_moe": "k,o",
     "bert-MaskedLM": "down",
     "roberta-MaskedLM": "all-linear",
     "distilbert-MaskedLM": "all-linear",
@@ -124,13 +130,16 @@ def test_fifty_steps_are_those_of_peft_and_torch(name: str, tmp_path: Path) -> N
 
 
 def test_layers_are_called_as_the_files_have_them() -> None:
-    """Every family that is saved, by the names of its weights; adapters of mixtures are not there yet."""
+    """Every family that is saved, by the names of its weights."""
     for family in NAMES.keys() & LAYERS.keys():
         for target, layer in LAYERS[family].items():
             products = [product for product in RESULTS if target in RESULTS[product]]
-            known = {name for product in products for name in NAMES[family].layer.get(product, ())}
+            names = NAMES[family]
+            known = {name for product in products for name in names.layer.get(product, ())}
+            if "{}" in layer:
+                known = {f"{names.expert}.{name}" for product in products for name in names.experts.get(product, ())}
             assert layer in known, (family, target)
-    assert NAMES.keys() - LAYERS.keys() == {"gpt_oss", "mixtral", "olmoe", "qwen3_moe"}
+    assert NAMES.keys() - LAYERS.keys() == {"modernbert"}
 
 
 @pytest.mark.parametrize(
@@ -153,12 +162,19 @@ def test_a_part_of_a_layer_has_no_adapter(name: str, words: str, tmp_path: Path)
     assert "--lora-on" in str(told.value.hint)
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "glm4_moe", "qwen2_moe"])
+def test_experts_whose_adapters_cannot_be_trained_are_told(name: str, tmp_path: Path) -> None:
+    with pytest.raises(FlopwiseError, match="beside its experts") as told:
+        begun(name, tmp_path, lora_on="all-linear")
+    assert told.value.hint == "--lora-on attention"
+
+
 def test_a_family_whose_layers_are_not_known_is_refused() -> None:
     from flopwise.engine.executable import check_adapters
     from tests.support.tiny_models import LLAMA
 
-    model = TrainedWords(lora=2).of(replace(LLAMA, family="mixtral"))
+    model = TrainedWords(lora=2).of(replace(LLAMA, family="next_year"))
     assert isinstance(model, Transformer)
-    with pytest.raises(FlopwiseError, match="mixtral"):
+    with pytest.raises(FlopwiseError, match="next_year"):
         check_adapters(model, None)
     assert layer_names(model)["q"] == "self_attn.q_proj"

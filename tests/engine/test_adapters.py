@@ -49,6 +49,10 @@ TUNED = {
     "glm": replace(LLAMA, adapters=replace(ALL, targets=("k", "gate", "up", "down")), family="glm"),
     "beside each other": replace(LLAMA, adapters=ALL, parallel_residual=True),
     "norms behind": replace(LLAMA, adapters=ALL, norm_place="post", embedding_norm=True),
+    "mixture": replace(TINY["qwen3_moe"], adapters=ALL, dense_blocks=(), dense_ffn=0),
+    "mixture, down alone": replace(TINY["mixtral"], adapters=replace(ALL, targets=("o", "down"), rank=1)),
+    "mixture, gates": replace(TINY["mixtral"], adapters=replace(ALL, targets=("v", "gate"))),
+    "mixture, attention": replace(TINY["glm4_moe"], adapters=replace(ALL, targets=("q", "k", "v", "o"))),
     "gpt2, with dropout": replace(GPT2, adapters=ALL, dropout=DROPOUT),
     "norms behind, with dropout": replace(LLAMA, adapters=ALL, norm_place="post", embedding_norm=True, dropout=DROPOUT),
 }

@@ -26,6 +26,7 @@ DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 TYPES = (torch.float32,) if IS_INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
 LARGE = {} if IS_INTERPRETED else {
     "qwen3": Case(700, 16, 8, 2048, 768),
+    "adapters": Case(700, 16, 8, 2048, 16),
     "gpt-oss": Case(513, 8, 4, 2880, 2880, kind="clamped_swiglu", biased=True),
     "all of one, large": Case(1500, 4, 1, 512, 1024, among=1),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from flopwise.work.formats import quantised_bytes
 from flopwise.work.parameters import parameters_of
 from tests.engine.test_adapters import check_gradients, plan_of
 from tests.support.adapted_modules import adapt
-from tests.support.tiny_models import LLAMA, TOKENS
+from tests.support.tiny_models import TINY, TOKENS
 from tests.support.training_plans import FP64
 
 THRESHOLDS = (
@@ -28,9 +28,9 @@ THRESHOLDS = (
 
 
 def made(values: Tensor, kind: str) -> Quantised:
-    rows, depth = values.shape
+    rows, depth = values.numel() // values.shape[-1], values.shape[-1]
     buffer = torch.full((quantised_bytes(rows, depth, kind),), 255, dtype=torch.uint8)
-    found = Quantised.within(buffer, (rows, depth), kind)
+    found = Quantised.within(buffer, tuple(values.shape), kind)
     found.quantise(values)
     return found
 
@@ -78,11 +78,12 @@ def test_zeros_stay_zeros(kind: str) -> None:
     assert not numbers(made(torch.zeros(3, 70), kind)).any()
 
 
+@pytest.mark.parametrize("base", ["llama", "mixtral"])
 @pytest.mark.parametrize("cut", ["whole", "chunk", "sequence"])
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_adapters_over_quantised_weights_have_the_gradients_of_autograd(kind: str, cut: str) -> None:
+def test_adapters_over_quantised_weights_have_the_gradients_of_autograd(kind: str, cut: str, base: str) -> None:
     """Of a plain module that has the dequantised numbers."""
-    model = replace(LLAMA, adapters=Adapters(rank=3, alpha=5.0), layers=3)
+    model = replace(TINY[base], adapters=Adapters(rank=3, alpha=5.0), layers=3)
     module = adapt(model)
     matrices = {each.name: each for each in parameters_of(model, TOKENS) if each.role == "matrix" and not each.trained}
     with torch.no_grad():

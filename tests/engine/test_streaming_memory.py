@@ -29,6 +29,7 @@ from flopwise.records.plan import LEVELS, Plan, Residency  # noqa: E402
 from flopwise.setup.training import Training  # noqa: E402
 from flopwise.work.describe import describe  # noqa: E402
 from flopwise.work.formats import parse_formats  # noqa: E402
+from flopwise.work.latent import LatentAttention  # noqa: E402
 from flopwise.work.optimizers import OPTIMIZERS, Optimizer, piece_bytes, piece_counts  # noqa: E402
 from flopwise.work.parameters import ENDS, parameters_of  # noqa: E402
 from flopwise.work.transformer import Transformer  # noqa: E402
@@ -55,9 +56,10 @@ KERNELS_BYTES = 13 * MIB
 @pytest.mark.parametrize("family", TINY)
 def test_what_is_saved_fits_its_room_and_begins_where_loads_may(family: str, precision: str) -> None:
     formats = parse_formats(precision)
-    for model in (TINY[family], wide(TINY[family])):
-        saved = SavedTensors(describe(model, TOKENS), formats)
-        sizes = sizes_of(model, TOKENS, formats, "adamw")
+    models = (TINY[family], wide(TINY[family]))
+    for whole, kind in [(model, kind) for model in models for kind in model.kinds]:
+        saved = SavedTensors(describe(kind, TOKENS), formats)
+        sizes = sizes_of(whole, TOKENS, formats, "adamw")
         for level in LEVELS:
             for tokens in (1, 2, 7, 19, 3 * 19, 64):
                 fields = list(saved.fields(level, tokens).values())
@@ -188,6 +190,8 @@ def wide(model: Transformer, **changes: Any) -> Transformer:
     }
     if model.positions == "learned":
         settled |= {"position_rows": 8192, "kv_heads": 8}
+    if model.latent is not None:
+        settled |= {"rotary_dim": 8, "latent": LatentAttention(rank=64, value_dim=24, query_rank=96), "kv_heads": 8}
     return replace(model, **(settled | changes))
 
 

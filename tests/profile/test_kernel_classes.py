@@ -128,7 +128,17 @@ OUR_KERNELS: dict[str, KernelClass] = {
     "_embedding_kernel": "pointwise",
     "_embedding_backward_kernel": "pointwise",
     "adamw_kernel": "optimizer",
+    "adamw_8bit_kernel": "optimizer",
     "squares_kernel": "optimizer",
+    "_heads_forward_kernel": "norm",
+    "_heads_backward_kernel": "norm",
+    "_product_kernel": "gemm",
+    "_gated_kernel": "gemm",
+    "_gated_backward_kernel": "gemm",
+    "_wgrad_kernel": "gemm",
+    "_sum_rows_kernel": "pointwise",
+    "_weigh_backward_kernel": "pointwise",
+    "_bias_gradient_kernel": "pointwise",
 }
 
 

@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 
 from flopwise.base.errors import FlopwiseError
 from flopwise.catalog.load import ROOT, hardware_names
-from flopwise.references.published import TABLES, megatron, mpt, nanotron, protocol_of, read_cases, table_of, vtrain
+from flopwise.references.published import (
+    NAMED_FILES,
+    TABLES,
+    megatron,
+    mpt,
+    nanotron,
+    protocol_of,
+    read_cases,
+    read_cases_and_skipped,
+    table_of,
+    vtrain,
+)
 from flopwise.references.published.rows import parse_rows
 from flopwise.references.validate.protocol import Case
 from flopwise.setup.stack import NEUTRAL
@@ -66,9 +77,9 @@ def test_every_shipped_table_is_read_whole(table: str, rows: int) -> None:
 
 
 def test_the_tables_are_those_and_no_others() -> None:
-    assert TABLES == ("mpt", "vtrain", "nanotron", "megatron", "megatron-2")
-    others = {"deepflow_lstm.csv", "offload_h100.csv", "offload_ampere.csv"}
-    assert {path.name for path in FOLDER.glob("*.csv")} == {*FILES, *others}
+    assert ("mpt", "vtrain", "nanotron", "megatron", "megatron-2", *NAMED_FILES) == TABLES
+    others = ("deepflow_lstm.csv", "offload_h100.csv", "offload_ampere.csv")
+    assert {path.name for path in FOLDER.glob("*.csv")} == {*FILES, *NAMED_FILES.values(), *others}
     told = (FOLDER / "SOURCES.md").read_text(encoding="utf-8")
     assert all(path.name in told for path in FOLDER.glob("*.csv"))
 
@@ -252,7 +263,7 @@ def test_a_file_of_either_megatron_table_goes_by_either_name() -> None:
 def test_protocols_name_every_size_of_their_table_as_a_fold(table: str) -> None:
     protocol, cases = protocol_of(table), read_cases(table)
     assert protocol.table == table
-    assert protocol.sizes == tuple(dict.fromkeys(case.size for case in cases))
+    assert sorted(protocol.sizes) == sorted({case.size for case in cases})
     assert {case.stack for case in cases} == {protocol.stack}
     assert protocol.fitted_table in TABLES
     assert (protocol.fitted_table == table) == any(case.fitted for case in cases)
@@ -340,9 +351,13 @@ def test_missing_columns_and_missing_rows(file: str, tmp_path: Path) -> None:
 def test_bad_cells_are_told_with_their_place(file: str, column: str, cell: str, expected: str, tmp_path: Path) -> None:
     rows = printed(file)[:2]
     rows[1][column] = cell
-    message = refused(FILES[file][0], write(tmp_path / "bad.csv", rows))
-    assert expected in message
-    assert "bad.csv, line 3" in message
+    read = read_cases_and_skipped(FILES[file][0], write(tmp_path / "bad.csv", rows))
+    (skipped,) = read.skipped
+    assert (len(read.cases), skipped.row) == (1, 2)
+    assert expected in skipped.why
+    assert "line 3: " in skipped.why
+    # A file of nothing else is refused, with its first row's reason.
+    assert expected in refused(FILES[file][0], write(tmp_path / "worse.csv", [rows[1]])).replace("line 2", "line 3")
 
 
 def test_rows_of_another_length_and_columns_twice(tmp_path: Path) -> None:
@@ -352,6 +367,15 @@ def test_rows_of_another_length_and_columns_twice(tmp_path: Path) -> None:
         parse_rows("a,b\n1\n", "text", ("a",))
     with pytest.raises(FlopwiseError, match="has the column a 2 times"):
         parse_rows("a,b,a\n1,2,3\n", "text", ("a",))
+
+
+def test_a_row_of_another_length_is_passed_over(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.csv", printed(megatron.FILES[0]))
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([*lines[:3], "39B,1", *lines[3:]]), encoding="utf-8")
+    read = read_cases_and_skipped("megatron", path)
+    assert (len(read.cases), [skipped.row for skipped in read.skipped]) == (10, [3])
+    assert "2 cells where the header names" in read.skipped[0].why
 
 
 def test_a_sweep_in_which_nothing_was_measured(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from benchmarks.evidence import (
     offload_evidence,
     one_device_evidence,
     table_evidence,
-    torchtitan_evidence,
 )
 from flopwise.catalog.load import load_evidence, load_hardware, load_model
 from flopwise.cli import app
@@ -104,7 +103,6 @@ def test_megatron() -> None:
 
 def test_the_others() -> None:
     assert_shipped(table_evidence("megatron-2"))
-    assert_shipped(torchtitan_evidence())
     assert_shipped([one_device_evidence()], of_kernels=True)
     for table in ("mpt", "nanotron", "megatron"):
         assert_shipped(kernels_evidence(table), of_kernels=True)

@@ -33,6 +33,7 @@ from flopwise.report.document import to_csv, to_markdown
 from tests.support.printing import shown
 
 JSON_KEYS = {
+    "skipped",
     "schema",
     "table",
     "n",

@@ -137,7 +137,7 @@ def test_nothing_is_loaded_from_outside() -> None:
     own = "".join(asset(name) for name in (*SCRIPTS, "page.css", "page.html"))
     # A name of a vocabulary is no address that anyone asks.
     assert set(re.findall(r"https?://[^\s'\"]+", own)) == {"http://www.w3.org/2000/svg"}
-    assert "@import" not in own and "url(" not in own.replace("url(#timeline-clip)", "")
+    assert "@import" not in own and "url(" not in own.replace("url(#foreseen)", "")
 
 
 # -- what it carries -------------------------------------------------------------------------------------------------
@@ -275,3 +275,11 @@ def test_roofs_operators_verdicts_and_steps() -> None:
     assert len(shown) <= page_data.MOST_STEPS + 1 and shown[0] == 1 and shown[-1] == 1300
     alone = run_detail(run, None, ())
     assert [(roof.kind, roof.per_s) for roof in alone.roofs] == [("compute", 989e12)]
+
+
+def test_no_two_scripts_declare_the_same_name() -> None:
+    """They share one scope, in which the later function would silently take the place of the earlier one."""
+    declared = re.compile(r"^(?:async )?(?:function|const|let|class) (\w+)", re.MULTILINE)
+    names = [name for script in SCRIPTS for name in declared.findall(asset(script))]
+    assert len(names) > 200
+    assert sorted({name for name in names if names.count(name) > 1}) == []

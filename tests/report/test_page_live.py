@@ -163,7 +163,7 @@ def test_a_cell_stays_selected_when_it_becomes_a_run(browser: Any, tmp_path: Pat
     with serve(store) as server:
         context = browser.new_context()
         page = context.new_page()
-        page.goto(server.url)
+        page.goto(f"{server.url}#tab=runs")
         page.evaluate(
             "page => { showNew(JSON.parse(page)); selectRow(findRow('cell-8c84e0be2212-1')) }",
             page_json(data),

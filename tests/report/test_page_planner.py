@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from flopwise.cli import app
 from flopwise.cli.planning import planned, predicted, view_text
 from flopwise.cli.serving import Live, Server, listening
 from flopwise.door.questions import Question
@@ -187,6 +189,27 @@ def test_the_timeline_is_handled_by_wheel_drag_keys_and_search(browser: Any, ser
     assert problems == []
     for each in (page, again):
         each.context.close()
+
+
+def test_one_file_answers_every_position_from_disk(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["predict", "gpt2", "--on", "rtx-4090", "-o", "html"]).exit_code == 0
+    page, problems = opened(browser, (tmp_path / "predict.html").as_uri())
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    for axis in page.evaluate("plannerData().grid.axes.map((axis) => axis.name)"):
+        seen = page.evaluate(MOVED, axis)
+        assert len(seen) == 50
+        for _, value, speed, card, told, line, _ in seen:
+            assert card in {speed, f"✗ {speed}"} and told
+            assert value in ("auto", "1") or f"--{axis.replace('_', '-')} {value}" in line or value == "1k"
+    page.evaluate("change(usualQuestion())")
+    page.click("#pin")
+    assert page.locator("#plan-pins tbody tr").count() == 1
+    assert asked == [] and problems == []
+    page.context.close()
 
 
 @pytest.mark.parametrize(("width", "height", "scheme"), [(1280, 800, "light"), (390, 844, "dark")])

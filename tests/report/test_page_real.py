@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.test_page_browser import ARGUMENTS, CHROMIUM, PANELS, axe, sync_api
+from tests.report.test_page_browser import ARGUMENTS, CHROMIUM, LANES, PANELS, axe, sync_api
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -33,9 +33,11 @@ def check_panels(page: Any, rows: int) -> None:
     assert marks(page, "#heatmap .square > rect") == rows
     assert marks(page, "#accuracy .point > *") == rows
     assert marks(page, "#table tr[data-place]") == rows
-    for drawn in ("#memory .owner > rect", "#timeline .tasks.measured rect", "#profile .stack span"):
+    for drawn in ("#memory .owner > rect", "#timeline canvas", "#profile .stack span", "#best .first"):
         assert marks(page, drawn) > 0, drawn
-    assert marks(page, "#timeline .tasks.measured rect") == marks(page, "#timeline .tasks.predicted rect")
+    lanes = page.evaluate(LANES, page.evaluate("state.selected.run"))
+    measured, predicted = (sum(tasks for side, tasks in lanes if side == one) for one in ("measured", "predicted"))
+    assert measured == predicted > 0
     # CPU operators have shapes, and so a place below the roofs.
     assert marks(page, "#roofline .operator > circle") > 0
     # The first steps are in a run's own picture, too.

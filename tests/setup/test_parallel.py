@@ -152,7 +152,7 @@ def test_what_can_be_split_is_not_refused() -> None:
 
 
 def router_flops(work: Work) -> int:
-    return sum(op.forward_flops() for op in work.ops if op.name == "router")
+    return sum(op.forward_flops() for op in work.ops if op.name in ("router", "shared_router"))
 
 
 def even_layouts(model: Transformer) -> list[Layout]:
@@ -202,13 +202,15 @@ def test_context_ranks_share_every_pair(kernel: AttentionKernel, causal: bool) -
 def repeated_parameters(model: Transformer, tokens: int) -> int:
     """By hand: what every tensor rank holds whole."""
     norm = model.hidden * (2 if model.norm_bias else 1)
-    norms = 4 if model.norm_place == "sandwich" else 2
+    norms = 4 if model.norm_place == "sandwich" else 1 if model.shared_norm else 2
     each = norms * norm + model.hidden * (model.output_bias + model.ffn_bias * max(1, model.experts))
     # Norms over all heads are parted as the heads are.
     of_heads = model.qk_norm and model.qk_norm_over == "head"
-    each += 2 * model.head_dim * of_heads + model.experts * (model.hidden + model.routing.bias)
+    each += 2 * model.head_dim * of_heads
+    routers = model.experts * (model.hidden + model.routing.bias) + model.shared_gate * model.hidden
     positions = (model.position_rows or tokens) * model.hidden if model.positions == "learned" else 0
-    return model.layers * each + norm * model.final_norm + positions
+    mixtures = model.layers - len(model.dense_blocks)
+    return model.layers * each + mixtures * routers + norm * model.final_norm + positions
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from flopwise.engine.modules import ReferenceModel
+from flopwise.engine.modules import ExpertMatrices, ReferenceModel
 from flopwise.work.transformer import Transformer
 from tests.support.tiny_models import random_module
 
@@ -40,6 +40,30 @@ class Adapted(nn.Module):
         return torch.cat(parts, -1)
 
 
+class AdaptedExperts(nn.Module):
+    """A mixture's matrices, some of whose results have an adapter for each expert."""
+
+    def __init__(
+        self, base: ExpertMatrices, widths: dict[str, int], targets: tuple[str, ...], rank: int, scale: float
+    ) -> None:
+        super().__init__()
+        self.base, self.widths, self.scale, self.rows = base.requires_grad_(False), widths, scale, [*widths.values()]
+        *lead, _, inputs = base.weight.shape
+        dtype, chosen = base.weight.dtype, [name for name in widths if name in targets]
+        self.lora_A = nn.ParameterDict({name: torch.empty(*lead, rank, inputs, dtype=dtype) for name in chosen})
+        self.lora_B = nn.ParameterDict({name: torch.empty(*lead, widths[name], rank, dtype=dtype) for name in chosen})
+
+    def forward(self, value: Tensor, expert: int) -> Tensor:
+        parts = []
+        for name, part in zip(self.widths, self.base(value, expert).split(self.rows, -1), strict=True):
+            low: Tensor | float = 0.0
+            if name in self.lora_A:
+                down, up = (each[expert] if each.ndim == 3 else each for each in (self.lora_A[name], self.lora_B[name]))
+                low = value @ down.t() @ up.t() * self.scale
+            parts.append(part + low)
+        return torch.cat(parts, -1)
+
+
 def adapt(
     model: Transformer, *, dtype: torch.dtype = torch.float64, seed: int = 0, joined: tuple[str, ...] = ()
 ) -> ReferenceModel:
@@ -65,9 +89,10 @@ def adapt(
             base = getattr(layer, product, None)
             if base is not None and set(targets) & set(adapters.targets):
                 own, chosen = {name: widths[name] for name in targets}, tuple[str, ...](adapters.targets)
+                kind = AdaptedExperts if isinstance(base, ExpertMatrices) else Adapted
                 if product in joined:
                     own, chosen = {"+".join(targets): sum(own.values())}, ("+".join(targets),)
-                made = Adapted(base, own, chosen, adapters.rank, adapters.scale)
+                made = kind(base, own, chosen, adapters.rank, adapters.scale)
                 made.rows = [widths[name] for name in targets]
                 for value in (*made.lora_A.parameters(), *made.lora_B.parameters()):
                     value.data.copy_(0.3 * torch.randn(value.shape, generator=generator, dtype=torch.float64))
@@ -86,14 +111,14 @@ def ours(module: nn.Module, of: Callable[[nn.Parameter], Tensor] = lambda value:
         elif "lora_B" in place:
             targets, given = place[4].split("+"), of(value)
             holder = module.get_submodule(".".join(place[:3]))
-            assert isinstance(holder, Adapted)
+            assert isinstance(holder, Adapted | AdaptedExperts)
             apart = given.numel() and len(targets) > 1
             parts = list(torch.split(given, holder.rows)) if apart else [given] * len(targets)
             for target, part in zip(targets, parts, strict=True):
                 found[".".join([*place[:2], f"{target}_B.weight"])] = part
         else:
             found[name.replace(".base.", ".")] = of(value)
-    return found | {name: torch.cat(values) for name, values in down.items()}
+    return found | {name: torch.cat(values, -2) for name, values in down.items()}
 
 
 def trained(module: nn.Module) -> dict[str, Tensor]:

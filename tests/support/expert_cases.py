@@ -30,6 +30,7 @@ CASES = {
     "no token for most": Case(9, 11, 2, 16, 16, among=3),
     "all of one expert": Case(35, 4, 1, 33, 7, among=1),
     "every expert of every token": Case(13, 3, 3, 17, 130),
+    "narrow": Case(150, 4, 2, 64, 16),
     "one expert": Case(6, 1, 1, 8, 5),
     "one token": Case(1, 7, 3, 20, 36),
     "clamped, with biases": Case(41, 4, 2, 32, 24, kind="clamped_swiglu", biased=True),

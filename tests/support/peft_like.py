@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from flopwise.engine.weights.adapter_files import PREFIX
 
@@ -23,6 +24,51 @@ class Lora(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         result: Tensor = self.base_layer(value) + self.scale * self.lora_B(self.lora_A(value))
         return result
+
+
+class ExpertLora(nn.Module):
+    """W + scale · B·A of each expert, of matrices that transformers has in one tensor: some rows of each."""
+
+    def __init__(self, parts: list[tuple[slice, nn.ParameterList, nn.ParameterList]], scale: float) -> None:
+        super().__init__()
+        self.rows, self.scale = [rows for rows, _, _ in parts], scale
+        self.downs = nn.ModuleList(down for _, down, _ in parts)
+        self.ups = nn.ModuleList(up for _, _, up in parts)
+
+    def forward(self, matrices: Tensor) -> Tensor:
+        result = matrices.clone()
+        for rows, downs, ups in zip(self.rows, self.downs, self.ups, strict=True):
+            assert isinstance(downs, nn.ParameterList)
+            assert isinstance(ups, nn.ParameterList)
+            products = [up @ down for down, up in zip(downs, ups, strict=True)]
+            result[:, rows] += self.scale * torch.stack(products)
+        return result
+
+
+def _beside_experts(
+    name: str, module: Any, table: dict[str, Any], scale: float, *, generator: torch.Generator, deviation: float
+) -> dict[str, nn.Parameter]:
+    """Adapters of experts, by the names that their matrices have in files of weights."""
+    found: dict[str, nn.Parameter] = {}
+    mixtral = {"w1", "w2", "w3"} & {*table["target_modules"]}
+    words = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    path = name.replace("mlp.experts", "block_sparse_moe.experts") if mixtral else name
+    inner = module.down_proj.shape[2]
+    places = {words[0]: slice(0, inner), words[1]: slice(inner, 2 * inner), words[2]: slice(None)}
+    for matrix, members in (("gate_up_proj", words[:2]), ("down_proj", words[2:])):
+        parts = []
+        for word in (each for each in members if each in table["target_modules"]):
+            rows, (experts, _, inputs) = places[word], getattr(module, matrix).shape
+            outputs = inner if matrix == "gate_up_proj" else module.down_proj.shape[1]
+            sides = []
+            for side, shape in (("lora_A", (table["r"], inputs)), ("lora_B", (outputs, table["r"]))):
+                drawn = [nn.Parameter(deviation * torch.randn(shape, generator=generator)) for _ in range(experts)]
+                found |= {f"{PREFIX}{path}.{number}.{word}.{side}.weight": each for number, each in enumerate(drawn)}
+                sides.append(nn.ParameterList(drawn))
+            parts.append((rows, sides[0], sides[1]))
+        if parts:
+            parametrize.register_parametrization(module, matrix, ExpertLora(parts, scale), unsafe=True)
+    return found
 
 
 def add_adapters(
@@ -44,4 +90,7 @@ def add_adapters(
                 weight = getattr(made, side).weight
                 weight.data.copy_(deviation * torch.randn(weight.shape, generator=generator))
                 found[f"{PREFIX}{name}.{side}.weight"] = weight
+    for name, module in list(network.named_modules()):
+        if name.endswith("mlp.experts"):
+            found |= _beside_experts(name, module, table, scale, generator=generator, deviation=deviation)
     return found

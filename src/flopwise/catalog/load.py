@@ -81,9 +81,7 @@ def load_model(name: str | Path, changes: Mapping[str, Any] | None = None) -> Mo
     """
     if isinstance(name, str):
         if name.lower() in model_names():
-            table = read_table(ROOT / "models" / f"{name.lower()}.toml")
-            described = {key: value for key, value in table.items() if key not in OTHER_NAMES}
-            return _decode_model(described, name.lower(), changes)
+            return _decode_model(read_table(ROOT / "models" / f"{name.lower()}.toml"), name.lower(), changes)
         if not _is_path(name):
             if name.lower() not in model_aliases():
                 raise _no_model(name)
@@ -424,7 +422,7 @@ def model_table(model: Model) -> dict[str, Any]:
 
 OF_SOME_FAMILIES = (
     *("norm_adds_one", "qk_norm_over", "shared_norm", "rotary_pairs", "other_blocks", "embedding_scale"),
-    *("residual_scale", "logit_scale", "family", "routing", "sinks", "objective"),
+    *("residual_scale", "logit_scale", "family", "routing", "sinks", "latent", "objective"),
     *("shared_ffn", "shared_gate", "dense_blocks", "dense_ffn"),
     *("unnormed_attention", "pooling", "pooler_norm", "transform_bias"),
 )
@@ -454,7 +452,8 @@ def _decode_model(table: dict[str, Any], where: str, changes: Mapping[str, Any] 
     architecture = table.get("architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise _no_description(table, where)
-    fields = {key: value for key, value in table.items() if key != "architecture"}
+    # A copy of the catalogue's file is a description too.
+    fields = {key: value for key, value in table.items() if key not in ("architecture", *OTHER_NAMES)}
     model = decode({**fields, **(changes or {})}, ARCHITECTURES[architecture], where)
     return _rename(model, changes or {})
 

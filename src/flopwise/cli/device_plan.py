@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -33,6 +34,9 @@ def plan_one_device(setup: Setup, options: PlanOptions, *, convention: Conventio
     from flopwise.door.planning import for_file, write_plan
 
     setups = _pair_caps(setup, options)
+    if form == "html":
+        _write_page(setup, setups, options, convention)
+        return
     if len(setups) > 1:
         for name, path in (("trace", options.trace), ("write", options.write)):
             if path:
@@ -54,6 +58,20 @@ def plan_one_device(setup: Setup, options: PlanOptions, *, convention: Conventio
         say(f"wrote {options.write}")
     if options.trace:
         _write_trace(options.trace, found.plan, setup.model, setup.hardware)
+
+
+def _write_page(setup: Setup, setups: list[CappedSetup], options: PlanOptions, convention: Convention) -> None:
+    from flopwise.cli.planner_file import plan_file
+    from flopwise.door.planning import cap_device
+
+    for name in ("write", "trace", "heatmap"):
+        if getattr(options, name):
+            raise FlopwiseError(f"--{name} beside -o html", why="a page holds many plans", hint=f"--{name} by itself")
+
+    def capped(device: int, host: int) -> CappedSetup:
+        return cap_device(setup, device=device, host=host, host_given=True)
+
+    plan_file(options, setups, lambda one, helps: _plan(one, options, convention, helps=helps), capped)
 
 
 # -- from words to set-ups -------------------------------------------------------------------------------------------
@@ -201,8 +219,9 @@ def _write_trace(path: str, plan: Plan, model: Model, hardware: Hardware) -> Non
     say(f"wrote {path}{shorter}")
 
 
-def show_plan_file(plan: Plan, model: Model, convention: Convention, form: str) -> None:
+def show_plan_file(plan: Plan, model: Model, convention: Convention, form: str, name: str) -> None:
     """`flopwise predict plan.toml` of one device: played once more by the flopwise of today."""
+    from flopwise.cli.planner_file import show_plan_page
     from flopwise.door.intervals import add_interval
     from flopwise.plan.device.explain import notes
     from flopwise.plan.device.forecast import forecast
@@ -222,4 +241,8 @@ def show_plan_file(plan: Plan, model: Model, convention: Convention, form: str) 
         reasons={},
         notes=(*notes(model, hardware, plan.sequence_tokens), *told),
     )
-    _print(add_interval(found, model, hardware), hardware.title, form)
+    whole = add_interval(found, model, hardware)
+    if form == "html":
+        show_plan_page(whole, model, hardware, f"flopwise predict {shlex.quote(name)}")
+        return
+    _print(whole, hardware.title, form)

@@ -15,6 +15,7 @@ from flopwise.records.prediction import Prediction
 from flopwise.records.profile import Profile, Verdict
 from flopwise.references.deepflow.report import DeepflowRecord
 from flopwise.references.design.report import DesignRecord
+from flopwise.references.validate.protocol import Skipped
 from flopwise.references.validate.validation import ValidatedRow
 from flopwise.report.device_plans import OF_FORECAST, OF_PLAN
 from flopwise.report.run_comparison import SETTINGS
@@ -158,6 +159,7 @@ class ValidationRecord(TypedDict):
     oom_accuracy: NotRequired[float]
     protocol: str
     rows: list[ValidatedRow]
+    skipped: list[Skipped]
 
 
 class ModelEntry(TypedDict):

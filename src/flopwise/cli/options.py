@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 FORMS = ("table", "md", "csv", "json")
+PAGE_FORMS = (*FORMS, "html")
 
 # -- commands --------------------------------------------------------------------------------------------------------
 
@@ -171,7 +172,10 @@ class SetupOptions(Options):
     freeze: FreezeOption = "auto"
     task: TaskOption = "auto"
     base: BaseOption = "auto"
-    output: OutputOption = "table"
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", help="table, md, csv, json, or html: the planner as one file."),
+    ] = "table"
 
     def __post_init__(self) -> None:
         if self.power.lower() != AUTO:

@@ -10,7 +10,7 @@ import typer
 from flopwise.base.errors import FlopwiseError, one_of
 from flopwise.base.units import parse_devices, read_option
 from flopwise.cli.options import (
-    FORMS,
+    PAGE_FORMS,
     SetupOptions,
     check_target,
     find_hardware,
@@ -69,11 +69,12 @@ def plan(options: PlanOptions) -> None:
 
     from flopwise.catalog.load import load_model
     from flopwise.cli.device_plan import check_one_cap, check_one_name, plan_one_device
+    from flopwise.cli.planner_file import cluster_file
     from flopwise.door.planning import plan_cluster, write_plan
     from flopwise.report.plans import plan_document, plan_record
     from flopwise.work.op import CONVENTIONS
 
-    form = one_of(options.output, FORMS, "--output")
+    form = one_of(options.output, PAGE_FORMS, "--output")
     counting = one_of(options.convention, CONVENTIONS, "--convention")
     check_one_name(options.model, "model")
     check_one_name(options.on, "device")
@@ -97,8 +98,11 @@ def plan(options: PlanOptions) -> None:
     setup = setup_under(options.device_mem)
     answer = _search(setup, devices, offload=options.offload)
     found = plan_cluster(setup, answer, convention=counting)
-    document = plan_document(found.prediction, answer, machine.title)
-    show(document, plan_record(found.prediction, answer), form, schema="cluster-plan")
+    if form == "html":
+        cluster_file(options, found, machine.title)
+    else:
+        document = plan_document(found.prediction, answer, machine.title)
+        show(document, plan_record(found.prediction, answer), form, schema="cluster-plan")
     if options.write:
         write_plan(Path(options.write), found.plan, model)
         say(f"wrote {options.write}")

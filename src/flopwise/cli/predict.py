@@ -13,6 +13,7 @@ from flopwise.base.units import parse_counts, parse_devices, parse_tokens, read_
 from flopwise.cli.options import (
     FORMS,
     METHODS,
+    PAGE_FORMS,
     MethodOption,
     SetupOptions,
     find_hardware,
@@ -75,12 +76,13 @@ def predict(options: PredictOptions) -> None:
     """Predict a training step: time, tokens per second, MFU, HFU, memory by owner, what binds each operator."""
     from flopwise.catalog.load import is_plan, load_model
     from flopwise.cli.deepflow import predict_deepflow, refuse_print_out
+    from flopwise.cli.planner_file import predict_file
     from flopwise.door.intervals import predict_steps
     from flopwise.work.op import CONVENTIONS
 
-    form = one_of(options.output, FORMS, "--output")
+    form = one_of(options.output, PAGE_FORMS, "--output")
     if one_of(options.method, METHODS, "--method") == "deepflow":
-        predict_deepflow(options, form)
+        predict_deepflow(options, one_of(form, FORMS, "--output"))
         return
     if options.print_out:
         raise refuse_print_out()
@@ -91,8 +93,12 @@ def predict(options: PredictOptions) -> None:
     cases = _expand(options)
     changes = parse_changes(options.change)
     trained = trained_words(options)
-    models = [trained.of(load_model(name, changes)) for name in split_names(options.model, "a model")]
-    machines = [find_hardware(name) for name in split_names(options.on, "a device (--on)")]
+    named = {name: trained.of(load_model(name, changes)) for name in split_names(options.model, "a model")}
+    devices = {name: find_hardware(name) for name in split_names(options.on, "a device (--on)")}
+    if form == "html" and not options.show_config:
+        predict_file(options, named, devices, counting)
+        return
+    models, machines = list(named.values()), list(devices.values())
     _check_count(len(models) * len(machines) * len(cases))
     setups = [
         case.setup(
@@ -152,13 +158,17 @@ def _check_count(count: int) -> None:
 def _show_plan(options: PredictOptions, convention: Convention, form: str) -> None:
     from flopwise.cli.device_plan import show_plan_file
     from flopwise.cli.plan import load_plan_alone, predict_cluster_plan
+    from flopwise.cli.planner_file import command_line, show_prediction_file
     from flopwise.records.plan import Plan
 
     plan, model = load_plan_alone(options)
     if isinstance(plan, Plan):
-        show_plan_file(plan, model, convention, form)
+        show_plan_file(plan, model, convention, form, options.model)
         return
     prediction, machine = predict_cluster_plan(plan, model, convention)
+    if form == "html":
+        show_prediction_file(prediction, command_line("predict", options, {}))
+        return
     _print_predictions([prediction], {machine.name: machine.title}, form)
 
 

@@ -269,6 +269,7 @@ def _sort_rows(rows: list[Result], sort: str) -> list[Result]:
 
 
 def _page_data(rows: list[Result], named: Sequence[str], store: str) -> PageData:
+    from flopwise.cli.foreseen import foresee_rows
     from flopwise.report.page.data import PageData, now
     from flopwise.store.runs import store_folder
 
@@ -276,7 +277,8 @@ def _page_data(rows: list[Result], named: Sequence[str], store: str) -> PageData
     title = ", ".join(Path(name).name for name in named) if named else store_folder(store).resolve().name
     details, left_out = _details(rows, named, store_folder(store))
     short = title if len(title) <= 60 else f"{title[:59]}…"
-    return PageData(title=short, created=now(), rows=rows, details=details, left_out=left_out)
+    foreseen = foresee_rows(rows)
+    return PageData(title=short, created=now(), rows=rows, details=details, foreseen=foreseen, left_out=left_out)
 
 
 MOST_DETAILS = 200

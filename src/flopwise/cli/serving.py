@@ -94,6 +94,7 @@ class Live:
         self._failure: FlopwiseError | None = None
         self._read_at = 0.0
         self._told: set[str] = set()
+        self._foreseen: dict[Result, dict[str, Any] | None] = {}
         self.searches = Searches()
 
     def answer(self, path: str, query: str = "", is_wanted: Callable[[], bool] = lambda: True) -> PageAnswer | None:
@@ -172,13 +173,20 @@ class Live:
             tell(line)
 
     def page(self, seen: _Seen) -> PageData:
+        from flopwise.cli.foreseen import foresee_rows
         from flopwise.cli.planning import options
         from flopwise.report.page.data import PageData
 
         title = str(self.store)
         short = title if len(title) <= 60 else f"…{title[-59:]}"
         return PageData(
-            title=short, created=seen.created, rows=seen.rows, progress=seen.progress, live=True, planner=options()
+            title=short,
+            created=seen.created,
+            rows=seen.rows,
+            progress=seen.progress,
+            foreseen=foresee_rows(seen.rows, self._foreseen),
+            live=True,
+            planner=options(),
         )
 
     def _run(self, name: str) -> PageAnswer | None:

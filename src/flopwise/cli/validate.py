@@ -26,9 +26,16 @@ RECORDED_URL = "https://github.com/als244/ml_dataflow"
 
 def validate(
     table: Annotated[
-        str, typer.Argument(help="mpt, vtrain, nanotron, megatron, megatron-2, offload, offload-ampere or deepflow.")
+        str,
+        typer.Argument(
+            help="mpt, vtrain, nanotron, megatron, megatron-2, torchtitan, megatron-core, korthikanti, uci, offload, "
+            "offload-ampere or deepflow; or any CSV whose columns have the names of docs/validation.md."
+        ),
     ],
     file: Annotated[str, typer.Argument(help="Another file with the columns of that table.")] = "",
+    stack: Annotated[
+        str, typer.Option(help="With a CSV of your own: the framework of rows that name none, by name or TOML.")
+    ] = "",
     leave_out: Annotated[
         str, typer.Option(help="model: predict each model size with constants fitted to the others; none.")
     ] = "none",
@@ -43,9 +50,18 @@ def validate(
 
     form = one_of(output, FORMS, "--output")
     apart = one_of(leave_out, ("none", "model"), "--leave-out") == "model"
-    name = one_of(table, (*TABLES, *RECORDED, CONFORMANCE), "flopwise validate")
     path = Path(file) if file else None
-    if name == CONFORMANCE:
+    own = table.lower().endswith(".csv") or Path(table).exists()
+    name = "" if own else one_of(table, (*TABLES, *RECORDED, CONFORMANCE), "flopwise validate")
+    if stack and not own:
+        raise FlopwiseError(
+            f"--stack beside the table {name}",
+            why="its protocol names the framework that it was measured with",
+            hint="`flopwise validate FILE.csv --stack NAME`",
+        )
+    if own:
+        found = _validate_own(Path(table), stack, apart=apart)
+    elif name == CONFORMANCE:
         found = _conformance(path)
     elif name in RECORDED:
         found = _validate_recorded(name, path, apart=apart)
@@ -90,34 +106,50 @@ def _validate_recorded(table: str, path: Path | None, *, apart: bool) -> Validat
 
 def _validation(name: str, path: Path | None, *, apart: bool) -> Validation:
     from flopwise.catalog.load import load_stack
-    from flopwise.references.published import protocol_of, read_cases, table_of
+    from flopwise.references.published import protocol_of, read_cases, read_cases_and_skipped, table_of
     from flopwise.references.validate.fitting import fit_of, held_out_predictions, shipped_predictions, validate_table
 
     protocol = protocol_of(table_of(name, path))
-    cases, shipped = read_cases(name, path), read_cases(protocol.fitted_table)
-    own = protocol.fitted_table == protocol.table
-    for case in cases:
-        _check(case)
+    read, shipped = read_cases_and_skipped(name, path), read_cases(protocol.fitted_table)
+    cases, own = read.cases, protocol.fitted_table == protocol.table
     stack = load_stack(protocol.stack)
     if not apart:
         predicted = shipped_predictions(cases, shipped, stack)
-        return validate_table(protocol, cases, predicted, words=_shipped_words(protocol, cases, shipped, path))
+        return validate_table(
+            protocol, cases, predicted, words=_shipped_words(protocol, cases, shipped, path), skipped=read.skipped
+        )
     fit = fit_of(protocol, cases if own else shipped, stack)
     with progress_bar("sizes held out") as progress:
         predicted = held_out_predictions(fit, cases, progress)
-    return validate_table(protocol, cases, predicted, words=_held_out_words(protocol, path if own else None))
+    return validate_table(
+        protocol, cases, predicted, words=_held_out_words(protocol, path if own else None), skipped=read.skipped
+    )
 
 
-def _check(case: Case) -> None:
-    """Refuse a row that cannot be predicted: its model cannot be split so, or no network reaches all its devices."""
-    from flopwise.predict.cluster.collectives import check_reach
+def _validate_own(path: Path, stack: str, *, apart: bool) -> Validation:
+    """Any table with named columns, each row predicted by its own stack."""
+    from flopwise.references.published import read_own
+    from flopwise.references.validate.fitting import own_predictions
+    from flopwise.references.validate.validation import validate
 
-    setup = case.setup
-    try:
-        setup.parallel.check(setup.model, setup.sequence_tokens)
-        check_reach(setup.hardware.name, setup.hardware.networks, setup.parallel.devices)
-    except FlopwiseError as error:
-        raise error.within(f"row {case.row}") from None
+    if apart:
+        raise FlopwiseError(
+            "--leave-out model with a table of your own",
+            why="no constant is fitted to its rows, so there is none to fit without some of them",
+            hint=f"flopwise validate {path}",
+        )
+    read = read_own(path, stack=stack)
+    predicted = own_predictions(read.cases)
+    stacks = ", ".join(dict.fromkeys(case.stack for case in read.cases))
+    return validate(
+        path.name,
+        read.cases,
+        predicted.step_s,
+        predicted.fits.tolist(),
+        protocol=f"each row as `predict` has it, by the stack it names ({stacks}); nothing was fitted to this file",
+        held_out=predicted.held_out,
+        skipped=read.skipped,
+    )
 
 
 # -- what was fitted to what, in words -------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flopwise.base.callable_module import make_callable
+from flopwise.base.processes import let_threads_sleep
 
 if TYPE_CHECKING:
     from flopwise.train.events import Callback, Started
@@ -27,6 +28,7 @@ def __getattr__(name: str) -> object:
 
     places = {"Callback": "events", "Started": "events", "TrainRequest": "request", "run": "running"}
     if name in places:
+        let_threads_sleep()
         try:
             return getattr(importlib.import_module(f"flopwise.train.{places[name]}"), name)
         except ModuleNotFoundError as error:

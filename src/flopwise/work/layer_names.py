@@ -45,11 +45,25 @@ BLOOM: dict[Target, str] = {
     "up": "mlp.dense_h_to_4h",
     "down": "mlp.dense_4h_to_h",
 }
+ATTENTION: dict[Target, str] = {target: LLAMA[target] for target in GROUPS["attention"]}
+EXPERTS: dict[Target, str] = {
+    **ATTENTION,
+    **{target: f"mlp.experts.{{}}.{target}_proj" for target in GROUPS["mlp"]},
+}
+"""Of a mixture: the number of an expert stands in the braces."""
 GATE_UP = _in_one("mlp.gate_up_proj", "gate", "up")
 LAYERS: dict[str, dict[Target, str]] = {
     **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "olmo2", "olmo3", "granite", "smollm3"), LLAMA),
     **dict.fromkeys(("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "seed_oss", "stablelm", "arcee"), LLAMA),
     **dict.fromkeys(("nemotron", "exaone4", "ernie4_5"), LLAMA),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe"), EXPERTS),
+    "mixtral": {
+        **ATTENTION,
+        "gate": "block_sparse_moe.experts.{}.w1",
+        "up": "block_sparse_moe.experts.{}.w3",
+        "down": "block_sparse_moe.experts.{}.w2",
+    },
+    "gpt_oss": ATTENTION,
     **dict.fromkeys(("bloom", "falcon"), BLOOM),
     "mpt": {**_in_one("attn.Wqkv", "q", "k", "v"), "o": "attn.out_proj", "up": "ffn.up_proj", "down": "ffn.down_proj"},
     "gptj": {
@@ -91,6 +105,8 @@ BLOCK_OF = re.compile(r"^.*\.[0-9]+\.")
 def layer_names(model: Transformer) -> dict[Target, str]:
     """The layer of each matrix of a model's block; a description of no family goes by what it is built like."""
     named = LAYERS.get(model.family)
+    if named is None and model.experts:
+        named = EXPERTS
     if named is None:
         named = LLAMA if model.positions != "learned" else GPT2 if model.causal else BERT
     return {target: name for target, name in named.items() if model.gated or target != "gate"}

@@ -456,6 +456,11 @@ def _tile_for(tile: ExpertTile, source: Tensor) -> tuple[ExpertTile, str]:
     return (WIDE_TILE, "ieee") if source.dtype == torch.float32 else (tile, "tf32")
 
 
+def _within(block: int, side: int) -> int:
+    """A block no wider than what it covers: adapters are 16 wide, where a tile is 256. A matrix unit takes 16."""
+    return column_block(max(16, side), block)
+
+
 def product(
     source: Tensor,
     matrix: Tensor,
@@ -471,6 +476,7 @@ def product(
     """See `plain_experts.product`."""
     tile, precision = _tile_for(tile, source)
     tiles, (_, columns), depth = routed.cut(tile.rows), out.shape, source.shape[1]
+    tile = tile._replace(columns=_within(tile.columns, columns), depth=_within(tile.depth, depth))
     of_expert, of_output, of_input = matrix.stride()
     _product_kernel[(tiles.count * triton.cdiv(columns, tile.columns),)](
         source,
@@ -635,6 +641,7 @@ def wgrad(
     """See `plain_experts.wgrad`."""
     tile, precision = _tile_for(tile, gradient)
     _, outputs, inputs = total.shape
+    tile = tile._replace(rows=_within(tile.rows, outputs), columns=_within(tile.columns, inputs))
     assert total.stride(2) == 1
     tiles = triton.cdiv(outputs, tile.rows) * triton.cdiv(inputs, tile.columns)
     _wgrad_kernel[(routed.experts * tiles,)](

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -29,26 +30,39 @@ AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A matrix (outputs, inputs) in a piece of memory: codes by rows, and their scales in fp32."""
+    """A matrix (outputs, inputs) in a piece of memory, or one for each expert: codes by rows, their scales in fp32."""
 
     codes: Tensor
     scales: Tensor
     depth: int
     kind: str
+    experts: int = 0
+    """Matrices behind each other; 0: one, without a dimension for it."""
 
     @classmethod
     def within(cls, buffer: Tensor, shape: tuple[int, ...], kind: str) -> Quantised:
         """One of that shape in the first bytes of a buffer: its scales, and its codes behind them."""
-        rows, depth = shape
+        *lead, outputs, depth = shape
+        rows = prod(lead) * outputs
         blocks = -(-depth // (QUANTISED_BLOCK[kind] or depth))
         behind = rows * blocks * SCALE_BYTES
         whole = quantised_bytes(rows, depth, kind)
         scales = buffer[:behind].view(torch.float32).view(rows, blocks)
-        return cls(buffer[behind:whole].view(rows, -1), scales, depth, kind)
+        return cls(buffer[behind:whole].view(rows, -1), scales, depth, kind, *lead)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.depth
+    def count(self) -> int:
+        """Rows of all its matrices."""
+        return self.codes.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.experts, self.count // self.experts, self.depth) if self.experts else (self.count, self.depth)
+
+    @property
+    def bytes(self) -> int:
+        """Of codes and scales."""
+        return quantised_bytes(self.count, self.depth, self.kind)
 
     def rows(self, rows: slice) -> Quantised:
         """Some of its rows."""
@@ -56,8 +70,8 @@ class Quantised:
 
     def quantise(self, values: Tensor) -> None:
         """Take over these numbers, a few rows at a time."""
-        each = max(1, AT_ONCE // self.depth)
-        for first in range(0, self.shape[0], each):
+        each, values = max(1, AT_ONCE // self.depth), values.reshape(-1, self.depth)
+        for first in range(0, self.count, each):
             piece = slice(first, first + each)
             codes, scales = _quantise(values[piece].float(), self.kind)
             self.codes[piece].copy_(codes)
@@ -68,12 +82,13 @@ class Quantised:
         if self.codes.is_cuda and has_triton():
             from flopwise.engine.kernels import fused_quantised
 
-            fused_quantised.dequantise(self.codes, self.scales, kind=self.kind, table=nf4_table(out.device), out=out)
+            rows, table = out.view(-1, self.depth), nf4_table(out.device)
+            fused_quantised.dequantise(self.codes, self.scales, kind=self.kind, table=table, out=rows)
             return out
         each = max(1, AT_ONCE // self.depth)
-        for first in range(0, self.shape[0], each):
+        for first in range(0, self.count, each):
             piece = self.rows(slice(first, first + each))
-            out[first : first + each].copy_(_dequantise(piece))
+            out.view(-1, self.depth)[first : first + each].copy_(_dequantise(piece))
         return out
 
 
@@ -104,7 +119,7 @@ def _quantise(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _dequantise(matrix: Quantised) -> Tensor:
-    rows, depth = matrix.shape
+    rows, depth = matrix.count, matrix.depth
     if matrix.kind == "int8":
         return matrix.codes.view(torch.int8).float() * (matrix.scales / INT8_STEPS)
     low = torch.stack((matrix.codes >> QUANTISED_BITS["nf4"], matrix.codes & 15), dim=-1).view(rows, -1)

@@ -19,11 +19,16 @@ from flopwise.engine.kernels.blocks import has_triton
 from flopwise.engine.kernels.dispatch import FUSED_TYPES
 from flopwise.engine.kernels.experts import Routed
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
+from flopwise.work.adapters import DOWN, GROUPS, UP
 from flopwise.work.op import Gemm, Op
 from flopwise.work.transformer import Transformer
 
 PRODUCTS = ("gate_up", "up", "down")
 """Of experts."""
+BESIDE = {f"{name}_{DOWN}" for name in PRODUCTS} | {f"{target}_{UP}" for target in GROUPS["mlp"]}
+"""Those of adapters beside them."""
+DISPATCHED = "dispatched"
+"""What experts read, a row of a token for each of its choices."""
 AROUND = ("routing", "dispatch", "combine")
 """Operators around them."""
 
@@ -83,6 +88,20 @@ class Matrices:
     bias: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """An adapter beside the experts' last product, as its backward reads it."""
+
+    first: Matrices
+    second: Matrices
+    """Scaled."""
+    low: str
+    """Its inner result."""
+    first_total: Tensor
+    second_total: Tensor
+    scale: float
+
+
 def by_expert(weight: Tensor, bias: Tensor | None) -> Matrices:
     """Of a single expert the weight has no dimension for the expert."""
     alone = weight.ndim == 2
@@ -97,7 +116,7 @@ class Mixture:
 
     def has(self, op: Op) -> bool:
         """Whether an operator is a product of experts."""
-        return self.model.experts > 0 and isinstance(op, Gemm) and op.name in PRODUCTS
+        return self.model.experts > 0 and isinstance(op, Gemm) and (op.name in PRODUCTS or op.name in BESIDE)
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -139,6 +158,9 @@ class Mixture:
     ) -> None:
         """A product's wanted results, with `activates` also what the activation makes of them."""
         routed, source = self.routed(values), values[op.inputs[0]]
+        if op.adds:
+            self.kernels.product(source, matrices.weight, None, routed, out=values[op.outputs[0]], add=True)
+            return
         outs = self._places(op, values, columns, wanted)
         if activates and self.model.gated and len(outs) == len(columns):
             gate, up = outs.values()
@@ -157,7 +179,7 @@ class Mixture:
             if name in outs:
                 bias = None if matrices.bias is None else matrices.bias[:, first:last]
                 weight = matrices.weight[:, first:last]
-                gathers = op.name != "down"
+                gathers = op.inputs[0] == DISPATCHED
                 self.kernels.product(source, weight, bias, routed, out=outs[name], gathers=gathers)
 
     def _places(
@@ -201,17 +223,20 @@ class Mixture:
         matrices: Matrices,
         *,
         totals: Matrices | None,
+        beside: Beside | None = None,
     ) -> None:
         """From the gradient of the weighted sums to those of gate and up, in their places, and of the weights.
 
-        `ops`: what sums the experts' results, and the activation.
+        `ops`: what sums the experts' results, and the activation; `beside`: what is trained beside the matrices.
         """
         combine, activation = ops
         routed, weights, gradient = self.routed(values), values["routing_weights"], gradients[combine.outputs[0]]
         inner = [values[name] for name in activation.inputs]
         made, _ = gradients.target(activation.outputs[0], tuple(inner[0].shape), inner[0].dtype)
         of_rows, kind, kernels = routed.weights_of(weights), self.model.activation, self.kernels
-        if self.model.gated:
+        if beside is not None:
+            sums = self._adapted_back(beside, values, gradient, matrices, inner=inner, of_rows=of_rows, made=made)
+        elif self.model.gated:
             gate, up = inner
             sums = kernels.gated_backward(
                 gradient, matrices.weight, routed, kind=kind, weights=of_rows, gate=gate, up=up, made=made
@@ -233,6 +258,45 @@ class Mixture:
         gradients.drop(activation.outputs[0])
         gradients.drop(combine.outputs[0])
 
+    def _adapted_back(
+        self,
+        beside: Beside,
+        values: Values,
+        gradient: Tensor,
+        matrices: Matrices,
+        *,
+        inner: list[Tensor],
+        of_rows: Tensor,
+        made: Tensor,
+    ) -> Tensor:
+        """As the kernels' `gated_backward`, with an adapter beside the last product and its gradients."""
+        routed, kernels, low, arena = self.routed(values), self.kernels, values[beside.low], values.arena
+        kernels.product(gradient, matrices.weight, None, routed, out=made, gathers=True, back=True)
+        # Not yet weighted, as `made` is until its activation's backward.
+        back = arena.take(tuple(low.shape), low.dtype)
+        kernels.product(gradient, beside.second.weight, None, routed, out=back, gathers=True, back=True)
+        kernels.product(back, beside.first.weight, None, routed, out=made, back=True, add=True)
+        gate = inner[0] if self.model.gated else None
+        sums = kernels.weigh_backward(self.model.activation, made, gate, inner[-1], of_rows)
+        kernels.wgrad(back, made, routed, total=beside.first_total, gathers="")
+        torch.mul(low, (of_rows * beside.scale)[:, None], out=back)
+        kernels.wgrad(gradient, back, routed, total=beside.second_total, gathers="gradient")
+        arena.give(back)
+        return sums
+
+    def adapter_backward(
+        self, op: Gemm, values: Values, gradients: Gradients, matrix: Matrices, *, total: Tensor, scale: float
+    ) -> None:
+        """Of an adapter's second product beside the first product; `matrix` is scaled."""
+        routed, gradient, low = self.routed(values), gradients[op.outputs[0]], values[op.inputs[0]]
+        scaled = values.arena.take(tuple(low.shape), low.dtype)
+        torch.mul(low, scale, out=scaled)
+        self.kernels.wgrad(gradient, scaled, routed, total=total, gathers="")
+        values.arena.give(scaled)
+        # Each of the matrices has an adapter of its own: nothing is added, wherever the place was taken.
+        target, _ = gradients.target(op.inputs[0], tuple(low.shape), gradient.dtype)
+        self.kernels.product(gradient, matrix.weight, None, routed, out=target, back=True)
+
     def product_backward(
         self,
         op: Gemm,
@@ -244,7 +308,7 @@ class Mixture:
         totals: Matrices | None,
     ) -> None:
         """Of the first product: gate and up, which read the tokens."""
-        routed, source = self.routed(values), values[op.inputs[0]]
+        routed = self.routed(values)
         joined = join_columns([gradients[name] for name in op.outputs])
         parts = (
             [(slice(columns[0][1], columns[-1][2]), joined)]
@@ -253,6 +317,7 @@ class Mixture:
         )
         for rows, gradient in parts:
             if totals is not None:
+                source = values[op.inputs[0]]
                 self.kernels.wgrad(gradient, source, routed, total=totals.weight[:, rows], gathers="source")
                 if totals.bias is not None:
                     self.kernels.bias_gradient(gradient, routed, weights=None, total=totals.bias[:, rows])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TypeGuard
 
@@ -26,16 +27,27 @@ from flopwise.engine.streaming.arena import Arena
 from flopwise.engine.streaming.dropping import RowDrops, mask_of
 from flopwise.engine.streaming.fp8_products import Fp8Products
 from flopwise.engine.streaming.gated import GatedKernels, GatedProducts, join_pairs
-from flopwise.engine.streaming.mixture import AROUND, ExpertKernels, Matrices, Mixture, by_expert, expert_kernels
+from flopwise.engine.streaming.latents import LATENT_NORMS, spread_key, spread_key_backward
+from flopwise.engine.streaming.mixture import (
+    AROUND,
+    Beside,
+    ExpertKernels,
+    Matrices,
+    Mixture,
+    by_expert,
+    expert_kernels,
+)
 from flopwise.engine.streaming.products import Products
 from flopwise.engine.streaming.rotary import Rotation
 from flopwise.engine.streaming.values import Gradients, Values, join_columns
 from flopwise.work.adapters import DOWN
 from flopwise.work.formats import Formats
 from flopwise.work.fusion import is_activation, is_sum_for_norm
+from flopwise.work.latent import LATENT_EPSILON
 from flopwise.work.op import Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.transformer import Transformer
+from flopwise.work.transformer_ops import SPREAD_KEY
 from flopwise.work.work import Work
 
 Stored = Tensor | Quantised
@@ -179,10 +191,9 @@ class Operators:
             )
         elif op.name in AROUND:
             self.mixture.forward(op, values, self._correction(weights))
-        elif op.name == SHARED_SUM:
-            other, made, gate = (values[name] for name in op.inputs)
-            out = values.allocate(op.outputs[0], tuple(made.shape), made.dtype)
-            gate_forward(made, gate, other, out=out)
+        elif op.name in (SHARED_SUM, SPREAD_KEY):
+            make = self._shared_sum if op.name == SHARED_SUM else partial(spread_key, model=self.model)
+            make(op, values)
         elif op.name in SCALED:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
@@ -191,6 +202,12 @@ class Operators:
             source = values[op.inputs[0]]
             out = values.allocate(op.outputs[0], tuple(source.shape), source.dtype)
             dispatch.activation_forward(op.function, None, source, out=out)
+
+    @staticmethod
+    def _shared_sum(op: Op, values: Values) -> None:
+        """What experts made, and what a gate lets through of shared ones."""
+        other, made, gate = (values[name] for name in op.inputs)
+        gate_forward(made, gate, other, out=values.allocate(op.outputs[0], tuple(made.shape), made.dtype))
 
     def _correction(self, weights: Weights) -> Tensor | None:
         """What is added to the experts' shares for the choice."""
@@ -233,6 +250,8 @@ class Operators:
         self, op: Gemm, values: Values, weights: Weights, wanted: Collection[str], *, activates: bool
     ) -> None:
         """A product of experts; with `activates` also what the activation makes of its results."""
+        if op.adds and not self.adapts:
+            return
         with self._of_experts(op, weights) as matrices:
             self.mixture.product(op, values, matrices, self.columns(op), wanted, activates=activates)
 
@@ -241,7 +260,13 @@ class Operators:
         """A product's matrices and biases, as products read them."""
         stored, shift = weights[f"{op.name}.weight"], weights.get(f"{op.name}.bias")
         matrix, bias = self._cast(stored), None if shift is None else self._cast(shift)
-        yield by_expert(matrix, bias)
+        if not op.adds:
+            yield by_expert(matrix, bias)
+        else:
+            # Narrow: a scaled copy of it is read sooner than results are scaled.
+            scaled = self.arena.take(tuple(matrix.shape), matrix.dtype)
+            yield by_expert(torch.mul(matrix, self.adapter_scale, out=scaled), None)
+            self.arena.give(scaled)
         self._uncast(matrix, stored)
         self._uncast(bias, shift)
 
@@ -359,7 +384,7 @@ class Operators:
             source.view(rows, -1),
             scale,
             bias,
-            epsilon=self.model.norm_epsilon,
+            epsilon=LATENT_EPSILON if op.name in LATENT_NORMS else self.model.norm_epsilon,
             rms=self.model.norm == "rms",
             out=out.view(rows, -1),
             statistics=values.allocate(op.outputs[1], shape, self.statistics),
@@ -494,6 +519,8 @@ class Operators:
             self.mixture.backward(op, values, gradients)
         elif op.name == SHARED_SUM:
             self._shared_backward(op, values, gradients)
+        elif op.name == SPREAD_KEY:
+            spread_key_backward(op, gradients, self.model)
         else:
             self._pointwise_backward(op, values, gradients, rows)
 
@@ -511,20 +538,56 @@ class Operators:
         gradients.share(op.outputs[0], whole)
 
     def experts_backward(
-        self, ops: tuple[Op, Gemm, Op], values: Values, gradients: Gradients, trained: Trained
+        self,
+        ops: tuple[Op, Gemm, Op],
+        values: Values,
+        gradients: Gradients,
+        trained: Trained,
+        *,
+        beside: tuple[Gemm, Gemm] | None = None,
     ) -> None:
         """From the gradient of what experts made together to those of gate and up, which take the values' places.
 
-        `ops`: what sums the experts' results, their down product and its activation.
+        `ops`: what sums the experts' results, their down product and its activation; `beside`: that product's adapter.
         """
         combine, down, activation = ops
         totals = _expert_sums(down, trained)
         with self._of_experts(down, trained.weights) as matrices:
-            self.mixture.back_to_inner((combine, activation), values, gradients, matrices, totals=totals)
+            back = partial(
+                self.mixture.back_to_inner, (combine, activation), values, gradients, matrices, totals=totals
+            )
+            if beside is None:
+                back()
+                return
+            first, second = beside
+            first_sums, second_sums = (_expert_sums(each, trained) for each in beside)
+            assert first_sums is not None and second_sums is not None
+            with self._of_experts(first, trained.weights) as lower, self._of_experts(second, trained.weights) as higher:
+                back(
+                    beside=Beside(
+                        first=lower,
+                        second=higher,
+                        low=first.outputs[0],
+                        first_total=first_sums.weight,
+                        second_total=second_sums.weight,
+                        scale=self.adapter_scale,
+                    )
+                )
+
+    def _expert_adapter_backward(self, op: Gemm, values: Values, gradients: Gradients, trained: Trained) -> None:
+        """Of an adapter's second product beside the experts' first one."""
+        totals, lows = _expert_sums(op, trained), self._lows[op.inputs[0]]
+        assert totals is not None
+        if self.packs and len(lows) > 1 and op.inputs[0] not in gradients:
+            gradient = gradients[op.outputs[0]]
+            gradients.pack(lows, [op.depth] * len(lows), gradient.shape[0], gradient.dtype)
+        with self._of_experts(op, trained.weights) as matrix:
+            self.mixture.adapter_backward(op, values, gradients, matrix, total=totals.weight, scale=self.adapter_scale)
 
     def _product_backward(self, op: Gemm, values: Values, gradients: Gradients, trained: Trained) -> None:
         if op.adds:
-            self._adapter_backward(op, values, gradients, trained)
+            beside = self._expert_adapter_backward if self.is_of_experts(op) else self._adapter_backward
+            beside(op, values, gradients, trained)
             return
         if self.is_of_experts(op):
             columns, totals = self.columns(op), _expert_sums(op, trained)

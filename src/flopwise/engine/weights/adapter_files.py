@@ -2,11 +2,12 @@
 
 PEFT has a pair of matrices for each linear layer of transformers. Where our product makes the results of several, its
 matrix A has theirs below each other; where one layer has several of our results, its matrix B is ours below each other.
+Each expert of a mixture has layers of its own, as it has in the files of weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from flopwise.work.parameters import Parameter, parameters_of
 from flopwise.work.transformer import Transformer
 
 PREFIX = "base_model.model."
+EXPERT_NUMBER = "{}"
+"""Where the name of a layer has the number of an expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,11 @@ class _Layer:
     """Whose second matrices lie below each other in its one."""
     first: int
     """Its first matrix' first row in ours."""
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether each expert of a mixture has one."""
+        return EXPERT_NUMBER in self.name
 
 
 def _layers(model: Transformer) -> list[_Layer]:
@@ -57,8 +65,17 @@ def _target_modules(model: Transformer) -> list[str]:
     others = [name for name in layer_names(model).values() if name not in chosen]
     found = shortest_names(chosen, [*others, *names.ends.values()])
     if found is None:
-        return [f"{names.layers}.{block}.{name}" for block in range(model.layers) for name in chosen]
+        return [f"{names.layers}.{block}.{each}" for block in range(model.layers) for each in _each(model, chosen)]
     return found
+
+
+def _each(model: Transformer, names: Iterable[str]) -> Iterator[str]:
+    """Layers' names, of a mixture's those of each expert."""
+    for name in names:
+        if EXPERT_NUMBER in name:
+            yield from (name.format(expert) for expert in range(model.experts))
+        else:
+            yield name
 
 
 def adapter_config(model: Transformer, base: str | None) -> dict[str, Any]:
@@ -98,16 +115,29 @@ def _place(model: Transformer, layer: _Layer) -> Place:
 def to_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Adapters under our names as PEFT's."""
     assert model.adapters is not None
-    rank, found = model.adapters.rank, {}
+    rank, found = model.adapters.rank, dict[str, Tensor]()
     for block in range(model.layers):
         for layer in _layers(model):
             ours, own = f"layers.{block}", f"{PREFIX}{names_of(model).layers}.{block}.{layer.name}"
-            down = tensors[f"{ours}.{layer.product}_{DOWN}.weight"]
+            down = tensors[f"{ours}.{layer.product}_{DOWN}.weight"][..., layer.first : layer.first + rank, :]
             ups = [tensors[f"{ours}.{target}_{UP}.weight"] for target in layer.targets]
-            found[f"{own}.lora_A.weight"] = down[layer.first : layer.first + rank]
+            if layer.of_experts:
+                found |= _by_expert(f"{own}.lora_{DOWN}.weight", down, model.experts)
+                found |= _by_expert(f"{own}.lora_{UP}.weight", ups[0], model.experts)
+                continue
+            found[f"{own}.lora_{DOWN}.weight"] = down
             whole = torch.cat(ups) if len(ups) > 1 else ups[0]
-            found[f"{own}.lora_B.weight"] = _place(model, layer).split(whole)[layer.name]
+            found[f"{own}.lora_{UP}.weight"] = _place(model, layer).split(whole)[layer.name]
     return found
+
+
+def _by_expert(name: str, value: Tensor, experts: int) -> dict[str, Tensor]:
+    """One tensor for all experts as one for each; of a single expert it has no dimension for the expert."""
+    return {name.format(expert): value[expert] if value.ndim == 3 else value for expert in range(experts)}
+
+
+def _of_experts(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts) if len(parts) > 1 else parts[0]
 
 
 def from_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -117,24 +147,41 @@ def from_peft(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Te
     for block in range(model.layers):
         for layer in _layers(model):
             ours, own = f"layers.{block}", f"{PREFIX}{names_of(model).layers}.{block}.{layer.name}"
-            wanted = [f"{own}.lora_{side}.weight" for side in (DOWN, UP)]
-            missing = [name for name in wanted if name not in left]
+            wanted = [[*_each(model, [f"{own}.lora_{side}.weight"])] for side in (DOWN, UP)]
+            missing = [name for side in wanted for name in side if name not in left]
             if missing:
                 raise _refused(model, f"there is no {missing[0]}")
-            left -= set(wanted)
-            downs.setdefault(f"{ours}.{layer.product}_{DOWN}.weight", []).append(tensors[wanted[0]])
+            left -= {name for side in wanted for name in side}
+            down, up = (_alike(model, [tensors[name] for name in side], side[0]) for side in wanted)
+            downs.setdefault(f"{ours}.{layer.product}_{DOWN}.weight", []).append(down)
             names = [f"{ours}.{target}_{UP}.weight" for target in layer.targets]
-            up, rows = tensors[wanted[1]], [shapes[name][0] for name in names]
+            if layer.of_experts:
+                found[names[0]] = up
+                continue
+            rows = [shapes[name][0] for name in names]
             if up.shape[0] != sum(rows):
-                raise _refused(model, f"{wanted[1]} has {up.shape[0]} rows")
+                raise _refused(model, f"{wanted[1][0]} has {up.shape[0]} rows")
             found |= zip(names, torch.split(_place(model, layer).join([up]), rows), strict=True)
-    found |= {name: torch.cat(parts) for name, parts in downs.items()}
+    found |= {name: _below_each_other(model, name, parts) for name, parts in downs.items()}
     if left:
         raise _refused(model, f"{min(left)} belongs to no adapter of it")
     for name, value in found.items():
         if tuple(value.shape) != shapes[name]:
             raise _refused(model, f"{name} would be {tuple(value.shape)}")
     return found
+
+
+def _alike(model: Transformer, parts: list[Tensor], name: str) -> Tensor:
+    """What experts have of a matrix, as one tensor."""
+    if len({part.shape for part in parts}) > 1:
+        raise _refused(model, f"{name} has another shape than those of other experts")
+    return _of_experts(parts)
+
+
+def _below_each_other(model: Transformer, name: str, parts: list[Tensor]) -> Tensor:
+    if len({(part.ndim, part.shape[-1]) for part in parts}) > 1 or parts[0].ndim < 2:
+        raise _refused(model, f"what would be {name} has parts of other shapes")
+    return torch.cat(parts, -2)
 
 
 def _refused(model: Transformer, why: str) -> FlopwiseError:
@@ -176,16 +223,16 @@ class Merged(Mapping[str, Tensor]):
         targets = RESULTS.get(parameter.weight.module, ()) if parameter.role == "matrix" else ()
         if not isinstance(parameter.part, int) or not {*targets} & {*self._lows}:
             return whole
-        rows = torch.split(whole, [self._widths[target] for target in targets])
+        rows = torch.split(whole, [self._widths[target] for target in targets], -2)
         layer = f"layers.{parameter.part}"
-        return torch.cat([self._sum(part, layer, target) for part, target in zip(rows, targets, strict=True)])
+        return torch.cat([self._sum(part, layer, target) for part, target in zip(rows, targets, strict=True)], -2)
 
     def _sum(self, part: Tensor, layer: str, target: Target) -> Tensor:
         """Some rows of a product's matrix, with their adapter."""
         if target not in self._lows:
             return part
         product, first = self._lows[target]
-        down = self._adapters[f"{layer}.{product}_{DOWN}.weight"][first : first + self._settings.rank].float()
+        down = self._adapters[f"{layer}.{product}_{DOWN}.weight"][..., first : first + self._settings.rank, :].float()
         up = self._adapters[f"{layer}.{target}_{UP}.weight"].float()
         return (part.float() + self._settings.scale * (up @ down)).to(part.dtype)
 

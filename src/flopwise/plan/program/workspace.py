@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from itertools import pairwise
 
 from flopwise.records.plan import POLICY
+from flopwise.work.adapters import DOWN, UP
 from flopwise.work.formats import Formats
 from flopwise.work.fusion import is_activation, is_sum_for_norm, makers_for_one_product
 from flopwise.work.held import attention_sums_bytes
@@ -18,6 +19,7 @@ from flopwise.work.op import Attention, Gemm, Op, Streaming
 from flopwise.work.parameters import op_groups
 from flopwise.work.traffic import tensor_bytes
 from flopwise.work.transformer import Transformer
+from flopwise.work.transformer_ops import SPREAD_KEY
 from flopwise.work.work import Work
 
 OUTSIDE = "outside"
@@ -123,9 +125,10 @@ class _Block:
             elif not (isinstance(op, Gemm) and op.adds):
                 partly = isinstance(op, Gemm) or (isinstance(op, Streaming) and op.pairwise)
                 self._take(arena, [name for name in op.outputs if name in made or not partly])
-            if of_experts and self.ops[self.ops.index(op) + 1] in running:
+            following = self.ops[self.ops.index(op) + 1] if of_experts else op
+            if is_activation(following) and of_experts and following in running:
                 # The product has the activation in it, and still reads the tokens.
-                self._take(arena, self.ops[self.ops.index(op) + 1].outputs)
+                self._take(arena, following.outputs)
             gone += [name for name in op.outputs if name not in last_use]
             for name in gone:
                 if name not in keep and name not in self.placed:
@@ -180,6 +183,10 @@ class _Block:
         if isinstance(op, Attention):
             self._attention(held, arena, packs=packs)
         elif isinstance(op, Gemm):
+            if op.adds and self.mixes and op.name in (f"gate_{UP}", f"up_{UP}"):
+                # An expert's adapter scales what it reads.
+                arena.take("scaled", self.size[op.inputs[0]])
+                arena.give("scaled")
             self._source(op, held, arena, packs=packs)
         elif isinstance(op, Streaming) and op.kind == "residual":
             for name in op.inputs[1:] if self.drops else ():
@@ -193,7 +200,7 @@ class _Block:
             for name in op.inputs[:-1]:
                 self._target(name, held, arena)
             self._replace(op.outputs[0], op.inputs[-1], held, arena)
-        elif op.name in ("routing", "dispatch", "shared_sum"):
+        elif op.name in ("routing", "dispatch", "shared_sum", SPREAD_KEY):
             self._mix(op, held, arena)
         else:
             for source, result in zip(op.inputs, op.outputs, strict=False):
@@ -212,16 +219,21 @@ class _Block:
     def _experts(self, combine: Op, held: dict[str, str], arena: _FirstFit) -> set[str]:
         """From a mixture's result to gate and up, whose gradients take their places; returns what is done."""
         down, activation = (next(op for op in self.ops if op.name == name) for name in ("down", "activation"))
+        beside = [op for op in self.ops if op.name in (f"down_{DOWN}", f"down_{UP}")]
         self._target(activation.outputs[0], held, arena)
+        for op in beside[:1]:
+            arena.take("back to its adapter", self.size[op.outputs[0]])
+            arena.give("back to its adapter")
         self._target("routing_weights", held, arena)
         self._drop(activation.outputs[0], held, arena)
         held.update((name, OUTSIDE) for name in activation.inputs)
         self._drop(combine.outputs[0], held, arena)
-        for each in (combine, down):
+        used = (combine, down, *beside)
+        for each in used:
             for name in each.needs:
                 if self.first_need[name] == each.name and name not in self.placed:
                     arena.give(name)
-        return {down.name, activation.name}
+        return {activation.name, *(each.name for each in used)}
 
     def _mix(self, op: Op, held: dict[str, str], arena: _FirstFit) -> None:
         """Rows of experts are more than those of tokens: no gradient takes the place of another."""

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 
 import numpy as np
 
+from flopwise.base.processes import let_threads_sleep
 from flopwise.setup.efficiency import AttentionEfficiency, PlainEfficiency
 from flopwise.work.op import attention_flops, product_flops
 
@@ -85,6 +86,8 @@ def _with_numpy(cache_bytes: int) -> CpuRates:
 
 
 def _with_torch(cache_bytes: int) -> CpuRates:
+    # As training's threads wait.
+    let_threads_sleep()
     import torch
 
     def rate(number_format: torch.dtype) -> float:

@@ -6,10 +6,11 @@ What its set-ups are, as far as it does not print them, and where that was found
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from flopwise.base.errors import FlopwiseError
-from flopwise.references.published.rows import TableRow, load_device, tell_row
+from flopwise.references.published.rows import TableRow, load_device
 from flopwise.references.validate.protocol import Case
 from flopwise.setup.parallel import Parallel
 from flopwise.setup.setup import SettledSetup
@@ -37,12 +38,20 @@ Shape = tuple[int, int, int]
 """Width, layers, heads: what tells the models apart in rows that never ran."""
 
 
-def nanotron_cases(rows: Sequence[TableRow]) -> tuple[Case, ...]:
-    """The rows of a nanotron sweep as set-ups, those that ran out of memory among them."""
-    details = _details(rows)
-    rates = [row.number_of(LINK) for row in rows if row.has(LINK)]
+def nanotron_reader(rows: Sequence[TableRow]) -> Callable[[TableRow], Case]:
+    """What reads a row of a nanotron sweep, one that ran out of memory too, knowing all others."""
+    rates = [rate for row in rows if (rate := _link_rate(row))]
     slowest = FAULTY_SHARE * statistics.median(rates) if rates else 0.0
-    return tuple(_case(row, details, slowest) for row in rows)
+    details = _details(rows)
+    return lambda row: _case(row, details, slowest)
+
+
+def _link_rate(row: TableRow) -> float | None:
+    """None too where the cell holds no number: the row is told of when it is read."""
+    try:
+        return row.number_of(LINK) if row.has(LINK) else None
+    except FlopwiseError:
+        return None
 
 
 def _shape(row: TableRow) -> Shape:
@@ -51,43 +60,44 @@ def _shape(row: TableRow) -> Shape:
 
 def _details(rows: Sequence[TableRow]) -> dict[Shape, tuple[int, bool]]:
     """Key-value heads and tying by shape, from the rows that print them: those that ran."""
-    return {
-        _shape(row): (row.count("num_kv_heads"), row.truth("tie_word_embeddings"))
-        for row in rows
-        if row.has("num_kv_heads") and row.has("tie_word_embeddings")
-    }
+    found = {}
+    for row in rows:
+        # A row with a mistake is told of when it is read.
+        with suppress(FlopwiseError):
+            if row.has("num_kv_heads") and row.has("tie_word_embeddings"):
+                found[_shape(row)] = (row.count("num_kv_heads"), row.truth("tie_word_embeddings"))
+    return found
 
 
 def _case(row: TableRow, details: Mapping[Shape, tuple[int, bool]], slowest: float) -> Case:
-    with tell_row(row):
-        model, fits = _model(row, details), _fits(row)
-        parallel = _parallel(row)
-        micro_batch, steps = row.count("mbs"), row.count("batch_accum")
-        setup = SettledSetup(
-            model=model,
-            hardware=load_device(HARDWARE),
-            parallel=parallel,
-            sequence_tokens=model.context,
-            batch_sequences=parallel.data * micro_batch * steps,
-            micro_batch_sequences=micro_batch,
-            formats=parse_formats("bf16-mixed,gradients=fp32"),
-            fusion="eager",
-        )
-        faulty = row.has(LINK) and row.number_of(LINK) < slowest
-        timed = row.has("tok/s/gpu") and fits is not False and row.truth("after_pp_fix")
-        tokens_per_s = row.number_of("tok/s/gpu") * parallel.devices if timed else None
-        return Case(
-            row=row.number,
-            size=_size(row),
-            label=f"dp{parallel.data} tp{parallel.tensor} pp{parallel.pipeline} zero{parallel.zero}"
-            f" · mb{micro_batch} × {steps}",
-            stack=STACK,
-            setup=setup,
-            step_s=setup.batch_tokens / tokens_per_s if tokens_per_s else None,
-            fits=fits,
-            fitted=not faulty,
-            reserved_bytes=round(row.number_of("Mem Res (GB)") * 2**30) if row.has("Mem Res (GB)") else None,
-        )
+    model, fits = _model(row, details), _fits(row)
+    parallel = _parallel(row)
+    micro_batch, steps = row.count("mbs"), row.count("batch_accum")
+    setup = SettledSetup(
+        model=model,
+        hardware=load_device(HARDWARE),
+        parallel=parallel,
+        sequence_tokens=model.context,
+        batch_sequences=parallel.data * micro_batch * steps,
+        micro_batch_sequences=micro_batch,
+        formats=parse_formats("bf16-mixed,gradients=fp32"),
+        fusion="eager",
+    )
+    faulty = row.has(LINK) and row.number_of(LINK) < slowest
+    timed = row.has("tok/s/gpu") and fits is not False and row.truth("after_pp_fix")
+    tokens_per_s = row.number_of("tok/s/gpu") * parallel.devices if timed else None
+    return Case(
+        row=row.number,
+        size=_size(row),
+        label=f"dp{parallel.data} tp{parallel.tensor} pp{parallel.pipeline} zero{parallel.zero}"
+        f" · mb{micro_batch} × {steps}",
+        stack=STACK,
+        setup=setup,
+        step_s=setup.batch_tokens / tokens_per_s if tokens_per_s else None,
+        fits=fits,
+        fitted=not faulty,
+        reserved_bytes=round(row.number_of("Mem Res (GB)") * 2**30) if row.has("Mem Res (GB)") else None,
+    )
 
 
 def _size(row: TableRow) -> str:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from flopwise.base.errors import FlopwiseError, shown, unknown_name
 from flopwise.base.files import read_text
-from flopwise.catalog.load import hardware_aliases, hardware_names, load_hardware, load_model
+from flopwise.catalog.load import hardware_aliases, hardware_names, load_hardware, load_model, split_power
 
 LARGEST_NUMBER = 10**15
 """No cell that is read counts more than this; beyond it a number is a typing mistake."""
@@ -37,6 +37,8 @@ class TableRow:
     number: int
     """Rows of the table up to this one, from 1."""
     cells: Mapping[str, str]
+    odd: FlopwiseError | None = None
+    """What is wrong with the row as a whole, for who passes over such rows."""
 
     def has(self, column: str) -> bool:
         """Whether there is anything in the cell."""
@@ -80,11 +82,11 @@ class TableRow:
 
     def hardware(self, column: str) -> str:
         """The catalogue's name of the device that a cell names by any of its names."""
-        word = self.text(column).lower().replace("_", "-")
+        word, watts = split_power(self.text(column).lower().replace("_", "-"))
         known = {**hardware_aliases(), **{name: name for name in hardware_names()}}
         if word not in known:
             raise unknown_name("GPU", self.text(column), known, hint="`flopwise ls hardware`").within(self.place)
-        return known[word]
+        return known[word] if watts is None else f"{known[word]}@{watts:g}W"
 
     @property
     def place(self) -> str:
@@ -98,6 +100,8 @@ class TableRow:
 @contextmanager
 def tell_row(row: TableRow) -> Iterator[None]:
     """Tell of any mistake found meanwhile which row it is in."""
+    if row.odd:
+        raise row.odd
     try:
         yield
     except FlopwiseError as error:
@@ -110,9 +114,12 @@ def check_batch(row: TableRow, batch: int, data: int, column: str) -> None:
         raise row.wrong(column, f"is not a multiple of {data} data ranks", hint="each rank takes as many sequences")
 
 
-def read_rows(path: Path, columns: Sequence[str]) -> tuple[TableRow, ...]:
-    """The rows of a file that must have these columns, in any order and among others."""
-    return parse_rows(_text(path, columns), str(path), columns)
+def read_rows(path: Path, columns: Sequence[str], *, every: bool = True) -> tuple[TableRow, ...]:
+    """The rows of a file that must have these columns, in any order and among others.
+
+    One with too few or too many cells is an error, or without `every` a row that says that it is `odd`.
+    """
+    return parse_rows(_text(path, columns), str(path), columns, every=every)
 
 
 def column_names(path: Path) -> tuple[str, ...]:
@@ -121,7 +128,7 @@ def column_names(path: Path) -> tuple[str, ...]:
     return tuple(lines[0][1]) if lines else ()
 
 
-def parse_rows(text: str, where: str, columns: Sequence[str]) -> tuple[TableRow, ...]:
+def parse_rows(text: str, where: str, columns: Sequence[str], *, every: bool = True) -> tuple[TableRow, ...]:
     """The rows of a table's text; `where` names it in an error."""
     lines = _lines(text, where, columns)
     if not lines:
@@ -130,7 +137,10 @@ def parse_rows(text: str, where: str, columns: Sequence[str]) -> tuple[TableRow,
     _check_header(names, columns, where)
     if not body:
         raise FlopwiseError(f"{where} has no rows", why="nothing follows its header", hint=_describe_columns(columns))
-    return tuple(_row(line, number, cells, names, where) for number, (line, cells) in enumerate(body, start=1))
+    rows = tuple(_row(line, number, cells, names, where) for number, (line, cells) in enumerate(body, start=1))
+    if every and (odd := next((row.odd for row in rows if row.odd), None)):
+        raise odd
+    return rows
 
 
 def _text(path: Path, columns: Sequence[str]) -> str:
@@ -171,12 +181,14 @@ def _check_header(names: list[str], wanted: Sequence[str], where: str) -> None:
 
 
 def _row(line: int, number: int, cells: list[str], names: list[str], where: str) -> TableRow:
+    odd = None
     if len(cells) != len(names):
-        raise FlopwiseError(
+        odd = FlopwiseError(
             f"{where}, line {line}: {len(cells)} cells where the header names {len(names)} columns",
             hint="look for a missing or an extra comma",
         )
-    return TableRow(where=where, line=line, number=number, cells=dict(zip(names, cells, strict=True)))
+    filled = [*cells, *[""] * len(names)]
+    return TableRow(where=where, line=line, number=number, cells=dict(zip(names, filled, strict=False)), odd=odd)
 
 
 def _some(names: Iterable[str], limit: int = 60) -> str:

@@ -37,6 +37,14 @@ class Case:
     """Device memory that the framework's allocator held at its peak, where the table prints it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skipped:
+    """A row that is no part of a comparison, and why."""
+
+    row: int
+    why: str
+
+
 Metric = Literal["throughput", "time"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 """What a table publishes, and so what its errors are of."""
@@ -66,6 +74,8 @@ class Protocol:
     """False: the table's times were computed, not measured."""
     remark: str = ""
     """What a reader of the errors must know about the table."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Of a table with named columns: what all its rows have that they do not say."""
 
     def __post_init__(self) -> None:
         if self.metric not in METRICS:

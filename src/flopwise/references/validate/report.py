@@ -28,7 +28,7 @@ def validation_document(validation: Validation, *, every_row: bool = False) -> D
     values = [(name, str(words)) for name, words in figures]
     summary = Table(columns=("figure", "value"), rows=values, left={"figure", "value"})
     return Document(
-        blocks=[facts(figures), *sizes, *([_row_table(shown, title)] if shown else [])],
+        blocks=[facts(figures), *sizes, *([_row_table(shown, title)] if shown else []), *_skipped(validation)],
         tables=[summary, *sizes, _row_table(validation.rows, "", whole=True)],
         rows=map(asdict, validation.rows),
     )
@@ -47,7 +47,7 @@ def validation_record(validation: Validation) -> dict[str, object]:
     }
     if validation.oom_accuracy is not None:
         record["oom_accuracy"] = validation.oom_accuracy
-    return {**record, "protocol": validation.protocol, "rows": validation.rows}
+    return {**record, "protocol": validation.protocol, "rows": validation.rows, "skipped": validation.skipped}
 
 
 def worst_rows(validation: Validation, limit: int = WORST_ROWS) -> tuple[ValidatedRow, ...]:
@@ -62,6 +62,8 @@ def _figures(validation: Validation) -> list[tuple[str, str]]:
     rows = f"{validation.n:,} of {len(validation.rows):,} rows compared, {held_out:,} of them held out"
     if validation.unpredicted:
         rows += f"; {validation.unpredicted:,} measured without a prediction"
+    if validation.skipped:
+        rows += f"; {len(validation.skipped):,} skipped"
     figures = [("table", validation.table), ("rows", rows)]
     if validation.n:
         errors = (validation.median_error, validation.mean_error, validation.p90_error, validation.max_error)
@@ -86,6 +88,12 @@ def _figures(validation: Validation) -> list[tuple[str, str]]:
         words = f"{len(aside):,} rows not in these figures: median {_share(middle)} · largest {_share(aside[-1])}"
         figures.append(("aside", words))
     return [*figures, ("how", validation.protocol)]
+
+
+def _skipped(validation: Validation) -> list[Block]:
+    rows = [[str(skipped.row), skipped.why] for skipped in validation.skipped]
+    title = f"skipped: {len(rows):,} rows that cannot be read or be predicted"
+    return [Table(title=title, columns=("row", "why"), rows=rows, left={"why"}, folded={"why": 0})] if rows else []
 
 
 def _sizes(validation: Validation) -> list[Block]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flopwise.references.validate.protocol import Case, Metric
+from flopwise.references.validate.protocol import Case, Metric, Skipped
 
 ERROR_WORDS: dict[Metric, str] = {
     "throughput": "error: |predicted ÷ measured − 1| of tokens per second",
@@ -63,6 +63,8 @@ class Validation:
     false_ooms: int
     """Rows said to run out of memory that ran."""
     rows: tuple[ValidatedRow, ...]
+    skipped: tuple[Skipped, ...] = ()
+    """Rows that could not be read, or not be predicted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +87,7 @@ def validate(
     metric: Metric = "throughput",
     held_out: Sequence[bool] | NDArray[np.bool_] | None = None,
     counted: Sequence[bool] | NDArray[np.bool_] | None = None,
+    skipped: Sequence[Skipped] = (),
 ) -> Validation:
     """Compare predicted seconds a step (NaN: no prediction) and memory verdicts with what a table printed.
 
@@ -99,7 +102,10 @@ def validate(
         _row(case, float(seconds), verdict, metric, held_out=out, counted=one)
         for case, seconds, verdict, out, one in zip(cases, predicted_s, verdicts, apart, inside, strict=True)
     )
-    return summarize(table, rows, protocol=f"{protocol}; {ERROR_WORDS[metric]}", rank=_throughput_rank(cases, rows))
+    rank = _throughput_rank(cases, rows)
+    return replace(
+        summarize(table, rows, protocol=f"{protocol}; {ERROR_WORDS[metric]}", rank=rank), skipped=tuple(skipped)
+    )
 
 
 def summarize(table: str, rows: tuple[ValidatedRow, ...], *, protocol: str, rank: float | None) -> Validation:

@@ -11,6 +11,7 @@ from typing import Any
 from numpy import quantile
 
 from flopwise.base.units import show_bytes, show_seconds, show_share
+from flopwise.catalog.load import hardware_names, model_names
 from flopwise.records.measurement import MemoryRow, RunRecord, StepRecord
 from flopwise.records.profile import METRIC, Profile, Spent, TaskTime, Unit, Verdict
 from flopwise.report.document import Table
@@ -26,7 +27,7 @@ from flopwise.store.runs import to_text
 from flopwise.store.statistics import steady_seconds, traced_steps
 from flopwise.work.parameters import Place
 
-MOST_TASKS = 3000
+MOST_TASKS = 12_000
 """That a timeline draws: the longest."""
 MOST_OPERATORS = 200
 MOST_STEPS = 300
@@ -158,6 +159,19 @@ class RunDetail:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FittedLine:
+    """Device time over the batch, as a line through profiles."""
+
+    words: str
+    fixed_s: float
+    per_sequence_s: float
+    least_batch: int
+    """From which on the line holds."""
+    points: tuple[tuple[int, float, str], ...]
+    """Batch, seconds and name of every profile, also of those that the line leaves out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PageData:
     """A page: its rows, and the details of the runs among them by the runs' names."""
 
@@ -170,6 +184,8 @@ class PageData:
     """Served, and asked for again every few seconds."""
     progress: Mapping[str, RunProgress] = field(default_factory=dict)
     """Of runs that go on: how far they are."""
+    foreseen: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Place of a row that nobody has run → what the planner shows of its prediction."""
     left_out: int = 0
     """Runs among the rows whose details are there and were not asked for: there are too many for a page."""
     of_profiles: bool = False
@@ -177,6 +193,11 @@ class PageData:
     said: Sequence[str] = ()
     """What follows from the rows together, before all else."""
     tables: Sequence[Table] = ()
+    lines: Sequence[FittedLine] = ()
+    opens: str = ""
+    """The tab that it opens on; nothing: the first."""
+    marked: Sequence[str] = ()
+    """Runs that are compared to begin with."""
     planner: Mapping[str, Any] | None = None
     """What the planner begins with, and in a file all that it can answer; None: there is no planner."""
 
@@ -201,11 +222,23 @@ def page_json(page: PageData) -> str:
         "columns": [column([getattr(row, name) for row in page.rows]) for name in FIELDS],
         "left_out": page.left_out + left_out,
         "progress": page.progress,
-        **({"of_profiles": True, "said": page.said, "tables": page.tables} if page.of_profiles else {}),
+        "known": _known_names(page.rows),
+        **({"foreseen": {str(place): view for place, view in page.foreseen.items()}} if page.foreseen else {}),
+        **({"of_profiles": True} if page.of_profiles else {}),
+        **({"said": page.said, "tables": page.tables, "lines": page.lines} if page.said or page.tables else {}),
+        **({"opens": page.opens, "marked": page.marked} if page.opens else {}),
         **({"planner": page.planner} if page.planner is not None else {}),
     }
     listed = ",".join(f"{to_text(name, indent=0)}:{text}" for name, text in details.items())
     return f'{to_text(head, indent=0)[:-1]},"details":{{{listed}}}}}'
+
+
+def _known_names(rows: Sequence[Result]) -> dict[str, list[str]]:
+    """Of the rows' models and devices those that a command line knows by name anywhere."""
+    return {
+        "models": sorted({str(row.model) for row in rows} & set(model_names())),
+        "hardware": sorted({str(row.hardware) for row in rows} & set(hardware_names())),
+    }
 
 
 def detail_json(detail: RunDetail) -> str:

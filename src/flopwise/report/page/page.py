@@ -13,8 +13,19 @@ from flopwise.report.words import safe
 
 LIBRARIES = ("d3.min.js", "plot.umd.min.js")
 SCRIPTS = (
-    *("state.js", "tabs.js", "words.js", "kit.js", "lanes.js", "overview.js", "heatmap.js", "table.js"),
-    *("memory.js", "timeline.js", "roofline.js", "run.js", "live.js", "planner.js", "planned.js", "page.js"),
+    *("state.js", "filters.js", "tabs.js", "words.js", "kit.js", "lanes.js", "overview.js", "best.js", "heatmap.js"),
+    *(
+        "columns.js",
+        "table.js",
+        "memory.js",
+        "timeline.js",
+        "roofline.js",
+        "run.js",
+        "about.js",
+        "compare.js",
+        "live.js",
+    ),
+    *("planner.js", "planned.js", "around.js", "pins.js", "page.js"),
 )
 """In the order in which they run; none needs a server or a build."""
 LONGEST_TITLE = 200

@@ -15,7 +15,7 @@ const AXES = {
 };
 const MEASURES = {
   tokens_per_s: ["tok/s", (row) => speed(row)],
-  mfu: ["MFU", (row) => (number(row.mfu) === null ? null : { value: row.mfu, predicted: false })],
+  mfu: ["MFU", (row) => (mfuOf(row) === null || !speed(row) ? null : { value: mfuOf(row), predicted: speed(row).predicted })],
   prediction_error: [
     "error of the prediction",
     (row) => (predictionError(row) === null ? null : { value: Math.abs(predictionError(row)), predicted: false }),
@@ -69,6 +69,9 @@ function chosenAxes(values, rows) {
   return [across, up];
 }
 
+/** Settings that a plan often chooses by itself are the last that a map is about. */
+const CHOSEN_BY_PLANS = { micro_batch_sequences: 0.1, batch_sequences: 0.4 };
+
 function fullestPair(values, rows) {
   const names = [...values.keys()],
     some = rows.filter((_, place) => place % Math.ceil(rows.length / 1000) === 0);
@@ -77,7 +80,8 @@ function fullestPair(values, rows) {
       const filled = new Set(
         some.filter((row) => row[across] !== null && row[up] !== null).map((row) => `${row[across]}\n${row[up]}`),
       ).size;
-      return { across, up, score: (filled * filled) / (values.get(across).length * values.get(up).length) };
+      const weight = (CHOSEN_BY_PLANS[across] ?? 1) * (CHOSEN_BY_PLANS[up] ?? 1);
+      return { across, up, score: (weight * filled * filled) / (values.get(across).length * values.get(up).length) };
     }),
   );
   const best = d3.greatest(pairs, (pair) => pair.score);
@@ -151,6 +155,21 @@ const QUESTIONS = {
   devices: "What do more devices buy?",
 };
 
+/** Tokens a second of different models say nothing beside each other: of those it is how well the hardware is used. */
+function usualMeasure(rows) {
+  const known = rows.filter((row) => speed(row));
+  const isMixed = ["model", "hardware"].some((name) => new Set(known.map((row) => row[name])).size > 1);
+  return isMixed && known.filter((row) => mfuOf(row) !== null).length > known.length / 2 ? "mfu" : "tokens_per_s";
+}
+
+/** Stripes over what is only foreseen; a pattern of the drawing itself. */
+const HATCH = "url(#foreseen)";
+function hatch(plot) {
+  const svg = d3.select(plot.tagName === "svg" ? plot : plot.querySelector("svg"));
+  const pattern = svg.append("defs").append("pattern").attr("id", "foreseen").attr("width", 7).attr("height", 7).attr("patternUnits", "userSpaceOnUse").attr("patternTransform", "rotate(45)");
+  pattern.append("rect").attr("width", 1.6).attr("height", 7).attr("fill", "#ffffff").attr("fill-opacity", 0.38);
+}
+
 function drawHeatmap(rows) {
   const values = axisValues(rows);
   if (!values.size) {
@@ -168,7 +187,7 @@ function drawHeatmap(rows) {
     return;
   }
   const [across, up] = chosenAxes(values, rows);
-  const measure = state.hash.value in MEASURES ? state.hash.value : "tokens_per_s";
+  const measure = state.hash.value in MEASURES ? state.hash.value : usualMeasure(rows);
   const cells = squares(rows, across, up, measure);
   const width = widthOf("heatmap"),
     columns = values.get(across),
@@ -224,6 +243,10 @@ function drawHeatmap(rows) {
           className: "square",
         },
       ),
+      Plot.cell(
+        cells.filter((cell) => cell.predicted),
+        { x: "x", y: "y", fill: HATCH, rx: 4, className: "foreseen" },
+      ),
       Plot.text(cells, {
         x: "x",
         y: "y",
@@ -244,6 +267,7 @@ function drawHeatmap(rows) {
       }),
     ],
   });
+  if (cells.some((cell) => cell.predicted)) hatch(plot);
   wireMarks(
     plot,
     "target",
@@ -300,7 +324,7 @@ function drawHeatmap(rows) {
   );
   fill(
     "heatmap",
-    QUESTIONS[across] ?? `How does speed change with the ${AXES[across][0]}?`,
+    QUESTIONS[across] ?? `How does ${measure === "mfu" ? "MFU" : "speed"} change with the ${AXES[across][0]}?`,
     sentence,
     controls,
     up ? make("p", { class: "axis-name" }, AXES[up][0]) : null,
@@ -348,7 +372,7 @@ function heatmapSentence(cells, across, up, measure, rows) {
   const bestOf = d3.max(cells, (cell) => cell.count) > 1 ? " A square shows its best cell." : "";
   const middleOf = d3.max(cells, (cell) => cell.runs) > 1 ? " Of several runs it shows the median." : "";
   const several = `${bestOf}${middleOf}`;
-  const guess = known.some((cell) => cell.predicted) ? " ~ is predicted, not run." : "";
+  const guess = known.some((cell) => cell.predicted) ? " Striped, with ~, is predicted and not run." : "";
   if (valued.length === 1 || best.value === least.value)
     return `${figure(best)} at ${place(best)}.${out}${several}${guess}`;
   const ratio = measure === "tokens_per_s" && least.value > 0 ? best.value / least.value : null;

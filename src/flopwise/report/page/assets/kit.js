@@ -94,7 +94,7 @@ function byteTicks(end, count) {
  *  `bars`: `{ place, pieces: [{ owner, bytes, words }], cap, capWords }`; a place without a cap has null there.
  */
 function memoryBars(bars, width) {
-  const left = 62,
+  const left = Math.max(62, ...bars.map((bar) => roughWidth(bar.place) + 14)),
     right = 14,
     lane = 58,
     height = bars.length * lane + 26;

@@ -110,7 +110,7 @@ function svgPen(svg) {
 /** What a chart is made of.
  *
  *  `lanes` of `laneOf`; `end` of the time axis in seconds; `colours` and `inks` by kind; `nameOf(id)`, the words in a bar;
- *  `waits` `[from, to, what]` drawn red on the first lane; `memory` `{ owners, at, bytes, cap }` or null.
+ *  `waits` `[from, to, what]` drawn red on the first lane, or `{ start, end, lane }`; `memory` `{ owners, at, bytes, cap }` or null.
  */
 function drawLanes(pen, spec, view, width, colours) {
   const left = lanesLeft(spec, width),
@@ -131,7 +131,7 @@ function lanesHeight(spec) {
 }
 function lanesLeft(spec, width) {
   const words = d3.max(spec.lanes, (lane) => roughWidth(laneWords(lane, width))) ?? 0;
-  return Math.max(spec.memory ? 62 : 0, words + 12);
+  return Math.max(spec.memory ? 62 : 0, 1.08 * words + 14);
 }
 function laneWords(lane, width) {
   const name = lane.name.replace("-", " ");
@@ -185,14 +185,15 @@ function longestKind(lane, from, to) {
   return lane.kind[found];
 }
 
-/** Waits as a lane of one kind, which lies over the first one. */
-function waitsLane(waits) {
-  return laneOf("waits", "", waits.map(([start, end], place) => ({ start, end, kind: 0, id: place })));
+/** Waits as lanes of one kind, which lie over those that wait: the first one, where they do not say. */
+function waitsLanes(waits) {
+  const spans = waits.map((wait, place) => (Array.isArray(wait) ? { start: wait[0], end: wait[1], lane: 0, id: place } : { ...wait, id: place }));
+  return d3.groups(spans, (span) => span.lane).map(([place, some]) => [place, laneOf("waits", "", some.map((span) => ({ ...span, kind: 0 })))]);
 }
 
 function drawWaits(pen, spec, scale, left, right, colours) {
-  spec.waitsLane ??= waitsLane(spec.waits ?? []);
-  drawSpans(pen, {}, spec.waitsLane, laneTop(0), scale, left, right, [colours.bad], {});
+  spec.waitsLanes ??= waitsLanes(spec.waits ?? []);
+  for (const [place, lane] of spec.waitsLanes) drawSpans(pen, {}, lane, laneTop(place), scale, left, right, [colours.bad], {});
 }
 
 function drawMemoryTrack(pen, memory, scale, top, left, right, colours) {

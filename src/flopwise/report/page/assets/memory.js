@@ -24,6 +24,10 @@ function rowMemory(row) {
 
 function drawMemory(row, detail) {
   const question = "Does it fit?";
+  if (!detail?.memory?.length && row?.foreseen?.bars) {
+    drawForeseenMemory(row.foreseen);
+    return;
+  }
   const bars = detail?.memory?.length ? detail.memory : row ? rowMemory(row) : [];
   if (!bars.length) {
     const why =

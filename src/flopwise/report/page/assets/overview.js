@@ -22,34 +22,21 @@ function nothing(rows, words) {
   return state.rows.length && !rows.length ? "the filters leave no row" : words;
 }
 
+/** Of several models the highest use of the hardware: a small model's tokens are no better than a large one's. */
 function bestCard(rows) {
-  let best = null;
-  for (const row of rows) {
-    const found = speed(row);
-    // What ran stands before what is only foreseen.
-    if (
-      found &&
-      (!best ||
-        (best.predicted && !found.predicted) ||
-        (best.predicted === found.predicted && found.value > best.value))
-    ) {
-      best = { ...found, row };
-    }
-  }
-  if (!best) return card("best speed", UNKNOWN, nothing(rows, "no run has been measured or foreseen yet"));
-  const figure = make(
-    "span",
-    {},
-    `${speedWords(best.value)} `,
-    make("small", {}, best.predicted ? "tok/s predicted" : "tok/s"),
-  );
-  const mfu = number(best.row.mfu) !== null ? ` · ${shareWords(best.row.mfu)} MFU` : "";
-  const link = make(
-    "button",
-    { class: "link", type: "button", click: () => selectRow(best.row, true) },
-    rowName(best.row),
-  );
-  return card("best speed", figure, make("span", {}, link, ` · ${cut(plainWords(best.row.model), 30)}${mfu}`));
+  const known = rows.map((row) => ({ row, ...speed(row) })).filter((each) => each.value !== undefined && (each.predicted || each.row.state === "ok"));
+  // What ran stands before what is only foreseen.
+  const ran = known.filter((each) => !each.predicted),
+    some = ran.length ? ran : known;
+  if (!some.length) return card("best speed", UNKNOWN, nothing(rows, "no run has been measured or foreseen yet"));
+  const byUse = new Set(some.map((each) => each.row.model)).size > 1 && some.some((each) => mfuOf(each.row) !== null);
+  const best = d3.greatest(some, (each) => (byUse ? mfuOf(each.row) ?? 0 : each.value));
+  const use = mfuOf(best.row),
+    kind = best.predicted ? " predicted" : "";
+  const figure = byUse ? make("span", {}, shareWords(use), make("small", {}, kind)) : make("span", {}, `${speedWords(best.value)} `, make("small", {}, `tok/s${kind}`));
+  const beside = byUse ? ` · ${speedWords(best.value)} tok/s` : use !== null ? ` · ${shareWords(use)} MFU` : "";
+  const link = make("button", { class: "link", type: "button", click: () => selectRow(best.row, true) }, rowName(best.row));
+  return card(byUse ? "best MFU" : "best speed", figure, make("span", {}, link, ` · ${cut(plainWords(best.row.model), 30)}${beside}`));
 }
 
 /** Whether a row's set-up fits: as it ran, else as foreseen; null where nobody knows. */
@@ -90,7 +77,8 @@ function errorCard(rows) {
     "prediction is off by",
     errorWords(middle).replace("+", ""),
     `median of ${countOf(errors.length, "run")} · at most ${errorWords(furthest)}`,
-    middle <= 0.1 ? "good" : "warn",
+    // Nobody plans for the processor that a small model is tried on.
+    middle <= 0.1 ? "good" : rows.every((row) => row.hardware === "this-cpu") ? "" : "warn",
   );
 }
 

@@ -26,7 +26,7 @@ function bestRow(rows = state.rows) {
 
 function selectRow(row, scroll = false) {
   state.selected = row;
-  choose({ run: row.key });
+  choose({ run: row.key, t: null, task: null });
   drawWindow(true);
   markSelected();
   drawRun();
@@ -82,7 +82,8 @@ function drawFilters() {
   const text = make("input", {
     type: "search",
     id: "filter-q",
-    placeholder: "any word",
+    placeholder: "words, tok/s>1e5",
+    title: "Words, and figures: tok/s>1e5  mfu>=40%  seq=8k  device<40gib  state:oom  reason:memory",
     value: state.hash.q ?? "",
     autocomplete: "off",
     input: (event) => changed("q")(event.target.value),
@@ -125,6 +126,7 @@ function refilter() {
 
 function drawOverview() {
   drawCards(state.shown);
+  drawBest(state.shown);
   drawHeatmap(state.shown);
   drawAccuracy(state.shown);
   markSelected();
@@ -152,6 +154,8 @@ function drawAll() {
   drawAboutPage();
   // One run alone comes first: there is nothing to compare it with.
   byId("tab-runs").classList.toggle("single", rows.length === 1);
+  // Without any there is one thing to say, and it is said once.
+  byId("tab-runs").classList.toggle("nothing", !rows.length);
   drawCompared(state.page);
   state.shown = filtered();
   if (!state.rows.includes(state.selected)) state.selected = (state.hash.run && findRow(state.hash.run)) || usualRow();
@@ -168,6 +172,7 @@ function start() {
   readHash();
   addTab("plan", { title: "Plan", isThere: () => plannerData() !== null, entries: plannerEntries, open: openPlanner });
   addTab("runs", { title: "Runs", isThere: () => LIVE || plannerData() === null, entries: hashEntries, open: drawAll });
+  addTab("compare", { title: "Compare", isThere: canCompare, entries: compareEntries, open: openCompare });
   if (plannerData()) startPlanner();
   openTab(tabOfAddress());
   const opened = shownTab === "runs" && state.hash.run;

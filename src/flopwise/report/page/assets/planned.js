@@ -124,15 +124,9 @@ function drawSearching() {
 // -- memory and the step ---------------------------------------------------------------------------------------------
 
 function drawPlanMemory(view) {
-  const bars = view.bars.map((bar) => ({
-    place: bar.place,
-    pieces: bar.owners.map((owner, place) => ({ owner, bytes: bar.bytes[place], words: bar.words[place] })),
-    cap: bar.cap,
-    capWords: bar.cap_words,
-  }));
   const told = view.bars.map((bar) => `${bytesWords(d3.sum(bar.bytes))} on the ${bar.place}${bar.cap ? ` of ${bar.cap_words}` : ""}`);
   const words = `${{ good: "Yes", warn: "Yes, just", bad: "No" }[view.fit.tone]}: ${listWords(told)}; ${view.fit.words}.`;
-  const svg = described(memoryBars(bars, widthOf("plan-memory")), `Memory by owner: ${view.bars.map((bar) => `${bar.place}: ${bar.owners.map((owner, place) => `${owner} ${bar.words[place]}`).join(", ")}`).join("; ")}.`);
+  const svg = described(memoryBars(foreseenBars(view), widthOf("plan-memory")), `Memory by owner: ${view.bars.map((bar) => `${bar.place}: ${bar.owners.map((owner, place) => `${owner} ${bar.words[place]}`).join(", ")}`).join("; ")}.`);
   fill("plan-memory", "Does it fit?", words, make("div", { class: "plot" }, svg), ownersLegend(view.bars));
 }
 
@@ -147,7 +141,7 @@ function drawPlanStep(view) {
   if (!view.step) {
     const longest = [...view.parts].sort((left, right) => right[1] - left[1]).slice(0, 2);
     const words = `${view.words.step}, bound by ${view.bound}${longest.length ? `; most of it is ${listWords(longest.map(([name, , , share]) => `${name} (${share})`))}` : ""}.`;
-    fill("plan-step", question, words, make("div", { class: "plot" }, partsBar(view)), partsTable(view));
+    fill("plan-step", question, words, make("div", { class: "plot" }, partsBar(view, "plan-step")), partsTable(view));
     return;
   }
   const { step } = view,
@@ -203,8 +197,8 @@ function stepLegend(step) {
 }
 
 /** The parts of a step in one bar. */
-function partsBar(view) {
-  const width = widthOf("plan-step"),
+function partsBar(view, panel) {
+  const width = widthOf(panel),
     scale = d3.scaleLinear([0, view.step_s], [0, width]),
     svg = drawing(width, 58);
   let begin = 0;
@@ -273,264 +267,6 @@ function drawWhy(view) {
   panel.replaceChildren(
     make("details", {}, make("summary", {}, make("h3", { id: "plan-why-title" }, "What was chosen, and why")), chosen.length ? list : null, notes.map((note) => make("p", { class: "faint" }, capital(note)))),
   );
-}
-
-// -- what would help, and elsewhere ----------------------------------------------------------------------------------
-
-function drawAround() {
-  const around = planner.around,
-    view = planner.answer?.view;
-  drawHelps(view, around);
-  // Of the question before: it stays in its place, faint, until the new ones are there.
-  const isStale = Boolean(around) && around.key !== planner.answer?.key;
-  for (const name of ["plan-helps", "plan-devices"]) {
-    byId(name).classList.toggle("stale", isStale);
-    byId(name).setAttribute("aria-busy", String(isStale));
-  }
-  const panel = byId("plan-devices");
-  panel.hidden = !around?.devices?.length;
-  if (!panel.hidden) drawDevices(around.devices);
-}
-
-function drawHelps(view, around) {
-  const panel = byId("plan-helps");
-  const chips = [...(view?.helps ?? []).map((chip) => ({ ...chip, isPlan: true })), ...(around?.helps ?? [])];
-  panel.hidden = !chips.length;
-  if (!chips.length) return;
-  const isMade = isAsking();
-  const button = (chip) => {
-    const gain = `${chip.gain >= 0 ? "+" : "−"}${aboutWords(Math.abs(chip.gain))}`;
-    const tone = !chip.fits ? "bad" : chip.gain >= 0 ? "good" : "bad";
-    return make(
-      "button",
-      { type: "button", class: "chip", disabled: !isMade, click: () => change(chip.change) },
-      `${chip.words} → `,
-      make("b", { class: tone }, chip.fits ? gain : `${gain}, does not fit`),
-    );
-  };
-  fill("plan-helps", "What would help?", isMade ? "Each is applied by a click. More memory by the search's estimate, the rest by prediction, of the speed of all devices together." : "As it is; `flopwise serve` applies them by a click.", make("div", { class: "chips" }, chips.map(button)));
-}
-
-function drawDevices(rows) {
-  const price = (row) => planner.prices[row.name];
-  const per = (row) => (price(row) && row.tokens_per_s ? (row.tokens_per_s * 3600) / (price(row) * row.devices) : null);
-  const fitting = rows.filter((row) => row.fits),
-    dearest = d3.greatest(fitting.filter(per), per);
-  const chosen = hardwareOf(planner.question);
-  const number = (words) => make("td", { class: "number" }, words);
-  const line = (row) =>
-    make(
-      "tr",
-      { "aria-current": row.name === chosen ? "true" : null },
-      make("th", { scope: "row" }, isAsking() && row.name !== chosen ? make("button", { type: "button", class: "link", click: () => change({ on: row.name }) }, row.name) : row.name),
-      make("td", { class: row.fits ? "good" : "bad" }, row.fit ? `${row.fits ? "✓" : "✗"} ${row.fit.of}` : `✗ ${cut(row.why ?? "", 60)}`),
-      number(row.tokens_per_s === null ? UNKNOWN : row.words.speed.replace(" tok/s", "")),
-      number(row.words?.speed_range || UNKNOWN),
-      number(row.words?.mfu ?? UNKNOWN),
-      make("td", { class: "left" }, row.bound ?? UNKNOWN),
-      make("td", { class: "number" }, make("input", { type: "number", min: "0", step: "any", class: "price", "aria-label": `Price of ${row.name}, dollars an hour`, value: price(row) ?? "", placeholder: "$/h", change: (event) => setPrice(row.name, Number(event.target.value)) })),
-      number(per(row) ? rateWords(per(row), "") : UNKNOWN),
-    );
-  const heads = [["device", ""], ["fits?", ""], ["tok/s", "number"], ["8 of 10 lie in", "number"], ["MFU", "number"], ["bound by", "left"], ["$/h", "number"], ["tok/$", "number"]];
-  const head = make("tr", {}, heads.map(([words, kind]) => make("th", { scope: "col", class: kind }, words)));
-  const best = fitting[0];
-  const first = best ? `It fits ${countWords(fitting.length)} of ${countWords(rows.length)}; the fastest is ${best.name}, ${best.words.speed}${dearest ? `; a dollar buys the most tokens on ${dearest.name}` : ""}.` : "It fits none of them as it is.";
-  fill("plan-devices", "Which devices would do?", `${first} By prediction, with all else as asked.`, scrolling("Every device", make("table", { class: "small words devices" }, make("thead", {}, head), make("tbody", {}, rows.map(line)))));
-}
-
-// -- the map of caps -------------------------------------------------------------------------------------------------
-
-function capsKey(question) {
-  return keyOf({ ...question, device_mem: "", host_mem: "" });
-}
-
-/** Device and host caps of the map: about five of each, round, up to what there is. */
-function capAxes() {
-  const view = planner.answer.view,
-    whole = Math.floor((planner.whole ?? view.fit?.cap ?? 0) / 2 ** 30);
-  const host = view.bars?.find((bar) => bar.place === "host")?.cap ?? 256 * 2 ** 30;
-  const most = Math.floor(host / 2 ** 30);
-  const of = (top, shares) => [...new Set(shares.map((share) => Math.max(1, Math.round(top * share))))].map((size) => `${size}GiB`);
-  return { device: of(whole, [0.15, 0.25, 0.4, 0.6, 0.8, 1]), host: of(most, [0.25, 0.5, 1]) };
-}
-
-/** Cells of a file's own grid of caps, where it has one. */
-function gridCaps() {
-  const axes = plannerData().grid?.axes ?? [],
-    names = axes.map((axis) => axis.name);
-  if (!names.includes("device_mem") || !names.includes("host_mem")) return null;
-  const device = axes[names.indexOf("device_mem")].values,
-    host = axes[names.indexOf("host_mem")].values;
-  const cells = new Map();
-  for (const one of device) for (const other of host) cells.set(`${one} ${other}`, cellOf({ ...planner.question, device_mem: one, host_mem: other }));
-  return { device, host, cells, isDone: true };
-}
-
-function drawCaps() {
-  const panel = byId("plan-caps"),
-    view = planner.answer?.view;
-  const map = isAsking() ? (planner.caps ?? null) : gridCaps();
-  panel.hidden = isAsking() ? !isOwnPlan() || !view || view.kind === "refused" : !map;
-  if (panel.hidden) return;
-  const question = "What does memory buy?";
-  if (!map) {
-    const axes = capAxes();
-    fill("plan-caps", question, `A plan for each of ${axes.device.length * axes.host.length} pairs of caps, about a second each.`, make("div", { class: "tools" }, make("button", { type: "button", id: "map-caps", click: () => mapCaps(axes) }, "search them")));
-    return;
-  }
-  const cells = [...map.cells].filter(([, cell]) => cell?.tokens_per_s),
-    speeds = cells.map(([, cell]) => cell.tokens_per_s),
-    range = colourRange(speeds),
-    front = frontOf(map);
-  const fastest = d3.greatest(cells, ([, cell]) => cell.tokens_per_s);
-  const told = fastest ? `${fastest[1].words.speed} at most; with the least device memory that is within 1 % of it, ${capWords(bytesOf(leastOf(map, fastest[1].tokens_per_s * 0.99)))}. Framed: no less memory is as fast.` : "Nothing fits so far.";
-  const square = (device, host) => {
-    const cell = map.cells.get(`${device} ${host}`);
-    if (cell === undefined) return make("td", { class: "faint" }, map.isDone ? UNKNOWN : "…");
-    const isNow = planner.question.device_mem === device && planner.question.host_mem === host;
-    const colour = cell.tokens_per_s ? heatColour(cell.tokens_per_s, range) : "";
-    const words = cell.tokens_per_s ? [cell.words.speed.replace(" tok/s", ""), cell.words.mfu] : ["✗", "no fit"];
-    return make(
-      "td",
-      {},
-      make(
-        "button",
-        {
-          type: "button",
-          class: `cap-cell${front.has(`${device} ${host}`) ? " front" : ""}`,
-          style: colour ? `background:${colour};color:${inkOn(colour)}` : "",
-          "aria-pressed": String(isNow),
-          "aria-label": `device ${device}, host ${host}: ${words.join(", ")}`,
-          click: () => change({ device_mem: device, host_mem: host }),
-        },
-        make("b", {}, words[0]),
-        make("span", {}, words[1]),
-      ),
-    );
-  };
-  const head = make("tr", {}, make("th", { scope: "col" }, "host \\ device"), map.device.map((cap) => make("th", { scope: "col" }, capWords(bytesOf(cap)))));
-  const rows = map.host.map((host) => make("tr", {}, make("th", { scope: "row" }, bytesOf(host) === null ? host : capWords(bytesOf(host))), map.device.map((device) => square(device, host))));
-  const busy = map.isDone ? null : make("p", { class: "busy" }, `searching, ${countWords(map.cells.size)} of ${countWords(map.device.length * map.host.length)} `, make("button", { type: "button", click: () => stopCaps() }, "stop"));
-  fill("plan-caps", question, told, busy, scrolling("Caps", make("table", { class: "caps" }, make("thead", {}, head), make("tbody", {}, rows))), speeds.length ? heatLegend(range, speeds, (value) => `${speedWords(value)} tok/s`) : null);
-}
-
-/** Pairs of caps that no pair with no more of either memory equals: the Pareto front. */
-function frontOf(map) {
-  const cells = [...map.cells].filter(([, cell]) => cell?.tokens_per_s).map(([key, cell]) => ({ key, device: bytesOf(key.split(" ")[0]), host: bytesOf(key.split(" ")[1]) ?? 0, speed: cell.tokens_per_s }));
-  const beats = (one, other) => one !== other && one.device <= other.device && one.host <= other.host && one.speed >= 0.999 * other.speed && (one.device < other.device || one.host < other.host);
-  return new Set(cells.filter((cell) => !cells.some((other) => beats(other, cell))).map((cell) => cell.key));
-}
-
-function leastOf(map, speed) {
-  const cells = [...map.cells].filter(([, cell]) => cell?.tokens_per_s >= speed).map(([key]) => key.split(" ")[0]);
-  return d3.least(cells, bytesOf);
-}
-
-async function mapCaps(axes) {
-  const question = { ...planner.question },
-    map = { ...axes, key: capsKey(question), cells: new Map(), isDone: false };
-  planner.caps = map;
-  drawCaps();
-  // The largest caps first: what they reach is what the others are held against.
-  for (const host of [...axes.host].reverse())
-    for (const device of [...axes.device].reverse()) {
-      const found = await fetchAnswer("plan", { ...question, device_mem: device, host_mem: host });
-      if (found === null || planner.caps !== map) {
-        map.isDone = true;
-        if (planner.caps === map) drawCaps();
-        return;
-      }
-      map.cells.set(`${device} ${host}`, found);
-      drawCaps();
-    }
-  map.isDone = true;
-  drawCaps();
-}
-
-function stopCaps() {
-  giveUp("plan");
-}
-
-// -- the command, the link, what is pinned ---------------------------------------------------------------------------
-
-function drawCommand(view) {
-  const copied = make("span", { class: "faint", "aria-live": "polite" });
-  const copy = (words, what) =>
-    make(
-      "button",
-      {
-        type: "button",
-        click: async () => {
-          try {
-            await navigator.clipboard.writeText(what());
-            copied.textContent = `${words} copied`;
-          } catch {
-            copied.textContent = what();
-          }
-        },
-      },
-      `copy ${words}`,
-    );
-  const panel = byId("plan-command");
-  panel.replaceChildren(
-    make("h3", { id: "plan-command-title" }, "The same in a terminal"),
-    view.command ? make("pre", { tabindex: "0", "aria-label": "Command" }, make("code", { id: "plan-line" }, view.command)) : null,
-    make("div", { class: "tools" }, view.command ? copy("command", () => view.command) : null, planner.config ? null : copy("link", () => location.href), view.kind === "refused" ? null : make("button", { type: "button", id: "pin", click: pin }, "pin to compare"), copied),
-  );
-}
-
-/** A few words of what was asked that tell it from other questions. */
-function questionWords(answer) {
-  const { view } = answer;
-  const setup = view.setup;
-  return [`${view.model} on ${view.devices > 1 ? `${countWords(view.devices)} × ` : ""}${view.hardware}`, `sequence ${countWords(setup.sequence_tokens)}`, `${countWords(view.batch_tokens)} tokens`, setup.precision, setup.recompute === "none" ? "" : `recompute ${setup.recompute}`, `cap ${capWords(view.fit.cap)}`].filter(Boolean).join(" · ");
-}
-
-const MOST_PINS = 6;
-
-function pin() {
-  if (!planner.answer || planner.pins.some((one) => one.key === planner.answer.key && one.view.kind === planner.answer.view.kind)) return;
-  planner.pins = [...planner.pins, { ...planner.answer, hash: location.hash, price: planner.prices[hardwareOf(planner.question)] }].slice(-MOST_PINS);
-  drawPins();
-}
-
-function drawPins() {
-  const panel = byId("plan-pins"),
-    now = planner.answer;
-  panel.hidden = !planner.pins.length;
-  if (panel.hidden) return;
-  const rows = [...planner.pins, ...(now && now.view.kind !== "refused" && !planner.pins.some((one) => one.key === now.key && one.view.kind === now.view.kind) ? [{ ...now, isNow: true, price: planner.prices[hardwareOf(planner.question)] }] : [])];
-  const first = rows[0].view;
-  const number = (words) => make("td", { class: "number" }, words);
-  const line = (row, place) =>
-    make(
-      "tr",
-      {},
-      make("th", { scope: "row", class: "left" }, row.isNow ? "shown now: " : "", questionWords(row)),
-      make("td", {}, row.view.kind),
-      number(row.view.words.speed),
-      number(place ? errorWords(row.view.tokens_per_s / first.tokens_per_s - 1) : ""),
-      number(row.view.words.speed_range || UNKNOWN),
-      number(row.view.words.mfu),
-      number(row.view.words.step),
-      make("td", { class: row.view.fit.tone }, row.view.fit.of),
-      number(row.price ? rateWords(tokensPerDollar(row.view, row.price), "") : UNKNOWN),
-      make("td", {}, row.isNow ? null : make("button", { type: "button", class: "link", "aria-label": `Show ${questionWords(row)} again`, click: () => restore(row) }, "show"), " ", row.isNow ? null : make("button", { type: "button", class: "link", "aria-label": `Unpin ${questionWords(row)}`, click: () => unpin(row) }, "unpin")),
-    );
-  const heads = ["set-up", "", "speed", "against the first", "8 of 10 lie in", "MFU", "step", "memory", "tok/$", ""];
-  const head = make("tr", {}, heads.map((words, place) => make("th", { scope: "col", class: place > 1 && place !== 7 && place !== 9 ? "number" : "left" }, words || make("span", { class: "hidden" }, place === 1 ? "how it is known" : "again"))));
-  fill("plan-pins", "How do they compare?", "What was pinned, and what is shown now.", scrolling("Pinned set-ups", make("table", { class: "small words" }, make("thead", {}, head), make("tbody", {}, rows.map(line)))));
-}
-
-function unpin(row) {
-  planner.pins = planner.pins.filter((one) => one !== row);
-  drawPins();
-}
-function restore(row) {
-  planner.question = { ...row.question };
-  writeAddress();
-  drawControls();
-  ask();
 }
 
 // -- the tab ---------------------------------------------------------------------------------------------------------

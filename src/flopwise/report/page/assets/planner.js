@@ -120,9 +120,9 @@ async function ask() {
   planner.asked += 1;
   giveUp("plan", "around", "caps");
   if (!isAsking()) {
-    showAnswer(key, question, cellOf(question));
-    planner.around = plannerData().around ? { ...plannerData().around, key } : null;
-    drawAround();
+    const cell = gridCell(question);
+    planner.around = cell.around ? { ...cell.around, key } : null;
+    showAnswer(key, question, cell);
     return;
   }
   markBusy(true);
@@ -184,7 +184,7 @@ function markBusy(isBusy) {
 // -- what a file holds -----------------------------------------------------------------------------------------------
 
 /** The cell of the file's own grid: its axes are the controls that move. */
-function cellOf(question) {
+function gridCell(question) {
   const grid = plannerData().grid;
   const place = grid.axes.map((axis) => {
     const found = axis.values.indexOf(question[axis.name]);
@@ -220,7 +220,8 @@ function slider(name, title, values, shown, auto) {
   // A value of the address or of a chip that is no step of the slider becomes one.
   const all = words.includes(now) ? words : [...words, now].sort((left, right) => sized(left) - sized(right)),
     at = all.indexOf(now);
-  const told = make("output", { for: `ask-${name}` }, now === "auto" ? auto : shown(now));
+  const valueWords = now === "auto" ? (auto ?? "auto") : shown(now),
+    told = make("output", { for: `ask-${name}` }, valueWords);
   return make(
     "label",
     { class: "control", for: `ask-${name}` },
@@ -233,7 +234,7 @@ function slider(name, title, values, shown, auto) {
       max: String(all.length - 1),
       step: "1",
       value: String(at),
-      "aria-valuetext": now === "auto" ? auto : shown(now),
+      "aria-valuetext": valueWords,
       input: (event) => change({ [name]: all[Number(event.target.value)] }, true),
       change: drawControls,
     }),
@@ -305,13 +306,18 @@ function isOwnPlan() {
 }
 
 function gridControls(grid) {
-  const shown = { seq: (value) => countWords(tokensOf(value)), batch_tokens: (value) => countWords(tokensOf(value)), gpus: (value) => countWords(Number(value)), device_mem: (value) => capWords(bytesOf(value)), host_mem: (value) => capWords(bytesOf(value)) };
-  const titles = { seq: "sequence", batch_tokens: "batch, tokens", gpus: "devices", device_mem: "device cap", host_mem: "host cap", on: "on" };
+  const count = (value) => countWords(tokensOf(value)),
+    size = (value) => capWords(bytesOf(value));
+  const shown = { seq: count, batch: count, batch_tokens: count, micro: count, gpus: count, device_mem: size, host_mem: size };
+  const titles = { seq: "sequence", batch: "batch, sequences", batch_tokens: "batch, tokens", micro: "micro-batch", gpus: "devices", device_mem: "device cap", host_mem: "host cap" };
+  const { model, on } = plannerData().question,
+    moving = grid.axes.map((axis) => axis.name),
+    fixed = [["model", model], ["on", on]].filter(([name]) => !moving.includes(name));
   return [
-    make("p", { class: "control" }, make("b", {}, plannerData().title ?? "")),
+    ...fixed.map(([name, value]) => make("p", { class: "control fixed" }, make("span", {}, name), make("b", {}, value))),
     ...grid.axes.map((axis) =>
       shown[axis.name]
-        ? slider(axis.name, titles[axis.name], axis.values, (value) => (value === "auto" ? "auto" : (shown[axis.name](value) ?? value)), null)
+        ? slider(axis.name, titles[axis.name], axis.values, shown[axis.name], null)
         : choice(axis.name, titles[axis.name] ?? axis.name, axis.values.map((value) => [value, value])),
     ),
     priceControl(),

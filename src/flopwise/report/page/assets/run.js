@@ -20,12 +20,14 @@ function drawRun() {
   }
   document.title = `${row && state.hash.run ? `${rowName(row)} · ` : ""}${state.page.title} · flopwise`;
   drawProgress(row);
+  showPanels(row, detail);
   drawMemory(row, detail);
   drawProfile(row, detail);
   drawTimeline(row, detail);
   drawRoofline(row, detail);
   drawSteps(row, detail);
   drawTables(detail);
+  drawAbout(row, detail);
 }
 
 // -- tables of words -------------------------------------------------------------------------------------------------
@@ -33,14 +35,32 @@ function drawRun() {
 /** Of profiles: what follows from them together, and how their figures differ. No sweep is there to look across. */
 function drawCompared(page) {
   for (const id of ["answer", "across", "steps"]) byId(id).hidden = Boolean(page.of_profiles);
-  byId("compared").hidden = !page.tables?.length;
-  if (page.tables?.length)
-    fill(
-      "changes",
-      "What changes from one to the next?",
-      page.said.filter(Boolean).join(" "),
-      ...page.tables.map(wordTable),
-    );
+  const isShown = Boolean(page.of_profiles && page.tables?.length);
+  byId("compared").hidden = !isShown;
+  if (isShown)
+    fill("changes", "What changes from one to the next?", page.said.filter(Boolean).join(" "), ...(page.lines ?? []).map((line) => make("div", { class: "plot" }, fittedLine(line, widthOf("changes")))), ...page.tables.map(wordTable));
+}
+
+/** Device times over the batch with the line through them: dotted where it leaves small batches out. */
+function fittedLine(line, width) {
+  const points = line.points.map(([batch, seconds, name]) => ({ batch, seconds, name })),
+    most = d3.max(points, (point) => point.batch),
+    at = (batch) => ({ batch, seconds: line.fixed_s + line.per_sequence_s * batch });
+  const plot = Plot.plot({
+    width: Math.min(width, 900),
+    height: 300,
+    marginLeft: 68,
+    marginBottom: 42,
+    style: PLOT_STYLE,
+    x: { label: "sequences of a batch", labelAnchor: "center", labelArrow: "none", zero: true, domain: [0, 1.04 * most], ticks: 8 },
+    y: { label: "device time", labelArrow: "none", grid: true, ticks: 5, domain: [0, 1.06 * d3.max([...points, at(most)], (point) => point.seconds)], tickFormat: (value) => (value ? secondsWords(value) : "0") },
+    marks: [
+      Plot.line([at(0), at(line.least_batch)], { x: "batch", y: "seconds", stroke: "var(--c0)", strokeDasharray: "2,4", strokeWidth: 2 }),
+      Plot.line([at(line.least_batch), at(most)], { x: "batch", y: "seconds", stroke: "var(--c0)", strokeWidth: 2 }),
+      Plot.dot(points, { x: "batch", y: "seconds", r: 4.5, fill: "var(--c1)", stroke: "var(--panel)", title: (point) => `${point.name}: ${secondsWords(point.seconds)}` }),
+    ],
+  });
+  return described(plot, line.words);
 }
 
 function drawTables(detail) {
@@ -59,9 +79,8 @@ function wordTable(table) {
     "div",
     { class: "words" },
     table.title ? make("h4", {}, table.title) : null,
-    make(
-      "div",
-      { class: "scroll" },
+    scrolling(
+      `${table.title || "Figures"}: ${table.columns.slice(0, 2).join(", ")}`,
       make(
         "table",
         { class: "small" },
@@ -91,6 +110,10 @@ function classColour(name) {
 
 function drawProfile(row, detail) {
   const question = "Where did the time go?";
+  if (!row?.run && row?.foreseen?.words) {
+    drawForeseenStep(row, row.foreseen);
+    return;
+  }
   if (!detail?.is_profiled) {
     fill("profile", question, noDetail(row, "is no telling where the time went"));
     return;
@@ -236,18 +259,24 @@ function drawSteps(row, detail) {
     );
     return;
   }
+  // One time of a step on the whole page: that of the measurement, where there is one.
   const later = points.length > 4 ? points.slice(2) : points;
-  const middle = d3.median(later, (point) => point.seconds),
-    spread = [0.2, 0.8].map((share) => d3.quantile(later, share, (point) => point.seconds));
-  const longest = d3.greatest(later, (point) => point.seconds),
+  const middle = number(detail.step_s) ?? d3.median(later, (point) => point.seconds),
+    spread = number(detail.step_s_p20) !== null ? [detail.step_s_p20, detail.step_s_p80] : [0.2, 0.8].map((share) => d3.quantile(later, share, (point) => point.seconds));
+  const isTraced = (point) => detail.traced && point.step >= detail.traced[0] && point.step <= detail.traced[1];
+  const longest = d3.greatest(later.filter((point) => !isTraced(point)), (point) => point.seconds) ?? later[0],
     wide = (spread[1] - spread[0]) / middle;
+  const traced = detail.traced ? ` ${detail.traced[0] === detail.traced[1] ? `Step ${countWords(detail.traced[0])} was` : `Steps ${countWords(detail.traced[0])} to ${countWords(detail.traced[1])} were`} traced, which slows them down; they do not count.` : "";
   const losses = points.filter((point) => point.loss !== null);
+  const column = (name, at, as) => (steps[at] ?? []).map((step, place) => ({ step, [as]: number(steps[name]?.[place]) })).filter((point) => point[as] !== null);
+  const evaluated = column("eval_loss", "eval_step", "loss"),
+    rates = column("learning_rate", "step", "rate");
   const trend =
     losses.length > 1
       ? ` The loss goes from ${significant(losses[0].loss, 4)} to ${significant(losses[losses.length - 1].loss, 4)}.`
       : "";
   const answer = wide < 0.05 ? "Nearly" : wide < 0.2 ? "Roughly" : "No";
-  const sentence = `${answer}: after the first two, a step takes ${secondsWords(middle)} (p20–p80 ${secondsWords(spread[0])}–${secondsWords(spread[1])}), at most ${secondsWords(longest.seconds)} in step ${countWords(longest.step)}.${trend}`;
+  const sentence = `${answer}: a step takes ${secondsWords(middle)} (p20–p80 ${secondsWords(spread[0])}–${secondsWords(spread[1])}), at most ${secondsWords(longest.seconds)} in step ${countWords(longest.step)}.${traced}${trend}`;
   const width = widthOf("steps"),
     cap = Math.max(d3.quantile(points, 0.98, (point) => point.seconds) * 1.3, middle * 1.4);
   const base = { width, marginLeft: 64, marginRight: 12, style: PLOT_STYLE };
@@ -296,18 +325,36 @@ function drawSteps(row, detail) {
   if (losses.length > 1) {
     const loss = Plot.plot({
       ...base,
-      height: 150,
-      marginBottom: 40,
-      x: { label: "step", ticks, tickFormat: whole, labelAnchor: "center", labelArrow: "none" },
+      height: 190,
+      marginBottom: rates.length > 1 ? 22 : 40,
+      x: { label: rates.length > 1 ? null : "step", ticks, tickFormat: whole, labelAnchor: "center", labelArrow: "none" },
       y: { label: "loss", labelArrow: "none", ticks: 4, grid: true, nice: true },
-      marks: [Plot.line(losses, { x: "step", y: "loss", stroke: "var(--c3)", strokeWidth: 1.6 })],
+      marks: [
+        // Many steps are noisy: their mean over a twentieth of the run is what one looks for.
+        Plot.line(losses, { x: "step", y: "loss", stroke: "var(--c3)", strokeWidth: losses.length > 60 ? 0.8 : 1.6, strokeOpacity: losses.length > 60 ? 0.4 : 1 }),
+        losses.length > 60 ? Plot.line(losses, Plot.windowY({ k: Math.ceil(losses.length / 20), x: "step", y: "loss", stroke: "var(--c3)", strokeWidth: 2 })) : null,
+        Plot.dot(evaluated, { x: "step", y: "loss", r: 4.5, fill: "var(--c2)", stroke: "var(--panel)", title: (point) => `evaluation after step ${countWords(point.step)}: ${significant(point.loss, 4)}` }),
+      ].filter(Boolean),
     });
     parts.push(make("div", { class: "plot" }, described(loss, `Loss over ${countOf(losses.length, "step")}.${trend}`)));
+  }
+  if (rates.length > 1) {
+    const curve = Plot.plot({
+      ...base,
+      height: 100,
+      marginBottom: 40,
+      x: { label: "step", ticks, tickFormat: whole, labelAnchor: "center", labelArrow: "none" },
+      y: { label: "learning rate", labelArrow: "none", ticks: 2, grid: true, zero: true, tickFormat: (value) => (value ? value.toExponential(0) : "0") },
+      marks: [Plot.line(rates, { x: "step", y: "rate", stroke: "var(--c4)", strokeWidth: 1.6 })],
+    });
+    parts.push(make("div", { class: "plot" }, described(curve, "Learning rate over the steps.")));
   }
   const entries = [
     ["var(--c0)", "time of a step", "dash"],
     points.some((point) => point.predicted !== null) ? ["var(--faint)", "predicted", "dash"] : null,
     losses.length > 1 ? ["var(--c3)", "loss", "dash"] : null,
+    evaluated.length ? ["var(--c2)", "loss of the evaluation", "dot round"] : null,
+    rates.length > 1 ? ["var(--c4)", "learning rate", "dash"] : null,
   ].filter(Boolean);
   fill("steps", question, sentence, ...parts, legend(entries));
 }

@@ -15,7 +15,7 @@ const state = {
   constants: [],
 };
 
-const HASH_NAMES = ["run", "q", "state", "model", "hardware", "sort", "x", "y", "value"];
+const HASH_NAMES = ["run", "q", "state", "model", "hardware", "sort", "cols", "marked", "x", "y", "value", "t", "task"];
 
 function byId(id) {
   return document.getElementById(id);
@@ -57,6 +57,8 @@ function readRows(page) {
   return Array.from({ length: page.count }, (_, index) => {
     const row = Object.create(prototype);
     row.index = index;
+    // What is known of a row that nobody has run.
+    row.foreseen = page.foreseen?.[index] ?? null;
     row.key = row.run ?? (row.cell ? `cell-${row.cell}${row.attempt ? `-${row.attempt}` : ""}` : `row-${index + 1}`);
     return row;
   });
@@ -67,12 +69,18 @@ function number(value) {
   return typeof value === "number" && Number.isFinite(value) ? value : null;
 }
 
-/** Tokens a second as measured, else as predicted of what has not been run. */
+/** Tokens a second as measured, else as predicted of what has not been run; between which ends four of five steps lie. */
 function speed(row) {
   const measured = row.state === "running" ? null : number(row.tokens_per_s);
-  if (measured !== null) return { value: measured, predicted: false };
+  if (measured !== null) return { value: measured, predicted: false, low: number(row.tokens_per_s_p20), high: number(row.tokens_per_s_p80) };
   const foreseen = row.state === "planned" ? number(row.predicted_tokens_per_s) : null;
-  return foreseen !== null && row.predicted_fits !== false ? { value: foreseen, predicted: true } : null;
+  if (foreseen === null || row.predicted_fits === false) return null;
+  return { value: foreseen, predicted: true, low: number(row.foreseen?.low_tokens_per_s), high: number(row.foreseen?.high_tokens_per_s) };
+}
+
+/** As measured, else as predicted of what has not been run. */
+function mfuOf(row) {
+  return number(row.mfu) ?? (speed(row)?.predicted ? number(row.foreseen?.mfu) : null);
 }
 
 /** How far the predicted speed is off the measured one. */
@@ -133,44 +141,4 @@ function hashEntries() {
 function choose(changes) {
   Object.assign(state.hash, changes);
   writeAddress();
-}
-
-// -- filters ---------------------------------------------------------------------------------------------------------
-
-const FILTERS = ["state", "model", "hardware"];
-
-function filtered() {
-  const { q, ...chosen } = state.hash;
-  const words = (q ?? "").toLowerCase().split(/\s+/).filter(Boolean);
-  return state.rows.filter((row) => {
-    for (const name of FILTERS) if (chosen[name] && String(row[name] ?? "") !== chosen[name]) return false;
-    return words.length === 0 || words.every((word) => searchText(row).includes(word));
-  });
-}
-
-const SEARCHED = [
-  "run",
-  "cell",
-  "state",
-  "reason",
-  "model",
-  "hardware",
-  "precision",
-  "optimizer",
-  "recompute",
-  "bound",
-  "card",
-  "sequence_tokens",
-  "batch_sequences",
-];
-
-function searchText(row) {
-  row.text ??= SEARCHED.map((name) => row[name] ?? "")
-    .join(" ")
-    .toLowerCase();
-  return row.text;
-}
-
-function isFiltered() {
-  return FILTERS.some((name) => state.hash[name]) || Boolean(state.hash.q);
 }

@@ -3,67 +3,15 @@
 
 const ROW_HEIGHT = 32,
   BEYOND = 6;
-/** [field, heading, words, is a number, longest in signs]. */
-const COLUMNS = [
-  ["run", "run", (row) => row.run ?? (row.cell ? `(${row.cell.slice(0, 6)})` : UNKNOWN), false, 9],
-  ["state", "state", (row) => stateOfRow(row), false, 14],
-  ["model", "model", (row) => plainWords(row.model), false, 26],
-  ["hardware", "hardware", (row) => plainWords(row.hardware), false, 18],
-  ["devices", "devices", (row) => countWords(row.devices), true, 8],
-  ["sequence_tokens", "sequence", (row) => countWords(row.sequence_tokens), true, 9],
-  ["batch_sequences", "batch", (row) => countWords(row.batch_sequences), true, 8],
-  ["micro_batch_sequences", "micro", (row) => countWords(row.micro_batch_sequences), true, 7],
-  ["precision", "precision", (row) => plainWords(row.precision), false, 10],
-  ["optimizer", "optimizer", (row) => plainWords(row.optimizer), false, 10],
-  [
-    "device_cap_bytes",
-    "device cap",
-    (row) => (row.device_cap_bytes === null ? UNKNOWN : capWords(row.device_cap_bytes)),
-    true,
-    10,
-  ],
-  [
-    "host_cap_bytes",
-    "host cap",
-    (row) => (row.host_cap_bytes === null ? UNKNOWN : capWords(row.host_cap_bytes)),
-    true,
-    10,
-  ],
-  ["tokens_per_s", "tok/s", (row) => speedWords(row.tokens_per_s), true, 11],
-  ["mfu", "MFU", (row) => shareWords(row.mfu), true, 8],
-  ["hfu", "HFU", (row) => shareWords(row.hfu), true, 8],
-  ["predicted_tokens_per_s", "predicted", (row) => speedWords(row.predicted_tokens_per_s), true, 11],
-  ["prediction_error", "error", (row) => errorWords(predictionError(row)), true, 9],
-  ["step_s", "step", (row) => secondsWords(row.step_s), true, 9],
-  ["device_bytes", "device", (row) => bytesWords(row.device_bytes), true, 10],
-  ["host_bytes", "host", (row) => (row.host_bytes === 0 ? "0" : bytesWords(row.host_bytes)), true, 10],
-  ["bound", "bound by", (row) => boundWords(row.bound), false, 18],
-  [
-    "last_loss",
-    "loss",
-    (row) => (number(row.last_loss) === null ? plainWords(row.last_loss) : significant(row.last_loss, 4)),
-    true,
-    8,
-  ],
-  ["started", "started", (row) => whenWords(row.started), false, 17],
-  ["reason", "reason", (row) => plainWords(row.reason), false, 40],
-];
 const table = { columns: [], body: null, scroller: null, first: -1, last: -1, rows: [], shape: "" };
 
-function isEmptyColumn(name) {
-  // The error can be told wherever both speeds can.
-  if (name === "prediction_error") return isEmptyColumn("tokens_per_s") || isEmptyColumn("predicted_tokens_per_s");
-  const column = state.page.columns[state.page.names.indexOf(name)];
-  return column === null || column === undefined;
-}
-
 function sortedRows(rows) {
-  const key = state.hash.sort;
-  if (!key) return rows;
-  const name = key.replace(/^-/, ""),
+  // The newest first; what was never begun stays behind, in its order.
+  const key = state.hash.sort ?? "-started",
+    name = key.replace(/^-/, ""),
     sign = key.startsWith("-") ? -1 : 1;
-  if (!COLUMNS.some(([field]) => field === name)) return rows;
-  const value = (row) => (name === "prediction_error" ? predictionError(row) : row[name]);
+  if (isEmptyColumn(name)) return rows;
+  const value = sortValue(name);
   const keyed = rows.map((row) => [value(row), row]);
   // What is not known comes last either way.
   keyed.sort(([left], [right]) => {
@@ -78,7 +26,7 @@ function sortedRows(rows) {
 
 function drawTable() {
   table.rows = sortedRows(state.shown);
-  table.columns = COLUMNS.filter(([name]) => !isEmptyColumn(name) && !state.constants.includes(name));
+  table.columns = shownColumns();
   const sample = table.rows.filter((_, place) => place % Math.ceil(table.rows.length / 200) === 0);
   const widths = table.columns.map(([name, heading, words, isNumber, longest]) => {
     const signs = Math.max(
@@ -113,16 +61,16 @@ function tableSentence() {
     .map((name) => AXES[name]?.[0] && `${AXES[name][0]} ${AXES[name][1](state.rows[0][name])}`)
     .filter(Boolean);
   const alike = same.length ? ` The same in all: ${listWords(same.map((words) => cut(words, 50)))}.` : "";
-  if (!state.rows.length)
-    return "There are no runs here yet. Train one: `flopwise train plan.toml`, or several: `flopwise sweep`.";
+  if (!state.rows.length) return `There are no runs here yet. \`flopwise train\` trains a small model on this machine${LIVE ? ", and this page follows it" : ""}; \`flopwise sweep\` several.`;
   if (!table.rows.length) return "No row is left by the filters: clear them to see all.";
-  return `${count}; select one to see it below, sort by any heading.${alike}`;
+  return `${count}; select one to see it below, tick some to compare them, sort by any heading.${alike}`;
 }
 
 function buildTable(widths) {
   const head = make(
     "tr",
     { "aria-rowindex": "1" },
+    make("th", { scope: "col", class: "mark" }, make("span", { class: "hidden" }, "compare")),
     table.columns.map(([name, heading, , isNumber]) =>
       make(
         "th",
@@ -138,11 +86,12 @@ function buildTable(widths) {
       class: "rows",
       role: "grid",
       "aria-label": "Runs",
-      style: `width:max(100%,${widths.reduce((sum, width) => sum + width, 0).toFixed(1)}em)`,
+      style: `width:max(100%,${(2 + widths.reduce((sum, width) => sum + width, 0)).toFixed(1)}em)`,
     },
     make(
       "colgroup",
       {},
+      make("col", { style: "width:2em" }),
       widths.map((width) => make("col", { style: `width:${width.toFixed(2)}em` })),
     ),
     make("thead", {}, head),
@@ -154,10 +103,14 @@ function buildTable(widths) {
     { class: "tools" },
     make("a", { id: "csv", href: "#", download: "flopwise-runs.csv", click: linkCsv }, "CSV of these rows"),
     make("button", { type: "button", id: "copy", click: copyMarkdown }, "copy as markdown"),
+    make("button", { type: "button", id: "compare-marked", click: () => compareMarked() }, "compare"),
     make("span", { id: "copied", role: "status", class: "faint" }),
+    columnChooser(),
   );
   fill("table", "Which runs are there?", "", tools, table.scroller);
+  drawMarked();
   table.body.addEventListener("click", (event) => {
+    if (event.target.closest(".mark")) return;
     const row = rowAt(event.target);
     if (row) selectRow(row);
   });
@@ -170,7 +123,7 @@ function rowAt(element) {
 }
 
 function sortBy(name) {
-  const isNumber = COLUMNS.find(([field]) => field === name)[3];
+  const isNumber = table.columns.find(([field]) => field === name)[3];
   const [first, second] = isNumber ? [`-${name}`, name] : [name, `-${name}`];
   choose({ sort: state.hash.sort === first ? second : state.hash.sort === second ? null : first });
   table.scroller.scrollTop = 0;
@@ -192,7 +145,7 @@ function drawWindow(force = false) {
       ? make(
           "tr",
           { class: "space", "aria-hidden": "true" },
-          make("td", { colspan: table.columns.length, style: `height:${count * ROW_HEIGHT}px` }),
+          make("td", { colspan: table.columns.length + 1, style: `height:${count * ROW_HEIGHT}px` }),
         )
       : null;
   const active = table.rows.indexOf(state.selected);
@@ -207,6 +160,11 @@ function drawWindow(force = false) {
         "aria-selected": isSelected ? "true" : "false",
         tabindex: isSelected || (place === first && (active < first || active >= last)) ? "0" : "-1",
       },
+      make(
+        "td",
+        { class: "mark" },
+        make("input", { type: "checkbox", tabindex: isSelected ? "0" : "-1", checked: isMarked(row), "aria-label": `Compare ${rowName(row)}`, change: (event) => mark(row, event.target.checked) }),
+      ),
       table.columns.map(([name, , words, isNumber]) => {
         const text = words(row);
         return make(
@@ -226,7 +184,7 @@ function drawWindow(force = false) {
 
 function tableKey(event) {
   const line = event.target.closest("tr[data-place]");
-  if (!line) return;
+  if (!line || event.target.tagName === "INPUT") return;
   const place = Number(line.dataset.place),
     page = Math.max(1, Math.floor(table.scroller.clientHeight / ROW_HEIGHT) - 2),
     end = table.rows.length - 1;

@@ -2,8 +2,7 @@
 // One step of one run: its tasks as predicted above as they ran.
 
 const STREAMS = ["compute", "copy-in", "copy-out", "host", "network"];
-const LANE = 15;
-const view = { run: null, from: 0, to: 1 };
+const view = { run: null, from: 0, to: 1, chosen: null };
 
 /** Why a panel has nothing to show of this row, and what to run to get it. */
 function noDetail(row, what) {
@@ -90,67 +89,113 @@ function timelineSentence(tasks) {
   return `${answer}: of ${secondsWords(ran.copies)} in which something is copied, ${secondsWords(ran.exposed)} has no computation beside it, so ${aboutWords(hidden)} is hidden. The step ${verb} ${secondsWords(ran.end)}${beside}.`;
 }
 
+/** A step's tasks as the chart of lanes takes them: for each stream as predicted above as they ran.
+ *
+ *  `runs`: `{ name, tasks }` of `readTasks`; of several each lane says whose it is. `sides`: which of both are drawn.
+ */
+function tasksSpec(runs, sides) {
+  const tasks = runs.flatMap((run, number) => run.tasks.map((task) => ({ ...task, run: number })));
+  const spent = d3.rollups(tasks, (group) => d3.sum(group, spanLength), (task) => task.kind).sort((left, right) => right[1] - left[1]);
+  const kinds = spent.map(([kind]) => kind),
+    colour = kindColours(kinds.slice(0, 8)),
+    known = [...new Set(tasks.map((task) => task.stream))],
+    streams = [...STREAMS.filter((name) => known.includes(name)), ...known.filter((name) => !STREAMS.includes(name))];
+  // Of a task both times are drawn: which of them is in the last digit of what it is called here.
+  const idOf = (place, side) => 2 * place + (side === "measured" ? 1 : 0);
+  const placed = tasks.map((task, place) => ({ task, place }));
+  const lanes = [],
+    waits = [];
+  for (const stream of streams)
+    for (const [number, run] of runs.entries())
+      for (const side of sides) {
+        const there = placed.filter(({ task }) => task.stream === stream && task.run === number && task[side]);
+        if (!there.length) continue;
+        if (stream === "compute") waits.push(...exposedSpans(run.tasks, side).map((span) => ({ ...span, lane: lanes.length })));
+        const name = runs.length > 1 ? `${run.name} ${stream}` : stream;
+        lanes.push(laneOf(name, sides.length > 1 ? side : "", there.map(({ task, place }) => ({ ...task[side], kind: kinds.indexOf(task.kind), id: idOf(place, side) }))));
+      }
+  const taskOf = (id) => tasks[Math.floor(id / 2)],
+    spanOf = (id) => taskOf(id)?.[id % 2 ? "measured" : "predicted"];
+  const words = (span) => (span ? `${secondsWords(span.end - span.start)} from ${secondsWords(span.start)}` : "not known");
+  return {
+    lanes,
+    end: d3.max(tasks, (task) => Math.max(...sides.map((side) => task[side]?.end ?? 0))) || 1,
+    kinds,
+    colours: kinds.map(colour),
+    waits,
+    memory: null,
+    shown: kinds.slice(0, 8).map((kind) => [colour(kind), kind]),
+    others: Math.max(0, kinds.length - 8),
+    nameOf: (id) => taskOf(id).name,
+    spanOf,
+    find: (word) => placed.filter(({ task }) => task.name.toLowerCase().includes(word)).flatMap(({ task, place }) => sides.filter((side) => task[side]).map((side) => idOf(place, side))),
+    detailOf: (id) => {
+      const task = taskOf(id);
+      if (!task) return "";
+      const whose = runs.length > 1 ? `${runs[task.run].name} · ` : "";
+      return `${whose}${task.name} · ${task.stream.replace("-", " ")} · ${sides.map((side) => `${side} ${words(task[side])}`).join(" · ")}`;
+    },
+  };
+}
+
+function spanLength(task) {
+  const span = task.measured ?? task.predicted;
+  return span.end - span.start;
+}
+
+/** When something is copied or handed over, and nothing is computed. */
+function exposedSpans(tasks, side) {
+  const of = (test) => union(tasks.filter((task) => task[side] && test(task.stream)).map((task) => task[side]));
+  const computing = of((stream) => stream === "compute"),
+    found = [];
+  for (const copy of of((stream) => stream.startsWith("copy") || stream === "network")) {
+    let from = copy.start;
+    for (const span of computing) {
+      if (span.end <= from) continue;
+      if (span.start >= copy.end) break;
+      if (span.start > from) found.push({ start: from, end: span.start });
+      from = Math.max(from, span.end);
+    }
+    if (from < copy.end) found.push({ start: from, end: copy.end });
+  }
+  return found;
+}
+
+function tasksLegend(spec) {
+  return legend([
+    ...(spec.waits.length ? [["var(--bad)", "a copy with no computation beside it"]] : []),
+    ...spec.shown,
+    ...(spec.others ? [["var(--faint)", countOf(spec.others, "other kind")]] : []),
+  ]);
+}
+
 function drawTimeline(row, detail) {
   const question = "Is the copying hidden?";
   if (!detail?.tasks) {
     fill("timeline", question, noDetail(row, "are no times of tasks"));
     return;
   }
-  const tasks = readTasks(detail.tasks);
-  if (view.run !== row.key) Object.assign(view, { run: row.key, from: 0, to: 1 });
-  const kinds = d3
-    .rollups(
-      tasks,
-      (group) =>
-        d3.sum(group, (task) => {
-          const span = task.measured ?? task.predicted;
-          return span.end - span.start;
-        }),
-      (task) => task.kind,
-    )
-    .sort((left, right) => right[1] - left[1])
-    .map(([kind]) => kind);
-  const colour = kindColours(kinds.slice(0, 8));
-  const holder = make("div", { class: "plot" });
-  const redraw = () => holder.replaceChildren(timelineSvg(tasks, colour, redraw));
-  const step = (words, title, change) =>
-    make(
-      "button",
-      {
-        type: "button",
-        title,
-        "aria-label": title,
-        click: () => {
-          change();
-          redraw();
-        },
-      },
-      words,
-    );
-  const zoom = (factor) => () => {
-    const middle = (view.from + view.to) / 2,
-      half = Math.min(0.5, Math.max(0.002, ((view.to - view.from) * factor) / 2));
-    setView(middle - half, middle + half);
-  };
-  const move = (share) => () => {
-    const by = share * (view.to - view.from);
-    setView(view.from + by, view.to + by);
-  };
-  const tools = make(
-    "div",
-    { class: "tools", role: "group", "aria-label": "Part of the step" },
-    step("−", "Zoom out", zoom(2)),
-    step("+", "Zoom in", zoom(0.5)),
-    step("←", "Earlier", move(-0.5)),
-    step("→", "Later", move(0.5)),
-    step("whole step", "Show the whole step", () => setView(0, 1)),
-    make("span", { class: "faint" }, "or drag over a part"),
-  );
-  const shown = kinds.slice(0, 8).map((kind) => [colour(kind), kind]);
-  if (kinds.length > 8) shown.push(["var(--faint)", `${countOf(kinds.length - 8, "other kind")}`]);
-  const note = detail.tasks.note ? make("p", { class: "faint" }, detail.tasks.note) : null;
-  fill("timeline", question, timelineSentence(tasks), tools, holder, legend(shown), note);
-  redraw();
+  const tasks = readTasks(detail.tasks),
+    sides = ["predicted", "measured"].filter((side) => tasks.some((task) => task[side]));
+  if (view.run !== row.key) Object.assign(view, { run: row.key, from: 0, to: 1, chosen: null }, viewOfAddress(row));
+  const spec = tasksSpec([{ name: rowName(row), tasks }], sides);
+  const words = `One step of ${secondsWords(spec.end)}: ${spec.lanes.map((lane) => lane.name.replace("-", " ")).filter((name, place, all) => all.indexOf(name) === place).join(", ")}${sides.length > 1 ? ", as predicted above as measured" : ""}.`;
+  const chart = lanesChart("timeline", spec, view, () => choose(addressOfView()), words);
+  const note = [detail.tasks.note, detail.traced ? `It is one of the steps that were traced, which takes longer: the others take ${secondsWords(detail.step_s)}.` : ""].filter(Boolean).join(" ");
+  fill("timeline", question, timelineSentence(tasks), make("div", { class: "plot" }, chart.element), tasksLegend(spec), note ? make("p", { class: "faint" }, note) : null);
+  chart.redraw();
+}
+
+/** What the address keeps of the view: the part of the step, and the task that is told of. */
+function addressOfView() {
+  const isWhole = view.from <= 0 && view.to >= 1;
+  return { run: view.run, t: isWhole ? null : `${Number(view.from.toPrecision(9))}-${Number(view.to.toPrecision(9))}`, task: view.chosen === null ? null : String(view.chosen) };
+}
+function viewOfAddress(row) {
+  if (state.hash.run !== row.key) return {};
+  const [from, to] = (state.hash.t ?? "").split("-").map(Number),
+    isView = from >= 0 && to <= 1 && from < to;
+  return { ...(isView ? { from, to } : {}), ...(/^\d+$/.test(state.hash.task ?? "") ? { chosen: Number(state.hash.task) } : {}) };
 }
 
 /** The usual colour of a kind, another one where that is taken, grey for the shortest. */
@@ -179,135 +224,3 @@ const KIND_COLOURS = {
   "store gradients": 6,
   "load activations": 4,
 };
-
-function setView(from, to) {
-  const width = Math.min(1, to - from);
-  const start = Math.min(1 - width, Math.max(0, from));
-  Object.assign(view, { from: start, to: start + width });
-}
-
-function timelineSvg(tasks, colour, redraw) {
-  const width = widthOf("timeline"),
-    narrow = width < 560;
-  const left = narrow ? 66 : 150,
-    end = d3.max(tasks, (task) => Math.max(task.measured?.end ?? 0, task.predicted?.end ?? 0));
-  const known = [...new Set(tasks.map((task) => task.stream))];
-  const streams = [
-    ...STREAMS.filter((name) => known.includes(name)),
-    ...known.filter((name) => !STREAMS.includes(name)),
-  ];
-  const block = 2 * LANE + 14,
-    height = streams.length * block + 34;
-  const scale = d3.scaleLinear([view.from * end, view.to * end], [left, width - 8]);
-  const svg = d3
-    .create("svg")
-    .attr("width", width)
-    .attr("height", height)
-    .attr("viewBox", `0 0 ${width} ${height}`)
-    .attr("class", "timeline");
-  const [begin, stop] = scale.domain();
-  svg
-    .append("clipPath")
-    .attr("id", "timeline-clip")
-    .append("rect")
-    .attr("x", left)
-    .attr("width", width - 8 - left)
-    .attr("height", height);
-  svg
-    .append("g")
-    .attr("class", "axis")
-    .attr("transform", `translate(0,${streams.length * block + 4})`)
-    .call(
-      d3
-        .axisBottom(scale)
-        .ticks(narrow ? 4 : 8)
-        .tickFormat((value) => (value === 0 ? "0" : secondsWords(value)))
-        .tickSizeOuter(0),
-    );
-  streams.forEach((stream, place) => {
-    const top = place * block + 4;
-    svg
-      .append("text")
-      .attr("x", 0)
-      .attr("y", narrow ? top + LANE : top + LANE + 5)
-      .attr("class", "stream")
-      .text(stream.replace("-", " "));
-    for (const [line, side] of ["predicted", "measured"].entries()) {
-      const y = top + line * (LANE + 2);
-      if (!narrow)
-        svg
-          .append("text")
-          .attr("x", left - 8)
-          .attr("y", y + 11)
-          .attr("class", "side")
-          .attr("text-anchor", "end")
-          .text(side);
-      svg
-        .append("rect")
-        .attr("class", "lane")
-        .attr("x", left)
-        .attr("width", width - 8 - left)
-        .attr("y", y)
-        .attr("height", LANE);
-      const drawn = tasks.filter(
-        (task) => task.stream === stream && task[side] && task[side].end >= begin && task[side].start <= stop,
-      );
-      const marks = svg
-        .append("g")
-        .attr("class", `tasks ${side}`)
-        .attr("clip-path", "url(#timeline-clip)")
-        .selectAll("rect")
-        .data(drawn)
-        .join("rect")
-        .attr("x", (task) => scale(task[side].start))
-        .attr("y", y)
-        .attr("height", LANE)
-        .attr("width", (task) => Math.max(0.6, scale(task[side].end) - scale(task[side].start) - 0.4))
-        .attr("fill", (task) => colour(task.kind));
-      marks.append("title").text((task) => taskTitle(task));
-    }
-  });
-  dragToZoom(svg, scale, end, left, width, streams.length * block, redraw);
-  const words = `${streams.length} streams from ${secondsWords(begin)} to ${secondsWords(stop)}, each as predicted above as measured: ${listWords(streams)}.`;
-  return described(svg.node(), words);
-}
-
-function taskTitle(task) {
-  const words = (span) =>
-    span ? `${secondsWords(span.end - span.start)} at ${secondsWords(span.start)}` : "not known";
-  return `${task.name} (${task.stream})\npredicted ${words(task.predicted)}\nmeasured ${words(task.measured)}`;
-}
-
-function dragToZoom(svg, scale, end, left, width, height, redraw) {
-  let from = null;
-  const band = svg.append("rect").attr("class", "band").attr("height", height).attr("y", 0).attr("width", 0);
-  const across = (event) => Math.min(width - 8, Math.max(left, d3.pointer(event, svg.node())[0]));
-  svg
-    .on("pointerdown", (event) => {
-      if (event.button === 0 && event.pointerType !== "touch") {
-        from = across(event);
-        event.preventDefault();
-      }
-    })
-    .on("pointermove", (event) => {
-      if (from !== null) band.attr("x", Math.min(from, across(event))).attr("width", Math.abs(across(event) - from));
-    })
-    .on("pointerup", (event) => {
-      if (from === null) return;
-      const [low, high] = [from, across(event)].sort(d3.ascending);
-      from = null;
-      band.attr("width", 0);
-      if (high - low > 6) {
-        setView(scale.invert(low) / end, scale.invert(high) / end);
-        redraw();
-      }
-    })
-    .on("pointerleave", () => {
-      from = null;
-      band.attr("width", 0);
-    })
-    .on("dblclick", () => {
-      setView(0, 1);
-      redraw();
-    });
-}
