@@ -28,14 +28,9 @@ def validate(
     table: Annotated[
         str,
         typer.Argument(
-<<<<<<< HEAD
             help="mpt, vtrain, nanotron, megatron, megatron-2, torchtitan, megatron-core, korthikanti, uci, "
             "deepspeed, offload, offload-ampere or deepflow; or any CSV whose columns have the names of "
             "docs/validation.md."
-=======
-            help="mpt, vtrain, nanotron, megatron, megatron-2, torchtitan, megatron-core, korthikanti, uci, offload, "
-            "offload-ampere or deepflow; or any CSV whose columns have the names of docs/validation.md."
->>>>>>> 3bdd4cd
         ),
     ],
     file: Annotated[str, typer.Argument(help="Another file with the columns of that table.")] = "",

@@ -81,22 +81,12 @@ class TableRow:
         return meanings[word]
 
     def hardware(self, column: str) -> str:
-<<<<<<< HEAD
-        """The catalogue's name of the device that a cell names by any of its names, its power limit behind it."""
-        card, limited, watts = self.text(column).partition("@")
-        word = card.lower().replace("_", "-")
-        known = {**hardware_aliases(), **{name: name for name in hardware_names()}}
-        if word not in known:
-            raise unknown_name("GPU", self.text(column), known, hint="`flopwise ls hardware`").within(self.place)
-        return f"{known[word]}{limited}{watts}"
-=======
         """The catalogue's name of the device that a cell names by any of its names."""
         word, watts = split_power(self.text(column).lower().replace("_", "-"))
         known = {**hardware_aliases(), **{name: name for name in hardware_names()}}
         if word not in known:
             raise unknown_name("GPU", self.text(column), known, hint="`flopwise ls hardware`").within(self.place)
         return known[word] if watts is None else f"{known[word]}@{watts:g}W"
->>>>>>> 3bdd4cd
 
     @property
     def place(self) -> str:
