@@ -56,7 +56,17 @@ VALUES = {
     "premise,hypothesis",
     *("h100-sxm", "h200", "this-machine", "device.toml", "bf16", "bf16-mixed", "bf16-amp", "fp8", "adamw", "cpu"),
     *("language", "classification", "FOLDER", "NAME", "data.csv", "mean=24", "packed", "padded", "longest"),
-    *("this-cpu", "cuda", "auto", "layers=2,4", "head=classifier", "labels=2", "bf16,gradients=fp32", '"$store"'),
+    *(
+        "this-cpu",
+        "cuda",
+        "auto",
+        "layers=2,4",
+        "layers=4",
+        "head=classifier",
+        "labels=2",
+        "bf16,gradients=fp32",
+        '"$store"',
+    ),
     *("all-linear", "embedding,blocks.0-15", "all", "bytes", "tokens-uint16", "sqrt", "cosine", "wsd", "dpo"),
 }
 """Words that messages give as values; what begins with a digit or a hole is one too."""
