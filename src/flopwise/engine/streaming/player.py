@@ -209,8 +209,8 @@ class Player:
     def _as_keys(self, buffer: Tensor, dtype: torch.dtype) -> Keys:
         """Keys of a whole sequence in a buffer, its values behind them."""
         width, tokens = self.model.kv_width, self.plan.sequence_tokens
-        numbers = as_numbers(buffer, dtype, 2 * tokens * width)
-        return Keys(numbers[: tokens * width].view(tokens, width), numbers[tokens * width :].view(tokens, width))
+        numbers = as_numbers(buffer, dtype, tokens * (width + self.model.value_width))
+        return Keys(numbers[: tokens * width].view(tokens, width), numbers[tokens * width :].view(tokens, -1))
 
     def _sequence_blocks(self) -> None:
         self.sequences: dict[Transformer, SequenceBlock] = {}

@@ -229,7 +229,9 @@ def _sizes(model: Transformer, sequence_tokens: int, formats: Formats, optimizer
         context=each(keys),
         context_gradients=each(
             formats.statistics_bytes * (work.tensors["key"].elements + work.tensors["value"].elements)
-        ),
+        )
+        # Values of a whole sequence and their gradients once more, as wide as keys.
+        + (0 if model.latent is None else 2 * each(query)),
         residual=each(residual),
         temporary=each(temporary) + copies,
         # Queries, attention's result and the gradients of both in one piece, what its kernels sum up in, the gradients
