@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.formats import TYPES, statistics_type
+from flopwise.engine.kernels.dispatch import LossTerms
 from flopwise.engine.kernels.matrix_updates import OwnRoom
 from flopwise.engine.streaming.arena import MOST_VIEWS, Arena
 from flopwise.engine.streaming.block import Block, Chunk, Keys
@@ -150,7 +151,9 @@ class Player:
         self.blocks = self._make_blocks(operators, deterministic=deterministic, spare_bytes=spare_bytes)
         self.cut = plan.chunks_per_sequence > 1
         ends = next(iter(operators.values()))
-        self.embedding_head = EmbeddingHead(model, ends.work, ends)
+        self.embedding_head = EmbeddingHead(
+            model, ends.work, ends, LossTerms(training.label_smoothing, training.z_loss)
+        )
         self.updates = Updates(training, self.formats, self.numbers, slabs.device, plan.optimizer)
         self.loss = Loss(torch.zeros((), dtype=self.statistics, device=slabs.device))
         if self.preferences is not None:
