@@ -18,7 +18,7 @@ SPREAD := -n 2 --dist worksteal
 # Tests start hundreds of processes: none of them compiles again what another has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check tiny format bench fuzz lock clean help
+.PHONY: demo test check tiny format bench pictures fuzz lock clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -81,6 +81,9 @@ bench: $(VENV)/.base  ## errors on published kernels and measured steps, speed o
 	$(BIN)/python -m benchmarks.steps
 	$(BIN)/python -m benchmarks.mpt_table
 	$(BIN)/python -m benchmarks.speed
+
+pictures: $(VENV)/.dev $(VENV)/.system  ## docs/page-*.png: the page as it is now, looked at by Chromium
+	$(BIN)/python -m benchmarks.pictures
 
 fuzz: $(VENV)/.dev  ## damaged files and words through the command line, for MINUTES (5); what it finds becomes a test
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5)

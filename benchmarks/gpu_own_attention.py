@@ -20,7 +20,7 @@ from torch import Tensor
 from flopwise.engine.kernels import fused_attention
 from flopwise.engine.kernels.attention import attention_backward, attention_forward, choose_kernel
 from flopwise.engine.kernels.dropout import DropMask
-from flopwise.engine.kernels.fused_attention import CUTS, Cut, Pass
+from flopwise.engine.kernels.fused_attention import CUTS, Pass, PassCut
 from flopwise.engine.kernels.plain_attention import AttentionMask, Saved
 from flopwise.predict.kernels.attention import Direction
 from flopwise.work.op import attention_flops
@@ -54,8 +54,16 @@ SHAPES = (
     Shape("gpt2", 32, 1024, 12, 64, causal=True),
     Shape("wide", 8, 2048, 16, 128, causal=True),
 )
-FORWARD = (Cut(64, 64), Cut(128, 64, 8), Cut(128, 64, 4, 3), Cut(128, 128, 8), Cut(64, 64, 4, 3))
-BACKWARD = (Cut(64, 64), Cut(64, 64, 4, 3), Cut(64, 64, 8), Cut(128, 64, 8), Cut(64, 128, 8), Cut(64, 32), Cut(32, 64))
+FORWARD = (PassCut(64, 64), PassCut(128, 64, 8), PassCut(128, 64, 4, 3), PassCut(64, 64, 4, 3), PassCut(128, 128, 8))
+BACKWARD = (
+    PassCut(64, 64),
+    PassCut(64, 64, 4, 3),
+    PassCut(64, 64, 8),
+    PassCut(128, 64, 8),
+    PassCut(64, 128, 8),
+    PassCut(64, 32),
+    PassCut(32, 64),
+)
 DROPPED = 0.1
 
 
@@ -121,7 +129,7 @@ def own_rows(shape: Shape, *, drops: bool) -> Iterator[Row]:
     """Every cut of a pass, the others as they are."""
     given = Given(shape, drops=drops)
     given.forward()
-    passes: tuple[tuple[Pass, tuple[Cut, ...]], ...] = (
+    passes: tuple[tuple[Pass, tuple[PassCut, ...]], ...] = (
         ("forward", FORWARD),
         ("of queries", BACKWARD),
         ("of keys", BACKWARD),
@@ -180,13 +188,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
+    parser.add_argument("--dropped", action="store_true", help="with dropout alone: a kernel takes seconds to compile")
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for shape in SHAPES:
         if shape.name not in given.shapes.split(","):
             continue
-        for found in (library_rows(shape), own_rows(shape, drops=True), own_rows(shape, drops=False)):
+        own = [own_rows(shape, drops=drops) for drops in ((True,) if given.dropped else (True, False))]
+        for found in (library_rows(shape), *own):
             for row in found:
                 rows.append(row)
                 words = f"{row.shape:9} {row.kernel:9} {'drops' if row.drops else '-':6} {row.which:11} {row.cut:18}"

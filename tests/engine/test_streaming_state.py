@@ -71,8 +71,9 @@ def judged(model: Transformer, weights: dict[str, Tensor], batches: list[Batch])
         for batch in batches:
             lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths).long()
             ids, labels = torch.from_numpy(batch.ids).long(), torch.from_numpy(batch.labels).long()
-            total += float(module.loss(ids, labels, lengths))
-            answers = module(ids, lengths).argmax(-1)
+            types = None if batch.types is None else torch.from_numpy(batch.types).long()
+            total += float(module.loss(ids, labels, lengths, None, types))
+            answers = module(ids, lengths, None, types).argmax(-1)
             correct += int(((answers == labels) & (labels != NO_LABEL)).sum())
     return total / sum(batch.with_loss for batch in batches), correct
 

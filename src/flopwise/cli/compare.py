@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flopwise.base.errors import FlopwiseError, one_of, shown
-from flopwise.cli.options import FORMS, OutputOption, StoreOption
+from flopwise.cli.options import PAGE_FORMS, StoreOption
 from flopwise.cli.output import say, show
 
 if TYPE_CHECKING:
+    from flopwise.report.page.data import RunDetail
     from flopwise.report.run_comparison import Measured
     from flopwise.store.results import Result
     from flopwise.store.statistics import Sample
@@ -31,7 +33,10 @@ def compare(
         bool, typer.Option("--allow-missing", help="Cells that ran before and were not measured again are no failure.")
     ] = False,
     store: StoreOption = "",
-    output: OutputOption = "table",
+    output: Annotated[str, typer.Option("--output", "-o", help="table, md, csv, json or html.")] = "table",
+    write: Annotated[
+        str, typer.Option("--write", "-w", help="Write it to this file instead; html: compared.html.")
+    ] = "",
 ) -> None:
     """Two sets of runs, joined by cell: what became faster or slower, by how much, and how sure that is.
 
@@ -39,8 +44,9 @@ def compare(
     when one that ran fails now, fails more often, or was not measured again.
     """
     from flopwise.report import run_comparison as report
+    from flopwise.report.page.comparisons import comparison_page
 
-    form = one_of(output, FORMS, "--output")
+    form = one_of(output, PAGE_FORMS, "--output")
     limit = _share(threshold)
     sides = [_side(word, store) for word in (before, after)]
     for word, side in zip((before, after), sides, strict=True):
@@ -53,7 +59,12 @@ def compare(
             why="a cell is a model, its hardware, lengths, batch, precision and caps, all the same",
             hint="name two single runs to compare them whatever they are",
         )
-    show(report.comparison_document(found), report.comparison_record(found), form, schema="run-comparison")
+    document = replace(
+        report.comparison_document(found),
+        page=lambda: comparison_page(found, (sides[0], sides[1]), (_details(before, store), _details(after, store))),
+    )
+    target = write or ("compared.html" if form == "html" else "")
+    show(document, report.comparison_record(found), form, schema="run-comparison", write=target, name_file=bool(target))
     if found.is_worse:
         raise typer.Exit(1)
 
@@ -135,3 +146,26 @@ def _sample(store: Path, row: Result) -> Sample | None:
     except FlopwiseError:
         return summary
     return seconds if len(seconds) else summary
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+def _details(word: str, store: str) -> dict[str, RunDetail]:
+    """What the page shows of each run of a side; of a file's rows there is none."""
+    from flopwise.base.files import entry_kind
+    from flopwise.cli.run_details import detail_of
+    from flopwise.store.runs import RUN_NAME
+
+    found: dict[str, RunDetail] = {}
+    for name in filter(None, (part.strip() for part in word.split(","))):
+        if entry_kind(Path(name)) == "file":
+            continue
+        folder, names = _place(name, store)
+        runs = [row.run for row in _rows(folder, names) if row.run and RUN_NAME.fullmatch(row.run)]
+        found |= {run: detail_of(folder / run, say) for run in runs[:MOST_DETAILS]}
+    return found
+
+
+MOST_DETAILS = 100
+"""Runs of a side whose details a page carries."""

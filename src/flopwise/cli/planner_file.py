@@ -47,7 +47,7 @@ SAME_CAP = 1.15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axis:
+class Slider:
     """A slider: values in words as they would be typed."""
 
     name: str
@@ -92,7 +92,7 @@ def _place(axes: Sequence[Mapping[str, Any]]) -> int:
     return place
 
 
-def _planner(axes: Sequence[Axis], fixed: Mapping[str, str], cells: Sequence[View], around: View | None) -> View:
+def _planner(axes: Sequence[Slider], fixed: Mapping[str, str], cells: Sequence[View], around: View | None) -> View:
     """What the page's scripts begin with."""
     known = [axis for axis in axes if len(axis.values) > 1]
     at = {axis.name: axis.values[axis.at] for axis in known}
@@ -158,10 +158,10 @@ def predict_file(
     first = {option: values[0] for option, values in listed.items()} | {"micro": micros[0]}
     asked = _predicted(options, first, models[name], machines[machine], convention)
     axes = [
-        Axis(name="model", values=tuple(models), at=0),
-        Axis(name="on", values=tuple(machines), at=0),
+        Slider(name="model", values=tuple(models), at=0),
+        Slider(name="on", values=tuple(machines), at=0),
         *_size_axes(listed, asked),
-        Axis(name="micro", values=tuple(micros), at=0),
+        Slider(name="micro", values=tuple(micros), at=0),
     ]
     axes = _thinned(axes)
     names = [axis.name for axis in axes]
@@ -180,7 +180,7 @@ def predict_file(
     write_page("predict.html", title, planner)
 
 
-def _said(axes: Sequence[Axis], words: Mapping[str, str], options: SetupOptions) -> dict[str, str]:
+def _said(axes: Sequence[Slider], words: Mapping[str, str], options: SetupOptions) -> dict[str, str]:
     """Of an axis what a command line says: not what is left open."""
     said = {axis.name: words[axis.name] for axis in axes if words[axis.name] not in (AUTO, axis.left_open)}
     return said if options.is_given("on") else {name: word for name, word in said.items() if name != "on"}
@@ -221,35 +221,35 @@ def _cell(
         return refusal_view(error, line)
 
 
-def _size_axes(listed: Mapping[str, Sequence[str]], asked: Prediction) -> list[Axis]:
+def _size_axes(listed: Mapping[str, Sequence[str]], asked: Prediction) -> list[Slider]:
     """Devices, sequence and batch: as they were listed, else around what was asked."""
     batch = "batch" if listed["batch"] != [AUTO] else "batch_tokens"
-    around: dict[str, Callable[[], Axis]] = {
+    around: dict[str, Callable[[], Slider]] = {
         "gpus": lambda: _count_axis("gpus", asked.devices, DEVICES_AROUND if asked.devices == 1 else (0.5, 1, 2)),
         "seq": lambda: _count_axis("seq", asked.sequence_tokens, AROUND, listed["seq"][0] == AUTO),
         "batch": lambda: _count_axis("batch", asked.batch_sequences, AROUND),
         "batch_tokens": lambda: _batch_axis(listed["batch_tokens"][0], asked.batch_tokens),
     }
     return [
-        Axis(name=name, values=tuple(listed[name]), at=0) if len(listed[name]) > 1 else around[name]()
+        Slider(name=name, values=tuple(listed[name]), at=0) if len(listed[name]) > 1 else around[name]()
         for name in ("gpus", "seq", batch)
     ]
 
 
-def _count_axis(name: str, base: int, shares: Sequence[float], is_open: bool = False) -> Axis:
+def _count_axis(name: str, base: int, shares: Sequence[float], is_open: bool = False) -> Slider:
     counts = sorted({max(1, int(base * share)) for share in shares} | {base})
     words = tuple(_count_word(count) for count in counts)
     middle = _count_word(base)
-    return Axis(
+    return Slider(
         name=name, values=words, at=words.index(middle), said=False, left_open=middle if is_open or base == 1 else ""
     )
 
 
-def _batch_axis(given: str, tokens: int) -> Axis:
+def _batch_axis(given: str, tokens: int) -> Slider:
     """Tokens of a step; `auto` leaves them to flopwise, for each sequence anew."""
     counts = [_count_word(max(1, int(tokens * share))) for share in AROUND if given == AUTO or share != 1]
     values = (AUTO, *counts) if given == AUTO else tuple(sorted((given, *counts), key=_count_of))
-    return Axis(name="batch_tokens", values=values, at=values.index(given), said=False)
+    return Slider(name="batch_tokens", values=values, at=values.index(given), said=False)
 
 
 def _count_of(word: str) -> int:
@@ -265,7 +265,7 @@ def _count_word(count: int) -> str:
     return str(count)
 
 
-def _thinned(axes: Sequence[Axis]) -> list[Axis]:
+def _thinned(axes: Sequence[Slider]) -> list[Slider]:
     """What stands around the asked is left out where there would be too many cells."""
     kept = list(axes)
     for place in sorted(range(len(kept)), key=lambda place: len(kept[place].values)):
@@ -332,12 +332,12 @@ def _bytes(word: str) -> int:
     return parse_bytes(word)
 
 
-def _cap_axis(name: str, setups: Sequence[CappedSetup], options: PlanOptions) -> Axis:
+def _cap_axis(name: str, setups: Sequence[CappedSetup], options: PlanOptions) -> Slider:
     place = 0 if name == "device_mem" else 1
     given = list(dict.fromkeys(_pair(setup)[place] for setup in setups))
     open_one = "" if options.is_given(name) else given[0]
     if len(given) > 1 or len(setups) > 1:
-        return Axis(name=name, values=tuple(given), at=len(given) - 1, left_open=open_one)
+        return Slider(name=name, values=tuple(given), at=len(given) - 1, left_open=open_one)
     base = _bytes(given[0])
     sizes = [base * share for share in (HOSTS_AROUND if place else CAPS_BELOW)]
     if place == 0:
@@ -345,7 +345,7 @@ def _cap_axis(name: str, setups: Sequence[CappedSetup], options: PlanOptions) ->
     whole = {round(size / 2**30) * 2**30 for size in sizes if size >= 2**30}
     around = sorted({base, *(size for size in whole if not base / SAME_CAP < size < SAME_CAP * base)})
     values = tuple(map(exact_bytes, around))
-    return Axis(name=name, values=values, at=values.index(given[0]), said=False, left_open=open_one)
+    return Slider(name=name, values=values, at=values.index(given[0]), said=False, left_open=open_one)
 
 
 def _whole(setup: CappedSetup) -> int:

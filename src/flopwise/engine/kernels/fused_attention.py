@@ -27,7 +27,7 @@ from flopwise.engine.kernels.jit import ARITHMETIC, bounded_tanh, column_block, 
 from flopwise.engine.kernels.plain_attention import AttentionMask, Saved
 
 
-class Cut(NamedTuple):
+class PassCut(NamedTuple):
     """How a kernel's work is cut, and how many threads take a piece of it."""
 
     queries: int
@@ -37,8 +37,8 @@ class Cut(NamedTuple):
 
 
 Pass = Literal["forward", "of queries", "of keys"]
-CUTS: dict[Pass, Cut] = {"forward": Cut(64, 64), "of queries": Cut(64, 64), "of keys": Cut(64, 64)}
-_WIDE_CUT, _WIDE = Cut(32, 32, stages=1), 128
+CUTS: dict[Pass, PassCut] = {"forward": PassCut(64, 64), "of queries": PassCut(64, 64), "of keys": PassCut(64, 64)}
+_WIDE_CUT, _WIDE = PassCut(32, 32, stages=1), 128
 """Of heads of more channels than the last, whose rows fill what a multiprocessor shares."""
 _LEAST_CHANNELS = 16
 """The matrix unit takes no fewer."""
@@ -587,7 +587,7 @@ def _slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
-def _chosen(mask: AttentionMask, drop: DropMask | None, layout: _Layout, cut: Cut) -> dict[str, object]:
+def _chosen(mask: AttentionMask, drop: DropMask | None, layout: _Layout, cut: PassCut) -> dict[str, object]:
     """What kernels are compiled for."""
     return {
         "causal": mask.causal,
@@ -608,7 +608,7 @@ def _chosen(mask: AttentionMask, drop: DropMask | None, layout: _Layout, cut: Cu
     }
 
 
-def cut_of(mask: AttentionMask, which: Pass) -> Cut:
+def cut_of(mask: AttentionMask, which: Pass) -> PassCut:
     """For heads of a width."""
     return _WIDE_CUT if mask.head_dim > _WIDE else CUTS[which]
 

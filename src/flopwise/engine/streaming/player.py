@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from flopwise.engine.formats import TYPES, statistics_type
+from flopwise.engine.kernels.matrix_updates import OwnRoom
 from flopwise.engine.streaming.arena import MOST_VIEWS, Arena
 from flopwise.engine.streaming.block import Block, Chunk, Keys
 from flopwise.engine.streaming.dropping import Drops, RowDrops
@@ -122,11 +123,7 @@ class Player:
         self.preferences = Preferences(training, self.inputs, self.arena) if self.inputs.compares else None
         if packs is None:
             packs = slabs.device.type == "cuda" and not deterministic and all(map(reads_columns, model.kinds))
-        products = (
-            Products(self.arena)
-            if deterministic
-            else products_for(slabs.device, self.compute, TYPES[self.formats.gradients], self.arena)
-        )
+        products = self._products(deterministic=deterministic)
         if gated is None and not deterministic:
             gated = gated_kernels(model, self.formats, slabs.device)
         paired = ("gate", "up") if gated is not None else ()
@@ -169,6 +166,11 @@ class Player:
         self._contexts()
         self._sequence_blocks()
         self.evaluating = False
+
+    def _products(self, *, deterministic: bool) -> Products:
+        if deterministic:
+            return Products(self.arena)
+        return products_for(self.slabs.device, self.compute, TYPES[self.formats.gradients], self.arena)
 
     def compared_loss(self) -> Loss:
         """Sums over pairs of answers."""
@@ -625,7 +627,10 @@ class Player:
         owners: tuple[Owner, ...] = ("weights", "gradients", "optimizer")
         found = [self._of(task.reads, owner) for owner in owners]
         weights, gradients, state = (self.slabs.buffers[index] for index in found if index is not None)
-        return lambda: self.updates.update(part, weights, gradients, state, first=task.first, count=task.parameters)
+        # On the host another thread updates, beside whom the compute stream takes what room there is.
+        room = self.arena if task.stream == "compute" else OwnRoom(weights.device)
+        first, count = task.first, task.parameters
+        return lambda: self.updates.update(part, weights, gradients, state, first=first, count=count, room=room)
 
     def _copy(self, task: Task) -> Action:
         source, target = self.slabs.buffers[task.reads[0].buffer], self.slabs.buffers[task.writes[0].buffer]

@@ -159,6 +159,19 @@ class RunDetail:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FittedLine:
+    """Device time over the batch, as a line through profiles."""
+
+    words: str
+    fixed_s: float
+    per_sequence_s: float
+    least_batch: int
+    """From which on the line holds."""
+    points: tuple[tuple[int, float, str], ...]
+    """Batch, seconds and name of every profile, also of those that the line leaves out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PageData:
     """A page: its rows, and the details of the runs among them by the runs' names."""
 
@@ -180,6 +193,11 @@ class PageData:
     said: Sequence[str] = ()
     """What follows from the rows together, before all else."""
     tables: Sequence[Table] = ()
+    lines: Sequence[FittedLine] = ()
+    opens: str = ""
+    """The tab that it opens on; nothing: the first."""
+    marked: Sequence[str] = ()
+    """Runs that are compared to begin with."""
     planner: Mapping[str, Any] | None = None
     """What the planner begins with, and in a file all that it can answer; None: there is no planner."""
 
@@ -206,7 +224,9 @@ def page_json(page: PageData) -> str:
         "progress": page.progress,
         "known": _known_names(page.rows),
         **({"foreseen": {str(place): view for place, view in page.foreseen.items()}} if page.foreseen else {}),
-        **({"of_profiles": True, "said": page.said, "tables": page.tables} if page.of_profiles else {}),
+        **({"of_profiles": True} if page.of_profiles else {}),
+        **({"said": page.said, "tables": page.tables, "lines": page.lines} if page.said or page.tables else {}),
+        **({"opens": page.opens, "marked": page.marked} if page.opens else {}),
         **({"planner": page.planner} if page.planner is not None else {}),
     }
     listed = ",".join(f"{to_text(name, indent=0)}:{text}" for name, text in details.items())

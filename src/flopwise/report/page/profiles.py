@@ -10,6 +10,7 @@ from flopwise.profile.explain.comparing import ProfileComparison, column_names
 from flopwise.records.profile import METRIC, Profile, Verdict
 from flopwise.report.document import Table
 from flopwise.report.page.data import (
+    FittedLine,
     MemoryBar,
     PageData,
     RunDetail,
@@ -20,7 +21,14 @@ from flopwise.report.page.data import (
     roofs_of,
     with_profile,
 )
-from flopwise.report.profile_comparison import join_changes, length_table, same_words, sentences, warn_of_parts
+from flopwise.report.profile_comparison import (
+    fit_words,
+    join_changes,
+    length_table,
+    same_words,
+    sentences,
+    warn_of_parts,
+)
 from flopwise.report.profile_words import name_words, value_words
 from flopwise.report.profiles import Judged, detail_tables, heading_parts, memory_rows, summary_table
 from flopwise.report.words import safe, scale_figure, seconds
@@ -40,7 +48,31 @@ def profiles_page(judged: Sequence[Judged], comparison: ProfileComparison | None
         of_profiles=True,
         said=(*sentences(comparison), same_words(comparison), *warn_of_parts(comparison)) if comparison else (),
         tables=_tables(judged, comparison) if comparison else (),
+        lines=_lines(profiles, comparison) if comparison else (),
     )
+
+
+def _lines(profiles: Sequence[Profile], comparison: ProfileComparison) -> tuple[FittedLine, ...]:
+    """Each fitted line with all profiles of its length, those that it leaves out too."""
+    named = list(zip(comparison.names, profiles, strict=True))
+    found = []
+    for fit in comparison.fits:
+        alike = [(name, one) for name, one in named if one.sequence_tokens == fit.sequence_tokens]
+        points = [
+            (one.batch_sequences, span, safe(name, 60))
+            for name, one in alike
+            if one.batch_sequences is not None and (span := one.get("device_span_s")) is not None and isfinite(span)
+        ]
+        found.append(
+            FittedLine(
+                words=fit_words(fit),
+                fixed_s=fit.fixed_s,
+                per_sequence_s=fit.per_sequence_s,
+                least_batch=fit.least_batch,
+                points=tuple(points),
+            )
+        )
+    return tuple(found)
 
 
 def _row(name: str, profile: Profile) -> Result:
@@ -86,7 +118,7 @@ def _detail(name: str, profile: Profile, verdicts: Sequence[Verdict]) -> RunDeta
     return replace(
         found,
         traffic=(*_main_figures(profile), *found.traffic),
-        tables=(_what(profile), *map(_plain, detail_tables(profile))),
+        tables=(_what(profile), *map(plain_table, detail_tables(profile))),
         memory_over_time=tuple(points) if drawn else (),
         memory_words=f"Over {seconds(last)}: the peak is {scale_figure(most, 'B')}." if drawn else "",
     )
@@ -117,7 +149,7 @@ def _what(profile: Profile) -> Table:
     return Table(columns=columns, rows=[[name, " · ".join(rest)]], left=columns)
 
 
-def _plain(table: Table) -> Table:
+def plain_table(table: Table) -> Table:
     """Without styles, which JSON has none of."""
     rows = [[str(cell) for cell in row] for row in table.rows]
     return replace(table, title=table.title[:1].upper() + table.title[1:], rows=rows)

@@ -25,7 +25,7 @@ function showPanels(row, detail) {
   for (const id of ["timeline", "steps", "roofline"]) byId(id).hidden = isForeseen;
   byId("profile").hidden = isForeseen && !row.foreseen && row.state === "planned";
   byId("why").hidden = !detail?.why;
-  if (detail?.why) byId("why").replaceChildren(make("h3", { id: "why-title" }, "What limits it?"), make("p", {}, detail.why));
+  if (detail?.why) byId("why").replaceChildren(make("h3", { id: "why-title" }, "What limits it?"), make("p", {}, capital(detail.why)));
 }
 
 // -- what is foreseen ------------------------------------------------------------------------------------------------

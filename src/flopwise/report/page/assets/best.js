@@ -19,7 +19,8 @@ function bestGroups(rows) {
 
 /** Groups in the order of models, then from the highest use of the hardware. */
 function orderedGroups(groups) {
-  const size = (group) => number(group.row.n_params) ?? 0;
+  // FLOPs of a token tell the size of a model that only was foreseen.
+  const size = ({ row }) => number(row.n_params) ?? (row.foreseen?.model_flops ? row.foreseen.model_flops / row.foreseen.batch_tokens / 6 : Infinity);
   return groups.slice().sort(
     (left, right) =>
       d3.ascending(size(left), size(right)) ||
@@ -65,13 +66,13 @@ function whisker({ row, found }, scale) {
 function nextCommand(group) {
   const { row } = group.best;
   // Of a file's rows nobody knows where the runs are.
-  if (group.ran) return !row.run || !(LIVE || state.details.has(row.run)) ? null : { words: `flopwise why ${row.run}`, why: "what limits it" };
+  if (group.ran && row.run && (LIVE || state.details.has(row.run))) return { words: `flopwise why ${row.run}`, why: "what limits it" };
   const isKnown = state.page.known?.models?.includes(row.model) && state.page.known?.hardware?.includes(row.hardware);
   if (!isKnown) return null;
   const devices = row.devices > 1 ? ` --gpus ${row.devices}` : "",
     seq = row.sequence_tokens ? ` --seq ${row.sequence_tokens}` : "",
     batch = row.batch_sequences ? ` --batch ${row.batch_sequences}` : "";
-  return { words: `flopwise plan ${row.model} --on ${row.hardware}${devices}${seq}${batch} -w plan.toml`, why: "the plan to train" };
+  return { words: `flopwise plan ${row.model} --on ${row.hardware}${devices}${seq}${batch} -w plan.toml`, why: group.ran ? "a plan for it" : "the plan to train" };
 }
 
 /** Of each model on each hardware the group that uses it best: what of many to begin with. */
@@ -93,7 +94,7 @@ function drawBest(rows) {
   const most = (group) => Math.max(group.best.found.value, group.best.found.high ?? 0) / (group.row.devices || 1);
   const scales = new Map(d3.groups(all, (group) => group.row.model).map(([model, some]) => [model, d3.scaleLinear([0, d3.max(some, most) || 1], [5, 145])]));
   const hasMoney = all.some((group) => number(group.best.row.tokens_per_dollar) !== null);
-  const heads = [["model, hardware, sequence", ""], ["tok/s", "number"], ["", "left"], ["8 of 10 lie in", "number"], ["MFU", "number"], ["memory", "number"], ...(hasMoney ? [["tok/$", "number"]] : [])];
+  const heads = [["model, hardware, sequence", ""], ["tok/s", "number"], ["", "left"], [rangeWords(shown), "number"], ["MFU", "number"], ["memory", "number"], ...(hasMoney ? [["tok/$", "number"]] : [])];
   const head = make("tr", {}, heads.map(([words, kind]) => make("th", { scope: "col", class: kind || null }, words || make("span", { class: "hidden" }, "range"))));
   const lines = (group) => {
     const { row, found } = group.best,
@@ -120,10 +121,16 @@ function drawBest(rows) {
   fill("best", "Which set-up is best?", bestSentence(all, shown), scrolling("Best set-ups", table), more ? make("div", { class: "tools" }, more) : null);
 }
 
+/** What the ends of a figure are: of measured steps, or of an interval. */
+function rangeWords(groups) {
+  const kinds = new Set(groups.map((group) => group.best.found.predicted));
+  return kinds.size > 1 ? "p20–p80, or 8 of 10" : kinds.has(true) ? "8 of 10 lie in" : "p20–p80";
+}
+
 function bestSentence(groups, shown) {
   const models = new Set(groups.map((group) => group.row.model)).size,
-    ran = groups.filter((group) => group.ran).length;
-  const how = ran === groups.length ? "as measured" : ran ? "as measured where it ran, hollow where it is only predicted" : "as predicted";
+    ran = shown.filter((group) => group.ran).length;
+  const how = ran === shown.length ? "as measured" : ran ? "as measured where it ran, hollow where it is only predicted" : "as predicted";
   const scale = models > 1 ? " Bars are of one device, on one scale within a model." : "";
   if (groups.length === 1) return `The fastest of ${countOf(groups[0].count, "row")}, ${how}.`;
   if (shown.length < groups.length) return `Of each model on each hardware the number of devices and the sequence that use it best, ${how}.${scale}`;

@@ -123,17 +123,11 @@ function columnChooser() {
           else shown.delete(name);
           choose({ cols: [...shown].join(",") || null });
           drawTable();
+          byId("columns").querySelector(`[data-column="${name}"]`)?.focus();
         },
       }),
       heading,
     );
-  const usual = make("button", { type: "button", click: () => (choose({ cols: null }), drawTable(), drawChooser()) }, "the usual ones");
-  return make("details", { id: "columns", class: "chooser" }, make("summary", {}, "columns"), make("div", { class: "boxes", role: "group", "aria-label": "Columns" }, allColumns().map(box)), usual);
-}
-
-function drawChooser() {
-  const old = byId("columns"),
-    fresh = columnChooser();
-  fresh.open = old.open;
-  old.replaceWith(fresh);
+  const usual = make("button", { type: "button", click: () => (choose({ cols: null }), drawTable()) }, "the usual ones");
+  return make("details", { id: "columns", class: "chooser", open: byId("columns")?.open }, make("summary", {}, "columns"), make("div", { class: "boxes", role: "group", "aria-label": "Columns" }, allColumns().map(box)), usual);
 }

@@ -4,15 +4,16 @@
 const MOST_MARKED = 6;
 const compareView = { from: 0, to: 1, chosen: null };
 
+/** Keys of the rows that are ticked; as the page begins, those that it is about. */
 function marks() {
-  return (state.hash.marked ?? "").split(",").filter(Boolean);
+  return (state.hash.marked ?? (state.page.marked ?? []).join(",")).split(",").filter(Boolean);
 }
 function isMarked(row) {
   return marks().includes(row.key);
 }
 function mark(row, isOn) {
   const kept = marks().filter((key) => key !== row.key);
-  choose({ marked: [...kept, ...(isOn ? [row.key] : [])].slice(-MOST_MARKED).join(",") || null });
+  choose({ marked: [...kept, ...(isOn ? [row.key] : [])].slice(-MOST_MARKED).join(",") });
   drawMarked();
   drawWindow(true);
 }
@@ -128,6 +129,9 @@ function showOne(row) {
   showRun();
 }
 
+/** Where the data was kept, which is no setting. */
+const HOUSEKEEPING = new Set(["cache", "fingerprint"]);
+
 /** Settings that are not the same in all: of the rows, then of what was asked for and of the versions. */
 function settingRows(known, fields) {
   const ofRow = (name) => [fieldTitle(name), known.map(({ row }) => fieldWords(name, row[name]))];
@@ -138,7 +142,7 @@ function settingRows(known, fields) {
     if (part === "row") found.push(...fields.filter((name) => !asked.includes(name)).map(ofRow));
     const tables = known.map(({ detail }) => new Map(detail?.[part] ?? []));
     for (const name of new Set(tables.flatMap((table) => [...table.keys()]))) {
-      if (seen.has(name) || !tables.every((table, place) => known[place].detail)) continue;
+      if (seen.has(name) || HOUSEKEEPING.has(name) || !tables.every((table, place) => known[place].detail)) continue;
       seen.add(name);
       found.push([name.replaceAll("_", " "), tables.map((table) => table.get(name) ?? UNKNOWN)]);
     }
@@ -150,14 +154,15 @@ function differenceSentence(known, settings) {
   const [first, second] = known,
     before = speed(first.row),
     after = speed(second.row);
-  const what = settings.slice(0, 3).map(([title]) => title);
-  const differs = settings.length ? `They differ in ${listWords(what)}${settings.length > 3 ? ` and ${countWords(settings.length - 3)} more` : ""}.` : "They have the same set-up.";
+  const what = settings.slice(0, 3).map(([title]) => title),
+    more = settings.length > 3 ? [`${countWords(settings.length - 3)} more`] : [];
+  const differs = settings.length ? `They differ in ${listWords([...what, ...more])}.` : "They have the same set-up.";
   if (!before || !after) return differs;
   if (before.predicted !== after.predicted) return `${differs} One is measured and the other only predicted: their speeds are not compared.`;
   const ratio = after.value / before.value;
   const overlap = before.low !== null && after.low !== null && before.low <= after.high && after.low <= before.high;
   const words = Math.abs(ratio - 1) < 0.005 ? "as fast as" : `${aboutWords(Math.abs(ratio - 1))} ${ratio > 1 ? "faster" : "slower"} than`;
-  return `${capital(second.name)} is ${words} ${first.name}${overlap && Math.abs(ratio - 1) >= 0.005 ? ", which is within how far single steps vary" : ""}. ${differs}`;
+  return `${capital(second.name)} is ${words} ${first.name}${overlap && Math.abs(ratio - 1) >= 0.005 ? ", which is within how far single steps vary" : ", by the medians of their steps"}. ${differs}`;
 }
 
 // -- curves ----------------------------------------------------------------------------------------------------------

@@ -35,14 +35,32 @@ function drawRun() {
 /** Of profiles: what follows from them together, and how their figures differ. No sweep is there to look across. */
 function drawCompared(page) {
   for (const id of ["answer", "across", "steps"]) byId(id).hidden = Boolean(page.of_profiles);
-  byId("compared").hidden = !page.tables?.length;
-  if (page.tables?.length)
-    fill(
-      "changes",
-      "What changes from one to the next?",
-      page.said.filter(Boolean).join(" "),
-      ...page.tables.map(wordTable),
-    );
+  const isShown = Boolean(page.of_profiles && page.tables?.length);
+  byId("compared").hidden = !isShown;
+  if (isShown)
+    fill("changes", "What changes from one to the next?", page.said.filter(Boolean).join(" "), ...(page.lines ?? []).map((line) => make("div", { class: "plot" }, fittedLine(line, widthOf("changes")))), ...page.tables.map(wordTable));
+}
+
+/** Device times over the batch with the line through them: dotted where it leaves small batches out. */
+function fittedLine(line, width) {
+  const points = line.points.map(([batch, seconds, name]) => ({ batch, seconds, name })),
+    most = d3.max(points, (point) => point.batch),
+    at = (batch) => ({ batch, seconds: line.fixed_s + line.per_sequence_s * batch });
+  const plot = Plot.plot({
+    width: Math.min(width, 900),
+    height: 300,
+    marginLeft: 68,
+    marginBottom: 42,
+    style: PLOT_STYLE,
+    x: { label: "sequences of a batch", labelAnchor: "center", labelArrow: "none", zero: true, domain: [0, 1.04 * most], ticks: 8 },
+    y: { label: "device time", labelArrow: "none", grid: true, ticks: 5, domain: [0, 1.06 * d3.max([...points, at(most)], (point) => point.seconds)], tickFormat: (value) => (value ? secondsWords(value) : "0") },
+    marks: [
+      Plot.line([at(0), at(line.least_batch)], { x: "batch", y: "seconds", stroke: "var(--c0)", strokeDasharray: "2,4", strokeWidth: 2 }),
+      Plot.line([at(line.least_batch), at(most)], { x: "batch", y: "seconds", stroke: "var(--c0)", strokeWidth: 2 }),
+      Plot.dot(points, { x: "batch", y: "seconds", r: 4.5, fill: "var(--c1)", stroke: "var(--panel)", title: (point) => `${point.name}: ${secondsWords(point.seconds)}` }),
+    ],
+  });
+  return described(plot, line.words);
 }
 
 function drawTables(detail) {
@@ -61,9 +79,8 @@ function wordTable(table) {
     "div",
     { class: "words" },
     table.title ? make("h4", {}, table.title) : null,
-    make(
-      "div",
-      { class: "scroll" },
+    scrolling(
+      `${table.title || "Figures"}: ${table.columns.slice(0, 2).join(", ")}`,
       make(
         "table",
         { class: "small" },

@@ -19,15 +19,20 @@ function tabOfAddress() {
   const given = new URLSearchParams(location.hash.slice(1)),
     there = tabsThere();
   if (there.includes(given.get("tab"))) return given.get("tab");
-  return given.size && !given.get("tab") && there.includes("runs") ? "runs" : there[0];
+  return given.size && !given.get("tab") && there.includes("runs") ? "runs" : firstTab();
+}
+
+function firstTab() {
+  const there = tabsThere();
+  return there.includes(state.page.opens) ? state.page.opens : there[0];
 }
 
 /** The address as it is to be; runs alone need not say that they are runs. */
 function writeAddress() {
   const kept = new URLSearchParams(tabs.get(shownTab).entries());
   const text = kept.toString();
-  const isPlain = shownTab === tabsThere()[0] ? !text : false;
-  const named = shownTab === "runs" && (text || tabsThere()[0] === "runs") ? text : `tab=${shownTab}${text ? `&${text}` : ""}`;
+  const isPlain = shownTab === firstTab() ? !text : false;
+  const named = shownTab === "runs" && (text || firstTab() === "runs") ? text : `tab=${shownTab}${text ? `&${text}` : ""}`;
   history.replaceState(null, "", isPlain || !named ? location.pathname + location.search : `#${named}`);
 }
 
