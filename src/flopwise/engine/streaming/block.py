@@ -26,7 +26,7 @@ from flopwise.engine.streaming.layout import SavedTensors
 from flopwise.engine.streaming.operators import Operators, Rows, Trained, Weights, plain_weight
 from flopwise.engine.streaming.rotary import rotation_of
 from flopwise.engine.streaming.values import Gradients, Values
-from flopwise.engine.streaming.watching import BlockPart, Watch, part_of
+from flopwise.engine.streaming.watching import BlockPart, MixtureWatch, part_of
 from flopwise.work.adapters import DOWN
 from flopwise.work.fusion import is_activation, is_sum_for_norm, makers_for_one_product
 from flopwise.work.op import Attention, Gemm, Op, Streaming
@@ -125,7 +125,7 @@ class Block:
         self.extras = (*QUERY_NORM, *KEY_NORM) if model.qk_norm else ()
         self.drops_weights = False
         """Whether training drops weights of attention."""
-        self.watch = Watch(operators.device)
+        self.watch = MixtureWatch(operators.device)
 
     # -- one operator after another -------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ from flopwise.engine.streaming.sequence import SequenceBlock, SequenceTensors
 from flopwise.engine.streaming.slabs import Slabs
 from flopwise.engine.streaming.updates import PartNumbers, Updates, as_numbers, numbers_by_part
 from flopwise.engine.streaming.values import Values
-from flopwise.engine.streaming.watching import Watch
+from flopwise.engine.streaming.watching import MixtureWatch
 from flopwise.records.plan import Plan
 from flopwise.records.program import Kind, Owner, Program, Role, Task, Use, aligned
 from flopwise.setup.training import Training
@@ -232,7 +232,7 @@ class Player:
             found[kind] = block
         return found
 
-    def watch(self) -> Watch:
+    def watch(self) -> MixtureWatch:
         """One that all blocks tell what they do."""
         found = next(iter(self.blocks.values())).watch
         for block in self.blocks.values():

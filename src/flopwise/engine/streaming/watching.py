@@ -30,7 +30,7 @@ class MixtureUse:
     """Of a block's experts the share without a token; likewise."""
 
 
-class Watch:
+class MixtureWatch:
     """Marks around operators, and the rows of experts. Off, it costs a comparison."""
 
     def __init__(self, device: torch.device) -> None:
