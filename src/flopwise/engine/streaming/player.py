@@ -56,6 +56,7 @@ from flopwise.engine.streaming.sequence import SequenceBlock, SequenceTensors
 from flopwise.engine.streaming.slabs import Slabs
 from flopwise.engine.streaming.updates import PartNumbers, Updates, as_numbers, numbers_by_part
 from flopwise.engine.streaming.values import Values
+from flopwise.engine.streaming.watching import MixtureWatch
 from flopwise.records.plan import Plan
 from flopwise.records.program import Kind, Owner, Program, Role, Task, Use, aligned
 from flopwise.setup.training import Training
@@ -232,6 +233,13 @@ class Player:
             block = Block(kind, mine.work, mine, self.saved[kind], deterministic=deterministic, spare_bytes=spare_bytes)
             block.drops_weights = dropout is not None and dropout.attention > 0
             found[kind] = block
+        return found
+
+    def watch(self) -> MixtureWatch:
+        """One that all blocks tell what they do."""
+        found = next(iter(self.blocks.values())).watch
+        for block in self.blocks.values():
+            block.watch = found
         return found
 
     def with_adapters(self, adapts: bool) -> None:
