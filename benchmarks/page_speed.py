@@ -1,6 +1,6 @@
 """Speed of the page: `python -m benchmarks.page_speed`. Nothing here is a test; absolute times are this machine's.
 
-Moves of a slider that are answered by a server, rows that are opened and filtered, tasks that are drawn, all in Chromium.
+A slider that a server answers, rows that are opened and filtered, tasks that are drawn, all in Chromium.
 """
 
 from __future__ import annotations
